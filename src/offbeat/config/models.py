@@ -1,0 +1,248 @@
+"""The typed configuration: what a user may say, its defaults, its ranges and the checks across fields.
+
+Nothing heavy is imported here: a wrong configuration is refused before torch is. Fields are *fixed* for the life of a
+run, unless marked `free()`, which `--resume` may change. Errors name the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+def free(default: Any, **constraints: Any) -> Any:
+    """A field whose value may change when a run is resumed."""
+    return Field(default, json_schema_extra={"free": True}, **constraints)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run's folder below `dir`; without it, the date and time."""
+    dir: str = free("runs")
+    seed: int = Field(0, ge=0, lt=2**31)
+    steps: int = free(300, ge=1)
+    max_hours: float | None = free(None, gt=0)
+    exact: bool = False
+    """Bit-equal results whatever is killed and resumed (embedded engine, max_staleness = 0)."""
+    threads: int | None = free(None, ge=1)
+    """CPU threads for torch; without it, torch's own choice."""
+
+
+class ModelConfig(Section):
+    path: str = "offbeat-tiny"
+    """A Hugging Face folder, or `offbeat-tiny`, the model that ships with Offbeat."""
+    tokenizer: str | None = None
+    """A folder with another tokenizer than the model's own."""
+    chat_template: str | None = None
+    """A file with a Jinja chat template to use instead of the tokenizer's."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the published weights. auto: bfloat16 on a GPU, float32 elsewhere."""
+    device: str = free("auto")
+    gradient_checkpointing: bool = free(False)
+
+
+class TaskConfig(Section):
+    """What every source of prompts can be told."""
+
+    weight: float = Field(1.0, gt=0)
+    """How often this source is drawn from, beside the others."""
+    reward: str | None = None
+    """`exact`, `number`, `math`, `module:function` or `file.py:function`; without it, the source's own."""
+    system: str | None = None
+    """A system message, for models with a chat template."""
+
+
+class ArithmeticTask(TaskConfig):
+    source: Literal["arithmetic"] = "arithmetic"
+    level: int = Field(2, ge=1, le=5)
+    tail: float = Field(0.0, ge=0, le=1)
+    """The share of problems whose worked answer is long."""
+    tail_median: int = Field(6, ge=2, le=64)
+    """Lines in the median long answer."""
+    tail_sigma: float = Field(0.8, ge=0, le=2)
+    """Spread of their log-normal law."""
+    tail_cap: int = Field(40, ge=2, le=64)
+    """Lines in the longest."""
+
+
+class GymTask(TaskConfig):
+    source: Literal["reasoning-gym"]
+    name: str
+    """The data set's name in reasoning-gym, such as `chain_sum`."""
+    options: dict[str, Any] = {}
+    """Passed to its configuration."""
+    chat: bool | None = None
+    """Put the question through the chat template; without it, whenever the model has one."""
+
+
+class FileTask(TaskConfig):
+    source: Literal["file", "dataset"]
+    path: str
+    """A .jsonl or .parquet file (`file`), or the name or folder of a Hugging Face dataset (`dataset`)."""
+    split: str = "train"
+    """Of a dataset."""
+    prompt: str = "prompt"
+    """The column with the prompt as text."""
+    messages: str | None = None
+    """The column with the prompt as chat messages, instead of `prompt`."""
+    answer: str | None = "answer"
+    """The column with the right answer, handed to the reward."""
+    chat: bool | None = None
+    """Put a text prompt through the chat template; without it, whenever the model has one."""
+    held_out: float = Field(0.05, ge=0, lt=1)
+    """The share of rows kept for evaluation, chosen by their content."""
+    shuffle: bool = True
+
+
+class FunctionTask(TaskConfig):
+    source: Literal["function"]
+    path: str
+    """`module:function` or `file.py:function`, called with (ordinal, seed, held_out), returning a problem as a dict."""
+    chat: bool | None = None
+    """Put a text prompt through the chat template; without it, whenever the model has one."""
+
+
+AnyTask = Annotated[ArithmeticTask | GymTask | FileTask | FunctionTask, Field(discriminator="source")]
+
+
+class RewardConfig(Section):
+    processes: int = free(1, ge=1, le=256)
+    timeout_s: float = free(10.0, gt=0)
+    """Longest wait for one reward; then its process is killed and the reward counts as failed."""
+    max_failure_share: float = free(0.2, ge=0, le=1)
+    """The run stops when a larger share of the latest rewards failed."""
+
+
+class BatchConfig(Section):
+    groups_per_step: int = Field(32, ge=1)
+    group_size: int = Field(8, ge=1)
+    min_group: int = Field(2, ge=1)
+    """A group trains while this many members remain."""
+    updates_per_step: int = Field(1, ge=1)
+    tokens_per_microbatch: int = free(16384, ge=1)
+
+
+class ScheduleConfig(Section):
+    mode: Literal["alternate"] = "alternate"
+    max_staleness: int = Field(0, ge=0, le=0)
+
+
+class RolloutConfig(Section):
+    engine: Literal["embedded"] = "embedded"
+    slots: int = free(256, ge=1)
+    """Requests that the engine runs at a time."""
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, ge=1, le=1)
+    """Training samples from the whole distribution; evaluation may cut it, see eval.top_p."""
+    max_prompt_tokens: int = Field(64, ge=1)
+    max_new_tokens: int = Field(32, ge=1)
+    max_attempts: int = free(3, ge=1)
+    """Tries that a task gets before it fails."""
+    deadline_s: float = free(1800.0, gt=0)
+    """Longest wait for a batch before the run stops and says whom it waited for."""
+
+
+class OptimizerConfig(Section):
+    lr: float = free(1e-6, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = free("constant")
+    warmup_steps: int = free(0, ge=0)
+    beta1: float = free(0.9, ge=0, lt=1)
+    beta2: float = free(0.999, ge=0, lt=1)
+    eps: float = free(1e-8, gt=0)
+    weight_decay: float = free(0.0, ge=0)
+    max_grad_norm: float = free(1.0, gt=0)
+
+
+class LossConfig(Section):
+    name: Literal["grpo"] = "grpo"
+    clip_low: float = free(0.2, gt=0, lt=1)
+    clip_high: float = free(0.2, gt=0)
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the k3 estimate of the KL divergence to the starting model; 0 loads no reference."""
+    max_logprob_gap: float = free(0.05, gt=0)
+    """Alarm when engine and trainer disagree by more than this, on average, about fresh tokens."""
+    stop_logprob_gap: float | None = free(None, gt=0)
+    """Stop the run at this gap."""
+
+
+class EvalConfig(Section):
+    every: int = free(20, ge=0)
+    """Steps between evaluations on the held-out split; 0: never."""
+    prompts: int = free(200, ge=1)
+    samples: int = free(1, ge=1)
+    """Answers per prompt, the k of mean@k and pass@k."""
+    temperature: float = free(1.0, ge=0)
+    top_p: float = free(1.0, gt=0, le=1)
+    top_k: int = free(0, ge=0)
+
+
+class CheckpointConfig(Section):
+    every: int = free(50, ge=0)
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = free(2, ge=1)
+
+
+class LogConfig(Section):
+    console: Literal["auto", "rich", "plain", "quiet"] = free("auto")
+    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = free([])
+    project: str = free("offbeat")
+    """The project's name in W&B and trackio."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    task: list[AnyTask] = Field([ArithmeticTask()], min_length=1)
+    reward: RewardConfig = RewardConfig()
+    batch: BatchConfig = BatchConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def batch_arithmetic_holds(self) -> Self:
+        batch, rollout = self.batch, self.rollout
+        if batch.min_group > batch.group_size:
+            raise ValueError(
+                f"batch.min_group = {batch.min_group}: allowed 1 to batch.group_size = {batch.group_size}"
+            )
+        if batch.groups_per_step % batch.updates_per_step:
+            raise ValueError(
+                f"batch.updates_per_step = {batch.updates_per_step}: must divide batch.groups_per_step = "
+                f"{batch.groups_per_step}, because each update trains whole groups"
+            )
+        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+        if batch.tokens_per_microbatch < longest:
+            raise ValueError(
+                f"batch.tokens_per_microbatch = {batch.tokens_per_microbatch}: allowed {longest} or more, because one "
+                f"sample may hold rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens"
+            )
+        if self.optimizer.warmup_steps > self.run.steps:
+            raise ValueError(
+                f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: allowed 0 to run.steps = {self.run.steps}"
+            )
+        if self.run.exact and rollout.slots < 16:
+            raise ValueError(
+                f"rollout.slots = {rollout.slots}: allowed 16 or more with run.exact = true, because below 16 rows "
+                "a matrix product takes another path and results depend on their number"
+            )
+        return self
+
+
+DEMO = {
+    "run": {"steps": 300},
+    "task": [{"source": "arithmetic"}],
+    "optimizer": {"lr": 3e-4},
+}
+"""What `offbeat train` runs when it is given no file."""

@@ -1,0 +1,119 @@
+"""What a worker asks of an engine, whichever engine it is.
+
+The protocol is asynchronous and request-driven, because engines behind HTTP are: requests come and go on their own,
+weights may change under them, and how steps are taken is the engine's own affair. Every engine promises:
+
+- token ids in, token ids out; log-probs are float32, of the version that sampled the token, after temperature;
+- each token is stamped with the version that sampled it: a `load` in flight splits the generation into segments;
+- `abort` makes `generate` return what was sampled so far, with `Finish.ABORT`;
+- the noise of a token is a function of the request's seed and the token's position in the response, or, where an engine
+  takes only one seed per request, of `Request.engine_seed`: a continuation never replays its prefix's noise;
+- after `load` returns, no token is sampled from older weights and no KV of older weights is reused, unless the request
+  asked for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from blake3 import blake3
+
+from offbeat.errors import OffbeatError
+from offbeat.trajectory import Sampling, Segment
+
+
+class EngineError(OffbeatError):
+    """An engine could not do what was asked; the message names the engine."""
+
+
+class Finish(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    """Someone asked for it, or the engine is closing; the tokens so far are good."""
+    TURN = "turn"
+    """The model handed the word to its environment."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """A published set of weights: what every engine and the trainer's own forward pass use."""
+
+    number: int
+    step: int
+    parent: int | None
+    digest: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation: `tokens` are the prompt and, from `position` > 0 on, the response so far."""
+
+    id: str
+    tokens: np.ndarray
+    seed: int
+    sampling: Sampling
+    position: int = 0
+    """Response position of the first token to sample; `sampling.max_new_tokens` counts from here."""
+
+    @property
+    def engine_seed(self) -> int:
+        """A seed for engines that take one per request; other for every continuation of the same task."""
+        digest = blake3(f"{self.seed}:{self.position}".encode()).digest(length=4)
+        return int.from_bytes(digest, "little") & 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What came of a request: segments that start at the request's position, in order, without a gap."""
+
+    id: str
+    segments: tuple[Segment, ...]
+    finish: Finish
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do, read once when a worker starts."""
+
+    fingerprint: str
+    """Engine, its version, dtype and quantisation; stamped on every segment."""
+    num_slots: int
+    """How many requests it can run at a time."""
+    max_context_tokens: int
+    splits_by_version: bool
+    """Whether a generation in flight survives a load, split into segments."""
+    exact: bool = False
+    """Whether a token depends on weights, prompt and seed alone, to the bit."""
+
+
+class Engine(Protocol):
+    """See the module's promises."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def version(self) -> int | None:
+        """The number of the version that is served; None before the first load."""
+        ...
+
+    async def generate(self, request: Request) -> Generation: ...
+
+    async def abort(self, ids: Sequence[str] | None = None) -> None:
+        """Ends the named requests, or all of them, returning once none of them runs any more."""
+        ...
+
+    async def load(self, version: Version) -> None:
+        """Puts a version's weights in place between two steps; requests in flight go on under it."""
+        ...
+
+    async def close(self) -> None: ...

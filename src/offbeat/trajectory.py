@@ -1,0 +1,294 @@
+"""The data that crosses every border: sampling parameters, tasks, segments and trajectories.
+
+A trajectory is a prompt and its ordered segments. Tokens enter it through `Trajectory.append` alone, which holds these
+invariants or raises `SegmentError` and changes nothing:
+
+- segments tile the response: each starts where the one before it ended, and none is empty;
+- a `sampled` segment has one finite float32 log-prob <= 0 per token, a version and a `kv_version` <= version;
+  a `given` segment has neither and is never trained on;
+- every further named array has one row per token;
+- a version may be lower than the sampled one before it by at most `max_version_drop`;
+- the response never grows past `max_new_tokens`, and nothing follows an end.
+
+Bytes on the wire and on disk are msgpack; `encode` and `decode` lose nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from offbeat.errors import OffbeatError
+
+LOGPROB_TOLERANCE = 1e-4
+"""How far above 0 a log-prob may lie: softmax in float32 can round a certain token to a hair over probability 1."""
+
+
+class SegmentError(OffbeatError, ValueError):
+    """A segment does not fit its trajectory."""
+
+
+class Origin(StrEnum):
+    """Where a segment's tokens came from."""
+
+    SAMPLED = "sampled"
+    """One worker drew them from one version."""
+    GIVEN = "given"
+    """Environment, tool or template wrote them; they carry no log-probs and are never trained on."""
+
+
+class End(StrEnum):
+    """Why a trajectory is finished; one that has no end is partial."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn. `top_p`, `top_k` and `min_p` are for evaluation: training refuses them."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A run of tokens of one origin; `start` is its first position in the response."""
+
+    start: int
+    tokens: np.ndarray
+    origin: Origin = Origin.SAMPLED
+    logprobs: np.ndarray | None = None
+    version: int | None = None
+    kv_version: int | None = None
+    worker: str = ""
+    engine: str = ""
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", np.asarray(self.tokens, dtype=np.int32))
+        if self.logprobs is not None:
+            object.__setattr__(self, "logprobs", np.asarray(self.logprobs, dtype=np.float32))
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Segment) and _segment_to_wire(self) == _segment_to_wire(other)
+
+
+@dataclass(eq=False)
+class Trajectory:
+    """One answer to one task. `index` tells apart the trajectories of one task's episode; today there is one."""
+
+    task: int
+    prompt: np.ndarray
+    max_new_tokens: int
+    index: int = 0
+    max_version_drop: int = 0
+    segments: tuple[Segment, ...] = ()
+    end: End | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt = np.asarray(self.prompt, dtype=np.int32)
+
+    def append(self, segment: Segment, end: End | None = None) -> None:
+        """Adds a segment and, if this was the last, says why the trajectory ended."""
+        self._check(segment, end)
+        self.segments = (*self.segments, segment)
+        self.end = end
+        self.__dict__.pop("tokens", None)
+
+    def finish(self, end: End) -> None:
+        """Ends a trajectory without further tokens, as when a budget was already used up."""
+        if self.end is not None:
+            raise SegmentError(f"task {self.task}: already ended by {self.end.value}")
+        self.end = end
+
+    def _check(self, segment: Segment, end: End | None) -> None:
+        def refuse(why: str) -> SegmentError:
+            return SegmentError(f"task {self.task}, segment at {segment.start}: {why}")
+
+        count = len(segment.tokens)
+        if self.end is not None:
+            raise refuse(f"the trajectory already ended by {self.end.value}")
+        if segment.tokens.ndim != 1 or count == 0:
+            raise refuse(f"tokens of shape {segment.tokens.shape}; allowed one dimension and at least one token")
+        if segment.start != self.num_tokens:
+            raise refuse(f"must start at {self.num_tokens}, where the one before it ended")
+        if segment.end > self.max_new_tokens:
+            raise refuse(f"ends at {segment.end}, past max_new_tokens = {self.max_new_tokens}")
+        if int(segment.tokens.min()) < 0:
+            raise refuse(f"token {int(segment.tokens.min())} is negative")
+        for name, array in segment.arrays.items():
+            if len(array) != count:
+                raise refuse(f"array {name!r} has {len(array)} rows for {count} tokens")
+        problem = self._sampled_problem(segment) if segment.origin is Origin.SAMPLED else _given_problem(segment, end)
+        if problem:
+            raise refuse(problem)
+
+    def _sampled_problem(self, segment: Segment) -> str | None:
+        logprobs, version, kv_version = segment.logprobs, segment.version, segment.kv_version
+        if logprobs is None or logprobs.shape != segment.tokens.shape:
+            have = "none" if logprobs is None else str(len(logprobs))
+            return f"{have} log-probs for {len(segment.tokens)} tokens"
+        if not np.isfinite(logprobs).all():
+            return "a log-prob is not finite"
+        if float(logprobs.max()) > LOGPROB_TOLERANCE:
+            return f"log-prob {float(logprobs.max()):.4g} is positive"
+        if version is None or kv_version is None:
+            return "sampled tokens need version and kv_version"
+        if kv_version > version:
+            return f"kv_version {kv_version} is newer than version {version}"
+        before = [s.version for s in self.segments if s.version is not None]
+        if before and before[-1] - version > self.max_version_drop:
+            return f"version {version} after {before[-1]}: may drop by at most {self.max_version_drop}"
+        return None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.segments[-1].end if self.segments else 0
+
+    @property
+    def is_partial(self) -> bool:
+        return self.end is None
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """The response's token ids."""
+        return _concatenate([s.tokens for s in self.segments], np.int32)
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """The behaviour log-probs; 0 where tokens were given."""
+        zeros = [s.logprobs if s.logprobs is not None else np.zeros(len(s.tokens), np.float32) for s in self.segments]
+        return _concatenate(zeros, np.float32)
+
+    @property
+    def sampled_mask(self) -> np.ndarray:
+        """True where a token was sampled: the only tokens that may ever be trained on."""
+        return _concatenate([np.full(len(s.tokens), s.origin is Origin.SAMPLED) for s in self.segments], np.bool_)
+
+    @property
+    def versions(self) -> np.ndarray:
+        """The version of each token; -1 where tokens were given."""
+        runs = [np.full(len(s.tokens), -1 if s.version is None else s.version) for s in self.segments]
+        return _concatenate(runs, np.int64)
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(
+            {
+                "task": self.task,
+                "index": self.index,
+                "prompt": self.prompt.tobytes(),
+                "max_new_tokens": self.max_new_tokens,
+                "max_version_drop": self.max_version_drop,
+                "end": self.end.value if self.end else None,
+                "segments": [_segment_to_wire(s) for s in self.segments],
+            }
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Rebuilds a trajectory through `append`, so that bytes from anywhere meet the same checks."""
+        wire = msgspec.msgpack.decode(data)
+        trajectory = cls(
+            task=wire["task"],
+            index=wire["index"],
+            prompt=np.frombuffer(wire["prompt"], np.int32),
+            max_new_tokens=wire["max_new_tokens"],
+            max_version_drop=wire["max_version_drop"],
+        )
+        for segment in wire["segments"]:
+            trajectory.append(_segment_from_wire(segment))
+        if wire["end"] is not None:
+            trajectory.finish(End(wire["end"]))
+        return trajectory
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Trajectory) and self.encode() == other.encode()
+
+
+def _given_problem(segment: Segment, end: End | None) -> str | None:
+    if segment.logprobs is not None or segment.version is not None or segment.kv_version is not None:
+        return "given tokens have no log-probs and no version"
+    return None
+
+
+def _concatenate(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
+
+
+def _segment_to_wire(segment: Segment) -> dict[str, Any]:
+    arrays = {
+        name: {"dtype": a.dtype.str, "shape": list(a.shape), "data": a.tobytes()} for name, a in segment.arrays.items()
+    }
+    return {
+        "start": segment.start,
+        "origin": segment.origin.value,
+        "tokens": segment.tokens.tobytes(),
+        "logprobs": None if segment.logprobs is None else segment.logprobs.tobytes(),
+        "version": segment.version,
+        "kv_version": segment.kv_version,
+        "worker": segment.worker,
+        "engine": segment.engine,
+        "arrays": arrays,
+    }
+
+
+def _segment_from_wire(wire: dict[str, Any]) -> Segment:
+    logprobs = wire["logprobs"]
+    return Segment(
+        start=wire["start"],
+        origin=Origin(wire["origin"]),
+        tokens=np.frombuffer(wire["tokens"], np.int32),
+        logprobs=None if logprobs is None else np.frombuffer(logprobs, np.float32),
+        version=wire["version"],
+        kv_version=wire["kv_version"],
+        worker=wire["worker"],
+        engine=wire["engine"],
+        arrays={
+            name: np.frombuffer(a["data"], np.dtype(a["dtype"])).reshape(a["shape"])
+            for name, a in wire["arrays"].items()
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker is given: one prompt that wants one trajectory, perhaps with a prefix to carry on."""
+
+    id: int
+    group: int
+    prompt: np.ndarray
+    seed: int
+    sampling: Sampling
+    require_version: int | None = None
+    prefix: Trajectory | None = None
+
+    def new_trajectory(self, max_version_drop: int = 0) -> Trajectory:
+        return self.prefix or Trajectory(
+            task=self.id,
+            prompt=self.prompt,
+            max_new_tokens=self.sampling.max_new_tokens,
+            max_version_drop=max_version_drop,
+        )
+
+
+class Reward(msgspec.Struct, frozen=True):
+    """A value earned at a response position; -1 stands for the last token."""
+
+    value: float
+    name: str = "reward"
+    position: int = -1
