@@ -1,0 +1,106 @@
+"""Accelerators and number formats: the one file that names them.
+
+Everything else takes a `torch.device` and a `torch.dtype` from here. `cuda` covers NVIDIA and, in a ROCm build of
+torch, AMD; `mps` is the GPU of an Apple machine. Asking for what this machine lacks is a `UserError` that says what it has.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+from offbeat.errors import UserError
+
+DEVICE = re.compile(r"(cpu|mps|cuda)(?::(\d+))?")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def available_devices() -> list[str]:
+    """The devices of this machine, best first."""
+    found = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    return [*found, "cpu"]
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """`auto` takes the first GPU there is, else the CPU."""
+    found = available_devices()
+    if name == "auto":
+        return torch.device(found[0])
+    match = DEVICE.fullmatch(name)
+    if match is None:
+        raise UserError(
+            f"model.device = {name!r}: allowed auto, cpu, cuda, cuda:N and mps; here are {', '.join(found)}"
+        )
+    kind, index = match.group(1), int(match.group(2) or 0)
+    exact = f"cuda:{index}" if kind == "cuda" else kind
+    if exact not in found or (kind != "cuda" and index > 0):
+        raise UserError(f"model.device = {name!r}: not on this machine, where there are {', '.join(found)}")
+    return torch.device(exact)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Of weights that are published: `auto` is bfloat16 on a GPU and float32 on a CPU, where bfloat16 is slow."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise UserError(f"model.dtype = {name!r}: allowed auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def device_name(device: torch.device) -> str:
+    """What people call it, such as `NVIDIA H200`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "mps":
+        return f"Apple GPU ({platform.machine()})"
+    return _cpu_name()
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all that was asked of it; needed before reading a clock."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def empty_cache(device: torch.device) -> None:
+    """Hands memory that torch keeps for later back to the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int] | None:
+    """Free and total memory of a GPU; None for a CPU, whose memory is everyone's."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free, total
+    if device.type == "mps":
+        total = torch.mps.recommended_max_memory()
+        return max(0, total - torch.mps.driver_allocated_memory()), total
+    return None
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most that this process held on the device; None where it is not counted."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():  # on Linux platform.processor() says only the architecture
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,275 @@
+"""From a name or folder to a model, its tokenizer and their limits; and back to a folder.
+
+Any Hugging Face causal language model with safetensors weights will do. What a user can get wrong (no folder, no
+weights, no tokenizer, a damaged file) is a `UserError` of one line. torch is imported only by what needs it, so that a
+process without a model can tokenise on a machine without torch.
+
+A loaded model is complete (no tensor was made up), in evaluation mode, without dropout: its forward pass is a function
+of weights and tokens, as comparing log-probs of two engines needs. A saved folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offbeat.errors import OffbeatError, UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+TINY = "offbeat-tiny"
+TINY_FOLDER = Path(__file__).parent / "tiny"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+HUB_TIMEOUT_S = 10.0
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+WINDOW_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
+NO_WINDOW_TOKENS = 1 << 20
+"""For architectures without positions to run out of, such as state-space models."""
+
+
+def resolve(path: str | Path, *, need_weights: bool = True) -> Path:
+    """The folder behind `offbeat-tiny`, a local folder or a Hugging Face id; checked for a model, weights included."""
+    if str(path) == TINY:
+        return TINY_FOLDER
+    folder = Path(path).expanduser()
+    if not folder.exists() and HUB_ID.fullmatch(str(path)):
+        folder = _from_hub(str(path), need_weights)
+    if not folder.exists():
+        raise UserError(f"model.path = {str(path)!r}: no such folder; give a Hugging Face model folder or {TINY!r}")
+    if not folder.is_dir():
+        raise UserError(
+            f"model.path = {str(path)!r}: is a file; give the folder that holds config.json and the weights"
+        )
+    if need_weights and not (folder / "config.json").is_file():
+        raise UserError(f"model.path = {str(path)!r}: has no config.json, so it is no Hugging Face model folder")
+    if need_weights and not _has_weights(folder):
+        raise UserError(
+            f"model.path = {str(path)!r}: has no *.safetensors; save the model with save_pretrained() of transformers"
+        )
+    return folder
+
+
+def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model as the module promises; it keeps no KV cache unless a call passes `use_cache=True`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    folder = resolve(path)
+    logging.disable_progress_bar()  # a bar per load would tear the run's own display
+    with _one_line(f"model.path = {str(path)!r}: transformers cannot load it"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        _turn_dropout_off(config)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
+    model, report = loaded
+    if report["missing_keys"]:
+        raise UserError(
+            f"model.path = {str(path)!r}: the weights lack {_some(report['missing_keys'])}; save the whole model again"
+        )
+    model.config.use_cache = False
+    return model.to(device).eval()
+
+
+def load_tokenizer(path: str | Path, template: str | Path | None = None) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer, with the chat template in the file `template` instead of its own, if given."""
+    from transformers import AutoTokenizer
+
+    folder = resolve(path, need_weights=False)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(
+            f"model.path = {str(path)!r}: has no tokenizer (tokenizer.json); copy the model's tokenizer files there, "
+            "or name a folder that has them as model.tokenizer"
+        )
+    with _one_line(f"model.path = {str(path)!r}: transformers cannot load its tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if template is not None:
+        _set_chat_template(tokenizer, Path(template).expanduser())
+    return tokenizer
+
+
+def context_window(config: PretrainedConfig) -> int:
+    """The most tokens, prompt and answer together, that the model takes."""
+    text = config.get_text_config()
+    for key in WINDOW_KEYS:
+        value = getattr(text, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return NO_WINDOW_TOKENS
+
+
+def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends an answer, by generation_config.json, the tokenizer or config.json."""
+    folder = resolve(path, need_weights=False)
+    config = _read_json(folder / "config.json")
+    named = [
+        _read_json(folder / "generation_config.json").get("eos_token_id"),
+        tokenizer.eos_token_id,
+        config.get("eos_token_id"),
+        (config.get("text_config") or {}).get("eos_token_id"),
+    ]
+    ids = [token for value in named for token in (value if isinstance(value, list) else [value]) if token is not None]
+    if not ids:
+        raise UserError(
+            f"model.path = {str(path)!r}: no stop token is named; set eos_token_id in its generation_config.json"
+        )
+    return tuple(sorted(set(ids)))
+
+
+def save_hf(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    extra_files: Mapping[str, str | bytes] | None = None,
+) -> None:
+    """A folder that transformers, vLLM and SGLang load: weights in the model's dtype, tokenizer, `extra_files`.
+
+    It is written beside its place, flushed to disk and renamed; one with anything in it is never written over.
+    """
+    folder = folder.expanduser().absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: is there already; name a new folder or remove it first")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = folder.parent / f".{folder.name}.{os.getpid()}.draft"
+    draft.mkdir()
+    try:
+        use_cache, model.config.use_cache = model.config.use_cache, True  # off while training only
+        try:
+            model.save_pretrained(draft)
+        finally:
+            model.config.use_cache = use_cache
+        tokenizer.save_pretrained(draft)
+        for name, content in (extra_files or {}).items():
+            (draft / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        for file in draft.iterdir():
+            _flush(file)
+        _flush(draft)
+        os.replace(draft, folder)
+        _flush(folder.parent)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's own tensors (no copies) by name, one name for tensors that are tied, in the model's order."""
+    return {names[0]: tensor.detach() for names, tensor in _tied_names(model)}
+
+
+def load_state(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copies tensors into the model, each under any of its tied names, cast to the model's dtype.
+
+    All names and shapes are checked before the first tensor is written.
+    """
+    import torch
+
+    pairs, known, missing = [], set(), []
+    for names, own in _tied_names(model):
+        known.update(names)
+        given = [name for name in names if name in tensors]
+        if not given:
+            missing.append(names[0])
+        elif tensors[given[0]].shape != own.shape:
+            shape = tuple(tensors[given[0]].shape)
+            raise OffbeatError(f"tensor {given[0]}: has shape {shape}, but the model wants {tuple(own.shape)}")
+        else:
+            pairs.append((own, tensors[given[0]]))
+    unexpected = [name for name in tensors if name not in known]
+    if missing or unexpected:
+        wrong = [f"lack {_some(missing)}"] * bool(missing) + [f"hold unknown {_some(unexpected)}"] * bool(unexpected)
+        raise OffbeatError(f"tensors do not fit the model: they {' and '.join(wrong)}")
+    with torch.no_grad():
+        for own, tensor in pairs:
+            own.copy_(tensor)
+
+
+def _tied_names(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
+    """Each tensor of the state once, with all its names; first the one under which transformers saves it."""
+    tied_targets = getattr(model, "all_tied_weights_keys", None) or {}
+    names_by_tensor: dict[int, tuple[list[str], torch.Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():  # the parameters themselves, so that `id` tells
+        names_by_tensor.setdefault(id(tensor), ([], tensor))[0].append(name)
+    for names, _ in names_by_tensor.values():
+        names.sort(key=lambda name: name in tied_targets)
+    return list(names_by_tensor.values())
+
+
+def _from_hub(hub_id: str, need_weights: bool) -> Path:
+    """The snapshot in the local Hugging Face cache, downloaded unless it is there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    patterns = HUB_PATTERNS if need_weights else [p for p in HUB_PATTERNS if p != "*.safetensors"]
+    try:
+        cached = Path(snapshot_download(hub_id, allow_patterns=patterns, local_files_only=True))
+        if not need_weights or _has_weights(cached):
+            return cached
+    except LocalEntryNotFoundError:
+        pass  # not downloaded yet
+    with _one_line(f"model.path = {hub_id!r}: no such folder here, and it cannot be had from the Hugging Face hub"):
+        return Path(snapshot_download(hub_id, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S))
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
+def _turn_dropout_off(config: Any) -> None:
+    for key, value in vars(config.get_text_config()).items():
+        if ("dropout" in key or "pdrop" in key or key == "layerdrop") and isinstance(value, float):
+            setattr(config.get_text_config(), key, 0.0)
+
+
+def _set_chat_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    import jinja2
+
+    if not file.is_file():
+        raise UserError(f"model.chat_template = {str(file)!r}: no such file; give a file with a Jinja chat template")
+    tokenizer.chat_template = file.read_text(encoding="utf-8")
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"model.chat_template = {str(file)!r}, line {error.lineno}: {error.message}") from error
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}: is not JSON ({error}); mend it or copy it again") from error
+
+
+def _some(names: Any) -> str:
+    """A few names out of many."""
+    names = sorted(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+@contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Turns the errors that transformers and the hub raise about files into one line."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{what}: {reason[:300]}") from error
