@@ -1,0 +1,134 @@
+"""The policy being trained: forward and backward over micro-batches, the optimizer update, its state.
+
+The model holds exactly the tensors that are published, in their dtype, and every forward pass uses them. Where that
+dtype is not float32, float32 masters live in the optimizer: gradients are added up in float32, the update is made there
+and rounded into the model. Sums run in the order of the micro-batches, so equal input gives equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from offbeat.learn import attention
+from offbeat.learn.packing import Microbatch
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+
+LossFunction = Callable[[Tensor], Tensor]
+"""From the targets' log-probs under the policy to a scalar whose gradient is wanted."""
+
+
+def packed_logprobs(model: PreTrainedModel, microbatch: Microbatch, temperature: float) -> Tensor:
+    """The log-prob of every target after temperature, float32."""
+    output = model(
+        input_ids=microbatch.tokens[None],
+        position_ids=microbatch.positions[None],
+        use_cache=False,
+        layout=microbatch.layout,
+        logits_to_keep=microbatch.predict_from,
+    )
+    logits = output.logits[0].float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    chosen = logits[microbatch.target_row, microbatch.targets]
+    return chosen - torch.logsumexp(logits, dim=-1)[microbatch.target_row]
+
+
+class Policy:
+    """One model and its optimizer on one device."""
+
+    def __init__(
+        self, model: PreTrainedModel, adam: AdamSettings, temperature: float = 1.0, gradient_checkpointing: bool = False
+    ):
+        attention.use(model)
+        self.model, self.temperature, self.adam = model, temperature, adam
+        self.device = next(model.parameters()).device
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()  # checkpointing is active only then; dropout was set to 0 when the model was loaded
+        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.parameters]
+        self.optimizer = torch.optim.AdamW(
+            self.masters,
+            lr=0.0,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            fused=self.device.type in ("cpu", "cuda"),
+        )
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                parameter.register_post_accumulate_grad_hook(_add_to(master))
+
+    @torch.no_grad()
+    def logprobs(self, microbatch: Microbatch, model: PreTrainedModel | None = None) -> Tensor:
+        """The targets' log-probs under this policy, or under another model that uses packed rows."""
+        return packed_logprobs(model or self.model, microbatch, self.temperature)
+
+    def forward_backward(self, microbatch: Microbatch, loss: LossFunction) -> Tensor:
+        """Adds one micro-batch's gradient; returns the targets' log-probs, detached."""
+        logprobs = packed_logprobs(self.model, microbatch, self.temperature)
+        loss(logprobs).backward()
+        return logprobs.detach()
+
+    def update(self, lr: float) -> float:
+        """One optimizer update from the gradients gathered so far; returns their norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.adam.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._round_into_model()
+        return float(norm)
+
+    @torch.no_grad()
+    def _round_into_model(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                parameter.copy_(master)
+
+    def state(self) -> dict[str, Tensor]:
+        """Masters and moments by name, for a checkpoint."""
+        tensors = {}
+        for name, master in zip(self.names, self.masters, strict=True):
+            tensors[f"master.{name}"] = master.detach()
+            for key, value in self.optimizer.state.get(master, {}).items():
+                tensors[f"{key}.{name}"] = value.detach()
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Restores what `state` gave, to the bit."""
+        moments = sorted({key.split(".", 1)[0] for key in tensors} - {"master"})
+        for name, master in zip(self.names, self.masters, strict=True):
+            master.copy_(tensors[f"master.{name}"])
+            restored = {key: tensors[f"{key}.{name}"] for key in moments if f"{key}.{name}" in tensors}
+            if restored:
+                step = {key: value.clone().to(torch.float32) for key, value in restored.items() if key == "step"}
+                rest = {key: value.to(self.device, copy=True) for key, value in restored.items() if key != "step"}
+                self.optimizer.state[master] = {**step, **rest}
+        self._round_into_model()
+
+
+def _add_to(master: Tensor) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        parameter.grad = None
+
+    return hook

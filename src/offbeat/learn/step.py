@@ -1,0 +1,169 @@
+"""One training step: a batch of samples in, updated weights and the step's figures out.
+
+The batch is cut into `updates_per_step` parts by whole groups, in order; each part is one optimizer update.
+Denominators are fixed per update before its first micro-batch. With one update the policy at the start of the step is
+the policy itself, so its log-probs come for free; with several they are computed once before the first update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from offbeat.learn.advantages import group_normalised
+from offbeat.learn.losses import clipped_policy_loss, sequence_mean_weights
+from offbeat.learn.packing import Microbatch, pack, plan
+from offbeat.learn.policy import Policy
+from offbeat.learn.samples import Sample
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    updates_per_step: int = 1
+    tokens_per_microbatch: int = 16384
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What a step did; means are over trainable tokens."""
+
+    loss: float
+    grad_norm: float
+    clip_share: float
+    kl: float
+    logprob_gap: float
+    """Mean absolute difference between the engine's log-probs and the trainer's before the first update."""
+    entropy: float
+    """Estimated by the sampled tokens' own log-probs."""
+    num_trained_tokens: int
+    num_row_tokens: int
+    num_microbatches: int
+    signal_share: float
+    """Share of samples whose advantage is not 0."""
+
+    def row(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@dataclass
+class _Sums:
+    loss: float = 0.0
+    clipped: float = 0.0
+    kl: float = 0.0
+    gap: float = 0.0
+    entropy: float = 0.0
+    tokens: int = 0
+    row_tokens: int = 0
+    microbatches: int = 0
+
+
+def train_step(
+    policy: Policy,
+    samples: Sequence[Sample],
+    settings: StepSettings,
+    lr: float,
+    reference: PreTrainedModel | None = None,
+) -> StepFigures:
+    """Trains on a batch; `reference` is the frozen starting model where a KL term is wanted."""
+    rewards = np.array([s.reward for s in samples])
+    groups = np.array([s.group for s in samples])
+    advantages = group_normalised(rewards, groups)
+    sums, norms = _Sums(), []
+    parts = _parts(groups, settings.updates_per_step)
+    proximal = _proximal(policy, samples, parts, settings) if len(parts) > 1 else None
+    for part in parts:
+        weights = dict(zip(part, sequence_mean_weights([samples[i].mask for i in part]), strict=True))
+        chosen = [samples[i] for i in part]
+        for local in plan(chosen, settings.tokens_per_microbatch):
+            batch = pack(samples, [part[i] for i in local], policy.device)
+            old = _flat([proximal[i] for i in batch.samples], policy.device) if proximal else None
+            _train_microbatch(policy, samples, batch, advantages, weights, old, settings, reference, sums)
+        norms.append(policy.update(lr))
+    tokens = max(sums.tokens, 1)
+    return StepFigures(
+        loss=sums.loss / len(parts),
+        grad_norm=float(np.mean(norms)),
+        clip_share=sums.clipped / tokens,
+        kl=sums.kl / tokens,
+        logprob_gap=sums.gap / tokens,
+        entropy=sums.entropy / tokens,
+        num_trained_tokens=sums.tokens,
+        num_row_tokens=sums.row_tokens,
+        num_microbatches=sums.microbatches,
+        signal_share=float(np.mean(advantages != 0)) if len(advantages) else 0.0,
+    )
+
+
+def _train_microbatch(
+    policy: Policy,
+    samples: Sequence[Sample],
+    batch: Microbatch,
+    advantages: np.ndarray,
+    weights: dict[int, np.ndarray],
+    old: Tensor | None,
+    settings: StepSettings,
+    reference: PreTrainedModel | None,
+    sums: _Sums,
+) -> None:
+    device = policy.device
+    weight = _flat([weights[i] for i in batch.samples], device)
+    mask = _flat([samples[i].mask.astype(np.float32) for i in batch.samples], device)
+    behaviour = _flat([samples[i].logprobs for i in batch.samples], device)
+    lengths = [samples[i].num_tokens for i in batch.samples]
+    advantage = _flat([np.repeat(advantages[list(batch.samples)], lengths)], device)
+    ref = policy.logprobs(batch, reference) if reference is not None else None
+
+    def loss(logprobs: Tensor) -> Tensor:
+        proximal = logprobs.detach() if old is None else old
+        token = clipped_policy_loss(
+            logprobs, proximal, advantage, settings.clip_low, settings.clip_high, ref, settings.kl_coef
+        )
+        total = (token.loss * weight).sum()
+        figures = torch.stack([total, (token.clipped * mask).sum(), (token.kl * mask).sum()]).tolist()
+        sums.loss, sums.clipped, sums.kl = sums.loss + figures[0], sums.clipped + figures[1], sums.kl + figures[2]
+        return total
+
+    logprobs = policy.forward_backward(batch, loss)
+    start = logprobs if old is None else old
+    sums.gap += float(((start - behaviour).abs() * mask).sum())
+    sums.entropy -= float((behaviour * mask).sum())
+    sums.tokens += int(mask.sum())
+    sums.row_tokens += batch.num_tokens
+    sums.microbatches += 1
+
+
+def _proximal(
+    policy: Policy, samples: Sequence[Sample], parts: Sequence[Sequence[int]], settings: StepSettings
+) -> dict[int, np.ndarray]:
+    """Log-probs of every sample under the policy as it is now."""
+    found: dict[int, np.ndarray] = {}
+    for part in parts:
+        chosen = [samples[i] for i in part]
+        for local in plan(chosen, settings.tokens_per_microbatch):
+            batch = pack(samples, [part[i] for i in local], policy.device)
+            logprobs = policy.logprobs(batch).cpu().numpy()
+            ends = np.cumsum([samples[i].num_tokens for i in batch.samples])
+            found.update(zip(batch.samples, np.split(logprobs, ends[:-1]), strict=True))
+    return found
+
+
+def _parts(groups: np.ndarray, count: int) -> list[list[int]]:
+    """Cuts a batch by whole groups, in the order in which they appear, into `count` parts as even as can be."""
+    ids = list(dict.fromkeys(groups.tolist()))
+    part_of = {group: i * count // len(ids) for i, group in enumerate(ids)}
+    parts: list[list[int]] = [[] for _ in range(count)]
+    for i, group in enumerate(groups.tolist()):
+        parts[part_of[group]].append(i)
+    return [part for part in parts if part]
+
+
+def _flat(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
+    return torch.as_tensor(np.concatenate(parts).astype(np.float32), device=device)

@@ -1,0 +1,114 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import KINDS, tiny_model
+
+from offbeat.learn.packing import pack, plan
+from offbeat.learn.policy import AdamSettings, Policy
+from offbeat.learn.samples import Sample
+
+CPU = torch.device("cpu")
+
+
+def make_samples(rng: np.random.Generator, groups: list[tuple[int, list[int]]]) -> list[Sample]:
+    samples = []
+    for group, (prompt_tokens, lengths) in enumerate(groups):
+        prompt = rng.integers(0, 40, prompt_tokens)
+        for length in lengths:
+            samples.append(
+                Sample(
+                    group=group,
+                    prompt=prompt,
+                    response=rng.integers(0, 40, length),
+                    logprobs=-rng.random(length).astype(np.float32),
+                    mask=np.ones(length, bool),
+                    reward=float(rng.random()),
+                )
+            )
+    return samples
+
+
+def one_by_one(model, sample: Sample, temperature: float) -> torch.Tensor:
+    """What the packed row must equal: this sample alone, through transformers' own attention."""
+    tokens = torch.as_tensor(np.concatenate([sample.prompt, sample.response]))[None]
+    logits = model(tokens).logits[0, len(sample.prompt) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(1, tokens[0, len(sample.prompt) :, None])[:, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_logprobs_and_gradients_equal_those_of_samples_taken_one_by_one(kind, temperature):
+    samples = make_samples(np.random.default_rng(0), [(5, [3, 9, 1]), (2, [30, 4]), (7, [6])])
+    policy = Policy(tiny_model(kind), AdamSettings(), temperature)
+    batch = pack(samples, range(len(samples)), CPU)
+    got = []
+    policy.forward_backward(batch, lambda logprobs: got.append(logprobs) or logprobs.sin().sum())
+
+    plain = tiny_model(kind)
+    plain.set_attn_implementation("eager")
+    wanted = torch.cat([one_by_one(plain, s, temperature) for s in samples])
+    wanted.sin().sum().backward()
+    torch.testing.assert_close(got[0], wanted, rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(policy.model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-3, atol=2e-5)
+
+
+def test_a_sliding_window_is_kept_to():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    def model():
+        torch.manual_seed(0)
+        config = MistralConfig(
+            vocab_size=40,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=4,
+        )
+        return MistralForCausalLM(config).eval()
+
+    samples = make_samples(np.random.default_rng(1), [(6, [12, 3])])
+    policy, plain = Policy(model(), AdamSettings()), model()
+    plain.set_attn_implementation("eager")
+    got = policy.logprobs(pack(samples, range(2), CPU))
+    wanted = torch.cat([one_by_one(plain, s, 1.0) for s in samples])
+    torch.testing.assert_close(got, wanted.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_groups_prompt_stands_in_the_row_once():
+    samples = make_samples(np.random.default_rng(0), [(10, [4, 4, 4])])
+    assert pack(samples, range(3), CPU).num_tokens == 10 + 3 * 3
+
+
+shapes = st.lists(
+    st.tuples(st.integers(1, 8), st.lists(st.integers(1, 12), min_size=1, max_size=5)), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.integers(20, 60))
+def test_a_plan_holds_every_sample_once_and_keeps_to_its_budget(groups, budget):
+    samples = make_samples(np.random.default_rng(0), groups)
+    batches = plan(samples, budget)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(samples)))
+    for chosen in batches:
+        packed = pack(samples, chosen, CPU)
+        assert packed.num_tokens <= budget
+        assert packed.targets.tolist() == [t for i in chosen for t in samples[i].response.tolist()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes)
+def test_a_layout_gathers_each_samples_own_tokens_and_takes_every_result_back(groups):
+    samples = make_samples(np.random.default_rng(0), groups)
+    packed = pack(samples, range(len(samples)), CPU)
+    gathered = torch.cat([packed.tokens[table].reshape(-1) for table in packed.layout.buckets])
+    assert torch.equal(gathered[packed.layout.restore], packed.tokens)
+    rows = [line for table in packed.layout.buckets for line in packed.tokens[table].tolist()]
+    for sample in samples:
+        wanted = [*sample.prompt.tolist(), *sample.response[:-1].tolist()]
+        assert any(row[: len(wanted)] == wanted for row in rows)
