@@ -1,0 +1,54 @@
+# make demo    trains the built-in demo; ARGS="--run.steps 100" hands arguments on
+# make test    runs the tests; ARGS="tests/config -k toml" picks some
+# make lint    checks style and types
+# make bench   runs the quick form of every benchmark and prints one table
+# make clean   removes what make has made; runs/ stays
+#
+# The first of them sets up .venv by itself. PYTHON=python3.12 picks the interpreter; TORCH_INDEX=URL takes torch from
+# another package index, such as one with builds for your accelerator.
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+LOG := $(VENV)/install.log
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraints.txt
+WITHOUT_GYM := .[math,data,smollm2,plot,tensorboard,dev]
+FAILED := { tail -n 5 $(LOG) >&2; echo "make: the installation failed; all of its output is in $(LOG)" >&2; exit 1; }
+
+.PHONY: demo test lint bench clean
+.DEFAULT_GOAL := demo
+
+demo: $(READY)
+	@$(BIN)/offbeat train $(ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(READY)
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	@find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone: the build that satisfies the pin then stays, whatever else asks for torch later.
+# reasoning-gym needs a compiler for one of its own dependencies, so Offbeat is set up without it where there is none.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "make: $(PYTHON) is missing or older than Python 3.11; install one and say make PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "setting up $(VENV) (a few minutes, once)"
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) >/dev/null || \
+	  { echo "make: $(PYTHON) cannot make a virtual environment; on Debian: apt install python3-venv" >&2; exit 1; }
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch >$(LOG) 2>&1 || $(FAILED)
+	@$(PIP) -e '.[all,dev]' >>$(LOG) 2>&1 || { $(PIP) -e '$(WITHOUT_GYM)' >>$(LOG) 2>&1 && \
+	  echo "left out reasoning-gym, which needs a C compiler; on Debian: apt install build-essential python3-dev"; } || $(FAILED)
+	@touch $@
