@@ -1,0 +1,69 @@
+"""The folder of published weights: one sub-folder per version, whole and verified or not there at all.
+
+A version's number only grows and is never reused; its folder is written beside its place, flushed and renamed, so a
+reader never sees half of one. `read` recomputes the digest: weights that do not match what was published are refused.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from offbeat.errors import OffbeatError
+from offbeat.files import fsync_file, replace_folder
+from offbeat.rollout.engine import Version
+from offbeat.weights.digest import weights_digest
+
+FILE_NAME = "model.safetensors"
+
+
+class WeightsError(OffbeatError):
+    """Published weights are missing or are not what was published."""
+
+
+class WeightStore:
+    """Writes and reads versions below one folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, number: int, step: int, parent: int | None, tensors: Mapping[str, Tensor]) -> Version:
+        """Puts a version on disk; nobody knows of it until its row stands in the ledger."""
+        held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        final = self.path(number)
+        draft = final.with_name(f".{final.name}.draft")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        save_file(held, draft / FILE_NAME)
+        fsync_file(draft / FILE_NAME)
+        shutil.rmtree(final, ignore_errors=True)  # left by a writer that died before its row was written
+        replace_folder(draft, final)
+        return Version(number=number, step=step, parent=parent, digest=weights_digest(held), path=final)
+
+    def read(self, version: Version) -> dict[str, Tensor]:
+        """The version's tensors, or `WeightsError` if their digest is not the published one."""
+        file = version.path / FILE_NAME
+        if not file.is_file():
+            raise WeightsError(f"version {version.number}: {file} is missing")
+        tensors = load_file(file)
+        digest = weights_digest(tensors)
+        if digest != version.digest:
+            raise WeightsError(
+                f"version {version.number}: digest {digest[:12]} is not the published {version.digest[:12]}"
+            )
+        return tensors
+
+    def keep(self, numbers: Iterable[int]) -> None:
+        """Deletes every other version that this store wrote."""
+        wanted = {self.path(number).name for number in numbers}
+        for folder in self.folder.glob("[0-9]*"):
+            if folder.name not in wanted:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"{number:08d}"

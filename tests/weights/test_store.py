@@ -1,0 +1,56 @@
+import pytest
+import torch
+from blake3 import blake3
+
+from offbeat.weights.digest import PIECE_BYTES, tensor_digest, weights_digest
+from offbeat.weights.store import FILE_NAME, WeightsError, WeightStore
+
+
+def tensors(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "b": torch.randn(3, 4, generator=generator),
+        "a": torch.randn(5, generator=generator).to(torch.bfloat16),
+        "scalar": torch.tensor(2.0),
+    }
+
+
+def test_a_version_is_read_back_as_it_was_written(tmp_path):
+    store = WeightStore(tmp_path)
+    version = store.write(4, 2, 3, tensors())
+    read = store.read(version)
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors().items())
+
+
+def test_one_flipped_bit_is_refused(tmp_path):
+    store = WeightStore(tmp_path)
+    version = store.write(4, 2, 3, tensors())
+    file = version.path / FILE_NAME
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(WeightsError, match="version 4: digest"):
+        store.read(version)
+
+
+def test_a_missing_version_is_named(tmp_path):
+    store = WeightStore(tmp_path)
+    version = store.write(4, 2, 3, tensors())
+    store.keep([5])
+    with pytest.raises(WeightsError, match=r"version 4: .* is missing"):
+        store.read(version)
+
+
+def test_the_digest_depends_on_names_dtypes_shapes_and_values_but_not_on_order():
+    one = tensors()
+    assert weights_digest(one) == weights_digest(dict(reversed(one.items())))
+    assert weights_digest(one) != weights_digest(tensors(seed=1))
+    assert weights_digest(one) != weights_digest({**one, "b": one["b"].reshape(4, 3)})
+    assert weights_digest(one) != weights_digest({**one, "scalar": one["scalar"].view(torch.int32)})
+
+
+def test_a_tensors_digest_is_made_of_its_pieces():
+    tensor = torch.arange(PIECE_BYTES // 4 + 10, dtype=torch.int32)
+    data = tensor.numpy().tobytes()
+    pieces = [blake3(data[:PIECE_BYTES]).digest(), blake3(data[PIECE_BYTES:]).digest()]
+    assert tensor_digest(tensor) == blake3(b"".join(pieces)).hexdigest()
