@@ -16,7 +16,7 @@ PIECE_BYTES = 16 * 1024 * 1024
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     pieces = blake3()
     for start in range(0, max(len(data), 1), PIECE_BYTES):
         pieces.update(blake3(data[start : start + PIECE_BYTES]).digest())
