@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +24,9 @@ from blake3 import blake3
 
 from offbeat.errors import OffbeatError
 from offbeat.trajectory import Sampling, Segment
+from offbeat.weights.version import Version
+
+__all__ = ["Capabilities", "Engine", "EngineError", "Finish", "Generation", "Request", "Version"]
 
 
 class EngineError(OffbeatError):
@@ -40,17 +42,6 @@ class Finish(StrEnum):
     """Someone asked for it, or the engine is closing; the tokens so far are good."""
     TURN = "turn"
     """The model handed the word to its environment."""
-
-
-@dataclass(frozen=True)
-class Version:
-    """A published set of weights: what every engine and the trainer's own forward pass use."""
-
-    number: int
-    step: int
-    parent: int | None
-    digest: str
-    path: Path
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from offbeat.errors import OffbeatError
 from offbeat.files import fsync_file, replace_folder
-from offbeat.rollout.engine import Version
 from offbeat.weights.digest import weights_digest
+from offbeat.weights.version import Version
 
 FILE_NAME = "model.safetensors"
 
