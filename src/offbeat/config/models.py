@@ -17,16 +17,20 @@ def free(default: Any, **constraints: Any) -> Any:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The run's folder below `dir`; without it, the date and time."""
     dir: str = free("runs")
+    """Where runs are kept."""
     seed: int = Field(0, ge=0, lt=2**31)
+    """Of prompts, sampling and everything else that is drawn."""
     steps: int = free(300, ge=1)
+    """Batches to train; with --resume, counted from the run's beginning."""
     max_hours: float | None = free(None, gt=0)
+    """Stop, with a checkpoint, after this long."""
     exact: bool = False
     """Bit-equal results whatever is killed and resumed (embedded engine, max_staleness = 0)."""
     threads: int | None = free(None, ge=1)
@@ -43,7 +47,9 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the published weights. auto: bfloat16 on a GPU, float32 elsewhere."""
     device: str = free("auto")
+    """`cpu`, `cuda`, `cuda:1`, `mps`. auto: the fastest there is."""
     gradient_checkpointing: bool = free(False)
+    """Compute activations twice instead of keeping them: slower, in less memory."""
 
 
 class TaskConfig(Section):
@@ -60,6 +66,7 @@ class TaskConfig(Section):
 class ArithmeticTask(TaskConfig):
     source: Literal["arithmetic"] = "arithmetic"
     level: int = Field(2, ge=1, le=5)
+    """How hard: from two digits to eight terms of up to three digits."""
     tail: float = Field(0.0, ge=0, le=1)
     """The share of problems whose worked answer is long."""
     tail_median: int = Field(6, ge=2, le=64)
@@ -97,6 +104,7 @@ class FileTask(TaskConfig):
     held_out: float = Field(0.05, ge=0, lt=1)
     """The share of rows kept for evaluation, chosen by their content."""
     shuffle: bool = True
+    """Another order in every epoch, drawn from run.seed."""
 
 
 class FunctionTask(TaskConfig):
@@ -112,6 +120,7 @@ AnyTask = Annotated[ArithmeticTask | GymTask | FileTask | FunctionTask, Field(di
 
 class RewardConfig(Section):
     processes: int = free(1, ge=1, le=256)
+    """Rewards computed at a time."""
     timeout_s: float = free(10.0, gt=0)
     """Longest wait for one reward; then its process is killed and the reward counts as failed."""
     max_failure_share: float = free(0.2, ge=0, le=1)
@@ -120,27 +129,37 @@ class RewardConfig(Section):
 
 class BatchConfig(Section):
     groups_per_step: int = Field(32, ge=1)
-    group_size: int = Field(8, ge=1)
-    min_group: int = Field(2, ge=1)
+    """Prompts per step."""
+    group_size: int = Field(8, ge=2)
+    """Answers per prompt, which are judged against each other."""
+    min_group: int = Field(2, ge=2)
     """A group trains while this many members remain."""
     updates_per_step: int = Field(1, ge=1)
+    """Optimizer updates that a step's groups are dealt to."""
     tokens_per_microbatch: int = free(16384, ge=1)
+    """Tokens in one forward and backward pass: less memory with fewer, the same result."""
 
 
 class ScheduleConfig(Section):
     mode: Literal["alternate"] = "alternate"
+    """alternate: generate, then train."""
     max_staleness: int = Field(0, ge=0, le=0)
+    """Steps that a token may be older than the weights it trains."""
 
 
 class RolloutConfig(Section):
     engine: Literal["embedded"] = "embedded"
+    """What generates: embedded runs in this process."""
     slots: int = free(256, ge=1)
     """Requests that the engine runs at a time."""
     temperature: float = Field(1.0, gt=0)
+    """Of training's answers; evaluation has its own."""
     top_p: float = Field(1.0, ge=1, le=1)
     """Training samples from the whole distribution; evaluation may cut it, see eval.top_p."""
     max_prompt_tokens: int = Field(64, ge=1)
+    """Longer prompts are refused."""
     max_new_tokens: int = Field(32, ge=1)
+    """Longer answers are cut."""
     max_attempts: int = free(3, ge=1)
     """Tries that a task gets before it fails."""
     deadline_s: float = free(1800.0, gt=0)
@@ -149,19 +168,25 @@ class RolloutConfig(Section):
 
 class OptimizerConfig(Section):
     lr: float = free(1e-6, gt=0)
+    """Learning rate, at its highest."""
     schedule: Literal["constant", "linear", "cosine"] = free("constant")
+    """How it falls towards run.steps."""
     warmup_steps: int = free(0, ge=0)
+    """Steps in which it rises from 0."""
     beta1: float = free(0.9, ge=0, lt=1)
     beta2: float = free(0.999, ge=0, lt=1)
     eps: float = free(1e-8, gt=0)
     weight_decay: float = free(0.0, ge=0)
     max_grad_norm: float = free(1.0, gt=0)
+    """Longer gradients are shortened to this."""
 
 
 class LossConfig(Section):
     name: Literal["grpo"] = "grpo"
     clip_low: float = free(0.2, gt=0, lt=1)
+    """How far below 1 a probability ratio still counts."""
     clip_high: float = free(0.2, gt=0)
+    """How far above 1."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the k3 estimate of the KL divergence to the starting model; 0 loads no reference."""
     max_logprob_gap: float = free(0.05, gt=0)
@@ -174,22 +199,28 @@ class EvalConfig(Section):
     every: int = free(20, ge=0)
     """Steps between evaluations on the held-out split; 0: never."""
     prompts: int = free(200, ge=1)
+    """Held-out prompts per evaluation."""
     samples: int = free(1, ge=1)
     """Answers per prompt, the k of mean@k and pass@k."""
     temperature: float = free(1.0, ge=0)
+    """0 takes the likeliest token."""
     top_p: float = free(1.0, gt=0, le=1)
     top_k: int = free(0, ge=0)
+    """0: all tokens."""
 
 
 class CheckpointConfig(Section):
     every: int = free(50, ge=0)
     """Steps between checkpoints; 0: only at the end."""
     keep: int = free(2, ge=1)
+    """The newest so many stay."""
 
 
 class LogConfig(Section):
     console: Literal["auto", "rich", "plain", "quiet"] = free("auto")
+    """auto: rich on a terminal, plain elsewhere."""
     sinks: list[Literal["tensorboard", "wandb", "trackio"]] = free([])
+    """Where metrics go besides the run's folder."""
     project: str = free("offbeat")
     """The project's name in W&B and trackio."""
 
@@ -214,9 +245,7 @@ class Config(Section):
     def batch_arithmetic_holds(self) -> Self:
         batch, rollout = self.batch, self.rollout
         if batch.min_group > batch.group_size:
-            raise ValueError(
-                f"batch.min_group = {batch.min_group}: allowed 1 to batch.group_size = {batch.group_size}"
-            )
+            raise ValueError(f"batch.min_group = {batch.min_group}: allowed 2 to batch.group_size = {batch.group_size}")
         if batch.groups_per_step % batch.updates_per_step:
             raise ValueError(
                 f"batch.updates_per_step = {batch.updates_per_step}: must divide batch.groups_per_step = "

@@ -1,0 +1,112 @@
+"""What a configuration adds up to, in sentences: nobody should have to work out batch sizes, or be surprised by a disk.
+
+Numbers are exact where the configuration decides them; what depends on the model's answers is given as "at most".
+"""
+
+from __future__ import annotations
+
+import math
+
+from offbeat.config.models import Config
+
+BYTES_PER_PARAMETER = {"auto": 4, "float32": 4, "bfloat16": 2}
+"""Of published weights; `auto` at its largest."""
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+"""Master weights and two moments, in float32."""
+VERSIONS_ON_DISK = 2
+TRAJECTORY_BYTES_PER_TOKEN = 8
+"""A token and its log-prob."""
+TRAJECTORY_BYTES = 500
+"""A trajectory's other columns and its indices."""
+
+
+def arithmetic(config: Config, num_parameters: int | None = None) -> list[str]:
+    """Lines about a step, the whole run, its evaluations, its checkpoints and the disk it needs."""
+    batch, steps = config.batch, config.run.steps
+    groups = batch.groups_per_step
+    samples = groups * batch.group_size
+    new_tokens = samples * config.rollout.max_new_tokens
+    updates = batch.updates_per_step
+    each = "one update" if updates == 1 else f"{updates} updates of {count(groups // updates, 'group')}"
+    lines = [
+        f"a step       {count(groups, 'group')} × {batch.group_size} = {count(samples, 'sample')}, {each}",
+        f"tokens       at most {config.rollout.max_new_tokens:,} new per sample, {new_tokens:,} per step",
+        f"micro-batch  {batch.tokens_per_microbatch:,} tokens; at most "
+        f"{count(microbatches_per_update(config), 'micro-batch')} per update",
+        f"engine       {count(config.rollout.slots, 'slot')}: a step's samples in "
+        f"{count(math.ceil(samples / config.rollout.slots), 'wave')} or fewer",
+        f"the run      {count(steps, 'step')} = {count(steps * groups, 'group')} = "
+        f"{count(steps * samples, 'sample')}, at most {new_tokens * steps:,} new tokens",
+        _evaluation(config),
+        _checkpoints(config),
+    ]
+    return [*lines, _disk(config, steps * samples, num_parameters)]
+
+
+def count(number: int, noun: str) -> str:
+    """`1 group`, `2 groups`, `3 micro-batches`."""
+    plural = "es" if noun.endswith(("ch", "s")) else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def microbatches_per_update(config: Config) -> int:
+    """How many there are when all answers are as long as allowed: a group's prompt is packed once per micro-batch."""
+    batch, rollout = config.batch, config.rollout
+    own, prompt = rollout.max_new_tokens - 1, rollout.max_prompt_tokens
+    groups = batch.groups_per_step // batch.updates_per_step
+    whole_group = prompt + batch.group_size * own
+    if whole_group <= batch.tokens_per_microbatch:
+        return math.ceil(groups / (batch.tokens_per_microbatch // whole_group))
+    samples_at_a_time = max(1, (batch.tokens_per_microbatch - prompt) // max(own, 1))
+    return groups * math.ceil(batch.group_size / samples_at_a_time)
+
+
+def num_evaluations(config: Config) -> int:
+    """Before the first step, every so many steps, and after the last."""
+    every = config.eval.every
+    return 1 + math.ceil(config.run.steps / every) if every else 0
+
+
+def num_checkpoints(config: Config) -> int:
+    """Every so many steps, and after the last."""
+    every = config.checkpoint.every
+    return math.ceil(config.run.steps / every) if every else 1
+
+
+def _evaluation(config: Config) -> str:
+    times, options = num_evaluations(config), config.eval
+    if not times:
+        return "evaluation   none (eval.every = 0)"
+    answers = options.prompts * options.samples
+    return (
+        f"evaluation   {count(times, 'time')}: at the start, every {count(options.every, 'step')}, at the end; "
+        f"{count(options.prompts, 'prompt')} × {options.samples} = {count(answers, 'answer')} each"
+    )
+
+
+def _checkpoints(config: Config) -> str:
+    written, kept = num_checkpoints(config), config.checkpoint.keep
+    when = f"every {count(config.checkpoint.every, 'step')} and at the end" if config.checkpoint.every else "at the end"
+    return f"checkpoints  {written:,}, {when}; the newest {min(kept, written)} kept"
+
+
+def _disk(config: Config, num_samples: int, num_parameters: int | None) -> str:
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    trajectories = num_samples * (TRAJECTORY_BYTES + TRAJECTORY_BYTES_PER_TOKEN * longest)
+    if num_parameters is None:
+        return f"disk         at most {size(trajectories)} of trajectories, besides weights and checkpoints"
+    kept = min(config.checkpoint.keep, num_checkpoints(config)) + 1  # a new one is whole before an old one goes
+    checkpoints = kept * CHECKPOINT_BYTES_PER_PARAMETER * num_parameters
+    versions = VERSIONS_ON_DISK * BYTES_PER_PARAMETER[config.model.dtype] * num_parameters
+    total = trajectories + checkpoints + versions
+    return (
+        f"disk         at most {size(total)}: trajectories {size(trajectories)}, checkpoints {size(checkpoints)}, "
+        f"weights {size(versions)}"
+    )
+
+
+def size(num_bytes: int) -> str:
+    for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{math.ceil(num_bytes / 1000)} kB"

@@ -1,0 +1,51 @@
+"""Compares a run's stored configuration with a new one: what may change on resume, and what may not.
+
+A key that the stored one lacks counts as its default, so a run of an older Offbeat can go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from offbeat.config.keys import MISSING, dotted, field_at, is_free, leaves, value_at
+from offbeat.config.lines import Path
+from offbeat.config.load import resolved
+from offbeat.config.models import Config
+
+
+class Change(NamedTuple):
+    key: str
+    old: Any
+    new: Any
+
+
+def fixed_changes(old: Mapping[str, Any], new: Config) -> list[Change]:
+    """Changes to keys that are fixed for the life of a run; any of them forbids resuming it."""
+    return [change for place, change in _changes(old, new) if not is_free(place)]
+
+
+def free_changes(old: Mapping[str, Any], new: Config) -> list[Change]:
+    """Changes to keys that may change when a run is resumed."""
+    return [change for place, change in _changes(old, new) if is_free(place)]
+
+
+def _changes(old: Mapping[str, Any], new: Config) -> list[tuple[Path, Change]]:
+    data = resolved(new)
+    if data["run"]["name"] is None:  # not said, so whatever the run is called
+        data["run"]["name"] = value_at(old, ("run", "name"))
+    places = dict.fromkeys([place for place, _ in leaves(data)] + [place for place, _ in leaves(old)])
+    found = []
+    for place in places:
+        before, after = _value(old, place), _value(data, place)
+        if before != after:
+            found.append((place, Change(dotted(place, data), before, after)))
+    return found
+
+
+def _value(data: Mapping[str, Any], place: Path) -> Any:
+    value = value_at(data, place)
+    if value is not MISSING:
+        return value
+    known = field_at(place, data)
+    return known.get_default(call_default_factory=True, validated_data={}) if known else None

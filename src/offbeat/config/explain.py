@@ -1,0 +1,216 @@
+"""Turns what pydantic found wrong into the one line that a user reads.
+
+    run.toml:7: batch.group_sise = 16: unknown key; did you mean group_size?
+    --optimizer.schedule = "cosin": allowed "constant", "linear", "cosine"; did you mean "cosine"?
+
+The first mistake is told in full, by its place in the file; of the others only the number.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from offbeat.config.keys import MISSING, TASK_MODELS, dotted, field_at, nearest, suggest_key, value_at
+from offbeat.config.lines import Path
+from offbeat.errors import UserError
+
+LONGEST_VALUE = 60
+WANTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "dict": "a table",
+    "model": "a table",
+}
+"""What a value should be, by the first word of pydantic's error type."""
+KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (bool, "true or false"),
+    (int, "a whole number"),
+    (float, "a number with a fraction"),
+    (str, "text"),
+    ((list, tuple), "a list"),
+    (Mapping, "a table"),
+    ((datetime.date, datetime.time), "a date or time"),
+)
+RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+LEADING_KEY = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+) = ")
+
+
+@dataclass
+class Origin:
+    """Where the values came from."""
+
+    file: str | None = None
+    lines: Mapping[Path, int] = field(default_factory=dict)
+    typed: dict[Path, str] = field(default_factory=dict)
+    """Keys that were given on the command line, as they were typed."""
+
+    def line(self, place: Path) -> int | None:
+        """The line of a key, or of the nearest table around it."""
+        while place:
+            if place in self.lines:
+                return self.lines[place]
+            if place[:2] == ("task", 0) and ("task", *place[2:]) in self.lines:  # written as one table, [task]
+                return self.lines[("task", *place[2:])]
+            place = place[:-1]
+        return None
+
+    def typed_at(self, place: Path) -> Path | None:
+        """The command line's key at, below or above a place."""
+        shared = (p for p in self.typed if p[: len(place)] == place or place[: len(p)] == p)
+        return next(shared, None)
+
+    def before(self, place: Path) -> str:
+        """What an error begins with: file and line, dashes for the command line, or nothing."""
+        if self.typed_at(place):
+            return "--"
+        if self.file is None:
+            return ""
+        line = self.line(place)
+        return f"{self.file}:{line}: " if line else f"{self.file}: "
+
+
+def explain(error: ValidationError, data: Mapping[str, Any], origin: Origin) -> UserError:
+    """The error to raise for a configuration that did not validate."""
+    found = [_Mistake(item, data, origin) for item in error.errors(include_url=False)]
+    found.sort(key=lambda mistake: mistake.order)
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return UserError(found[0].text() + more)
+
+
+class _Mistake:
+    def __init__(self, item: Mapping[str, Any], data: Mapping[str, Any], origin: Origin):
+        self.kind: str = item["type"]
+        self.context: Mapping[str, Any] = item.get("ctx") or {}
+        self.data, self.origin = data, origin
+        place: Path = tuple(item["loc"])
+        if place[:1] == ("task",) and len(place) > 2:
+            place = (*place[:2], *place[3:])  # pydantic names the chosen source in between
+        if self.kind == "union_tag_invalid":
+            place = (*place, "source")
+        if self.kind == "value_error" and (key := LEADING_KEY.match(str(self.context["error"]))):
+            place = tuple(key.group(1).split("."))
+        self.place = place
+
+    @property
+    def order(self) -> tuple[bool, bool, int]:
+        """As a reader meets them; a missing key last, because it is often a misspelt one."""
+        line = self.origin.line(self.place)
+        return self.kind in ("missing", "union_tag_not_found"), line is None, line or 0
+
+    def text(self) -> str:
+        if self.kind == "value_error":  # a check across fields, which says it all
+            return self.origin.before(self.place) + str(self.context["error"])
+        place, value = self.place, value_at(self.data, self.place)
+        if isinstance(value, Mapping) and (typed := self.origin.typed_at(place)):
+            place, value = typed, value_at(self.data, typed)
+        name = dotted(place, self.data)
+        if isinstance(value, Mapping):
+            name = "[[task]]" if place[0] == "task" and len(place) == 2 else f"[{name}]"
+        elif value is not MISSING:
+            name = f"{name} = {show(value)}"
+        return f"{self.origin.before(self.place)}{name}: {self._what()}"
+
+    def _what(self) -> str:
+        value, known = value_at(self.data, self.place), field_at(self.place, self.data)
+        if self.kind == "extra_forbidden":
+            what = "unknown section" if len(self.place) == 1 and isinstance(value, Mapping) else "unknown key"
+            return f"{what}; {suggest_key(self.place, self.data)}"
+        if self.kind == "literal_error":
+            return _choose(value, _choices(known if known else field_at(self.place[:-1], self.data)))
+        if self.kind == "union_tag_invalid":
+            return _choose(value, list(TASK_MODELS))
+        if self.kind == "union_tag_not_found":
+            return self._no_source(value)
+        if self.kind == "missing":
+            return "is missing; give it a value"
+        if self.kind in RANGE_ERRORS and known:
+            return f"allowed {range_in_words(known)}"
+        if self.kind == "string_pattern_mismatch":
+            return "allowed letters, digits, '.', '_' and '-', with a letter or digit first"
+        if self.kind == "too_short":
+            return f"allowed {self.context['min_length']} or more"
+        if self.kind == "finite_number":
+            return "allowed any finite number"
+        return self._wrong_type(value)
+
+    def _no_source(self, value: Any) -> str:
+        near = [key for key in value if nearest(str(key), ["source"])] if isinstance(value, Mapping) else []
+        hint = f"; did you mean it by {near[0]}?" if near else ""
+        return f"source is missing{hint}; allowed {_quoted(list(TASK_MODELS))}"
+
+    def _wrong_type(self, value: Any) -> str:
+        word = self.kind.split("_")[0]
+        wanted = WANTED.get(word)
+        if wanted is None:
+            return f"cannot be understood ({self.kind.replace('_', ' ')})"
+        told = f"wants {wanted}, not {_kind_of(value)}"
+        if word in ("int", "float", "bool") and isinstance(value, str) and _reads_as(value, word):
+            return f"{told}; write it without quotes"
+        if word == "string" and not isinstance(value, (list, Mapping)):
+            return f"{told}; put it in quotes"
+        return told
+
+
+def show(value: Any) -> str:
+    """A value as TOML writes it, cut when long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
+
+
+def range_in_words(known: FieldInfo) -> str:
+    """The numbers that a field allows, such as `1 to 5` or `0 or more and below 1`."""
+    low = next((m for m in known.metadata if isinstance(m, Ge | Gt)), None)
+    high = next((m for m in known.metadata if isinstance(m, Le | Lt)), None)
+    if isinstance(low, Ge) and isinstance(high, Le):
+        return f"{low.ge} to {high.le}" if low.ge != high.le else f"only {low.ge}"
+    words = []
+    if low:
+        words.append(f"{low.ge} or more" if isinstance(low, Ge) else f"more than {low.gt}")
+    if high:
+        words.append(f"at most {high.le}" if isinstance(high, Le) else f"less than {high.lt}")
+    return " and ".join(words)
+
+
+def _choices(known: FieldInfo | None) -> list[str]:
+    annotation: Any = known.annotation if known else None
+    while annotation is not None and (inner := get_args(annotation)):
+        if all(isinstance(choice, str) for choice in inner):
+            return list(inner)
+        annotation = inner[0]
+    return []
+
+
+def _choose(value: Any, choices: list[str]) -> str:
+    near = nearest(value, choices) if isinstance(value, str) and len(choices) > 1 else None
+    only = "only " if len(choices) == 1 else ""
+    return f"allowed {only}{_quoted(choices)}" + (f"; did you mean {show(near)}?" if near else "")
+
+
+def _quoted(words: list[str]) -> str:
+    return ", ".join(show(word) for word in words)
+
+
+def _kind_of(value: Any) -> str:
+    return next((word for kind, word in KINDS if isinstance(value, kind)), type(value).__name__)
+
+
+def _reads_as(text: str, word: str) -> bool:
+    if word == "bool":
+        return text in ("true", "false")
+    try:
+        (int if word == "int" else float)(text)
+    except ValueError:
+        return False
+    return True

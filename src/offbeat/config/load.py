@@ -1,0 +1,185 @@
+"""From a TOML file and the command line to a checked `Config`, or to one line that says what is wrong.
+
+A later override wins over an earlier one, and all win over the file. TOML has no word for nothing: where a key may be
+absent, the text "none" stands for that. Every mistake is a `UserError` that names file, line and key.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pathlib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from offbeat.config.explain import Origin, explain
+from offbeat.config.keys import accepts, dotted, field_at, leaves, value_at
+from offbeat.config.lines import Path, key_lines
+from offbeat.config.models import DEMO, ArithmeticTask, Config
+from offbeat.errors import UserError
+
+TOML_PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
+
+
+def load(path: pathlib.Path | str | None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a TOML file (or a run's config.json); without a file, the built-in demo.
+
+    Overrides are words of a command line: `--batch.group-size 16`, `--task.level=3`, `--run.exact`.
+    """
+    origin = Origin()
+    data = copy.deepcopy(DEMO) if path is None else _read(pathlib.Path(path), origin)
+    _one_list_of_tasks(data)
+    _override(data, pairs(overrides), origin)
+    return _validate(data, origin)
+
+
+def from_dict(data: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
+    """The configuration in a dict; overrides are dotted keys, or sections with a dict of their keys."""
+    plain = copy.deepcopy(dict(data))
+    _one_list_of_tasks(plain)
+    for key, value in (overrides or {}).items():
+        nested = isinstance(value, Mapping) and "." not in key and key != "task"
+        for name, inner in value.items() if nested else [("", value)]:
+            _put(plain, _place(plain, f"{key}.{name}".strip(".")), inner, key)
+    _one_list_of_tasks(plain)
+    return _validate(plain, Origin())
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """Every key with its value, as plain JSON data."""
+    return config.model_dump(mode="json")
+
+
+def pairs(words: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Splits a command line's overrides into dotted keys and texts; a key without a text is a switch."""
+    found: list[tuple[str, str | None]] = []
+    at = 0
+    while at < len(words):
+        key, equals, text = words[at].removeprefix("--").partition("=")
+        at += 1
+        if equals:
+            found.append((key, text))
+        elif at < len(words) and not words[at].startswith("--"):
+            found.append((key, words[at]))
+            at += 1
+        else:
+            found.append((key, None))
+    return found
+
+
+def _read(path: pathlib.Path, origin: Origin) -> dict[str, Any]:
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        beside = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        hint = f"; there is {', '.join(beside[:4])}" if beside else ""
+        raise UserError(f"{path}: no such file{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise UserError(f"{path}: cannot be read: {reason}") from error
+    origin.file = str(path)
+    try:
+        if path.suffix == ".json":
+            return dict(json.loads(text))
+        data = tomllib.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: is not JSON: {error.msg}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(_toml_mistake(path, text, str(error))) from error
+    origin.lines = key_lines(text)
+    return data
+
+
+def _toml_mistake(path: pathlib.Path, text: str, message: str) -> str:
+    found = TOML_PLACE.search(message)
+    line = int(found.group(1)) if found and found.group(1) else text.count("\n") + 1
+    lines = text.splitlines()
+    near = f" near {lines[line - 1].strip()!r}" if line <= len(lines) and lines[line - 1].strip() else ""
+    reason = TOML_PLACE.sub("", message)
+    return f"{path}:{line}: is not TOML{near}: {reason[:1].lower()}{reason[1:]}"
+
+
+def _one_list_of_tasks(data: dict[str, Any]) -> None:
+    """Lets an only task be written as one table."""
+    if isinstance(data.get("task"), Mapping):
+        data["task"] = [data["task"]]
+
+
+def _override(data: dict[str, Any], given: Iterable[tuple[str, str | None]], origin: Origin) -> None:
+    sources_first = sorted(given, key=lambda pair: not pair[0].endswith(".source"))  # they say what else is allowed
+    for key, text in sources_first:
+        place = _place(data, key.replace("-", "_"))
+        _put(data, place, _parse(place, data, key, text), f"--{key}")
+        origin.typed[place] = key
+
+
+def _place(data: dict[str, Any], key: str) -> Path:
+    """Where a dotted key points; `task.level` means the only task's."""
+    names = key.split(".")
+    if names[0] != "task" or len(names) < 2:
+        return tuple(names)
+    tasks = data.setdefault("task", [{"source": ArithmeticTask().source}])
+    if names[1].isdigit():
+        index = int(names[1])
+        if index > len(tasks):
+            raise UserError(f"--{key}: there {_are_tasks(len(tasks))}, so the next one is task.{len(tasks)}")
+        if index == len(tasks):
+            tasks.append({})
+        return ("task", index, *names[2:])
+    if len(tasks) != 1:
+        raise UserError(f"--{key}: there {_are_tasks(len(tasks))}; name one, as in --task.0.{'.'.join(names[1:])}")
+    return ("task", 0, *names[1:])
+
+
+def _are_tasks(count: int) -> str:
+    return "is 1 task" if count == 1 else f"are {count} tasks"
+
+
+def _put(data: dict[str, Any], place: Path, value: Any, told: str) -> None:
+    inner: Any = data
+    for name in place[:-1]:
+        if isinstance(inner, dict):
+            inner = inner.setdefault(name, {})
+        elif isinstance(inner, list) and isinstance(name, int):
+            inner = inner[name]
+    if not isinstance(inner, dict):
+        raise UserError(f"{told}: {dotted(place[:-1])} is a single value and has no keys of its own")
+    inner[place[-1]] = value
+
+
+def _parse(place: Path, data: Mapping[str, Any], key: str, text: str | None) -> Any:
+    """A command line's text by TOML's rules, or as it stands where text is wanted or nothing else fits."""
+    known = field_at(place, data)
+    if text is None:
+        if known is not None and not accepts(known, bool):
+            raise UserError(f"--{key}: wants a value after it")
+        return True
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        parsed = {}
+    value = parsed["value"] if set(parsed) == {"value"} else text
+    if accepts(known, str) and not isinstance(value, str):
+        return text
+    if accepts(known, list) and isinstance(value, str):
+        return [word.strip() for word in value.split(",") if word.strip()]
+    return value
+
+
+def _nothing(data: dict[str, Any]) -> None:
+    """Reads "none" as nothing wherever a key may be absent."""
+    for place, value in list(leaves(data)):
+        if value == "none" and accepts(field_at(place, data), None):
+            value_at(data, place[:-1])[place[-1]] = None
+
+
+def _validate(data: dict[str, Any], origin: Origin) -> Config:
+    _nothing(data)
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise explain(error, data, origin) from None
