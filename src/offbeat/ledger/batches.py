@@ -1,0 +1,163 @@
+"""Claims and commits: which data a step trains on, and that it did.
+
+Guarantees: a claim selects, checks the bound against the step really trained from, and stores its answer in one
+transaction; asking again for the same step returns the same batch; a commit records the new version with it and is
+idempotent by step. No token above the bound, given, or of an abandoned version has a true mask.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from offbeat.control.select import Candidate, Stretch, is_trainable, select, staleness
+from offbeat.ledger import versions
+from offbeat.ledger.errors import Conflict, Refused, Unknown
+from offbeat.ledger.groups import drop, reissue
+from offbeat.ledger.records import Batch, BatchGroup, BatchState, Drop, GroupState, Member
+from offbeat.ledger.schema import Database
+from offbeat.rollout.engine import Version
+from offbeat.trajectory import Origin, Reward, Trajectory
+
+Stretches = dict[int, list[tuple[int, Stretch, bool]]]
+"""By group: task, stretch, and whether its version is abandoned."""
+
+
+def claim(db: Database, step: int, count: int, bound: int) -> Batch | None:
+    newest = versions.latest(db)
+    found = _living_batch(db, step)
+    if found is None:
+        if newest is None or newest.step != step:
+            at = "no version is published" if newest is None else f"the latest version is of step {newest.step}"
+            raise Refused(f"step {step} cannot be claimed: {at}")
+        return _choose(db, newest, count, bound)
+    if found["state"] == BatchState.CLAIMED and newest is not None and newest.step == step:
+        db.execute("UPDATE batches SET from_version = ? WHERE id = ?", (newest.number, found["id"]))
+    return load(db, found["id"])
+
+
+def _living_batch(db: Database, step: int) -> dict[str, Any] | None:
+    query = "SELECT id, state, to_version FROM batches WHERE step = ? AND state <> 'undone'"
+    row = db.execute(query, (step,)).fetchone()
+    return None if row is None else dict(zip(("id", "state", "to_version"), row, strict=True))
+
+
+def _choose(db: Database, newest: Version, count: int, bound: int) -> Batch | None:
+    step = newest.step
+    query = """SELECT id, ordinal, state, require_step FROM groups WHERE state IN ('open', 'ready')
+               AND purpose = 'train' AND (require_step IS NULL OR require_step <= ?)"""
+    groups = db.execute(query, (step,)).fetchall()
+    stretches = _stretches(db, [group for group, _, state, _ in groups if state == GroupState.READY])
+    candidates = [
+        Candidate(
+            group, ordinal, state == GroupState.READY, require_step, tuple(s for _, s, _ in stretches.get(group, ()))
+        )
+        for group, ordinal, state, require_step in groups
+    ]
+    selection = select(candidates, step, count, bound)
+    drop(db, selection.stale, Drop.STALE)
+    reissue(db, selection.stale, with_new_seed=False, for_step=step)
+    if not selection.take:
+        return None
+    return load(db, _store(db, newest, bound, selection.take, stretches))
+
+
+def _stretches(db: Database, groups: Sequence[int]) -> Stretches:
+    """The segments of the groups' scored members, with the steps of their versions."""
+    query = """SELECT t.group_id, t.id, s.num_tokens, v.step, v.abandoned
+               FROM tasks t JOIN segments s ON s.task = t.id LEFT JOIN versions v ON v.number = s.version
+               WHERE t.state = 'scored' AND t.group_id IN (SELECT value FROM json_each(?))
+               ORDER BY t.id, s.start"""
+    found: Stretches = {}
+    for group, task, num_tokens, step, is_abandoned in db.execute(query, (json.dumps(list(groups)),)):
+        stretch = Stretch(num_tokens, None if is_abandoned else step)
+        found.setdefault(group, []).append((task, stretch, bool(is_abandoned)))
+    return found
+
+
+def _store(db: Database, newest: Version, bound: int, groups: Sequence[int], stretches: Stretches) -> int:
+    """Writes a batch and what becomes of each of its sampled tokens."""
+    sums: dict[int, list[int]] = {}
+    oldest = 0
+    for task, stretch, is_abandoned in itertools.chain.from_iterable(stretches[group] for group in groups):
+        tokens = sums.setdefault(task, [0, 0, 0])
+        if is_trainable(stretch.step, newest.step, bound):
+            tokens[0] += stretch.num_tokens
+            oldest = max(oldest, staleness(stretch.step, newest.step) or 0)
+        elif stretch.step is not None:
+            tokens[1] += stretch.num_tokens
+        elif is_abandoned:
+            tokens[2] += stretch.num_tokens
+    totals = [sum(column) for column in zip(*sums.values(), strict=True)]
+    batch = db.execute(
+        "INSERT INTO batches (step, bound, state, from_version, num_trained_tokens, num_stale_tokens, "
+        "num_abandoned_tokens, max_staleness, claimed_at) VALUES (?, ?, 'claimed', ?, ?, ?, ?, ?, ?)",
+        (newest.step, bound, newest.number, *totals, oldest, db.wall_clock()),
+    ).lastrowid
+    assert batch is not None
+    db.executemany(
+        "INSERT INTO batch_members VALUES (?, ?, ?, ?, ?)", [(batch, task, *tokens) for task, tokens in sums.items()]
+    )
+    db.executemany("UPDATE groups SET state = 'claimed', batch = ? WHERE id = ?", [(batch, g) for g in groups])
+    return batch
+
+
+def load(db: Database, batch: int) -> Batch:
+    """A batch as it was claimed, by ordinal and member."""
+    step, from_version, bound = db.execute(
+        "SELECT step, from_version, bound FROM batches WHERE id = ?", (batch,)
+    ).fetchone()
+    query = """SELECT g.id, g.ordinal, g.source, t.id, t.member, j.body, r.parts, r.value
+               FROM batch_members m JOIN tasks t ON t.id = m.task JOIN groups g ON g.id = t.group_id
+               JOIN trajectories j ON j.task = t.id JOIN rewards r ON r.task = t.id
+               WHERE m.batch = ? ORDER BY g.ordinal, t.member"""
+    members = [(row, Trajectory.decode(row[5])) for row in db.execute(query, (batch,))]
+    numbers = {s.version for _, trajectory in members for s in trajectory.segments if s.version is not None}
+    steps = {number: version.living_step for number, version in versions.lineage(db, numbers).items()}
+    groups = []
+    for (group, ordinal, source), rows in itertools.groupby(members, key=lambda member: member[0][:3]):
+        loaded = [_member(row, trajectory, steps, step, bound) for row, trajectory in rows]
+        groups.append(BatchGroup(group, ordinal, source, tuple(loaded)))
+    return Batch(step, from_version, tuple(groups))
+
+
+def _member(
+    row: tuple[Any, ...], trajectory: Trajectory, steps: dict[int, int | None], step: int, bound: int
+) -> Member:
+    task, member, _, parts, value = row[3:]
+    mask = np.zeros(trajectory.num_tokens, np.bool_)
+    for s in trajectory.segments:
+        if s.origin is Origin.SAMPLED and s.version is not None:
+            mask[s.start : s.end] = is_trainable(steps[s.version], step, bound)
+    return Member(task, member, trajectory, msgspec.json.decode(parts, type=tuple[Reward, ...]), value, mask)
+
+
+def commit(db: Database, step: int, version: Version) -> None:
+    batch = _living_batch(db, step)
+    if batch is None:
+        raise Unknown(f"step {step}: nothing was claimed for it")
+    if batch["to_version"] is not None:
+        if batch["to_version"] == version.number and versions.is_recorded(db, version):
+            return
+        raise Conflict(f"step {step} was committed as version {batch['to_version']}, not {version.number}")
+    parent = versions.living_parent(db, version)
+    if parent.step != step or version.step != step + 1:
+        raise Refused(
+            f"commit of step {step}: version {version.number} must be of step {step + 1}, with a parent of step "
+            f"{step}; it is of step {version.step}, its parent of step {parent.step}"
+        )
+    if versions.is_recorded(db, version):
+        raise Conflict(f"version {version.number} is published already, and not by this commit")
+    mark_trained(db, batch["id"])
+    versions.record(db, version)
+
+
+def mark_trained(db: Database, batch: int) -> None:
+    now = db.wall_clock()
+    db.execute("UPDATE batches SET state = 'trained', trained_at = ? WHERE id = ?", (now, batch))
+    db.execute("UPDATE groups SET state = 'trained', ended_at = ? WHERE batch = ?", (now, batch))

@@ -1,0 +1,92 @@
+"""What there is, for people: counts for the console and the summary, and the results of evaluations. Reads only."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from offbeat.ledger.records import (
+    REWARD_FAILED,
+    Counts,
+    EvalGroup,
+    EvalRound,
+    GroupState,
+    TokenCounts,
+    TrajectoryCounts,
+)
+from offbeat.ledger.schema import Database
+
+
+def counts(db: Database) -> Counts:
+    groups: Counter[str] = Counter()
+    dropped: Counter[str] = Counter()
+    trajectories: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    wasted: Counter[str] = Counter()
+    query = """SELECT state, purpose, reason, COUNT(*), SUM(num_trajectories), SUM(num_scored), SUM(num_sampled_tokens)
+               FROM groups GROUP BY state, purpose, reason"""
+    for state, purpose, reason, num_groups, num_trajectories, num_scored, num_tokens in db.execute(query):
+        tokens["generated"] += num_tokens
+        if purpose == "eval":
+            trajectories["evaluated"] += num_trajectories
+            tokens["evaluated"] += num_tokens
+            continue
+        groups[state] += num_groups
+        trajectories["accepted"] += num_trajectories
+        match GroupState(state):
+            case GroupState.TRAINED:
+                trajectories["trained"] += num_scored
+                trajectories["dropped"] += num_trajectories - num_scored
+                tokens["in_trained_groups"] += num_tokens
+            case GroupState.DROPPED:
+                dropped[reason] += num_groups
+                trajectories["dropped"] += num_trajectories
+                wasted[reason] += num_tokens
+            case _:
+                trajectories["waiting"] += num_trajectories
+                tokens["waiting"] += num_tokens
+    trained, stale, abandoned, oldest = db.execute(
+        "SELECT COALESCE(SUM(num_trained_tokens), 0), COALESCE(SUM(num_stale_tokens), 0), "
+        "COALESCE(SUM(num_abandoned_tokens), 0), COALESCE(MAX(max_staleness), 0) FROM batches WHERE state = 'trained'"
+    ).fetchone()
+    left_out = tokens["in_trained_groups"] - trained - stale - abandoned
+    if left_out:  # members of trained groups that failed: their reward was not computed, or they came too late
+        wasted[REWARD_FAILED] += left_out
+    return Counts(
+        trajectories=TrajectoryCounts(**trajectories),
+        tokens=TokenCounts(
+            generated=tokens["generated"],
+            trained=trained,
+            masked={"stale": stale, "abandoned": abandoned},
+            waiting=tokens["waiting"],
+            wasted=dict(wasted),
+            evaluated=tokens["evaluated"],
+        ),
+        groups=dict(groups),
+        dropped_groups=dict(dropped),
+        failed_tasks=dict(db.execute("SELECT reason, COUNT(*) FROM tasks WHERE state = 'failed' GROUP BY reason")),
+        num_versions=int(db.execute("SELECT COUNT(*) FROM versions").fetchone()[0]),
+        max_staleness_trained=oldest,
+    )
+
+
+def eval_results(db: Database, step: int | None) -> list[EvalRound]:
+    """Rounds in the order they were opened."""
+    query = "SELECT id, step, abandoned FROM evals WHERE ? IS NULL OR step = ? ORDER BY id"
+    return [
+        EvalRound(at, bool(is_abandoned), _eval_groups(db, round_id))
+        for round_id, at, is_abandoned in db.execute(query, (step, step)).fetchall()
+    ]
+
+
+def _eval_groups(db: Database, round_id: int) -> tuple[EvalGroup, ...]:
+    rewards: dict[int, list[float]] = {}
+    query = """SELECT t.group_id, r.value
+               FROM groups g JOIN tasks t ON t.group_id = g.id JOIN rewards r ON r.task = t.id
+               WHERE g.eval = ? AND t.state = 'scored' ORDER BY t.id"""
+    for group, value in db.execute(query, (round_id,)):
+        rewards.setdefault(group, []).append(value)
+    query = "SELECT id, ordinal, source, state, reason, num_failed, size FROM groups WHERE eval = ? ORDER BY ordinal"
+    return tuple(
+        EvalGroup(group, ordinal, source, GroupState(state), reason, tuple(rewards.get(group, ())), num_failed, size)
+        for group, ordinal, source, state, reason, num_failed, size in db.execute(query, (round_id,))
+    )

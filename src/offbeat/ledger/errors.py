@@ -1,0 +1,21 @@
+"""Why the ledger says no. Each kind asks something else of the caller."""
+
+from __future__ import annotations
+
+from offbeat.errors import OffbeatError
+
+
+class LedgerError(OffbeatError):
+    """The ledger did not do what was asked, and changed nothing."""
+
+
+class Unknown(LedgerError, LookupError):
+    """A task, group, batch or version that the ledger never heard of."""
+
+
+class Refused(LedgerError, ValueError):
+    """Well formed, but it may not be stored; asking again will not help."""
+
+
+class Conflict(LedgerError):
+    """The same thing was already stored with another content."""

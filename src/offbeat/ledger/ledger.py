@@ -1,0 +1,170 @@
+"""The ledger: the durable record of groups, tasks, trajectories, rewards, batches and versions.
+
+It is the only buffer and the only data cursor: a run that is killed at any moment goes on from here. Every method that
+changes something is one transaction, which is on disk when the method returns; if it raises, nothing changed. Methods
+are synchronous and meant for one thread at a time, which need not be the one that opened the ledger. What to admit,
+hand out, take and drop is decided by `offbeat.control`; the ledger loads the candidates and stores the answer.
+
+    ledger = Ledger(run / "ledger.sqlite", min_group=2, max_attempts=3)
+    ledger.release()                                   # after a restart nobody holds a lease
+    resumed = ledger.reconcile(step, version)          # of the checkpoint; (0, None) without one
+    ledger.publish(Version(ledger.next_version_number(), resumed.step, resumed.parent, digest, path))
+    ...
+    count = admit(ledger.standing(), Pace(groups_per_step, num_steps))    # offbeat.control.admit
+    ledger.admit([NewGroup(...), ...])
+    tasks = ledger.lease("worker", capacity, have_version)
+    ledger.submit([(trajectory, "worker"), ...])
+    ledger.score([Scored(u.task, rewards) for u in ledger.unscored(limit)])
+    batch = ledger.claim(step, groups_per_step, bound)                    # None: not enough groups are ready
+    ledger.commit(step, Version(ledger.next_version_number(), step + 1, ledger.latest_version().number, ...))
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from offbeat.control.admit import Standing
+from offbeat.ledger import batches, counts, groups, resume, scoring, submissions, tasks, verify, versions
+from offbeat.ledger.records import (
+    Batch,
+    Counts,
+    Cursor,
+    EvalRound,
+    NewGroup,
+    Outcome,
+    Reconciled,
+    Scored,
+    TaskState,
+    Unscored,
+)
+from offbeat.ledger.schema import Database
+from offbeat.rollout.engine import Version
+from offbeat.trajectory import Task, Trajectory
+
+
+class Ledger:
+    """See the module."""
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        min_group: int = 1,
+        max_attempts: int = 3,
+        read_only: bool = False,
+        wall_clock: Callable[[], float] = time.time,
+    ):
+        self.min_group, self.max_attempts = min_group, max_attempts
+        self._db = Database(Path(path), read_only=read_only, wall_clock=wall_clock)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Admission
+
+    def cursor(self) -> Cursor:
+        """How many training groups were drawn, in all and from each source."""
+        return groups.cursor(self._db)
+
+    def standing(self) -> Standing:
+        """What `offbeat.control.admit.admit` needs to say how many groups to draw now."""
+        return groups.standing(self._db)
+
+    def admit(self, new: Sequence[NewGroup]) -> list[int]:
+        """Creates groups with their tasks and moves the cursor past them; returns the groups' ids."""
+        with self._db.transaction():
+            return groups.admit(self._db, new)
+
+    # Work
+
+    def lease(self, worker: str, capacity: int, have_version: int | None) -> list[Task]:
+        """Hands open tasks to a worker: those that require no version, or the one it has."""
+        with self._db.transaction():
+            return tasks.lease(self._db, worker, capacity, have_version)
+
+    def wanted_version(self) -> int | None:
+        """The version that the first open task requires: what a worker that is given no task should load."""
+        return tasks.wanted_version(self._db)
+
+    def release(self, worker: str | None = None) -> int:
+        """Takes back a lost worker's leases, each counting as a failed attempt; without a name, at a restart, all
+        leases, which costs no attempt. Returns how many."""
+        with self._db.transaction():
+            if worker is None:
+                return tasks.release_all(self._db)
+            return tasks.release_worker(self._db, worker, self.min_group, self.max_attempts)
+
+    def fail(self, task: int, reason: str, detail: str | None = None, *, is_final: bool = False) -> TaskState:
+        """An attempt failed. The task is opened again, or ends as failed after `max_attempts`, or at once."""
+        with self._db.transaction():
+            return tasks.fail(self._db, task, reason, detail, is_final, self.min_group, self.max_attempts)
+
+    def submit(self, trajectories: Sequence[tuple[Trajectory, str]]) -> list[Outcome]:
+        """Stores finished trajectories, each with the worker that sent it."""
+        with self._db.transaction():
+            return submissions.submit(self._db, trajectories)
+
+    # Rewards
+
+    def unscored(self, limit: int, after: int = 0) -> list[Unscored]:
+        """Trajectories that wait for their reward, in order of acceptance, past the `seq` given."""
+        return scoring.unscored(self._db, limit, after)
+
+    def score(self, results: Sequence[Scored]) -> int:
+        """Stores rewards and failures; returns how many tasks were waiting for theirs."""
+        with self._db.transaction():
+            return scoring.score(self._db, results, self.min_group)
+
+    def failure_share(self, window: int) -> float:
+        """The share of failures among the latest `window` rewards."""
+        return scoring.failure_share(self._db, window)
+
+    # Batches and versions
+
+    def claim(self, step: int, count: int, bound: int) -> Batch | None:
+        """The batch of a step: chosen once, the same ever after; None while too few groups are ready."""
+        with self._db.transaction():
+            return batches.claim(self._db, step, count, bound)
+
+    def commit(self, step: int, version: Version) -> None:
+        """The batch of `step` was trained and gave `version`, of step + 1. Repeating it changes nothing."""
+        with self._db.transaction():
+            batches.commit(self._db, step, version)
+
+    def publish(self, version: Version) -> None:
+        """Records a version without a batch: a run's first, or after a resume."""
+        with self._db.transaction():
+            versions.publish(self._db, version)
+
+    def latest_version(self) -> Version | None:
+        """The newest version that is not abandoned."""
+        return versions.latest(self._db)
+
+    def next_version_number(self) -> int:
+        return versions.next_number(self._db)
+
+    def reconcile(self, checkpoint_step: int, checkpoint_version: int | None) -> Reconciled:
+        """Takes back what a checkpoint does not know; see `offbeat.ledger.resume`. Call it at every start."""
+        with self._db.transaction():
+            return resume.reconcile(self._db, checkpoint_step, checkpoint_version)
+
+    # Looking
+
+    def eval_results(self, step: int | None = None) -> list[EvalRound]:
+        """Evaluation rounds of a step, or all of them; those left behind by a resume are marked."""
+        return counts.eval_results(self._db, step)
+
+    def counts(self) -> Counts:
+        return counts.counts(self._db)
+
+    def verify(self) -> verify.Report:
+        """Checks everything that must always hold; see `offbeat.ledger.verify`."""
+        return verify.verify(self._db)

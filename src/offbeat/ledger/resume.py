@@ -1,0 +1,124 @@
+"""What happens to the ledger when a trainer resumes from a checkpoint.
+
+The checkpoint knows its step; the ledger may know more, because it is never behind what was committed. Everything after
+the checkpoint's step is taken back, so that the surviving history trains nothing twice and loses nothing:
+
+- versions of later steps are abandoned: their numbers are not reused, their tokens are never trained;
+- the batch trained from the checkpoint's step is claimed again: the trainer gets the very same data;
+- later batches are undone. Groups that hold nothing but abandoned tokens, or wait for an abandoned version, are dropped
+  and re-issued with the same ordinal and seed for the same step; they wait until its version is published again.
+
+So with exact generation the replayed steps see the same groups in the same order with the same tokens. Doing it twice
+changes nothing more.
+"""
+
+from __future__ import annotations
+
+from offbeat.errors import UserError
+from offbeat.ledger import versions
+from offbeat.ledger.batches import mark_trained
+from offbeat.ledger.groups import drop, reissue
+from offbeat.ledger.records import Drop, Purpose, Reconciled
+from offbeat.ledger.schema import Database
+from offbeat.rollout.engine import Version
+
+
+def reconcile(db: Database, step: int, version: int | None) -> Reconciled:
+    newest = versions.latest(db)
+    if newest is None:
+        if step > 0:
+            raise UserError(f"{db.path}: empty, but the checkpoint is of step {step}; they are not of the same run")
+        return Reconciled(step=0, parent=None, replays_batch=False)
+    if newest.step < step:
+        return _complete(db, step, version, newest)
+    _check_checkpoint(db, step, version)
+    abandoned = [
+        number for (number,) in db.execute("SELECT number FROM versions WHERE abandoned = 0 AND step > ?", (step,))
+    ]
+    db.execute("UPDATE versions SET abandoned = 1 WHERE abandoned = 0 AND step > ?", (step,))
+    replays_batch = _claim_again(db, step)
+    undone = _undo_batches_after(db, step)
+    num_reissued = _drop_abandoned_groups(db, step)
+    _abandon_evals_after(db, step)
+    parent = versions.living_at(db, step)
+    assert parent is not None
+    return Reconciled(
+        step=step,
+        parent=parent.number,
+        replays_batch=replays_batch,
+        abandoned_versions=tuple(abandoned),
+        undone_steps=undone,
+        num_reissued_groups=num_reissued,
+    )
+
+
+def _complete(db: Database, step: int, version: int | None, newest: Version) -> Reconciled:
+    """The checkpoint was written and the commit of its last batch was lost: that batch is trained all the same."""
+    claimed = db.execute("SELECT id FROM batches WHERE step = ? AND state <> 'undone'", (newest.step,)).fetchone()
+    if version is not None and versions.find(db, version) is not None:
+        _check_checkpoint(db, step, version)
+    if step != newest.step + 1 or claimed is None:
+        raise UserError(
+            f"{db.path}: knows this run up to step {newest.step}, but the checkpoint is of step {step}; resume from "
+            f"one of step {newest.step} or less, or bring back the ledger that belongs to it"
+        )
+    mark_trained(db, claimed[0])
+    return Reconciled(step=step, parent=newest.number, replays_batch=False, completed_step=newest.step)
+
+
+def _check_checkpoint(db: Database, step: int, number: int | None) -> None:
+    """The checkpoint must lie on the living line."""
+    if number is None:
+        if versions.living_at(db, step) is None:
+            raise UserError(f"{db.path}: has no version of step {step}, which the checkpoint is of")
+        return
+    found = versions.find(db, number)
+    if found is None:
+        raise UserError(f"{db.path}: never heard of version {number}, which the checkpoint of step {step} names")
+    version, is_abandoned = found
+    if version.step != step:
+        raise UserError(f"{db.path}: version {number} is of step {version.step}, but the checkpoint says step {step}")
+    if is_abandoned:
+        newest = versions.latest(db)
+        assert newest is not None
+        raise UserError(
+            f"{db.path}: the checkpoint of step {step} belongs to a history that an earlier resume left behind "
+            f"(version {number}); the run stands at step {newest.step}: resume from a checkpoint of that history"
+        )
+
+
+def _claim_again(db: Database, step: int) -> bool:
+    row = db.execute("SELECT id FROM batches WHERE step = ? AND state <> 'undone'", (step,)).fetchone()
+    if row is None:
+        return False
+    db.execute("UPDATE batches SET state = 'claimed', to_version = NULL, trained_at = NULL WHERE id = ?", row)
+    db.execute("UPDATE groups SET state = 'claimed', ended_at = NULL WHERE batch = ?", row)
+    return True
+
+
+def _undo_batches_after(db: Database, step: int) -> tuple[int, ...]:
+    rows = db.execute(
+        "SELECT id, step FROM batches WHERE step > ? AND state <> 'undone' ORDER BY step", (step,)
+    ).fetchall()
+    db.executemany("UPDATE groups SET state = 'ready', batch = NULL WHERE batch = ?", [(batch,) for batch, _ in rows])
+    db.executemany("UPDATE batches SET state = 'undone' WHERE id = ?", [(batch,) for batch, _ in rows])
+    return tuple(undone for _, undone in rows)
+
+
+def _drop_abandoned_groups(db: Database, step: int) -> int:
+    """Drops what can only be generated anew, and re-issues the prompts among it that are trained on."""
+    waiting = """SELECT g.id, g.purpose FROM groups g JOIN versions v ON v.number = g.require_version
+                 WHERE g.state IN ('open', 'ready') AND v.abandoned = 1"""
+    without_living_token = """
+        SELECT g.id, g.purpose FROM groups g WHERE g.state = 'ready' AND g.require_version IS NULL AND NOT EXISTS (
+            SELECT 1 FROM tasks t JOIN segments s ON s.task = t.id JOIN versions v ON v.number = s.version
+            WHERE t.group_id = g.id AND t.state = 'scored' AND v.abandoned = 0)"""
+    doomed = [*db.execute(waiting), *db.execute(without_living_token)]
+    drop(db, [group for group, _ in doomed], Drop.ABANDONED)
+    again = [group for group, purpose in sorted(doomed) if purpose == Purpose.TRAIN]
+    reissue(db, again, with_new_seed=False)
+    return len(again)
+
+
+def _abandon_evals_after(db: Database, step: int) -> None:
+    db.execute("UPDATE evals SET abandoned = 1 WHERE step > ? AND abandoned = 0", (step,))

@@ -1,0 +1,259 @@
+"""The ledger's file: its tables, how it is opened, and where it may lie.
+
+Guarantees: a committed transaction survives `kill -9` and a power cut (WAL, `synchronous=FULL`); a file of a newer
+schema, a file that is no ledger and a network file system are refused before anything is written.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from offbeat.errors import UserError
+
+SCHEMA = 1
+BUSY_TIMEOUT_S = 10.0
+"""How long a write waits for another process, such as one that reads the ledger to verify it."""
+NETWORK_FILE_SYSTEMS = {
+    *("nfs", "nfs3", "nfs4", "cifs", "smb2", "smb3", "smbfs", "afs", "ncpfs", "coda", "davfs", "fuse.davfs2"),
+    *("ceph", "fuse.ceph", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.glusterfs", "orangefs", "pvfs2", "wekafs"),
+    *("gfs2", "ocfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.goofys", "fuse.juicefs"),
+}
+"""Their locks and shared memory do not carry SQLite's write-ahead log."""
+
+TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE versions (
+    number INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL CHECK (step >= 0),
+    parent INTEGER REFERENCES versions (number) CHECK (parent < number),
+    digest TEXT NOT NULL,
+    path TEXT NOT NULL,
+    abandoned INTEGER NOT NULL DEFAULT 0 CHECK (abandoned IN (0, 1)),
+    published_at REAL NOT NULL
+);
+
+CREATE TABLE sources (name TEXT PRIMARY KEY, drawn INTEGER NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE evals (
+    id INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    abandoned INTEGER NOT NULL DEFAULT 0 CHECK (abandoned IN (0, 1)),
+    opened_at REAL NOT NULL
+);
+CREATE UNIQUE INDEX evals_by_step ON evals (step) WHERE abandoned = 0;
+
+CREATE TABLE batches (
+    id INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    bound INTEGER NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('claimed', 'trained', 'undone')),
+    from_version INTEGER NOT NULL REFERENCES versions (number),
+    to_version INTEGER REFERENCES versions (number),
+    num_trained_tokens INTEGER NOT NULL,
+    num_stale_tokens INTEGER NOT NULL,
+    num_abandoned_tokens INTEGER NOT NULL,
+    max_staleness INTEGER NOT NULL,
+    claimed_at REAL NOT NULL,
+    trained_at REAL
+);
+CREATE UNIQUE INDEX batches_by_step ON batches (step) WHERE state <> 'undone';
+
+-- The num_ columns sum up a group's tasks, so that no decision and no count has to read them all.
+CREATE TABLE groups (
+    id INTEGER PRIMARY KEY,
+    purpose TEXT NOT NULL CHECK (purpose IN ('train', 'eval')),
+    eval INTEGER REFERENCES evals (id) CHECK ((purpose = 'eval') = (eval IS NOT NULL)),
+    ordinal INTEGER NOT NULL,
+    retry INTEGER NOT NULL,
+    reissue_of INTEGER REFERENCES groups (id),
+    source TEXT NOT NULL,
+    source_ordinal INTEGER NOT NULL,
+    seed INTEGER NOT NULL,
+    size INTEGER NOT NULL CHECK (size >= 1),
+    require_step INTEGER,
+    require_version INTEGER REFERENCES versions (number),
+    state TEXT NOT NULL CHECK (state IN ('open', 'ready', 'claimed', 'trained', 'evaluated', 'dropped')),
+    reason TEXT CHECK ((state = 'dropped') = (reason IS NOT NULL)),
+    batch INTEGER REFERENCES batches (id),
+    num_open INTEGER NOT NULL,
+    num_scored INTEGER NOT NULL DEFAULT 0,
+    num_failed INTEGER NOT NULL DEFAULT 0,
+    num_trajectories INTEGER NOT NULL DEFAULT 0,
+    num_sampled_tokens INTEGER NOT NULL DEFAULT 0,
+    admitted_at REAL NOT NULL,
+    ended_at REAL,
+    reward TEXT NOT NULL,
+    sampling TEXT NOT NULL,
+    prompt BLOB NOT NULL,
+    problem TEXT NOT NULL
+);
+CREATE UNIQUE INDEX groups_living ON groups (ordinal) WHERE purpose = 'train' AND state <> 'dropped';
+CREATE UNIQUE INDEX groups_drawn ON groups (source, source_ordinal) WHERE purpose = 'train' AND reissue_of IS NULL;
+CREATE UNIQUE INDEX groups_reissued ON groups (reissue_of) WHERE reissue_of IS NOT NULL;
+CREATE UNIQUE INDEX groups_of_eval ON groups (eval, ordinal) WHERE eval IS NOT NULL;
+CREATE INDEX groups_by_state ON groups (state, purpose, reason, num_trajectories, num_scored, num_sampled_tokens);
+CREATE INDEX groups_by_ordinal ON groups (purpose, ordinal);
+CREATE INDEX groups_by_batch ON groups (batch) WHERE batch IS NOT NULL;
+
+CREATE TABLE tasks (
+    id INTEGER PRIMARY KEY,
+    group_id INTEGER NOT NULL REFERENCES groups (id),
+    member INTEGER NOT NULL,
+    seed INTEGER NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('open', 'leased', 'accepted', 'scored', 'failed', 'dropped')),
+    worker TEXT CHECK ((state = 'leased') <= (worker IS NOT NULL)),
+    attempt INTEGER NOT NULL DEFAULT 0,
+    num_failures INTEGER NOT NULL DEFAULT 0,
+    reason TEXT CHECK ((state IN ('failed', 'dropped')) = (reason IS NOT NULL)),
+    detail TEXT,
+    UNIQUE (group_id, member)
+);
+CREATE INDEX tasks_leased ON tasks (worker) WHERE state = 'leased';
+CREATE INDEX tasks_accepted ON tasks (id) WHERE state = 'accepted';
+CREATE INDEX tasks_failed ON tasks (reason) WHERE state = 'failed';
+
+CREATE TABLE trajectories (
+    seq INTEGER PRIMARY KEY,
+    task INTEGER NOT NULL REFERENCES tasks (id),
+    trajectory_index INTEGER NOT NULL,
+    digest BLOB NOT NULL,
+    ended_by TEXT NOT NULL CHECK (ended_by IN ('stop', 'length')),
+    num_tokens INTEGER NOT NULL,
+    num_sampled_tokens INTEGER NOT NULL,
+    worker TEXT NOT NULL,
+    accepted_at REAL NOT NULL,
+    body BLOB NOT NULL,
+    UNIQUE (task, trajectory_index)
+);
+
+CREATE TABLE segments (
+    task INTEGER NOT NULL,
+    trajectory_index INTEGER NOT NULL,
+    start INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL CHECK (num_tokens >= 1),
+    version INTEGER REFERENCES versions (number),
+    PRIMARY KEY (task, trajectory_index, start),
+    FOREIGN KEY (task, trajectory_index) REFERENCES trajectories (task, trajectory_index)
+) WITHOUT ROWID;
+
+CREATE TABLE rewards (
+    seq INTEGER PRIMARY KEY,
+    task INTEGER NOT NULL UNIQUE REFERENCES tasks (id),
+    value REAL,
+    parts TEXT,
+    error TEXT CHECK ((error IS NULL) = (value IS NOT NULL)),
+    scored_at REAL NOT NULL
+);
+
+CREATE TABLE batch_members (
+    batch INTEGER NOT NULL REFERENCES batches (id),
+    task INTEGER NOT NULL REFERENCES tasks (id),
+    num_trained_tokens INTEGER NOT NULL,
+    num_stale_tokens INTEGER NOT NULL,
+    num_abandoned_tokens INTEGER NOT NULL,
+    PRIMARY KEY (batch, task)
+) WITHOUT ROWID;
+"""
+
+
+class Database:
+    """One connection, its clock for people, and its transactions."""
+
+    def __init__(self, path: Path, *, read_only: bool = False, wall_clock: Callable[[], float] = time.time):
+        self.path, self.wall_clock = path, wall_clock
+        self.connection = _connect(path, read_only)
+        self.execute, self.executemany = self.connection.execute, self.connection.executemany
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of the block is on disk when it ends, or none of it."""
+        self.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self.execute("COMMIT")
+        except BaseException:
+            if self.connection.in_transaction:
+                self.execute("ROLLBACK")
+            raise
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """All reads of the block see the same moment, whoever writes meanwhile."""
+        self.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self.execute("ROLLBACK")
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+def network_file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
+    """The kind of network file system that `path` lies on; None where it is local, or where nobody can tell."""
+    if not mounts.exists():
+        return None
+    place = str(path.resolve())
+    best, kind = "", None
+    for line in mounts.read_text(errors="replace").splitlines():
+        fields = line.split(" ")
+        if len(fields) < 3:
+            continue
+        mount = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m.group(1), 8)), fields[1])
+        inside = place == mount or place.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):  # of two mounts on one place the later one hides the earlier
+            best, kind = mount, fields[2]
+    return kind if kind in NETWORK_FILE_SYSTEMS else None
+
+
+def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
+    kind = network_file_system(path)
+    if kind is not None:
+        raise UserError(
+            f"{path}: lies on a network file system ({kind}), where SQLite can lose data; set run.dir local"
+        )
+    if read_only and not path.exists():
+        raise UserError(f"{path}: no ledger here")
+    # One thread writes, but it need not be the thread that opened the ledger.
+    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    try:
+        _prepare(connection, path, read_only)
+    except sqlite3.DatabaseError as error:
+        connection.close()
+        raise UserError(f"{path}: cannot be used as a ledger: {error}") from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool) -> None:
+    found = _schema_of(connection, path)
+    if found is not None and found > SCHEMA:
+        raise UserError(f"{path}: written by a newer Offbeat (schema {found}; this one reads up to {SCHEMA}); upgrade")
+    connection.execute("PRAGMA foreign_keys = ON")
+    if read_only:
+        connection.execute("PRAGMA query_only = ON")
+        if found is None:
+            raise UserError(f"{path}: holds no ledger")
+        return
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    if found is None:
+        connection.executescript(f"BEGIN IMMEDIATE; {TABLES} INSERT INTO meta VALUES ('schema', '{SCHEMA}'); COMMIT;")
+
+
+def _schema_of(connection: sqlite3.Connection, path: Path) -> int | None:
+    """The file's schema; None where it is empty."""
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if not tables:
+        return None
+    if "meta" not in tables:
+        raise UserError(f"{path}: an SQLite file, but no ledger of Offbeat")
+    return int(connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()[0])

@@ -1,0 +1,103 @@
+"""Rewards: what waits for one, and what it came to.
+
+Guarantees: a reward is stored once and never again; one that could not be computed, or is not a finite number, makes
+its member failed, with the reason, and never becomes a value; a result for a task that no longer waits is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from offbeat.ledger.errors import Unknown
+from offbeat.ledger.groups import settle_groups
+from offbeat.ledger.records import REWARD_FAILED, Purpose, Scored, TaskState, Unscored
+from offbeat.ledger.schema import Database
+from offbeat.trajectory import End, Reward
+
+
+def unscored(db: Database, limit: int, after: int) -> list[Unscored]:
+    query = """SELECT j.seq, j.task, j.body, j.ended_by, t.group_id, g.purpose, g.reward, g.problem
+               FROM tasks t JOIN trajectories j ON j.task = t.id JOIN groups g ON g.id = t.group_id
+               WHERE t.state = 'accepted' AND j.seq > ? ORDER BY j.seq LIMIT ?"""
+    problems: dict[int, dict] = {}
+    found: list[Unscored] = []
+    for seq, task, body, end, group, purpose, reward, problem in db.execute(query, (after, limit)):
+        if group not in problems:
+            problems[group] = json.loads(problem)
+        tokens = response_tokens(body)
+        found.append(Unscored(task, group, Purpose(purpose), problems[group], reward, tokens, End(end), seq))
+    return found
+
+
+def response_tokens(body: bytes) -> np.ndarray:
+    """The response's token ids, without rebuilding the whole trajectory: its bytes were checked when they came in."""
+    return np.frombuffer(b"".join(s["tokens"] for s in msgspec.msgpack.decode(body)["segments"]), np.int32)
+
+
+def score(db: Database, results: Sequence[Scored], min_group: int) -> int:
+    """Stores rewards; returns how many tasks were waiting for them."""
+    query = "SELECT id, state, group_id FROM tasks WHERE id IN (SELECT value FROM json_each(?))"
+    known = {task: (state, group) for task, state, group in db.execute(query, (json.dumps([r.task for r in results]),))}
+    stored: dict[int, Scored] = {}
+    for result in results:
+        if result.task not in known:
+            raise Unknown(f"task {result.task}: never issued")
+        if known[result.task][0] == TaskState.ACCEPTED:
+            stored.setdefault(result.task, result)
+    errors = {task: error_of(result) for task, result in stored.items()}
+    _store(db, list(stored.values()), errors)
+    num_scored = Counter(known[task][1] for task, error in errors.items() if error is None)
+    num_failed = Counter(known[task][1] for task, error in errors.items() if error is not None)
+    touched = num_scored.keys() | num_failed.keys()
+    db.executemany(
+        "UPDATE groups SET num_scored = num_scored + ?, num_failed = num_failed + ? WHERE id = ?",
+        [(num_scored[group], num_failed[group], group) for group in touched],
+    )
+    settle_groups(db, touched, min_group)
+    return len(stored)
+
+
+def error_of(result: Scored) -> str | None:
+    """Why a result is no reward; None where it is one."""
+    if result.error is not None:
+        return result.error
+    if not result.rewards:
+        return "the reward returned nothing"
+    for reward in result.rewards:
+        if not math.isfinite(reward.value):
+            return f"the reward {reward.name!r} is {reward.value}, which is not a finite number"
+    return None
+
+
+def total(rewards: Sequence[Reward]) -> float:
+    return float(sum(reward.value for reward in rewards))
+
+
+def _store(db: Database, results: Sequence[Scored], errors: dict[int, str | None]) -> None:
+    now = db.wall_clock()
+    good = [(r.task, r.rewards) for r in results if errors[r.task] is None and r.rewards is not None]
+    db.executemany(
+        "INSERT INTO rewards (task, value, parts, scored_at) VALUES (?, ?, ?, ?)",
+        [(task, total(rewards), msgspec.json.encode(list(rewards)).decode(), now) for task, rewards in good],
+    )
+    db.executemany("UPDATE tasks SET state = 'scored' WHERE id = ?", [(task,) for task, _ in good])
+    bad = [(task, error) for task, error in errors.items() if error is not None]
+    db.executemany(
+        "INSERT INTO rewards (task, error, scored_at) VALUES (?, ?, ?)", [(task, error, now) for task, error in bad]
+    )
+    db.executemany(
+        "UPDATE tasks SET state = 'failed', reason = ?, detail = ? WHERE id = ?",
+        [(REWARD_FAILED, error, task) for task, error in bad],
+    )
+
+
+def failure_share(db: Database, window: int) -> float:
+    """The share of failures among the latest rewards."""
+    query = "SELECT AVG(error IS NOT NULL) FROM (SELECT error FROM rewards ORDER BY seq DESC LIMIT ?)"
+    return float(db.execute(query, (window,)).fetchone()[0] or 0.0)

@@ -1,0 +1,146 @@
+"""Published versions: numbers that only grow, one living line, and groups bound to the version of their step.
+
+Guarantees: a number is never reused; a version's parent is alive, and of the same step (the same weights under a new
+number, after a resume) or of the step before. So the living versions form one line, and living versions of one step are
+the same weights: what requires one of them is served as well by another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from offbeat.ledger.errors import Conflict, Refused
+from offbeat.ledger.schema import Database
+from offbeat.rollout.engine import Version
+
+COLUMNS = "number, step, parent, digest, path"
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """What the bound needs to know of a version."""
+
+    step: int
+    is_abandoned: bool
+
+    @property
+    def living_step(self) -> int | None:
+        return None if self.is_abandoned else self.step
+
+
+def latest(db: Database) -> Version | None:
+    """The newest version that is not abandoned: the one trained from next."""
+    row = db.execute(f"SELECT {COLUMNS} FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 1").fetchone()
+    return None if row is None else _version(row)
+
+
+def find(db: Database, number: int) -> tuple[Version, bool] | None:
+    """A version by its number, and whether it is abandoned."""
+    row = db.execute(f"SELECT {COLUMNS}, abandoned FROM versions WHERE number = ?", (number,)).fetchone()
+    return None if row is None else (_version(row[:5]), bool(row[5]))
+
+
+def living_at(db: Database, step: int) -> Version | None:
+    """The newest living version of a step."""
+    query = f"SELECT {COLUMNS} FROM versions WHERE abandoned = 0 AND step = ? ORDER BY number DESC LIMIT 1"
+    row = db.execute(query, (step,)).fetchone()
+    return None if row is None else _version(row)
+
+
+def next_number(db: Database) -> int:
+    return int(db.execute("SELECT COALESCE(MAX(number) + 1, 0) FROM versions").fetchone()[0])
+
+
+def lineage(db: Database, numbers: Iterable[int]) -> dict[int, Lineage]:
+    """Step and fate of the versions asked for; an unknown one is missing."""
+    query = "SELECT number, step, abandoned FROM versions WHERE number IN (SELECT value FROM json_each(?))"
+    rows = db.execute(query, (json.dumps(sorted(set(numbers))),))
+    return {number: Lineage(step, bool(abandoned)) for number, step, abandoned in rows}
+
+
+def publish(db: Database, version: Version) -> None:
+    """Records a version that no batch made: a run's first, or a checkpoint's weights under a new number."""
+    if is_recorded(db, version):
+        return
+    if version.parent is None:
+        if db.execute("SELECT 1 FROM versions LIMIT 1").fetchone():
+            raise Refused(f"version {version.number}: only a run's first version has no parent")
+    else:
+        _check_step(db, version)
+    record(db, version)
+
+
+def _check_step(db: Database, version: Version) -> None:
+    parent = living_parent(db, version)
+    if version.step == parent.step:
+        if version.digest != parent.digest:
+            raise Conflict(
+                f"version {version.number} names {parent.number} of the same step {parent.step} as its parent, but has "
+                f"other weights: digest {version.digest} instead of {parent.digest}"
+            )
+        return
+    owed = db.execute(
+        "SELECT id FROM batches WHERE step = ? AND state = 'trained' AND to_version IS NULL", (parent.step,)
+    ).fetchone()
+    if version.step != parent.step + 1 or owed is None:
+        raise Refused(
+            f"version {version.number} of step {version.step} cannot follow version {parent.number} of step "
+            f"{parent.step} without a batch: commit the batch of step {parent.step}"
+        )
+
+
+def living_parent(db: Database, version: Version) -> Version:
+    """The parent, if the version may stand on it."""
+    found = None if version.parent is None else find(db, version.parent)
+    if found is None:
+        raise Refused(f"version {version.number}: its parent {version.parent} was never published")
+    parent, is_abandoned = found
+    newest = latest(db)
+    if is_abandoned:
+        raise Refused(f"version {version.number}: its parent {version.parent} is abandoned")
+    if newest is None or parent.step != newest.step:
+        newest_is = "none" if newest is None else f"{newest.number} of step {newest.step}"
+        raise Refused(f"version {version.number}: its parent {version.parent} is not the latest, which is {newest_is}")
+    return parent
+
+
+def is_recorded(db: Database, version: Version) -> bool:
+    """Whether this very version is there already; another one of its number is a conflict."""
+    found = find(db, version.number)
+    if found is None:
+        return False
+    stored = found[0]
+    if (stored.step, stored.parent, stored.digest) != (version.step, version.parent, version.digest):
+        raise Conflict(
+            f"version {version.number} was published as step {stored.step}, parent {stored.parent}, digest "
+            f"{stored.digest}; a number is never reused"
+        )
+    return True
+
+
+def record(db: Database, version: Version) -> None:
+    """Stores a new version, completes the batch that made it, and binds to it the open groups of its step."""
+    smallest = next_number(db)
+    if version.number < smallest:
+        raise Refused(f"version {version.number}: numbers only grow, the next is {smallest}")
+    db.execute(
+        "INSERT INTO versions (number, step, parent, digest, path, published_at) VALUES (?, ?, ?, ?, ?, ?)",
+        (version.number, version.step, version.parent, version.digest, str(version.path), db.wall_clock()),
+    )
+    db.execute(
+        "UPDATE batches SET to_version = ?, from_version = ? "
+        "WHERE step = ? AND state = 'trained' AND to_version IS NULL",
+        (version.number, version.parent, version.step - 1),
+    )
+    db.execute(
+        "UPDATE groups SET require_version = ? WHERE state = 'open' AND require_step = ?",
+        (version.number, version.step),
+    )
+
+
+def _version(row: tuple[int, int, int | None, str, str]) -> Version:
+    number, step, parent, digest, path = row
+    return Version(number=number, step=step, parent=parent, digest=digest, path=Path(path))
