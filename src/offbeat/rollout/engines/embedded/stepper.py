@@ -1,0 +1,297 @@
+"""Continuous batching over KV slots: which request sits where, and one decode step for all of them.
+
+No threads and no asyncio here: `submit`, `abort` and `load` say what is wanted, `step` does the next piece of work and
+returns what ended. Everything about a slot that a step needs lies in tensors; Python touches a request when it starts,
+when it ends, and when weights change under it.
+
+The first slots are the live ones: when one ends and nobody waits, the last live slot moves into the gap, so a step
+costs what its live rows cost. All but the last known token of a request is prefilled; the last is fed by the first
+decode step, so there is one way in which tokens are sampled.
+
+With `exact`, a token depends on weights, prompt and seed alone, to the bit: every step runs all slots, prompts are
+prefilled one at a time, and a prefix that is carried on is fed token by token, in the shape in which it was sampled.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from offbeat.rollout.engine import Finish, Generation, Request, Version
+from offbeat.rollout.engines.embedded.attention import use_slot_attention
+from offbeat.rollout.engines.embedded.prompts import HeldPrompts
+from offbeat.rollout.engines.embedded.rows import Rows
+from offbeat.rollout.engines.embedded.sampling import draw, is_filtered, is_greedy, uniform
+from offbeat.rollout.engines.embedded.slots import KeyValueSlots
+from offbeat.rollout.engines.embedded.weights import load_version
+from offbeat.trajectory import Segment
+
+READ_BUCKET_TOKENS = 32
+"""Slots are read in multiples of this: vector lanes stay full and the shapes of a step change seldom."""
+PREFILL_TOKENS = 4096
+"""Most tokens, padding included, in one prefill: bounds its memory and how long live slots wait for it."""
+
+
+@dataclass
+class Running:
+    """A request in a slot, and which of its tokens which version sampled."""
+
+    request: Request
+    num_known: int
+    """Tokens that were there when the slot was last filled."""
+    step_offset: int
+    """The index of the token that step n feeds is n plus this."""
+    open_start: int
+    """Where the segment begins that is being sampled."""
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
+    """Finished segments: start and end, by index into prompt + response, and version."""
+
+    def close_span(self, end: int, version: int) -> None:
+        if end > self.open_start:
+            self.spans.append((self.open_start, end, version))
+            self.open_start = end
+
+
+class Stepper:
+    """See the module. Not thread-safe; every call belongs under `torch.inference_mode()`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_slots: int,
+        max_context_tokens: int,
+        exact: bool,
+        worker: str,
+        fingerprint: str,
+        version: int | None,
+    ):
+        use_slot_attention(model, max_context_tokens)
+        self.model, self.num_slots, self.max_context_tokens, self.exact = model, num_slots, max_context_tokens, exact
+        self.worker, self.fingerprint, self.version = worker, fingerprint, version
+        self.kv = KeyValueSlots(num_slots, max_context_tokens)
+        self.rows = Rows(num_slots, max_context_tokens, model.dtype, model.device)
+        self.prompts = HeldPrompts()
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Running] = {}
+        self.free = list(range(num_slots))
+        self.num_steps = 0
+        keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._prefill_options = {"logits_to_keep": 1} if keeps_logits else {}
+        self._prefill([(0, np.zeros(1, np.int64))])  # allocates the KV, and fails here if the model cannot be served
+        self._count()
+
+    def submit(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def abort(self, ids: Iterable[str] | None) -> list[Generation]:
+        """Ends the named requests, or all, and returns what they had so far."""
+        named = None if ids is None else set(ids)
+        slots = [slot for slot, running in self.running.items() if named is None or running.request.id in named]
+        ended = self._end(slots, Finish.ABORT)
+        ended += [Generation(r.id, (), Finish.ABORT) for r in self.waiting if named is None or r.id in named]
+        self.waiting = deque(r for r in self.waiting if named is not None and r.id not in named)
+        return ended
+
+    def load(self, version: Version) -> None:
+        """Changes the weights; the KV of whatever is running is made again under them."""
+        load_version(self.model, version)
+        for slot, running in self.running.items():
+            assert self.version is not None
+            running.close_span(self._num_tokens(slot), self.version)
+        self.version = version.number
+        self.prompts.clear()
+        self._fill_again()
+
+    def step(self) -> list[Generation]:
+        """Fills free slots, then samples a token in every live one; returns what ended."""
+        if self.waiting and self.free:
+            self._admit()
+        if not self.exact:
+            self._compact()
+        if not self.running:
+            return []
+        return self._end(self._decode(), None)
+
+    def _decode(self) -> list[int]:
+        """One token for every live row; returns the slots that are done."""
+        num_rows = self.num_slots if self.exact else len(self.running)
+        read_tokens = -(-(self.num_steps + self.largest_offset + 1) // READ_BUCKET_TOKENS) * READ_BUCKET_TOKENS
+        read_tokens = min(read_tokens, self.max_context_tokens)
+        rows, positions = self.rows, self.rows.positions(num_rows)
+        inputs = rows.feed(num_rows)
+        self.kv.begin_decode(positions, read_tokens)
+        logits = self.model(
+            input_ids=inputs,
+            position_ids=positions.unsqueeze(1),
+            attention_mask=rows.mask[:num_rows, None, None, :read_tokens],
+            past_key_values=self.kv,
+            use_cache=True,
+        ).logits[:, -1]
+        sampling = rows.sampling(num_rows, any_greedy=self.num_greedy > 0, any_filtered=self.num_filtered > 0)
+        noise = uniform(sampling.keys, rows.response_positions(num_rows))
+        drawn, logprobs = draw(logits.float(), sampling, noise)
+        any_feeding = self.num_steps < self.feeding_until_step
+        done = rows.advance(drawn, logprobs, any_stops=self.num_stopping > 0, any_feeding=any_feeding)
+        self.num_steps += 1
+        slots: list[int] = done.nonzero().squeeze(1).tolist()
+        return slots
+
+    # Slots
+
+    def _admit(self) -> None:
+        self.free.sort()
+        num_started = min(len(self.free), len(self.waiting))
+        slots, self.free = self.free[:num_started], self.free[num_started:]
+        requests = [self.waiting.popleft() for _ in slots]
+        prefills = [self._to_prefill(request) for request in requests]
+        positions = [len(tokens) for tokens in prefills]
+        self.rows.start(slots, requests, positions)
+        for slot, request, position in zip(slots, requests, positions, strict=True):
+            num_known = len(request.tokens)
+            self.running[slot] = Running(request, num_known, position - self.num_steps, num_known)
+        self._fill(slots, prefills)
+        self._count()
+
+    def _to_prefill(self, request: Request) -> np.ndarray:
+        """All known tokens but the one that the first decode step feeds; with `exact`, only those of the prompt."""
+        end = len(request.tokens) - (request.position if self.exact else 0)
+        return request.tokens[: end - 1]
+
+    def _num_tokens(self, slot: int) -> int:
+        """How many tokens of a live slot are known: given, or sampled so far."""
+        running = self.running[slot]
+        return max(running.num_known, self.num_steps + running.step_offset + 1)
+
+    def _compact(self) -> None:
+        """Moves the last live slots into the gaps before them."""
+        num_live = len(self.running)
+        sources = [slot for slot in self.running if slot >= num_live]
+        if not sources:
+            return
+        targets = [slot for slot in self.free if slot < num_live]
+        self.rows.move(sources, targets)
+        self.kv.copy(sources, targets, max(map(self._num_tokens, sources)))
+        for source, target in zip(sources, targets, strict=True):
+            self.running[target] = self.running.pop(source)
+            self.prompts.move(source, target)
+        self.free = list(range(num_live, self.num_slots))
+
+    def _end(self, slots: Sequence[int], finish: Finish | None) -> list[Generation]:
+        """Frees slots and returns what was generated there; without a finish, their last token tells it."""
+        if not slots:
+            return []
+        tokens, logprobs = self.rows.read(slots, max(map(self._num_tokens, slots)))
+        generations = []
+        for row, slot in enumerate(slots):
+            num_tokens, running = self._num_tokens(slot), self.running.pop(slot)
+            assert self.version is not None
+            running.close_span(num_tokens, self.version)
+            stopped = int(tokens[row, num_tokens - 1]) in running.request.sampling.stop_token_ids
+            why = finish or (Finish.STOP if stopped else Finish.LENGTH)
+            generations.append(self._generation(running, tokens[row], logprobs[row], why))
+            self.prompts.drop(slot)
+        self.free.extend(slots)
+        if self.exact:
+            self.rows.clear(slots)  # the others are not stepped before a new request is written over them
+        self._count()
+        return generations
+
+    def _generation(self, running: Running, tokens: np.ndarray, logprobs: np.ndarray, finish: Finish) -> Generation:
+        prompt = len(running.request.tokens) - running.request.position
+        segments = tuple(
+            Segment(
+                start=start - prompt,
+                tokens=tokens[start:end],
+                logprobs=logprobs[start:end],
+                version=version,
+                kv_version=version,
+                worker=self.worker,
+                engine=self.fingerprint,
+            )
+            for start, end, version in running.spans
+        )
+        return Generation(running.request.id, segments, finish)
+
+    def _count(self) -> None:
+        """What the host must know of the live slots before a step; they change only when one starts or ends."""
+        live = self.running.values()
+        samplings = [running.request.sampling for running in live]
+        self.num_greedy, self.num_filtered = sum(map(is_greedy, samplings)), sum(map(is_filtered, samplings))
+        self.num_stopping = sum(bool(sampling.stop_token_ids) for sampling in samplings)
+        self.largest_offset = max((running.step_offset for running in live), default=0)
+        self.feeding_until_step = max((r.num_known - 1 - r.step_offset for r in live), default=0)
+
+    # Prefill
+
+    def _fill(self, slots: Sequence[int], wanted: Sequence[np.ndarray]) -> None:
+        """Makes the KV of these tokens in these slots, once for each different sequence."""
+        missing: list[tuple[int, np.ndarray]] = []
+        sources: list[int] = []
+        targets: list[int] = []
+        for slot, tokens in zip(slots, wanted, strict=True):
+            if len(tokens) == 0:
+                continue
+            source = self.prompts.find(tokens)
+            if source is None:
+                missing.append((slot, tokens))
+            else:
+                sources.append(source)
+                targets.append(slot)
+            self.prompts.hold(slot, tokens)
+        for batch in self._prefill_batches(missing):
+            self._prefill(batch)
+        if sources:
+            self.kv.copy(sources, targets, max(len(tokens) for tokens in wanted))
+
+    def _prefill_batches(self, missing: list[tuple[int, np.ndarray]]) -> list[list[tuple[int, np.ndarray]]]:
+        """Sequences of like length together; with `exact`, one at a time."""
+        batches: list[list[tuple[int, np.ndarray]]] = []
+        for slot, tokens in sorted(missing, key=lambda pair: -len(pair[1])):
+            room = 1 if self.exact else max(1, PREFILL_TOKENS // len(batches[-1][0][1])) if batches else 0
+            if not batches or len(batches[-1]) >= room:
+                batches.append([])
+            batches[-1].append((slot, tokens))
+        return batches
+
+    def _prefill(self, batch: Sequence[tuple[int, np.ndarray]]) -> None:
+        longest = max(len(tokens) for _, tokens in batch)
+        padded = np.zeros((len(batch), longest), np.int64)
+        for row, (_, tokens) in enumerate(batch):
+            padded[row, : len(tokens)] = tokens
+        self.kv.begin_prefill(self.rows.index([slot for slot, _ in batch]))
+        device = self.rows.device
+        self.model(
+            input_ids=torch.from_numpy(padded).to(device),
+            position_ids=torch.arange(longest, device=device).expand(len(batch), longest),
+            past_key_values=self.kv,
+            use_cache=True,
+            **self._prefill_options,
+        )
+
+    def _fill_again(self) -> None:
+        """Makes the KV of all live slots anew, after weights changed."""
+        if not self.running:
+            return
+        slots = sorted(self.running)
+        num_known = [self._num_tokens(slot) for slot in slots]
+        tokens, _ = self.rows.read(slots, max(num_known))
+        wanted = []
+        for row, slot in enumerate(slots):
+            running = self.running[slot]
+            prompt = len(running.request.tokens) - running.request.position
+            end = prompt if self.exact else num_known[row]
+            wanted.append(tokens[row, : end - 1])
+            running.num_known, running.step_offset = num_known[row], end - 1 - self.num_steps
+        self.rows.restart(slots, [len(known) for known in wanted], num_known)
+        self._fill(slots, wanted)
+        self._count()

@@ -1,0 +1,255 @@
+"""What every engine promises to a worker, tested against the engine itself and its model's own forward pass."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from itertools import count
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+from served_engine import MAX_CONTEXT_TOKENS, VOCAB_SIZE, Served
+
+from offbeat.rollout.engine import Engine, EngineError, Finish, Generation, Request
+from offbeat.trajectory import Sampling
+
+Result = TypeVar("Result")
+IDS = count()
+LONG = 1500
+"""Tokens that take an engine long enough to be interrupted."""
+DELAYS_S = (0.02, 0.1, 0.5, 2.0, 8.0)
+"""How long to wait before an interruption; the next is tried when one came too early or too late to show anything."""
+
+
+def ask(tokens, *, seed: int = 0, position: int = 0, **sampling) -> Request:
+    sampling.setdefault("max_new_tokens", 24)
+    return Request(f"r{next(IDS)}", np.asarray(tokens), seed, Sampling(**sampling), position)
+
+
+def prompt(seed: int, num_tokens: int = 9) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, VOCAB_SIZE, num_tokens)
+
+
+def with_engine(served: Served, scenario: Callable[[Engine], Awaitable[Result]]) -> Result:
+    async def run() -> Result:
+        engine = served.open()
+        try:
+            return await asyncio.wait_for(scenario(engine), timeout=120)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def generate(served: Served, *requests: Request) -> list[Generation]:
+    async def scenario(engine: Engine) -> list[Generation]:
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    return with_engine(served, scenario)
+
+
+def tokens_of(generation: Generation) -> np.ndarray:
+    return np.concatenate([s.tokens for s in generation.segments]) if generation.segments else np.zeros(0, np.int32)
+
+
+def forward_logprobs(model, request: Request, response: np.ndarray) -> np.ndarray:
+    """Log-probs of a response, by the model's own forward pass, after the request's temperature."""
+    whole = torch.tensor(np.concatenate([request.tokens, response]), dtype=torch.int64)
+    with torch.no_grad():
+        logits = model(whole.unsqueeze(0)).logits[0].float() / (request.sampling.temperature or 1.0)
+    first = len(request.tokens) - 1
+    return logits.log_softmax(-1)[first:-1].gather(1, whole[first + 1 :, None]).squeeze(1).numpy()
+
+
+def assert_logprobs_are_the_models(served: Served, request: Request, generation: Generation) -> None:
+    """Each segment's log-probs against the forward pass of the version that it names."""
+    response = tokens_of(generation)
+    for segment in generation.segments:
+        expected = forward_logprobs(served.models[segment.version], request, response)
+        mine = slice(segment.start - request.position, segment.end - request.position)
+        np.testing.assert_allclose(segment.logprobs, expected[mine], atol=served.logprob_tolerance)
+
+
+def again(request: Request) -> Request:
+    return replace(request, id=f"r{next(IDS)}")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_the_models_forward_pass(served, temperature):
+    requests = [ask(prompt(i, 1 + 2 * i), seed=i, temperature=temperature) for i in range(12)]
+    for request, generation in zip(requests, generate(served, *requests), strict=True):
+        assert_logprobs_are_the_models(served, request, generation)
+
+
+def test_greedy_tokens_are_those_of_generate(served):
+    requests = [ask(prompt(i, 3 + i), temperature=0.0) for i in range(6)]
+    for request, generation in zip(requests, generate(served, *requests), strict=True):
+        tokens = torch.tensor(request.tokens).unsqueeze(0)
+        with torch.no_grad():
+            expected = served.models[0].generate(tokens, max_new_tokens=24, do_sample=False, pad_token_id=0)
+        assert tokens_of(generation).tolist() == expected[0, len(request.tokens) :].tolist()
+
+
+def test_a_generation_is_as_long_as_was_asked_and_says_so(served):
+    lengths = [1, 2, 17, 40]
+    requests = [ask(prompt(3), seed=i, max_new_tokens=length) for i, length in enumerate(lengths)]
+    for length, generation in zip(lengths, generate(served, *requests), strict=True):
+        (segment,) = generation.segments
+        assert (generation.finish, segment.start, segment.end) == (Finish.LENGTH, 0, length)
+        assert (segment.version, segment.kv_version) == (0, 0)
+        assert segment.engine
+        assert segment.logprobs.dtype == np.float32
+
+
+def test_a_stop_token_ends_a_generation_and_is_its_last_token(served):
+    free = ask(prompt(4), seed=5, max_new_tokens=40)
+    stop = int(tokens_of(generate(served, free)[0])[20])
+    request = ask(prompt(4), seed=5, max_new_tokens=40, stop_token_ids=(VOCAB_SIZE - 1, stop))
+    (generation,) = generate(served, request)
+    tokens = tokens_of(generation)
+    assert generation.finish is Finish.STOP
+    assert tokens[-1] in request.sampling.stop_token_ids
+    assert not np.isin(tokens[:-1], request.sampling.stop_token_ids).any()
+    assert len(tokens) <= 21
+
+
+def test_seeds_reproduce_tokens_and_other_seeds_do_not(served):
+    first, second = ([ask(prompt(6), seed=seed) for seed in (1, 1, 2)] for _ in range(2))
+    a, b, c = map(tokens_of, generate(served, *first))
+    again = [tokens_of(g) for g in generate(served, *second)]
+    assert a.tolist() == b.tolist() == again[0].tolist() != c.tolist() == again[2].tolist()
+
+
+def test_a_group_of_equal_prompts_gives_different_answers_with_right_logprobs(served):
+    requests = [ask(prompt(7, 30), seed=seed, max_new_tokens=10 + seed) for seed in range(8)]
+    generations = generate(served, *requests)
+    assert len({tuple(tokens_of(g)[:8]) for g in generations}) == 8
+    for request, generation in zip(requests, generations, strict=True):
+        assert_logprobs_are_the_models(served, request, generation)
+
+
+def test_more_requests_than_the_engine_can_run_at_a_time_all_end(served):
+    requests = [ask(prompt(i % 9), seed=i, max_new_tokens=1 + i % 13) for i in range(70)]
+    generations = generate(served, *requests)
+    assert [g.id for g in generations] == [r.id for r in requests]
+    assert [len(tokens_of(g)) for g in generations] == [r.sampling.max_new_tokens for r in requests]
+
+
+def test_abort_returns_what_was_sampled_so_far(served):
+    request = ask(prompt(8), seed=3, max_new_tokens=LONG)
+
+    async def scenario(engine: Engine) -> Generation:
+        for delay_s in DELAYS_S:
+            task = asyncio.create_task(engine.generate(again(request)))
+            await asyncio.sleep(delay_s)
+            await engine.abort()
+            generation = await task
+            if generation.finish is Finish.ABORT and generation.segments:
+                return generation
+        raise AssertionError("no abort came halfway")
+
+    generation = with_engine(served, scenario)
+    assert 0 < len(tokens_of(generation)) < LONG
+    assert_logprobs_are_the_models(served, request, generation)
+
+
+def test_abort_ends_the_named_requests_and_no_other(served):
+    async def scenario(engine: Engine) -> tuple[Generation, Generation]:
+        doomed, spared = ask(prompt(1), max_new_tokens=LONG), ask(prompt(2), max_new_tokens=200)
+        tasks = [asyncio.create_task(engine.generate(request)) for request in (doomed, spared)]
+        await asyncio.sleep(0.02)
+        await engine.abort([doomed.id, "nobody"])
+        return await tasks[0], await tasks[1]
+
+    doomed, spared = with_engine(served, scenario)
+    assert doomed.finish is Finish.ABORT
+    assert (spared.finish, len(tokens_of(spared))) == (Finish.LENGTH, 200)
+
+
+def test_abort_with_nothing_running_is_harmless(served):
+    async def scenario(engine: Engine) -> Generation:
+        await engine.abort()
+        await engine.abort(["nobody"])
+        return await engine.generate(ask(prompt(1)))
+
+    assert with_engine(served, scenario).finish is Finish.LENGTH
+
+
+def test_a_partial_is_carried_on_where_it_ended(served):
+    request = ask(prompt(9), seed=4, max_new_tokens=40)
+    (whole,) = generate(served, request)
+    for cut in (1, 7, 39):
+        prefix = tokens_of(whole)[:cut]
+        rest = ask(np.concatenate([request.tokens, prefix]), seed=4, position=cut, max_new_tokens=40 - cut)
+        (generation,) = generate(served, rest)
+        assert generation.segments[0].start == cut
+        assert generation.segments[-1].end == 40
+        assert_logprobs_are_the_models(served, rest, generation)
+
+
+def test_a_continuation_does_not_replay_its_prefixs_noise(served):
+    """At a very high temperature the noise alone chooses, so replayed noise would show as replayed tokens."""
+    request = ask(prompt(10), seed=11, max_new_tokens=16, temperature=1e6)
+    prefix = tokens_of(generate(served, request)[0])
+    carried_on = Request("on", np.concatenate([request.tokens, prefix]), 11, request.sampling, position=16)
+    assert (tokens_of(generate(served, carried_on)[0]) == prefix).sum() <= 2
+
+
+def test_a_load_in_flight_splits_the_generation_by_version(served):
+    request = ask(prompt(12), seed=6, max_new_tokens=LONG)
+
+    async def scenario(engine: Engine) -> Generation:
+        for delay_s in DELAYS_S:
+            await engine.load(served.versions[0])
+            task = asyncio.create_task(engine.generate(again(request)))
+            await asyncio.sleep(delay_s)
+            await engine.load(served.versions[1])
+            assert engine.version == 1
+            await asyncio.sleep(delay_s)
+            await engine.abort()
+            generation = await task
+            if len(generation.segments) > 1:
+                return generation
+        raise AssertionError("no load came halfway")
+
+    generation = with_engine(served, scenario)
+    before, after = generation.segments
+    assert (before.version, after.version, after.kv_version) == (0, 1, 1)
+    assert (before.start, before.end) == (0, after.start)
+    assert_logprobs_are_the_models(served, request, generation)
+    response = tokens_of(generation)
+    for segment, other in ((before, 1), (after, 0)):
+        wrong = forward_logprobs(served.models[other], request, response)[segment.start : segment.end]
+        assert np.abs(segment.logprobs - wrong).mean() > 0.1
+
+
+def test_no_kv_of_older_weights_is_used_after_a_load(served):
+    async def scenario(engine: Engine) -> list[tuple[Request, Generation]]:
+        answered = []
+        for version in (*served.versions, served.versions[0]):
+            await engine.load(version)
+            requests = [ask(prompt(13, 40), seed=seed) for seed in range(3)]
+            answered += zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True)
+        return answered
+
+    for request, generation in with_engine(served, scenario):
+        assert len(generation.segments) == 1
+        assert_logprobs_are_the_models(served, request, generation)
+
+
+def test_what_does_not_fit_the_context_is_refused_with_figures(served):
+    room = MAX_CONTEXT_TOKENS
+    with pytest.raises(EngineError, match=rf"{room + 1}\b.*\b{room}\b"):
+        generate(served, ask(prompt(1, room - 9), max_new_tokens=10))
+    (fits,) = generate(served, ask(prompt(1, room - 10), max_new_tokens=10))
+    assert len(tokens_of(fits)) == 10
+
+
+def test_an_empty_prompt_is_refused(served):
+    with pytest.raises(EngineError, match="empty"):
+        generate(served, ask([]))
+    with pytest.raises(EngineError, match="empty"):
+        generate(served, ask(prompt(1, 4), position=4))
