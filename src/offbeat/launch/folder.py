@@ -1,0 +1,266 @@
+"""A run's folder: who owns it, what is in it, and what is written there while the run goes on.
+
+    config.json    every key, as this attempt runs with it        ledger.sqlite  weights/  checkpoints/
+    metrics.jsonl  a row a step      events.jsonl  what happened and when      trace.json  spans of time
+    logs/          what modules log  summary.json  how it ended                lock        who is at work here
+
+One process works in a folder at a time. Nothing is ever cut from metrics and events: every row carries its `attempt`,
+1 for the first start and one more for each resume, and `offbeat.watch.history` finds the rows that survived.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from offbeat.config import Config, fixed_changes, free_changes, load, resolved
+from offbeat.config.explain import show
+from offbeat.errors import OffbeatError, UserError
+from offbeat.files import write_atomic
+from offbeat.launch.lock import FolderLock
+from offbeat.watch.appending import Appender
+from offbeat.watch.trace import Trace
+
+CONFIG, METRICS, EVENTS, TRACE, SUMMARY, LOCK = (
+    "config.json",
+    "metrics.jsonl",
+    "events.jsonl",
+    "trace.json",
+    "summary.json",
+    "lock",
+)
+LOGGERS = ("offbeat", "py.warnings")
+"""Whose records go to logs/; the root logger belongs to the program that called us."""
+
+
+class RunFolder:
+    """An owned folder; close it, or use it in a `with` statement. `create` and `open` make one."""
+
+    def __init__(self, path: Path, config: Config, lock: FolderLock):
+        self.path, self.config, self._lock = path, config, lock
+        self._metrics = Appender(path / METRICS)
+        self._events = Appender(path / EVENTS)
+        self._trace = Trace(path / TRACE)
+        self.attempt = _last_attempt(path / EVENTS) + 1
+        self._handler = _log_to(path / "logs" / "offbeat.log")
+        self._start_s = time.monotonic()
+
+    @classmethod
+    def create(cls, config: Config) -> Self:
+        """A new run's folder, named by `run.name` or the time; a name in use is refused."""
+        parent, name = Path(config.run.dir), config.run.name
+        path = parent / name if name else _unused(parent / time.strftime("%Y%m%d-%H%M%S"))
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run.dir = {show(config.run.dir)}: {path} cannot be made: {error.strerror}") from error
+        refuse_used(path)
+        with _owned(path) as lock:
+            refuse_used(path)  # again, now that nobody else can begin here
+            folder = cls(path, _named(config, path), lock)
+            folder._write_config()
+            folder.event("start", pid=os.getpid())
+        return folder
+
+    @classmethod
+    def open(cls, path: Path, config: Config | None = None) -> Self:
+        """An existing run's folder, to go on in; `config` may differ from the stored one in free keys."""
+        stored_config(path)
+        with _owned(path) as lock:
+            stored = stored_config(path)
+            config = check_resumable(path, config or load(path / CONFIG))
+            folder = cls(path, config, lock)
+            folder._write_config()
+            folder.event("reopen", pid=os.getpid())
+            for change in free_changes(stored, config):
+                folder.event("config_change", key=change.key, old=change.old, new=change.new)
+        return folder
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.sqlite"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / METRICS
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        """Appends a step's row; numbers that JSON cannot say become null."""
+        assert "step" in row, f"a metrics row without its step: {row}"
+        self._metrics.line(json.dumps(plain({**row, "attempt": self.attempt})))
+        self._trace.flush()
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Appends something that happened, with the time for people and seconds since this attempt's start."""
+        when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        head = {"time": when, "seconds": round(time.monotonic() - self._start_s, 3), "attempt": self.attempt}
+        self._events.line(json.dumps(plain({"event": kind, **head, **fields})))
+
+    def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
+        """Times what happens inside, for trace.json and `spans_since_last`."""
+        return self._trace.span(name, **details)
+
+    def spans_since_last(self) -> dict[str, float]:
+        """Seconds by name of the spans that ended since the last call."""
+        return self._trace.spans_since_last()
+
+    def summary(self, summary: dict[str, Any]) -> None:
+        """Replaces summary.json."""
+        self._replace(SUMMARY, plain(summary))
+
+    def close(self) -> None:
+        """Gives the folder up; whatever cannot be closed, the rest is."""
+        with ExitStack() as stack:
+            stack.callback(self._lock.release)
+            for file in (self._metrics, self._events, self._trace):
+                stack.callback(file.close)
+            stack.callback(_stop_logging, self._handler)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write_config(self) -> None:
+        self._replace(CONFIG, resolved(self.config))
+
+    def _replace(self, name: str, content: Any) -> None:
+        try:
+            write_atomic(self.path / name, (json.dumps(content, indent=2) + "\n").encode())
+        except OSError as error:
+            raise OffbeatError(f"{self.path / name}: cannot be written: {error.strerror}") from error
+
+
+def refuse_used(path: Path) -> None:
+    """Raises if a folder holds a run's work, or something else of the user's.
+
+    A folder whose run ended before it began, as when a reward function could not be found, is used again.
+    """
+    if (path / CONFIG).is_file():
+        begun = (path / "ledger.sqlite", path / METRICS, path / SUMMARY)
+        if any(file.is_file() and file.stat().st_size for file in begun):
+            raise UserError(f"{path}: this run exists; go on with it by --resume {path}, or choose another run.name")
+    elif path.is_dir() and any(entry.name != LOCK for entry in path.iterdir()):
+        raise UserError(f"{path}: is there already and holds no run; choose another run.name or run.dir")
+
+
+def stored_config(path: Path) -> dict[str, Any]:
+    """A run's config.json."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such run{_runs_beside(path)}")
+    try:
+        stored = json.loads((path / CONFIG).read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path}: holds no run (it has no {CONFIG})") from None
+    except ValueError as error:
+        raise UserError(f"{path / CONFIG}: is damaged ({error}); bring it back or start a new run") from error
+    return dict(stored)
+
+
+def check_resumable(path: Path, config: Config) -> Config:
+    """The configuration to go on with, under the run's own name; raises if it changes what is fixed."""
+    changes = fixed_changes(stored_config(path), config)
+    if changes:
+        key, old, new = changes[0]
+        more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
+        raise UserError(
+            f"{key} = {show(new)}: the run {path} has {show(old)}, and this key is fixed for the life of a run; "
+            f"leave it as it was, or start a new run{more}"
+        )
+    return _named(config, path)
+
+
+def newest(parent: Path) -> Path:
+    """The run in a folder of runs that was at work last."""
+    runs = [config.parent for config in parent.glob(f"*/{CONFIG}")]
+    if not runs:
+        raise UserError(f"{parent}: has no run to resume; start one without --resume")
+    return max(runs, key=lambda run: max(file.stat().st_mtime_ns for file in run.glob("*.json*")))
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can say it: numbers that are not finite become null, numpy's become Python's."""
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(inner) for inner in value]
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (str, int, bool)) else str(value)
+
+
+@contextmanager
+def _owned(path: Path) -> Iterator[FolderLock]:
+    """A lock on a folder that goes again if what comes next fails."""
+    lock = FolderLock(path / LOCK)
+    try:
+        yield lock
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _named(config: Config, path: Path) -> Config:
+    run = config.run.model_copy(update={"name": path.name})
+    return config.model_copy(update={"run": run})
+
+
+def _unused(path: Path) -> Path:
+    number = 2
+    free = path
+    while free.exists():
+        free, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return free
+
+
+def _runs_beside(path: Path) -> str:
+    names = sorted(config.parent.name for config in path.parent.glob(f"*/{CONFIG}")) if path.parent.is_dir() else []
+    return f"; {path.parent} has {', '.join(names[-4:])}" if names else ""
+
+
+def _last_attempt(events: Path) -> int:
+    return max((json.loads(line).get("attempt", 0) for line in events.read_text().splitlines()), default=0)
+
+
+def _log_to(path: Path) -> logging.Handler:
+    path.parent.mkdir(exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.captureWarnings(True)
+    for name in LOGGERS:
+        logging.getLogger(name).addHandler(handler)
+    if logging.getLogger("offbeat").level == logging.NOTSET:
+        logging.getLogger("offbeat").setLevel(logging.INFO)
+    return handler
+
+
+def _stop_logging(handler: logging.Handler) -> None:
+    logging.captureWarnings(False)
+    for name in LOGGERS:
+        logging.getLogger(name).removeHandler(handler)
+    handler.close()

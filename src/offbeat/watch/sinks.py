@@ -1,0 +1,87 @@
+"""Hands metrics on to TensorBoard, Weights & Biases or trackio, for those who asked for it in `log.sinks`.
+
+The run's own files come first and need no account; sinks are extra. Packages are imported only when asked for, and a
+missing one is told, with the line that installs it, before any work begins.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from offbeat.errors import UserError
+
+
+class Sink(Protocol):
+    def log(self, row: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Raises if a sink's package is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f'log.sinks = "{name}": its package is not installed; pip install "offbeat[{name}]"')
+
+
+def open_sinks(names: Sequence[str], folder: Path, project: str, config: Mapping[str, Any]) -> list[Sink]:
+    """Writers for the named sinks; the run is called like its folder in all of them."""
+    check_sinks(names)
+    return [MAKERS[name](folder, project, config) for name in dict.fromkeys(names)]
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """What of a row can be drawn."""
+    return {
+        key: float(value)
+        for key, value in row.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and key not in ("step", "attempt")
+    }
+
+
+class TensorBoard:
+    """Event files in the run's folder: tensorboard --logdir RUN/tensorboard."""
+
+    def __init__(self, folder: Path, project: str, config: Mapping[str, Any]):
+        self.writer = importlib.import_module("tensorboard.summary").Writer(str(folder / "tensorboard"))
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        for key, value in numbers(row).items():
+            self.writer.add_scalar(key, value, row["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Tracker:
+    """W&B, or trackio, which speaks the same language."""
+
+    def __init__(self, module: str, project: str, **options: Any):
+        self.tracker = importlib.import_module(module)
+        self.run = self.tracker.init(project=project, **options)
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        self.run.log(numbers(row), step=row["step"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _wandb(folder: Path, project: str, config: Mapping[str, Any]) -> Sink:
+    # the name doubles as the id, so that a resumed run goes on in the same place
+    name = folder.name
+    return Tracker("wandb", project, name=name, id=name, resume="allow", dir=str(folder), config=dict(config))
+
+
+def _trackio(folder: Path, project: str, config: Mapping[str, Any]) -> Sink:
+    return Tracker("trackio", project, name=folder.name, resume="allow", config=dict(config))
+
+
+MAKERS: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": _wandb,
+    "trackio": _trackio,
+}
