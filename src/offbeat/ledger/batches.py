@@ -17,28 +17,29 @@ import numpy as np
 
 from offbeat.control.select import Candidate, Stretch, is_trainable, select, staleness
 from offbeat.ledger import versions
+from offbeat.ledger.bodies import Bodies
 from offbeat.ledger.errors import Conflict, Refused, Unknown
 from offbeat.ledger.groups import drop, reissue
 from offbeat.ledger.records import Batch, BatchGroup, BatchState, Drop, GroupState, Member
 from offbeat.ledger.schema import Database
-from offbeat.rollout.engine import Version
 from offbeat.trajectory import Origin, Reward, Trajectory
+from offbeat.weights.version import Version
 
 Stretches = dict[int, list[tuple[int, Stretch, bool]]]
 """By group: task, stretch, and whether its version is abandoned."""
 
 
-def claim(db: Database, step: int, count: int, bound: int) -> Batch | None:
+def claim(db: Database, bodies: Bodies, step: int, count: int, bound: int) -> Batch | None:
     newest = versions.latest(db)
     found = _living_batch(db, step)
     if found is None:
         if newest is None or newest.step != step:
             at = "no version is published" if newest is None else f"the latest version is of step {newest.step}"
             raise Refused(f"step {step} cannot be claimed: {at}")
-        return _choose(db, newest, count, bound)
+        return _choose(db, bodies, newest, count, bound)
     if found["state"] == BatchState.CLAIMED and newest is not None and newest.step == step:
         db.execute("UPDATE batches SET from_version = ? WHERE id = ?", (newest.number, found["id"]))
-    return load(db, found["id"])
+    return load(db, bodies, found["id"])
 
 
 def _living_batch(db: Database, step: int) -> dict[str, Any] | None:
@@ -47,7 +48,7 @@ def _living_batch(db: Database, step: int) -> dict[str, Any] | None:
     return None if row is None else dict(zip(("id", "state", "to_version"), row, strict=True))
 
 
-def _choose(db: Database, newest: Version, count: int, bound: int) -> Batch | None:
+def _choose(db: Database, bodies: Bodies, newest: Version, count: int, bound: int) -> Batch | None:
     step = newest.step
     query = """SELECT id, ordinal, state, require_step FROM groups WHERE state IN ('open', 'ready')
                AND purpose = 'train' AND (require_step IS NULL OR require_step <= ?)"""
@@ -64,7 +65,7 @@ def _choose(db: Database, newest: Version, count: int, bound: int) -> Batch | No
     reissue(db, selection.stale, with_new_seed=False, for_step=step)
     if not selection.take:
         return None
-    return load(db, _store(db, newest, bound, selection.take, stretches))
+    return load(db, bodies, _store(db, newest, bound, selection.take, stretches))
 
 
 def _stretches(db: Database, groups: Sequence[int]) -> Stretches:
@@ -107,21 +108,22 @@ def _store(db: Database, newest: Version, bound: int, groups: Sequence[int], str
     return batch
 
 
-def load(db: Database, batch: int) -> Batch:
+def load(db: Database, bodies: Bodies, batch: int) -> Batch:
     """A batch as it was claimed, by ordinal and member."""
     step, from_version, bound = db.execute(
         "SELECT step, from_version, bound FROM batches WHERE id = ?", (batch,)
     ).fetchone()
-    query = """SELECT g.id, g.ordinal, g.source, t.id, t.member, j.body, r.parts, r.value
+    query = """SELECT g.id, g.ordinal, g.source, t.id, t.member, j.digest, r.parts, r.value
                FROM batch_members m JOIN tasks t ON t.id = m.task JOIN groups g ON g.id = t.group_id
                JOIN trajectories j ON j.task = t.id JOIN rewards r ON r.task = t.id
                WHERE m.batch = ? ORDER BY g.ordinal, t.member"""
-    members = [(row, Trajectory.decode(row[5])) for row in db.execute(query, (batch,))]
-    numbers = {s.version for _, trajectory in members for s in trajectory.segments if s.version is not None}
+    rows = db.execute(query, (batch,)).fetchall()
+    trajectories = bodies.load((row[3], row[5]) for row in rows)
+    numbers = {s.version for trajectory in trajectories.values() for s in trajectory.segments if s.version is not None}
     steps = {number: version.living_step for number, version in versions.lineage(db, numbers).items()}
     groups = []
-    for (group, ordinal, source), rows in itertools.groupby(members, key=lambda member: member[0][:3]):
-        loaded = [_member(row, trajectory, steps, step, bound) for row, trajectory in rows]
+    for (group, ordinal, source), members in itertools.groupby(rows, key=lambda row: row[:3]):
+        loaded = [_member(row, trajectories[row[3]], steps, step, bound) for row in members]
         groups.append(BatchGroup(group, ordinal, source, tuple(loaded)))
     return Batch(step, from_version, tuple(groups))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 from offbeat.ledger.records import (
-    REWARD_FAILED,
     Counts,
     EvalGroup,
     EvalRound,
@@ -36,7 +35,6 @@ def counts(db: Database) -> Counts:
             case GroupState.TRAINED:
                 trajectories["trained"] += num_scored
                 trajectories["dropped"] += num_trajectories - num_scored
-                tokens["in_trained_groups"] += num_tokens
             case GroupState.DROPPED:
                 dropped[reason] += num_groups
                 trajectories["dropped"] += num_trajectories
@@ -48,9 +46,11 @@ def counts(db: Database) -> Counts:
         "SELECT COALESCE(SUM(num_trained_tokens), 0), COALESCE(SUM(num_stale_tokens), 0), "
         "COALESCE(SUM(num_abandoned_tokens), 0), COALESCE(MAX(max_staleness), 0) FROM batches WHERE state = 'trained'"
     ).fetchone()
-    left_out = tokens["in_trained_groups"] - trained - stale - abandoned
-    if left_out:  # members of trained groups that failed: their reward was not computed, or they came too late
-        wasted[REWARD_FAILED] += left_out
+    left_out = """SELECT t.reason, SUM(j.num_sampled_tokens) FROM tasks t
+                  CROSS JOIN groups g ON g.id = t.group_id CROSS JOIN trajectories j ON j.task = t.id
+                  WHERE t.state = 'failed' AND g.state = 'trained'
+                  GROUP BY t.reason"""
+    wasted.update(dict(db.execute(left_out)))  # members that failed, of groups that were trained without them
     return Counts(
         trajectories=TrajectoryCounts(**trajectories),
         tokens=TokenCounts(
@@ -66,6 +66,21 @@ def counts(db: Database) -> Counts:
         failed_tasks=dict(db.execute("SELECT reason, COUNT(*) FROM tasks WHERE state = 'failed' GROUP BY reason")),
         num_versions=int(db.execute("SELECT COUNT(*) FROM versions").fetchone()[0]),
         max_staleness_trained=oldest,
+    )
+
+
+def waiting_for(db: Database) -> str:
+    """What the groups of the step trained next still need, in words."""
+    states = dict(db.execute("SELECT state, COUNT(*) FROM groups WHERE purpose = 'train' GROUP BY state"))
+    open_tasks, unscored = db.execute(
+        "SELECT SUM(t.state = 'open'), SUM(t.state = 'accepted') FROM groups g JOIN tasks t ON t.group_id = g.id "
+        "WHERE g.state = 'open'"
+    ).fetchone()
+    workers = db.execute("SELECT worker, COUNT(*) FROM tasks WHERE state = 'leased' GROUP BY worker ORDER BY worker")
+    leased = ", ".join(f"{count} by {worker}" for worker, count in workers) or "none"
+    return (
+        f"groups ready: {states.get('ready', 0)}, unfinished: {states.get('open', 0)}; tasks leased: {leased}; "
+        f"open: {open_tasks or 0}; without reward: {unscored or 0}"
     )
 
 

@@ -119,6 +119,8 @@ def _eval_round(db: Database, row: dict[str, Any]) -> int:
 
 
 def _insert(db: Database, rows: Sequence[dict[str, Any]]) -> list[int]:
+    if not rows:
+        return []
     first = db.execute("SELECT COALESCE(MAX(id), 0) + 1 FROM groups").fetchone()[0]
     now = db.wall_clock()
     for number, row in enumerate(rows, start=first):

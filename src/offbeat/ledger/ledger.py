@@ -27,6 +27,8 @@ from pathlib import Path
 
 from offbeat.control.admit import Standing
 from offbeat.ledger import batches, counts, groups, resume, scoring, submissions, tasks, verify, versions
+from offbeat.ledger.bodies import Bodies
+from offbeat.ledger.errors import Unknown
 from offbeat.ledger.records import (
     Batch,
     Counts,
@@ -40,8 +42,8 @@ from offbeat.ledger.records import (
     Unscored,
 )
 from offbeat.ledger.schema import Database
-from offbeat.rollout.engine import Version
 from offbeat.trajectory import Task, Trajectory
+from offbeat.weights.version import Version
 
 
 class Ledger:
@@ -58,6 +60,7 @@ class Ledger:
     ):
         self.min_group, self.max_attempts = min_group, max_attempts
         self._db = Database(Path(path), read_only=read_only, wall_clock=wall_clock)
+        self._bodies = Bodies(self._db)
 
     def close(self) -> None:
         self._db.close()
@@ -110,13 +113,13 @@ class Ledger:
     def submit(self, trajectories: Sequence[tuple[Trajectory, str]]) -> list[Outcome]:
         """Stores finished trajectories, each with the worker that sent it."""
         with self._db.transaction():
-            return submissions.submit(self._db, trajectories)
+            return submissions.submit(self._db, self._bodies, trajectories)
 
     # Rewards
 
     def unscored(self, limit: int, after: int = 0) -> list[Unscored]:
         """Trajectories that wait for their reward, in order of acceptance, past the `seq` given."""
-        return scoring.unscored(self._db, limit, after)
+        return scoring.unscored(self._db, self._bodies, limit, after)
 
     def score(self, results: Sequence[Scored]) -> int:
         """Stores rewards and failures; returns how many tasks were waiting for theirs."""
@@ -132,7 +135,7 @@ class Ledger:
     def claim(self, step: int, count: int, bound: int) -> Batch | None:
         """The batch of a step: chosen once, the same ever after; None while too few groups are ready."""
         with self._db.transaction():
-            return batches.claim(self._db, step, count, bound)
+            return batches.claim(self._db, self._bodies, step, count, bound)
 
     def commit(self, step: int, version: Version) -> None:
         """The batch of `step` was trained and gave `version`, of step + 1. Repeating it changes nothing."""
@@ -148,6 +151,13 @@ class Ledger:
         """The newest version that is not abandoned."""
         return versions.latest(self._db)
 
+    def version(self, number: int) -> Version:
+        """A published version, abandoned or not."""
+        found = versions.find(self._db, number)
+        if found is None:
+            raise Unknown(f"version {number}: never published")
+        return found[0]
+
     def next_version_number(self) -> int:
         return versions.next_number(self._db)
 
@@ -162,9 +172,18 @@ class Ledger:
         """Evaluation rounds of a step, or all of them; those left behind by a resume are marked."""
         return counts.eval_results(self._db, step)
 
+    def eval_round(self, step: int) -> EvalRound | None:
+        """The evaluation of a step in the surviving history."""
+        rounds = [found for found in self.eval_results(step) if not found.is_abandoned]
+        return rounds[0] if rounds else None
+
+    def waiting_for(self) -> str:
+        """What keeps the next batch from being complete, for the one who waits for it in vain."""
+        return counts.waiting_for(self._db)
+
     def counts(self) -> Counts:
         return counts.counts(self._db)
 
-    def verify(self) -> verify.Report:
+    def verify(self, *, with_bodies: bool = True) -> verify.Report:
         """Checks everything that must always hold; see `offbeat.ledger.verify`."""
-        return verify.verify(self._db)
+        return verify.verify(self._db, with_bodies=with_bodies)

@@ -20,7 +20,7 @@ from offbeat.ledger.batches import mark_trained
 from offbeat.ledger.groups import drop, reissue
 from offbeat.ledger.records import Drop, Purpose, Reconciled
 from offbeat.ledger.schema import Database
-from offbeat.rollout.engine import Version
+from offbeat.weights.version import Version
 
 
 def reconcile(db: Database, step: int, version: int | None) -> Reconciled:

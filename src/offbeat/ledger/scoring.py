@@ -12,32 +12,32 @@ from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
+from offbeat.ledger.bodies import Bodies
 from offbeat.ledger.errors import Unknown
 from offbeat.ledger.groups import settle_groups
 from offbeat.ledger.records import REWARD_FAILED, Purpose, Scored, TaskState, Unscored
 from offbeat.ledger.schema import Database
-from offbeat.trajectory import End, Reward
+from offbeat.trajectory import Reward
 
 
-def unscored(db: Database, limit: int, after: int) -> list[Unscored]:
-    query = """SELECT j.seq, j.task, j.body, j.ended_by, t.group_id, g.purpose, g.reward, g.problem
+def unscored(db: Database, bodies: Bodies, limit: int, after: int) -> list[Unscored]:
+    query = """SELECT j.seq, j.task, j.digest, t.group_id, g.purpose, g.reward, g.problem
                FROM tasks t JOIN trajectories j ON j.task = t.id JOIN groups g ON g.id = t.group_id
                WHERE t.state = 'accepted' AND j.seq > ? ORDER BY j.seq LIMIT ?"""
     problems: dict[int, dict] = {}
     found: list[Unscored] = []
-    for seq, task, body, end, group, purpose, reward, problem in db.execute(query, (after, limit)):
+    rows = db.execute(query, (after, limit)).fetchall()
+    trajectories = bodies.load((task, digest) for _, task, digest, *_ in rows)
+    for seq, task, _, group, purpose, reward, problem in rows:
         if group not in problems:
             problems[group] = json.loads(problem)
-        tokens = response_tokens(body)
-        found.append(Unscored(task, group, Purpose(purpose), problems[group], reward, tokens, End(end), seq))
+        trajectory = trajectories[task]
+        assert trajectory.end is not None
+        found.append(
+            Unscored(task, group, Purpose(purpose), problems[group], reward, trajectory.tokens, trajectory.end, seq)
+        )
     return found
-
-
-def response_tokens(body: bytes) -> np.ndarray:
-    """The response's token ids, without rebuilding the whole trajectory: its bytes were checked when they came in."""
-    return np.frombuffer(b"".join(s["tokens"] for s in msgspec.msgpack.decode(body)["segments"]), np.int32)
 
 
 def score(db: Database, results: Sequence[Scored], min_group: int) -> int:
@@ -86,7 +86,10 @@ def _store(db: Database, results: Sequence[Scored], errors: dict[int, str | None
         "INSERT INTO rewards (task, value, parts, scored_at) VALUES (?, ?, ?, ?)",
         [(task, total(rewards), msgspec.json.encode(list(rewards)).decode(), now) for task, rewards in good],
     )
-    db.executemany("UPDATE tasks SET state = 'scored' WHERE id = ?", [(task,) for task, _ in good])
+    db.execute(
+        "UPDATE tasks SET state = 'scored' WHERE id IN (SELECT value FROM json_each(?))",
+        (json.dumps([task for task, _ in good]),),
+    )
     bad = [(task, error) for task, error in errors.items() if error is not None]
     db.executemany(
         "INSERT INTO rewards (task, error, scored_at) VALUES (?, ?, ?)", [(task, error, now) for task, error in bad]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import msgspec
 from blake3 import blake3
 
+from offbeat.ledger.bodies import Bodies
 from offbeat.ledger.errors import Conflict, Refused, Unknown
 from offbeat.ledger.records import Outcome, TaskState
 from offbeat.ledger.schema import Database
@@ -37,7 +38,7 @@ class Issued:
     """Of the trajectory it has already."""
 
 
-def submit(db: Database, submissions: Sequence[tuple[Trajectory, str]]) -> list[Outcome]:
+def submit(db: Database, bodies: Bodies, submissions: Sequence[tuple[Trajectory, str]]) -> list[Outcome]:
     issued = _issued(db, [trajectory.task for trajectory, _ in submissions])
     known = lineage(
         db, {s.version for trajectory, _ in submissions for s in trajectory.segments if s.version is not None}
@@ -59,6 +60,7 @@ def submit(db: Database, submissions: Sequence[tuple[Trajectory, str]]) -> list[
         is_late = task.state in (TaskState.FAILED, TaskState.DROPPED)
         _check(trajectory, worker, task, known, is_late)
         fresh[trajectory.task] = (trajectory, worker, body, digest)
+        bodies.keep(digest, trajectory)
         outcomes.append(Outcome.LATE if is_late else Outcome.STORED)
     _store(db, list(fresh.values()), issued)
     return outcomes
@@ -127,9 +129,10 @@ def _store(db: Database, fresh: Sequence[tuple[Trajectory, str, bytes, bytes]], 
         rows,
     )
     db.executemany("INSERT INTO segments VALUES (?, ?, ?, ?, ?)", segments)
-    db.executemany(
-        "UPDATE tasks SET state = 'accepted', worker = NULL WHERE id = ? AND state IN ('open', 'leased')",
-        [(row[0],) for row in rows],
+    db.execute(
+        "UPDATE tasks SET state = 'accepted', worker = NULL "
+        "WHERE id IN (SELECT value FROM json_each(?)) AND state IN ('open', 'leased')",
+        (json.dumps([row[0] for row in rows]),),
     )
     num_stored = Counter(issued[row[0]].group for row in rows)
     db.executemany(

@@ -1,8 +1,8 @@
 """Open tasks and who works on them.
 
 Guarantees: a task is held by one worker at a time; one that requires a version goes only to a worker that has it; a
-task that workers failed `max_attempts` times ends as failed, with the reason. A restart of the whole run costs no attempt:
-otherwise a run that is killed often enough would train on other data than one that is not.
+task that workers failed `max_attempts` times ends as failed, with the reason. A restart of the whole run costs no
+attempt: otherwise a run that is killed often enough would train on other data than one that is not.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def lease(db: Database, worker: str, capacity: int, have_version: int | None) ->
     tasks: list[Task] = []
     for group, count in given:
         tasks += _open_tasks(db, group, count)
-    db.executemany(
-        "UPDATE tasks SET state = 'leased', worker = ?, attempt = attempt + 1 WHERE id = ?",
-        [(worker, task.id) for task in tasks],
+    db.execute(
+        "UPDATE tasks SET state = 'leased', worker = ?, attempt = attempt + 1 "
+        "WHERE id IN (SELECT value FROM json_each(?))",
+        (worker, json.dumps([task.id for task in tasks])),
     )
     db.executemany("UPDATE groups SET num_open = num_open - ? WHERE id = ?", [(count, group) for group, count in given])
     return tasks

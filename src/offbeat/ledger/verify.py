@@ -1,17 +1,32 @@
-"""Checks what must always hold, from the rows themselves. Reads only, one moment, while a run may be writing."""
+"""Says whether everything that must always hold does hold.
+
+Reads only, and everything at one moment, so it may run beside a living run: the file's own consistency, the rules of
+`offbeat.ledger.rules`, the bytes of every trajectory against what the tables say of it, every seed, and the sums in
+which each generated token has exactly one place.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from blake3 import blake3
+
+from offbeat.errors import OffbeatError
 from offbeat.ledger.counts import counts
-from offbeat.ledger.records import Counts
+from offbeat.ledger.records import Counts, derive_seed
+from offbeat.ledger.rules import RULES
 from offbeat.ledger.schema import Database
+from offbeat.trajectory import Trajectory
+
+MAX_EXAMPLES = 5
+"""Rows named for each broken rule; a rule that is broken everywhere need not fill the screen."""
 
 
 @dataclass(frozen=True)
 class Report:
     violations: tuple[str, ...]
+    """In plain words; empty where everything holds."""
     counts: Counts
 
     @property
@@ -19,6 +34,91 @@ class Report:
         return not self.violations
 
 
-def verify(db: Database) -> Report:
+def verify(db: Database, *, with_bodies: bool = True) -> Report:
+    """Checks the whole ledger; without bodies, everything but the bytes of the trajectories."""
     with db.snapshot():
-        return Report((), counts(db))
+        found = [*_broken_file(db), *_broken_rules(db), *_broken_seeds(db)]
+        if with_bodies:
+            found += _shortened(list(_broken_bodies(db)))
+        counted = counts(db)
+        return Report((*found, *_broken_sums(db, counted)), counted)
+
+
+def _broken_file(db: Database) -> list[str]:
+    found = [f"the file is damaged: {row[0]}" for row in db.execute("PRAGMA integrity_check(5)") if row[0] != "ok"]
+    missing = [
+        f"table {table}, row {row}: refers to a row of {parent} that is not there"
+        for table, row, parent, _ in db.execute("PRAGMA foreign_key_check")
+    ]
+    return found + _shortened(missing)
+
+
+def _broken_rules(db: Database) -> list[str]:
+    found: list[str] = []
+    for rule in RULES:
+        found += _shortened([rule.says.format(*row) for row in db.execute(rule.finds)])
+    return found
+
+
+def _broken_seeds(db: Database) -> list[str]:
+    query = "SELECT t.id, t.seed, g.seed, t.member FROM tasks t JOIN groups g ON g.id = t.group_id"
+    wrong = [
+        f"task {task}: its seed does not follow from its group's"
+        for task, seed, group_seed, member in db.execute(query)
+        if seed != derive_seed(group_seed, member)
+    ]
+    return _shortened(wrong)
+
+
+def _broken_bodies(db: Database) -> Iterator[str]:
+    query = """SELECT j.task, j.digest, j.ended_by, j.num_tokens, j.num_sampled_tokens, j.body, g.prompt
+               FROM trajectories j JOIN tasks t ON t.id = j.task JOIN groups g ON g.id = t.group_id"""
+    for task, digest, ended_by, num_tokens, num_sampled, body, prompt in db.execute(query):
+        if blake3(body).digest() != digest:
+            yield f"the trajectory of task {task} is not the one that was accepted: its digest differs"
+            continue
+        try:
+            trajectory = Trajectory.decode(body)
+        except (OffbeatError, ValueError, KeyError) as error:
+            yield f"the trajectory of task {task} cannot be read: {error}"
+            continue
+        segments = db.execute("SELECT start, num_tokens, version FROM segments WHERE task = ? ORDER BY start", (task,))
+        told = (task, ended_by, num_tokens, num_sampled, prompt, segments.fetchall())
+        if told != _facts(trajectory):
+            yield f"the trajectory of task {task} is not what the tables say of it"
+
+
+def _facts(trajectory: Trajectory) -> tuple[object, ...]:
+    segments = [(s.start, len(s.tokens), s.version) for s in trajectory.segments]
+    num_sampled = sum(count for _, count, version in segments if version is not None)
+    end = trajectory.end.value if trajectory.end else None
+    return trajectory.task, end, trajectory.num_tokens, num_sampled, trajectory.prompt.tobytes(), segments
+
+
+def _broken_sums(db: Database, counted: Counts) -> list[str]:
+    found: list[str] = []
+    tokens, trajectories = counted.tokens, counted.trajectories
+    generated, num_trajectories = db.execute(
+        "SELECT COALESCE(SUM(num_sampled_tokens), 0), COUNT(*) FROM trajectories"
+    ).fetchone()
+    placed = tokens.trained + tokens.waiting + tokens.evaluated + sum(tokens.masked.values())
+    placed += sum(tokens.wasted.values())
+    if generated != placed:
+        found.append(
+            f"{generated} tokens were generated, but {placed} are accounted for: trained {tokens.trained}, masked "
+            f"{dict(tokens.masked)}, waiting {tokens.waiting}, wasted {dict(tokens.wasted)}, evaluated "
+            f"{tokens.evaluated}"
+        )
+    ended = trajectories.trained + trajectories.waiting + trajectories.dropped
+    if num_trajectories != ended + trajectories.evaluated:
+        found.append(
+            f"{num_trajectories} trajectories were accepted, but {ended + trajectories.evaluated} are accounted for: "
+            f"{trajectories}"
+        )
+    return found
+
+
+def _shortened(found: list[str]) -> list[str]:
+    if len(found) <= MAX_EXAMPLES:
+        return found
+    return [*found[:MAX_EXAMPLES], f"... and {len(found) - MAX_EXAMPLES} more like this"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from offbeat.ledger.errors import Conflict, Refused
 from offbeat.ledger.schema import Database
-from offbeat.rollout.engine import Version
+from offbeat.weights.version import Version
 
 COLUMNS = "number, step, parent, digest, path"
 

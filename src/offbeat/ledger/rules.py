@@ -1,0 +1,247 @@
+"""What must always hold, as queries that find whatever breaks it.
+
+Each rule is a sentence to be filled with the columns of an offending row. None trusts a sum that the ledger keeps: sums
+are compared with the rows they stand for. Surviving batches are those that no resume has undone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Rule(NamedTuple):
+    says: str
+    finds: str
+
+
+TASKS = (
+    Rule(
+        "task {0} is {1}, but has {2} trajectories",
+        """SELECT t.id, t.state, COUNT(j.task) AS n FROM tasks t LEFT JOIN trajectories j ON j.task = t.id
+           GROUP BY t.id HAVING n > 1 OR (t.state IN ('open', 'leased') AND n > 0)
+               OR (t.state IN ('accepted', 'scored') AND n = 0)
+               OR (t.state = 'failed' AND t.reason = 'reward' AND n = 0)""",
+    ),
+    Rule(
+        "task {0} is {1} ({2}), which does not agree with its stored reward {3} or its error {4}",
+        """SELECT t.id, t.state, t.reason, r.value, r.error FROM tasks t LEFT JOIN rewards r ON r.task = t.id
+           WHERE (t.state = 'scored') <> (r.value IS NOT NULL)
+               OR (t.state = 'failed' AND t.reason = 'reward') <> (r.error IS NOT NULL)""",
+    ),
+    Rule(
+        "task {0} of group {1} is {2}, but its group is {3}",
+        """SELECT t.id, g.id, t.state, g.state FROM tasks t JOIN groups g ON g.id = t.group_id
+           WHERE g.state <> 'open' AND t.state IN ('open', 'leased', 'accepted')""",
+    ),
+    Rule(
+        "task {0} was dropped, but its group {1} is {2}",
+        """SELECT t.id, g.id, g.state FROM tasks t JOIN groups g ON g.id = t.group_id
+           WHERE t.state = 'dropped' AND g.state <> 'dropped'""",
+    ),
+    Rule(
+        "task {0} ended as failed ({1}) without a failed attempt",
+        "SELECT id, reason FROM tasks WHERE state = 'failed' AND reason <> 'reward' AND num_failures = 0",
+    ),
+)
+
+GROUPS = (
+    Rule(
+        "group {0} has {1} tasks instead of {2}, or their numbers are not 0 to {2} - 1",
+        """SELECT g.id, COUNT(t.id) AS n, g.size FROM groups g LEFT JOIN tasks t ON t.group_id = g.id
+           GROUP BY g.id HAVING n <> g.size OR MIN(t.member) <> 0 OR MAX(t.member) <> g.size - 1""",
+    ),
+    Rule(
+        "group {0}: its sums (open {1}, scored {2}, failed {3}) are not those of its tasks",
+        """SELECT g.id, g.num_open, g.num_scored, g.num_failed FROM groups g JOIN tasks t ON t.group_id = g.id
+           GROUP BY g.id HAVING g.num_open <> SUM(t.state = 'open') OR g.num_scored <> SUM(t.state = 'scored')
+               OR g.num_failed <> SUM(t.state = 'failed')""",
+    ),
+    Rule(
+        "group {0}: its sums ({1} trajectories, {2} tokens) are not those of its trajectories ({3}, {4})",
+        """SELECT g.id, g.num_trajectories, g.num_sampled_tokens, COUNT(j.task) AS n,
+                  COALESCE(SUM(j.num_sampled_tokens), 0) AS tokens
+           FROM groups g JOIN tasks t ON t.group_id = g.id LEFT JOIN trajectories j ON j.task = t.id
+           GROUP BY g.id HAVING g.num_trajectories <> n OR g.num_sampled_tokens <> tokens""",
+    ),
+    Rule(
+        "group {0} is still open, though all of its members have ended",
+        "SELECT id FROM groups WHERE state = 'open' AND num_scored + num_failed = size",
+    ),
+    Rule(
+        "group {0} is {1}, but has no scored member",
+        "SELECT id, state FROM groups WHERE state IN ('ready', 'claimed', 'trained', 'evaluated') AND num_scored = 0",
+    ),
+    Rule(
+        "group {0} is {1}, but its batch is {2}",
+        """SELECT g.id, g.state, b.state FROM groups g LEFT JOIN batches b ON b.id = g.batch
+           WHERE (g.state IN ('claimed', 'trained') AND g.state IS NOT b.state)
+               OR (g.state NOT IN ('claimed', 'trained') AND g.batch IS NOT NULL)""",
+    ),
+    Rule(
+        "group {0} serves {1}, but is {2}",
+        """SELECT id, purpose, state FROM groups
+           WHERE (purpose = 'eval' AND state IN ('ready', 'claimed', 'trained'))
+               OR (purpose = 'train' AND state = 'evaluated')""",
+    ),
+    Rule(
+        "ordinal {0} has {1} groups that are alive or trained",
+        """SELECT ordinal, COUNT(*) FROM groups WHERE purpose = 'train' AND state <> 'dropped'
+           GROUP BY ordinal HAVING COUNT(*) > 1""",
+    ),
+    Rule(
+        "group {0} (ordinal {1}) was dropped as {2}, but its prompt was never issued again",
+        """SELECT g.id, g.ordinal, g.reason FROM groups g LEFT JOIN groups n ON n.reissue_of = g.id
+           WHERE g.purpose = 'train' AND g.state = 'dropped' AND (g.reason <> 'failed' OR g.retry = 0) AND n.id IS NULL
+        """,
+    ),
+    Rule(
+        "group {0} re-issues group {1}, which is {2}",
+        """SELECT n.id, g.id, g.state FROM groups n JOIN groups g ON g.id = n.reissue_of WHERE g.state <> 'dropped'""",
+    ),
+    Rule(
+        "group {0} re-issues group {1} with another prompt, ordinal or size",
+        """SELECT n.id, g.id FROM groups n JOIN groups g ON g.id = n.reissue_of
+           WHERE (n.ordinal, n.source, n.source_ordinal, n.size, n.prompt, n.problem, n.reward, n.sampling)
+               <> (g.ordinal, g.source, g.source_ordinal, g.size, g.prompt, g.problem, g.reward, g.sampling)
+               OR n.retry <> g.retry + (g.reason = 'failed')
+               OR (g.reason = 'abandoned' AND n.seed <> g.seed)""",
+    ),
+    Rule(
+        "group {0} requires step {1}, but version {2}, which is of step {3} or abandoned",
+        """SELECT g.id, g.require_step, v.number, v.step FROM groups g JOIN versions v ON v.number = g.require_version
+           WHERE v.step IS NOT g.require_step OR (v.abandoned = 1 AND g.state IN ('open', 'ready', 'claimed'))""",
+    ),
+    Rule(
+        "{0} training groups were drawn, but the next ordinal is {1}: an ordinal is missing",
+        """SELECT COUNT(*) AS n, COALESCE(MAX(ordinal) + 1, 0) AS next FROM groups
+           WHERE purpose = 'train' AND reissue_of IS NULL HAVING n <> next""",
+    ),
+    Rule(
+        "the cursor says that {1} were drawn from {0!r}, but the groups say {2}",
+        """SELECT s.name, s.drawn, COALESCE(MAX(g.source_ordinal) + 1, 0) AS drawn FROM sources s
+           LEFT JOIN groups g ON g.source = s.name AND g.purpose = 'train' GROUP BY s.name HAVING s.drawn <> drawn""",
+    ),
+    Rule(
+        "source {0!r} was drawn from, but the cursor does not know it",
+        "SELECT DISTINCT source FROM groups WHERE purpose = 'train' AND source NOT IN (SELECT name FROM sources)",
+    ),
+)
+
+BATCHES = (
+    Rule(
+        "task {0} is in {1} surviving batches",
+        """SELECT m.task, COUNT(*) FROM batch_members m JOIN batches b ON b.id = m.batch
+           WHERE b.state <> 'undone' GROUP BY m.task HAVING COUNT(*) > 1""",
+    ),
+    Rule(
+        "task {0} is in the batch of step {1}, but is no scored member of its groups",
+        """SELECT m.task, b.step FROM batch_members m JOIN batches b ON b.id = m.batch JOIN tasks t ON t.id = m.task
+           JOIN groups g ON g.id = t.group_id
+           WHERE b.state <> 'undone' AND (g.batch IS NOT b.id OR t.state <> 'scored')""",
+    ),
+    Rule(
+        "task {0} was scored, but is missing from the batch of step {1} that holds its group",
+        """SELECT t.id, b.step FROM batches b JOIN groups g ON g.batch = b.id JOIN tasks t ON t.group_id = g.id
+           LEFT JOIN batch_members m ON m.batch = b.id AND m.task = t.id
+           WHERE b.state <> 'undone' AND t.state = 'scored' AND m.task IS NULL""",
+    ),
+    Rule(
+        "task {0} in the batch of step {1}: {2} tokens count as trained, {3} as stale, {4} as abandoned, but by their "
+        "versions and the bound {5} it must be {6}, {7} and {8}",
+        """SELECT m.task, b.step, m.num_trained_tokens, m.num_stale_tokens, m.num_abandoned_tokens, b.bound,
+                  SUM(s.num_tokens * (v.abandoned = 0 AND b.step - v.step BETWEEN 0 AND b.bound)) AS trained,
+                  SUM(s.num_tokens * (v.abandoned = 0 AND b.step - v.step NOT BETWEEN 0 AND b.bound)) AS stale,
+                  SUM(s.num_tokens * v.abandoned) AS abandoned
+           FROM batch_members m JOIN batches b ON b.id = m.batch JOIN segments s ON s.task = m.task
+           JOIN versions v ON v.number = s.version WHERE b.state <> 'undone' GROUP BY m.batch, m.task
+           HAVING m.num_trained_tokens <> trained OR m.num_stale_tokens <> stale OR m.num_abandoned_tokens <> abandoned
+        """,
+    ),
+    Rule(
+        "the batch of step {0}: its sums are not those of its members",
+        """SELECT b.step FROM batches b JOIN batch_members m ON m.batch = b.id GROUP BY b.id
+           HAVING b.num_trained_tokens <> SUM(m.num_trained_tokens) OR b.num_stale_tokens <> SUM(m.num_stale_tokens)
+               OR b.num_abandoned_tokens <> SUM(m.num_abandoned_tokens)""",
+    ),
+    Rule(
+        "the batch of step {0} trained tokens of staleness {1}, above its bound {2}",
+        "SELECT step, max_staleness, bound FROM batches WHERE max_staleness > bound",
+    ),
+    Rule(
+        "the batch of step {0} was trained from version {1}, which is of step {2} or abandoned",
+        """SELECT b.step, v.number, v.step FROM batches b JOIN versions v ON v.number = b.from_version
+           WHERE b.state <> 'undone' AND (v.step <> b.step OR v.abandoned = 1)""",
+    ),
+    Rule(
+        "the batch of step {0} gave version {1}, which is of step {2}, has the parent {3}, or is abandoned",
+        """SELECT b.step, v.number, v.step, v.parent FROM batches b JOIN versions v ON v.number = b.to_version
+           WHERE b.state <> 'undone' AND (v.step <> b.step + 1 OR v.parent <> b.from_version OR v.abandoned = 1)""",
+    ),
+    Rule(
+        "the batch of step {0} is {1}, but a later step was claimed",
+        """SELECT step, state FROM batches WHERE state <> 'undone' AND (state <> 'trained' OR to_version IS NULL)
+           AND step < (SELECT MAX(step) FROM batches WHERE state <> 'undone')""",
+    ),
+    Rule(
+        "step {0} follows {1}: the steps between them have no batch",
+        """SELECT step, before FROM (SELECT step, LAG(step) OVER (ORDER BY step) AS before FROM batches
+           WHERE state <> 'undone') WHERE step <> before + 1""",
+    ),
+    Rule(
+        "the batch of step {0} holds no group",
+        """SELECT b.step FROM batches b LEFT JOIN groups g ON g.batch = b.id
+           WHERE b.state <> 'undone' AND g.id IS NULL""",
+    ),
+)
+
+VERSIONS = (
+    Rule(
+        "version {0} of step {1} cannot follow its parent {2} of step {3}",
+        """SELECT v.number, v.step, p.number, p.step FROM versions v JOIN versions p ON p.number = v.parent
+           WHERE v.step - p.step NOT IN (0, 1) OR (v.abandoned = 0 AND p.abandoned = 1)""",
+    ),
+    Rule(
+        "version {0} has no parent, but is not the first",
+        "SELECT number FROM versions WHERE parent IS NULL AND number > (SELECT MIN(number) FROM versions)",
+    ),
+    Rule(
+        "versions {0} and {1} are both alive at step {2}, with different weights",
+        """SELECT MIN(number), MAX(number), step FROM versions WHERE abandoned = 0
+           GROUP BY step HAVING COUNT(DISTINCT digest) > 1""",
+    ),
+    Rule(
+        "version {0} of step {1} is alive after version {2} of the later step {3}",
+        """SELECT number, step, before, before_step FROM (
+               SELECT number, step, LAG(number) OVER line AS before, LAG(step) OVER line AS before_step
+               FROM versions WHERE abandoned = 0 WINDOW line AS (ORDER BY number)) WHERE step < before_step""",
+    ),
+    Rule(
+        "task {0} names version {1}, which was never published",
+        """SELECT s.task, s.version FROM segments s LEFT JOIN versions v ON v.number = s.version
+           WHERE s.version IS NOT NULL AND v.number IS NULL""",
+    ),
+    Rule(
+        "task {0} requires step {1}, but was sampled from version {2} of step {3}",
+        """SELECT t.id, g.require_step, v.number, v.step FROM segments s JOIN tasks t ON t.id = s.task
+           JOIN groups g ON g.id = t.group_id JOIN versions v ON v.number = s.version
+           WHERE t.state IN ('accepted', 'scored') AND g.require_step <> v.step""",
+    ),
+)
+
+TRAJECTORIES = (
+    Rule(
+        "the trajectory of task {0} has {1} tokens, {2} of them sampled, but its segments have {3} and {4}",
+        """SELECT j.task, j.num_tokens, j.num_sampled_tokens, COALESCE(SUM(s.num_tokens), 0) AS n,
+                  COALESCE(SUM(s.num_tokens * (s.version IS NOT NULL)), 0) AS sampled
+           FROM trajectories j
+           LEFT JOIN segments s ON s.task = j.task AND s.trajectory_index = j.trajectory_index
+           GROUP BY j.seq HAVING j.num_tokens <> n OR j.num_sampled_tokens <> sampled""",
+    ),
+    Rule(
+        "the segments of task {0} leave a gap or overlap at position {1}",
+        """SELECT task, start FROM (SELECT task, start, COALESCE(LAG(start + num_tokens) OVER (
+               PARTITION BY task, trajectory_index ORDER BY start), 0) AS ought FROM segments) WHERE start <> ought""",
+    ),
+)
+
+RULES = (*TASKS, *GROUPS, *BATCHES, *VERSIONS, *TRAJECTORIES)
