@@ -105,7 +105,7 @@ class Trajectory:
 
     def append(self, segment: Segment, end: End | None = None) -> None:
         """Adds a segment and, if this was the last, says why the trajectory ended."""
-        self._check(segment, end)
+        self._check(segment)
         self.segments = (*self.segments, segment)
         self.end = end
         self.__dict__.pop("tokens", None)
@@ -116,7 +116,7 @@ class Trajectory:
             raise SegmentError(f"task {self.task}: already ended by {self.end.value}")
         self.end = end
 
-    def _check(self, segment: Segment, end: End | None) -> None:
+    def _check(self, segment: Segment) -> None:
         def refuse(why: str) -> SegmentError:
             return SegmentError(f"task {self.task}, segment at {segment.start}: {why}")
 
@@ -134,7 +134,7 @@ class Trajectory:
         for name, array in segment.arrays.items():
             if len(array) != count:
                 raise refuse(f"array {name!r} has {len(array)} rows for {count} tokens")
-        problem = self._sampled_problem(segment) if segment.origin is Origin.SAMPLED else _given_problem(segment, end)
+        problem = self._sampled_problem(segment) if segment.origin is Origin.SAMPLED else _given_problem(segment)
         if problem:
             raise refuse(problem)
 
@@ -220,7 +220,7 @@ class Trajectory:
         return isinstance(other, Trajectory) and self.encode() == other.encode()
 
 
-def _given_problem(segment: Segment, end: End | None) -> str | None:
+def _given_problem(segment: Segment) -> str | None:
     if segment.logprobs is not None or segment.version is not None or segment.kv_version is not None:
         return "given tokens have no log-probs and no version"
     return None

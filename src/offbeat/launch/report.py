@@ -1,0 +1,133 @@
+"""Turns what a run does into rows, lines and its summary."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from offbeat.launch.folder import RunFolder
+from offbeat.learn.trainer import StepReport
+from offbeat.ledger.records import Counts, EvalRound
+from offbeat.serve.evaluation import eval_figures
+from offbeat.watch.console import Console, held_out
+from offbeat.watch.history import read_metrics
+from offbeat.watch.sinks import Sink
+
+EDGE_SHARE = 0.05
+"""The first and the last reward of a run are means over so many of its steps: one step's is too noisy to compare."""
+
+
+class Reporter:
+    """Writes a row a step to the run's folder, the console and the sinks."""
+
+    def __init__(self, folder: RunFolder, console: Console, sinks: Sequence[Sink]):
+        self.folder, self.console, self.sinks = folder, console, sinks
+        self._last_s = time.monotonic()
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.folder.event(kind, **fields)
+        if kind == "logprob_gap":
+            self.console.alarm(
+                f"step {fields['step']}: engine and trainer disagree by {fields['gap']:.2g} about fresh tokens, "
+                f"over loss.max_logprob_gap = {fields['limit']:g}"
+            )
+        elif kind == "resume":
+            self.console.note(f"resumed at step {fields['step']} as version {fields['version']}")
+
+    def step(self, report: StepReport, times: Mapping[str, float]) -> None:
+        """A finished step; `times` are the seconds that generation and rewards took."""
+        members = [member for group in report.batch.groups for member in group.members]
+        rewards = np.array([member.reward for member in members])
+        lengths = np.array([member.trajectory.num_tokens for member in members])
+        cut = np.array([member.trajectory.end == "length" for member in members])
+        now_s = time.monotonic()
+        seconds, self._last_s = now_s - self._last_s, now_s
+        spans = self.folder.spans_since_last()
+        tokens = int(lengths.sum())
+        row = {
+            "step": report.step + 1,
+            "reward": float(rewards.mean()),
+            "reward_std": float(rewards.std()),
+            "length": float(lengths.mean()),
+            "length_max": int(lengths.max()),
+            "cut_share": float(cut.mean()),
+            "lr": report.lr,
+            **report.figures.row(),
+            "samples": len(members),
+            "tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "samples_per_second": len(members) / seconds,
+            **{f"time_{name}_s": value for name, value in times.items()},
+            **{f"time_{name}_s": value for name, value in spans.items()},
+        }
+        by_source = {group.source for group in report.batch.groups}
+        if len(by_source) > 1:
+            for source in sorted(by_source):
+                own = [m.reward for g in report.batch.groups if g.source == source for m in g.members]
+                row[f"reward/{source}"] = float(np.mean(own))
+        self._emit(row)
+
+    def evaluation(self, finished: EvalRound) -> None:
+        figures = eval_figures(finished)
+        self._emit({"step": finished.step, **{k: v for k, v in figures.items() if k != "eval_step"}})
+
+    def finish(self, *, seconds: float, finished: bool, counts: Counts) -> dict[str, Any]:
+        """Writes the summary of the history that survived, and says goodbye."""
+        rows = read_metrics(self.folder.metrics_file)
+        summary = summarise(rows, seconds, counts)
+        summary["finished"] = finished
+        self.folder.summary(summary)
+        self.folder.event("end", step=summary["steps"], finished=finished)
+        self._plot(rows)
+        self.console.finish(summary, str(self.folder.path))
+        for sink in self.sinks:
+            sink.close()
+        return summary
+
+    def _emit(self, row: dict[str, Any]) -> None:
+        self.folder.metrics(row)
+        self.console.step(row)
+        for sink in self.sinks:
+            sink.log(row)
+
+    def _plot(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        from offbeat.watch.plot import plot_rewards
+
+        plot_rewards(rows, self.folder.path / "reward.png")
+
+
+def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts) -> dict[str, Any]:
+    """A run's summary from its surviving rows."""
+    steps = [row for row in rows if "reward" in row]
+    evals = [value for row in rows if (value := held_out(row)) is not None]
+    edge = max(1, math.ceil(EDGE_SHARE * len(steps)))
+    spent = sum(row["seconds"] for row in steps)
+
+    def mean_reward(part: Sequence[Mapping[str, Any]]) -> float | None:
+        return float(np.mean([row["reward"] for row in part])) if part else None
+
+    trajectories = counts.trajectories
+    return {
+        "steps": steps[-1]["step"] if steps else 0,
+        "seconds": seconds,
+        "reward_first": mean_reward(steps[:edge]),
+        "reward_last": mean_reward(steps[-edge:]),
+        "eval_first": evals[0] if evals else None,
+        "eval_last": evals[-1] if evals else None,
+        "samples_per_second": sum(row["samples"] for row in steps) / spent if spent else None,
+        "tokens_per_second": sum(row["tokens"] for row in steps) / spent if spent else None,
+        "max_staleness_trained": counts.max_staleness_trained,
+        "trajectories": {
+            "accepted": trajectories.accepted,
+            "trained": trajectories.trained,
+            "waiting": trajectories.waiting,
+            "dropped": trajectories.dropped,
+        },
+        "versions": counts.num_versions,
+        "failures": dict(counts.failed_tasks),
+    }

@@ -1,0 +1,96 @@
+"""Turns problems into groups: draws them in order, renders their prompts, gives every group its seed.
+
+What is drawn next is a function of the ledger's cursor alone, so a restart neither skips nor repeats a problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.tasks.mixture import Mixture
+from offbeat.tasks.prompts import Renderer
+
+from offbeat.ledger.records import Cursor, NewGroup, Purpose, derive_seed
+from offbeat.tasks.source import Problem
+from offbeat.trajectory import Sampling
+
+
+@dataclass(frozen=True)
+class EvalPlan:
+    """When the held-out split is looked at, and how."""
+
+    every: int
+    num_prompts: int
+    num_samples: int
+    sampling: Sampling
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        return self.every > 0 and (step % self.every == 0 or step == num_steps)
+
+
+class Issuer:
+    """Draws groups for training and for evaluation."""
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        renderer: Renderer,
+        *,
+        seed: int,
+        group_size: int,
+        sampling: Sampling,
+        eval_plan: EvalPlan,
+    ):
+        self.mixture, self.renderer, self.eval_plan = mixture, renderer, eval_plan
+        self.seed, self.group_size, self.sampling = seed, group_size, sampling
+
+    def draw(self, cursor: Cursor, count: int, version: int) -> list[NewGroup]:
+        """The next `count` training groups after the cursor."""
+        drawn, groups = dict(cursor.drawn), []
+        for ordinal in range(cursor.next_ordinal, cursor.next_ordinal + count):
+            source, source_ordinal = self.mixture.next(drawn)
+            drawn[source.name] = source_ordinal + 1
+            problem = source.problem(source_ordinal)
+            groups.append(
+                NewGroup(
+                    ordinal=ordinal,
+                    source=source.name,
+                    source_ordinal=source_ordinal,
+                    prompt_tokens=self.renderer.tokens(source, problem, source_ordinal),
+                    problem=problem_record(problem),
+                    reward=self.mixture.reward_of(source.name),
+                    seed=derive_seed(self.seed, ordinal),
+                    size=self.group_size,
+                    sampling=self.sampling,
+                    require_version=version,
+                )
+            )
+        return groups
+
+    def held_out(self, version: int) -> list[NewGroup]:
+        """One evaluation round; the same problems and seeds each time, so that rounds can be compared."""
+        groups = []
+        for ordinal, (source, problem) in enumerate(self.mixture.held_out(self.eval_plan.num_prompts)):
+            groups.append(
+                NewGroup(
+                    purpose=Purpose.EVAL,
+                    ordinal=ordinal,
+                    source=source.name,
+                    source_ordinal=ordinal,
+                    prompt_tokens=self.renderer.tokens(source, problem, ordinal),
+                    problem=problem_record(problem),
+                    reward=self.mixture.reward_of(source.name),
+                    seed=derive_seed(self.seed, "eval", ordinal),
+                    size=self.eval_plan.num_samples,
+                    sampling=self.eval_plan.sampling,
+                    require_version=version,
+                )
+            )
+        return groups
+
+
+def problem_record(problem: Problem) -> Mapping[str, Any]:
+    """What the ledger keeps of a problem, and the reward gets."""
+    return {"prompt": problem.prompt, "answer": problem.answer, "info": dict(problem.info)}
