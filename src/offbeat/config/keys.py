@@ -79,6 +79,14 @@ def _accepts(annotation: Any, kind: type | None) -> bool:
     return any(_accepts(alternative, kind) for alternative in alternatives)
 
 
+def is_switch(key: str) -> bool:
+    """Whether a dotted key is true or false, so that it may stand on a command line without a value."""
+    section, *_, name = key.replace("-", "_").split(".")
+    if section == "task":
+        return any(accepts(model.model_fields.get(name), bool) for model in TASK_MODELS.values())
+    return accepts(field_at((section, name), {}), bool)
+
+
 def leaves(data: Any, place: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Every value that is a key's own, in order: tables are entered, and so is the list of tasks."""
     if isinstance(data, Mapping) and len(place) < 3:

@@ -17,11 +17,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from offbeat.config.explain import Origin, explain
-from offbeat.config.keys import accepts, dotted, field_at, leaves, value_at
+from offbeat.config.keys import accepts, dotted, field_at, is_switch, leaves, value_at
 from offbeat.config.lines import Path, key_lines
 from offbeat.config.models import DEMO, ArithmeticTask, Config
 from offbeat.errors import UserError
 
+SWITCH_VALUES = ("true", "false", "none")
 TOML_PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 
 
@@ -33,7 +34,7 @@ def load(path: pathlib.Path | str | None, overrides: Sequence[str] = ()) -> Conf
     origin = Origin()
     data = copy.deepcopy(DEMO) if path is None else _read(pathlib.Path(path), origin)
     _one_list_of_tasks(data)
-    _override(data, pairs(overrides), origin)
+    _override(data, _pairs(overrides), origin)
     return _validate(data, origin)
 
 
@@ -54,20 +55,36 @@ def resolved(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def pairs(words: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Splits a command line's overrides into dotted keys and texts; a key without a text is a switch."""
-    found: list[tuple[str, str | None]] = []
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line without its overrides, and its overrides: words such as `--batch.group-size` and their values."""
+    rest: list[str] = []
+    overrides: list[str] = []
     at = 0
     while at < len(words):
-        key, equals, text = words[at].removeprefix("--").partition("=")
-        at += 1
-        if equals:
-            found.append((key, text))
-        elif at < len(words) and not words[at].startswith("--"):
-            found.append((key, words[at]))
-            at += 1
+        key, equals, _ = words[at].partition("=")
+        if not (key.startswith("--") and "." in key):
+            rest.append(words[at])
         else:
-            found.append((key, None))
+            overrides.append(words[at])
+            after = words[at + 1] if at + 1 < len(words) else "--"
+            if not equals and (after in SWITCH_VALUES if is_switch(key[2:]) else not after.startswith("--")):
+                overrides.append(after)
+                at += 1
+        at += 1
+    return rest, overrides
+
+
+def _pairs(overrides: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Dotted keys and their texts; a key without a text is a switch."""
+    found: list[tuple[str, str | None]] = []
+    for word in overrides:
+        if word.startswith("--"):
+            key, equals, text = word[2:].partition("=")
+            found.append((key, text if equals else None))
+        elif found and found[-1][1] is None:
+            found[-1] = (found[-1][0], word)
+        else:
+            raise UserError(f"{word}: belongs to no key; write overrides as --section.key value")
     return found
 
 

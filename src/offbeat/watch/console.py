@@ -165,8 +165,7 @@ def closing_words(summary: Row, folder: str) -> list[tuple[str, str]]:
     speed = [("samples_per_second", "samples/s"), ("tokens_per_second", "tokens/s")]
     words.append(("speed", ", ".join(f"{short(summary[key])} {unit}" for key, unit in speed if summary.get(key))))
     words.append(("run", folder))
-    if summary.get("stopped"):
-        words.append(("stopped", str(summary["stopped"])))
+    if summary.get("finished") is False:
         words.append(("next", f"offbeat train --resume {folder}"))
     elif steps:
         words.append(("next", f"offbeat export {folder} MODEL_DIR"))

@@ -26,19 +26,17 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def survivors(rows: Iterable[Row]) -> list[Row]:
-    """Rows in the order of their steps, without those that a later attempt went back behind."""
-    kept: list[Row] = []
+    """One row per step, in order, without what a later attempt went back behind.
+
+    An attempt undoes everything from the first step that it trains; an evaluation may be told later than its step, in a
+    row of its own, and undoes nothing.
+    """
+    kept: dict[int, Row] = {}
+    begun: set[int] = set()
     for row in rows:
         attempt, step = row.get("attempt", 1), row["step"]
-        while kept and kept[-1].get("attempt", 1) < attempt and _is_undone(kept[-1], row):
-            kept.pop()
-        if kept and kept[-1]["step"] == step:
-            kept[-1] = {**kept[-1], **row}  # one step told in two rows, such as an evaluation after it
-        else:
-            kept.append(row)
-    return kept
-
-
-def _is_undone(old: Row, new: Row) -> bool:
-    """Whether a later attempt's row takes an earlier one's place: the step was trained again, or lies beyond it."""
-    return old["step"] > new["step"] or (old["step"] == new["step"] and "reward" in new)
+        if "reward" in row and attempt not in begun:
+            begun.add(attempt)
+            kept = {s: old for s, old in kept.items() if s < step or old.get("attempt", 1) >= attempt}
+        kept[step] = {**kept.get(step, {}), **row}
+    return [kept[step] for step in sorted(kept)]

@@ -1,7 +1,7 @@
 """Draws a run's rewards as a picture, from its metrics alone; matplotlib is needed, nothing else.
 
-Training reward is drawn twice, thin as it was and strong as a running mean; held-out reward as points. Only the history
-that survived is drawn.
+Training reward is drawn twice, thin as it was and strong as a running mean; held-out reward as points. Rows
+are those of `offbeat.watch.history`.
 """
 
 from __future__ import annotations
@@ -10,30 +10,24 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from offbeat.errors import UserError
-from offbeat.watch.console import held_out
-from offbeat.watch.history import Row, read_metrics
+from offbeat.watch.console import Row, held_out
 
 INK, TRAIN, EVAL, GRID = "#3a3f47", "#3b7dd8", "#d8662b", "#e6e8eb"
 NUM_WINDOWS = 25
 """The running mean spans this fraction of the run: smooth, and still as steep as the truth."""
 
 
-def plot_rewards(metrics: Path, picture: Path, title: str = "") -> bool:
-    """Draws metrics.jsonl as a PNG; False if there is nothing to draw or matplotlib is not installed."""
-    rows = read_metrics(metrics)
+def plot_rewards(rows: Sequence[Row], picture: Path, title: str = "") -> bool:
+    """Draws a run's surviving rows as a PNG; False if there is nothing to draw or matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None or not any(row.get("reward") is not None for row in rows):
         return False
-    draw(rows, picture, title)
+    _draw(rows, picture, title)
     return True
 
 
-def draw(rows: Sequence[Row], picture: Path, title: str = "") -> None:
-    """Draws rows that survived."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError('matplotlib is not installed; pip install "offbeat[plot]"') from error
+def _draw(rows: Sequence[Row], picture: Path, title: str = "") -> None:
+    from matplotlib.figure import Figure
+
     train = [(row["step"], row["reward"]) for row in rows if row.get("reward") is not None]
     evals = [(row["step"], score) for row in rows if (score := held_out(row)) is not None]
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")

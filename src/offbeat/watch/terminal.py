@@ -57,11 +57,8 @@ class TerminalConsole:
 
     def step(self, row: Row) -> None:
         reward = row.get("reward")
-        self.progress.update(
-            self.bar,
-            completed=row.get("step", 0),
-            reward="" if reward is None else f"reward {reward:.3f}",
-        )
+        if reward is not None:
+            self.progress.update(self.bar, completed=row.get("step", 0), reward=f"reward {reward:.3f}")
         if not self.due(row):
             return
         if self.num_lines == 0:
@@ -84,7 +81,7 @@ class TerminalConsole:
         for name, text in closing_words(summary, folder):
             style = "bold green" if name in ("reward", "held-out") else ""
             table.add_row(Text(name, style="dim"), Text(text, style=style, overflow="fold"))
-        title, color = ("stopped", "yellow") if summary.get("stopped") else ("done", "green")
+        title, color = ("stopped", "yellow") if summary.get("finished") is False else ("done", "green")
         self.rich.print(Panel(table, title=title, title_align="left", border_style=color, expand=False))
 
     def close(self) -> None:

@@ -1,0 +1,41 @@
+"""Reinforcement learning for language models on the machines you really have.
+
+    import offbeat
+
+    offbeat.train("run.toml", reward=lambda text, answer: float(text.strip() == answer))
+
+Importing this is cheap; torch is imported when a run starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from offbeat.config import DEMO, Config, from_dict, load, resolved
+from offbeat.errors import OffbeatError, UserError
+
+__all__ = ["Config", "OffbeatError", "UserError", "train"]
+
+
+def train(
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    reward: Callable[..., Any] | None = None,
+    resume: str | Path | None = None,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Trains as `offbeat train` does and returns the run's summary.
+
+    `config` is a `Config`, a dict or a TOML file; without one, the run's own (`resume`) or the built-in demo. Overrides
+    are sections with some of their keys, `batch={"group_size": 16}`, or dotted keys, `**{"batch.group_size": 16}`.
+    """
+    if config is None:
+        config = Path(resume) / "config.json" if resume else DEMO
+    if isinstance(config, (str, Path)):
+        config = load(Path(config))
+    given = resolved(config) if isinstance(config, Config) else config
+    from offbeat.launch import local
+
+    return local.train(from_dict(given, overrides), reward=reward, resume=Path(resume) if resume else None)

@@ -1,0 +1,77 @@
+"""The command line: finds the command, runs it, and turns errors into one line and an exit status.
+
+0: done. 1: a failure that Offbeat foresaw. 2: something that the user can mend. 130: interrupted. A traceback is a bug.
+Commands are imported when they are called, so that `--help` and a wrong configuration answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from offbeat.cli.parser import Parser
+from offbeat.config.keys import nearest
+from offbeat.config.load import split
+from offbeat.errors import OffbeatError, UserError
+
+COMMANDS = {
+    "train": "train a model; without a configuration, the built-in demo",
+    "eval": "score a model on held-out prompts",
+    "export": "write a run's model as a Hugging Face folder",
+    "model": "write a model that comes in a Python package as a Hugging Face folder",
+    "ledger": "check a run's ledger",
+}
+"""Each is a module of this package with `add_arguments(parser)` and `run(arguments, overrides)`."""
+TAKES_OVERRIDES = ("train", "eval")
+HELP_WORDS = ("-h", "--help", "help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status."""
+    try:
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return status
+    except UserError as error:
+        return _say(error, 2)
+    except OffbeatError as error:
+        return _say(error, 1)
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    except BrokenPipeError:  # whoever read our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in HELP_WORDS:
+        print(_help())
+        return 0
+    if argv[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"offbeat {version('offbeat')}")
+        return 0
+    name, words = argv[0], argv[1:]
+    if name not in COMMANDS:
+        near = nearest(name, list(COMMANDS))
+        raise UserError(f"{name}: unknown command; " + (f"did you mean {near}?" if near else "see offbeat --help"))
+    overrides: list[str] = []
+    if name in TAKES_OVERRIDES:
+        words, overrides = split(words)
+    command = importlib.import_module(f"offbeat.cli.{name}")
+    parser = Parser(prog=f"offbeat {name}", description=f"{COMMANDS[name]}.")
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(words), overrides)
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
+    return f"usage: offbeat COMMAND ...\n\n{commands}\n\noffbeat COMMAND --help tells more."
+
+
+def _say(error: OffbeatError | str, status: int) -> int:
+    print(f"offbeat: {' '.join(str(error).split())}", file=sys.stderr)
+    return status

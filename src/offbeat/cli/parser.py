@@ -1,0 +1,33 @@
+"""argparse, with errors of one line and the nearest spelling for a mistyped option."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn
+
+from offbeat.config.keys import known_keys, nearest
+from offbeat.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `UserError` where argparse would print a usage and exit."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            raise UserError(f"{unknown[0]}: {self._about(unknown[0].split('=')[0])}")
+        return known
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message}; see {self.prog} --help")
+
+    def _about(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"{self.prog} takes no further argument; see {self.prog} --help"
+        name = word.lstrip("-").replace("-", "_")
+        keys = [key for key in known_keys() if key.split(".")[1] == name]
+        near = f"--{keys[0]}" if keys else nearest(word, list(self._option_string_actions))
+        return f"unknown option; did you mean {near}?" if near else f"unknown option; see {self.prog} --help"

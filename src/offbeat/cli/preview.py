@@ -1,0 +1,96 @@
+"""What can be said about a run before it starts: files that are missing, what it adds up to, which keys there are."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from offbeat.config import Config, arithmetic, resolved
+from offbeat.config.describe import describe
+from offbeat.config.explain import show
+from offbeat.config.keys import dotted, leaves, value_at
+from offbeat.config.models import FileTask
+from offbeat.errors import UserError
+from offbeat.launch.folder import refuse_used
+from offbeat.model.loading import HUB_ID, TINY
+from offbeat.model.loading import resolve as resolve_model
+from offbeat.watch.sinks import check_sinks
+
+HEADER_LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its JSON header."""
+
+
+def check(config: Config, resume: Path | None = None) -> None:
+    """Raises for what is missing on this machine."""
+    if resume is None and config.run.name:
+        refuse_used(Path(config.run.dir) / config.run.name)
+    check_sinks(config.log.sinks)
+    if _is_local(config.model.path):
+        resolve_model(config.model.path)
+    data = resolved(config)
+    for key in ("tokenizer", "chat_template"):
+        _must_exist(f"model.{key}", data["model"][key])
+    for index, task in enumerate(config.task):
+        if isinstance(task, FileTask) and task.source == "file":
+            _must_exist(dotted(("task", index, "path"), data), task.path)
+        file, colon, _ = (task.reward or "").rpartition(":")
+        if colon and file.endswith(".py"):
+            _must_exist(dotted(("task", index, "reward"), data), file)
+
+
+def preview(config: Config, resume: Path | None = None) -> list[str]:
+    """Lines for --dry-run: what differs from the defaults, and what everything adds up to."""
+    what = f"would resume {resume}" if resume else f"would start a run in {config.run.dir}/{config.run.name or ''}"
+    return [what, *_settings(config), "", *arithmetic(config, _num_parameters(config))]
+
+
+def list_keys() -> str:
+    """Every key with its default and its meaning, to be read in a terminal."""
+    lines = []
+    for section, rows in describe():
+        lines.append(f"[{section}]")
+        for name, default, meaning in rows:
+            text = f"  {name:<24} {default:<16} {meaning}".rstrip()
+            lines += textwrap.wrap(text, 100, subsequent_indent=" " * 44, break_long_words=False) or [text]
+    return "\n".join(lines)
+
+
+def _settings(config: Config) -> list[str]:
+    data, defaults = resolved(config), resolved(Config())
+    changed = [(place, value) for place, value in leaves(data) if value_at(defaults, place) != value]
+    return [f"{dotted(place, data):<24} {show(value)}" for place, value in changed]
+
+
+def _is_local(path: str) -> bool:
+    """Whether a model can be looked at without the network."""
+    return path == TINY or Path(path).expanduser().exists() or not HUB_ID.fullmatch(path)
+
+
+def _must_exist(key: str, path: str | None) -> None:
+    if path is None or Path(path).expanduser().exists() or (key == "model.tokenizer" and not _is_local(path)):
+        return
+    raise UserError(f"{key} = {show(path)}: no such file or folder; relative paths start at {Path.cwd()}")
+
+
+def _num_parameters(config: Config) -> int | None:
+    """The model's size, by the headers of its files; None if they are not here yet."""
+    if not _is_local(config.model.path):
+        return None
+    files = sorted(resolve_model(config.model.path).glob("*.safetensors"))
+    return sum(_count(file) for file in files) or None
+
+
+def _count(file: Path) -> int:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(HEADER_LENGTH_BYTES), "little")
+        header: dict[str, Any] = json.loads(opened.read(length))
+    total = 0
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            size = 1
+            for dimension in tensor["shape"]:
+                size *= dimension
+            total += size
+    return total

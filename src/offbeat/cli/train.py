@@ -1,0 +1,88 @@
+"""`offbeat train`: reads the configuration, says what it adds up to or refuses it, and starts or resumes the run.
+
+Everything that can be refused without torch is refused before torch is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from offbeat.cli.parser import Parser
+from offbeat.config import Config, load
+
+EPILOG = """\
+Any key of the configuration can be given as --section.key value, such as --batch.group-size 16; a key of the only
+task as --task.level 3, of one among several as --task.0.level 3.
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="without it, the built-in demo")
+    parser.add_argument("--name", help="the run's name, the same as --run.name")
+    parser.add_argument(
+        "--resume", nargs="?", const="", metavar="RUN", help="go on with a run; without RUN, the newest one"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything, say what it adds up to, and stop")
+    parser.add_argument("--keys", action="store_true", help="list every key of the configuration, and stop")
+    parser.epilog = EPILOG
+
+
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    if arguments.keys:
+        from offbeat.cli.preview import list_keys
+
+        print(list_keys())
+        return 0
+    if arguments.name:
+        overrides = [*overrides, f"--run.name={arguments.name}"]
+    config, resume = resolve(arguments.config, overrides, arguments.resume)
+    from offbeat.cli.preview import check, preview
+
+    check(config, resume)
+    if arguments.dry_run:
+        print("\n".join(preview(config, resume)))
+        return 0
+    from offbeat.launch import local
+
+    local.train(config, resume=resume)
+    return 0
+
+
+def resolve(file: str | None, overrides: list[str], resume: str | None) -> tuple[Config, Path | None]:
+    """The configuration and the run to resume, if any; a resumed run brings its own unless a file is given."""
+    if resume is None:
+        return load(file, overrides), None
+    if file is None and resume.endswith(".toml"):  # train --resume CONFIG.toml
+        file, resume = resume, ""
+    from offbeat.launch.folder import check_resumable
+
+    path = _run_to_resume(file, overrides, resume)
+    config = load(file if file is not None else path / "config.json", overrides)
+    return check_resumable(path, config), path
+
+
+def _run_to_resume(file: str | None, overrides: list[str], resume: str) -> Path:
+    from offbeat.launch.folder import newest, stored_config
+
+    about_run = overrides if file else _of_section("run", overrides)
+    run = load(file, about_run).run
+    if not resume:
+        path = Path(run.dir) / run.name if run.name else newest(Path(run.dir))
+    else:
+        path = Path(resume)
+        if not path.exists() and (Path(run.dir) / resume).exists():
+            path = Path(run.dir) / resume
+    stored_config(path)
+    return path
+
+
+def _of_section(section: str, overrides: list[str]) -> list[str]:
+    """The overrides of one section, each with its value."""
+    kept: list[str] = []
+    is_ours = False
+    for word in overrides:
+        is_ours = word.startswith(f"--{section}.") if word.startswith("--") else is_ours
+        if is_ours:
+            kept.append(word)
+    return kept
