@@ -1,0 +1,85 @@
+"""Runs the benchmarks in turn and prints their bars in one table: `python -m benchmarks [NAME ...] [--full]`.
+
+Each is `python -m benchmarks.NAME [--quick]`, whose last line is JSON with `bars`: a map from a name to
+`{value, target, holds}`. A missed bar stays in the table; only a benchmark that breaks makes this fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+QUICK_LIMIT_S = 180.0
+"""A quick form should end within a minute; a busy machine may take three times as long."""
+FULL_LIMIT_S = 4 * 3600.0
+HOLDS = {True: "yes", False: "NO", None: "-"}
+
+
+def main() -> int:
+    names = available()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Runs benchmarks and prints one table.")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"all by default: {', '.join(names) or 'there are none'}"
+    )
+    parser.add_argument("--full", action="store_true", help="the whole benchmarks instead of their quick forms")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(names):
+        print(f"benchmarks: unknown {', '.join(sorted(unknown))}; there are {', '.join(names)}", file=sys.stderr)
+        return 2
+    rows: list[tuple[str, ...]] = [("benchmark", "bar", "value", "target", "holds")]
+    broken = []
+    for name in arguments.names or names:
+        start_s = time.monotonic()
+        result = run(name, quick=not arguments.full)
+        print(
+            f"{name}: {'failed' if result is None else 'done'} in {time.monotonic() - start_s:.0f} s", file=sys.stderr
+        )
+        if result is None:
+            broken.append(name)
+            rows.append((name, "", "", "", "failed"))
+        for bar, told in (result or {}).get("bars", {}).items():
+            rows.append((name, bar, shown(told.get("value")), shown(told.get("target")), HOLDS[told.get("holds")]))
+    print(table(rows))
+    return 1 if broken else 0
+
+
+def available() -> list[str]:
+    """Modules here that can be run, by name."""
+    files = sorted(Path(__file__).parent.glob("[!_]*.py"))
+    return [file.stem for file in files if '__name__ == "__main__"' in file.read_text()]
+
+
+def run(name: str, *, quick: bool) -> dict[str, Any] | None:
+    """A benchmark's last line, or None if it broke; what it printed is shown then."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", *(["--quick"] if quick else [])]
+    limit_s = QUICK_LIMIT_S if quick else FULL_LIMIT_S
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=True)
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        print(f"{name}: not done after {limit_s:.0f} s", file=sys.stderr)
+    except subprocess.CalledProcessError as error:
+        print(f"{name}: exit status {error.returncode}\n{error.stdout}{error.stderr}", file=sys.stderr)
+    except (json.JSONDecodeError, IndexError):
+        print(f"{name}: its last line is not JSON\n{done.stdout}", file=sys.stderr)
+    return None
+
+
+def shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
