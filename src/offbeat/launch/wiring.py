@@ -83,13 +83,18 @@ def eval_plan(config: Config, tokens: Tokens) -> EvalPlan:
     )
 
 
-def make_engine(config: Config, name: str) -> EmbeddedEngine:
-    """An engine with a model of its own; it serves nothing until it is given a version."""
+def make_engine(config: Config, name: str, version: int | None = None) -> EmbeddedEngine:
+    """An engine with a model of its own; it serves nothing until it is given a version, unless it holds one."""
     device = pick_device(config.model.device)
     model = load_model(config.model.path, pick_dtype(config.model.dtype, device), device)
     context = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     return EmbeddedEngine(
-        model, num_slots=config.rollout.slots, max_context_tokens=context, exact=config.run.exact, worker=name
+        model,
+        num_slots=config.rollout.slots,
+        max_context_tokens=context,
+        exact=config.run.exact,
+        worker=name,
+        version=version,
     )
 
 
@@ -144,22 +149,30 @@ def make_mixture(config: Config, reward: Callable[..., Any] | None) -> Mixture:
     return build_mixture(config.task, seed=config.run.seed, reward=reward)
 
 
-def make_coordinator(config: Config, ledger: Ledger, mixture: Mixture, pool: RewardPool, tokens: Tokens) -> Coordinator:
-    renderer = Renderer(tokens.tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens)
-    issuer = Issuer(
+def make_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
+    return RewardPool(
+        mixture.rewards, processes=config.reward.processes, timeout_s=config.reward.timeout_s, log_path=log
+    )
+
+
+def make_issuer(config: Config, mixture: Mixture, tokens: Tokens) -> Issuer:
+    return Issuer(
         mixture,
-        renderer,
+        Renderer(tokens.tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens),
         seed=config.run.seed,
         group_size=config.batch.group_size,
         sampling=train_sampling(config, tokens),
         eval_plan=eval_plan(config, tokens),
     )
+
+
+def make_coordinator(config: Config, ledger: Ledger, mixture: Mixture, pool: RewardPool, tokens: Tokens) -> Coordinator:
     samples_per_step = config.batch.groups_per_step * config.batch.group_size
-    scorer = Scorer(pool, tokens.decode, FailureWatch(config.reward.max_failure_share, window=samples_per_step))
+    watch = FailureWatch(config.reward.max_failure_share, window=samples_per_step)
     return Coordinator(
         ledger,
-        issuer,
-        scorer,
+        make_issuer(config, mixture, tokens),
+        Scorer(pool, tokens.decode, watch),
         CoordinatorSettings(
             groups_per_step=config.batch.groups_per_step,
             num_steps=config.run.steps,
@@ -173,5 +186,5 @@ def set_threads(config: Config) -> None:
         torch.set_num_threads(config.run.threads)
 
 
-def open_ledger(config: Config, folder: Path) -> Ledger:
-    return Ledger(folder / "ledger.sqlite", min_group=config.batch.min_group, max_attempts=config.rollout.max_attempts)
+def open_ledger(config: Config, path: Path) -> Ledger:
+    return Ledger(path, min_group=config.batch.min_group, max_attempts=config.rollout.max_attempts)

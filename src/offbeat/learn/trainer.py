@@ -125,6 +125,7 @@ class Trainer:
                 assert self.version is not None
                 version = await self._write_version(self.step + 1, self.version.number)
                 await self.client.commit(self.step, version)
+                self.weights.keep([self.version.number, version.number])
                 self.version = version
             self.step += 1
             if self.settings.checkpoint_every and self.step % self.settings.checkpoint_every == 0:

@@ -26,11 +26,15 @@ from offbeat.errors import OffbeatError
 from offbeat.trajectory import Sampling, Segment
 from offbeat.weights.version import Version
 
-__all__ = ["Capabilities", "Engine", "EngineError", "Finish", "Generation", "Request", "Version"]
+__all__ = ["Capabilities", "Engine", "EngineDied", "EngineError", "Finish", "Generation", "Request", "Version"]
 
 
 class EngineError(OffbeatError):
     """An engine could not do what was asked; the message names the engine."""
+
+
+class EngineDied(EngineError):
+    """The engine itself is gone: nothing that is asked of it will be done any more."""
 
 
 class Finish(StrEnum):

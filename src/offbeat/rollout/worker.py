@@ -8,14 +8,16 @@ is given back with the reason; anything else that goes wrong ends the worker wit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 import msgspec
 import numpy as np
 
-from offbeat.rollout.engine import Engine, EngineError, Finish, Request, Version
+from offbeat.rollout.engine import Engine, EngineDied, EngineError, Finish, Request, Version
 from offbeat.serve.client import WorkerClient
 from offbeat.trajectory import End, SegmentError, Task, Trajectory
+from offbeat.weights.store import verify
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +52,13 @@ class Worker:
                         self.running.add(running)
                         running.add_done_callback(self._ended)
         finally:
-            await self.engine.abort()
+            with contextlib.suppress(EngineDied):  # then nothing runs any more
+                await self.engine.abort()
 
     async def _take(self, version: Version) -> None:
         if self.running:
             await asyncio.wait(self.running)
+        await asyncio.to_thread(verify, version)
         await self.engine.load(version)
 
     def _ended(self, running: asyncio.Task[None]) -> None:
@@ -71,6 +75,8 @@ class Worker:
             for segment in first:
                 trajectory.append(segment)
             trajectory.append(last, End(generation.finish.value))
+        except EngineDied:
+            raise
         except (EngineError, SegmentError) as error:
             log.warning("worker %s: task %d failed: %s", self.name, task.id, error)
             await self.client.fail(self.name, task.id, str(error))

@@ -51,6 +51,7 @@ class Scorer:
                 response=text,
                 answer=unscored.problem["answer"],
                 info=unscored.problem["info"],
+                tokens=unscored.response_tokens.tolist(),
             )
             for unscored, text in zip(portion, texts, strict=True)
         ]
@@ -58,7 +59,8 @@ class Scorer:
         scored = []
         for unscored, result in zip(portion, results, strict=True):
             self.watch.record(failed=result.error is not None, reason=result.error)
-            scored.append(Scored(unscored.task, result.rewards, result.error))
+            rewards = result.rewards if result.error is None else None
+            scored.append(Scored(unscored.task, rewards, result.error))
         return scored
 
     def stop_if_failing(self) -> None:

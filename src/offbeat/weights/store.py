@@ -45,19 +45,6 @@ class WeightStore:
         replace_folder(draft, final)
         return Version(number=number, step=step, parent=parent, digest=weights_digest(held), path=final)
 
-    def read(self, version: Version) -> dict[str, Tensor]:
-        """The version's tensors, or `WeightsError` if their digest is not the published one."""
-        file = version.path / FILE_NAME
-        if not file.is_file():
-            raise WeightsError(f"version {version.number}: {file} is missing")
-        tensors = load_file(file)
-        digest = weights_digest(tensors)
-        if digest != version.digest:
-            raise WeightsError(
-                f"version {version.number}: digest {digest[:12]} is not the published {version.digest[:12]}"
-            )
-        return tensors
-
     def keep(self, numbers: Iterable[int]) -> None:
         """Deletes every other version that this store wrote."""
         wanted = {self.path(number).name for number in numbers}
@@ -67,3 +54,20 @@ class WeightStore:
 
     def path(self, number: int) -> Path:
         return self.folder / f"{number:08d}"
+
+
+def read(version: Version) -> dict[str, Tensor]:
+    """A version's tensors, or `WeightsError` if their digest is not the published one."""
+    file = version.path / FILE_NAME
+    if not file.is_file():
+        raise WeightsError(f"version {version.number}: {file} is missing")
+    tensors = load_file(file)
+    digest = weights_digest(tensors)
+    if digest != version.digest:
+        raise WeightsError(f"version {version.number}: digest {digest[:12]} is not the published {version.digest[:12]}")
+    return tensors
+
+
+def verify(version: Version) -> None:
+    """Raises `WeightsError` unless the version on disk is the one that was published."""
+    read(version)

@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from offbeat.rollout.engine import Capabilities, EngineError, Generation, Request, Version
+from offbeat.rollout.engine import Capabilities, EngineDied, EngineError, Generation, Request, Version
 from offbeat.rollout.engines.embedded.stepper import Stepper
 
 MIN_EXACT_SLOTS = 16
@@ -159,14 +159,14 @@ class EmbeddedEngine:
     # In the thread
 
     def _run(self) -> None:
-        ended = EngineError(f"engine {self.worker} is closed")
+        ended = EngineDied(f"engine {self.worker} is closed")
         try:
             with torch.inference_mode():
                 while self._take_commands():
                     self._deliver(self._stepper.step())
                 self._abort(None)
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
-            ended = EngineError(f"engine {self.worker} failed: {type(error).__name__}: {error}")
+            ended = EngineDied(f"engine {self.worker} failed: {type(error).__name__}: {error}")
             ended.__cause__ = error
         with self._wake:
             self._ended = ended
