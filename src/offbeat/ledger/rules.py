@@ -118,8 +118,8 @@ GROUPS = (
     ),
     Rule(
         "the cursor says that {1} were drawn from {0!r}, but the groups say {2}",
-        """SELECT s.name, s.drawn, COALESCE(MAX(g.source_ordinal) + 1, 0) AS drawn FROM sources s
-           LEFT JOIN groups g ON g.source = s.name AND g.purpose = 'train' GROUP BY s.name HAVING s.drawn <> drawn""",
+        """SELECT s.name, s.drawn, COALESCE(MAX(g.source_ordinal) + 1, 0) AS seen FROM sources s
+           LEFT JOIN groups g ON g.source = s.name AND g.purpose = 'train' GROUP BY s.name HAVING s.drawn <> seen""",
     ),
     Rule(
         "source {0!r} was drawn from, but the cursor does not know it",
@@ -149,13 +149,13 @@ BATCHES = (
         "task {0} in the batch of step {1}: {2} tokens count as trained, {3} as stale, {4} as abandoned, but by their "
         "versions and the bound {5} it must be {6}, {7} and {8}",
         """SELECT m.task, b.step, m.num_trained_tokens, m.num_stale_tokens, m.num_abandoned_tokens, b.bound,
-                  SUM(s.num_tokens * (v.abandoned = 0 AND b.step - v.step BETWEEN 0 AND b.bound)) AS trained,
-                  SUM(s.num_tokens * (v.abandoned = 0 AND b.step - v.step NOT BETWEEN 0 AND b.bound)) AS stale,
-                  SUM(s.num_tokens * v.abandoned) AS abandoned
+                  SUM(s.num_tokens * (v.abandoned = 0 AND b.step - v.step BETWEEN 0 AND b.bound)) AS may_train,
+                  SUM(s.num_tokens * (v.abandoned = 0 AND b.step - v.step NOT BETWEEN 0 AND b.bound)) AS too_old,
+                  SUM(s.num_tokens * v.abandoned) AS left_behind
            FROM batch_members m JOIN batches b ON b.id = m.batch JOIN segments s ON s.task = m.task
            JOIN versions v ON v.number = s.version WHERE b.state <> 'undone' GROUP BY m.batch, m.task
-           HAVING m.num_trained_tokens <> trained OR m.num_stale_tokens <> stale OR m.num_abandoned_tokens <> abandoned
-        """,
+           HAVING m.num_trained_tokens <> may_train OR m.num_stale_tokens <> too_old
+               OR m.num_abandoned_tokens <> left_behind""",
     ),
     Rule(
         "the batch of step {0}: its sums are not those of its members",

@@ -220,16 +220,16 @@ def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
         )
     if read_only and not path.exists():
         raise UserError(f"{path}: no ledger here")
-    # One thread writes, but it need not be the thread that opened the ledger.
-    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
-        _prepare(connection, path, read_only)
+        # One thread writes, but it need not be the thread that opened the ledger.
+        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        try:
+            _prepare(connection, path, read_only)
+        except BaseException:
+            connection.close()
+            raise
     except sqlite3.DatabaseError as error:
-        connection.close()
         raise UserError(f"{path}: cannot be used as a ledger: {error}") from error
-    except BaseException:
-        connection.close()
-        raise
     return connection
 
 

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ledger_run import answer, data_of, full_step, new_groups, score_all, version, work
+
+from offbeat.ledger.errors import Conflict, Refused, Unknown
+from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.records import Scored
+from offbeat.trajectory import End, Origin, Reward, Segment, Task, Trajectory
+
+
+def test_nothing_is_claimed_while_too_few_groups_are_ready(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 2))
+    assert ledger.claim(0, 2, 0) is None
+    work(ledger, 0)
+    assert ledger.claim(0, 2, 0) is None
+    score_all(ledger)
+    batch = ledger.claim(0, 2, 0)
+    assert batch is not None
+    assert (batch.step, batch.from_version, len(batch.groups)) == (0, 0, 2)
+
+
+def test_a_claim_goes_by_ordinal_however_the_answers_arrive(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 3))
+    tasks = ledger.lease("w", 9, 0)
+    for task in reversed(tasks[2:]):
+        ledger.submit([(answer(task, [0]), "w")])
+    score_all(ledger)
+    assert ledger.claim(0, 2, 0) is None, "ordinals 1 and 2 are ready, but 0 is alive and comes first"
+    for task in reversed(tasks[:2]):
+        ledger.submit([(answer(task, [0]), "w")])
+    score_all(ledger)
+    batch = ledger.claim(0, 2, 0)
+    assert batch is not None
+    assert [(group.ordinal, [m.index for m in group.members]) for group in batch.groups] == [(0, [0, 1]), (1, [0, 1])]
+
+
+def test_claiming_a_step_again_returns_the_same_batch(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 4))
+    work(ledger, 0)
+    score_all(ledger)
+    first = ledger.claim(0, 2, 0)
+    again = ledger.claim(0, 2, 0)
+    assert first is not None
+    assert again is not None
+    assert data_of(first) == data_of(again)
+    ledger.commit(0, version(1, 1, 0))
+    late = ledger.claim(0, 2, 0)
+    assert late is not None
+    assert data_of(late) == data_of(first)
+
+
+def test_only_the_step_of_the_latest_version_can_be_claimed(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 1))
+    work(ledger, 0)
+    score_all(ledger)
+    with pytest.raises(Refused, match="step 1 cannot be claimed: the latest version is of step 0"):
+        ledger.claim(1, 1, 0)
+
+
+def test_before_the_first_version_there_is_nothing_to_train_from(tmp_path: Path):
+    with Ledger(tmp_path / "ledger.sqlite") as empty, pytest.raises(Refused, match="no version is published"):
+        empty.claim(0, 1, 0)
+
+
+def test_a_commit_is_idempotent_by_step(ledger: Ledger):
+    full_step(ledger, 0)
+    ledger.commit(0, version(1, 1, 0))
+    assert ledger.counts().groups == {"trained": 2}
+    assert ledger.latest_version() == version(1, 1, 0)
+    assert ledger.next_version_number() == 2
+    with pytest.raises(Conflict, match="step 0 was committed as version 1, not 2"):
+        ledger.commit(0, version(2, 1, 0))
+    with pytest.raises(Conflict, match="a number is never reused"):
+        ledger.commit(0, version(1, 1, 0, digest="other weights"))
+
+
+def test_a_commit_needs_a_claim_and_the_right_line_of_versions(ledger: Ledger):
+    with pytest.raises(Unknown, match="step 0: nothing was claimed"):
+        ledger.commit(0, version(1, 1, 0))
+    ledger.admit(new_groups(ledger, 1))
+    work(ledger, 0)
+    score_all(ledger)
+    ledger.claim(0, 1, 0)
+    with pytest.raises(Refused, match="must be of step 1"):
+        ledger.commit(0, version(1, 2, 0))
+    with pytest.raises(Refused, match="parent 7 was never published"):
+        ledger.commit(0, version(1, 1, 7))
+    with pytest.raises(Refused, match="parent None was never published"):
+        ledger.commit(0, version(1, 1, None))
+    assert ledger.counts().groups == {"claimed": 1}
+
+
+def test_version_numbers_only_grow(ledger: Ledger):
+    ledger.publish(version(5, 0, 0))
+    assert ledger.next_version_number() == 6
+    with pytest.raises(Refused, match="numbers only grow, the next is 6"):
+        ledger.publish(version(3, 0, 5))
+    ledger.publish(version(5, 0, 0))
+    with pytest.raises(Refused, match="only a run's first version has no parent"):
+        ledger.publish(version(6, 0, None))
+
+
+def test_a_version_without_a_batch_is_the_same_weights_under_a_new_number(ledger: Ledger):
+    with pytest.raises(Conflict, match="has other weights"):
+        ledger.publish(version(1, 0, 0, digest="other weights"))
+    with pytest.raises(Refused, match="commit the batch of step 0"):
+        ledger.publish(version(1, 1, 0))
+
+
+def test_trained_groups_tokens_and_trajectories_add_up(ledger: Ledger):
+    batches = [full_step(ledger, step, count=2, size=3) for step in range(3)]
+    ledger.admit(new_groups(ledger, 1, require_version=3))
+    work(ledger, 3)
+    counts = ledger.counts()
+    trained = sum(member.trajectory.num_tokens for b in batches for group in b.groups for member in group.members)
+    assert counts.tokens.trained == trained
+    assert counts.tokens.generated == trained + counts.tokens.waiting
+    assert (counts.trajectories.accepted, counts.trajectories.trained, counts.trajectories.waiting) == (20, 18, 2)
+    assert counts.groups == {"trained": 6, "open": 1}
+    assert counts.num_versions == 4
+    assert counts.max_staleness_trained == 0
+
+
+# From here on groups require no version, as in schedules that let trajectories grow older.
+
+
+def grow_to(ledger: Ledger, step: int) -> None:
+    """Trains single groups until the latest version is of `step`; afterwards nothing is alive."""
+    latest = ledger.latest_version()
+    assert latest is not None
+    for at in range(latest.step, step):
+        full_step(ledger, at, count=1)
+
+
+def sampled(task: Task, pieces: Sequence[int | None]) -> Trajectory:
+    """A trajectory with two tokens of each version named; None gives tokens that nobody sampled."""
+    trajectory = task.new_trajectory()
+    for number in pieces:
+        tokens = np.array([5, 6])
+        segment = Segment(start=trajectory.num_tokens, tokens=tokens, origin=Origin.GIVEN)
+        if number is not None:
+            segment = Segment(
+                start=trajectory.num_tokens, tokens=tokens, logprobs=-np.ones(2), version=number, kv_version=number
+            )
+        trajectory.append(segment)
+    trajectory.finish(End.LENGTH)
+    return trajectory
+
+
+def admit_answered(ledger: Ledger, *pieces: Sequence[int | None]) -> list[Task]:
+    """One group whose members were sampled as told."""
+    ledger.admit(new_groups(ledger, 1, size=len(pieces), require_version=None))
+    tasks = ledger.lease("w", len(pieces), None)
+    ledger.submit([(sampled(task, p), "w") for task, p in zip(tasks, pieces, strict=True)])
+    ledger.score([Scored(task.id, [Reward(1.0)]) for task in tasks])
+    return tasks
+
+
+def test_tokens_above_the_bound_and_given_tokens_are_masked(ledger: Ledger):
+    grow_to(ledger, 3)
+    admit_answered(ledger, [0, None, 1, 3], [2])
+    batch = ledger.claim(3, 1, 2)
+    assert batch is not None
+    masks = [member.mask.tolist() for member in batch.groups[0].members]
+    assert masks == [[False, False, False, False, True, True, True, True], [True, True]]
+    ledger.commit(3, version(4, 4, 3))
+    counts = ledger.counts()
+    assert counts.tokens.masked == {"stale": 2, "abandoned": 0}
+    assert counts.max_staleness_trained == 2
+
+
+def test_a_member_with_nothing_but_old_tokens_keeps_its_reward_and_trains_nothing(ledger: Ledger):
+    grow_to(ledger, 3)
+    admit_answered(ledger, [0], [3])
+    batch = ledger.claim(3, 1, 1)
+    assert batch is not None
+    old, fresh = batch.groups[0].members
+    assert (old.mask.any(), old.reward) == (False, 1.0)
+    assert fresh.mask.all()
+
+
+def test_a_group_without_a_trainable_token_is_dropped_as_stale_and_issued_again(ledger: Ledger):
+    grow_to(ledger, 3)
+    (first, _) = admit_answered(ledger, [0], [1])
+    assert ledger.claim(3, 1, 1) is None
+    assert ledger.counts().dropped_groups == {"stale": 1}
+    again = ledger.lease("w", 9, None)
+    assert len(again) == 2
+    assert again[0].group != first.group
+    ledger.submit([(sampled(task, [3]), "w") for task in again])
+    score_all(ledger)
+    batch = ledger.claim(3, 1, 1)
+    assert batch is not None
+    assert batch.groups[0].ordinal == 3
+    assert ledger.counts().tokens.wasted == {"stale": 4}
+
+
+def test_staleness_is_measured_when_the_batch_is_claimed_not_when_the_answer_came(ledger: Ledger):
+    admit_answered(ledger, [0], [0])
+    admit_answered(ledger, [0], [0])
+    assert ledger.claim(0, 1, 0) is not None
+    ledger.commit(0, version(1, 1, 0))
+    assert ledger.claim(1, 1, 0) is None, "the second group waited, and waiting counts"
+    assert ledger.counts().dropped_groups == {"stale": 1}
+
+
+def test_a_group_left_over_from_a_past_step_is_issued_again_for_the_present_one(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 2))
+    work(ledger, 0)
+    score_all(ledger)
+    ledger.claim(0, 1, 0)
+    ledger.commit(0, version(1, 1, 0))
+    assert ledger.claim(1, 1, 0) is None
+    assert ledger.wanted_version() == 1
+    work(ledger, 1)
+    score_all(ledger)
+    batch = ledger.claim(1, 1, 0)
+    assert batch is not None
+    assert batch.groups[0].ordinal == 1
+
+
+def test_tokens_of_abandoned_versions_are_never_trained(ledger: Ledger):
+    grow_to(ledger, 1)
+    ledger.admit(new_groups(ledger, 1, size=2, require_version=None))
+    tasks = ledger.lease("w", 2, None)
+    ledger.submit([(sampled(tasks[0], [0, 1]), "w"), (sampled(tasks[1], [1]), "w")])
+    score_all(ledger)
+    ledger.reconcile(0, 0)
+    ledger.commit(0, version(2, 1, 0))
+    batch = ledger.claim(1, 1, 5)
+    assert batch is not None
+    assert [member.mask.tolist() for member in batch.groups[0].members] == [[True, True, False, False], [False, False]]
+    ledger.commit(1, version(3, 2, 2))
+    assert ledger.counts().tokens.masked == {"stale": 0, "abandoned": 4}

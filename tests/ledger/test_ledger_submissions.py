@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from ledger_run import answer, full_step, new_groups, score_all, version, work
+
+from offbeat.ledger.errors import Conflict, Refused, Unknown
+from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.records import Outcome
+from offbeat.trajectory import End, Origin, Segment, Trajectory
+
+
+@pytest.fixture
+def task(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 1, size=2))
+    return ledger.lease("w", 1, 0)[0]
+
+
+def test_the_same_trajectory_again_changes_nothing(ledger: Ledger, task):
+    trajectory = answer(task, [0])
+    assert ledger.submit([(trajectory, "w")]) == [Outcome.STORED]
+    before = ledger.counts()
+    assert ledger.submit([(trajectory, "w")]) == [Outcome.REPEATED]
+    assert ledger.counts() == before
+
+
+def test_the_same_trajectory_twice_in_one_call_is_stored_once(ledger: Ledger, task):
+    trajectory = answer(task, [0])
+    assert ledger.submit([(trajectory, "w"), (trajectory, "w")]) == [Outcome.STORED, Outcome.REPEATED]
+    assert ledger.counts().trajectories.accepted == 1
+
+
+def test_another_trajectory_for_an_answered_task_is_a_conflict(ledger: Ledger, task):
+    ledger.submit([(answer(task, [0]), "w")])
+    with pytest.raises(Conflict, match=f"task {task.id}: another trajectory"):
+        ledger.submit([(answer(task, [0], salt="other"), "w")])
+
+
+def test_one_bad_trajectory_refuses_the_call_and_stores_none_of_it(ledger: Ledger, task):
+    (other,) = ledger.lease("w", 1, 0)
+    bad = answer(replace(other, prompt=np.array([9])), [0])
+    with pytest.raises(Refused, match="its prompt is not the one that was issued"):
+        ledger.submit([(answer(task, [0]), "w"), (bad, "w")])
+    assert ledger.counts().trajectories.accepted == 0
+    assert ledger.submit([(answer(task, [0], salt="new"), "w")]) == [Outcome.STORED]
+    (waiting,) = ledger.unscored(9)
+    assert waiting.response_tokens.tolist() == answer(task, [0], salt="new").tokens.tolist()
+
+
+def test_a_task_that_was_never_issued_is_unknown(ledger: Ledger, task):
+    with pytest.raises(Unknown, match="task 99: never issued"):
+        ledger.submit([(answer(replace(task, id=99), [0]), "w")])
+
+
+def test_a_trajectory_without_an_end_is_refused(ledger: Ledger, task):
+    with pytest.raises(Refused, match="without an end"):
+        ledger.submit([(replace_end(answer(task, [0]), None), "w")])
+
+
+def test_a_trajectory_of_another_length_limit_is_refused(ledger: Ledger, task):
+    longer = replace(task, sampling=replace_length(task.sampling, 9))
+    with pytest.raises(Refused, match="max_new_tokens = 9, issued with 8"):
+        ledger.submit([(answer(longer, [0]), "w")])
+
+
+def test_a_trajectory_without_a_sampled_token_is_refused(ledger: Ledger, task):
+    given = Trajectory(task.id, task.prompt, 8)
+    given.append(Segment(start=0, tokens=np.array([1]), origin=Origin.GIVEN), End.STOP)
+    with pytest.raises(Refused, match="no sampled token"):
+        ledger.submit([(given, "w")])
+
+
+def test_a_version_that_was_never_published_is_refused(ledger: Ledger, task):
+    with pytest.raises(Refused, match="version 3, which was never published"):
+        ledger.submit([(answer(task, [3]), "w")])
+
+
+def test_a_version_of_another_step_than_required_is_refused(ledger: Ledger):
+    full_step(ledger, 0)
+    ledger.admit(new_groups(ledger, 1, require_version=1))
+    (task,) = ledger.lease("w", 1, 1)
+    with pytest.raises(Refused, match="version 0 of step 0; the task requires step 1"):
+        ledger.submit([(answer(task, [0]), "w")])
+
+
+def test_an_abandoned_version_is_refused(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 1, require_version=None))
+    work(ledger, 0)
+    score_all(ledger)
+    ledger.claim(0, 1, 0)
+    ledger.commit(0, version(1, 1, 0))
+    ledger.admit(new_groups(ledger, 1, require_version=None))
+    (task,) = ledger.lease("w", 1, 1)
+    ledger.reconcile(0, 0)
+    with pytest.raises(Refused, match="version 1, which is abandoned"):
+        ledger.submit([(answer(task, [1]), "w")])
+
+
+def test_a_task_leased_by_another_worker_is_refused_and_an_open_one_accepted(ledger: Ledger, task):
+    with pytest.raises(Refused, match="leased by w, not by thief"):
+        ledger.submit([(answer(task, [0]), "thief")])
+    ledger.release()
+    assert ledger.submit([(answer(task, [0]), "w")]) == [Outcome.STORED]
+    assert task.id not in {other.id for other in ledger.lease("w", 9, 0)}
+
+
+def test_a_trajectory_comes_back_from_the_file_as_it_was_handed_in(ledger: Ledger, tmp_path):
+    ledger.admit(new_groups(ledger, 1, size=2))
+    sent = {task.id: answer(task, [0]) for task in ledger.lease("w", 2, 0)}
+    ledger.submit([(trajectory, "w") for trajectory in sent.values()])
+    score_all(ledger)
+    kept = ledger.claim(0, 1, 0)
+    with Ledger(tmp_path / "ledger.sqlite", min_group=2) as fresh:
+        loaded = fresh.claim(0, 1, 0)
+    assert kept is not None
+    assert loaded is not None
+    for members in zip(kept.groups[0].members, loaded.groups[0].members, strict=True):
+        for member in members:
+            assert member.trajectory == sent[member.task]
+            assert member.mask.all()
+
+
+def replace_end(trajectory: Trajectory, end: End | None) -> Trajectory:
+    trajectory.end = end
+    return trajectory
+
+
+def replace_length(sampling, max_new_tokens: int):
+    return msgspec.structs.replace(sampling, max_new_tokens=max_new_tokens)
