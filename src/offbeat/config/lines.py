@@ -1,6 +1,6 @@
 """Says on which line of a TOML file each key stands, so that an error can point there.
 
-It reads text that `tomllib` has already accepted, so it need not judge, only count: it knows strings, comments, tables,
+It reads text that `tomllib` has already accepted, so it need not judge, only count (and never hang): it knows strings, comments, tables,
 arrays of tables and inline tables. A key that it misses costs an error its line number, nothing more.
 """
 
@@ -57,7 +57,7 @@ class _Scanner:
     def _header(self) -> Path:
         brackets = 2 if self._peek(1) == "[" else 1
         self.at += brackets
-        names = self._key("]")
+        names = self._key("]") or [""]
         self.at += brackets
         parent = self._inside(names[:-1])
         path = (*parent, names[-1])
@@ -100,13 +100,13 @@ class _Scanner:
             self.at += 1
             index = 0
             while self._peek() not in (closing, None):
-                if self._peek() in (",", "\n"):
+                if self._peek() in (",", "\n", "}"):  # valid TOML has no stray brace; passing one keeps us moving
                     index += self._peek() == ","
                     self.at += 1
                 elif closing == "}":
                     self._pair(path)
                 else:
-                    self.lines.setdefault((*path, index), self.tokens[self.at][1])
+                    self.lines[(*path, index)] = self.tokens[self.at][1]
                     self._value((*path, index))
             self.at += 1
             return

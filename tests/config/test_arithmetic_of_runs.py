@@ -1,0 +1,55 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.config import arithmetic, from_dict, load
+from offbeat.config.arithmetic import microbatches_per_update, num_checkpoints, num_evaluations
+
+
+def test_the_demo_adds_up():
+    lines = "\n".join(arithmetic(load(None), num_parameters=200_000))
+    assert "32 groups × 8 = 256 samples, one update" in lines
+    assert "300 steps = 9,600 groups = 76,800 samples" in lines
+    assert "checkpoints 7.2 MB" in lines  # two kept and one being written, 12 bytes a parameter
+
+
+def test_evaluations_and_checkpoints_are_counted_with_the_first_and_the_last():
+    config = load(None, ["--run.steps=50", "--eval.every=20", "--checkpoint.every=20"])
+    assert (num_evaluations(config), num_checkpoints(config)) == (4, 3)  # 0, 20, 40, 50 and 20, 40, 50
+    never = load(None, ["--eval.every=0", "--checkpoint.every=0"])
+    assert (num_evaluations(never), num_checkpoints(never)) == (0, 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    groups=st.integers(1, 9),
+    group_size=st.integers(2, 9),
+    prompt=st.integers(1, 20),
+    new=st.integers(1, 20),
+    room=st.integers(0, 200),
+)
+def test_packing_never_needs_more_micro_batches_than_promised(groups, group_size, prompt, new, room):
+    limit = prompt + new + room
+    config = from_dict(
+        {
+            "batch": {
+                "groups_per_step": groups,
+                "group_size": group_size,
+                "tokens_per_microbatch": limit,
+            },
+            "rollout": {"max_prompt_tokens": prompt, "max_new_tokens": new},
+        }
+    )
+    packed = _plan_by_hand(groups, group_size, prompt, new, limit)
+    assert packed <= microbatches_per_update(config)
+
+
+def _plan_by_hand(groups: int, group_size: int, prompt: int, new: int, tokens_per_microbatch: int) -> int:
+    """Packs full-length samples one by one, a group's prompt once per micro-batch."""
+    count, room, last = 0, 0, None
+    for group in range(groups):
+        for _ in range(group_size):
+            cost = new - 1 if last == group else prompt + new - 1
+            if count == 0 or cost > room:
+                count, room, cost = count + 1, tokens_per_microbatch, prompt + new - 1
+            room, last = room - cost, group
+    return count

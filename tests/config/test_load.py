@@ -1,0 +1,197 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from offbeat.config import DEMO, from_dict, load, resolved
+from offbeat.config.describe import describe
+from offbeat.config.load import split
+from offbeat.errors import UserError
+
+
+@pytest.fixture
+def toml(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str) -> str:
+        (tmp_path / "run.toml").write_text(text)
+        return "run.toml"
+
+    return write
+
+
+def refusal(*arguments) -> str:
+    with pytest.raises(UserError) as caught:
+        load(*arguments)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "pydantic" not in text
+    assert "http" not in text
+    return text
+
+
+def test_no_file_means_the_demo():
+    assert load(None) == from_dict(DEMO)
+
+
+def test_the_demo_of_a_later_call_is_untouched_by_an_earlier_override():
+    load(None, ["--run.steps", "3"])
+    assert load(None).run.steps == DEMO["run"]["steps"]
+
+
+def test_a_file_is_read_and_overrides_win(toml):
+    file = toml('[batch]\ngroup_size = 4\ngroups_per_step = 6\n[[task]]\nsource = "arithmetic"\nlevel = 1\n')
+    config = load(file, ["--batch.group-size", "16", "--task.level=3", "--run.exact", "--run.name", "7"])
+    assert (config.batch.group_size, config.batch.groups_per_step) == (16, 6)
+    assert (config.task[0].level, config.run.exact, config.run.name) == (3, True, "7")
+
+
+def test_an_only_task_may_be_one_table(toml):
+    assert load(toml('[task]\nsource = "arithmetic"\nlevel = 1\n')).task[0].level == 1
+
+
+def test_tasks_are_overridden_and_added_by_index(toml):
+    file = toml('[[task]]\nsource = "arithmetic"\n')
+    config = load(file, ["--task.1.path=x.jsonl", "--task.1.source=file", "--task.0.level=5"])
+    assert (config.task[0].level, config.task[1].path) == (5, "x.jsonl")
+
+
+def test_a_table_of_options_takes_any_key():
+    config = load(None, ["--task.source", "reasoning-gym", "--task.name=chain_sum", "--task.options.max_terms", "3"])
+    assert config.task[0].options == {"max_terms": 3}
+
+
+def test_none_stands_for_nothing_where_a_key_may_be_absent(toml):
+    config = load(toml('[[task]]\nsource = "file"\npath = "none"\nanswer = "none"\n'), ["--run.max-hours", "none"])
+    assert (config.task[0].path, config.task[0].answer, config.run.max_hours) == ("none", None, None)
+
+
+def test_a_list_may_be_given_as_words():
+    assert load(None, ["--log.sinks", "wandb, tensorboard"]).log.sinks == ["wandb", "tensorboard"]
+
+
+def test_a_resolved_configuration_survives_json(tmp_path):
+    config = load(None, ["--task.level", "3", "--run.max_hours=1.5"])
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(resolved(config)))
+    assert load(file) == config
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("[batch]\ngroup_sise = 16\n", "run.toml:2: batch.group_sise = 16: unknown key; did you mean group_size?"),
+        ("\n[optimiser]\nlr = 1.0\n", "run.toml:2: [optimiser]: unknown section; did you mean optimizer?"),
+        ("lr = 1e-5\n", "run.toml:1: lr = 1e-05: unknown key; did you mean optimizer.lr?"),
+        (
+            "[eval]\nzzz = 1\n",
+            "run.toml:2: eval.zzz = 1: unknown key; allowed every, prompts, samples, temperature, top_p, top_k",
+        ),
+        (
+            '[optimizer]\nschedule = "cosin"\n',
+            'run.toml:2: optimizer.schedule = "cosin": allowed "constant", "linear", "cosine"; did you mean "cosine"?',
+        ),
+        (
+            '[[task]]\nsource = "arithmetik"\n',
+            'run.toml:2: task.source = "arithmetik": allowed "arithmetic", "reasoning-gym", "file", "dataset", '
+            '"function"; did you mean "arithmetic"?',
+        ),
+        ("[batch]\ngroup_size = 0\n", "run.toml:2: batch.group_size = 0: allowed 2 or more"),
+        ("[task]\nsource='arithmetic'\nlevel = 9\n", "run.toml:3: task.level = 9: allowed 1 to 5"),
+        ("[loss]\nclip_low = 1.0\n", "run.toml:2: loss.clip_low = 1.0: allowed more than 0 and less than 1"),
+        ("[optimizer]\nlr = nan\n", "run.toml:2: optimizer.lr = NaN: allowed any finite number"),
+        (
+            '[batch]\ngroup_size = "16"\n',
+            'run.toml:2: batch.group_size = "16": wants a whole number, not text; write it without quotes',
+        ),
+        ("[run]\nname = 7\n", "run.toml:2: run.name = 7: wants text, not a whole number; put it in quotes"),
+        ("[run]\nsteps = 1.5\n", "run.toml:2: run.steps = 1.5: wants a whole number, not a number with a fraction"),
+        ("batch = 3\n", "run.toml:1: batch = 3: wants a table, not a whole number"),
+        ("[run]\nname = 'a/b'\n", "run.toml:2: run.name = \"a/b\": allowed letters, digits, '.', '_' and '-', with"),
+        ("[[task]]\nsource = 'file'\n", "run.toml:1: task.path: is missing; give it a value"),
+        ("[[task]]\nlevel = 3\n", "run.toml:1: [[task]]: source is missing; allowed"),
+        ("[[task]]\nsorce = 'file'\n", "run.toml:1: [[task]]: source is missing; did you mean it by sorce?"),
+        ("task = []\n", "run.toml:1: task = []: allowed 1 or more"),
+        (
+            "[log]\nsinks = ['wandbb']\n",
+            'run.toml:2: log.sinks.0 = "wandbb": allowed "tensorboard", "wandb", "trackio"',
+        ),
+        ("[run]\nsteps = 3\n[loss\n", "run.toml:3: is not TOML near '[loss': expected ']'"),
+        ("[run]\nname = '''", "run.toml:2: is not TOML near"),
+    ],
+)
+def test_a_wrong_file_is_told_in_one_line_with_its_place(toml, text, told):
+    assert refusal(toml(text)).startswith(told)
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("[batch]\nmin_group = 9\n", "run.toml:2: batch.min_group = 9: allowed 2 to batch.group_size = 8"),
+        ("[batch]\nupdates_per_step = 5\n", "run.toml:2: batch.updates_per_step = 5: must divide"),
+        ("[batch]\ntokens_per_microbatch = 95\n", "run.toml:2: batch.tokens_per_microbatch = 95: allowed 96 or more"),
+        ("[rollout]\nmax_new_tokens = 99999\n", "run.toml: batch.tokens_per_microbatch = 16384: allowed"),
+        ("[optimizer]\nwarmup_steps = 301\n", "run.toml:2: optimizer.warmup_steps = 301: allowed 0 to run.steps = 300"),
+    ],
+)
+def test_batch_arithmetic_that_cannot_hold_is_refused_by_name(toml, text, told):
+    assert refusal(toml(text)).startswith(told)
+
+
+def test_of_several_mistakes_the_first_is_told_and_the_others_are_counted(toml):
+    text = refusal(toml("[optimizer]\nlr = 0\n[batch]\ngroup_size = 0\ngroups = 3\n"))
+    assert text == "run.toml:2: optimizer.lr = 0: allowed more than 0 (and 2 more)"
+
+
+def test_a_misspelt_key_is_told_before_the_key_that_it_leaves_missing(toml):
+    assert "task.pth" in refusal(toml("[[task]]\nsource = 'file'\npth = 'x'\n"))
+
+
+def test_a_missing_file_is_told_with_its_neighbours(toml):
+    toml("")
+    assert refusal("rum.toml") == "rum.toml: no such file; there is run.toml"
+
+
+@pytest.mark.parametrize(
+    "overrides, told",
+    [
+        (["--batch.group-sise", "16"], "--batch.group_sise = 16: unknown key; did you mean group_size?"),
+        (["--bacth.group-size=16"], "--bacth.group_size = 16: unknown section; did you mean batch?"),
+        (["--batch.group-size"], "--batch.group-size: wants a value after it"),
+        (["--run.steps", "many"], '--run.steps = "many": wants a whole number, not text'),
+        (["--task.2.level", "1"], "--task.2.level: there is 1 task, so the next one is task.1"),
+        (["--task.1.source=arithmetic", "--task.level=3"], "--task.level: there are 2 tasks; name one, as in --task.0"),
+        (["--run.steps.x=1"], "--run.steps.x: run.steps is a single value"),
+    ],
+)
+def test_a_wrong_override_is_told_as_it_was_typed(overrides, told):
+    assert refusal(None, overrides).startswith(told)
+
+
+def test_overrides_are_told_apart_from_the_rest_of_a_command_line():
+    words = ["--run.exact", "a.toml", "--batch.group-size", "-3", "--resume", "runs/x", "--task.level=3", "--dry-run"]
+    rest, overrides = split(words)
+    assert rest == ["a.toml", "--resume", "runs/x", "--dry-run"]
+    assert overrides == ["--run.exact", "--batch.group-size", "-3", "--task.level=3"]
+
+
+def test_python_users_override_by_section_or_dotted_key():
+    config = from_dict({"task": {"source": "arithmetic"}}, {"batch": {"group_size": 4}, "task.level": 1})
+    assert (config.batch.group_size, config.task[0].level) == (4, 1)
+    with pytest.raises(UserError, match=r"^batch.group_sise = 4: unknown key; did you mean group_size"):
+        from_dict({}, {"batch": {"group_sise": 4}})
+
+
+def test_every_key_is_described():
+    for section, rows in describe():
+        assert rows, section
+    meanings = {name: meaning for _, rows in describe() for name, _, meaning in rows}
+    assert meanings["group_size"] == "Answers per prompt, which are judged against each other."
+
+
+def test_reading_a_configuration_imports_nothing_heavy():
+    heavy = "torch", "transformers", "numpy", "rich", "asyncio", "sqlite3"
+    code = f"import sys, offbeat.config, offbeat.cli.main; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
