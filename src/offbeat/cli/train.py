@@ -43,6 +43,10 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.dry_run:
         print("\n".join(preview(config, resume)))
         return 0
+    if resume:
+        from offbeat.launch.folder import refuse_in_use
+
+        refuse_in_use(resume)
     from offbeat.launch import local
 
     local.train(config, resume=resume)

@@ -193,6 +193,11 @@ def check_resumable(path: Path, config: Config) -> Config:
     return _named(config, path)
 
 
+def refuse_in_use(path: Path) -> None:
+    """Raises if another process is at work in a folder; `open` checks again, this only tells a user sooner."""
+    FolderLock(path / LOCK).release()
+
+
 def newest(parent: Path) -> Path:
     """The run in a folder of runs that was at work last."""
     runs = [config.parent for config in parent.glob(f"*/{CONFIG}")]

@@ -63,7 +63,7 @@ class Appender:
 
 def cut_half_line(path: Path) -> None:
     """Cuts a file back to its last whole line."""
-    if not path.exists():
+    if not path.is_file():
         return
     with open(path, "r+b") as file:
         end = file.seek(0, os.SEEK_END)

@@ -1,0 +1,174 @@
+"""Bad input through the command line: one line, status 2, no traceback; mostly in this process, to be quick."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from offbeat.cli.main import main
+from offbeat.config import load
+from offbeat.errors import OffbeatError
+from offbeat.launch.folder import RunFolder
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs the command line, which must refuse; returns the line that it says."""
+
+    def run(*words: str) -> str:
+        assert main(words) == 2
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert told.err.count("\n") == 1
+        return told.err.strip()
+
+    return run
+
+
+def write(text: str, name: str = "run.toml") -> str:
+    with open(name, "w") as file:
+        file.write(text)
+    return name
+
+
+def begin(name: str) -> RunFolder:
+    folder = RunFolder.create(load(None, [f"--run.name={name}"]))
+    folder.metrics({"step": 1, "reward": 0.5})
+    return folder
+
+
+def offbeat(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "offbeat", *words], capture_output=True, text=True, timeout=60)
+
+
+def test_a_wrong_configuration_ends_the_real_command_with_status_2_and_one_line():
+    write("[batch]\ngroup_sise = 16\n")
+    done = offbeat("train", "run.toml")
+    told = "offbeat: run.toml:2: batch.group_sise = 16: unknown key; did you mean group_size?\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
+
+
+def test_a_second_process_on_the_same_run_is_refused_by_the_real_command():
+    with begin("a"):
+        done = offbeat("train", "--resume", "--dry-run")
+        assert done.returncode == 0  # looking is allowed
+        done = offbeat("train", "--resume", "runs/a")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"offbeat: runs/a: is in use by process {os.getpid()} on ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("[optimizer]\nschedule = 'cosin'\n", 'run.toml:2: optimizer.schedule = "cosin": allowed "constant"'),
+        ("[run]\nsteps = 'many'\n", 'run.toml:2: run.steps = "many": wants a whole number, not text'),
+        ("[batch]\ngroup_size = -1\n", "run.toml:2: batch.group_size = -1: allowed 2 or more"),
+        ("[batch]\nupdates_per_step = 3\n", "run.toml:2: batch.updates_per_step = 3: must divide"),
+        ("[run]\nsteps = \n", "run.toml:2: is not TOML near 'steps =': invalid value"),
+        ("[[task]]\nsource = 'file'\npath = 'x.jsonl'\n", 'task.path = "x.jsonl": no such file or folder; relative'),
+        ("[[task]]\nsource = 'arithmetic'\nreward = 'r.py:f'\n", 'task.reward = "r.py": no such file or folder'),
+        ("[model]\npath = 'nowhere'\n", "model.path = 'nowhere': no such folder"),
+    ],
+)
+def test_a_wrong_file_is_refused(refused, text, told):
+    assert refused("train", write(text)).startswith(f"offbeat: {told}")
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["trian"], "trian: unknown command; did you mean train?"),
+        (["frobnicate"], "frobnicate: unknown command; see offbeat --help"),
+        (["train", "nowhere.toml"], "nowhere.toml: no such file"),
+        (["train", "--group-size", "16"], "--group-size: unknown option; did you mean --batch.group_size?"),
+        (["train", "--resum"], "--resum: unknown option; did you mean --resume?"),
+        (["train", "a.toml", "b.toml"], "b.toml: offbeat train takes no further argument"),
+        (["train", "--name", "a/b"], '--run.name = "a/b": allowed letters'),
+        (["train", "--resume"], "runs: has no run to resume; start one without --resume"),
+        (["train", "--resume", "runs/a"], "runs/a: no such run"),
+        (["eval"], "offbeat eval: the following arguments are required: MODEL"),
+        (["eval", "nowhere"], "model.path = 'nowhere': no such folder"),
+        (["eval", "offbeat-tiny", "--prompts", "0"], "--eval.prompts = 0: allowed 1 or more"),
+        (["export", "runs/a", "out"], "runs/a: no such run"),
+        (["model", "smollm", "out"], "smollm: unknown model; did you mean smollm2?"),
+        (["ledger", "verify", "runs/a"], "runs/a: holds no ledger"),
+    ],
+)
+def test_wrong_words_are_refused(refused, words, told):
+    assert refused(*words).startswith(f"offbeat: {told}")
+
+
+def test_resuming_with_a_changed_fixed_key_is_refused(refused):
+    begin("a").close()
+    told = "offbeat: batch.group_size = 16: the run runs/a has 8, and this key is fixed for the life of a run; leave"
+    assert refused("train", "--resume", "runs/a", "--batch.group-size", "16").startswith(told)
+    assert refused("train", write("[batch]\ngroup_size = 16\n"), "--resume").startswith(told)
+
+
+def test_a_name_in_use_is_refused(refused):
+    begin("a").close()
+    assert "this run exists; go on with it by --resume runs/a" in refused("train", "--name", "a")
+
+
+def test_a_resumed_run_brings_its_own_configuration(capsys):
+    begin("a").close()
+    begin("b").close()
+    for words in (["--resume", "a"], ["--resume", "runs/a"], ["--resume", "--name", "a"]):
+        assert main(["train", "--dry-run", "--run.steps", "7", *words]) == 0
+        told = capsys.readouterr().out
+        assert "would resume runs/a" in told
+        assert "7 steps" in told
+    assert main(["train", "--dry-run", "--resume"]) == 0
+    assert "would resume runs/b" in capsys.readouterr().out
+    assert main(["train", "--dry-run", "--resume", write("[run]\nname = 'a'\n[optimizer]\nlr = 3e-4\n")]) == 0
+    assert "would resume runs/a" in capsys.readouterr().out
+
+
+def test_a_dry_run_adds_up_and_leaves_nothing_behind(tmp_path, capsys):
+    assert main(["train", "--dry-run", "--batch.groups-per-step", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "batch.groups_per_step    4" in told
+    assert "4 groups × 8 = 32 samples, one update" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_names_every_command_and_keys_lists_every_key(capsys):
+    assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(word in told for word in ("train", "eval", "export", "model", "ledger"))
+    assert main(["train", "--keys"]) == 0
+    told = capsys.readouterr().out
+    assert "tokens_per_microbatch" in told
+    assert max(map(len, told.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    "error, status, told",
+    [
+        (OffbeatError("the disk\nis full"), 1, "offbeat: the disk is full\n"),
+        (KeyboardInterrupt(), 130, "offbeat: interrupted\n"),
+    ],
+)
+def test_other_ends_have_statuses_of_their_own(monkeypatch, capsys, error, status, told):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("offbeat.cli.main._run", fail)
+    assert main([]) == status
+    assert capsys.readouterr().err == told
+
+
+def test_answers_that_need_no_torch_do_not_import_it():
+    code = (
+        "import sys; from offbeat.cli.main import main; main(['train', '--dry-run']); "
+        "print(*{'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == ""

@@ -1,0 +1,188 @@
+import json
+import logging
+import multiprocessing
+import os
+import warnings
+
+import pytest
+
+from offbeat.config import load, resolved
+from offbeat.errors import OffbeatError, UserError
+from offbeat.launch.folder import RunFolder, newest, plain
+
+
+def config(tmp_path, *overrides: str):
+    return load(None, [f"--run.dir={tmp_path}", *overrides])
+
+
+def lines(file) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def begin(tmp_path, name: str = "a") -> RunFolder:
+    folder = RunFolder.create(config(tmp_path, f"--run.name={name}"))
+    folder.metrics({"step": 1, "reward": 0.5})
+    return folder
+
+
+def test_a_new_run_writes_its_configuration_and_its_start(tmp_path):
+    with RunFolder.create(config(tmp_path, "--batch.group-size=4")) as folder:
+        stored = json.loads((folder.path / "config.json").read_text())
+        assert stored == resolved(folder.config)
+        assert (stored["batch"]["group_size"], stored["run"]["name"]) == (4, folder.path.name)
+        assert [event["event"] for event in lines(folder.path / "events.jsonl")] == ["start"]
+
+
+def test_runs_without_a_name_in_the_same_second_get_folders_of_their_own(tmp_path):
+    with RunFolder.create(config(tmp_path)) as one, RunFolder.create(config(tmp_path)) as two:
+        assert one.path != two.path
+
+
+def test_a_name_in_use_is_refused_with_the_way_to_go_on(tmp_path):
+    begin(tmp_path).close()
+    with pytest.raises(UserError, match=r"a: this run exists; go on with it by --resume .*a, or choose another"):
+        RunFolder.create(config(tmp_path, "--run.name=a"))
+
+
+def test_a_run_that_never_began_gives_its_name_back(tmp_path):
+    RunFolder.create(config(tmp_path, "--run.name=a")).close()
+    with RunFolder.create(config(tmp_path, "--run.name=a", "--batch.group-size=4")) as folder:
+        assert (folder.config.batch.group_size, folder.attempt) == (4, 2)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match="holds no run"):
+        RunFolder.create(config(tmp_path, "--run.name=a"))
+    assert [file.name for file in (tmp_path / "a").iterdir()] == ["thesis.tex"]
+
+
+def test_a_resumed_run_keeps_its_rows_and_counts_its_attempts(tmp_path):
+    begin(tmp_path).close()
+    with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "rew')  # killed here
+    with RunFolder.open(tmp_path / "a") as folder:
+        folder.metrics({"step": 2, "reward": 0.6})
+    rows = lines(tmp_path / "a" / "metrics.jsonl")
+    assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 2)]
+
+
+def test_a_free_key_may_change_on_resume_and_the_change_is_an_event(tmp_path):
+    begin(tmp_path).close()
+    with RunFolder.open(tmp_path / "a", config(tmp_path, "--run.steps=400")) as folder:
+        assert (folder.config.run.steps, folder.config.run.name) == (400, "a")
+    change = lines(tmp_path / "a" / "events.jsonl")[-1]
+    assert (change["event"], change["key"], change["old"], change["new"]) == ("config_change", "run.steps", 300, 400)
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["run"]["steps"] == 400
+
+
+def test_a_fixed_key_may_not(tmp_path):
+    begin(tmp_path).close()
+    changed = config(tmp_path, "--batch.group-size=16", "--run.seed=1")
+    with pytest.raises(UserError, match=r"^run.seed = 1: the run .*a has 0, .*fixed.* \(and 1 more\)$"):
+        RunFolder.open(tmp_path / "a", changed)
+    RunFolder.open(tmp_path / "a").close()  # the refusal has let go of the folder
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    begin(tmp_path).close()
+    with pytest.raises(UserError, match=r"no such run; .* has a$"):
+        RunFolder.open(tmp_path / "b")
+    with pytest.raises(UserError, match="holds no run"):
+        RunFolder.open(tmp_path)
+    (tmp_path / "a" / "config.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        RunFolder.open(tmp_path / "a")
+
+
+def test_whoever_comes_second_is_refused_and_told_who_is_there(tmp_path):
+    with begin(tmp_path), pytest.raises(UserError, match=f"is in use by process {os.getpid()} on"):
+        RunFolder.open(tmp_path / "a")
+    RunFolder.open(tmp_path / "a").close()
+
+
+def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path):
+    with begin(tmp_path) as folder:
+        context = multiprocessing.get_context("fork")
+        ready, done = context.Event(), context.Event()
+        child = context.Process(target=_wait, args=(ready, done))
+        child.start()
+        assert ready.wait(30)
+        with pytest.raises(UserError, match="is in use"):  # the child gave up its copy, not the parent's
+            RunFolder.open(folder.path)
+    try:
+        RunFolder.open(tmp_path / "a").close()  # while the child lives on
+    finally:
+        done.set()
+        child.join(30)
+
+
+def _wait(ready, done) -> None:
+    ready.set()
+    done.wait(60)
+
+
+def test_numbers_that_json_cannot_say_become_null():
+    numpy = pytest.importorskip("numpy")
+    row = {
+        "a": float("nan"),
+        "b": float("inf"),
+        "c": numpy.float32(0.5),
+        "d": numpy.int64(3),
+        "e": [1, (2,)],
+        "f": None,
+    }
+    assert plain(row) == {"a": None, "b": None, "c": 0.5, "d": 3, "e": [1, [2]], "f": None}
+
+
+def test_logs_and_warnings_go_to_the_runs_folder_while_it_is_open(tmp_path):
+    with begin(tmp_path) as folder:
+        logging.getLogger("offbeat.learn").info("a thing happened")
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("mind the gap", stacklevel=1)
+        text = (folder.logs / "offbeat.log").read_text()
+    assert "a thing happened" in text
+    assert "mind the gap" in text
+    logging.getLogger("offbeat.learn").info("too late")
+    assert "too late" not in (tmp_path / "a" / "logs" / "offbeat.log").read_text()
+
+
+def test_spans_are_timed_and_traced(tmp_path):
+    with begin(tmp_path) as folder:
+        with folder.span("train", step=1):
+            pass
+        assert folder.spans_since_last()["train"] >= 0
+        folder.metrics({"step": 2})
+        assert '"train"' in (folder.path / "trace.json").read_text()
+
+
+def test_a_summary_is_replaced_whole(tmp_path):
+    with begin(tmp_path) as folder:
+        folder.summary({"steps": 1})
+        folder.summary({"steps": 2, "reward_last": float("nan")})
+        assert json.loads((folder.path / "summary.json").read_text()) == {"steps": 2, "reward_last": None}
+
+
+def test_a_disk_that_fills_up_is_told_and_the_folder_is_let_go(tmp_path):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs a device that is always full")
+    begin(tmp_path).close()
+    (tmp_path / "a" / "metrics.jsonl").unlink()
+    (tmp_path / "a" / "metrics.jsonl").symlink_to("/dev/full")
+    told = r"metrics\.jsonl: cannot be written: No space left"
+    with pytest.raises(OffbeatError, match=told), RunFolder.open(tmp_path / "a") as folder:
+        folder.metrics({"step": 2})
+    (tmp_path / "a" / "metrics.jsonl").unlink()
+    RunFolder.open(tmp_path / "a").close()
+
+
+def test_the_newest_run_is_the_one_at_work_last(tmp_path):
+    begin(tmp_path, "a").close()
+    begin(tmp_path, "b").close()
+    assert newest(tmp_path).name == "b"
+    RunFolder.open(tmp_path / "a").close()
+    assert newest(tmp_path).name == "a"
+    with pytest.raises(UserError, match="has no run to resume"):
+        newest(tmp_path / "a")
