@@ -1,23 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ledger_life import GROUPS_PER_STEP, NUM_STEPS, Disk, live, undisturbed
 from ledger_run import (
     answer,
     data_of,
     eval_groups,
     full_step,
-    generate,
     new_groups,
     quick_folder,
-    reward_of,
     score_all,
-    train,
     version,
     work,
 )
@@ -25,8 +21,7 @@ from ledger_run import (
 from offbeat.control.admit import Pace, admit
 from offbeat.errors import UserError
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import GroupState, Outcome, Reconciled, Scored, Unscored
-from offbeat.trajectory import Reward
+from offbeat.ledger.records import GroupState, Outcome, Reconciled
 
 
 def test_a_fresh_run_has_nothing_to_take_back(tmp_path: Path):
@@ -218,76 +213,6 @@ def test_an_evaluation_under_way_goes_on_after_a_resume(ledger: Ledger):
 
 # A whole run, killed anywhere any number of times, trains the same data in the same order.
 
-GROUPS_PER_STEP, NUM_STEPS = 2, 6
-
-
-@dataclass
-class Disk:
-    """What survives a kill: the ledger's file, the checkpoint, and here the record of what was really trained."""
-
-    path: Path
-    checkpoint: tuple[int, int | None, str] = (0, None, "initial weights")
-    trained: dict[int, list] = field(default_factory=dict)
-
-
-def live(disk: Disk, *, save_every: int, saves_before_commit: bool, capacity: int, order: int) -> Iterator[None]:
-    """One life of a run: a kill may come at each `yield`. Rewards fail for some tokens, always for the same ones."""
-    with Ledger(disk.path, min_group=2, max_attempts=2) as ledger:
-        ledger.release()
-        yield
-        step, saved_version, weights = disk.checkpoint
-        resumed = ledger.reconcile(step, saved_version)
-        yield
-        number = ledger.next_version_number()
-        ledger.publish(version(number, resumed.step, resumed.parent, digest=weights))
-        yield
-        while step < NUM_STEPS:
-            while (batch := ledger.claim(step, GROUPS_PER_STEP, 0)) is None:
-                yield from generate_some(ledger, number, weights, capacity, order)
-            yield
-            weights = train(weights, batch)
-            disk.trained[step] = data_of(batch)
-            parent, number = number, ledger.next_version_number()
-            is_due = (step + 1) % save_every == 0
-            if is_due and saves_before_commit:
-                disk.checkpoint = (step + 1, number, weights)
-                yield
-            ledger.commit(step, version(number, step + 1, parent, digest=weights))
-            yield
-            if is_due and not saves_before_commit:
-                disk.checkpoint = (step + 1, number, weights)
-                yield
-            step += 1
-        disk.trained[NUM_STEPS] = [weights]
-        assert ledger.verify().violations == ()
-
-
-def generate_some(ledger: Ledger, number: int, weights: str, capacity: int, order: int) -> Iterator[None]:
-    count = admit(ledger.standing(), Pace(GROUPS_PER_STEP, NUM_STEPS))
-    if count:
-        ledger.admit(new_groups(ledger, count, size=3, require_version=number))
-        yield
-    tasks = ledger.lease("w", capacity, number)
-    yield
-    for task in sorted(tasks, key=lambda task: task.seed * order % 1009):
-        ledger.submit([(generate(task, weights, [number]), "w")])
-        yield
-    ledger.score([judge(waiting) for waiting in ledger.unscored(10_000)])
-    yield
-
-
-def judge(waiting: Unscored) -> Scored:
-    if int(waiting.response_tokens.sum()) % 10 < 4:
-        return Scored(waiting.task, error="cannot be judged")
-    return Scored(waiting.task, [Reward(reward_of(waiting.response_tokens))])
-
-
-def undisturbed(path: Path) -> dict[int, list]:
-    disk = Disk(path)
-    for _ in live(disk, save_every=2, saves_before_commit=False, capacity=100, order=1):
-        pass
-    return disk.trained
-
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list]:
@@ -301,9 +226,7 @@ def test_the_example_run_has_failures_and_retries_to_survive(expected, tmp_path:
         assert counts.failed_tasks["reward"] > 0
         assert counts.groups["trained"] == GROUPS_PER_STEP * NUM_STEPS
         num_dead = ledger.cursor().next_ordinal - GROUPS_PER_STEP * NUM_STEPS
-        assert counts.dropped_groups["failed"] > 2 * num_dead > 0, (
-            "prompts that failed once, and prompts that failed twice"
-        )
+        assert counts.dropped_groups["failed"] > 2 * num_dead > 0, "some failed once, some twice"
 
 
 @settings(max_examples=25, deadline=None)

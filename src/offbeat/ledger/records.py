@@ -232,16 +232,16 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class Counts:
-    trajectories: TrajectoryCounts
-    tokens: TokenCounts
-    groups: Mapping[str, int]
+    trajectories: TrajectoryCounts = TrajectoryCounts()
+    tokens: TokenCounts = TokenCounts()
+    groups: Mapping[str, int] = field(default_factory=dict)
     """Training groups by state."""
-    dropped_groups: Mapping[str, int]
+    dropped_groups: Mapping[str, int] = field(default_factory=dict)
     """Dropped training groups by reason."""
-    failed_tasks: Mapping[str, int]
+    failed_tasks: Mapping[str, int] = field(default_factory=dict)
     """By reason."""
-    num_versions: int
-    max_staleness_trained: int
+    num_versions: int = 0
+    max_staleness_trained: int = 0
 
 
 def derive_seed(seed: int, *path: object) -> int:

@@ -7,6 +7,7 @@ which each generated token has exactly one place.
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ class Report:
     violations: tuple[str, ...]
     """In plain words; empty where everything holds."""
     counts: Counts
+    """Nothing at all where the file is too damaged to count."""
 
     @property
     def holds(self) -> bool:
@@ -36,21 +38,31 @@ class Report:
 
 def verify(db: Database, *, with_bodies: bool = True) -> Report:
     """Checks the whole ledger; without bodies, everything but the bytes of the trajectories."""
+    damage = _damage(db)
+    if damage:
+        return Report(damage, Counts())
     with db.snapshot():
-        found = [*_broken_file(db), *_broken_rules(db), *_broken_seeds(db)]
+        found = [*_broken_references(db), *_broken_rules(db), *_broken_seeds(db)]
         if with_bodies:
             found += _shortened(list(_broken_bodies(db)))
         counted = counts(db)
         return Report((*found, *_broken_sums(db, counted)), counted)
 
 
-def _broken_file(db: Database) -> list[str]:
-    found = [f"the file is damaged: {row[0]}" for row in db.execute("PRAGMA integrity_check(5)") if row[0] != "ok"]
+def _damage(db: Database) -> tuple[str, ...]:
+    try:
+        lines = [row[0] for row in db.execute(f"PRAGMA integrity_check({MAX_EXAMPLES})") if row[0] != "ok"]
+    except sqlite3.DatabaseError as error:
+        lines = [str(error)]
+    return tuple(f"the file is damaged: {line}" for line in lines)
+
+
+def _broken_references(db: Database) -> list[str]:
     missing = [
         f"table {table}, row {row}: refers to a row of {parent} that is not there"
         for table, row, parent, _ in db.execute("PRAGMA foreign_key_check")
     ]
-    return found + _shortened(missing)
+    return _shortened(missing)
 
 
 def _broken_rules(db: Database) -> list[str]:

@@ -1,0 +1,259 @@
+"""Each law is broken by hand, once, and `verify` must say so in words."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from ledger_run import eval_groups, full_step, new_groups, score_all, version, work
+
+from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.rules import RULES
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ledger with something of everything: trained, claimed, undone, re-issued, failed, evaluated and open."""
+    path = tmp_path_factory.mktemp("sound") / "ledger.sqlite"
+    with Ledger(path, min_group=2, max_attempts=1) as ledger:
+        ledger.publish(version(0, 0))
+        for step in range(3):
+            full_step(ledger, step, size=3)
+        ledger.reconcile(1, 1)
+        ledger.publish(version(4, 1, 1))
+        ledger.commit(1, version(5, 2, 4))
+        ledger.admit(new_groups(ledger, 1, size=3, require_version=5))
+        work(ledger, 5)
+        score_all(ledger, failing=[ledger.unscored(9)[0].task])
+        ledger.claim(2, 3, 0)
+        ledger.admit(new_groups(ledger, 2, size=3, require_version=5))
+        lost = ledger.lease("w", 4, 5)
+        for task in lost[:2]:
+            ledger.fail(task.id, "engine")
+        ledger.admit(eval_groups(1, require_version=5))
+        work(ledger, 5, capacity=2)
+        score_all(ledger)
+        work(ledger, 5, capacity=1)
+        assert ledger.verify().violations == ()
+    return path
+
+
+def edited(sound: Path, folder: Path, sql: str) -> tuple[str, ...]:
+    """The violations found after an edit by hand, with everything switched off that would have prevented it."""
+    path = folder / "ledger.sqlite"
+    path.write_bytes(sound.read_bytes())
+    connection = sqlite3.connect(path)
+    connection.executescript(f"PRAGMA ignore_check_constraints = ON; {sql}")
+    connection.close()
+    with Ledger(path) as ledger:
+        return ledger.verify().violations
+
+
+TRAINED = "(SELECT id FROM groups WHERE state = 'trained' LIMIT 1)"
+DROPPED = "(SELECT id FROM groups WHERE reason = 'abandoned' LIMIT 1)"
+REISSUED = "(SELECT id FROM groups WHERE reissue_of IS NOT NULL AND retry = 0 LIMIT 1)"
+OPEN = "(SELECT id FROM groups WHERE state = 'open' AND purpose = 'train' LIMIT 1)"
+SCORED = "(SELECT m.task FROM batch_members m JOIN batches b ON b.id = m.batch WHERE b.state = 'trained' LIMIT 1)"
+LEASED = "(SELECT id FROM tasks WHERE state = 'leased' LIMIT 1)"
+
+EDITS = {
+    "trajectory lost": (f"DELETE FROM trajectories WHERE task = {SCORED}", "is scored, but has 0 trajectories"),
+    "trajectory doubled": (
+        f"INSERT INTO trajectories SELECT NULL, task, 1, digest, ended_by, num_tokens, num_sampled_tokens, worker, "
+        f"accepted_at, body FROM trajectories WHERE task = {SCORED}",
+        "has 2 trajectories",
+    ),
+    "answered task opened": (f"UPDATE tasks SET state = 'open' WHERE id = {SCORED}", "is open, but has 1 trajectories"),
+    "reward lost": (f"DELETE FROM rewards WHERE task = {SCORED}", "does not agree with its stored reward None"),
+    "reward of a failure": (
+        "UPDATE rewards SET value = 0.0, error = NULL WHERE error IS NOT NULL",
+        "is failed (reward), which does not agree with its stored reward 0.0",
+    ),
+    "unfinished task in an ended group": (
+        f"UPDATE tasks SET state = 'accepted' WHERE id = {SCORED}",
+        "is accepted, but its group is trained",
+    ),
+    "task dropped alone": (f"UPDATE tasks SET state = 'dropped', reason = 'x' WHERE id = {LEASED}", "was dropped, but"),
+    "task failed for nothing": (
+        f"UPDATE tasks SET state = 'failed', reason = 'x' WHERE id = {LEASED}",
+        "ended as failed (x) without a failed attempt",
+    ),
+    "task lost": (f"DELETE FROM tasks WHERE id = {LEASED}", "has 2 tasks instead of 3"),
+    "member renumbered": (f"UPDATE tasks SET member = 7 WHERE id = {LEASED}", "their numbers are not 0 to 3 - 1"),
+    "sum of tasks": (f"UPDATE groups SET num_open = num_open + 1 WHERE id = {OPEN}", "are not those of its tasks"),
+    "sum of tokens": (
+        f"UPDATE groups SET num_sampled_tokens = 1000 WHERE id = {TRAINED}",
+        "1000 tokens) are not those of its trajectories",
+    ),
+    "group left open": (
+        "UPDATE groups SET state = 'open', batch = NULL WHERE state = 'claimed'",
+        "is still open, though all of its members have ended",
+    ),
+    "nothing scored": (f"UPDATE groups SET num_scored = 0 WHERE id = {TRAINED}", "but has no scored member"),
+    "trained without its batch": (f"UPDATE groups SET batch = NULL WHERE id = {TRAINED}", "but its batch is None"),
+    "evaluation trained": ("UPDATE groups SET state = 'ready' WHERE purpose = 'eval'", "serves eval, but is ready"),
+    "ordinal trained twice": (
+        f"DROP INDEX groups_living; UPDATE groups SET state = 'trained', reason = NULL WHERE id = {DROPPED}",
+        "has 2 groups that are alive or trained",
+    ),
+    "prompt lost": (
+        f"DROP INDEX groups_drawn; UPDATE groups SET reissue_of = NULL WHERE id = {REISSUED}",
+        "was dropped as abandoned, but its prompt was never issued again",
+    ),
+    "re-issue of a living group": (
+        f"DROP INDEX groups_reissued; UPDATE groups SET reissue_of = {TRAINED} WHERE id = {REISSUED}",
+        "which is trained",
+    ),
+    "re-issue with another seed": (
+        f"UPDATE groups SET seed = seed + 1 WHERE id = {REISSUED}",
+        "with another prompt, ordinal or size",
+    ),
+    "re-issue of another prompt": (
+        f"UPDATE groups SET prompt = x'00000000' WHERE id = {REISSUED}",
+        "with another prompt, ordinal or size",
+    ),
+    "wrong step required": (f"UPDATE groups SET require_step = 0 WHERE id = {OPEN}", "requires step 0, but version 5"),
+    "abandoned version required": (
+        f"UPDATE groups SET require_version = 2 WHERE id = {OPEN}",
+        "but version 2, which is of step 2 or abandoned",
+    ),
+    "ordinal skipped": ("UPDATE groups SET ordinal = 99 WHERE ordinal = 0", "an ordinal is missing"),
+    "cursor moved": ("UPDATE sources SET drawn = drawn + 1", "were drawn from 'sums', but the groups say"),
+    "cursor lost": ("DELETE FROM sources", "source 'sums' was drawn from, but the cursor does not know it"),
+    "trained twice": (
+        "INSERT INTO batch_members SELECT (SELECT id FROM batches WHERE state = 'claimed'), m.task, 0, 0, 0 "
+        "FROM batch_members m JOIN batches b ON b.id = m.batch WHERE b.step = 0",
+        "is in 2 surviving batches",
+    ),
+    "foreign member": (
+        f"UPDATE batch_members SET task = {LEASED} WHERE task = {SCORED}",
+        "but is no scored member of its groups",
+    ),
+    "member left out": (
+        f"DELETE FROM batch_members WHERE task = {SCORED}",
+        "was scored, but is missing from",
+    ),
+    "old tokens trained": (
+        "UPDATE segments SET version = 0 WHERE task IN (SELECT m.task FROM batch_members m JOIN batches b "
+        "ON b.id = m.batch WHERE b.step = 1)",
+        "it must be 0, ",
+    ),
+    "abandoned tokens trained": (
+        f"UPDATE segments SET version = 3 WHERE task = {SCORED}",
+        "tokens count as trained, 0 as stale, 0 as abandoned, but by their versions",
+    ),
+    "sum of a batch": ("UPDATE batches SET num_trained_tokens = 1", "its sums are not those of its members"),
+    "bound passed": ("UPDATE batches SET max_staleness = 3 WHERE step = 1", "staleness 3, above its bound 0"),
+    "trained from elsewhere": (
+        "UPDATE batches SET from_version = 0 WHERE step = 1",
+        "was trained from version 0",
+    ),
+    "gave another version": ("UPDATE batches SET to_version = 3 WHERE step = 1", "gave version 3, which is of step 3"),
+    "commit lost in between": (
+        "UPDATE batches SET to_version = NULL WHERE step = 0 AND state = 'trained'",
+        "but a later step was claimed",
+    ),
+    "step skipped": ("UPDATE batches SET step = 7 WHERE state = 'claimed'", "the steps between them have no batch"),
+    "batch without groups": (
+        "UPDATE groups SET batch = NULL WHERE batch = (SELECT id FROM batches WHERE step = 0)",
+        "the batch of step 0 holds no group",
+    ),
+    "version jumps": (
+        "UPDATE versions SET step = 9 WHERE number = 5",
+        "version 5 of step 9 cannot follow",
+    ),
+    "version on an abandoned one": ("UPDATE versions SET abandoned = 1 WHERE number = 4", "cannot follow its parent 4"),
+    "version without a parent": ("UPDATE versions SET parent = NULL WHERE number = 4", "has no parent, but is not the"),
+    "two sets of weights": (
+        "UPDATE versions SET digest = 'x' WHERE number = 4",
+        "alive at step 1, with different",
+    ),
+    "version goes back": (
+        "UPDATE versions SET abandoned = 0 WHERE number = 3",
+        "version 4 of step 1 is alive after version 3 of the later step 3",
+    ),
+    "version never published": (
+        f"UPDATE segments SET version = 77 WHERE task = {SCORED}",
+        "names version 77",
+    ),
+    "version of another step": (
+        "UPDATE segments SET version = 0 WHERE task IN (SELECT t.id FROM tasks t JOIN groups g ON g.id = t.group_id "
+        "WHERE g.state = 'claimed')",
+        "requires step 2, but was sampled from version 0 of step 0",
+    ),
+    "segment shortened": (
+        f"UPDATE segments SET num_tokens = 90 WHERE task = {SCORED}",
+        "its segments have 90 and 90",
+    ),
+    "segments with a gap": (
+        f"UPDATE segments SET start = 3 WHERE task = {SCORED}",
+        "gap or overlap at position 3",
+    ),
+    "bytes changed": (f"UPDATE trajectories SET body = x'80' WHERE task = {SCORED}", "its digest differs"),
+    "told otherwise": (
+        f"UPDATE trajectories SET ended_by = 'length' WHERE task = {SCORED}",
+        "not what the tables say",
+    ),
+    "seed changed": (f"UPDATE tasks SET seed = seed + 1 WHERE id = {LEASED}", "seed does not follow from its group's"),
+    "row without its parent": (
+        f"UPDATE tasks SET group_id = 999 WHERE id = {LEASED}",
+        "row of groups that is not there",
+    ),
+    "tokens vanish": (
+        "UPDATE batches SET num_trained_tokens = num_trained_tokens - 1 WHERE step = 0",
+        "are accounted for: trained",
+    ),
+    "trajectories vanish": (
+        f"UPDATE groups SET num_trajectories = num_trajectories - 1 WHERE id = {TRAINED}",
+        "trajectories were accepted, but",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_by_hand_is_found(sound: Path, tmp_path: Path, name: str):
+    sql, words = EDITS[name]
+    violations = edited(sound, tmp_path, sql)
+    assert any(words in violation for violation in violations), violations
+
+
+def test_every_rule_is_broken_by_one_of_the_edits(sound: Path, tmp_path: Path):
+    broken = set()
+    for sql, _ in EDITS.values():
+        path = tmp_path / "ledger.sqlite"
+        path.write_bytes(sound.read_bytes())
+        connection = sqlite3.connect(path)
+        connection.executescript(f"PRAGMA ignore_check_constraints = ON; {sql}")
+        broken |= {rule.says for rule in RULES if connection.execute(rule.finds).fetchone()}
+        connection.close()
+        path.unlink()
+    assert broken == {rule.says for rule in RULES}
+
+
+def test_a_law_broken_everywhere_is_told_in_a_few_lines(sound: Path, tmp_path: Path):
+    violations = edited(sound, tmp_path, "UPDATE tasks SET seed = 5")
+    assert len([v for v in violations if "seed does not follow" in v]) == 5
+    assert any("more like this" in violation for violation in violations)
+
+
+def test_a_damaged_file_is_found(sound: Path, tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    content = bytearray(sound.read_bytes())
+    query = "SELECT rootpage FROM sqlite_master WHERE name = 'tasks_failed'"
+    (page,) = sqlite3.connect(sound).execute(query).fetchone()
+    content[(page - 1) * 4096 + 8 : page * 4096] = b"\xff" * (4096 - 8)
+    path.write_bytes(bytes(content))
+    with Ledger(path) as ledger:
+        report = ledger.verify()
+    assert not report.holds
+    assert all("the file is damaged" in violation for violation in report.violations)
+
+
+def test_bodies_may_be_left_out(sound: Path, tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(sound.read_bytes())
+    with Ledger(path) as ledger:
+        ledger._db.execute("UPDATE trajectories SET body = x'00'")
+        assert ledger.verify(with_bodies=False).holds
+        assert not ledger.verify().holds
