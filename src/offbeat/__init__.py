@@ -2,7 +2,7 @@
 
     import offbeat
 
-    offbeat.train("run.toml", reward=lambda text, answer: float(text.strip() == answer))
+    offbeat.train("run.toml", reward=lambda response, answer: float(response.strip() == answer))
 
 Importing this is cheap; torch is imported when a run starts.
 """

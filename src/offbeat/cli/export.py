@@ -19,6 +19,6 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     stored_config(Path(arguments.run))
     from offbeat.launch.export import export_run
 
-    export_run(Path(arguments.run), Path(arguments.folder))
-    print(f"{arguments.folder}: the model of {arguments.run}; try offbeat eval {arguments.folder}")
+    step = export_run(Path(arguments.run), Path(arguments.folder))
+    print(f"{arguments.folder}: the model of {arguments.run} after {step} steps; try offbeat eval {arguments.folder}")
     return 0

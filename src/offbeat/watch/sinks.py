@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,12 +58,29 @@ class TensorBoard:
         self.writer.close()
 
 
-class Tracker:
-    """W&B, or trackio, which speaks the same language."""
+class WeightsAndBiases:
+    """A run whose name doubles as its id, so that a resumed one goes on in the same place."""
 
-    def __init__(self, module: str, project: str, **options: Any):
-        self.tracker = importlib.import_module(module)
-        self.run = self.tracker.init(project=project, **options)
+    def __init__(self, folder: Path, project: str, config: Mapping[str, Any]):
+        wandb = importlib.import_module("wandb")
+        name = folder.name
+        self.run = wandb.init(project=project, name=name, id=name, resume="allow", dir=str(folder), config=dict(config))
+        self.run.define_metric("*", step_metric="step")  # its own count refuses to go back, as a resumed run may
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        self.run.log({**numbers(row), "step": row["step"]})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Trackio:
+    """A local run: trackio show --project PROJECT."""
+
+    def __init__(self, folder: Path, project: str, config: Mapping[str, Any]):
+        trackio = importlib.import_module("trackio")
+        with redirect_stdout(sys.stderr):  # it greets at length
+            self.run = trackio.init(project=project, name=folder.name, resume="allow", config=dict(config), embed=False)
 
     def log(self, row: Mapping[str, Any]) -> None:
         self.run.log(numbers(row), step=row["step"])
@@ -70,18 +89,8 @@ class Tracker:
         self.run.finish()
 
 
-def _wandb(folder: Path, project: str, config: Mapping[str, Any]) -> Sink:
-    # the name doubles as the id, so that a resumed run goes on in the same place
-    name = folder.name
-    return Tracker("wandb", project, name=name, id=name, resume="allow", dir=str(folder), config=dict(config))
-
-
-def _trackio(folder: Path, project: str, config: Mapping[str, Any]) -> Sink:
-    return Tracker("trackio", project, name=folder.name, resume="allow", config=dict(config))
-
-
 MAKERS: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {
     "tensorboard": TensorBoard,
-    "wandb": _wandb,
-    "trackio": _trackio,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
 }
