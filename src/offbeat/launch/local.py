@@ -52,6 +52,7 @@ async def _run(folder: RunFolder, reward: Callable[..., Any] | None) -> dict[str
         tokens = wiring.load_tokens(config)
         mixture = wiring.make_mixture(config, reward)
         pool = await stack.enter_async_context(wiring.make_pool(config, mixture, folder.logs / "rewards.log"))
+        await pool.check()
         ledger = stack.enter_context(wiring.open_ledger(config, folder.ledger))
         coordinator = wiring.make_coordinator(config, ledger, mixture, pool, tokens)
         stack.push_async_callback(coordinator.close)

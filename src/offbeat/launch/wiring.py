@@ -150,9 +150,7 @@ def make_mixture(config: Config, reward: Callable[..., Any] | None) -> Mixture:
 
 
 def make_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
-    return RewardPool(
-        mixture.rewards, processes=config.reward.processes, timeout_s=config.reward.timeout_s, log_path=log
-    )
+    return RewardPool(config.reward.processes, config.reward.timeout_s, mixture.rewards, log)
 
 
 def make_issuer(config: Config, mixture: Mixture, tokens: Tokens) -> Issuer:

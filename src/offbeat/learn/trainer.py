@@ -153,8 +153,8 @@ class Trainer:
             return claim.result() if claim.done() else None
         finally:
             stopped.cancel()
-            if not claim.done():
-                claim.cancel()
+            if not claim.cancel() and not claim.cancelled():
+                claim.exception()  # looked at, whether or not anyone is left to hear of it
 
     async def _write_version(self, step: int, parent: int | None) -> Version:
         number = await self.client.next_version()
