@@ -4,19 +4,29 @@
 
     offbeat.train("run.toml", reward=lambda response, answer: float(response.strip() == answer))
 
-Importing this is cheap; torch is imported when a run starts.
+Importing this is cheap: reward processes do it at every start. torch is imported when a run starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from offbeat.config import DEMO, Config, from_dict, load, resolved
 from offbeat.errors import OffbeatError, UserError
 
+if TYPE_CHECKING:
+    from offbeat.config import Config
+
 __all__ = ["Config", "OffbeatError", "UserError", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Config":
+        from offbeat.config import Config
+
+        return Config
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def train(
@@ -31,6 +41,8 @@ def train(
     `config` is a `Config`, a dict or a TOML file; without one, the run's own (`resume`) or the built-in demo. Overrides
     are sections with some of their keys, `batch={"group_size": 16}`, or dotted keys, `**{"batch.group_size": 16}`.
     """
+    from offbeat.config import DEMO, Config, from_dict, load, resolved
+
     if config is None:
         config = Path(resume) / "config.json" if resume else DEMO
     if isinstance(config, (str, Path)):

@@ -1,0 +1,114 @@
+"""Finds a user's function by `module:function` or `file.py:function`, and tells which arguments it takes.
+
+Everything that can be wrong with such a name (no file, no function, a module that does not import, a parameter that
+nobody can fill) is a `UserError` of one line, raised before training starts. Standard library only, because reward
+processes import this and must start fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from offbeat.errors import UserError
+from offbeat.spelling import suggest
+
+Function = Callable[..., Any]
+
+
+def locate(spec: str, key: str) -> Function:
+    """The function that `spec` names; `key` is the configuration key to blame."""
+    where, _, name = spec.rpartition(":")
+    if not where or not name:
+        raise UserError(f"{key} = {spec!r}: write module:function or file.py:function")
+    module = _load_file(Path(where), spec, key) if where.endswith(".py") else _load_module(where, spec, key)
+    function = getattr(module, name, None)
+    if function is None:
+        own = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise UserError(f"{key} = {spec!r}: {where} has no function {name!r}; {suggest(name, own)}")
+    if not callable(function):
+        raise UserError(f"{key} = {spec!r}: {name} is a {type(function).__name__}, not a function")
+    return function
+
+
+def accepted_arguments(function: Function, offered: Sequence[str], label: str) -> tuple[str, ...]:
+    """Which of the offered arguments a function takes by keyword; a parameter that nobody fills is a mistake."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{label}: its parameters cannot be read ({error}); wrap it in a def") from error
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return tuple(offered)
+    for p in parameters:
+        if p.kind is p.POSITIONAL_ONLY:
+            raise UserError(f"{label}: parameter {p.name!r} is positional-only; arguments are passed by keyword")
+        if p.name not in offered and p.default is p.empty and p.kind is not p.VAR_POSITIONAL:
+            raise UserError(f"{label}: nothing is passed as {p.name!r}; {suggest(p.name, offered)}")
+    accepted = {p.name for p in parameters}
+    if not accepted & set(offered):
+        raise UserError(f"{label}: takes none of {', '.join(offered)}")
+    return tuple(name for name in offered if name in accepted)
+
+
+def is_async(function: Function) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line: type, message, and where in the user's code it arose."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    if isinstance(error, SyntaxError):
+        text = f"SyntaxError: {error.msg} ({Path(error.filename or '?').name}:{error.lineno})"
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames:
+            text += f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
+    return " ".join(text.split())
+
+
+def _load_file(path: Path, spec: str, key: str) -> ModuleType:
+    if not path.is_file():
+        near = suggest(path.name, sorted(p.name for p in path.parent.glob("*.py"))) if path.parent.is_dir() else ""
+        raise UserError(f"{key} = {spec!r}: there is no file {path}" + (f"; {near}" if near else ""))
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as for a script, so that a file finds its neighbours
+    # A name of its own: a file called json.py must not stand in for the standard library's.
+    module_name = f"_offbeat_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    found = importlib.util.spec_from_file_location(module_name, path)
+    assert found is not None, path
+    assert found.loader is not None, path
+    module = importlib.util.module_from_spec(found)
+    sys.modules[module_name] = module  # dataclasses and pickle look their module up by name
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise UserError(f"{key} = {spec!r}: {path} fails on import: {one_line(error)}") from error
+    return module
+
+
+def _load_module(name: str, spec: str, key: str) -> ModuleType:
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UserError(
+                f"{key} = {spec!r}: there is no module {error.name!r} here or among the installed ones; "
+                "start from the folder that holds it, or write file.py:function"
+            ) from error
+        raise UserError(f"{key} = {spec!r}: module {name} fails on import: {one_line(error)}") from error
+    except Exception as error:
+        raise UserError(f"{key} = {spec!r}: module {name} fails on import: {one_line(error)}") from error

@@ -1,0 +1,282 @@
+"""Scores samples in killable processes: a reward that hangs, raises or crashes costs its own sample and nothing else.
+
+- Every sample has a wall-clock deadline. One that passes it is `timeout`, its process is killed, and what shared the
+  process is judged again by a fresh one.
+- A failure is a result with an error, never a value; the log has the traceback.
+- Calls overlap. Samples are handed out in small pieces, and a reward leaves one process to each of the others, as far
+  as there are enough: a slow judge keeps no quick one waiting.
+- `close` leaves no process behind, and neither does a pool that is itself killed (see `guard`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import cloudpickle
+
+from offbeat.errors import OffbeatError, UserError
+from offbeat.reward.guard import Guard
+from offbeat.reward.process import Outcome, RewardProcess
+from offbeat.reward.wire import Answer, Setup
+from offbeat.trajectory import Reward
+
+RewardSpec = str | Callable[..., Any]
+"""A built-in's name, `module:function`, `file.py:function`, or a function."""
+START_S = 120.0
+"""A user's module may import much; it may not take for ever."""
+MAX_PIECE = 64
+"""Samples in one message at most; for async functions, how many a process judges side by side."""
+MAX_LOSSES = 3
+"""Processes that a sample may lose without certain guilt; then it counts as failed."""
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """What a reward may ask for; it gets the ones that its parameters name."""
+
+    response: str
+    answer: str | None = None
+    prompt: str | Sequence[Mapping[str, Any]] = ""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Sequence[int] = ()
+    """The response's token ids."""
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """A reward, or why there is none: exactly one of `value` and `error` is None."""
+
+    value: float | None = None
+    """The sum of `rewards`."""
+    error: str | None = None
+    """Begins with its kind: `timeout`, `raised`, `value`, `crash` or `start`."""
+    rewards: tuple[Reward, ...] = ()
+
+
+TRIAL = RewardInput(prompt="1+1=", response="2", answer="2")
+"""What `check` shows to a reward when it is given nothing better."""
+
+
+@dataclass(eq=False)
+class _Call:
+    done: asyncio.Future[None]
+    results: list[RewardResult | None]
+    num_open: int
+
+
+@dataclass(eq=False)
+class _Job:
+    call: _Call
+    index: int
+    sample: RewardInput
+    num_losses: int = 0
+    alone: bool = False
+    """It might have taken a process down: judged without company, it can be told for certain."""
+
+
+class RewardPool:
+    """See the module. All methods belong to one event loop."""
+
+    def __init__(self, processes: int, timeout_s: float, rewards: Mapping[str, RewardSpec], log_path: Path):
+        self.num_processes, self.log_path = processes, log_path
+        self._setup = Setup(
+            timeout_s,
+            named={name: spec for name, spec in rewards.items() if isinstance(spec, str)},
+            pickled={name: _pickle(name, spec) for name, spec in rewards.items() if not isinstance(spec, str)},
+        )
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log_path.open("ab")
+        self._guard = Guard()
+        self._queues: dict[str, deque[_Job]] = {name: deque() for name in rewards}
+        self._num_running = Counter[str]()
+        self._calls: set[_Call] = set()
+        self._ready: list[RewardProcess] = []
+        self._slots: list[asyncio.Task[None]] = []
+        self._news = asyncio.Event()
+        self._is_closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def check(self, trials: Mapping[str, RewardInput] | None = None) -> None:
+        """Loads every reward and runs it once, so that what is wrong with one is known before training."""
+        try:
+            self._ready.append(await self._start())
+        except UserError:
+            raise
+        except OffbeatError as error:
+            raise UserError(f"{error}; see {self.log_path}") from error
+        for name in self._queues:
+            (result,) = await self.score(name, [(trials or {}).get(name, TRIAL)])
+            if result.error is not None:
+                raise UserError(f"reward {name}: a first try failed, {result.error}; see {self.log_path}")
+
+    async def score(self, name: str, batch: Sequence[RewardInput]) -> list[RewardResult]:
+        """The batch's results, in order. Raises only if the pool is closed or broken."""
+        if self._is_closed:
+            raise OffbeatError("the reward pool is closed")
+        if name not in self._queues:
+            raise OffbeatError(f"the reward pool has no reward {name!r}, only {', '.join(self._queues)}")
+        if not batch:
+            return []
+        call = _Call(asyncio.get_running_loop().create_future(), [None] * len(batch), len(batch))
+        self._calls.add(call)
+        self._queues[name].extend(_Job(call, index, sample) for index, sample in enumerate(batch))
+        self._wake()
+        try:
+            await call.done
+        finally:
+            self._calls.discard(call)
+        return [result for result in call.results if result is not None]
+
+    async def close(self) -> None:
+        """Ends every process; calls under way raise."""
+        self._is_closed = True
+        for slot in self._slots:
+            slot.cancel()
+        await asyncio.gather(*self._slots, return_exceptions=True)
+        await asyncio.gather(*(process.kill() for process in self._ready))
+        self._ready.clear()
+        self._give_up(OffbeatError("the reward pool was closed"))
+        await asyncio.to_thread(self._guard.close)
+        self._log.close()
+
+    # --- the life of a process, and of those that take its place ---
+
+    async def _serve(self) -> None:
+        process: RewardProcess | None = None
+        try:
+            while True:
+                await self._work_waits()
+                try:  # before taking work, which others may have done by the time that a new process is ready
+                    process = process or (self._ready.pop() if self._ready else await self._start())
+                except OffbeatError as error:
+                    for job in self._next_piece()[1]:
+                        self._settle(job, RewardResult(error=f"start: {error}"))
+                    continue
+                name, jobs = self._next_piece()
+                if jobs and not await self._judge(process, name, jobs):
+                    process = None
+        finally:
+            if process:
+                await process.kill()
+
+    async def _start(self) -> RewardProcess:
+        return await RewardProcess.start(self._setup, self._log, self._guard, within_s=START_S)
+
+    async def _judge(self, process: RewardProcess, name: str, jobs: Sequence[_Job]) -> bool:
+        """Whether the process survived."""
+        arguments = process.rewards[name].arguments
+        samples = [{argument: _plain(job.sample, argument) for argument in arguments} for job in jobs]
+        self._num_running[name] += 1
+        try:
+            outcome = await process.judge(name, samples, lambda a: self._settle(jobs[a.index], _result(a)))
+        finally:
+            self._num_running[name] -= 1
+            self._news.set()
+        if outcome.unanswered:
+            self._put_back(name, jobs, outcome)
+        return outcome.error is None
+
+    def _put_back(self, name: str, jobs: Sequence[_Job], outcome: Outcome) -> None:
+        """Fails the sample that took a process down and queues the others again, in their order."""
+        again = []
+        for index in outcome.unanswered:
+            job = jobs[index]
+            if outcome.error is not None and outcome.culprit is None:
+                job.alone, job.num_losses = True, job.num_losses + 1
+            if outcome.error is not None and (index == outcome.culprit or job.num_losses == MAX_LOSSES):
+                self._settle(job, RewardResult(error=outcome.error))
+            else:
+                again.append(job)
+        self._queues[name].extendleft(reversed(again))
+
+    # --- work ---
+
+    async def _work_waits(self) -> None:
+        while not self._waiting():
+            self._news.clear()
+            await self._news.wait()
+
+    def _next_piece(self) -> tuple[str, list[_Job]]:
+        """Samples for one message, of the reward that occupies the fewest processes; perhaps none."""
+        name = min(self._waiting(), key=lambda name: self._num_running[name], default="")
+        return name, self._take(name) if name else []
+
+    def _waiting(self) -> list[str]:
+        """The rewards that have samples waiting and may occupy one more process."""
+        most = max(1, self.num_processes - len(self._queues) + 1)
+        return [name for name, queue in self._queues.items() if queue and self._num_running[name] < most]
+
+    def _take(self, name: str) -> list[_Job]:
+        """Those whose caller has gone are left out."""
+        queue, jobs = self._queues[name], list[_Job]()
+        size = min(MAX_PIECE, -(-len(queue) // self.num_processes))
+        while queue and len(jobs) < size and not (jobs and queue[0].alone):
+            job = queue.popleft()
+            if job.call.done.done():
+                continue
+            jobs.append(job)
+            if job.alone:
+                break
+        return jobs
+
+    def _settle(self, job: _Job, result: RewardResult) -> None:
+        call = job.call
+        call.results[job.index] = result
+        call.num_open -= 1
+        if call.num_open == 0 and not call.done.done():
+            call.done.set_result(None)
+
+    def _wake(self) -> None:
+        while len(self._slots) < self.num_processes:
+            slot = asyncio.get_running_loop().create_task(self._serve())
+            slot.add_done_callback(self._slot_ended)
+            self._slots.append(slot)
+        self._news.set()
+
+    def _slot_ended(self, slot: asyncio.Task[None]) -> None:
+        """A bug of ours must not leave callers waiting."""
+        if not slot.cancelled() and (error := slot.exception()):
+            self._is_closed = True
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        for call in self._calls:
+            if not call.done.done():
+                call.done.set_exception(error)
+
+
+def _pickle(name: str, function: Callable[..., Any]) -> bytes:
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:
+        raise UserError(
+            f"reward {name}: cannot be sent to a process of its own ({error}); put it in a file of yours and write "
+            "file.py:function"
+        ) from error
+
+
+def _plain(sample: RewardInput, argument: str) -> Any:
+    if argument == "tokens":
+        return [int(token) for token in sample.tokens]
+    if argument == "info":
+        return dict(sample.info)
+    if argument == "prompt" and not isinstance(sample.prompt, str):
+        return [dict(message) for message in sample.prompt]
+    return getattr(sample, argument)
+
+
+def _result(answer: Answer) -> RewardResult:
+    if answer.values is None:
+        return RewardResult(error=answer.error)
+    rewards = tuple(Reward(value, name) for name, value in answer.values.items())
+    return RewardResult(sum(reward.value for reward in rewards), rewards=rewards)

@@ -1,0 +1,211 @@
+"""One reward process, as its pool sees it: started under a deadline, given work, killed when a sample hangs.
+
+`judge` gives every answer that the process managed to send, and tells about the rest: if the process hung or died,
+which sample was to blame, where that is certain. A sample's deadline runs from the moment that the process began it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, Self, cast
+
+from offbeat.errors import DeadlineError, OffbeatError, UserError
+from offbeat.reward.guard import Guard, kill_group
+from offbeat.reward.wire import (
+    Answer,
+    Answers,
+    Loaded,
+    Moment,
+    Progress,
+    Ready,
+    Refused,
+    Setup,
+    Work,
+    frame,
+    take_from_process,
+    timeout_error,
+)
+
+GRACE_S = 2.0
+"""Beyond a deadline that the process watches itself, and for it to take up work on a busy machine."""
+EXIT_S = 5.0
+"""How long a killed process may take to go; the kernel needs milliseconds unless the machine is in trouble."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a message beyond its answers."""
+
+    unanswered: tuple[int, ...] = ()
+    """Samples that the process handed back, or left behind when it hung or died."""
+    error: str | None = None
+    """How the process was lost; None while it lives."""
+    culprit: int | None = None
+    """The sample that did it; None where it might have been any of them, or none."""
+
+
+class _Pipes(asyncio.SubprocessProtocol):
+    """Collects what a process sends, and notices its end."""
+
+    def __init__(self) -> None:
+        self.buffer, self.messages = bytearray(), deque[Ready | Refused | Answers]()
+        self.news, self.over, self.exited = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self.buffer += data
+        self.messages.extend(take_from_process(self.buffer))
+        self.news.set()
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if fd == 1:
+            self.over.set()
+            self.news.set()
+
+    def process_exited(self) -> None:
+        self.exited.set()
+
+    async def receive(self, until_s: float) -> bool:
+        """Waits for a message or the end of the pipe; False when the deadline came first."""
+        while not self.messages and not self.over.is_set():
+            self.news.clear()
+            try:
+                async with asyncio.timeout(max(until_s - time.monotonic(), 0.0)):
+                    await self.news.wait()
+            except TimeoutError:
+                return bool(self.messages) or self.over.is_set()
+        return True
+
+
+class RewardProcess:
+    """Use `start`; a process that was lost is dead and reaped, and takes no more work."""
+
+    def __init__(self, transport: asyncio.SubprocessTransport, pipes: _Pipes, progress: Progress, guard: Guard):
+        self._transport, self._pipes, self._progress, self._guard = transport, pipes, progress, guard
+        self.pid = transport.get_pid()
+        self.rewards: dict[str, Loaded] = {}
+        self.timeout_s = 0.0
+
+    @classmethod
+    async def start(cls, setup: Setup, log: IO[bytes], guard: Guard, within_s: float) -> Self:
+        """Starts a process and has it load its rewards; a reward that cannot be loaded is a `UserError`."""
+        with tempfile.TemporaryFile() as cell:
+            cell.truncate(Progress.SIZE)
+            transport, pipes = await asyncio.get_running_loop().subprocess_exec(
+                _Pipes,
+                *(sys.executable, "-P", "-u", "-X", "faulthandler", "-m", "offbeat.reward.child"),
+                *(str(os.getpid()), str(cell.fileno())),
+                stderr=log,
+                env=_environment(),
+                pass_fds=(cell.fileno(),),
+                start_new_session=True,  # a group of its own, so that what it starts can be killed with it
+            )
+            process = cls(transport, pipes, Progress(cell.fileno()), guard)
+        guard.watch(process.pid)
+        try:
+            await process._load(setup, within_s)
+        except BaseException:
+            await process.kill()
+            raise
+        return process
+
+    async def _load(self, setup: Setup, within_s: float) -> None:
+        self._send(setup)
+        if not await self._pipes.receive(time.monotonic() + within_s):
+            raise DeadlineError(f"a reward process did not load {', '.join(setup.names)} within {within_s:.0f} s")
+        if not self._pipes.messages:
+            raise OffbeatError(f"a reward process ended while loading {', '.join(setup.names)}: {await self._end()}")
+        reply = self._pipes.messages.popleft()
+        if isinstance(reply, Refused):
+            raise UserError(reply.message)
+        self.rewards, self.timeout_s = cast(Ready, reply).rewards, setup.timeout_s
+
+    async def judge(
+        self, reward: str, samples: Sequence[dict[str, Any]], on_answer: Callable[[Answer], None]
+    ) -> Outcome:
+        """Has samples judged, passing on each answer as it comes."""
+        unanswered = set(range(len(samples)))
+        before, sent_s = self._progress.read(), time.monotonic()
+        in_turn = not self.rewards[reward].is_async
+        self._send(Work(reward, list(samples)))
+        while True:
+            seen = self._progress.read()
+            deadline_s = self._deadline_s(before, seen, sent_s, in_turn)
+            # Looks again after timeout_s at the latest: by then it has long begun another sample, or hangs in one.
+            in_time = await self._pipes.receive(min(deadline_s, time.monotonic() + self.timeout_s))
+            if in_time and self._pipes.messages:
+                if self._take_answers(unanswered, on_answer):
+                    return Outcome(tuple(sorted(unanswered)))
+            elif in_time or (time.monotonic() >= deadline_s and self._progress.read() == seen):
+                break
+        error = f"crash: {await self._end()}" if in_time else timeout_error(self.timeout_s)
+        at = self._progress.read() if in_time else seen  # after a deadline it may have got on, and is not to blame
+        await self.kill()
+        self._take_answers(unanswered, on_answer)  # what it had sent before it went still counts
+        return Outcome(tuple(sorted(unanswered)), error, _culprit(unanswered, at.num_begun - before.num_begun, in_turn))
+
+    def _take_answers(self, unanswered: set[int], on_answer: Callable[[Answer], None]) -> bool:
+        """Whether the process is free again."""
+        last = False
+        while self._pipes.messages:
+            message = cast(Answers, self._pipes.messages.popleft())
+            last = message.last
+            for answer in message.answers:
+                unanswered.remove(answer.index)
+                on_answer(answer)
+        return last
+
+    def _deadline_s(self, before: Moment, seen: Moment, sent_s: float, in_turn: bool) -> float:
+        if seen.num_begun == before.num_begun:
+            return sent_s + self.timeout_s + GRACE_S
+        return seen.begun_s + self.timeout_s + (0.0 if in_turn else GRACE_S)
+
+    async def kill(self) -> None:
+        """Kills the process and its group, and reaps it."""
+        kill_group(self.pid)
+        try:
+            async with asyncio.timeout(EXIT_S):
+                await self._pipes.exited.wait()
+                await self._pipes.over.wait()  # until then, answers that it had written may still arrive
+            self._guard.forget(self.pid)
+        except TimeoutError:
+            pass  # not even SIGKILL ends it now: it stays on the guard's list, and we go on without it
+        self._transport.close()
+        self._progress.close()
+
+    async def _end(self) -> str:
+        """How a process whose pipe is closed ended."""
+        try:
+            async with asyncio.timeout(EXIT_S):
+                await self._pipes.exited.wait()
+        except TimeoutError:
+            return "the reward process closed its pipe"
+        status = self._transport.get_returncode()
+        assert status is not None
+        if status < 0:
+            return f"the reward process was killed by {signal.Signals(-status).name}"
+        return f"the reward process ended with status {status}"
+
+    def _send(self, message: Setup | Work) -> None:
+        pipe = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
+        pipe.write(frame(message))
+
+
+def _culprit(unanswered: set[int], num_begun: int, in_turn: bool) -> int | None:
+    """The sample that a process was at, if it can be told: the last one begun, or the only one there was."""
+    if in_turn:
+        return num_begun - 1 if num_begun - 1 in unanswered else None
+    return next(iter(unanswered)) if num_begun and len(unanswered) == 1 else None
+
+
+def _environment() -> dict[str, str]:
+    """Our own, such that the process finds what we find, and does not crowd the cores that training needs."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}

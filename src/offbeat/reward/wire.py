@@ -1,0 +1,136 @@
+"""What a reward pool and its processes say to each other: length-prefixed msgpack frames, and a shared progress cell.
+
+Frames cost something, so answers of quick rewards travel together. The cell, sixteen bytes of shared memory, tells the
+pool at any moment which sample a process is at and since when: a process that hangs cannot be asked.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+
+LENGTH = struct.Struct("<I")
+ARGUMENTS = ("response", "answer", "prompt", "info", "tokens")
+"""What a reward may ask for, by the names of its parameters."""
+
+
+class Setup(msgspec.Struct, tag=True):
+    """Pool to process, once: rewards by name, as `load_reward` finds them or as pickled functions."""
+
+    timeout_s: float
+    named: dict[str, str]
+    pickled: dict[str, bytes]
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.named, *self.pickled]
+
+
+class Loaded(msgspec.Struct):
+    arguments: tuple[str, ...]
+    is_async: bool
+
+
+class Ready(msgspec.Struct, tag=True):
+    """Process to pool: every reward is loaded."""
+
+    rewards: dict[str, Loaded]
+
+
+class Refused(msgspec.Struct, tag=True):
+    """Process to pool: a reward cannot be loaded, and the user can mend it."""
+
+    message: str
+
+
+class Work(msgspec.Struct, tag=True):
+    """Pool to process: samples for one reward; each has the arguments that it accepts."""
+
+    reward: str
+    samples: list[dict[str, Any]]
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """Named values, or why there are none."""
+
+    index: int
+    values: dict[str, float] | None = None
+    error: str | None = None
+
+
+class Answers(msgspec.Struct, tag=True):
+    """Process to pool. After the last ones of a message the process is free; what it did not answer it hands back."""
+
+    answers: list[Answer]
+    last: bool
+
+
+_encoder = msgspec.msgpack.Encoder()
+_from_pool = msgspec.msgpack.Decoder(Setup | Work)
+_from_process = msgspec.msgpack.Decoder(Ready | Refused | Answers)
+
+
+def frame(message: Setup | Work | Ready | Refused | Answers) -> bytes:
+    body = _encoder.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def read_from_pool(pipe: BinaryIO) -> Setup | Work | None:
+    """The next message, waiting for it; None when the pool closed the pipe or is gone."""
+    head = pipe.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(head)
+    body = pipe.read(length)
+    return _from_pool.decode(body) if len(body) == length else None
+
+
+def take_from_process(buffer: bytearray) -> Iterator[Ready | Refused | Answers]:
+    """The whole messages at the front of what arrived, which leave the buffer."""
+    start = 0
+    while len(buffer) - start >= LENGTH.size:
+        (length,) = LENGTH.unpack_from(buffer, start)
+        end = start + LENGTH.size + length
+        if len(buffer) < end:
+            break
+        yield _from_process.decode(bytes(buffer[start + LENGTH.size : end]))
+        start = end
+    del buffer[:start]
+
+
+def timeout_error(timeout_s: float) -> str:
+    return f"timeout: no reward within {timeout_s:g} s (reward.timeout_s)"
+
+
+class Moment(NamedTuple):
+    num_begun: int
+    """Samples begun since the process started."""
+    begun_s: float
+    """When the last of them began, on the machine's monotonic clock."""
+
+
+class Progress:
+    """The shared cell, over a file of `SIZE` bytes."""
+
+    SIZE = 16
+
+    def __init__(self, descriptor: int):
+        self._cell = mmap.mmap(descriptor, self.SIZE)
+        self._counts, self._times = memoryview(self._cell).cast("Q"), memoryview(self._cell).cast("d")
+
+    def begin(self, count: int = 1) -> None:
+        self._times[1] = time.monotonic()
+        self._counts[0] += count
+
+    def read(self) -> Moment:
+        return Moment(self._counts[0], self._times[1])
+
+    def close(self) -> None:
+        self._counts.release()
+        self._times.release()
+        self._cell.close()
