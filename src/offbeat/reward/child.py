@@ -25,7 +25,7 @@ from numbers import Real
 from typing import Any, BinaryIO
 
 from offbeat.errors import UserError
-from offbeat.reward.locate import Function, accepted_arguments, is_async, one_line
+from offbeat.locate import Function, accepted_arguments, is_async, one_line
 from offbeat.reward.verifiers import load_reward
 from offbeat.reward.wire import (
     ARGUMENTS,

@@ -18,7 +18,7 @@ from typing import Any
 
 from offbeat.errors import UserError
 from offbeat.extras import import_extra
-from offbeat.reward.locate import Function, locate
+from offbeat.locate import Function, locate
 from offbeat.spelling import suggest
 
 NUMBER = re.compile(

@@ -1,9 +1,9 @@
 """Built-in arithmetic: sums of several numbers and, as the long tail, worked multiplications.
 
 A sum such as `47+38+6=` wants its running totals, `85 91`. A worked multiplication such as `7*4=` wants its table,
-`1:7 2:14 3:21 4:28`: a short prompt with an answer as long as the multiplier, drawn from a log-normal law. `tail` is the
-share of such problems, so the tail of answer lengths can be set without touching anything else. The reward looks only at
-the last number.
+`1:7 2:14 3:21 4:28`: a short prompt with an answer as long as the multiplier, drawn from a log-normal law. `tail` is
+the share of such problems, so the tail of answer lengths can be set without touching anything else. The reward looks
+only at the last number.
 
 A tenth of all problems, chosen by a hash of their text, is held out: neither pre-training nor RL ever sees them.
 """

@@ -22,12 +22,20 @@ class Problem:
 
 
 class Source(Protocol):
-    name: str
-    """Tells sources of one run apart; stored with every group."""
-    default_reward: str | None
-    """The reward used when the configuration names none; None where the user must choose one."""
-    chat: bool | None
-    """Whether a text prompt goes through the chat template; None: whenever the model has one."""
+    @property
+    def name(self) -> str:
+        """Tells sources of one run apart; stored with every group."""
+        ...
+
+    @property
+    def default_reward(self) -> str | None:
+        """The reward used when the configuration names none; None where the user must choose one."""
+        ...
+
+    @property
+    def chat(self) -> bool | None:
+        """Whether a text prompt goes through the chat template; None: whenever the model has one."""
+        ...
 
     def problem(self, ordinal: int) -> Problem:
         """The ordinal-th training problem; any ordinal >= 0 is allowed, epochs follow one another."""

@@ -3,7 +3,7 @@ import functools
 import pytest
 
 from offbeat.errors import UserError
-from offbeat.reward.locate import accepted_arguments, is_async, locate
+from offbeat.locate import accepted_arguments, is_async, locate
 
 OFFERED = ("response", "answer", "info")
 
