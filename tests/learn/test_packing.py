@@ -38,8 +38,11 @@ def one_by_one(model, sample: Sample, temperature: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_packed_logprobs_and_gradients_equal_those_of_samples_taken_one_by_one(kind, temperature):
+@pytest.mark.parametrize("temperature, short_tokens", [(1.0, 0), (0.7, 128)])
+def test_packed_logprobs_and_gradients_equal_those_of_samples_taken_one_by_one(
+    kind, temperature, short_tokens, monkeypatch
+):
+    monkeypatch.setattr("offbeat.learn.attention.SHORT_TOKENS", short_tokens)  # both ways to attend
     samples = make_samples(np.random.default_rng(0), [(5, [3, 9, 1]), (2, [30, 4]), (7, [6])])
     policy = Policy(tiny_model(kind), AdamSettings(), temperature)
     batch = pack(samples, range(len(samples)), CPU)
@@ -55,8 +58,11 @@ def test_packed_logprobs_and_gradients_equal_those_of_samples_taken_one_by_one(k
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-3, atol=2e-5)
 
 
-def test_a_sliding_window_is_kept_to():
+@pytest.mark.parametrize("short_tokens", [0, 128])
+def test_a_sliding_window_is_kept_to(short_tokens, monkeypatch):
     from transformers import MistralConfig, MistralForCausalLM
+
+    monkeypatch.setattr("offbeat.learn.attention.SHORT_TOKENS", short_tokens)
 
     def model():
         torch.manual_seed(0)

@@ -16,6 +16,8 @@ from offbeat.errors import UserError
 from offbeat.learn.packing import Layout
 
 NAME = "offbeat_packed"
+SHORT_TOKENS = 128
+"""Up to here the scores of a bucket are small enough to be written out."""
 
 
 def packed_attention(
@@ -36,35 +38,53 @@ def packed_attention(
     """From (1, heads, row, dim) to (1, row, heads, dim), as transformers' own attention functions do."""
     if softcap is not None or s_aux is not None:
         raise UserError(f"model.path: {type(module).__name__} changes attention scores in a way packed rows cannot")
-    query, key, value = query[0], key[0], value[0]
-    repeats = query.shape[0] // key.shape[0]
+    num_kv_heads, scale = key.shape[1], scaling if scaling is not None else query.shape[-1] ** -0.5
     results = []
     for table in layout.buckets:
-        num_samples, length = table.shape
-        flat = table.reshape(-1)
-
-        def gather(
-            states: Tensor, copies: int, flat: Tensor = flat, shape: tuple[int, int] = (num_samples, length)
-        ) -> Tensor:
-            taken = states.index_select(1, flat).unflatten(1, shape).transpose(0, 1)
-            return taken.repeat_interleave(copies, dim=1) if copies > 1 else taken
-
-        mask = None
-        if sliding_window is not None and sliding_window < length:
-            at = torch.arange(length, device=query.device)
-            behind = at[:, None] - at[None, :]
-            mask = (behind >= 0) & (behind < sliding_window)
-        out = scaled_dot_product_attention(
-            gather(query, 1),
-            gather(key, repeats),
-            gather(value, repeats),
-            attn_mask=mask,
-            is_causal=mask is None,
-            dropout_p=dropout,
-            scale=scaling,
-        )
-        results.append(out.transpose(1, 2).reshape(num_samples * length, out.shape[1], out.shape[3]))
+        parts = (_gather(states[0], table, num_kv_heads) for states in (query, key, value))
+        length = table.shape[1]
+        window = sliding_window if sliding_window is not None and sliding_window < length else None
+        attend = _short if query.device.type == "cpu" and length <= SHORT_TOKENS and not dropout else _long
+        results.append(attend(*parts, scale, window, dropout))
     return torch.cat(results).index_select(0, layout.restore).unsqueeze(0), None
+
+
+def _gather(states: Tensor, table: Tensor, num_kv_heads: int) -> Tensor:
+    """From a row (heads, row, dim) to a bucket (samples, kv heads, heads per kv head, length, dim)."""
+    taken = states.index_select(1, table.reshape(-1)).unflatten(1, table.shape).transpose(0, 1)
+    return taken.unflatten(1, (num_kv_heads, -1))
+
+
+def _short(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, dropout: float) -> Tensor:
+    """Plain matrix products: on a CPU, fused kernels spend more on short sequences than these do."""
+    samples, kv_heads, per_kv_head, length, dim = query.shape
+    scores = query.reshape(samples, kv_heads, per_kv_head * length, dim) @ (key[:, :, 0] * scale).transpose(-1, -2)
+    scores = scores.unflatten(2, (per_kv_head, length)) + _causal_bias(length, window, query)
+    out = (scores.softmax(-1).flatten(2, 3) @ value[:, :, 0]).unflatten(2, (per_kv_head, length))
+    return out.permute(0, 3, 1, 2, 4).reshape(samples * length, kv_heads * per_kv_head, dim)
+
+
+def _long(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, dropout: float) -> Tensor:
+    """torch's fused attention."""
+    per_kv_head = query.shape[2]
+    out = scaled_dot_product_attention(
+        query.flatten(1, 2),
+        key.expand(-1, -1, per_kv_head, -1, -1).flatten(1, 2),
+        value.expand(-1, -1, per_kv_head, -1, -1).flatten(1, 2),
+        attn_mask=None if window is None else _causal_bias(query.shape[3], window, query),
+        is_causal=window is None,
+        dropout_p=dropout,
+        scale=scale,
+    )
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _causal_bias(length: int, window: int | None, like: Tensor) -> Tensor:
+    """0 where a token may look, minus infinity elsewhere."""
+    at = torch.arange(length, device=like.device)
+    behind = at[:, None] - at[None, :]
+    hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
+    return torch.zeros(length, length, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
 
 AttentionInterface.register(NAME, packed_attention)
