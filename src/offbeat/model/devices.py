@@ -1,7 +1,8 @@
 """Accelerators and number formats: the one file that names them.
 
 Everything else takes a `torch.device` and a `torch.dtype` from here. `cuda` covers NVIDIA and, in a ROCm build of
-torch, AMD; `mps` is the GPU of an Apple machine. Asking for what this machine lacks is a `UserError` that says what it has.
+torch, AMD; `mps` is the GPU of an Apple machine. Asking for what this machine lacks is a `UserError` that says what
+it has.
 """
 
 from __future__ import annotations

@@ -135,6 +135,9 @@ def save_hf(
 
     It is written beside its place, flushed to disk and renamed; one with anything in it is never written over.
     """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     folder = folder.expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: is there already; name a new folder or remove it first")
@@ -148,9 +151,11 @@ def save_hf(
         finally:
             model.config.use_cache = use_cache
         tokenizer.save_pretrained(draft)
+        _name_tokenizer_for_all(draft / "tokenizer_config.json")
         for name, content in (extra_files or {}).items():
             (draft / name).write_bytes(content.encode() if isinstance(content, str) else content)
         for file in draft.iterdir():
+            shutil.copymode(draft / "config.json", file)  # safetensors makes files that only their owner reads
             _flush(file)
         _flush(draft)
         os.replace(draft, folder)
@@ -238,6 +243,12 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"model.chat_template = {str(file)!r}, line {error.lineno}: {error.message}") from error
+
+
+def _name_tokenizer_for_all(file: Path) -> None:
+    """Gives the generic tokenizer the name that transformers before 5, which engines still use, knows too."""
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), encoding="utf-8")
 
 
 def _flush(path: Path) -> None:
