@@ -29,7 +29,8 @@ async def _evaluate(config: Config, reward: Callable[..., Any] | None, log: Path
         wiring.set_threads(config)
         tokens = wiring.load_tokens(config)
         mixture = wiring.make_mixture(config, reward)
-        pool = await stack.enter_async_context(wiring.make_pool(config, mixture, log))
+        pool = await wiring.open_pool(config, mixture, log)
+        stack.push_async_callback(pool.close)
         groups = wiring.make_issuer(config, mixture, tokens).held_out(version=0)
         if not groups:
             raise UserError("task: no source has a held-out split; set held_out on a file or dataset task")

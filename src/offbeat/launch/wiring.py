@@ -22,7 +22,7 @@ from offbeat.ledger.ledger import Ledger
 from offbeat.model.devices import pick_device, pick_dtype
 from offbeat.model.loading import context_window, load_model, load_tokenizer, resolve, stop_token_ids
 from offbeat.reward.failures import FailureWatch
-from offbeat.reward.pool import RewardPool
+from offbeat.reward.pool import RewardInput, RewardPool
 from offbeat.rollout.engines.embedded import EmbeddedEngine
 from offbeat.serve.coordinator import Coordinator, CoordinatorSettings
 from offbeat.serve.issuing import EvalPlan, Issuer
@@ -149,14 +149,34 @@ def make_mixture(config: Config, reward: Callable[..., Any] | None) -> Mixture:
     return build_mixture(config.task, seed=config.run.seed, reward=reward)
 
 
-def make_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
-    return RewardPool(config.reward.processes, config.reward.timeout_s, mixture.rewards, log)
+async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
+    """A pool whose rewards were each tried on a problem of theirs."""
+    pool = RewardPool(config.reward.processes, config.reward.timeout_s, mixture.rewards, log)
+    trials = {}
+    for member in mixture.members.values():
+        problem = member.problem(0)
+        trials[member.reward] = RewardInput(problem.answer or "", problem.answer, problem.prompt, problem.info)
+    try:
+        await pool.check(trials)
+    except BaseException:
+        await pool.close()
+        raise
+    return pool
+
+
+def make_renderer(config: Config, tokens: Tokens) -> Renderer:
+    return Renderer(
+        tokens.tokenizer,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        max_new_tokens=config.rollout.max_new_tokens,
+        window_tokens=tokens.window_tokens,
+    )
 
 
 def make_issuer(config: Config, mixture: Mixture, tokens: Tokens) -> Issuer:
     return Issuer(
         mixture,
-        Renderer(tokens.tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens),
+        make_renderer(config, tokens),
         seed=config.run.seed,
         group_size=config.batch.group_size,
         sampling=train_sampling(config, tokens),

@@ -41,11 +41,11 @@ def packed_attention(
     num_kv_heads, scale = key.shape[1], scaling if scaling is not None else query.shape[-1] ** -0.5
     results = []
     for table in layout.buckets:
-        parts = (_gather(states[0], table, num_kv_heads) for states in (query, key, value))
+        q, k, v = (_gather(states[0], table, num_kv_heads) for states in (query, key, value))
         length = table.shape[1]
         window = sliding_window if sliding_window is not None and sliding_window < length else None
         attend = _short if query.device.type == "cpu" and length <= SHORT_TOKENS and not dropout else _long
-        results.append(attend(*parts, scale, window, dropout))
+        results.append(attend(q, k, v, scale, window, dropout))
     return torch.cat(results).index_select(0, layout.restore).unsqueeze(0), None
 
 

@@ -67,7 +67,7 @@ class Coordinator:
         self._inbox_future: asyncio.Future[None] | None = None
         self._admitting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._broken: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
         """After a restart nobody holds a lease, and trajectories may be waiting for their reward."""
@@ -213,7 +213,7 @@ class Coordinator:
 
     async def _change(self, changed: asyncio.Event, deadline_s: float) -> bool:
         """Waits until something changed since `changed` was taken; False at the deadline. Raises what broke us."""
-        waiting = asyncio.ensure_future(changed.wait())
+        waiting: asyncio.Future[Any] = asyncio.ensure_future(changed.wait())
         left_s = None if math.isinf(deadline_s) else max(deadline_s - time.monotonic(), 0.0)
         await asyncio.wait({waiting, self._broken}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if self._broken.done():

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from offbeat.ledger.records import Cursor, NewGroup, Purpose, derive_seed
 from offbeat.tasks.mixture import Mixture
 from offbeat.tasks.prompts import Renderer
-
-from offbeat.ledger.records import Cursor, NewGroup, Purpose, derive_seed
 from offbeat.tasks.source import Problem
 from offbeat.trajectory import Sampling
 
