@@ -83,15 +83,10 @@ class Renderer:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _raw(self, text: str) -> list[int]:
-        ids = list(self.tokenizer(text)["input_ids"])
-        end = self.tokenizer.eos_token_id
-        if (
-            len(ids) > 1
-            and ids[-1] == end
-            and self.tokenizer(text, add_special_tokens=False)["input_ids"][-1:] != [end]
-        ):
-            ids.pop()  # a tokenizer that ends every text would end the answer before it begins
-        return ids
+        ids, bare = self.tokenizer(text)["input_ids"], self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        # A tokenizer that ends every text would end the answer before it begins.
+        ends_it = ids[-1:] == [self.tokenizer.eos_token_id] and ids[-1 - len(bare) : -1] == bare
+        return ids[:-1] if ends_it else ids
 
     def _check_length(self, length: int, place: str) -> None:
         if length == 0:
