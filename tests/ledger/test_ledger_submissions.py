@@ -123,6 +123,22 @@ def test_a_trajectory_comes_back_from_the_file_as_it_was_handed_in(ledger: Ledge
             assert member.mask.all()
 
 
+def test_memory_that_is_used_again_after_submission_changes_nothing(ledger: Ledger, task):
+    (other,) = ledger.lease("w", 1, 0)
+    trajectory = answer(task, [0])
+    tokens, logprobs = trajectory.tokens.tolist(), trajectory.logprobs.tolist()
+    ledger.submit([(trajectory, "w"), (answer(other, [0]), "w")])
+    for array in (trajectory.segments[0].tokens, trajectory.segments[0].logprobs):
+        assert array is not None
+        array[:] = 0
+    assert ledger.unscored(1)[0].response_tokens.tolist() == tokens
+    score_all(ledger)
+    batch = ledger.claim(0, 1, 0)
+    assert batch is not None
+    member = batch.groups[0].members[0]
+    assert (member.trajectory.tokens.tolist(), member.trajectory.logprobs.tolist()) == (tokens, logprobs)
+
+
 def replace_end(trajectory: Trajectory, end: End | None) -> Trajectory:
     trajectory.end = end
     return trajectory

@@ -1,7 +1,7 @@
 """Trajectories as objects, by the digest of their bytes.
 
-What came in a moment ago is about to be scored and claimed, so it is kept as it is; everything else is decoded from the
-file. Because the key is the content, what is kept can never differ from what is stored.
+What came in a moment ago is about to be scored and claimed, so a copy of it is kept; all else is decoded from the file.
+The key is the content and the arrays cannot be written to, so what is kept never differs from what is stored.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable
 
+import numpy as np
+
 from offbeat.ledger.schema import Database
-from offbeat.trajectory import Trajectory
+from offbeat.trajectory import Segment, Trajectory
 
 MAX_KEPT_TOKENS = 4_000_000
 """About a hundred megabytes with their log-probs: several steps of long answers."""
@@ -26,7 +28,7 @@ class Bodies:
     def keep(self, digest: bytes, trajectory: Trajectory) -> None:
         if digest in self._kept:
             return
-        self._kept[digest] = trajectory
+        self._kept[digest] = _copy(trajectory)
         self._num_kept_tokens += _size(trajectory)
         while self._num_kept_tokens > self._max_kept_tokens:
             _, oldest = self._kept.popitem(last=False)
@@ -47,6 +49,39 @@ class Bodies:
             for task, body in self._db.execute(query, (json.dumps(missing),)):
                 found[task] = Trajectory.decode(body)
         return found
+
+
+def _copy(trajectory: Trajectory) -> Trajectory:
+    """The same trajectory with arrays of its own: an engine may go on to use the memory that it filled."""
+    return Trajectory(
+        task=trajectory.task,
+        prompt=_frozen(trajectory.prompt),
+        max_new_tokens=trajectory.max_new_tokens,
+        index=trajectory.index,
+        max_version_drop=trajectory.max_version_drop,
+        segments=tuple([_copy_segment(segment) for segment in trajectory.segments]),
+        end=trajectory.end,
+    )
+
+
+def _copy_segment(segment: Segment) -> Segment:
+    return Segment(
+        start=segment.start,
+        tokens=_frozen(segment.tokens),
+        origin=segment.origin,
+        logprobs=None if segment.logprobs is None else _frozen(segment.logprobs),
+        version=segment.version,
+        kv_version=segment.kv_version,
+        worker=segment.worker,
+        engine=segment.engine,
+        arrays={name: _frozen(array) for name, array in segment.arrays.items()},
+    )
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    copied = array.copy()
+    copied.flags.writeable = False
+    return copied
 
 
 def _size(trajectory: Trajectory) -> int:

@@ -136,7 +136,7 @@ def _insert(db: Database, rows: Sequence[dict[str, Any]]) -> list[int]:
 def settle_groups(db: Database, groups: Iterable[int], min_group: int) -> None:
     """Ends those of the groups whose members have ended, or too few of which remain."""
     query = """SELECT id, purpose, size, num_scored, num_failed, retry FROM groups
-               WHERE state = 'open' AND id IN (SELECT value FROM json_each(?))"""
+               WHERE state = 'open' AND id IN (SELECT value FROM json_each(?)) ORDER BY id"""
     ended: list[tuple[str, float, int]] = []
     failed: list[tuple[int, bool]] = []
     for group, purpose, size, num_scored, num_failed, retry in db.execute(query, (json.dumps(sorted(set(groups))),)):

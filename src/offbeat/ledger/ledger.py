@@ -24,6 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Self
 
 from offbeat.control.admit import Standing
 from offbeat.ledger import batches, counts, groups, resume, scoring, submissions, tasks, verify, versions
@@ -65,7 +66,7 @@ class Ledger:
     def close(self) -> None:
         self._db.close()
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

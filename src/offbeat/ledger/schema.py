@@ -38,6 +38,8 @@ CREATE TABLE versions (
     published_at REAL NOT NULL
 );
 
+CREATE INDEX versions_living ON versions (step) WHERE abandoned = 0;
+
 CREATE TABLE sources (name TEXT PRIMARY KEY, drawn INTEGER NOT NULL) WITHOUT ROWID;
 
 CREATE TABLE evals (

@@ -79,12 +79,17 @@ def total(rewards: Sequence[Reward]) -> float:
     return float(sum(reward.value for reward in rewards))
 
 
+def _parts(rewards: Sequence[Reward]) -> str:
+    """Rewards as JSON; a reward function may well answer with numbers of numpy."""
+    return msgspec.json.encode([Reward(float(r.value), r.name, int(r.position)) for r in rewards]).decode()
+
+
 def _store(db: Database, results: Sequence[Scored], errors: dict[int, str | None]) -> None:
     now = db.wall_clock()
     good = [(r.task, r.rewards) for r in results if errors[r.task] is None and r.rewards is not None]
     db.executemany(
         "INSERT INTO rewards (task, value, parts, scored_at) VALUES (?, ?, ?, ?)",
-        [(task, total(rewards), msgspec.json.encode(list(rewards)).decode(), now) for task, rewards in good],
+        [(task, total(rewards), _parts(rewards), now) for task, rewards in good],
     )
     db.execute(
         "UPDATE tasks SET state = 'scored' WHERE id IN (SELECT value FROM json_each(?))",
