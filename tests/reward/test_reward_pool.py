@@ -1,5 +1,6 @@
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -122,6 +123,18 @@ def test_a_process_that_crashes_fails_one_sample_and_is_replaced(tmp_path):
     assert [result.value for result in results] == [1, None, 2, None, 3]
     assert results[1].error == "crash: the reward process ended with status 3"
     assert results[3].error == "crash: the reward process was killed by SIGSEGV"
+
+
+def test_a_process_that_is_killed_between_samples_costs_none(tmp_path):
+    async def run():
+        async with pool_of(tmp_path) as pool:
+            for value in (1.0, 2.0):
+                (found,) = await pool.score("r", says("pid"))
+                os.kill(int(found.value), signal.SIGKILL)
+                await asyncio.to_thread(wait_until, lambda pid=int(found.value): not is_alive(pid))
+                assert [r.value for r in await pool.score("r", says(*[f"value {value}"] * 20))] == [value] * 20
+
+    asyncio.run(run())
 
 
 def test_what_a_reward_prints_lands_in_the_log(tmp_path):

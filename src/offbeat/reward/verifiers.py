@@ -56,6 +56,10 @@ def final_answer(text: str) -> str:
 def load_math() -> Function:
     math_verify = import_extra("math_verify", "math", "the reward 'math'")
     gold_of: dict[str, Any] = {}
+    # It swallows errors of its own parser, such as one of another version: then every answer would be wrong.
+    half = math_verify.parse(r"$\frac{1}{2}$", parsing_timeout=None)
+    if not math_verify.verify(half, math_verify.parse("0.5", parsing_timeout=None), timeout_seconds=None):
+        raise UserError("the reward 'math': math-verify cannot read LaTeX here: pip install 'offbeat[math]'")
 
     def math(response: str, answer: str | None) -> float:
         text = _known(answer, "math")
