@@ -84,13 +84,13 @@ def test_a_sample_that_hangs_is_a_timeout_and_costs_nothing_else(tmp_path):
 
 
 def test_several_that_hang_in_one_batch_are_each_found(tmp_path):
-    results = score(tmp_path, "value 0", "hang", "value 2", "hang_in_c", "hang", "value 5", timeout_s=0.2)
+    results = score(tmp_path, "value 0", "hang", "value 2", "hang_in_c", "hang", "value 5")
     assert [result.value for result in results] == [0, None, 2, None, None, 5]
     assert all(result.error.startswith("timeout") for result in results if result.value is None)
 
 
 def test_slow_samples_each_have_the_whole_deadline(tmp_path):
-    assert [result.value for result in score(tmp_path, *["sleep 0.3"] * 4, timeout_s=0.8)] == [1.0] * 4
+    assert [result.value for result in score(tmp_path, *["sleep 0.6"] * 4, timeout_s=1.2)] == [1.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_async_rewards_hang_raise_crash_and_block_one_by_one(tmp_path):
 
 
 def test_an_async_reward_that_blocks_its_loop_is_found(tmp_path):
-    results = score(tmp_path, "value 1", "hang", "wait 0.01", reward=f"{FILE}:obey_async", timeout_s=0.3)
+    results = score(tmp_path, "value 1", "hang", "wait 0.01", reward=f"{FILE}:obey_async")
     assert [result.value for result in results] == [1, None, 1]
     assert results[1].error.startswith("timeout")
 
