@@ -17,7 +17,7 @@ from ledger_life import undisturbed
 from offbeat.ledger.ledger import Ledger
 
 SCRIPT = Path(__file__).with_name("killable_run.py")
-NUM_KILLS = 6
+NUM_KILLS = 5
 LONGEST_LIFE_S = 60.0
 
 

@@ -274,7 +274,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestLedgerMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
 
 
 CALLS = {

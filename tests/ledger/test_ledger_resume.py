@@ -229,7 +229,7 @@ def test_the_example_run_has_failures_and_retries_to_survive(expected, tmp_path:
         assert counts.dropped_groups["failed"] > 2 * num_dead > 0, "some failed once, some twice"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     lives=st.lists(st.integers(0, 60), max_size=6),
     save_every=st.integers(1, 4),

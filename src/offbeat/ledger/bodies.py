@@ -15,8 +15,10 @@ import numpy as np
 from offbeat.ledger.schema import Database
 from offbeat.trajectory import Segment, Trajectory
 
-MAX_KEPT_TOKENS = 4_000_000
-"""About a hundred megabytes with their log-probs: several steps of long answers."""
+MAX_KEPT_TOKENS = 2_000_000
+"""About twenty megabytes with their log-probs: a step of long answers, several of short ones."""
+OVERHEAD_TOKENS = 500
+"""What the objects around the shortest trajectory weigh."""
 
 
 class Bodies:
@@ -85,4 +87,4 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 
 
 def _size(trajectory: Trajectory) -> int:
-    return len(trajectory.prompt) + trajectory.num_tokens
+    return OVERHEAD_TOKENS + len(trajectory.prompt) + trajectory.num_tokens

@@ -9,9 +9,8 @@ wasted. One bad trajectory refuses the whole call.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 from blake3 import blake3
@@ -24,8 +23,7 @@ from offbeat.ledger.versions import Lineage, lineage
 from offbeat.trajectory import Origin, Sampling, Trajectory
 
 
-@dataclass(frozen=True, slots=True)
-class Issued:
+class Issued(NamedTuple):
     """What the ledger knows of a task that an answer arrives for."""
 
     state: TaskState
@@ -112,7 +110,8 @@ def _check(trajectory: Trajectory, worker: str, task: Issued, known: dict[int, L
 
 def _store(db: Database, fresh: Sequence[tuple[Trajectory, str, bytes, bytes]], issued: dict[int, Issued]) -> None:
     now = db.wall_clock()
-    rows, segments, num_sampled, num_opened = [], [], Counter[int](), Counter[int]()
+    rows, segments = [], []
+    added: dict[int, list[int]] = {}
     for trajectory, worker, body, digest in fresh:
         task, end = trajectory.task, trajectory.end
         assert end is not None
@@ -121,8 +120,10 @@ def _store(db: Database, fresh: Sequence[tuple[Trajectory, str, bytes, bytes]], 
             segments.append((task, trajectory.index, s.start, len(s.tokens), s.version))
             num_tokens += len(s.tokens) if s.origin is Origin.SAMPLED else 0
         rows.append((task, trajectory.index, digest, end.value, trajectory.num_tokens, num_tokens, worker, now, body))
-        num_sampled[issued[task].group] += num_tokens
-        num_opened[issued[task].group] += issued[task].state is TaskState.OPEN
+        sums = added.setdefault(issued[task].group, [0, 0, 0])
+        sums[0] += 1
+        sums[1] += num_tokens
+        sums[2] += issued[task].state is TaskState.OPEN
     db.executemany(
         "INSERT INTO trajectories (task, trajectory_index, digest, ended_by, num_tokens, num_sampled_tokens, worker, "
         "accepted_at, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -134,9 +135,8 @@ def _store(db: Database, fresh: Sequence[tuple[Trajectory, str, bytes, bytes]], 
         "WHERE id IN (SELECT value FROM json_each(?)) AND state IN ('open', 'leased')",
         (json.dumps([row[0] for row in rows]),),
     )
-    num_stored = Counter(issued[row[0]].group for row in rows)
     db.executemany(
         "UPDATE groups SET num_trajectories = num_trajectories + ?, num_sampled_tokens = num_sampled_tokens + ?, "
         "num_open = num_open - ? WHERE id = ?",
-        [(num_stored[group], num_sampled[group], num_opened[group], group) for group in num_stored],
+        [(*sums, group) for group, sums in added.items()],
     )
