@@ -38,7 +38,7 @@ def reconcile(db: Database, step: int, version: int | None) -> Reconciled:
     db.execute("UPDATE versions SET abandoned = 1 WHERE abandoned = 0 AND step > ?", (step,))
     replays_batch = _claim_again(db, step)
     undone = _undo_batches_after(db, step)
-    num_reissued = _drop_abandoned_groups(db, step)
+    num_reissued = _drop_abandoned_groups(db)
     _abandon_evals_after(db, step)
     parent = versions.living_at(db, step)
     assert parent is not None
@@ -105,7 +105,7 @@ def _undo_batches_after(db: Database, step: int) -> tuple[int, ...]:
     return tuple(undone for _, undone in rows)
 
 
-def _drop_abandoned_groups(db: Database, step: int) -> int:
+def _drop_abandoned_groups(db: Database) -> int:
     """Drops what can only be generated anew, and re-issues the prompts among it that are trained on."""
     waiting = """SELECT g.id, g.purpose FROM groups g JOIN versions v ON v.number = g.require_version
                  WHERE g.state IN ('open', 'ready') AND v.abandoned = 1"""
