@@ -29,11 +29,11 @@ class WeightStore:
     """Writes and reads versions below one folder."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder.absolute()  # versions are read from wherever their reader stands
 
     def write(self, number: int, step: int, parent: int | None, tensors: Mapping[str, Tensor]) -> Version:
         """Puts a version on disk; nobody knows of it until its row stands in the ledger."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         final = self.path(number)
         draft = final.with_name(f".{final.name}.draft")
