@@ -14,7 +14,7 @@ import pytest
 from offbeat.ledger.ledger import Ledger
 
 NUM_KILLS = 10
-NUM_STEPS = 60
+NUM_STEPS = 50
 WITHIN_S = 120.0
 CONFIG = f"""
 [run]
@@ -35,7 +35,7 @@ lr = 3e-4
 every = 9
 prompts = 6
 [checkpoint]
-every = 4
+every = 3
 [log]
 console = "quiet"
 """
@@ -51,33 +51,33 @@ def finish(process: subprocess.Popen) -> None:
     assert process.returncode == 0, errors.decode()
 
 
-def wait_for(condition, process: subprocess.Popen) -> bool:
-    """Whether the condition came true while the process ran."""
+def wait_for(file: Path, num_lines: int, process: subprocess.Popen) -> bool:
+    """Whether the file grew so long while the process ran."""
     until_s = time.monotonic() + WITHIN_S
     while time.monotonic() < until_s:
-        if condition():
+        if lines(file) >= num_lines:
             return True
         if process.poll() is not None:
             return False
         time.sleep(0.01)
-    raise TimeoutError("the run did not get on")
+    raise TimeoutError(f"the run did not get on: {file} has {lines(file)} lines")
 
 
 def lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def trained(run: Path) -> list[tuple[int, tuple]]:
-    """What each step of the surviving history was trained on."""
+def final_digest(run: Path) -> str:
+    """The digest of the weights that a finished run ended with; its ledger must hold."""
     with Ledger(run / "ledger.sqlite", read_only=True) as ledger:
-        assert ledger.verify().violations == []
+        assert ledger.verify().violations == ()
         version = ledger.latest_version()
-        assert version is not None
-        assert version.step == NUM_STEPS
-        return version.digest
+    assert version is not None
+    assert version.step == NUM_STEPS
+    return version.digest
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_run_killed_at_ten_random_moments_ends_bit_equal_to_an_undisturbed_one(tmp_path):
     (tmp_path / "config.toml").write_text(CONFIG)
     finish(start(tmp_path, "config.toml", "--run.name", "calm"))
@@ -86,12 +86,10 @@ def test_a_run_killed_at_ten_random_moments_ends_bit_equal_to_an_undisturbed_one
     run = tmp_path / "runs" / "stormy"
     process = start(tmp_path, "config.toml", "--run.name", "stormy")
     for kill in range(NUM_KILLS):
-        seen, events = lines(run / "metrics.jsonl"), lines(run / "events.jsonl")
-        # Half of the kills fall into the start, where the ledger is reconciled; half between and within steps.
-        under_way = (lambda e=events: lines(run / "events.jsonl") > e) if kill % 2 else (
-            lambda m=seen: lines(run / "metrics.jsonl") > m + rng.randint(0, 4)
-        )
-        assert wait_for(under_way, process), f"ended before kill {kill}: {process.stderr.read().decode()}"
+        # Some kills fall into the start, where the ledger is reconciled; most into later steps, and between them.
+        file = run / ("events.jsonl" if kill % 3 == 2 else "metrics.jsonl")
+        enough = lines(file) + (1 if kill % 3 == 2 else rng.randint(1, NUM_STEPS // NUM_KILLS))
+        assert wait_for(file, enough, process), f"ended before kill {kill}: {process.stderr.read().decode()}"
         time.sleep(rng.uniform(0, 0.3))
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=WITHIN_S)
@@ -99,6 +97,8 @@ def test_a_run_killed_at_ten_random_moments_ends_bit_equal_to_an_undisturbed_one
         process = start(tmp_path, "--resume", "runs/stormy")
     finish(process)
 
-    attempts = {json.loads(line)["attempt"] for line in (run / "events.jsonl").read_text().splitlines()}
-    assert max(attempts) > NUM_KILLS // 2, "the kills did not hit a run at work"
-    assert trained(run) == trained(tmp_path / "runs" / "calm")
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    resumed = [event for event in events if event["event"] == "resume"]
+    assert any(event["abandoned"] for event in resumed), "no kill fell between a commit and its checkpoint"
+    assert any(event["step"] > 0 for event in resumed), "no run was resumed from a checkpoint"
+    assert final_digest(run) == final_digest(tmp_path / "runs" / "calm")

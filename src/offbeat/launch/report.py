@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,8 +16,9 @@ from offbeat.watch.console import Console, held_out
 from offbeat.watch.history import read_metrics
 from offbeat.watch.sinks import Sink
 
-EDGE_SHARE = 0.05
-"""The first and the last reward of a run are means over so many of its steps: one step's is too noisy to compare."""
+FIRST_STEPS, LAST_STEPS = 3, 10
+"""The first and the last reward of a run are means over so many steps: one step's is too noisy to compare. Few at the
+beginning, where learning is fastest."""
 
 
 class Reporter:
@@ -105,7 +105,6 @@ def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts)
     """A run's summary from its surviving rows."""
     steps = [row for row in rows if "reward" in row]
     evals = [value for row in rows if (value := held_out(row)) is not None]
-    edge = max(1, math.ceil(EDGE_SHARE * len(steps)))
     spent = sum(row["seconds"] for row in steps)
 
     def mean_reward(part: Sequence[Mapping[str, Any]]) -> float | None:
@@ -115,8 +114,8 @@ def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts)
     return {
         "steps": steps[-1]["step"] if steps else 0,
         "seconds": seconds,
-        "reward_first": mean_reward(steps[:edge]),
-        "reward_last": mean_reward(steps[-edge:]),
+        "reward_first": mean_reward(steps[:FIRST_STEPS]),
+        "reward_last": mean_reward(steps[-LAST_STEPS:]),
         "eval_first": evals[0] if evals else None,
         "eval_last": evals[-1] if evals else None,
         "samples_per_second": sum(row["samples"] for row in steps) / spent if spent else None,
