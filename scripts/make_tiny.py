@@ -4,8 +4,8 @@ A Llama of about one million parameters over bytes, pre-trained by next-token lo
 `offbeat.tasks.arithmetic`, held-out problems never among them. First on right answers, until it can add; then,
 briefly, on answers with slips, which carry on from the wrong total as a person's would. So it knows the way but is
 unsure of each step: sampled at temperature 1 it gets about a third of the problems right, in the right form, and
-reinforcement learning has something to find. Some ten minutes on two CPU cores, two on a GPU; the same seed on the same
-machine makes the same model.
+reinforcement learning has something to find. A quarter of an hour on two CPU cores, two minutes on a GPU, where the
+shipped one was made (seed 0); the same seed on the same machine makes the same model.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from offbeat.tasks.source import Problem
 PAD, EOS = 256, 257
 """The ids below them are bytes."""
 IGNORED = -100
-PRODUCT_SHARE = 0.25
+PRODUCT_SHARE = 0.2
 """Of the problems; products are longer, so this is most of the tokens."""
-SLIP_IN_SUM, SLIP_IN_PRODUCT = 0.5, 0.08
+SLIP_IN_SUM, SLIP_IN_PRODUCT = 0.5, 0.1
 """Share of totals that are wrong in the second phase. A product has more lines, each of which must be right."""
 SLIPS = (-10, -2, -1, 1, 2, 10)
-RIGHT_STEPS, SLIP_STEPS, WARMUP_STEPS = 1300, 200, 50
+RIGHT_STEPS, SLIP_STEPS, WARMUP_STEPS = 2000, 200, 50
 LEARNING_RATE = 3e-3
 TOKENS_PER_BATCH = 4096
 PROBLEMS_PER_CHUNK = 4096
@@ -76,10 +76,10 @@ def make_model() -> Any:
     """Few and wide layers, which CPUs like; grouped-query attention and tied embeddings, as larger models have."""
     config = LlamaConfig(
         vocab_size=EOS + 1,
-        hidden_size=160,
-        intermediate_size=480,
-        num_hidden_layers=3,
-        num_attention_heads=4,
+        hidden_size=192,
+        intermediate_size=640,
+        num_hidden_layers=2,
+        num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=512,
