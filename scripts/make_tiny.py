@@ -196,17 +196,19 @@ def pretrain(model: Any, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
 
 
 @torch.no_grad()
-def mean_reward(model: Any, tokenizer: PreTrainedTokenizerFast, asked: list[Problem], max_new_tokens: int) -> float:
-    """The share of answers, sampled at temperature 1, whose last number is right."""
+def sample(model: Any, tokenizer: PreTrainedTokenizerFast, asked: list[Problem], max_new_tokens: int) -> list[str]:
+    """An answer to each problem, at temperature 1."""
     inputs = tokenizer([str(problem.prompt) for problem in asked], padding=True, return_tensors="pt").to(model.device)
-    prompt_length = inputs["input_ids"].shape[1]
-    sampled = model.generate(
-        inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=max_new_tokens,
+    tokens = model.generate(
+        inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=max_new_tokens, use_cache=True
     )
-    texts = tokenizer.batch_decode(sampled[:, prompt_length:], skip_special_tokens=True)
-    return sum(last_number(text) == problem.answer for text, problem in zip(texts, asked, strict=True)) / len(asked)
+    return tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def mean_reward(model: Any, tokenizer: PreTrainedTokenizerFast, asked: list[Problem], max_new_tokens: int) -> float:
+    """The share of sampled answers whose last number is right."""
+    answers = sample(model, tokenizer, asked, max_new_tokens)
+    return sum(last_number(text) == problem.answer for text, problem in zip(answers, asked, strict=True)) / len(asked)
 
 
 def main() -> None:

@@ -1,0 +1,42 @@
+import pytest
+import torch
+
+from offbeat.errors import UserError
+from offbeat.model import devices
+
+
+def test_auto_takes_the_best_device_there_is():
+    assert str(devices.pick_device("auto")) == devices.available_devices()[0]
+
+
+def test_cpu_is_always_there_and_has_a_name():
+    assert devices.pick_device("cpu") == torch.device("cpu")
+    assert devices.device_name(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "mps:1", "cpu:1"])
+def test_a_device_that_is_not_there_is_refused_with_what_is(name):
+    with pytest.raises(UserError, match=r"where there are .*cpu"):
+        devices.pick_device(name)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:-1", "tpu", ""])
+def test_a_name_that_is_no_device_is_refused_with_what_is_allowed(name):
+    with pytest.raises(UserError, match="allowed auto, cpu, cuda, cuda:N and mps"):
+        devices.pick_device(name)
+
+
+def test_auto_dtype_is_bfloat16_on_a_gpu_only():
+    assert devices.pick_dtype("auto", torch.device("cpu")) is torch.float32
+    assert devices.pick_dtype("auto", torch.device("cuda")) is torch.bfloat16
+    assert devices.pick_dtype("bfloat16", torch.device("cpu")) is torch.bfloat16
+    with pytest.raises(UserError, match="float32, bfloat16"):
+        devices.pick_dtype("float16", torch.device("cpu"))
+
+
+def test_cpu_needs_no_waiting_and_counts_no_memory():
+    cpu = torch.device("cpu")
+    devices.synchronize(cpu)
+    devices.empty_cache(cpu)
+    assert devices.memory_bytes(cpu) is None
+    assert devices.peak_memory_bytes(cpu) is None
