@@ -5,8 +5,8 @@ from offbeat.config import arithmetic, from_dict, load
 from offbeat.config.arithmetic import microbatches_per_update, num_checkpoints, num_evaluations
 
 
-def test_the_demo_adds_up():
-    lines = "\n".join(arithmetic(load(None), num_parameters=200_000))
+def test_a_run_adds_up():
+    lines = "\n".join(arithmetic(load(None, ["--run.steps=300"]), num_parameters=200_000))
     assert "32 groups × 8 = 256 samples, one update" in lines
     assert "300 steps = 9,600 groups = 76,800 samples" in lines
     assert "checkpoints 7.2 MB" in lines  # two kept and one being written, 12 bytes a parameter

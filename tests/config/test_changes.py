@@ -7,7 +7,7 @@ def test_an_unchanged_configuration_has_no_changes():
 
 
 def test_changes_are_sorted_into_fixed_and_free():
-    old = resolved(load(None))
+    old = resolved(load(None, ["--run.steps=300", "--optimizer.lr=3e-4"]))
     new = load(None, ["--batch.group-size=4", "--task.level=3", "--run.steps=400", "--optimizer.lr=1e-4"])
     assert fixed_changes(old, new) == [Change("task.level", 2, 3), Change("batch.group_size", 8, 4)]
     assert free_changes(old, new) == [Change("run.steps", 300, 400), Change("optimizer.lr", 3e-4, 1e-4)]

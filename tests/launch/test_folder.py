@@ -7,6 +7,7 @@ import warnings
 import pytest
 
 from offbeat.config import load, resolved
+from offbeat.config.models import DEMO
 from offbeat.errors import OffbeatError, UserError
 from offbeat.launch.folder import RunFolder, newest, plain
 
@@ -73,7 +74,7 @@ def test_a_free_key_may_change_on_resume_and_the_change_is_an_event(tmp_path):
     with RunFolder.open(tmp_path / "a", config(tmp_path, "--run.steps=400")) as folder:
         assert (folder.config.run.steps, folder.config.run.name) == (400, "a")
     change = lines(tmp_path / "a" / "events.jsonl")[-1]
-    assert (change["event"], change["key"], change["old"], change["new"]) == ("config_change", "run.steps", 300, 400)
+    assert (change["event"], change["key"], change["old"], change["new"]) == ("config_change", "run.steps", DEMO["run"]["steps"], 400)
     assert json.loads((tmp_path / "a" / "config.json").read_text())["run"]["steps"] == 400
 
 

@@ -1,7 +1,7 @@
 """Says on which line of a TOML file each key stands, so that an error can point there.
 
-It reads text that `tomllib` has already accepted, so it need not judge, only count (and never hang): it knows strings, comments, tables,
-arrays of tables and inline tables. A key that it misses costs an error its line number, nothing more.
+It reads text that `tomllib` has already accepted, so it need not judge, only count (and never hang): it knows strings,
+comments, tables, arrays of tables and inline tables. A key that it misses costs an error its line number, nothing more.
 """
 
 from __future__ import annotations

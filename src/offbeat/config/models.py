@@ -270,8 +270,9 @@ class Config(Section):
 
 
 DEMO = {
-    "run": {"steps": 300},
+    "run": {"steps": 150},
     "task": [{"source": "arithmetic"}],
-    "optimizer": {"lr": 3e-4},
+    "optimizer": {"lr": 1e-4},
+    "eval": {"every": 25},
 }
 """What `offbeat train` runs when it is given no file."""

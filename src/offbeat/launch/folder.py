@@ -116,6 +116,11 @@ class RunFolder:
         head = {"time": when, "seconds": round(time.monotonic() - self._start_s, 3), "attempt": self.attempt}
         self._events.line(json.dumps(plain({"event": kind, **head, **fields})))
 
+    def last_event(self, kind: str) -> dict[str, Any] | None:
+        """The latest event of a kind, of any attempt."""
+        events = (json.loads(line) for line in (self.path / EVENTS).read_text().splitlines())
+        return next((event for event in reversed(list(events)) if event["event"] == kind), None)
+
     def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
         """Times what happens inside, for trace.json and `spans_since_last`."""
         return self._trace.span(name, **details)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.config.models import Config
+from offbeat.errors import UserError
 from offbeat.launch import wiring
 from offbeat.launch.folder import RunFolder
 from offbeat.launch.report import Reporter
@@ -55,6 +56,7 @@ async def _run(folder: RunFolder, reward: Callable[..., Any] | None) -> dict[str
         stack.push_async_callback(pool.close)
         ledger = stack.enter_context(wiring.open_ledger(config, folder.ledger))
         coordinator = wiring.make_coordinator(config, ledger, mixture, pool, tokens)
+        _hold_template(folder, coordinator.issuer.renderer.template_hash)
         stack.push_async_callback(coordinator.close)
         policy, reference = wiring.make_policy(config)
         engine = wiring.make_engine(config, WORKER)
@@ -86,6 +88,18 @@ async def _run(folder: RunFolder, reward: Callable[..., Any] | None) -> dict[str
         counts = await coordinator.call(ledger.counts)
         return reporter.finish(
             seconds=time.monotonic() - start_s, finished=trainer.step >= config.run.steps, counts=counts
+        )
+
+
+def _hold_template(folder: RunFolder, template_hash: str | None) -> None:
+    """Records which chat template renders this run's prompts; another one half-way would change what is trained."""
+    before = folder.last_event("prompts")
+    if before is None:
+        folder.event("prompts", template_hash=template_hash)
+    elif before["template_hash"] != template_hash:
+        raise UserError(
+            f"model.chat_template: the run began with the chat template of hash {before['template_hash']}, now it is "
+            f"{template_hash}; bring back the first, or start a new run"
         )
 
 

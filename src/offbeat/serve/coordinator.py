@@ -146,7 +146,8 @@ class Coordinator:
             if count:
                 version = await self.call(self.ledger.latest_version)
                 assert version is not None
-                groups = self.issuer.draw(await self.call(self.ledger.cursor), count, version.number)
+                cursor = await self.call(self.ledger.cursor)
+                groups = await asyncio.to_thread(self.issuer.draw, cursor, count, version.number)
                 await self.call(self.ledger.admit, groups)
 
     # --- trainer ---
@@ -194,7 +195,8 @@ class Coordinator:
         if not self.issuer.eval_plan.is_due(version.step, self.settings.num_steps):
             return
         if await self.call(self.ledger.eval_round, version.step) is None:
-            await self.call(self.ledger.admit, self.issuer.held_out(version.number))
+            groups = await asyncio.to_thread(self.issuer.held_out, version.number)
+            await self.call(self.ledger.admit, groups)
 
     async def evaluation(self, step: int) -> EvalRound:
         """The evaluation of a step, once it is complete; deadlines are the trainer's, without which no step comes."""
