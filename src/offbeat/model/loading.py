@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import OffbeatError, UserError
+from offbeat.files import fsync_file, replace_folder
 
 if TYPE_CHECKING:
     import torch
@@ -251,14 +252,6 @@ def _name_tokenizer_for_all(file: Path) -> None:
     file.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), encoding="utf-8")
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
@@ -283,4 +276,4 @@ def _one_line(what: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{what}: {reason[:300]}") from error
+        raise UserError(f"{what}: {reason[:200]}") from error
