@@ -20,10 +20,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from offbeat.rollout.engine import Capabilities, EngineDied, EngineError, Generation, Request, Version
-from offbeat.rollout.engines.embedded.stepper import Stepper
+from offbeat.rollout.engines.embedded.stepper import MIN_EXACT_ROWS, Stepper
 
-MIN_EXACT_SLOTS = 16
-"""Below this many rows matrix products take another path, and results would depend on the number of slots."""
 CLOSE_WITHIN_S = 60.0
 """A step or a load ends well before this; only a stuck device does not."""
 
@@ -46,9 +44,9 @@ class EmbeddedEngine:
         fingerprint: str | None = None,
         version: int | None = None,
     ):
-        if exact and num_slots < MIN_EXACT_SLOTS:
+        if exact and num_slots < MIN_EXACT_ROWS:
             raise EngineError(
-                f"engine {worker}: num_slots = {num_slots}: allowed {MIN_EXACT_SLOTS} or more with exact, because "
+                f"engine {worker}: num_slots = {num_slots}: allowed {MIN_EXACT_ROWS} or more with exact, because "
                 "with fewer rows a matrix product takes another path and results depend on their number"
             )
         if num_slots < 1 or max_context_tokens < 2:
@@ -57,7 +55,7 @@ class EmbeddedEngine:
                 "or more"
             )
         self.worker = worker
-        fingerprint = fingerprint or default_fingerprint(model, exact)
+        fingerprint = fingerprint or default_fingerprint(model, exact, num_slots)
         self._capabilities = Capabilities(
             fingerprint=fingerprint,
             num_slots=num_slots,
@@ -243,8 +241,10 @@ def _settle(outcomes: Sequence[tuple[_Answer, object]]) -> None:
             answer.future.set_result(outcome)
 
 
-def default_fingerprint(model: PreTrainedModel, exact: bool) -> str:
+def default_fingerprint(model: PreTrainedModel, exact: bool, num_slots: int) -> str:
     """What decides how numbers are rounded here: stamped on every segment."""
     dtype = str(model.dtype).removeprefix("torch.")
-    parts = (f"torch-{torch.__version__}", f"transformers-{transformers.__version__}", dtype, model.device.type)
-    return " ".join(("embedded", *parts, *(("exact",) if exact else ())))
+    parts = [f"torch-{torch.__version__}", f"transformers-{transformers.__version__}", dtype, model.device.type]
+    if exact:  # a large matrix product may be split by threads, in a way that depends on its number of rows
+        parts.append(f"exact slots-{num_slots} threads-{torch.get_num_threads()}")
+    return " ".join(["embedded", *parts])

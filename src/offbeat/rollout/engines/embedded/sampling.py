@@ -31,7 +31,7 @@ def signed(value: int) -> int:
 
 def noise_key(seed: int) -> int:
     """A seed spread over 64 bits, so that seeds that lie close together have unrelated noise."""
-    x = (seed + GOLDEN) & MASK_64
+    x = (int(seed) + GOLDEN) & MASK_64
     x = ((x ^ (x >> 30)) * MIX_1) & MASK_64
     x = ((x ^ (x >> 27)) * MIX_2) & MASK_64
     return signed(x ^ (x >> 31))

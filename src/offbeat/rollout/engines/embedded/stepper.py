@@ -10,6 +10,8 @@ decode step, so there is one way in which tokens are sampled.
 
 With `exact`, a token depends on weights, prompt and seed alone, to the bit: every step runs all slots, prompts are
 prefilled one at a time, and a prefix that is carried on is fed token by token, in the shape in which it was sampled.
+(Alone, that is, for one number of threads and of slots: with several threads, a library may split a large product by
+its number of rows. On one thread the number of slots does not matter either.)
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ READ_BUCKET_TOKENS = 32
 """Slots are read in multiples of this: vector lanes stay full and the shapes of a step change seldom."""
 PREFILL_TOKENS = 4096
 """Most tokens, padding included, in one prefill: bounds its memory and how long live slots wait for it."""
+MIN_EXACT_ROWS = 16
+"""Matrix products with fewer rows take other paths: their results would depend on the rows' number and on threads."""
 
 
 @dataclass
@@ -74,8 +78,9 @@ class Stepper:
         use_slot_attention(model, max_context_tokens)
         self.model, self.num_slots, self.max_context_tokens, self.exact = model, num_slots, max_context_tokens, exact
         self.worker, self.fingerprint, self.version = worker, fingerprint, version
-        self.kv = KeyValueSlots(num_slots, max_context_tokens)
-        self.rows = Rows(num_slots, max_context_tokens, model.dtype, model.device)
+        room = _round_up(max_context_tokens, READ_BUCKET_TOKENS)  # so that no read is ever cut short
+        self.kv = KeyValueSlots(num_slots, room)
+        self.rows = Rows(num_slots, room, model.dtype, model.device)
         self.prompts = HeldPrompts()
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Running] = {}
@@ -125,8 +130,7 @@ class Stepper:
     def _decode(self) -> list[int]:
         """One token for every live row; returns the slots that are done."""
         num_rows = self.num_slots if self.exact else len(self.running)
-        read_tokens = -(-(self.num_steps + self.largest_offset + 1) // READ_BUCKET_TOKENS) * READ_BUCKET_TOKENS
-        read_tokens = min(read_tokens, self.max_context_tokens)
+        read_tokens = _round_up(self.num_steps + self.largest_offset + 1, READ_BUCKET_TOKENS)
         rows, positions = self.rows, self.rows.positions(num_rows)
         inputs = rows.feed(num_rows)
         self.kv.begin_decode(positions, read_tokens)
@@ -137,11 +141,11 @@ class Stepper:
             past_key_values=self.kv,
             use_cache=True,
         ).logits[:, -1]
-        sampling = rows.sampling(num_rows, any_greedy=self.num_greedy > 0, any_filtered=self.num_filtered > 0)
+        sampling = rows.sampling(num_rows, any_greedy=self.any_greedy, any_filtered=self.any_filtered)
         noise = uniform(sampling.keys, rows.response_positions(num_rows))
         drawn, logprobs = draw(logits.float(), sampling, noise)
         any_feeding = self.num_steps < self.feeding_until_step
-        done = rows.advance(drawn, logprobs, any_stops=self.num_stopping > 0, any_feeding=any_feeding)
+        done = rows.advance(drawn, logprobs, any_stops=self.any_stops, any_feeding=any_feeding)
         self.num_steps += 1
         slots: list[int] = done.nonzero().squeeze(1).tolist()
         return slots
@@ -223,11 +227,11 @@ class Stepper:
         return Generation(running.request.id, segments, finish)
 
     def _count(self) -> None:
-        """What the host must know of the live slots before a step; they change only when one starts or ends."""
+        """What the host must know of the live slots before a step; it changes only when one starts or ends."""
         live = self.running.values()
-        samplings = [running.request.sampling for running in live]
-        self.num_greedy, self.num_filtered = sum(map(is_greedy, samplings)), sum(map(is_filtered, samplings))
-        self.num_stopping = sum(bool(sampling.stop_token_ids) for sampling in samplings)
+        ways = {running.request.sampling for running in live}  # few, however many requests there are
+        self.any_greedy, self.any_filtered = any(map(is_greedy, ways)), any(map(is_filtered, ways))
+        self.any_stops = any(way.stop_token_ids for way in ways)
         self.largest_offset = max((running.step_offset for running in live), default=0)
         self.feeding_until_step = max((r.num_known - 1 - r.step_offset for r in live), default=0)
 
@@ -265,14 +269,17 @@ class Stepper:
 
     def _prefill(self, batch: Sequence[tuple[int, np.ndarray]]) -> None:
         longest = max(len(tokens) for _, tokens in batch)
+        if self.exact:
+            longest = _round_up(longest, MIN_EXACT_ROWS)
         padded = np.zeros((len(batch), longest), np.int64)
         for row, (_, tokens) in enumerate(batch):
             padded[row, : len(tokens)] = tokens
         self.kv.begin_prefill(self.rows.index([slot for slot, _ in batch]))
         device = self.rows.device
+        positions = torch.arange(longest, device=device).clamp_(max=self.max_context_tokens - 1)
         self.model(
             input_ids=torch.from_numpy(padded).to(device),
-            position_ids=torch.arange(longest, device=device).expand(len(batch), longest),
+            position_ids=positions.expand(len(batch), longest),
             past_key_values=self.kv,
             use_cache=True,
             **self._prefill_options,
@@ -295,3 +302,7 @@ class Stepper:
         self.rows.restart(slots, [len(known) for known in wanted], num_known)
         self._fill(slots, wanted)
         self._count()
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
