@@ -174,15 +174,20 @@ class OptimizerConfig(Section):
     warmup_steps: int = free(0, ge=0)
     """Steps in which it rises from 0."""
     beta1: float = free(0.9, ge=0, lt=1)
+    """Of AdamW: how slowly the mean of gradients forgets."""
     beta2: float = free(0.999, ge=0, lt=1)
+    """The same for their squares."""
     eps: float = free(1e-8, gt=0)
+    """Added to the root of that mean, so that nothing is divided by 0."""
     weight_decay: float = free(0.0, ge=0)
+    """The share of every weight, times lr, that an update takes away."""
     max_grad_norm: float = free(1.0, gt=0)
     """Longer gradients are shortened to this."""
 
 
 class LossConfig(Section):
     name: Literal["grpo"] = "grpo"
+    """grpo: advantages within each group, clipped probability ratios."""
     clip_low: float = free(0.2, gt=0, lt=1)
     """How far below 1 a probability ratio still counts."""
     clip_high: float = free(0.2, gt=0)
@@ -205,8 +210,9 @@ class EvalConfig(Section):
     temperature: float = free(1.0, ge=0)
     """0 takes the likeliest token."""
     top_p: float = free(1.0, gt=0, le=1)
+    """Draw from the likeliest tokens that make up this share of the probability; 1: all tokens."""
     top_k: int = free(0, ge=0)
-    """0: all tokens."""
+    """Draw from so many of the likeliest tokens; 0: all tokens."""
 
 
 class CheckpointConfig(Section):
