@@ -157,10 +157,10 @@ def save_hf(
             (draft / name).write_bytes(content.encode() if isinstance(content, str) else content)
         for file in draft.iterdir():
             shutil.copymode(draft / "config.json", file)  # safetensors makes files that only their owner reads
-            _flush(file)
-        _flush(draft)
-        os.replace(draft, folder)
-        _flush(folder.parent)
+            fsync_file(file)
+        if folder.exists():
+            folder.rmdir()  # it is empty, see above
+        replace_folder(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
