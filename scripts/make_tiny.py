@@ -4,8 +4,8 @@ A Llama of about one million parameters over bytes, pre-trained by next-token lo
 `offbeat.tasks.arithmetic`, held-out problems never among them. First on right answers, until it can add; then,
 briefly, on answers with slips, which carry on from the wrong total as a person's would. So it knows the way but is
 unsure of each step: sampled at temperature 1 it gets about a third of the problems right, in the right form, and
-reinforcement learning has something to find. A quarter of an hour on two CPU cores, two minutes on a GPU, where the
-shipped one was made (seed 0); the same seed on the same machine makes the same model.
+reinforcement learning has something to find. Two minutes on a GPU, where the shipped one was made with seed 0, and much
+longer on a CPU; another machine's arithmetic makes another model of the same kind.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _padded(pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_optimizers(model: Any) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, which gets past the plateau before a small model can add in a third of AdamW's tokens."""
+    """Muon for the matrices: it got past the plateau before a small model can add in half of AdamW's tokens."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
