@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from offbeat.cli.parser import Parser
-from offbeat.config.keys import nearest
 from offbeat.config.load import split
 from offbeat.errors import OffbeatError, UserError
+from offbeat.spelling import nearest
 
 COMMANDS = {
     "train": "train a model; without a configuration, the built-in demo",

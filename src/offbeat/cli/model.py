@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from offbeat.cli.parser import Parser
-from offbeat.config.keys import nearest
 from offbeat.errors import UserError
+from offbeat.spelling import nearest
 
 MODELS = ("smollm2",)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
-from offbeat.config.keys import known_keys, nearest
+from offbeat.config.keys import known_keys
 from offbeat.errors import UserError
+from offbeat.spelling import nearest
 
 
 class Parser(argparse.ArgumentParser):

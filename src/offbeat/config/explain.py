@@ -19,9 +19,10 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from offbeat.config.keys import MISSING, TASK_MODELS, dotted, field_at, nearest, suggest_key, value_at
+from offbeat.config.keys import MISSING, TASK_MODELS, dotted, field_at, suggest_key, value_at
 from offbeat.config.lines import Path
 from offbeat.errors import UserError
+from offbeat.spelling import nearest
 
 LONGEST_VALUE = 60
 WANTED = {

@@ -6,14 +6,14 @@ handed in beside the place.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from offbeat.config.lines import Path
 from offbeat.config.models import AnyTask, Config, Section, TaskConfig
+from offbeat.spelling import nearest
 
 MISSING = object()
 
@@ -114,16 +114,6 @@ def known_keys() -> list[str]:
         models: Iterable[Any] = TASK_MODELS.values() if section == "task" else [field.annotation]
         keys.update((f"{section}.{name}", None) for model in models for name in model.model_fields)
     return list(keys)
-
-
-def nearest(word: str, choices: Sequence[str]) -> str | None:
-    """The choice that a misspelt word most likely meant."""
-    plain = {choice.lower().replace("_", "").replace("-", ""): choice for choice in reversed(choices)}
-    wanted = word.lower().replace("_", "").replace("-", "")
-    found = difflib.get_close_matches(wanted, plain, n=1, cutoff=0.65)
-    if not found and len(wanted) >= 3:
-        found = [name for name in plain if name.startswith(wanted) or wanted.startswith(name)][:1]
-    return plain[found[0]] if found else None
 
 
 def suggest_key(place: Path, data: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offbeat.ledger.records import Cursor, NewGroup, Purpose, derive_seed
-from offbeat.tasks.mixture import Mixture
+from offbeat.tasks.mixture import Member, Mixture
 from offbeat.tasks.prompts import Renderer
 from offbeat.tasks.source import Problem
 from offbeat.trajectory import Sampling
@@ -53,13 +53,11 @@ class Issuer:
             drawn[source.name] = source_ordinal + 1
             problem = source.problem(source_ordinal)
             groups.append(
-                NewGroup(
+                self._group(
+                    source,
+                    problem,
+                    source_ordinal,
                     ordinal=ordinal,
-                    source=source.name,
-                    source_ordinal=source_ordinal,
-                    prompt_tokens=self.renderer.tokens(source, problem, source_ordinal),
-                    problem=problem_record(problem),
-                    reward=self.mixture.reward_of(source.name),
                     seed=derive_seed(self.seed, ordinal),
                     size=self.group_size,
                     sampling=self.sampling,
@@ -70,24 +68,30 @@ class Issuer:
 
     def held_out(self, version: int) -> list[NewGroup]:
         """One evaluation round; the same problems and seeds each time, so that rounds can be compared."""
-        groups = []
-        for ordinal, (source, problem) in enumerate(self.mixture.held_out(self.eval_plan.num_prompts)):
-            groups.append(
-                NewGroup(
-                    purpose=Purpose.EVAL,
-                    ordinal=ordinal,
-                    source=source.name,
-                    source_ordinal=ordinal,
-                    prompt_tokens=self.renderer.tokens(source, problem, ordinal),
-                    problem=problem_record(problem),
-                    reward=self.mixture.reward_of(source.name),
-                    seed=derive_seed(self.seed, "eval", ordinal),
-                    size=self.eval_plan.num_samples,
-                    sampling=self.eval_plan.sampling,
-                    require_version=version,
-                )
+        return [
+            self._group(
+                source,
+                problem,
+                ordinal,
+                purpose=Purpose.EVAL,
+                ordinal=ordinal,
+                seed=derive_seed(self.seed, "eval", ordinal),
+                size=self.eval_plan.num_samples,
+                sampling=self.eval_plan.sampling,
+                require_version=version,
             )
-        return groups
+            for ordinal, (source, problem) in enumerate(self.mixture.held_out(self.eval_plan.num_prompts))
+        ]
+
+    def _group(self, source: Member, problem: Problem, source_ordinal: int, **fields: Any) -> NewGroup:
+        return NewGroup(
+            source=source.name,
+            source_ordinal=source_ordinal,
+            prompt_tokens=self.renderer.tokens(source, problem, source_ordinal),
+            problem=problem_record(problem),
+            reward=self.mixture.reward_of(source.name),
+            **fields,
+        )
 
 
 def problem_record(problem: Problem) -> Mapping[str, Any]:
