@@ -16,11 +16,14 @@ MAX_CONTEXT_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Served:
-    """An engine to test: how to open it with version 0 in place, and what the versions are."""
+    """An engine to test: how to open it, and which versions it may be told to load."""
 
     open: Callable[[], Engine]
     versions: tuple[Version, Version]
     models: tuple[PreTrainedModel, PreTrainedModel]
+    """The versions' own forward passes."""
+    flat: Version
+    """A version for which every token is equally likely, so that noise alone chooses."""
     logprob_tolerance: float
 
 
