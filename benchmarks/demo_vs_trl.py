@@ -1,0 +1,217 @@
+"""Offbeat beside TRL's GRPOTrainer: `python -m benchmarks.demo_vs_trl [--quick] [--trl-python PATH]`.
+
+Both train offbeat-tiny on built-in arithmetic with the same prompts, batch (32 prompts x 8 answers a step, one update),
+reward, loss and optimizer, in turn, in processes of their own, on the same cores. Compared are
+
+- samples per second over whole steps (generation, rewards, training, weights, ledger), first steps left out, on the
+  demo's task and on the same with a long tail of answer lengths;
+- samples needed until the held-out reward reaches a threshold that both reach, all weights judged alike.
+
+TRL runs with the fastest of the settings tried, see `FAST`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.peers.environment import ROOT, trl_python
+from benchmarks.peers.learning import Curve, HeldOut, common_threshold, rounded
+from benchmarks.peers.runs import Job, Run, train_with_offbeat, train_with_trl
+from offbeat.errors import OffbeatError
+
+FAST: Mapping[str, Mapping[str, Any]] = {
+    "demo": {"samples_per_microbatch": 64},
+    "long tail": {"samples_per_microbatch": 8, "samples_per_generation": 8},
+}
+"""What made TRL fastest, in CPU seconds a step on one core.
+
+Demo: micro-batches of 64 samples 0.9, of 256 1.2, of 32 1.3; generating 64 samples at a time 1.05; eager attention or a
+static KV cache 15 % slower; transformers' continuous batching 2.5 with a cache sized by hand, 15 with its own.
+Long tail: generating and back-propagating a group of 8 at a time 6 to 7.4, 16 samples 7.5, 32 10.9, 64 12.8, because
+padding and waiting end at the longest of these; all 256 generated at once 22 to 30, whatever the micro-batch.
+"""
+SAMPLES_TARGET = 1.1
+BUSY_SHARE = 0.1
+"""When others use more of the cores than this, a single pair of runs says nothing about speed."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A task on which the two are compared."""
+
+    name: str
+    tail: float
+    max_new_tokens: int
+    speed_target: float
+    """Samples per second, Offbeat's over TRL's."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much of a setting is run."""
+
+    repeats: int
+    steps: int
+    num_warmup: int
+    save_every: int = 0
+    """Steps between judged weights; 0 judges none."""
+
+
+DEMO = Setting("demo", tail=0.0, max_new_tokens=32, speed_target=1.5)
+LONG_TAIL = Setting("long tail", tail=0.3, max_new_tokens=400, speed_target=3.0)
+FULL = {
+    "demo": Effort(repeats=5, steps=60, num_warmup=5, save_every=3),
+    "long tail": Effort(repeats=5, steps=12, num_warmup=2),
+}
+QUICK = {
+    "demo": Effort(repeats=1, steps=12, num_warmup=3, save_every=3),
+    "long tail": Effort(repeats=1, steps=3, num_warmup=1),
+}
+
+
+@dataclass
+class Pairs:
+    """The runs of one setting; each repeat has its own seed, the same for both systems."""
+
+    setting: Setting
+    effort: Effort
+    trl: list[Run] = field(default_factory=list)
+    offbeat: list[Run] = field(default_factory=list)
+
+    def train(self, folder: Path, python: Path) -> None:
+        for seed in range(self.effort.repeats):
+            job = Job(
+                seed=seed,
+                steps=self.effort.steps,
+                tail=self.setting.tail,
+                max_new_tokens=self.setting.max_new_tokens,
+                save_every=self.effort.save_every,
+                trl=FAST[self.setting.name],
+            )
+            place = folder / f"{self.setting.name.replace(' ', '-')}-{seed}"
+            self.trl.append(train_with_trl(job, place / "trl", python))
+            self.offbeat.append(train_with_offbeat(job, place / "offbeat"))
+            rates = ", ".join(f"{run.system} {self.rate(run):.0f}" for run in (self.trl[-1], self.offbeat[-1]))
+            print(
+                f"{self.setting.name}, repeat {seed + 1} of {self.effort.repeats}: samples/s {rates}", file=sys.stderr
+            )
+
+    def rate(self, run: Run) -> float:
+        return run.samples_per_second(self.effort.num_warmup)
+
+    def speed_ratios(self) -> list[float]:
+        """Offbeat's samples per second over TRL's, repeat by repeat.
+
+        A single repeat is flanked by the ratios of slow to fast steps both ways: what it leaves open.
+        """
+        pairs = list(zip(self.trl, self.offbeat, strict=True))
+        ratios = [self.rate(ours) / self.rate(theirs) for theirs, ours in pairs]
+        if len(ratios) > 1:
+            return ratios
+        fast_trl, slow_trl = self.trl[0].step_quartiles_s(self.effort.num_warmup)
+        fast_offbeat, slow_offbeat = self.offbeat[0].step_quartiles_s(self.effort.num_warmup)
+        return [fast_trl / slow_offbeat, *ratios, slow_trl / fast_offbeat]
+
+    def others_share(self) -> float:
+        return max(run.others_share for run in (*self.trl, *self.offbeat))
+
+    def speed_bar(self, *, quick: bool) -> report.Bar:
+        bar = report.at_least(self.setting.speed_target, self.speed_ratios(), quick=quick)
+        return replace(bar, holds=None) if quick and self.others_share() > BUSY_SHARE else bar
+
+
+def curves_of(runs: Sequence[Run], judge: HeldOut, start: float) -> list[Curve]:
+    """Held-out reward along each run; all start from the same model, which is judged once."""
+    curves = []
+    for run in runs:
+        rewards = [judge.reward(run.weights(step)) for step in run.job.save_at]
+        samples = [step * run.job.samples_per_step for step in run.job.save_at]
+        curves.append(Curve([0, *samples], [start, *rewards]))
+    return curves
+
+
+def samples_bar(trl: Sequence[Curve], offbeat: Sequence[Curve], *, quick: bool) -> tuple[report.Bar, dict[str, Any]]:
+    """Mean samples to the common threshold, Offbeat's over TRL's; the spread is that of the repeats."""
+    threshold = common_threshold([*trl, *offbeat])
+    theirs, ours = ([curve.crossing(threshold) for curve in curves] for curves in (trl, offbeat))
+    ratios = [b / a for a, b in zip(theirs, ours, strict=True)]
+    value = statistics.mean(ours) / statistics.mean(theirs)
+    holds = None if quick else value <= SAMPLES_TARGET  # one pair of short runs decides nothing
+    bar = report.Bar(round(value, 3), SAMPLES_TARGET, holds, (round(min(ratios), 3), round(max(ratios), 3)))
+    return bar, {"threshold": threshold, "trl_samples": theirs, "offbeat_samples": ours}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo_vs_trl", description="Offbeat beside TRL.")
+    parser.add_argument("--quick", action="store_true", help="one short repeat: ends within a minute")
+    parser.add_argument("--trl-python", metavar="PATH", help="of an environment with TRL; without it, one is made")
+    options = parser.parse_args()
+    efforts = QUICK if options.quick else FULL
+    try:
+        python = trl_python(options.trl_python)
+        pairs = {setting.name: Pairs(setting, efforts[setting.name]) for setting in (DEMO, LONG_TAIL)}
+        cache = ROOT / ".cache"
+        cache.mkdir(exist_ok=True)
+        # On the repository's disk and not in a temporary folder, which may be memory: what Offbeat writes shall cost.
+        with tempfile.TemporaryDirectory(dir=cache, prefix="demo_vs_trl-") as folder:
+            for chosen in pairs.values():
+                chosen.train(Path(folder), python)
+            judge = HeldOut("offbeat-tiny", DEMO.tail, DEMO.max_new_tokens)
+            start = judge.reward()
+            trl, offbeat = (curves_of(runs, judge, start) for runs in (pairs["demo"].trl, pairs["demo"].offbeat))
+        show(list(pairs.values()), trl, offbeat, quick=options.quick)
+    except OffbeatError as error:
+        print(f"demo_vs_trl: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def show(pairs: Sequence[Pairs], trl: Sequence[Curve], offbeat: Sequence[Curve], *, quick: bool) -> None:
+    rows, bars, raw = [], {}, {}
+    for chosen in pairs:
+        name = chosen.setting.name
+        bars[f"samples/s over TRL, {name}"] = chosen.speed_bar(quick=quick)
+        theirs, ours = ([chosen.rate(run) for run in runs] for runs in (chosen.trl, chosen.offbeat))
+        rows.append((f"samples/s, {name}", *(spread(values, "{:.0f}") for values in (theirs, ours))))
+        if chosen.others_share() > BUSY_SHARE:
+            busy = f"demo_vs_trl: others used up to {chosen.others_share():.0%} of the cores during {name}"
+            print(f"{busy}; speeds are doubtful", file=sys.stderr)
+        raw[name] = {
+            "trl_samples_per_second": rounded(theirs, 1),
+            "offbeat_samples_per_second": rounded(ours, 1),
+            "steps": chosen.effort.steps,
+            "warmup_steps": chosen.effort.num_warmup,
+            "others_share_of_cores": round(chosen.others_share(), 3),
+            "trl_settings": FAST[name],
+        }
+    bars["samples to the same held-out reward, over TRL"], learning = samples_bar(trl, offbeat, quick=quick)
+    crossings = learning["trl_samples"], learning["offbeat_samples"]
+    rows.append((f"samples to {learning['threshold']:.3f} held out", *(spread(c, "{:,.0f}") for c in crossings)))
+    ends = ([curve.end for curve in curves] for curves in (trl, offbeat))
+    rows.append(("held-out reward at the end", *(spread(values, "{:.3f}") for values in ends)))
+    raw["learning"] = {
+        "threshold": round(learning["threshold"], 4),
+        "samples": trl[0].samples,
+        "trl_held_out": [rounded(curve.rewards, 4) for curve in trl],
+        "offbeat_held_out": [rounded(curve.rewards, 4) for curve in offbeat],
+        "trl_samples_needed": rounded(crossings[0], 0),
+        "offbeat_samples_needed": rounded(crossings[1], 0),
+    }
+    report.show("demo_vs_trl", ("median (range)", "TRL", "Offbeat"), rows, bars, quick=quick, **raw)
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    middle = form.format(statistics.median(values))
+    return middle if len(values) == 1 else f"{middle} ({form.format(min(values))} to {form.format(max(values))})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

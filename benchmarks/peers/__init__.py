@@ -1,0 +1,1 @@
+"""Other systems, each run in an environment of its own."""
