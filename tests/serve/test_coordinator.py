@@ -9,7 +9,7 @@ import pytest
 
 from offbeat.config import from_dict
 from offbeat.errors import DeadlineError, RunStopped
-from offbeat.launch import wiring
+from offbeat.launch import sources, wiring
 from offbeat.ledger.errors import LedgerError
 from offbeat.tasks.arithmetic import worked_answer
 from offbeat.trajectory import End, Segment, Task
@@ -29,10 +29,10 @@ async def coordinator(tmp_path: Path, **sections):
         }
     )
     tokens = wiring.load_tokens(config)
-    mixture = wiring.make_mixture(config, None)
+    mixture = sources.make_mixture(config, None)
     ledger = wiring.open_ledger(config, tmp_path / "ledger.sqlite")
-    pool = await wiring.open_pool(config, mixture, tmp_path / "rewards.log")
-    made = wiring.make_coordinator(config, ledger, mixture, pool, tokens)
+    pool = await sources.open_pool(config, mixture, tmp_path / "rewards.log")
+    made = wiring.make_coordinator(config, ledger, wiring.make_issuer(config, mixture, tokens), pool, tokens)
     made.tokens = tokens
     try:
         await made.start()
@@ -142,7 +142,7 @@ def test_a_wait_for_a_batch_ends_with_what_it_waited_for(tmp_path):
 
 def test_a_run_whose_engine_fails_too_often_stops_and_says_why(tmp_path):
     async def scenario():
-        async with coordinator(tmp_path) as made:
+        async with coordinator(tmp_path, batch={"groups_per_step": 16, "group_size": 4}) as made:
             await made.publish(version(0, 0))
             lease = await made.lease("w", 100, 0, SOON_S)
             for task in lease.tasks:

@@ -1,6 +1,7 @@
 """The command line: finds the command, runs it, and turns errors into one line and an exit status.
 
-0: done. 1: a failure that Offbeat foresaw. 2: something that the user can mend. 130: interrupted. A traceback is a bug.
+0: done. 1: a failure that Offbeat foresaw. 2: something that the user can mend. 130: interrupted; 143: by SIGTERM. A
+traceback is a bug.
 Commands are imported when they are called, so that `--help` and a wrong configuration answer at once.
 """
 

@@ -6,7 +6,11 @@ Everything that can be refused without torch is refused before torch is imported
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from offbeat.cli.parser import Parser
 from offbeat.config import Config, load
@@ -49,8 +53,20 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         refuse_in_use(resume)
     from offbeat.launch import local
 
-    local.train(config, resume=resume)
-    return 0
+    return _status(local.train(config, resume=resume))
+
+
+def _status(summary: Mapping[str, Any]) -> int:
+    """A run that a signal stopped is not done: whatever waits for it must not take it for a finished one."""
+    name = summary["stopped_by"]
+    if name not in signal.Signals.__members__:
+        return 0
+    print(
+        f"offbeat: stopped by {name} after step {summary['steps']}, with a checkpoint; go on with offbeat train "
+        f"--resume {summary['run']}",
+        file=sys.stderr,
+    )
+    return 128 + signal.Signals[name]
 
 
 def resolve(file: str | None, overrides: list[str], resume: str | None) -> tuple[Config, Path | None]:

@@ -3,47 +3,69 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offbeat.config.models import Config
-from offbeat.errors import UserError
-from offbeat.launch import wiring
+from offbeat.errors import OffbeatError, UserError
+from offbeat.launch import sources
 from offbeat.ledger.records import EvalGroup, EvalRound, GroupState, NewGroup, derive_seed
+from offbeat.reward.failures import FailureWatch
 from offbeat.reward.pool import RewardInput, RewardPool
 from offbeat.rollout.engine import Engine, Request
 from offbeat.serve.evaluation import eval_figures
 
+if TYPE_CHECKING:
+    from offbeat.launch import wiring
+
 
 def evaluate(config: Config, *, reward: Callable[..., Any] | None = None, log: Path | None = None) -> dict[str, float]:
-    """mean@k and pass@k of `model.path` as `eval` says: prompts, samples, temperature, top_p, top_k."""
-    with tempfile.TemporaryDirectory() as scratch:
-        return asyncio.run(_evaluate(config, reward, log or Path(scratch) / "rewards.log"))
+    """mean@k and pass@k of `model.path` as `eval` says: prompts, samples, temperature, top_p, top_k.
+
+    Without a `log`, one that anything was written to stays among the temporary files.
+    """
+    if log is not None:
+        return asyncio.run(_evaluate(config, reward, log))
+    descriptor, name = tempfile.mkstemp(prefix="offbeat-eval-", suffix=".log")
+    os.close(descriptor)
+    try:
+        return asyncio.run(_evaluate(config, reward, Path(name)))
+    finally:
+        if not os.path.getsize(name):
+            os.unlink(name)
 
 
 async def _evaluate(config: Config, reward: Callable[..., Any] | None, log: Path) -> dict[str, float]:
     async with AsyncExitStack() as stack:
+        mixture = sources.make_mixture(config, reward)
+        pool = await sources.open_pool(config, mixture, log)
+        stack.push_async_callback(pool.close)
+        from offbeat.launch import wiring
+
         wiring.set_threads(config)
         tokens = wiring.load_tokens(config)
-        mixture = wiring.make_mixture(config, reward)
-        pool = await wiring.open_pool(config, mixture, log)
-        stack.push_async_callback(pool.close)
         groups = wiring.make_issuer(config, mixture, tokens).held_out(version=0)
         if not groups:
             raise UserError("task: no source has a held-out split; set held_out on a file or dataset task")
         engine = wiring.make_engine(config, "eval", version=0)
         stack.push_async_callback(engine.close)
-        judged = await asyncio.gather(*(_judge(group, engine, pool, tokens) for group in groups))
+        watch = FailureWatch(config.reward.max_failure_share, window=sum(group.size for group in groups), min_count=1)
+        judged = await asyncio.gather(*(_judge(group, engine, pool, tokens, watch) for group in groups))
+    if reason := watch.verdict():
+        raise OffbeatError(f"{reason}; mend it (see {log})")
     figures = eval_figures(EvalRound(step=0, is_abandoned=False, groups=tuple(judged)))
     figures.pop("eval_step")
     figures["eval_failed"] = sum(group.num_failed for group in judged)
     return figures
 
 
-async def _judge(group: NewGroup, engine: Engine, pool: RewardPool, tokens: wiring.Tokens) -> EvalGroup:
+async def _judge(
+    group: NewGroup, engine: Engine, pool: RewardPool, tokens: wiring.Tokens, watch: FailureWatch
+) -> EvalGroup:
     requests = [
         Request(
             id=f"{group.ordinal}-{member}",
@@ -61,6 +83,8 @@ async def _judge(group: NewGroup, engine: Engine, pool: RewardPool, tokens: wiri
         for text in texts
     ]
     results = await pool.score(group.reward, inputs)
+    for result in results:
+        watch.record(failed=result.error is not None, reason=result.error)
     values = tuple(sum(reward.value for reward in result.rewards) for result in results if result.rewards is not None)
     return EvalGroup(
         group=group.ordinal,

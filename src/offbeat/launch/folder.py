@@ -14,9 +14,10 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -147,7 +148,11 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except OffbeatError:
+            if error is None:  # otherwise what ended the run matters more than lines that could not be flushed
+                raise
 
     def _write_config(self) -> None:
         self._replace(CONFIG, resolved(self.config))
@@ -156,7 +161,9 @@ class RunFolder:
         try:
             write_atomic(self.path / name, (json.dumps(content, indent=2) + "\n").encode())
         except OSError as error:
-            raise OffbeatError(f"{self.path / name}: cannot be written: {error.strerror}") from error
+            raise OffbeatError(
+                f"{self.path / name}: cannot be written: {error.strerror}; mend that, then --resume the run"
+            ) from error
 
 
 def refuse_used(path: Path) -> None:
@@ -257,9 +264,24 @@ def _last_attempt(events: Path) -> int:
     return max((json.loads(line).get("attempt", 0) for line in events.read_text().splitlines()), default=0)
 
 
+class _LogFile(logging.FileHandler):
+    """A log that a full disk cuts short; the ledger, the metrics and the checkpoints are what must not be lost."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 def _log_to(path: Path) -> logging.Handler:
-    path.parent.mkdir(exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        handler = _LogFile(path, encoding="utf-8")
+    except OSError as error:
+        raise OffbeatError(f"{path}: cannot be written: {error.strerror}; mend that, then try again") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.captureWarnings(True)
     for name in LOGGERS:

@@ -6,6 +6,7 @@ file says who holds it, for people and for the error of whoever comes second.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -38,8 +39,9 @@ class FolderLock:
             raise UserError(
                 f"{path.parent}: its file system cannot lock files ({error.strerror}); choose another run.dir"
             ) from error
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        with contextlib.suppress(OSError):  # on a full disk the lock holds all the same, without a name on it
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         _held.add(self)
 
     def release(self) -> None:

@@ -38,6 +38,11 @@ class Reporter:
         elif kind == "resume":
             self.console.note(f"resumed at step {fields['step']} as version {fields['version']}")
 
+    def stopping(self, why: str) -> None:
+        """Someone asked the run to end before its last step."""
+        self.event("stop", why=why)
+        self.console.note(f"stopping ({why}): finishing the step under way, then a checkpoint; once more to leave now")
+
     def step(self, report: StepReport, times: Mapping[str, float]) -> None:
         """A finished step; `times` are the seconds that generation and rewards took."""
         members = [member for group in report.batch.groups for member in group.members]
@@ -76,17 +81,20 @@ class Reporter:
         figures = eval_figures(finished)
         self._emit({"step": finished.step, **{k: v for k, v in figures.items() if k != "eval_step"}})
 
-    def finish(self, *, seconds: float, finished: bool, counts: Counts) -> dict[str, Any]:
+    def finish(self, *, seconds: float, stopped_by: str | None, counts: Counts) -> dict[str, Any]:
         """Writes the summary of the history that survived, and says goodbye."""
         rows = read_metrics(self.folder.metrics_file)
-        summary = summarise(rows, seconds, counts)
-        summary["finished"] = finished
+        finished = stopped_by is None
+        summary = {
+            "run": str(self.folder.path),
+            **summarise(rows, seconds, counts),
+            "finished": finished,
+            "stopped_by": stopped_by,
+        }
         self.folder.summary(summary)
         self.folder.event("end", step=summary["steps"], finished=finished)
         self._plot(rows)
         self.console.finish(summary, str(self.folder.path))
-        for sink in self.sinks:
-            sink.close()
         return summary
 
     def _emit(self, row: dict[str, Any]) -> None:
@@ -98,7 +106,11 @@ class Reporter:
     def _plot(self, rows: Sequence[Mapping[str, Any]]) -> None:
         from offbeat.watch.plot import plot_rewards
 
-        plot_rewards(rows, self.folder.path / "reward.png")
+        picture = self.folder.path / "reward.png"
+        try:
+            plot_rewards(rows, picture)
+        except OSError as error:  # the run itself is safe on disk by now
+            self.console.alarm(f"{picture}: cannot be written: {error.strerror}")
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +20,13 @@ from offbeat.learn.trainer import TrainerSettings
 from offbeat.ledger.ledger import Ledger
 from offbeat.model.devices import pick_device, pick_dtype
 from offbeat.model.loading import context_window, load_model, load_tokenizer, resolve, stop_token_ids
-from offbeat.reward.failures import FailureWatch
-from offbeat.reward.pool import RewardInput, RewardPool
+from offbeat.reward.failures import MIN_COUNT, FailureWatch
+from offbeat.reward.pool import RewardPool
 from offbeat.rollout.engines.embedded import EmbeddedEngine
 from offbeat.serve.coordinator import Coordinator, CoordinatorSettings
 from offbeat.serve.issuing import EvalPlan, Issuer
 from offbeat.serve.scoring import Scorer
-from offbeat.tasks.mixture import Mixture, build_mixture
+from offbeat.tasks.mixture import Mixture
 from offbeat.tasks.prompts import Renderer
 from offbeat.trajectory import Sampling
 
@@ -50,7 +49,12 @@ def load_tokens(config: Config) -> Tokens:
     path = config.model.path
     folder = resolve(path)
     tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.chat_template)
-    window = context_window(AutoConfig.from_pretrained(folder))
+    try:
+        window = context_window(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"model.path = {path!r}: transformers cannot read its config.json: {' '.join(str(error).split())}"
+        ) from error
     rollout = config.rollout
     if rollout.max_prompt_tokens + rollout.max_new_tokens > window:
         raise UserError(
@@ -145,25 +149,6 @@ def trainer_settings(config: Config) -> TrainerSettings:
     )
 
 
-def make_mixture(config: Config, reward: Callable[..., Any] | None) -> Mixture:
-    return build_mixture(config.task, seed=config.run.seed, reward=reward)
-
-
-async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
-    """A pool whose rewards were each tried on a problem of theirs."""
-    pool = RewardPool(config.reward.processes, config.reward.timeout_s, mixture.rewards, log)
-    trials = {}
-    for member in mixture.members.values():
-        problem = member.problem(0)
-        trials[member.reward] = RewardInput(problem.answer or "", problem.answer, problem.prompt, problem.info)
-    try:
-        await pool.check(trials)
-    except BaseException:
-        await pool.close()
-        raise
-    return pool
-
-
 def make_renderer(config: Config, tokens: Tokens) -> Renderer:
     return Renderer(
         tokens.tokenizer,
@@ -174,22 +159,25 @@ def make_renderer(config: Config, tokens: Tokens) -> Renderer:
 
 
 def make_issuer(config: Config, mixture: Mixture, tokens: Tokens) -> Issuer:
+    plan = eval_plan(config, tokens)
+    if plan.every and not mixture.held_out(plan.num_prompts):
+        plan = replace(plan, every=0)
     return Issuer(
         mixture,
         make_renderer(config, tokens),
         seed=config.run.seed,
         group_size=config.batch.group_size,
         sampling=train_sampling(config, tokens),
-        eval_plan=eval_plan(config, tokens),
+        eval_plan=plan,
     )
 
 
-def make_coordinator(config: Config, ledger: Ledger, mixture: Mixture, pool: RewardPool, tokens: Tokens) -> Coordinator:
+def make_coordinator(config: Config, ledger: Ledger, issuer: Issuer, pool: RewardPool, tokens: Tokens) -> Coordinator:
     samples_per_step = config.batch.groups_per_step * config.batch.group_size
-    watch = FailureWatch(config.reward.max_failure_share, window=samples_per_step)
+    watch = FailureWatch(config.reward.max_failure_share, window=max(samples_per_step, MIN_COUNT))
     return Coordinator(
         ledger,
-        make_issuer(config, mixture, tokens),
+        issuer,
         Scorer(pool, tokens.decode, watch),
         CoordinatorSettings(
             groups_per_step=config.batch.groups_per_step,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from blake3 import blake3
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -58,7 +59,7 @@ class Checkpoints:
             fsync_file(draft / MANIFEST)
             shutil.rmtree(final, ignore_errors=True)
             replace_folder(draft, final)
-        except (OSError, RuntimeError) as error:  # safetensors reports a full disk as a RuntimeError of its own
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise OffbeatError(self._cannot_write(step, error)) from error
         self._drop_old()
@@ -79,14 +80,17 @@ class Checkpoints:
     def load(self, step: int) -> tuple[Manifest, dict[str, Tensor]]:
         """Reads a checkpoint and restores torch's random state."""
         folder = self.folder / f"{step:08d}"
-        manifest = Manifest(**json.loads((folder / MANIFEST).read_text()))
+        try:
+            manifest = Manifest(**json.loads((folder / MANIFEST).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise _damaged(folder / MANIFEST) from error
         if manifest.format != FORMAT:
             raise UserError(f"{folder}: format {manifest.format}; this Offbeat reads format {FORMAT}")
         tensors: dict[str, Tensor] = {}
         for name, digest in manifest.files.items():
             file = folder / name
             if not file.is_file() or _digest(file) != digest:
-                raise UserError(f"{file}: is damaged; remove {folder} to resume from the checkpoint before it")
+                raise _damaged(file)
             tensors.update(load_file(file))
         torch.set_rng_state(tensors.pop(RNG))
         return manifest, tensors
@@ -94,6 +98,10 @@ class Checkpoints:
     def _drop_old(self) -> None:
         for step in self.steps()[: -self.keep]:
             shutil.rmtree(self.folder / f"{step:08d}", ignore_errors=True)
+
+
+def _damaged(file: Path) -> UserError:
+    return UserError(f"{file}: is damaged; remove {file.parent} to resume from the checkpoint before it")
 
 
 def _digest(file: Path) -> str:

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from transformers import PreTrainedModel
 
-from offbeat.errors import RunStopped
+from offbeat.errors import OffbeatError, RunStopped
 from offbeat.learn.checkpoint import Checkpoints
 from offbeat.learn.policy import Policy
 from offbeat.learn.samples import Sample
@@ -108,10 +108,14 @@ class Trainer:
         return self.step
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Trains until the last step, or until told to stop; ends with a checkpoint either way."""
+        """Trains until the last step, until told to stop, or until no batch can be had; ends with a checkpoint."""
         while self.step < self.settings.num_steps:
-            with self.span("wait"):
-                batch = await self._claim_unless(stop)
+            try:
+                with self.span("wait"):
+                    batch = await self._claim_unless(stop)
+            except OffbeatError:  # such as too many failed rewards: what was learned so far is good
+                await self.save()
+                raise
             if batch is None:
                 break
             lr = self.settings.learning_rate(self.step)
@@ -128,9 +132,9 @@ class Trainer:
                 self.weights.keep([self.version.number, version.number])
                 self.version = version
             self.step += 1
+            self.on_step(StepReport(self.step - 1, batch, figures, lr))  # a checkpoint without its row would lose it
             if self.settings.checkpoint_every and self.step % self.settings.checkpoint_every == 0:
                 await self.save()
-            self.on_step(StepReport(self.step - 1, batch, figures, lr))
         await self.save()
 
     async def save(self) -> None:

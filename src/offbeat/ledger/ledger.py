@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
 
@@ -65,6 +66,10 @@ class Ledger:
 
     def close(self) -> None:
         self._db.close()
+
+    def naming_damage(self) -> AbstractContextManager[None]:
+        """Inside, a full disk or a damaged file is a `LedgerError` that names the ledger and says what to do."""
+        return self._db.naming_damage()
 
     def __enter__(self) -> Self:
         return self

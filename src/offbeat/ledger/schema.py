@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from offbeat.errors import UserError
+from offbeat.ledger.errors import LedgerError
 
 SCHEMA = 1
 BUSY_TIMEOUT_S = 10.0
@@ -24,6 +25,18 @@ NETWORK_FILE_SYSTEMS = {
     *("gfs2", "ocfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.goofys", "fuse.juicefs"),
 }
 """Their locks and shared memory do not carry SQLite's write-ahead log."""
+
+REMEDIES = {
+    "FULL": "free space on its disk",
+    "IOERR": "see that its disk works and has space",
+    "CORRUPT": "bring back a copy (offbeat ledger verify tells what is damaged)",
+    "NOTADB": "bring back a copy",
+    "BUSY": "end the process that holds it",
+    "LOCKED": "end the process that holds it",
+    "READONLY": "make it writable",
+    "CANTOPEN": "make its folder writable",
+}
+"""What to do, by the kind of error that SQLite reports about a file."""
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -192,6 +205,19 @@ class Database:
             yield
         finally:
             self.execute("ROLLBACK")
+
+    @contextmanager
+    def naming_damage(self) -> Iterator[None]:
+        """Turns what SQLite says of the disk or the file into a `LedgerError`; what it says of our queries is a bug."""
+        try:
+            yield
+        except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
+            raise
+        except sqlite3.DatabaseError as error:
+            kind = getattr(error, "sqlite_errorname", "").removeprefix("SQLITE_").partition("_")[0]
+            if kind not in REMEDIES:
+                raise
+            raise LedgerError(f"{self.path}: {error}; {REMEDIES[kind]}, then --resume the run") from error
 
     def close(self) -> None:
         self.connection.close()

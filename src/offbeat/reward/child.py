@@ -154,12 +154,11 @@ def _unpickle(name: str, data: bytes) -> Function:
 
 
 def _report(reward: str, error: BaseException) -> str:
-    """Writes the traceback to the log and returns the error as one line."""
-    if isinstance(error, BadValue):
-        text = f"value: {error}"
-    else:
-        text = f"raised: {one_line(error)}"
-        sys.stderr.write(f"reward {reward} {text}\n{''.join(traceback.format_exception(error))}")
+    """Writes the error to the log, with the traceback of one that was raised, and returns it as one line."""
+    is_value = isinstance(error, BadValue)
+    text = f"value: {error}" if is_value else f"raised: {one_line(error)}"
+    with contextlib.suppress(OSError):  # a log on a full disk costs no sample
+        sys.stderr.write(f"reward {reward} {text}\n{'' if is_value else ''.join(traceback.format_exception(error))}")
         sys.stderr.flush()
     return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 3] + "..."
 

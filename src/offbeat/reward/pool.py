@@ -11,8 +11,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -188,6 +190,9 @@ class RewardPool:
 
     def _put_back(self, name: str, jobs: Sequence[_Job], outcome: Outcome) -> None:
         """Fails the sample that took a process down and queues the others again, in their order."""
+        if outcome.error is not None:
+            with suppress(OSError):  # a log on a full disk costs no sample
+                os.write(self._log.fileno(), f"reward {name} {outcome.error}\n".encode())
         again = []
         for index in outcome.unanswered:
             job = jobs[index]

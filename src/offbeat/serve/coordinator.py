@@ -78,12 +78,18 @@ class Coordinator:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._broken.done():
+            self._broken.exception()  # looked at: whoever waited has heard of it, or has an error of its own
         self._writer.shutdown()
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs a ledger call on the writer thread."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._writer, lambda: function(*args, **kwargs))
+
+        def work() -> R:
+            with self.ledger.naming_damage():
+                return function(*args, **kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(self._writer, work)
 
     # --- workers ---
 
@@ -124,6 +130,7 @@ class Coordinator:
             await self.call(self.ledger.submit, batch)
         except BaseException as error:
             waiting.set_exception(error)
+            waiting.exception()  # looked at: its callers may have been cancelled, and `_ended` keeps the error
             raise
         waiting.set_result(None)
         self._times.last_submit_s = time.monotonic()

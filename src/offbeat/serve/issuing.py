@@ -45,6 +45,13 @@ class Issuer:
         self.mixture, self.renderer, self.eval_plan = mixture, renderer, eval_plan
         self.seed, self.group_size, self.sampling = seed, group_size, sampling
 
+    def try_out(self) -> None:
+        """Renders a problem of every source and all that evaluation asks: what is wrong is told before training."""
+        for source in self.mixture.members.values():
+            self.renderer.tokens(source, source.problem(0), 0)
+        if self.eval_plan.every:
+            self.held_out(version=0)
+
     def draw(self, cursor: Cursor, count: int, version: int) -> list[NewGroup]:
         """The next `count` training groups after the cursor."""
         drawn, groups = dict(cursor.drawn), []

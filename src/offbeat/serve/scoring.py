@@ -66,4 +66,4 @@ class Scorer:
     def stop_if_failing(self) -> None:
         """Raises once too many rewards failed."""
         if reason := self.watch.verdict():
-            raise RunStopped(reason)
+            raise RunStopped(f"{reason}; mend it (see {self.pool.log_path}), then --resume the run")

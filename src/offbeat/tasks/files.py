@@ -50,7 +50,7 @@ class FileSource:
         self._needed = [self._column] + ([answer] if answer not in (None, DEFAULT_ANSWER) else [])
         hashes = np.array([_hash(self._prompt_of(row, i)) for i, row in enumerate(rows.scan(self._needed))], np.uint64)
         if not len(hashes):
-            raise UserError(f"task source {name}: its file has no row")
+            raise UserError(f"task.path = {str(rows.path)!r}: its file has no row; every row is a prompt to train on")
         is_held_out = _choose_held_out(hashes, held_out)
         self._train = np.flatnonzero(~is_held_out)
         # In the order of their hashes, so that the first ones are a fair sample; of equal prompts only one.

@@ -24,6 +24,11 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Rows(Protocol):
+    @property
+    def path(self) -> Path | str:
+        """Where the rows come from, as the user named it."""
+        ...
+
     def scan(self, columns: Sequence[str]) -> Iterator[Row]:
         """All rows in order, with at least these columns where the row has them."""
         ...

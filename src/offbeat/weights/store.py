@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -33,16 +34,22 @@ class WeightStore:
 
     def write(self, number: int, step: int, parent: int | None, tensors: Mapping[str, Tensor]) -> Version:
         """Puts a version on disk; nobody knows of it until its row stands in the ledger."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         final = self.path(number)
         draft = final.with_name(f".{final.name}.draft")
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
-        save_file(held, draft / FILE_NAME)
-        fsync_file(draft / FILE_NAME)
-        shutil.rmtree(final, ignore_errors=True)  # left by a writer that died before its row was written
-        replace_folder(draft, final)
+        try:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            save_file(held, draft / FILE_NAME)
+            fsync_file(draft / FILE_NAME)
+            shutil.rmtree(final, ignore_errors=True)  # left by a writer that died before its row was written
+            replace_folder(draft, final)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            reason = " ".join(str(error).split())
+            raise WeightsError(
+                f"cannot write the weights of step {step} to {final}: {reason}; free space, then --resume"
+            ) from error
         return Version(number=number, step=step, parent=parent, digest=weights_digest(held), path=final)
 
     def keep(self, numbers: Iterable[int]) -> None:
@@ -61,7 +68,12 @@ def read(version: Version) -> dict[str, Tensor]:
     file = version.path / FILE_NAME
     if not file.is_file():
         raise WeightsError(f"version {version.number}: {file} is missing")
-    tensors = load_file(file)
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(
+            f"version {version.number}: {file} cannot be read: {' '.join(str(error).split())}"
+        ) from error
     digest = weights_digest(tensors)
     if digest != version.digest:
         raise WeightsError(f"version {version.number}: digest {digest[:12]} is not the published {version.digest[:12]}")

@@ -1,0 +1,30 @@
+"""Opens a run's tasks and rewards. That needs no torch, so what is wrong with them can be told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from offbeat.config.models import Config
+from offbeat.reward.pool import RewardInput, RewardPool
+from offbeat.tasks.mixture import Mixture, build_mixture
+
+
+def make_mixture(config: Config, reward: Callable[..., Any] | None) -> Mixture:
+    return build_mixture(config.task, seed=config.run.seed, reward=reward)
+
+
+async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
+    """A pool whose rewards were each tried on a problem of theirs."""
+    pool = RewardPool(config.reward.processes, config.reward.timeout_s, mixture.rewards, log)
+    trials = {}
+    for member in mixture.members.values():
+        problem = member.problem(0)
+        trials[member.reward] = RewardInput(problem.answer or "", problem.answer, problem.prompt, problem.info)
+    try:
+        await pool.check(trials)
+    except BaseException:
+        await pool.close()
+        raise
+    return pool
