@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks.NAME [--quick]`, each with the targets that it should reach."""

@@ -1,0 +1,118 @@
+"""What every benchmark prints: a table for people, then one line of JSON.
+
+The JSON holds `bars`, a map from a name to `{value, target, holds, spread}`, next to the benchmark's raw figures, the
+commit, the machine's cores and its accelerator. A missed target stays visible as `holds: false`; a quick run says
+`holds: null` where its few repetitions lie too near the target to tell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A figure and the target that it should reach."""
+
+    value: float
+    target: float
+    holds: bool | None
+    spread: tuple[float, float]
+    """Smallest and largest of the repetitions."""
+
+
+QUICK_MARGIN = 0.15
+"""How far, as a share of the target, all repetitions of a quick run must lie on one side of it to decide."""
+
+
+def at_least(target: float, values: Sequence[float], *, quick: bool) -> Bar:
+    """The median of repeated runs against a lower bound."""
+    holds = statistics.median(values) >= target
+    return _bar(target, values, _decided(target, values, holds, quick))
+
+
+def at_most(target: float, values: Sequence[float], *, quick: bool) -> Bar:
+    """The median of repeated runs against an upper bound."""
+    holds = statistics.median(values) <= target
+    return _bar(target, values, _decided(target, values, holds, quick))
+
+
+def _decided(target: float, values: Sequence[float], holds: bool, quick: bool) -> bool | None:
+    clear = min(values) >= target * (1 + QUICK_MARGIN) or max(values) <= target * (1 - QUICK_MARGIN)
+    return holds if clear or not quick else None
+
+
+def _bar(target: float, values: Sequence[float], holds: bool | None) -> Bar:
+    return Bar(round(statistics.median(values), 3), target, holds, (round(min(values), 3), round(max(values), 3)))
+
+
+def machine() -> dict[str, Any]:
+    """Where and from what the figures come."""
+    return {
+        "commit": _commit(),
+        "cores": os.cpu_count(),
+        "processor": _processor(),
+        "accelerator": _accelerator(),
+        "python": platform.python_version(),
+    }
+
+
+def show(name: str, header: Sequence[str], rows: Sequence[Sequence[str]], bars: Mapping[str, Bar], **raw: Any) -> None:
+    """Prints the table, the bars, and everything again as one line of JSON."""
+    console = Console()
+    table = Table(title=name, title_justify="left")
+    for column, title in enumerate(header):
+        table.add_column(title, justify="left" if column == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    for bar_name, bar in bars.items():
+        verdict = {True: "holds", False: "missed", None: "undecided"}[bar.holds]
+        low, high = bar.spread
+        console.print(
+            f"{bar_name}: {bar.value:g} ({low:g} to {high:g}), target {bar.target:g}: {verdict}", highlight=False
+        )
+    line = {"benchmark": name, **machine(), "bars": {key: asdict(bar) for key, bar in bars.items()}, **raw}
+    print(json.dumps(line))
+
+
+def _commit() -> str | None:
+    """The commit at hand, marked when the tree differs from it; None outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(REPOSITORY), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _accelerator() -> str | None:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return "mps" if torch.backends.mps.is_available() else None
