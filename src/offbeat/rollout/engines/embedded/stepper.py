@@ -34,7 +34,7 @@ from offbeat.rollout.engines.embedded.slots import KeyValueSlots
 from offbeat.rollout.engines.embedded.weights import load_version
 from offbeat.trajectory import Segment
 
-READ_BUCKET_TOKENS = 32
+READ_BUCKET_TOKENS = 16
 """Slots are read in multiples of this: vector lanes stay full and the shapes of a step change seldom."""
 PREFILL_TOKENS = 4096
 """Most tokens, padding included, in one prefill: bounds its memory and how long live slots wait for it."""
