@@ -1,4 +1,4 @@
-"""A reward of one's own: any function of response, answer, prompt and info, by keyword, sync or async."""
+"""A reward of one's own: a plain or async function of any of response, answer, prompt, info and tokens, by keyword."""
 
 
 def reward(response: str, answer: str) -> float:

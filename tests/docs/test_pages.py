@@ -1,0 +1,81 @@
+"""What the pages below docs/ show is true: their commands, their TOML, their Python and their links work."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from doc_reader import DOCS, README, ROOT, Reader, blocks, commands, last_command_of_make, train_small
+
+import offbeat
+from offbeat.config import load
+from offbeat.tasks.mixture import build_mixture
+
+LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
+SINK_IS_MISSING = "its package is not installed"
+
+
+def on_pages(find) -> list:
+    return [pytest.param(page, found, id=f"{page.stem}-{i}") for page in DOCS for i, found in enumerate(find(page))]
+
+
+@pytest.mark.parametrize("page, command", on_pages(commands))
+def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
+    match shlex.split(command):
+        case ["make", "bench"]:
+            assert last_command_of_make("bench") == [".venv/bin/python", "-m", "benchmarks"]
+        case ["python", "-m", "benchmarks", name, "--full"]:
+            assert "--full" in (ROOT / "benchmarks" / "__main__.py").read_text()
+            assert (ROOT / "benchmarks" / f"{name}.py").is_file()
+        case ["python", "-m", module, *words]:
+            text = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+            assert all(f'"{word}"' in text for word in words)
+        case ["offbeat", "train", *words]:
+            said = reader.run.is_dir() and reader.offbeat("train", *words, "--dry-run")
+            assert said.status == 0 or SINK_IS_MISSING in said.err, said.err
+        case ["offbeat", "eval", *words]:
+            assert reader.model.is_dir()
+            assert "mean@" in reader.succeed("eval", *words, "--prompts=4")
+        case ["offbeat", "ledger", "verify", "runs/NAME"]:
+            assert reader.run.is_dir()
+            reader.succeed("ledger", "verify", "runs/NAME")
+        case ["offbeat", "export", "runs/NAME", "my-model"]:
+            assert (reader.model / "model.safetensors").is_file()
+        case _:
+            pytest.fail(f"no test runs {command!r} of {page.name}")
+
+
+@pytest.mark.parametrize("page, text", on_pages(lambda page: blocks(page, "toml")))
+def test_toml_on_a_page_loads_and_its_tasks_open(page: Path, text: str, reader: Reader, tmp_path: Path):
+    (tmp_path / "run.toml").write_text(text)
+    config = load(tmp_path / "run.toml")
+    if any(task.source == "reasoning-gym" for task in config.task):
+        pytest.importorskip("reasoning_gym")
+    with contextlib.chdir(reader.folder):
+        mixture = build_mixture(config.task, seed=0)
+        assert all(member.problem(0).prompt for member in mixture.members.values())
+        assert len(mixture.held_out(4)) == 4
+
+
+@pytest.mark.parametrize("page, code", on_pages(lambda page: blocks(page, "python")))
+def test_python_on_a_page_runs(page: Path, code: str, reader: Reader, monkeypatch: pytest.MonkeyPatch):
+    assert reader.run.is_dir()
+    monkeypatch.setattr(offbeat, "train", train_small)
+    with contextlib.chdir(reader.folder), contextlib.redirect_stdout(io.StringIO()) as out:
+        names = {"__name__": "__main__"}
+        exec(compile(code, page.name, "exec"), names)
+        assert "print(" not in code or out.getvalue()
+    if "def problem(" in code:
+        assert names["problem"](ordinal=0, seed=0, held_out=True)["prompt"]
+    if "def reward(" in code:
+        assert names["reward"](response="85 91", answer="91") == {"right": 1.0, "brief": 0.1}
+
+
+@pytest.mark.parametrize("page", [README, *DOCS], ids=lambda page: page.stem)
+def test_links_within_the_repository_lead_somewhere(page: Path):
+    for target in LINK.findall(page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
