@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +14,7 @@ from doc_reader import DOCS, README, ROOT, Reader, blocks, commands, last_comman
 
 import offbeat
 from offbeat.config import load
+from offbeat.reward.wire import ARGUMENTS
 from offbeat.tasks.mixture import build_mixture
 
 LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
@@ -79,3 +81,13 @@ def test_python_on_a_page_runs(page: Path, code: str, reader: Reader, monkeypatc
 def test_links_within_the_repository_lead_somewhere(page: Path):
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_a_reward_gets_what_the_page_says_in_evaluation_as_in_training(reader: Reader):
+    page = (ROOT / "docs" / "tasks-and-rewards.md").read_text()
+    arguments = re.findall(r"^\| `(\w+)` \| the (?:answer's|problem's|response's)", page, re.MULTILINE)
+    assert tuple(arguments) == ARGUMENTS
+    code = "def reward(**given):\n    return float(all(name in given for name in {0}) and len(given['tokens']) > 0)\n"
+    (reader.folder / "all_arguments.py").write_text(code.format(arguments))
+    told = reader.succeed("eval", "offbeat-tiny", "--prompts=4", "--task.reward=all_arguments.py:reward", "--json")
+    assert json.loads(told)["eval_mean@1"] == 1.0

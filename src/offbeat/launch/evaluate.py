@@ -76,11 +76,11 @@ async def _judge(
         for member in range(group.size)
     ]
     generations = await asyncio.gather(*(engine.generate(request) for request in requests))
-    texts = tokens.decode([generation.segments[0].tokens for generation in generations])
+    responses = [generation.segments[0].tokens for generation in generations]
     problem = group.problem
     inputs = [
-        RewardInput(prompt=problem["prompt"], response=text, answer=problem["answer"], info=problem["info"])
-        for text in texts
+        RewardInput(text, problem["answer"], problem["prompt"], problem["info"], response.tolist())
+        for text, response in zip(tokens.decode(responses), responses, strict=True)
     ]
     results = await pool.score(group.reward, inputs)
     for result in results:
