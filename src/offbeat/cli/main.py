@@ -2,7 +2,8 @@
 
 0: done. 1: a failure that Offbeat foresaw. 2: something that the user can mend. 130: interrupted; 143: by SIGTERM. A
 traceback is a bug.
-Commands are imported when they are called, so that `--help` and a wrong configuration answer at once.
+Commands are imported when they are called, so that `--help` and a wrong configuration answer at once, and so that
+Ctrl-C meets us rather than an import.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from offbeat.cli.parser import Parser
-from offbeat.config.load import split
 from offbeat.errors import OffbeatError, UserError
 from offbeat.spelling import nearest
 
@@ -59,6 +58,9 @@ def _run(argv: list[str]) -> int:
     if name not in COMMANDS:
         near = nearest(name, list(COMMANDS))
         raise UserError(f"{name}: unknown command; " + (f"did you mean {near}?" if near else "see offbeat --help"))
+    from offbeat.cli.parser import Parser
+    from offbeat.config.load import split
+
     overrides: list[str] = []
     if name in TAKES_OVERRIDES:
         words, overrides = split(words)

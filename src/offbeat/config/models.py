@@ -156,7 +156,7 @@ class RolloutConfig(Section):
     """Of training's answers; evaluation has its own."""
     top_p: float = Field(1.0, ge=1, le=1)
     """Training samples from the whole distribution; evaluation may cut it, see eval.top_p."""
-    max_prompt_tokens: int = Field(64, ge=1)
+    max_prompt_tokens: int = free(64, ge=1)
     """Longer prompts are refused."""
     max_new_tokens: int = Field(32, ge=1)
     """Longer answers are cut."""

@@ -17,6 +17,7 @@ from offbeat.config.models import Config
 from offbeat.errors import OffbeatError
 from offbeat.launch import sources
 from offbeat.launch.folder import RunFolder
+from offbeat.launch.stopping import interruptible
 from offbeat.watch.sinks import check_sinks
 
 
@@ -40,8 +41,8 @@ async def _run(folder: RunFolder, reward: Callable[..., Any] | None) -> dict[str
         mixture = sources.make_mixture(folder.config, reward)
         pool = await sources.open_pool(folder.config, mixture, folder.logs / "rewards.log")
         stack.push_async_callback(pool.close)
-        from offbeat.launch import loop
-
+        with interruptible():
+            from offbeat.launch import loop
         return await loop.run(folder, mixture, pool)
 
 

@@ -16,7 +16,7 @@ from offbeat.errors import UserError
 from offbeat.launch import wiring
 from offbeat.launch.folder import RunFolder
 from offbeat.launch.report import Reporter
-from offbeat.launch.stopping import Stopping
+from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.learn.checkpoint import Checkpoints
 from offbeat.learn.trainer import StepReport, Trainer
 from offbeat.reward.pool import RewardPool
@@ -34,12 +34,13 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
     """Trains until the run ends and returns its summary."""
     config, start_s = folder.config, time.monotonic()
     async with AsyncExitStack() as stack:
-        wiring.set_threads(config)
-        tokens = wiring.load_tokens(config)
-        issuer = wiring.make_issuer(config, mixture, tokens)
-        issuer.try_out()
-        policy, reference = wiring.make_policy(config)
-        engine = wiring.make_engine(config, WORKER)
+        with interruptible():
+            wiring.set_threads(config)
+            tokens = wiring.load_tokens(config)
+            issuer = wiring.make_issuer(config, mixture, tokens)
+            issuer.try_out()
+            policy, reference = wiring.make_policy(config)
+            engine = wiring.make_engine(config, WORKER)
         stack.push_async_callback(engine.close)
         ledger = stack.enter_context(wiring.open_ledger(config, folder.ledger))
         coordinator = wiring.make_coordinator(config, ledger, issuer, pool, tokens)

@@ -113,8 +113,9 @@ class Trainer:
             try:
                 with self.span("wait"):
                     batch = await self._claim_unless(stop)
-            except OffbeatError:  # such as too many failed rewards: what was learned so far is good
-                await self.save()
+            except (OffbeatError, asyncio.CancelledError):  # too many rewards failed, or another part did
+                if not stop.is_set():  # otherwise someone asked twice and will not wait
+                    await self.save()
                 raise
             if batch is None:
                 break
