@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Replaces a file's content: draft in the same folder, flush, rename, flush the folder."""
-    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with open(draft, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
     except BaseException:
-        Path(draft).unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
     fsync_folder(path.parent)
 

@@ -34,6 +34,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.json:
         print(json.dumps(figures))
     else:
+        names = [getattr(task, "name", None) or getattr(task, "path", None) or task.source for task in config.task]
+        print(f"{'task':<24} {', '.join(names)}")
         for name, value in figures.items():
             print(f"{name:<24} {value:.4g}" if isinstance(value, float) else f"{name:<24} {value}")
     return 0

@@ -212,7 +212,8 @@ def refuse_in_use(path: Path) -> None:
 
 def newest(parent: Path) -> Path:
     """The run in a folder of runs that was at work last."""
-    runs = [config.parent for config in parent.glob(f"*/{CONFIG}")]
+    begun = [ledger.parent for ledger in parent.glob("*/ledger.sqlite")]  # a start that was refused has none
+    runs = begun or [config.parent for config in parent.glob(f"*/{CONFIG}")]
     if not runs:
         raise UserError(f"{parent}: has no run to resume; start one without --resume")
     return max(runs, key=lambda run: max(file.stat().st_mtime_ns for file in run.glob("*.json*")))

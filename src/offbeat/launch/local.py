@@ -41,6 +41,8 @@ async def _run(folder: RunFolder, reward: Callable[..., Any] | None) -> dict[str
         mixture = sources.make_mixture(folder.config, reward)
         pool = await sources.open_pool(folder.config, mixture, folder.logs / "rewards.log")
         stack.push_async_callback(pool.close)
+        if folder.config.log.console != "quiet":
+            print(f"run {folder.path}: {folder.config.model.path}; loading", flush=True)
         with interruptible():
             from offbeat.launch import loop
         return await loop.run(folder, mixture, pool)

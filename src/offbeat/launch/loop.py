@@ -45,7 +45,9 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
         ledger = stack.enter_context(wiring.open_ledger(config, folder.ledger))
         coordinator = wiring.make_coordinator(config, ledger, issuer, pool, tokens)
         stack.push_async_callback(coordinator.close)
-        _hold_template(folder, issuer.renderer.template_hash)
+        rewards = {name: member.reward for name, member in mixture.members.items()}
+        _hold(folder, "model.chat_template", "template_hash", issuer.renderer.template_hash)
+        _hold(folder, "task.reward", "rewards", rewards)
 
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
         console = stack.enter_context(
@@ -59,7 +61,7 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
             console.note("no evaluation: no task has a held-out split")
 
         def on_step(report: StepReport) -> None:
-            reporter.step(report, coordinator.time_split())
+            reporter.step(report, coordinator.time_split(), coordinator.scorer.num_failed)
 
         trainer = Trainer(
             coordinator,
@@ -75,7 +77,8 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
         stopping = Stopping(reporter.stopping)
         stopping.listen()
         await coordinator.start()
-        await trainer.start()
+        if await trainer.start() >= config.run.steps:
+            console.note(f"the run is at step {trainer.step} already; raise run.steps to go on")
         await _work(config, coordinator, Worker(WORKER, engine, coordinator), trainer, reporter, stopping)
         is_finished = trainer.step >= config.run.steps
         return reporter.finish(
@@ -85,15 +88,16 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
         )
 
 
-def _hold_template(folder: RunFolder, template_hash: str | None) -> None:
-    """Records which chat template renders this run's prompts; another one half-way would change what is trained."""
-    before = folder.last_event("prompts")
+def _hold(folder: RunFolder, key: str, fact: str, value: Any) -> None:
+    """Records what the configuration alone does not tell and what must not change half-way: it would change what is
+    trained. A file's chat template is such a thing, and a reward handed in from Python."""
+    before = folder.last_event(fact)
     if before is None:
-        folder.event("prompts", template_hash=template_hash)
-    elif before["template_hash"] != template_hash:
+        folder.event(fact, value=value)
+    elif before["value"] != value:
         raise UserError(
-            f"model.chat_template: the run began with the chat template of hash {before['template_hash']}, now it is "
-            f"{template_hash}; bring back the first, or start a new run"
+            f"{key}: the run began with {fact} {before['value']}, now it is {value}; bring back the first, or start "
+            "a new run"
         )
 
 

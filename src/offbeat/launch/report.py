@@ -27,6 +27,7 @@ class Reporter:
     def __init__(self, folder: RunFolder, console: Console, sinks: Sequence[Sink]):
         self.folder, self.console, self.sinks = folder, console, sinks
         self._last_s = time.monotonic()
+        self._num_failed = 0
 
     def event(self, kind: str, **fields: Any) -> None:
         self.folder.event(kind, **fields)
@@ -43,8 +44,14 @@ class Reporter:
         self.event("stop", why=why)
         self.console.note(f"stopping ({why}): finishing the step under way, then a checkpoint; once more to leave now")
 
-    def step(self, report: StepReport, times: Mapping[str, float]) -> None:
-        """A finished step; `times` are the seconds that generation and rewards took."""
+    def step(self, report: StepReport, times: Mapping[str, float], num_failed: int = 0) -> None:
+        """A finished step; `times` are the seconds that generation and rewards took, `num_failed` the failures so far
+        of this attempt."""
+        failures, self._num_failed = num_failed - self._num_failed, num_failed
+        if failures == num_failed > 0:
+            self.console.alarm(
+                f"step {report.step + 1}: {failures} samples failed and are left out; {self.folder.logs} says why"
+            )
         members = [member for group in report.batch.groups for member in group.members]
         rewards = np.array([member.reward for member in members])
         lengths = np.array([member.trajectory.num_tokens for member in members])
@@ -63,6 +70,7 @@ class Reporter:
             "lr": report.lr,
             **report.figures.row(),
             "samples": len(members),
+            "failures": failures,
             "tokens": tokens,
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
@@ -87,7 +95,7 @@ class Reporter:
         finished = stopped_by is None
         summary = {
             "run": str(self.folder.path),
-            **summarise(rows, seconds, counts),
+            **summarise(rows, seconds + _seconds_before(rows, self.folder.attempt), counts),
             "finished": finished,
             "stopped_by": stopped_by,
         }
@@ -113,11 +121,17 @@ class Reporter:
             self.console.alarm(f"{picture}: cannot be written: {error.strerror}")
 
 
+def _seconds_before(rows: Sequence[Mapping[str, Any]], attempt: int) -> float:
+    """What the surviving steps of earlier attempts took."""
+    return sum(row["seconds"] for row in rows if "reward" in row and row["attempt"] < attempt)
+
+
 def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts) -> dict[str, Any]:
     """A run's summary from its surviving rows."""
     steps = [row for row in rows if "reward" in row]
     evals = [value for row in rows if (value := held_out(row)) is not None]
     spent = sum(row["seconds"] for row in steps)
+    half = max(1, len(steps) // 2)
 
     def mean_reward(part: Sequence[Mapping[str, Any]]) -> float | None:
         return float(np.mean([row["reward"] for row in part])) if part else None
@@ -126,8 +140,8 @@ def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts)
     return {
         "steps": steps[-1]["step"] if steps else 0,
         "seconds": seconds,
-        "reward_first": mean_reward(steps[:FIRST_STEPS]),
-        "reward_last": mean_reward(steps[-LAST_STEPS:]),
+        "reward_first": mean_reward(steps[: min(FIRST_STEPS, half)]),
+        "reward_last": mean_reward(steps[-min(LAST_STEPS, half) :]),
         "eval_first": evals[0] if evals else None,
         "eval_last": evals[-1] if evals else None,
         "samples_per_second": sum(row["samples"] for row in steps) / spent if spent else None,

@@ -116,7 +116,7 @@ class Coordinator:
         await asyncio.shield(self._inbox_future)
 
     async def fail(self, worker: str, task: int, reason: str) -> None:
-        self.scorer.watch.record(failed=True, reason=reason)
+        self.scorer.failed(reason)
         await self.call(self.ledger.fail, task, "engine", reason)
         self._notify()
 

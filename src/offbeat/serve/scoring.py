@@ -32,6 +32,7 @@ class Scorer:
     ):
         self.pool, self.decode, self.watch, self.samples_per_call = pool, decode, watch, samples_per_call
         self._last_seq = 0
+        self.num_failed = 0
 
     def take_unscored(self, ledger: Ledger) -> list[list[Unscored]]:
         """What arrived since the last call, in portions that share a reward; runs on the ledger's thread."""
@@ -58,10 +59,18 @@ class Scorer:
         results = await self.pool.score(portion[0].reward, inputs)
         scored = []
         for unscored, result in zip(portion, results, strict=True):
-            self.watch.record(failed=result.error is not None, reason=result.error)
-            rewards = result.rewards if result.error is None else None
-            scored.append(Scored(unscored.task, rewards, result.error))
+            if result.error is None:
+                self.watch.record(failed=False)
+                scored.append(Scored(unscored.task, result.rewards))
+            else:
+                self.failed(result.error)
+                scored.append(Scored(unscored.task, error=result.error))
         return scored
+
+    def failed(self, reason: str) -> None:
+        """Counts a sample without a reward, whoever is to blame."""
+        self.num_failed += 1
+        self.watch.record(failed=True, reason=reason)
 
     def stop_if_failing(self) -> None:
         """Raises once too many rewards failed."""

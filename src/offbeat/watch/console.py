@@ -114,7 +114,9 @@ class LineDue:
         self.last_s = -math.inf
 
     def __call__(self, row: Row) -> bool:
-        always = held_out(row) is not None or row.get("step", 0) >= self.num_steps
+        if held_out(row) is not None and "reward" not in row:
+            return True  # an evaluation; it takes no step's line
+        always = row.get("step", 0) >= self.num_steps
         if not always and self.clock() - self.last_s < self.every_s:
             return False
         self.last_s = self.clock()
@@ -164,6 +166,9 @@ def closing_words(summary: Row, folder: str) -> list[tuple[str, str]]:
         words.append(("time", f"{_steps(steps)} in {duration(seconds)}"))
     speed = [("samples_per_second", "samples/s"), ("tokens_per_second", "tokens/s")]
     words.append(("speed", ", ".join(f"{short(summary[key])} {unit}" for key, unit in speed if summary.get(key))))
+    if failures := summary.get("failures"):
+        told = ", ".join(f"{count} by {reason}" for reason, count in failures.items())
+        words.append(("failed", f"{told}; left out of training, see {folder}/logs"))
     words.append(("run", folder))
     if summary.get("finished") is False:
         words.append(("next", f"offbeat train --resume {folder}"))

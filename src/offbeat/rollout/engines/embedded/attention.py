@@ -27,11 +27,11 @@ def use_slot_attention(model: PreTrainedModel, max_context_tokens: int) -> None:
     """Makes this instance of a model attend through the slots, or says why it cannot."""
     kind, config = type(model).__name__, model.config.get_text_config()
     if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
-        raise EngineError(f"embedded engine: {kind} does not let its attention be replaced; use an HTTP engine for it")
+        raise EngineError(f"embedded engine: {kind} does not let its attention be replaced, which this engine needs")
     unknown = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if unknown:
         raise EngineError(
-            f"embedded engine: {kind} has layers of type {', '.join(sorted(unknown))}; use an HTTP engine"
+            f"embedded engine: {kind} has layers of type {', '.join(sorted(unknown))}, which this engine does not know"
         )
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and chunk < max_context_tokens:
