@@ -35,8 +35,8 @@ class Bar:
 
 
 QUICK_FACTOR = 1.6
-"""By how much all repetitions of a quick run must clear or miss the target to decide: on busy cores, two quick runs gave
-9.2 and 5.8 for one and the same ratio."""
+"""By how much all repetitions of a quick run must clear or miss the target to decide: on busy cores, two quick runs
+gave 9.2 and 5.8 for one and the same ratio."""
 
 
 def at_least(target: float, values: Sequence[float], *, quick: bool) -> Bar:
