@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import logging
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -154,7 +155,9 @@ def best_rival_setting(model: LlamaForCausalLM, work: list[Job]) -> tuple[int, i
         return rate(lambda some: continuous_batching(model, some, *setting), work)
 
     measured(RIVAL_SETTINGS[0])  # warms up
-    return max(RIVAL_SETTINGS, key=measured)
+    best = max(RIVAL_SETTINGS, key=measured)
+    print(f"generate_batch is best with {best[0]} requests, {best[1]} tokens a page", file=sys.stderr, flush=True)
+    return best
 
 
 def compare(size: str, work: list[Job], num_rounds: int, quick: bool) -> dict[str, list[float]]:
@@ -176,6 +179,7 @@ def compare(size: str, work: list[Job], num_rounds: int, quick: bool) -> dict[st
         for name, contestant in contestants.items():
             num_jobs = QUICK_JOBS.get(name, NUM_REQUESTS) if quick else NUM_REQUESTS
             rates[name].append(rate(contestant, work[:num_jobs]))
+            print(f"{size} {name}: {rates[name][-1]:,.0f} tokens/s", file=sys.stderr, flush=True)
     for engine in engines.values():
         asyncio.run(engine.close())
     return rates
