@@ -45,6 +45,15 @@ def test_a_damaged_file_is_refused_by_name(tmp_path):
         checkpoints.load(1)
 
 
+def test_a_damaged_manifest_is_refused_by_name(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    folder = checkpoints.save(1, 1, trained_policy().state())
+    for text in ("", "{", "[]", "{}"):
+        (folder / "manifest.json").write_text(text)
+        with pytest.raises(UserError, match=r"manifest\.json: is damaged; remove .*00000001 to resume from"):
+            checkpoints.load(1)
+
+
 def test_a_draft_that_a_dead_process_left_is_no_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     (tmp_path / ".00000004.draft").mkdir()

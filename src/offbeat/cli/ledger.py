@@ -21,12 +21,14 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if not file.is_file():
         raise UserError(f"{arguments.run}: holds no ledger; give a run's folder")
     from offbeat.ledger.ledger import Ledger
+    from offbeat.ledger.records import Counts
 
     with Ledger(file, read_only=True) as ledger:
         report = ledger.verify()
     for violation in report.violations:
         print(violation)
-    for name, value in asdict(report.counts).items():
-        print(f"{name:<28} {value}")
+    if report.counts != Counts():  # a file too damaged to count in says nothing, and its zeros would mislead
+        for name, value in asdict(report.counts).items():
+            print(f"{name:<28} {value}")
     print("everything holds" if report.holds else f"{len(report.violations)} things do not hold")
     return 0 if report.holds else 1

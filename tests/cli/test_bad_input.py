@@ -1,0 +1,423 @@
+"""What users and machines get wrong, through the real command: one line, an exit status, nothing lost, nobody left.
+
+Each test runs `python -m offbeat` as a process of its own. Also through the real command, but elsewhere:
+
+- a full disk: `faults/test_disk_full.py`;
+- runs that are killed outright: `faults/test_exact_resume.py`;
+- a second process on a run that another program holds: `cli/test_command_line.py`, which has many more wrong words.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from offbeat.ledger.ledger import Ledger
+from offbeat.model.loading import TINY_FOLDER
+from offbeat.weights.version import Version
+
+WITHIN_S = 120.0
+QUICK = (
+    *("--batch.groups-per-step=2", "--batch.group-size=2", "--rollout.slots=4", "--rollout.max-new-tokens=8"),
+    *("--eval.every=0", "--run.threads=1", "--log.console=quiet", "--run.name=a"),
+)
+ENDLESS = "--run.steps=1000000"
+MARK = "OFFBEAT_TEST_MARK"
+REWARDS = """
+import os, time
+
+
+def raising(response):
+    raise ValueError("no egg,\\nno hen")
+
+
+def hanging(response):
+    time.sleep(600)
+
+
+def nan(response):
+    return float("nan")
+
+
+def text(response):
+    return "good"
+
+
+def away(response):
+    if os.path.exists("away"):
+        raise ConnectionError("the judge is away")
+    return float(len(response))
+
+
+def now_and_then(response):
+    with open("calls", "a") as file:  # a count that outlives the process
+        file.write(".")
+    number = os.path.getsize("calls")
+    if number in (5, 10):
+        return raising(response) if number == 5 else nan(response)
+    if number in (15, 20):
+        return text(response) if number == 15 else hanging(response)
+    if number == 40:
+        os._exit(3)
+    return 1.0
+"""
+
+
+class Command:
+    """The real command in a folder of its own; a mark in their environment tells its processes from all others."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.mark = folder, uuid.uuid4().hex
+        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
+        self.environment = {**os.environ, "PYTHONPATH": path, MARK: self.mark}
+        (folder / "rewards.py").write_text(REWARDS)
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-m", "offbeat", *words]
+        return subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=pipe, stderr=pipe, text=True)
+
+    def __call__(self, *words: str) -> tuple[int, str, str]:
+        return ended(self.start(*words))
+
+    def fails(self, *words: str, status: int = 2) -> str:
+        """Runs a command that must fail; returns its line."""
+        found, out, errors = self(*words)
+        line = only_line(errors)
+        assert (found, out) == (status, ""), errors
+        return line
+
+    def succeeds(self, *words: str) -> str:
+        status, out, errors = self(*words)
+        assert (status, errors) == (0, "")
+        return out
+
+    def processes(self) -> dict[int, str]:
+        """Process ids and command lines of all that we started, directly or not, and that are still alive."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
+                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+            except OSError:  # gone meanwhile, or not ours to look at
+                continue
+        return found
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, errors = process.communicate(timeout=WITHIN_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        _, errors = process.communicate()
+        raise AssertionError(f"still running after {WITHIN_S:.0f} s: {errors}") from None
+    return process.returncode, out, errors
+
+
+def only_line(errors: str) -> str:
+    assert errors.startswith("offbeat: "), errors
+    assert errors.count("\n") == 1, errors
+    return errors.removeprefix("offbeat: ").removesuffix("\n")
+
+
+def line_after_warnings(errors: str) -> str:
+    """The line of a run that may have warned of failed samples before."""
+    return only_line("".join(line for line in errors.splitlines(True) if not line.startswith("warning: ")))
+
+
+def wait_until(condition, what: str, process: subprocess.Popen[str] | None = None) -> None:
+    deadline_s = time.monotonic() + WITHIN_S
+    while not condition():
+        if process is not None and process.poll() is not None:
+            raise AssertionError(f"the run ended while we waited for {what}: {process.communicate()}")
+        assert time.monotonic() < deadline_s, f"waited in vain for {what}"
+        time.sleep(0.01)
+
+
+def rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def events(run: Path, kind: str) -> list[dict]:
+    return [event for event in rows(run / "events.jsonl") if event["event"] == kind]
+
+
+def checkpoints(run: Path) -> list[int]:
+    return sorted(int(folder.name) for folder in (run / "checkpoints").iterdir())
+
+
+def get_on(run: Path, process: subprocess.Popen[str], num_rows: int = 3) -> None:
+    """Waits until a run has trained some more steps."""
+    enough = len(rows(run / "metrics.jsonl")) + num_rows
+    wait_until(lambda: len(rows(run / "metrics.jsonl")) >= enough, f"{num_rows} more steps", process)
+
+
+@pytest.fixture
+def offbeat(tmp_path):
+    command = Command(tmp_path)
+    yield command
+    try:
+        wait_until(lambda: not command.processes(), "the command's processes to be gone")
+    finally:
+        for pid in command.processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("[batch]\ngroup_sise = 16\n", "run.toml:2: batch.group_sise = 16: unknown key; did you mean group_size?"),
+        (
+            "[optimizer]\nschedule = 'cosin'\n",
+            'run.toml:2: optimizer.schedule = "cosin": allowed "constant", "linear", "cosine"; did you mean "cosine"?',
+        ),
+        (
+            "[batch]\ngroup_size = '16'\n",
+            'run.toml:2: batch.group_size = "16": wants a whole number, not text; write it without quotes',
+        ),
+        ("[loss]\nclip_low = 1.5\n", "run.toml:2: loss.clip_low = 1.5: allowed more than 0 and less than 1"),
+        (
+            "[batch]\ngroups_per_step = 8\nupdates_per_step = 3\n",
+            "run.toml:3: batch.updates_per_step = 3: must divide batch.groups_per_step = 8, because each update trains "
+            "whole groups",
+        ),
+    ],
+    ids=["unknown key", "misspelt value", "wrong type", "out of range", "batch arithmetic"],
+)
+def test_a_wrong_configuration_is_told_by_its_line(offbeat, text, told):
+    (offbeat.folder / "run.toml").write_text(text)
+    assert offbeat.fails("train", "run.toml") == told
+    assert not (offbeat.folder / "runs").exists()
+
+
+def test_a_model_that_is_not_there_is_told(offbeat):
+    folder = offbeat.folder / "bare"
+    folder.mkdir()
+    shutil.copy(TINY_FOLDER / "config.json", folder)
+    for command in ("train", "eval"):
+        told = offbeat.fails(command, *(["--model.path=nowhere"] if command == "train" else ["nowhere"]))
+        assert told.startswith("model.path = 'nowhere': no such folder; give a Hugging Face model folder or")
+    assert offbeat.fails("eval", "bare").startswith("model.path = 'bare': has no *.safetensors; save the model with")
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("", "task.path = 'data.jsonl': its file has no row; every row is a prompt to train on"),
+        ('{"prompt": "1+1="}\n\n{"prompt": "1+', "data.jsonl:3: not a line of JSON: Input data was truncated"),
+        ('{"prompt": "1+1="}\n{"promt": "2+1="}\n', "data.jsonl:2: there is no column 'prompt'; did you mean 'promt'?"),
+    ],
+    ids=["empty", "malformed", "no column"],
+)
+def test_a_wrong_data_file_is_told_by_its_line(offbeat, text, told):
+    (offbeat.folder / "data.jsonl").write_text(text)
+    words = ("--task.source=file", "--task.path=data.jsonl", "--task.reward=exact")
+    assert offbeat.fails("train", *QUICK, *words) == told
+    assert not (offbeat.folder / "runs" / "a" / "ledger.sqlite").exists()
+
+
+@pytest.mark.parametrize(
+    "function, told",
+    [
+        ("rasing", r"task\.reward = 'rewards\.py:rasing': .* has no function 'rasing'; did you mean 'raising'\?"),
+        ("raising", r"reward .*: a first try failed, raised: ValueError: no egg, no hen \(rewards\.py:6\); see (.*)"),
+        ("hanging", r"reward .*: a first try failed, timeout: no reward within 1 s \(reward\.timeout_s\); see (.*)"),
+        ("nan", r"reward .*: a first try failed, value: the reward returned nan; return a finite number; see (.*)"),
+        ("text", r"reward .*: a first try failed, value: the reward returned 'good', a str; .*; see (.*)"),
+    ],
+    ids=["missing", "raising", "hanging", "NaN", "text"],
+)
+def test_a_reward_that_cannot_work_is_told_before_training(offbeat, function, told):
+    words = (*QUICK, f"--task.reward=rewards.py:{function}", "--reward.timeout-s=1")
+    found = re.fullmatch(told, offbeat.fails("train", *words))
+    assert found
+    for log in found.groups():
+        assert "rewards.py:" in (offbeat.folder / log).read_text()
+        assert ("Traceback" in (offbeat.folder / log).read_text()) == (function == "raising")
+    assert not (offbeat.folder / "runs" / "a" / "ledger.sqlite").exists()  # so the name is free for the next try
+
+
+TOLD_WITH_TORCH = {
+    "no tokenizer": (
+        ["train", *QUICK, "--model.path=mute"],
+        r"model\.path = 'mute': has no tokenizer \(tokenizer\.json\); copy the model's tokenizer files there, or .*",
+    ),
+    "no chat template": (
+        ["train", *QUICK, "--task.source=file", "--task.path=chat.jsonl", "--task.messages=m", "--task.reward=exact"],
+        r"chat, problem 0: chat messages need a chat template and the tokenizer has none; set model\.chat_template",
+    ),
+    "a long prompt": (
+        ["train", *QUICK, "--rollout.max-prompt-tokens=2"],
+        r"arithmetic, problem 0: its prompt has \d+ tokens, over rollout\.max_prompt_tokens = 2; raise that to \d+ .*",
+    ),
+    "a small window": (
+        ["train", *QUICK, "--rollout.max-prompt-tokens=600"],
+        r"rollout\.max_prompt_tokens \+ rollout\.max_new_tokens = 600 \+ 8: offbeat-tiny has a window of 512 .*lower.*",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def told_with_torch(tmp_path_factory):
+    """What commands say that need torch before they can refuse; importing it takes long, so two run at once."""
+
+    def run(name: str) -> tuple[int, str, str, Path]:
+        folder = tmp_path_factory.mktemp("told")
+        shutil.copytree(TINY_FOLDER, folder / "mute", ignore=shutil.ignore_patterns("tokenizer.json"))
+        (folder / "chat.jsonl").write_text('{"m": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
+        return *Command(folder)(*TOLD_WITH_TORCH[name][0]), folder
+
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(run, name) for name in TOLD_WITH_TORCH}
+
+
+@pytest.mark.parametrize("name", TOLD_WITH_TORCH)
+def test_what_a_model_cannot_work_with_is_told_before_training(told_with_torch, name):
+    status, out, errors, folder = told_with_torch[name].result()
+    assert re.fullmatch(TOLD_WITH_TORCH[name][1], only_line(errors)), errors
+    assert (status, out) == (2, "")
+    assert not (folder / "runs" / "a" / "ledger.sqlite").exists()
+
+
+def test_rewards_that_fail_now_and_then_are_left_out_counted_and_never_zero(offbeat):
+    (offbeat.folder / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    status, out, errors = offbeat(
+        *("train", *QUICK, "--batch.groups-per-step=4", "--batch.group-size=4", "--rollout.slots=16", "--run.steps=5"),
+        *("--task.source=file", "--task.path=data.jsonl", "--task.reward=rewards.py:now_and_then"),
+        *("--reward.timeout-s=2", "--eval.every=1"),  # of one row nothing can be held out: then there is no evaluation
+    )
+    assert (status, out) == (0, "")
+    assert re.fullmatch(r"warning: step 1: \d samples failed and are left out; runs/a/logs says why\n", errors), errors
+    run = offbeat.folder / "runs" / "a"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["finished"]
+    assert summary["failures"] == {"reward": 5}
+    assert summary["trajectories"]["trained"] + summary["trajectories"]["dropped"] == 80
+    assert [row["reward"] for row in rows(run / "metrics.jsonl")] == [1.0] * 5
+    with sqlite3.connect(run / "ledger.sqlite") as ledger:
+        errors = [error for (error,) in ledger.execute("SELECT error FROM rewards WHERE error IS NOT NULL")]
+        assert set(ledger.execute("SELECT value FROM rewards WHERE error IS NULL")) == {(1.0,)}
+    assert sorted(error.partition(":")[0] for error in errors) == ["crash", "raised", "timeout", "value", "value"]
+    log = (run / "logs" / "rewards.log").read_text()
+    assert all(error in log for error in errors)
+    assert "Traceback" in log
+    assert 'raise ValueError("no egg' in log
+    assert "everything holds" in offbeat.succeeds("ledger", "verify", "runs/a")
+
+
+def test_a_run_whose_rewards_fail_too_often_stops_and_goes_on_once_they_are_mended_until_its_time_is_up(offbeat):
+    run = offbeat.folder / "runs" / "a"
+    process = offbeat.start("train", *QUICK, ENDLESS, "--task.reward=rewards.py:away")
+    get_on(run, process)
+    (offbeat.folder / "away").touch()
+    status, _, errors = ended(process)
+    assert status == 1
+    told = r"\d+ of the latest 64 rewards failed \(\d+%; reward\.max_failure_share = 0\.2\), \d+ of them with: raised: "
+    told += r"ConnectionError: the judge is away \(rewards\.py:\d+\); mend it \(see runs/a/logs/rewards\.log\), then .*"
+    assert re.fullmatch(told, line_after_warnings(errors)), errors
+    assert "the judge is away" in events(run, "error")[0]["error"]
+    steps = len(rows(run / "metrics.jsonl"))
+    assert checkpoints(run) == [steps]  # no trained step is lost
+
+    (offbeat.folder / "away").unlink()
+    told = offbeat.fails("train", "--resume", "runs/a", "--batch.group-size=4")
+    assert told.startswith("batch.group_size = 4: the run runs/a has 2, and this key is fixed for the life of a run;")
+    changed = ("--optimizer.lr=2e-5", "--run.max-hours=0.0003", "--rollout.max-prompt-tokens=80")
+    offbeat.succeeds("train", "--resume", "runs/a", *changed)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["finished"], summary["stopped_by"]) == (False, "run.max_hours = 0.0003")
+    assert checkpoints(run)[-1] == summary["steps"] == len(rows(run / "metrics.jsonl")) > steps
+    keys = [event["key"] for event in events(run, "config_change")]
+    assert sorted(keys) == ["optimizer.lr", "rollout.max_prompt_tokens", "run.max_hours"]
+    (resumed,) = events(run, "resume")
+    assert (resumed["step"], resumed["abandoned"]) == (steps, [])
+    assert "everything holds" in offbeat.succeeds("ledger", "verify", "runs/a")
+
+
+def test_a_run_survives_its_helpers_and_ends_cleanly_by_sigterm_or_ctrl_c(offbeat):
+    """One run in three attempts; none of them loses a step."""
+    run = offbeat.folder / "runs" / "a"
+
+    def stop_by(number: signal.Signals, process: subprocess.Popen[str]) -> None:
+        process.send_signal(number)
+        status, out, errors = ended(process)
+        assert (status, out) == (128 + number, "")
+        (stop, end), steps = (events(run, kind)[-1] for kind in ("stop", "end")), len(rows(run / "metrics.jsonl"))
+        assert (stop["why"], end["finished"], end["step"]) == (number.name, False, steps)
+        assert checkpoints(run)[-1] == steps
+        told = f"stopped by {number.name} after step {steps}, with a checkpoint; go on with offbeat train --resume "
+        assert line_after_warnings(errors) == told + "runs/a"
+
+    process = offbeat.start("train", *QUICK, ENDLESS)
+    get_on(run, process)
+    told = offbeat.fails("train", "--resume", "runs/a")
+    assert re.fullmatch(f"runs/a: is in use by process {process.pid} on .*; stop it or wait for it", told)
+    helpers = [pid for pid, name in offbeat.processes().items() if "reward" in name]
+    assert len(helpers) == 2  # a reward process and the guard
+    for pid in helpers:
+        os.kill(pid, signal.SIGKILL)
+    get_on(run, process)
+    stop_by(signal.SIGTERM, process)
+
+    process = offbeat.start("train", "--resume", "runs/a")
+    get_on(run, process)
+    stop_by(signal.SIGINT, process)
+
+    steps = len(rows(run / "metrics.jsonl"))
+    offbeat.succeeds("train", "--resume", "runs/a", f"--run.steps={steps + 1}")
+    assert json.loads((run / "summary.json").read_text())["finished"]
+    assert [row["step"] for row in rows(run / "metrics.jsonl")] == list(range(1, steps + 2))
+    assert all(event["abandoned"] == event["undone_steps"] == [] for event in events(run, "resume"))
+    assert "everything holds" in offbeat.succeeds("ledger", "verify", "runs/a")
+
+
+def test_ctrl_c_while_torch_is_imported_ends_a_run_at_once_and_leaves_its_name_free(offbeat):
+    run = offbeat.folder / "runs" / "a"
+    process = offbeat.start("train", *QUICK)
+    wait_until(lambda: "reward.child" in "".join(offbeat.processes().values()), "the reward process", process)
+    process.send_signal(signal.SIGINT)
+    status, out, errors = ended(process)
+    assert (status, out, only_line(errors)) == (130, "", "interrupted")
+    assert not (run / "ledger.sqlite").exists()
+
+
+def test_an_export_that_cannot_be_is_told(offbeat):
+    run, taken = offbeat.folder / "run", offbeat.folder / "taken"
+    taken.mkdir()
+    (taken / "thesis.tex").touch()
+    assert offbeat.fails("export", "run", "out") == "run: no such run"
+    assert offbeat.fails("export", "taken", "out") == "taken: holds no run (it has no config.json)"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    assert offbeat.fails("export", "run", "out") == "run: has published no weights yet; train at least one step first"
+    told = "taken: is there already; name a new folder or remove it first"
+    assert offbeat.fails("export", "run", "taken") == told
+    assert [file.name for file in taken.iterdir()] == ["thesis.tex"]
+
+
+def test_a_damaged_ledger_does_not_hold_and_what_is_none_is_told(offbeat):
+    assert offbeat.fails("ledger", "verify", ".") == ".: holds no ledger; give a run's folder"
+    file = offbeat.folder / "ledger.sqlite"
+    with Ledger(file) as ledger:
+        ledger.publish(Version(0, 0, None, "digest", Path("weights")))
+    whole = file.read_bytes()
+    assert "everything holds" in offbeat.succeeds("ledger", "verify", ".")
+
+    file.write_bytes(whole[:8192] + b"\xff" * 4096 + whole[12288:])
+    status, out, errors = offbeat("ledger", "verify", ".")
+    assert (status, errors) == (1, "")
+    assert "the file is damaged" in out
+
+    file.write_bytes(b"\xff" * 100 + whole[100:])
+    told = "ledger.sqlite: cannot be used as a ledger: file is not a database"
+    assert offbeat.fails("ledger", "verify", ".") == told

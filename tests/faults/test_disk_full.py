@@ -1,0 +1,124 @@
+"""A disk that fills up while a checkpoint is written: one line, the earlier checkpoint whole, and a run that can go on.
+
+As root on Linux the disk is a real one, a tmpfs of a few megabytes. Elsewhere a limit on the size of files stands in
+for it: weights fit, a checkpoint, three times as large, does not.
+"""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from offbeat.ledger.errors import LedgerError
+from offbeat.ledger.ledger import Ledger
+from offbeat.model.loading import TINY_FOLDER
+from offbeat.weights.store import WeightsError, WeightStore
+from offbeat.weights.version import Version
+
+WITHIN_S = 120.0
+WEIGHTS_BYTES = (TINY_FOLDER / "model.safetensors").stat().st_size
+CHECKPOINT_BYTES = 3 * WEIGHTS_BYTES
+"""Masters and two moments, all as wide as the shipped weights."""
+FULL_BYTES = 2 * WEIGHTS_BYTES + 2 * CHECKPOINT_BYTES - WEIGHTS_BYTES
+"""Room for one checkpoint and for a version being written beside two others, but not for a second checkpoint."""
+QUICK = (
+    *("--batch.groups-per-step=2", "--batch.group-size=2", "--rollout.slots=4", "--rollout.max-new-tokens=8"),
+    *("--eval.every=0", "--run.threads=1", "--log.console=quiet", "--run.name=a", "--checkpoint.every=1"),
+)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A folder, and whether it is a small disk of its own."""
+    is_mounted = sys.platform == "linux" and os.geteuid() == 0 and mount("tmpfs", tmp_path, FULL_BYTES)
+    yield tmp_path, is_mounted
+    if is_mounted:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def mount(what: str, folder: Path, num_bytes: int) -> bool:
+    """Whether a tmpfs could be mounted, or mounted anew with another size; in a container not even root may."""
+    options = f"size={num_bytes}" if what == "tmpfs" else f"remount,size={num_bytes}"
+    return subprocess.run(["mount", "-t", "tmpfs", "-o", options, what, folder], check=False).returncode == 0
+
+
+def train(folder: Path, *words: str, max_file_bytes: int | None = None) -> tuple[int, str]:
+    """The real command's status and what it says on stderr."""
+
+    def limit_files() -> None:
+        if max_file_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, resource.RLIM_INFINITY))
+
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, "-m", "offbeat", "train", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        preexec_fn=limit_files,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(disk):
+    folder, is_mounted = disk
+    run = folder / "runs" / "a"
+    if is_mounted:
+        status, errors = train(folder, *QUICK, "--run.steps=3")
+    else:
+        assert train(folder, *QUICK, "--run.steps=1") == (0, "")
+        resumed = ("--resume", "runs/a", "--run.steps=3")
+        status, errors = train(folder, *resumed, max_file_bytes=(WEIGHTS_BYTES + CHECKPOINT_BYTES) // 2)
+    told = r"offbeat: cannot write the checkpoint of step 2 to runs/a/checkpoints: .*(No space left|File too large).*; "
+    told += r"the checkpoint of step 1 is intact; free space, then --resume\n"
+    assert re.fullmatch(told, errors), errors
+    assert status == 1
+    assert [entry.name for entry in (run / "checkpoints").iterdir()] == ["00000001"]
+    last = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], "checkpoint of step 2" in last["error"]) == ("error", True)
+
+    if is_mounted:
+        assert mount("remount", folder, 2 * FULL_BYTES)
+    assert train(folder, "--resume", "runs/a") == (0, "")
+    assert json.loads((run / "summary.json").read_text())["finished"]
+    with Ledger(run / "ledger.sqlite", read_only=True) as ledger:
+        assert ledger.verify().violations == ()
+
+
+@contextmanager
+def no_file_over(num_bytes: int):
+    """Within this process too, a file cannot grow beyond a size."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_version_that_does_not_fit_is_told_and_leaves_nothing_behind(tmp_path):
+    store = WeightStore(tmp_path / "weights")
+    with no_file_over(1000), pytest.raises(WeightsError, match=r"cannot write the weights of step 3 .*free space"):
+        store.write(7, 3, None, {"w": torch.zeros(1000)})
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_a_ledger_that_cannot_grow_says_so_and_is_as_it_was_before(tmp_path):
+    version = Version(0, 0, None, "digest", Path("x" * 100_000))
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        told = r"ledger\.sqlite: .*; (free space on its disk|see that its disk works and has space), then --resume the"
+        with no_file_over(50_000), pytest.raises(LedgerError, match=told), ledger.naming_damage():
+            ledger.publish(version)
+        assert ledger.latest_version() is None
+        ledger.publish(version)
+        assert ledger.verify().violations == ()
