@@ -7,12 +7,13 @@ reward, loss and optimizer, in turn, in processes of their own, on the same core
   demo's task and on the same with a long tail of answer lengths;
 - samples needed until the held-out reward reaches a threshold that both reach, all weights judged alike.
 
-TRL runs with the fastest of the settings tried, see `FAST`.
+TRL runs with the fastest of several settings, see `CANDIDATES`.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import sys
 import tempfile
@@ -27,16 +28,29 @@ from benchmarks.peers.learning import Curve, HeldOut, common_threshold, rounded
 from benchmarks.peers.runs import Job, Run, train_with_offbeat, train_with_trl
 from offbeat.errors import OffbeatError
 
-FAST: Mapping[str, Mapping[str, Any]] = {
-    "demo": {"samples_per_microbatch": 64},
-    "long tail": {"samples_per_microbatch": 8, "samples_per_generation": 8},
+PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Idle threads sleep instead of spinning: a little slower at best, several times faster where others want the cores."""
+CANDIDATES: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "demo": [
+        {"samples_per_microbatch": 64, "environment": PATIENT},
+        {"samples_per_microbatch": 64},
+        {"samples_per_microbatch": 64, "threads": 1},
+        {"samples_per_microbatch": 128, "environment": PATIENT},
+    ],
+    "long tail": [
+        {"samples_per_microbatch": 16, "samples_per_generation": 16, "environment": PATIENT},
+        {"samples_per_microbatch": 16, "samples_per_generation": 16},
+        {"samples_per_microbatch": 8, "samples_per_generation": 8, "environment": PATIENT},
+        {"samples_per_microbatch": 8, "samples_per_generation": 8, "threads": 1},
+    ],
 }
-"""What made TRL fastest, in CPU seconds a step on one core.
+"""Settings of TRL of which the fastest on the machine at hand is compared with; the first where time is short.
 
-Demo: micro-batches of 64 samples 0.9, of 256 1.2, of 32 1.3; generating 64 samples at a time 1.05; eager attention or a
-static KV cache 15 % slower; transformers' continuous batching 2.5 with a cache sized by hand, 15 with its own.
-Long tail: generating and back-propagating a group of 8 at a time 6 to 7.4, 16 samples 7.5, 32 10.9, 64 12.8, because
-padding and waiting end at the longest of these; all 256 generated at once 22 to 30, whatever the micro-batch.
+What was tried besides, in CPU seconds a step on one core. Demo, 0.9 with micro-batches of 64 samples: 256 1.2, 32 1.3;
+generating 64 samples at a time 1.05; eager attention or a static KV cache 15 % slower; transformers' continuous
+batching 2.5 with a cache sized by hand, 15 with its own. Long tail, 6 to 7.5 when 8 or 16 samples are generated and
+back-propagated at a time, because padding and waiting then end at the longest of these: 32 10.9, 64 12.8, all 256
+generated at once 22 to 30, whatever the micro-batch.
 """
 SAMPLES_TARGET = 1.1
 BUSY_SHARE = 0.1
@@ -63,16 +77,18 @@ class Effort:
     num_warmup: int
     save_every: int = 0
     """Steps between judged weights; 0 judges none."""
+    trial_steps: int = 0
+    """Steps in which each candidate setting of TRL is tried first; 0 takes the first candidate untried."""
 
 
 DEMO = Setting("demo", tail=0.0, max_new_tokens=32, speed_target=1.5)
 LONG_TAIL = Setting("long tail", tail=0.3, max_new_tokens=400, speed_target=3.0)
 FULL = {
-    "demo": Effort(repeats=5, steps=60, num_warmup=5, save_every=3),
-    "long tail": Effort(repeats=5, steps=12, num_warmup=2),
+    "demo": Effort(repeats=5, steps=60, num_warmup=5, save_every=3, trial_steps=10),
+    "long tail": Effort(repeats=5, steps=12, num_warmup=2, trial_steps=4),
 }
 QUICK = {
-    "demo": Effort(repeats=1, steps=12, num_warmup=3, save_every=3),
+    "demo": Effort(repeats=1, steps=10, num_warmup=2, save_every=5),
     "long tail": Effort(repeats=1, steps=3, num_warmup=1),
 }
 
@@ -85,24 +101,33 @@ class Pairs:
     effort: Effort
     trl: list[Run] = field(default_factory=list)
     offbeat: list[Run] = field(default_factory=list)
+    trl_settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def job(self, seed: int, steps: int, trl: Mapping[str, Any], save_every: int = 0) -> Job:
+        return Job(seed, steps, self.setting.tail, self.setting.max_new_tokens, save_every=save_every, trl=trl)
+
+    def choose(self, folder: Path, python: Path) -> None:
+        """Finds out which settings make TRL fastest here."""
+        candidates, steps = CANDIDATES[self.setting.name], self.effort.trial_steps
+        self.trl_settings = candidates[0]
+        if not steps:
+            return
+        best = 0.0
+        for i, settings in enumerate(candidates):
+            run = train_with_trl(self.job(0, steps, settings), folder / f"trial-{i}", python)
+            rate = run.samples_per_second(num_warmup=steps // 3)
+            say(f"{self.setting.name}: TRL with {settings}: samples/s {rate:.0f}")
+            if rate > best:
+                best, self.trl_settings = rate, settings
 
     def train(self, folder: Path, python: Path) -> None:
         for seed in range(self.effort.repeats):
-            job = Job(
-                seed=seed,
-                steps=self.effort.steps,
-                tail=self.setting.tail,
-                max_new_tokens=self.setting.max_new_tokens,
-                save_every=self.effort.save_every,
-                trl=FAST[self.setting.name],
-            )
-            place = folder / f"{self.setting.name.replace(' ', '-')}-{seed}"
+            job = self.job(seed, self.effort.steps, self.trl_settings, self.effort.save_every)
+            place = folder / str(seed)
             self.trl.append(train_with_trl(job, place / "trl", python))
             self.offbeat.append(train_with_offbeat(job, place / "offbeat"))
             rates = ", ".join(f"{run.system} {self.rate(run):.0f}" for run in (self.trl[-1], self.offbeat[-1]))
-            print(
-                f"{self.setting.name}, repeat {seed + 1} of {self.effort.repeats}: samples/s {rates}", file=sys.stderr
-            )
+            say(f"{self.setting.name}, repeat {seed + 1} of {self.effort.repeats}: samples/s {rates}")
 
     def rate(self, run: Run) -> float:
         return run.samples_per_second(self.effort.num_warmup)
@@ -154,6 +179,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one short repeat: ends within a minute")
     parser.add_argument("--trl-python", metavar="PATH", help="of an environment with TRL; without it, one is made")
     options = parser.parse_args()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(1)
+    )  # an orderly end: no run goes on alone, no folder stays behind
     efforts = QUICK if options.quick else FULL
     try:
         python = trl_python(options.trl_python)
@@ -162,14 +190,15 @@ def main() -> int:
         cache.mkdir(exist_ok=True)
         # On the repository's disk and not in a temporary folder, which may be memory: what Offbeat writes shall cost.
         with tempfile.TemporaryDirectory(dir=cache, prefix="demo_vs_trl-") as folder:
-            for chosen in pairs.values():
-                chosen.train(Path(folder), python)
+            for number, chosen in enumerate(pairs.values()):
+                chosen.choose(Path(folder) / str(number), python)
+                chosen.train(Path(folder) / str(number), python)
             judge = HeldOut("offbeat-tiny", DEMO.tail, DEMO.max_new_tokens)
             start = judge.reward()
             trl, offbeat = (curves_of(runs, judge, start) for runs in (pairs["demo"].trl, pairs["demo"].offbeat))
         show(list(pairs.values()), trl, offbeat, quick=options.quick)
     except OffbeatError as error:
-        print(f"demo_vs_trl: {error}", file=sys.stderr)
+        say(str(error))
         return 1
     return 0
 
@@ -182,15 +211,14 @@ def show(pairs: Sequence[Pairs], trl: Sequence[Curve], offbeat: Sequence[Curve],
         theirs, ours = ([chosen.rate(run) for run in runs] for runs in (chosen.trl, chosen.offbeat))
         rows.append((f"samples/s, {name}", *(spread(values, "{:.0f}") for values in (theirs, ours))))
         if chosen.others_share() > BUSY_SHARE:
-            busy = f"demo_vs_trl: others used up to {chosen.others_share():.0%} of the cores during {name}"
-            print(f"{busy}; speeds are doubtful", file=sys.stderr)
+            say(f"{name}: others used up to {chosen.others_share():.0%} of the cores; speeds are doubtful")
         raw[name] = {
             "trl_samples_per_second": rounded(theirs, 1),
             "offbeat_samples_per_second": rounded(ours, 1),
             "steps": chosen.effort.steps,
             "warmup_steps": chosen.effort.num_warmup,
             "others_share_of_cores": round(chosen.others_share(), 3),
-            "trl_settings": FAST[name],
+            "trl_settings": chosen.trl_settings,
         }
     bars["samples to the same held-out reward, over TRL"], learning = samples_bar(trl, offbeat, quick=quick)
     crossings = learning["trl_samples"], learning["offbeat_samples"]
@@ -206,6 +234,10 @@ def show(pairs: Sequence[Pairs], trl: Sequence[Curve], offbeat: Sequence[Curve],
         "offbeat_samples_needed": rounded(crossings[1], 0),
     }
     report.show("demo_vs_trl", ("median (range)", "TRL", "Offbeat"), rows, bars, quick=quick, **raw)
+
+
+def say(line: str) -> None:
+    print(f"demo_vs_trl: {line}", file=sys.stderr, flush=True)
 
 
 def spread(values: Sequence[float], form: str) -> str:

@@ -19,7 +19,7 @@ from offbeat.reward.verifiers import number
 from offbeat.tasks.arithmetic import Arithmetic
 
 NUM_PROBLEMS = 400
-SAMPLES_PER_PROBLEM = 4
+SAMPLES_PER_PROBLEM = 2
 WAY = 0.8
 """The threshold lies this share of the way from the first held-out reward to what both systems reach."""
 SMOOTHED = 3

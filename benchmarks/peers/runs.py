@@ -49,7 +49,7 @@ class Job:
     save_every: int = 0
     """Steps between weights that are kept; 0 keeps none."""
     trl: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of TRL that make it fast on this job; see trl_grpo.py."""
+    """Settings of TRL, see trl_grpo.py, and its process's `environment`."""
 
     @property
     def save_at(self) -> list[int]:
@@ -96,13 +96,13 @@ def train_with_trl(job: Job, folder: Path, python: Path) -> Run:
     spec |= {
         "model": str(resolve(job.model)),
         "save_at": job.save_at,
-        "settings": dict(job.trl),
+        "settings": {key: value for key, value in job.trl.items() if key != "environment"},
         "rows": str(rows),
         "weights": str(folder / "weights"),
         "scratch": str(folder / "scratch"),
     }
     (folder / "spec.json").write_text(json.dumps(spec))
-    others_share = _call([str(python), str(SCRIPT), str(folder / "spec.json")], folder)
+    others_share = _call([str(python), str(SCRIPT), str(folder / "spec.json")], folder, job.trl.get("environment"))
     return _checked(Run("trl", job, _read(rows), folder, others_share))
 
 
@@ -143,15 +143,15 @@ def _toml(job: Job, folder: Path) -> str:
     )
 
 
-def _call(command: list[str], folder: Path) -> float:
+def _call(command: list[str], folder: Path, environment: Mapping[str, str] | None = None) -> float:
     """Runs a command to its end; returns the share of the machine's cores that others used."""
     log = folder / "log.txt"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", **(environment or {})}
     start_s, start_others_s = time.monotonic(), _others_cpu_s()
     with log.open("w") as out:
         try:
             done = subprocess.run(
-                command, cwd=folder, env=environment, stdout=out, stderr=out, timeout=RUN_WITHIN_S, check=False
+                command, cwd=folder, env=variables, stdout=out, stderr=out, timeout=RUN_WITHIN_S, check=False
             )
         except subprocess.TimeoutExpired as error:
             raise DeadlineError(f"{' '.join(command)}: not done after {RUN_WITHIN_S:.0f} s") from error
