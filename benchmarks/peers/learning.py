@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ class HeldOut:
     """Judges weights of one model."""
 
     def __init__(self, model: str, tail: float, max_new_tokens: int):
-        self.model = load_model(model, torch.float32, torch.device("cpu"))
+        self.model: Any = load_model(model, torch.float32, torch.device("cpu"))
         self.tokenizer = load_tokenizer(model)
         self.problems = Arithmetic(tail=tail).held_out(NUM_PROBLEMS)
         self.max_new_tokens = max_new_tokens

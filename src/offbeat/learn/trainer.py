@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from transformers import PreTrainedModel
 
-from offbeat.errors import OffbeatError, RunStopped
+from offbeat.errors import RunStopped
 from offbeat.learn.checkpoint import Checkpoints
 from offbeat.learn.policy import Policy
 from offbeat.learn.samples import Sample
@@ -113,7 +113,7 @@ class Trainer:
             try:
                 with self.span("wait"):
                     batch = await self._claim_unless(stop)
-            except (OffbeatError, asyncio.CancelledError):  # too many rewards failed, or another part did
+            except (Exception, asyncio.CancelledError):  # too many rewards failed, or another part did
                 if not stop.is_set():  # otherwise someone asked twice and will not wait
                     await self.save()
                 raise
