@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from offbeat.cli.parser import Parser
 from offbeat.errors import UserError
@@ -29,6 +30,14 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         print(violation)
     if report.counts != Counts():  # a file too damaged to count in says nothing, and its zeros would mislead
         for name, value in asdict(report.counts).items():
-            print(f"{name:<28} {value}")
+            print(f"{name:<24} {_told(value)}")
     print("everything holds" if report.holds else f"{len(report.violations)} things do not hold")
     return 0 if report.holds else 1
+
+
+def _told(value: Any) -> str:
+    """Counts in words, such as `36 accepted, 36 trained`; what is inside another count stands in brackets."""
+    if not isinstance(value, dict):
+        return str(value)
+    parts = [f"{name} ({_told(part)})" if isinstance(part, dict) else f"{part} {name}" for name, part in value.items()]
+    return ", ".join(parts) or "none"
