@@ -88,7 +88,7 @@ FULL = {
     "long tail": Effort(repeats=5, steps=12, num_warmup=2, trial_steps=4),
 }
 QUICK = {
-    "demo": Effort(repeats=1, steps=10, num_warmup=2, save_every=5),
+    "demo": Effort(repeats=1, steps=8, num_warmup=2, save_every=4),
     "long tail": Effort(repeats=1, steps=3, num_warmup=1),
 }
 
@@ -223,8 +223,8 @@ def show(pairs: Sequence[Pairs], trl: Sequence[Curve], offbeat: Sequence[Curve],
     bars["samples to the same held-out reward, over TRL"], learning = samples_bar(trl, offbeat, quick=quick)
     crossings = learning["trl_samples"], learning["offbeat_samples"]
     rows.append((f"samples to {learning['threshold']:.3f} held out", *(spread(c, "{:,.0f}") for c in crossings)))
-    ends = ([curve.end for curve in curves] for curves in (trl, offbeat))
-    rows.append(("held-out reward at the end", *(spread(values, "{:.3f}") for values in ends)))
+    heights = ([curve.highest for curve in curves] for curves in (trl, offbeat))
+    rows.append(("highest held-out reward", *(spread(values, "{:.3f}") for values in heights)))
     raw["learning"] = {
         "threshold": round(learning["threshold"], 4),
         "samples": trl[0].samples,

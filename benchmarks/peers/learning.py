@@ -71,8 +71,8 @@ class Curve:
         return self.rewards[0]
 
     @property
-    def end(self) -> float:
-        """The highest of the smoothed rewards: what it has certainly reached."""
+    def highest(self) -> float:
+        """Of the smoothed rewards: what it has certainly reached."""
         return float(smoothed(self.rewards).max())
 
     def crossing(self, threshold: float) -> float:
@@ -95,9 +95,9 @@ def smoothed(values: Sequence[float]) -> np.ndarray:
 
 
 def common_threshold(curves: Sequence[Curve]) -> float:
-    """A reward that every curve reaches: `WAY` of the way from where they start to the lowest of their ends."""
+    """A reward that every curve reaches: `WAY` of the way from where they start to the lowest of their heights."""
     start = float(np.mean([curve.start for curve in curves]))
-    return start + WAY * (min(curve.end for curve in curves) - start)
+    return start + WAY * (min(curve.highest for curve in curves) - start)
 
 
 def rounded(values: Sequence[float], digits: int = 3) -> list[float]:
