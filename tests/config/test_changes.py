@@ -34,3 +34,10 @@ def test_a_name_that_is_not_said_is_the_runs_own():
     old = resolved(load(None, ["--run.name=a"]))
     assert fixed_changes(old, load(None)) == []
     assert fixed_changes(old, load(None, ["--run.name=b"])) == [Change("run.name", "a", "b")]
+
+
+def test_an_exact_run_keeps_what_decides_the_last_bits():
+    old = resolved(load(None, ["--run.exact=true"]))
+    other = ["--run.exact=true", "--run.threads=1", "--rollout.slots=64", "--run.steps=9"]
+    assert {change.key for change in fixed_changes(old, load(None, other))} == {"run.threads", "rollout.slots"}
+    assert [change.key for change in free_changes(old, load(None, other))] == ["run.steps"]

@@ -14,6 +14,16 @@ from offbeat.config.load import resolved
 from offbeat.config.models import Config
 
 
+FIXED_IF_EXACT: tuple[Path, ...] = (
+    ("run", "threads"),
+    ("rollout", "slots"),
+    ("batch", "tokens_per_microbatch"),
+    ("model", "device"),
+    ("model", "gradient_checkpointing"),
+)
+"""Free keys that decide how sums are split, and so the last bits: an exact run must keep them."""
+
+
 class Change(NamedTuple):
     key: str
     old: Any
@@ -22,12 +32,16 @@ class Change(NamedTuple):
 
 def fixed_changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     """Changes to keys that are fixed for the life of a run; any of them forbids resuming it."""
-    return [change for place, change in _changes(old, new) if not is_free(place)]
+    return [change for place, change in _changes(old, new) if not _may_change(place, new)]
 
 
 def free_changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     """Changes to keys that may change when a run is resumed."""
-    return [change for place, change in _changes(old, new) if is_free(place)]
+    return [change for place, change in _changes(old, new) if _may_change(place, new)]
+
+
+def _may_change(place: Path, new: Config) -> bool:
+    return is_free(place) and not (new.run.exact and place in FIXED_IF_EXACT)
 
 
 def _changes(old: Mapping[str, Any], new: Config) -> list[tuple[Path, Change]]:
