@@ -13,7 +13,6 @@ from offbeat.config.lines import Path
 from offbeat.config.load import resolved
 from offbeat.config.models import Config
 
-
 FIXED_IF_EXACT: tuple[Path, ...] = (
     ("run", "threads"),
     ("rollout", "slots"),
