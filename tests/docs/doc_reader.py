@@ -50,7 +50,7 @@ def train_small(*arguments: Any, **overrides: Any) -> dict[str, Any]:
 def last_command_of_make(target: str) -> list[str]:
     """What a target of the Makefile would run once everything is set up."""
     command = ["make", "-n", "--no-print-directory", target]
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS"))}
     done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.strip().splitlines()[-1].split()
 
