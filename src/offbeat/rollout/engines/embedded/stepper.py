@@ -130,7 +130,9 @@ class Stepper:
     def _decode(self) -> list[int]:
         """One token for every live row; returns the slots that are done."""
         num_rows = self.num_slots if self.exact else len(self.running)
-        read_tokens = _round_up(self.num_steps + self.largest_offset + 1, READ_BUCKET_TOKENS)
+        # How far slots are read decides how sums are split: with `exact` it must not depend on the neighbours.
+        reach = self.max_context_tokens if self.exact else self.num_steps + self.largest_offset + 1
+        read_tokens = _round_up(reach, READ_BUCKET_TOKENS)
         rows, positions = self.rows, self.rows.positions(num_rows)
         inputs = rows.feed(num_rows)
         self.kv.begin_decode(positions, read_tokens)
