@@ -1,6 +1,7 @@
 """What users and machines get wrong, through the real command: one line, an exit status, nothing lost, nobody left.
 
-Each test runs `python -m offbeat` as a process of its own. Also through the real command, but elsewhere:
+Each test runs `python -m offbeat` as a process of its own; those that import torch take long, so they run two at a time
+beside the others. Also through the real command, but elsewhere:
 
 - a full disk: `faults/test_disk_full.py`;
 - runs that are killed outright: `faults/test_exact_resume.py`;
@@ -17,7 +18,9 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -162,15 +165,48 @@ def get_on(run: Path, process: subprocess.Popen[str], num_rows: int = 3) -> None
     wait_until(lambda: len(rows(run / "metrics.jsonl")) >= enough, f"{num_rows} more steps", process)
 
 
-@pytest.fixture
-def offbeat(tmp_path):
-    command = Command(tmp_path)
+@contextmanager
+def command_in(folder: Path):
+    """A command that must leave no process behind."""
+    command = Command(folder)
     yield command
     try:
         wait_until(lambda: not command.processes(), "the command's processes to be gone")
     finally:
         for pid in command.processes():
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def offbeat(tmp_path):
+    with command_in(tmp_path) as command:
+        yield command
+
+
+LONG_ONES: dict[str, Callable[[Command], None]] = {}
+
+
+def takes_long(scenario: Callable[[Command], None]) -> Callable[..., None]:
+    """Makes a test of a scenario that imports torch; see `under_way`."""
+
+    def test(under_way):
+        under_way[scenario.__name__].result()
+
+    LONG_ONES[scenario.__name__] = scenario
+    return test
+
+
+@pytest.fixture(scope="module", autouse=True)
+def under_way(request, tmp_path_factory):
+    """The long scenarios that were asked for, two at a time, the longest first."""
+
+    def play(scenario: Callable[[Command], None]) -> None:
+        with command_in(tmp_path_factory.mktemp("long")) as command:
+            scenario(command)
+
+    wanted = {item.name for item in request.session.items}
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(play, scenario) for name, scenario in reversed(LONG_ONES.items()) if name in wanted}
 
 
 @pytest.mark.parametrize(
@@ -238,8 +274,8 @@ def test_a_wrong_data_file_is_told_by_its_line(offbeat, text, told):
     ids=["missing", "raising", "hanging", "NaN", "text"],
 )
 def test_a_reward_that_cannot_work_is_told_before_training(offbeat, function, told):
-    words = (*QUICK, f"--task.reward=rewards.py:{function}", "--reward.timeout-s=1")
-    found = re.fullmatch(told, offbeat.fails("train", *words))
+    limit = ("--reward.timeout-s=1",) if function == "hanging" else ()
+    found = re.fullmatch(told, offbeat.fails("train", *QUICK, f"--task.reward=rewards.py:{function}", *limit))
     assert found
     for log in found.groups():
         assert "rewards.py:" in (offbeat.folder / log).read_text()
@@ -247,54 +283,47 @@ def test_a_reward_that_cannot_work_is_told_before_training(offbeat, function, to
     assert not (offbeat.folder / "runs" / "a" / "ledger.sqlite").exists()  # so the name is free for the next try
 
 
-TOLD_WITH_TORCH = {
-    "no tokenizer": (
-        ["train", *QUICK, "--model.path=mute"],
-        r"model\.path = 'mute': has no tokenizer \(tokenizer\.json\); copy the model's tokenizer files there, or .*",
-    ),
-    "no chat template": (
-        ["train", *QUICK, "--task.source=file", "--task.path=chat.jsonl", "--task.messages=m", "--task.reward=exact"],
-        r"chat, problem 0: chat messages need a chat template and the tokenizer has none; set model\.chat_template",
-    ),
-    "a long prompt": (
-        ["train", *QUICK, "--rollout.max-prompt-tokens=2"],
-        r"arithmetic, problem 0: its prompt has \d+ tokens, over rollout\.max_prompt_tokens = 2; raise that to \d+ .*",
-    ),
-    "a small window": (
-        ["train", *QUICK, "--rollout.max-prompt-tokens=600"],
-        r"rollout\.max_prompt_tokens \+ rollout\.max_new_tokens = 600 \+ 8: offbeat-tiny has a window of 512 .*lower.*",
-    ),
-}
+def refuses_to_begin(offbeat: Command, *words: str) -> str:
+    told = offbeat.fails("train", *QUICK, *words)
+    assert not (offbeat.folder / "runs" / "a" / "ledger.sqlite").exists()
+    return told
 
 
-@pytest.fixture(scope="module")
-def told_with_torch(tmp_path_factory):
-    """What commands say that need torch before they can refuse; importing it takes long, so two run at once."""
-
-    def run(name: str) -> tuple[int, str, str, Path]:
-        folder = tmp_path_factory.mktemp("told")
-        shutil.copytree(TINY_FOLDER, folder / "mute", ignore=shutil.ignore_patterns("tokenizer.json"))
-        (folder / "chat.jsonl").write_text('{"m": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
-        return *Command(folder)(*TOLD_WITH_TORCH[name][0]), folder
-
-    with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(run, name) for name in TOLD_WITH_TORCH}
+@takes_long
+def test_a_model_without_a_tokenizer_is_told(offbeat):
+    shutil.copytree(TINY_FOLDER, offbeat.folder / "mute", ignore=shutil.ignore_patterns("tokenizer.json"))
+    told = "model.path = 'mute': has no tokenizer (tokenizer.json); copy the model's tokenizer files there, or name"
+    assert refuses_to_begin(offbeat, "--model.path=mute").startswith(told)
 
 
-@pytest.mark.parametrize("name", TOLD_WITH_TORCH)
-def test_what_a_model_cannot_work_with_is_told_before_training(told_with_torch, name):
-    status, out, errors, folder = told_with_torch[name].result()
-    assert re.fullmatch(TOLD_WITH_TORCH[name][1], only_line(errors)), errors
-    assert (status, out) == (2, "")
-    assert not (folder / "runs" / "a" / "ledger.sqlite").exists()
+@takes_long
+def test_chat_messages_without_a_chat_template_are_told(offbeat):
+    (offbeat.folder / "chat.jsonl").write_text('{"m": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
+    words = ("--task.source=file", "--task.path=chat.jsonl", "--task.messages=m", "--task.reward=exact")
+    told = "chat, problem 0: chat messages need a chat template and the tokenizer has none; set model.chat_template"
+    assert refuses_to_begin(offbeat, *words) == told
 
 
+@takes_long
+def test_a_prompt_that_is_too_long_is_told(offbeat):
+    told = r"arithmetic, problem 0: its prompt has (\d+) tokens, over rollout\.max_prompt_tokens = 2; raise that to \1 "
+    told += "or more, or leave the problem out"
+    assert re.fullmatch(told, refuses_to_begin(offbeat, "--rollout.max-prompt-tokens=2"))
+
+
+@takes_long
+def test_a_model_whose_window_is_too_small_is_told(offbeat):
+    told = "rollout.max_prompt_tokens + rollout.max_new_tokens = 600 + 8: offbeat-tiny has a window of 512 tokens; "
+    assert refuses_to_begin(offbeat, "--rollout.max-prompt-tokens=600") == told + "lower one of them"
+
+
+@takes_long
 def test_rewards_that_fail_now_and_then_are_left_out_counted_and_never_zero(offbeat):
     (offbeat.folder / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     status, out, errors = offbeat(
         *("train", *QUICK, "--batch.groups-per-step=4", "--batch.group-size=4", "--rollout.slots=16", "--run.steps=5"),
         *("--task.source=file", "--task.path=data.jsonl", "--task.reward=rewards.py:now_and_then"),
-        *("--reward.timeout-s=2", "--eval.every=1"),  # of one row nothing can be held out: then there is no evaluation
+        *("--reward.timeout-s=4", "--eval.every=1"),  # of one row nothing can be held out: then there is no evaluation
     )
     assert (status, out) == (0, "")
     assert re.fullmatch(r"warning: step 1: \d samples failed and are left out; runs/a/logs says why\n", errors), errors
@@ -315,6 +344,7 @@ def test_rewards_that_fail_now_and_then_are_left_out_counted_and_never_zero(offb
     assert "everything holds" in offbeat.succeeds("ledger", "verify", "runs/a")
 
 
+@takes_long
 def test_a_run_whose_rewards_fail_too_often_stops_and_goes_on_once_they_are_mended_until_its_time_is_up(offbeat):
     run = offbeat.folder / "runs" / "a"
     process = offbeat.start("train", *QUICK, ENDLESS, "--task.reward=rewards.py:away")
@@ -344,6 +374,7 @@ def test_a_run_whose_rewards_fail_too_often_stops_and_goes_on_once_they_are_mend
     assert "everything holds" in offbeat.succeeds("ledger", "verify", "runs/a")
 
 
+@takes_long
 def test_a_run_survives_its_helpers_and_ends_cleanly_by_sigterm_or_ctrl_c(offbeat):
     """One run in three attempts; none of them loses a step."""
     run = offbeat.folder / "runs" / "a"
@@ -381,6 +412,7 @@ def test_a_run_survives_its_helpers_and_ends_cleanly_by_sigterm_or_ctrl_c(offbea
     assert "everything holds" in offbeat.succeeds("ledger", "verify", "runs/a")
 
 
+@takes_long
 def test_ctrl_c_while_torch_is_imported_ends_a_run_at_once_and_leaves_its_name_free(offbeat):
     run = offbeat.folder / "runs" / "a"
     process = offbeat.start("train", *QUICK)
