@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.config.models import Config
 from offbeat.errors import OffbeatError, UserError
 from offbeat.launch import sources
+from offbeat.launch.stopping import interruptible
 from offbeat.ledger.records import EvalGroup, EvalRound, GroupState, NewGroup, derive_seed
 from offbeat.reward.failures import FailureWatch
 from offbeat.reward.pool import RewardInput, RewardPool
@@ -44,14 +45,15 @@ async def _evaluate(config: Config, reward: Callable[..., Any] | None, log: Path
         mixture = sources.make_mixture(config, reward)
         pool = await sources.open_pool(config, mixture, log)
         stack.push_async_callback(pool.close)
-        from offbeat.launch import wiring
+        with interruptible():
+            from offbeat.launch import wiring
 
-        wiring.set_threads(config)
-        tokens = wiring.load_tokens(config)
-        groups = wiring.make_issuer(config, mixture, tokens).held_out(version=0)
-        if not groups:
-            raise UserError("task: no source has a held-out split; set held_out on a file or dataset task")
-        engine = wiring.make_engine(config, "eval", version=0)
+            wiring.set_threads(config)
+            tokens = wiring.load_tokens(config)
+            groups = wiring.make_issuer(config, mixture, tokens).held_out(version=0)
+            if not groups:
+                raise UserError("task: no source has a held-out split; set held_out on a file or dataset task")
+            engine = wiring.make_engine(config, "eval", version=0)
         stack.push_async_callback(engine.close)
         watch = FailureWatch(config.reward.max_failure_share, window=sum(group.size for group in groups), min_count=1)
         judged = await asyncio.gather(*(_judge(group, engine, pool, tokens, watch) for group in groups))

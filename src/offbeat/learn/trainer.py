@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -108,15 +108,11 @@ class Trainer:
         return self.step
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Trains until the last step, until told to stop, or until no batch can be had; ends with a checkpoint."""
+        """Trains until the last step, or until told to stop; ends with a checkpoint either way."""
         while self.step < self.settings.num_steps:
-            try:
+            async with self._between_steps(stop):
                 with self.span("wait"):
                     batch = await self._claim_unless(stop)
-            except (Exception, asyncio.CancelledError):  # too many rewards failed, or another part did
-                if not stop.is_set():  # otherwise someone asked twice and will not wait
-                    await self.save()
-                raise
             if batch is None:
                 break
             lr = self.settings.learning_rate(self.step)
@@ -133,7 +129,8 @@ class Trainer:
                 self.weights.keep([self.version.number, version.number])
                 self.version = version
             self.step += 1
-            self.on_step(StepReport(self.step - 1, batch, figures, lr))  # a checkpoint without its row would lose it
+            async with self._between_steps(stop):
+                self.on_step(StepReport(self.step - 1, batch, figures, lr))  # first: a checkpoint would bury a lost row
             if self.settings.checkpoint_every and self.step % self.settings.checkpoint_every == 0:
                 await self.save()
         await self.save()
@@ -146,6 +143,16 @@ class Trainer:
             await asyncio.to_thread(self.checkpoints.save, self.step, self.version.number, self.policy.state())
         self.saved_step = self.step
         self.event("checkpoint", step=self.step, version=self.version.number)
+
+    @asynccontextmanager
+    async def _between_steps(self, stop: asyncio.Event) -> AsyncIterator[None]:
+        """Whatever goes wrong inside, here or elsewhere in the run, what was learned so far is saved."""
+        try:
+            yield
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, Exception) or not stop.is_set():  # otherwise someone asked twice and will not wait
+                await self.save()
+            raise
 
     async def _claim_unless(self, stop: asyncio.Event) -> Batch | None:
         """The step's batch, or None when the run is to stop while it waits."""
