@@ -217,7 +217,7 @@ def test_a_load_in_flight_splits_the_generation_by_version(served):
             await asyncio.sleep(delay_s)
             await engine.load(served.versions[1])
             assert engine.version == 1
-            await asyncio.sleep(delay_s)
+            await asyncio.sleep(3 * delay_s)  # an exact engine first feeds again what it had sampled, token by token
             await engine.abort()
             generation = await task
             if len(generation.segments) > 1:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tiny_models import CONTEXT_TOKENS, ask, tiny_model, tokens
 
 from offbeat.rollout.engine import Finish, Generation, Request, Version
+from offbeat.rollout.engines.embedded.recorded import DecodeForward
 from offbeat.rollout.engines.embedded.stepper import Stepper
 
 torch.set_num_threads(1)
@@ -36,6 +37,7 @@ def run(stepper: Stepper, *requests: Request) -> dict[str, Generation]:
 def shapes_of_forward_passes(stepper: Stepper) -> list[tuple[int, int]]:
     """Fills up with (rows, tokens) of every forward pass from now on."""
     shapes: list[tuple[int, int]] = []
+    stepper._forward = DecodeForward(stepper.model)  # a recording would pass the model by
     stepper.model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from offbeat.errors import OffbeatError, UserError
 from offbeat.spelling import nearest
+from offbeat.threads import spin_briefly
 
 COMMANDS = {
     "train": "train a model; without a configuration, the built-in demo",
@@ -30,6 +31,7 @@ HELP_WORDS = ("-h", "--help", "help")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
+    spin_briefly()
     try:
         status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -151,7 +151,10 @@ class Trainer:
             yield
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, Exception) or not stop.is_set():  # otherwise someone asked twice and will not wait
-                await self.save()
+                saving = asyncio.ensure_future(self.save())
+                while not saving.done():
+                    with suppress(asyncio.CancelledError):  # what fails brings others down, which cancels us once more
+                        await asyncio.shield(saving)
             raise
 
     async def _claim_unless(self, stop: asyncio.Event) -> Batch | None:

@@ -22,13 +22,18 @@ import torch
 class KeyValueSlots:
     """See the module. Slots are named by their index."""
 
-    def __init__(self, num_slots: int, max_context_tokens: int):
+    def __init__(
+        self,
+        num_slots: int,
+        max_context_tokens: int,
+        keys: Sequence[torch.Tensor] = (),
+        values: Sequence[torch.Tensor] = (),
+    ):
         self.num_slots, self.max_context_tokens = num_slots, max_context_tokens
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
+        self.keys, self.values = list(keys), list(values)
         self._prefill_slots: torch.Tensor | None = None
         self._positions = torch.zeros(0, dtype=torch.int64)
-        self._num_rows = self._read_tokens = 0
+        self._read_tokens = 0
 
     def begin_prefill(self, slots: torch.Tensor) -> None:
         """The next forward pass fills these slots from their start."""
@@ -37,7 +42,7 @@ class KeyValueSlots:
     def begin_decode(self, positions: torch.Tensor, read_tokens: int) -> None:
         """The next forward pass adds a token at `positions` of the first slots and reads `read_tokens` of each."""
         self._prefill_slots = None
-        self._positions, self._num_rows, self._read_tokens = positions, positions.shape[0], read_tokens
+        self._positions, self._read_tokens = positions, read_tokens
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -50,10 +55,10 @@ class KeyValueSlots:
             keys[self._prefill_slots, :, : key.shape[2]] = key
             values[self._prefill_slots, :, : value.shape[2]] = value
             return key, value
-        index = self._positions[:, None, None, None]
-        keys[: self._num_rows].scatter_(2, index.expand(key.shape), key)
-        values[: self._num_rows].scatter_(2, index.expand(value.shape), value)
-        return keys[: self._num_rows, :, : self._read_tokens], values[: self._num_rows, :, : self._read_tokens]
+        num_rows, index = key.shape[0], self._positions[:, None, None, None]
+        keys[:num_rows].scatter_(2, index.expand(key.shape), key)
+        values[:num_rows].scatter_(2, index.expand(value.shape), value)
+        return keys[:num_rows, :, : self._read_tokens], values[:num_rows, :, : self._read_tokens]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Some models ask, to number tokens whose positions they were in fact given."""

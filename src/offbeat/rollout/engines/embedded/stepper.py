@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from offbeat.rollout.engine import Finish, Generation, Request, Version
 from offbeat.rollout.engines.embedded.attention import use_slot_attention
 from offbeat.rollout.engines.embedded.prompts import HeldPrompts
+from offbeat.rollout.engines.embedded.recorded import DecodeForward, recorded
 from offbeat.rollout.engines.embedded.rows import Rows
 from offbeat.rollout.engines.embedded.sampling import draw, is_filtered, is_greedy, uniform
 from offbeat.rollout.engines.embedded.slots import KeyValueSlots
@@ -89,6 +90,8 @@ class Stepper:
         keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._prefill_options = {"logits_to_keep": 1} if keeps_logits else {}
         self._prefill([(0, np.zeros(1, np.int64))])  # allocates the KV, and fails here if the model cannot be served
+        forward = DecodeForward(model)
+        self._forward = forward if exact else recorded(forward, self._decode_inputs_of_all_sizes())
         self._count()
 
     def submit(self, request: Request) -> None:
@@ -133,16 +136,9 @@ class Stepper:
         # How far slots are read decides how sums are split: with `exact` it must not depend on the neighbours.
         reach = self.max_context_tokens if self.exact else self.num_steps + self.largest_offset + 1
         read_tokens = _round_up(reach, READ_BUCKET_TOKENS)
-        rows, positions = self.rows, self.rows.positions(num_rows)
-        inputs = rows.feed(num_rows)
-        self.kv.begin_decode(positions, read_tokens)
-        logits = self.model(
-            input_ids=inputs,
-            position_ids=positions.unsqueeze(1),
-            attention_mask=rows.mask[:num_rows, None, None, :read_tokens],
-            past_key_values=self.kv,
-            use_cache=True,
-        ).logits[:, -1]
+        rows, tokens = self.rows, self.rows.feed(num_rows)
+        mask = rows.mask[:num_rows, None, None, :read_tokens]
+        logits = self._forward(tokens, rows.positions(num_rows), mask, *self.kv.keys, *self.kv.values)
         sampling = rows.sampling(num_rows, any_greedy=self.any_greedy, any_filtered=self.any_filtered)
         noise = uniform(sampling.keys, rows.response_positions(num_rows))
         drawn, logprobs = draw(logits.float(), sampling, noise)
@@ -151,6 +147,20 @@ class Stepper:
         self.num_steps += 1
         slots: list[int] = done.nonzero().squeeze(1).tolist()
         return slots
+
+    def _decode_inputs_of_all_sizes(self) -> list[tuple[torch.Tensor, ...]]:
+        """Inputs that differ in whatever may differ between two steps, for a recording to be compared on."""
+        few, bucket, room = min(2, self.num_slots), READ_BUCKET_TOKENS, self.kv.max_context_tokens
+        inputs = []
+        for num_rows, read_tokens in ((few, bucket), (1, bucket), (self.num_slots, min(2 * bucket, room))):
+            number = torch.arange(num_rows, device=self.rows.device)
+            positions = number % self.max_context_tokens % read_tokens
+            tokens = (number * 7 % self.model.config.get_text_config().vocab_size).unsqueeze(1)
+            hidden = torch.arange(read_tokens, device=self.rows.device) > positions.unsqueeze(1)
+            mask = torch.zeros(hidden.shape, dtype=self.rows.mask.dtype, device=self.rows.device)
+            mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+            inputs.append((tokens, positions, mask, *self.kv.keys, *self.kv.values))
+        return inputs
 
     # Slots
 

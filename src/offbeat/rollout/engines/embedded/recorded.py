@@ -1,0 +1,101 @@
+"""The forward pass of a decode step, recorded once and then replayed without Python between its kernels.
+
+With a small model or few live rows most of a step is Python: replaying is two to three times as fast, to the same bits.
+A recording is used only where it is sure to be the model: on a CPU, where nothing in the model's own code looked at
+values or sizes while it was recorded (torch warns of that: such a branch would be frozen), and where it agrees with the
+model on other sizes. Everywhere else the model itself is called.
+
+Weights and KV are read where they lie, so both may change under a recording.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from offbeat.rollout.engines.embedded.slots import KeyValueSlots
+
+log = logging.getLogger(__name__)
+
+TORCH = str(Path(torch.__file__).parent)
+ERROR_CHARACTERS = 300
+"""Of an error's text, which may hold a whole tensor."""
+Forward = Callable[..., Tensor]
+"""From tokens (rows, 1), positions (rows,), mask (rows, 1, 1, read tokens), and all keys and values to logits."""
+
+
+class DecodeForward:
+    """One new token for each of the first slots, by the model itself."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return _decode(self.model, *inputs)
+
+
+class Replay:
+    """A recording of the same. Weights are inputs too, so that nothing is computed from them ahead of time."""
+
+    def __init__(self, model: PreTrainedModel, inputs: tuple[Tensor, ...]):
+        from torch.nn.utils.stateless import _reparametrize_module  # functional_call, its public face, refuses tracing
+
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        names, self.weights = list(state), [tensor.detach() for tensor in state.values()]
+
+        def decode(*values: Tensor) -> Tensor:
+            with _reparametrize_module(model, dict(zip(names, values, strict=False)), tie_weights=True):
+                return _decode(model, *values[len(names) :])
+
+        self.graph = torch.jit.trace(decode, (*self.weights, *inputs), check_trace=False)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        logits: Tensor = self.graph(*self.weights, *inputs)
+        return logits
+
+
+def _decode(model: PreTrainedModel, tokens: Tensor, positions: Tensor, mask: Tensor, *held: Tensor) -> Tensor:
+    """Logits of each row's next token; reads as many tokens of each slot as the mask has."""
+    num_layers = len(held) // 2
+    num_slots, _, context, _ = held[0].shape
+    slots = KeyValueSlots(num_slots, context, keys=held[:num_layers], values=held[num_layers:])
+    slots.begin_decode(positions, mask.shape[-1])
+    logits: Tensor = model(
+        input_ids=tokens,
+        position_ids=positions.unsqueeze(1),
+        attention_mask=mask,
+        past_key_values=slots,
+        use_cache=True,
+    ).logits[:, -1]
+    return logits
+
+
+def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
+    """A recording made with the first inputs and compared on all of them, or `forward` itself."""
+    if inputs[0][0].device.type != "cpu":
+        return forward
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            replay = Replay(forward.model, inputs[0])
+            agrees = all(torch.equal(forward(*some), replay(*some)) for some in inputs)
+        except Exception as error:  # noqa: BLE001 - whatever a model does that cannot be recorded, it still runs
+            log.debug("decode step not recorded: %s", str(error)[:ERROR_CHARACTERS])
+            return forward
+    frozen = [warning for warning in told if _freezes_a_branch(warning)]
+    if frozen or not agrees:
+        why = f"{frozen[0].filename}:{frozen[0].lineno}: {frozen[0].message}" if frozen else "it differs from the model"
+        log.debug("decode step not recorded: %s", why)
+        return forward
+    return replay
+
+
+def _freezes_a_branch(warning: warnings.WarningMessage) -> bool:
+    """Torch's own functions are left out: they look at the sizes of weights, which do not change, to check them."""
+    return issubclass(warning.category, torch.jit.TracerWarning) and not warning.filename.startswith(TORCH)
