@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -61,6 +62,48 @@ def test_a_batch_without_a_trainable_token_changes_nothing():
     assert figures.loss == 0
     assert figures.grad_norm == 0
     assert torch.equal(weights(policy), before)
+
+
+def with_equal_rewards(samples, group):
+    """The same samples, where those of one group have nothing to tell apart."""
+    return [dataclasses.replace(s, reward=0.5) if s.group == group else s for s in samples]
+
+
+def test_a_group_of_equal_rewards_is_measured_and_counted_but_sends_no_gradient(monkeypatch):
+    samples = with_equal_rewards(make_samples(np.random.default_rng(0), [(5, [3, 9, 4]), (4, [6, 2, 8])]), group=1)
+    told = [s for s in samples if s.group == 0]
+    backward = []
+    original = Policy.forward_backward
+    monkeypatch.setattr(Policy, "forward_backward", lambda p, b, loss: backward.append(b) or original(p, b, loss))
+    policy, alone = (Policy(tiny_model("llama"), AdamSettings()) for _ in range(2))
+    figures = train_step(policy, samples, StepSettings(), lr=1e-2)
+    assert [batch.samples for batch in backward] == [(0, 1, 2)]
+    assert figures.num_trained_tokens == sum(s.num_tokens for s in samples)
+    assert figures.grad_norm == pytest.approx(train_step(alone, told, StepSettings(), lr=1e-2).grad_norm / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_what_is_measured_does_not_depend_on_who_has_an_advantage(updates):
+    samples = make_samples(np.random.default_rng(0), SHAPE)
+    settings = StepSettings(updates_per_step=updates)
+    gaps = []
+    for some in (samples, with_equal_rewards(samples, group=samples[0].group)):
+        gaps.append(train_step(Policy(tiny_model("llama"), AdamSettings()), some, settings, lr=1e-2).logprob_gap)
+    assert gaps[0] == pytest.approx(gaps[1], rel=1e-5)
+
+
+def test_a_step_without_any_advantage_goes_on_with_its_momentum():
+    samples = make_samples(np.random.default_rng(0), SHAPE)
+    silent = [dataclasses.replace(s, reward=0.5) for s in samples]
+    policy, by_hand = (Policy(tiny_model("llama"), AdamSettings()) for _ in range(2))
+    for made in (policy, by_hand):
+        train_step(made, samples, StepSettings(), lr=1e-2)
+    figures = train_step(policy, silent, StepSettings(), lr=1e-2)
+    for master in by_hand.masters:
+        master.grad = torch.zeros_like(master)
+    by_hand.update(1e-2)
+    assert (figures.loss, figures.grad_norm, figures.signal_share) == (0, 0, 0)
+    assert torch.equal(weights(policy), weights(by_hand))
 
 
 def test_a_right_answer_becomes_more_likely_and_a_wrong_one_less():

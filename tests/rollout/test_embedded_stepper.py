@@ -211,3 +211,17 @@ def test_a_load_makes_the_kv_of_every_live_request_anew(exact, tmp_path):
         assert after.logprobs.tolist() == expected.logprobs.tolist()
     else:
         np.testing.assert_allclose(after.logprobs, expected.logprobs, atol=1e-5)
+
+
+def test_a_small_step_runs_on_one_thread_and_a_large_or_exact_one_on_all(monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for exact, limit, wanted in ((False, 1e9, 1), (False, 0.0, 2), (True, 1e9, 2)):
+            torch.set_num_threads(2)
+            monkeypatch.setattr("offbeat.rollout.engines.embedded.stepper.SMALL_STEP_FLOPS", limit)
+            stepper = new_stepper(num_slots=16, exact=exact)
+            run(stepper, ask(tokens(1, 4), max_new_tokens=2))
+            assert torch.get_num_threads() == wanted
+    finally:
+        torch.set_num_threads(before)

@@ -56,6 +56,7 @@ class Policy:
         attention.use(model)
         self.model, self.temperature, self.adam = model, temperature, adam
         self.device = next(model.parameters()).device
+        self.num_threads = torch.get_num_threads()
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()  # checkpointing is active only then; dropout was set to 0 when the model was loaded
@@ -74,6 +75,10 @@ class Policy:
             if master is not parameter:
                 parameter.register_post_accumulate_grad_hook(_add_to(master))
 
+    def use_threads(self) -> None:
+        """Takes all threads for the calling thread: it may be new, and start with whatever an engine last chose."""
+        torch.set_num_threads(self.num_threads)
+
     @torch.no_grad()
     def logprobs(self, microbatch: Microbatch, model: PreTrainedModel | None = None) -> Tensor:
         """The targets' log-probs under this policy, or under another model that uses packed rows."""
@@ -87,6 +92,9 @@ class Policy:
 
     def update(self, lr: float) -> float:
         """One optimizer update from the gradients gathered so far; returns their norm before clipping."""
+        for master in self.masters:
+            if master.grad is None:  # nothing was sent backward; momentum goes on all the same
+                master.grad = torch.zeros_like(master)
         norm = torch.nn.utils.clip_grad_norm_(self.masters, self.adam.max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -3,11 +3,14 @@
 The batch is cut into `updates_per_step` parts by whole groups, in order; each part is one optimizer update.
 Denominators are fixed per update before its first micro-batch. With one update the policy at the start of the step is
 the policy itself, so its log-probs come for free; with several they are computed once before the first update.
+
+A sample without an advantage has no gradient (unless a KL term gives it one), so it is not sent backward: late in a run
+that is most of them. It is still measured, and still counts in every denominator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -73,6 +76,7 @@ def train_step(
     reference: PreTrainedModel | None = None,
 ) -> StepFigures:
     """Trains on a batch; `reference` is the frozen starting model where a KL term is wanted."""
+    policy.use_threads()
     rewards = np.array([s.reward for s in samples])
     groups = np.array([s.group for s in samples])
     advantages = group_normalised(rewards, groups)
@@ -81,11 +85,13 @@ def train_step(
     proximal = _proximal(policy, samples, parts, settings) if len(parts) > 1 else None
     for part in parts:
         weights = dict(zip(part, sequence_mean_weights([samples[i].mask for i in part]), strict=True))
-        chosen = [samples[i] for i in part]
-        for local in plan(chosen, settings.tokens_per_microbatch):
-            batch = pack(samples, [part[i] for i in local], policy.device)
+        learning = [i for i in part if advantages[i] != 0 or settings.kl_coef]
+        for batch in _microbatches(policy, samples, learning, settings):
             old = _flat([proximal[i] for i in batch.samples], policy.device) if proximal else None
             _train_microbatch(policy, samples, batch, advantages, weights, old, settings, reference, sums)
+        for batch in _microbatches(policy, samples, sorted(set(part) - set(learning)), settings):
+            old = _flat([proximal[i] for i in batch.samples], policy.device) if proximal else None
+            _measure(samples, batch, policy.logprobs(batch) if old is None else old, sums)
         norms.append(policy.update(lr))
     tokens = max(sums.tokens, 1)
     return StepFigures(
@@ -116,7 +122,6 @@ def _train_microbatch(
     device = policy.device
     weight = _flat([weights[i] for i in batch.samples], device)
     mask = _flat([samples[i].mask.astype(np.float32) for i in batch.samples], device)
-    behaviour = _flat([samples[i].logprobs for i in batch.samples], device)
     lengths = [samples[i].num_tokens for i in batch.samples]
     advantage = _flat([np.repeat(advantages[list(batch.samples)], lengths)], device)
     ref = policy.logprobs(batch, reference) if reference is not None else None
@@ -132,12 +137,25 @@ def _train_microbatch(
         return total
 
     logprobs = policy.forward_backward(batch, loss)
-    start = logprobs if old is None else old
+    _measure(samples, batch, logprobs if old is None else old, sums)
+
+
+def _measure(samples: Sequence[Sample], batch: Microbatch, start: Tensor, sums: _Sums) -> None:
+    """Adds up what can be said of a micro-batch from the log-probs at the step's start."""
+    mask = _flat([samples[i].mask.astype(np.float32) for i in batch.samples], start.device)
+    behaviour = _flat([samples[i].logprobs for i in batch.samples], start.device)
     sums.gap += float(((start - behaviour).abs() * mask).sum())
     sums.entropy -= float((behaviour * mask).sum())
     sums.tokens += int(mask.sum())
     sums.row_tokens += batch.num_tokens
     sums.microbatches += 1
+
+
+def _microbatches(
+    policy: Policy, samples: Sequence[Sample], chosen: Sequence[int], settings: StepSettings
+) -> Iterator[Microbatch]:
+    for local in plan([samples[i] for i in chosen], settings.tokens_per_microbatch):
+        yield pack(samples, [chosen[i] for i in local], policy.device)
 
 
 def _proximal(
@@ -146,9 +164,7 @@ def _proximal(
     """Log-probs of every sample under the policy as it is now."""
     found: dict[int, np.ndarray] = {}
     for part in parts:
-        chosen = [samples[i] for i in part]
-        for local in plan(chosen, settings.tokens_per_microbatch):
-            batch = pack(samples, [part[i] for i in local], policy.device)
+        for batch in _microbatches(policy, samples, part, settings):
             logprobs = policy.logprobs(batch).cpu().numpy()
             ends = np.cumsum([samples[i].num_tokens for i in batch.samples])
             found.update(zip(batch.samples, np.split(logprobs, ends[:-1]), strict=True))

@@ -39,6 +39,8 @@ READ_BUCKET_TOKENS = 16
 """Slots are read in multiples of this: vector lanes stay full and the shapes of a step change seldom."""
 PREFILL_TOKENS = 4096
 """Most tokens, padding included, in one prefill: bounds its memory and how long live slots wait for it."""
+SMALL_STEP_FLOPS = 1e9
+"""A step with less arithmetic than this runs on one thread: several would mostly wait for one another."""
 MIN_EXACT_ROWS = 16
 """Matrix products with fewer rows take other paths: their results would depend on the rows' number and on threads."""
 
@@ -87,6 +89,8 @@ class Stepper:
         self.running: dict[int, Running] = {}
         self.free = list(range(num_slots))
         self.num_steps = 0
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.num_threads = self._threads_now = torch.get_num_threads()
         keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._prefill_options = {"logits_to_keep": 1} if keeps_logits else {}
         self._prefill([(0, np.zeros(1, np.int64))])  # allocates the KV, and fails here if the model cannot be served
@@ -136,6 +140,7 @@ class Stepper:
         # How far slots are read decides how sums are split: with `exact` it must not depend on the neighbours.
         reach = self.max_context_tokens if self.exact else self.num_steps + self.largest_offset + 1
         read_tokens = _round_up(reach, READ_BUCKET_TOKENS)
+        self._use_threads(num_rows)
         rows, tokens = self.rows, self.rows.feed(num_rows)
         mask = rows.mask[:num_rows, None, None, :read_tokens]
         logits = self._forward(tokens, rows.positions(num_rows), mask, *self.kv.keys, *self.kv.values)
@@ -148,11 +153,19 @@ class Stepper:
         slots: list[int] = done.nonzero().squeeze(1).tolist()
         return slots
 
+    def _use_threads(self, num_tokens: int) -> None:
+        """Chooses this thread's share of the cores for one forward pass; `exact` results must not depend on its size."""
+        is_small = 2 * self.num_parameters * num_tokens < SMALL_STEP_FLOPS
+        wanted = 1 if is_small and not self.exact else self.num_threads
+        if wanted != self._threads_now:
+            torch.set_num_threads(wanted)
+            self._threads_now = wanted
+
     def _decode_inputs_of_all_sizes(self) -> list[tuple[torch.Tensor, ...]]:
         """Inputs that differ in whatever may differ between two steps, for a recording to be compared on."""
-        few, bucket, room = min(2, self.num_slots), READ_BUCKET_TOKENS, self.kv.max_context_tokens
+        few, more, bucket = min(2, self.num_slots), min(8, self.num_slots), READ_BUCKET_TOKENS
         inputs = []
-        for num_rows, read_tokens in ((few, bucket), (1, bucket), (self.num_slots, min(2 * bucket, room))):
+        for num_rows, read_tokens in ((few, bucket), (1, bucket), (more, min(2 * bucket, self.kv.max_context_tokens))):
             number = torch.arange(num_rows, device=self.rows.device)
             positions = number % self.max_context_tokens % read_tokens
             tokens = (number * 7 % self.model.config.get_text_config().vocab_size).unsqueeze(1)
@@ -286,6 +299,7 @@ class Stepper:
         padded = np.zeros((len(batch), longest), np.int64)
         for row, (_, tokens) in enumerate(batch):
             padded[row, : len(tokens)] = tokens
+        self._use_threads(padded.size)
         self.kv.begin_prefill(self.rows.index([slot for slot, _ in batch]))
         device = self.rows.device
         positions = torch.arange(longest, device=device).clamp_(max=self.max_context_tokens - 1)

@@ -1,0 +1,55 @@
+"""The ledger tells who made what, how stale it was trained, and what is waited for."""
+
+from __future__ import annotations
+
+from ledger_run import answer, full_step, new_groups, score_all, version, work
+
+from offbeat.ledger.ledger import Ledger
+
+
+def test_an_empty_ledger_has_little_to_tell(tmp_path):
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        told = ledger.story()
+    assert (told.step, told.version, told.producers, told.staleness, told.tasks) == (None, None, (), {}, {})
+
+
+def test_each_worker_is_told_with_what_it_made_and_holds(ledger: Ledger):
+    now = [100.0]
+    ledger._db.wall_clock = lambda: now[0]
+    ledger.admit(new_groups(ledger, 2, size=2))
+    first = ledger.lease("fast", 2, 0)
+    for task in first:
+        now[0] += 2.0
+        ledger.submit([(answer(task, [0], worker="fast"), "fast")])
+    ledger.lease("slow", 1, 0)
+    fast, slow = ledger.story().producers
+    num_tokens = sum(answer(task, [0]).num_tokens for task in first)
+    assert (fast.worker, fast.num_trajectories, fast.num_tokens, fast.num_leased) == ("fast", 2, num_tokens, 0)
+    assert fast.tokens_per_second == num_tokens / 2.0
+    assert (slow.worker, slow.num_trajectories, slow.num_leased, slow.tokens_per_second) == ("slow", 0, 1, None)
+
+
+def test_trained_tokens_are_told_by_their_staleness_and_masked_ones_are_not(ledger: Ledger):
+    full_step(ledger, 0)
+    ledger.admit(new_groups(ledger, 1, size=2, require_version=None))
+    tasks = ledger.lease("w", 2, 1)
+    sent = [answer(tasks[0], [0, 1]), answer(tasks[1], [1])]
+    ledger.submit([(trajectory, "w") for trajectory in sent])
+    score_all(ledger)
+    before = ledger.story().staleness
+    assert ledger.claim(1, 1, bound=1) is not None
+    assert ledger.story().staleness == before, "claimed is not trained"
+    ledger.commit(1, version(2, 2, 1))
+    after = ledger.story().staleness
+    fresh = sum(len(s.tokens) for trajectory in sent for s in trajectory.segments if s.version == 1)
+    assert after == {0: before[0] + fresh, 1: len(sent[0].segments[0].tokens)}
+    assert sum(after.values()) == ledger.counts().tokens.trained
+
+
+def test_tasks_are_told_by_state_and_evaluation_is_apart(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 2, size=2))
+    work(ledger, 0, capacity=1)
+    ledger.lease("other", 1, 0)
+    told = ledger.story()
+    assert told.tasks == {"accepted": 1, "leased": 1, "open": 2}
+    assert "1 by other" in told.waits_for
