@@ -444,6 +444,8 @@ def test_a_damaged_ledger_does_not_hold_and_what_is_none_is_told(offbeat):
         ledger.publish(Version(0, 0, None, "digest", Path("weights")))
     whole = file.read_bytes()
     assert "everything holds" in offbeat.succeeds("ledger", "verify", ".")
+    assert "step 0, version 0" in offbeat.succeeds("ledger", "show", ".")
+    assert json.loads(offbeat.succeeds("ledger", "show", ".", "--json"))["version"] == 0
 
     file.write_bytes(whole[:8192] + b"\xff" * 4096 + whole[12288:])
     status, out, errors = offbeat("ledger", "verify", ".")

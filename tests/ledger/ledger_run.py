@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
+from offbeat.ledger.errors import LedgerError
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Batch, NewGroup, Outcome, Purpose, Scored
 from offbeat.trajectory import End, Reward, Sampling, Segment, Task, Trajectory
@@ -134,6 +135,14 @@ def work(ledger: Ledger, number: int, *, capacity: int = 1000, worker: str = "w"
     outcomes = ledger.submit([(answer(task, [number]), worker) for task in tasks])
     assert outcomes == [Outcome.STORED] * len(tasks)
     return tasks
+
+
+def send(ledger: Ledger, trajectory: Trajectory, worker: str) -> Outcome:
+    """Submits one trajectory, or raises why it is not stored."""
+    (outcome,) = ledger.submit([(trajectory, worker)])
+    if isinstance(outcome, LedgerError):
+        raise outcome
+    return outcome
 
 
 def score_all(ledger: Ledger, *, failing: Iterable[int] = ()) -> int:

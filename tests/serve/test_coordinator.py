@@ -1,6 +1,7 @@
 """The coordinator with a real ledger, a real reward pool and the shipped tokenizer; only the engine is left out."""
 
 import asyncio
+import sqlite3
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -153,6 +154,22 @@ def test_a_run_whose_engine_fails_too_often_stops_and_says_why(tmp_path):
     asyncio.run(scenario())
 
 
+def test_a_refused_trajectory_concerns_its_sender_alone(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path) as made:
+            await made.publish(version(0, 0))
+            lease = await made.lease("w", 100, 0, SOON_S)
+            stranger = answer(made, lease.tasks[0], 7, True)  # a version that was never published
+            sent = [made.submit("w", [stranger]), made.submit("w", [answer(made, lease.tasks[1], 0, True)])]
+            refused, stored = await asyncio.gather(*sent, return_exceptions=True)
+            assert isinstance(refused, LedgerError)
+            assert "version 7" in str(refused)
+            assert stored is None
+            assert (await made.call(made.ledger.counts)).trajectories.evaluated == 1
+
+    asyncio.run(scenario())
+
+
 def test_an_error_behind_the_scenes_reaches_whoever_waits(tmp_path):
     async def scenario():
         async with coordinator(tmp_path) as made:
@@ -160,10 +177,10 @@ def test_an_error_behind_the_scenes_reaches_whoever_waits(tmp_path):
             lease = await made.lease("w", 100, 0, SOON_S)
             waiting = asyncio.create_task(made.claim(0, SOON_S))
             await asyncio.sleep(0)
-            stranger = answer(made, lease.tasks[0], 7, True)  # a version that was never published
-            with pytest.raises(LedgerError, match="7"):
-                await made.submit("w", [stranger])
-            with pytest.raises(LedgerError, match="7"):
+            await made.call(made.ledger._db.execute, "DROP TABLE segments")
+            with pytest.raises(sqlite3.OperationalError, match="segments"):
+                await made.submit("w", [answer(made, lease.tasks[0], 0, True)])
+            with pytest.raises(sqlite3.OperationalError, match="segments"):
                 await waiting
 
     asyncio.run(scenario())

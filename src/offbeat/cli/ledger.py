@@ -1,31 +1,51 @@
-"""`offbeat ledger`: checks that a run's ledger holds what it promises."""
+"""`offbeat ledger`: checks that a run's ledger holds what it promises, and tells what is in it."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offbeat.cli.parser import Parser
 from offbeat.errors import UserError
 
+if TYPE_CHECKING:
+    from offbeat.ledger.ledger import Ledger
+    from offbeat.ledger.story import Story
+
+ACTIONS = {"verify": "everything that must always hold does hold", "show": "who made what, and what is waited for"}
+
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("action", choices=["verify"], help="verify: everything that must always hold does hold")
+    parser.add_argument(
+        "action", choices=list(ACTIONS), help="; ".join(f"{name}: {text}" for name, text in ACTIONS.items())
+    )
     parser.add_argument("run", metavar="RUN", help="a run's folder")
+    parser.add_argument("--json", action="store_true", help="with show: one line of JSON")
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Status 1 if something does not hold; each broken rule is a line."""
     file = Path(arguments.run) / "ledger.sqlite"
     if not file.is_file():
         raise UserError(f"{arguments.run}: holds no ledger; give a run's folder")
     from offbeat.ledger.ledger import Ledger
-    from offbeat.ledger.records import Counts
 
     with Ledger(file, read_only=True) as ledger:
-        report = ledger.verify()
+        if arguments.action == "verify":
+            return _verify(ledger)
+        with ledger.naming_damage():
+            story = ledger.story()
+    print(json.dumps(asdict(story)) if arguments.json else "\n".join(_lines(story)))
+    return 0
+
+
+def _verify(ledger: Ledger) -> int:
+    """Status 1 if something does not hold; each broken rule is a line."""
+    from offbeat.ledger.records import Counts
+
+    report = ledger.verify()
     for violation in report.violations:
         print(violation)
     if report.counts != Counts():  # a file too damaged to count in says nothing, and its zeros would mislead
@@ -33,6 +53,29 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             print(f"{name:<24} {_told(value)}")
     print("everything holds" if report.holds else f"{len(report.violations)} things do not hold")
     return 0 if report.holds else 1
+
+
+def _lines(story: Story) -> list[str]:
+    counts, tokens = story.counts, story.counts.tokens
+    at = "no version yet" if story.step is None else f"step {story.step}, version {story.version}"
+    facts = {
+        "trained from next": at,
+        "groups": _told(dict(counts.groups)),
+        "dropped": _told(dict(counts.dropped_groups)),
+        "tasks": _told(dict(story.tasks)),
+        "failed": _told(dict(counts.failed_tasks)),
+        "trajectories": _told(asdict(counts.trajectories)),
+        "tokens": _told(asdict(tokens)),
+        "staleness of trained": _told({f"at {age}": num for age, num in story.staleness.items()}),
+        "waits for": story.waits_for,
+    }
+    lines = [f"{name:<21} {value}" for name, value in facts.items()]
+    lines += ["", f"{'worker':<21} {'trajectories':>12} {'tokens':>12} {'tokens/s':>9} {'leased':>7}"]
+    for made in story.producers:
+        rate = "-" if made.tokens_per_second is None else f"{made.tokens_per_second:,.0f}"
+        figures = f"{made.num_trajectories:>12,} {made.num_tokens:>12,} {rate:>9} {made.num_leased:>7,}"
+        lines.append(f"{made.worker:<21} {figures}")
+    return lines
 
 
 def _told(value: Any) -> str:

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Self
 
 from offbeat.control.admit import Standing
-from offbeat.ledger import batches, counts, groups, resume, scoring, submissions, tasks, verify, versions
+from offbeat.ledger import batches, counts, groups, resume, scoring, story, submissions, tasks, verify, versions
 from offbeat.ledger.bodies import Bodies
-from offbeat.ledger.errors import Unknown
+from offbeat.ledger.errors import LedgerError, Unknown
 from offbeat.ledger.records import (
     Batch,
     Counts,
@@ -116,8 +116,9 @@ class Ledger:
         with self._db.transaction():
             return tasks.fail(self._db, task, reason, detail, is_final, self.min_group, self.max_attempts)
 
-    def submit(self, trajectories: Sequence[tuple[Trajectory, str]]) -> list[Outcome]:
-        """Stores finished trajectories, each with the worker that sent it."""
+    def submit(self, trajectories: Sequence[tuple[Trajectory, str]]) -> list[Outcome | LedgerError]:
+        """Stores finished trajectories, each with the worker that sent it; those that may not be stored are answered
+        with the error, and the others are stored all the same."""
         with self._db.transaction():
             return submissions.submit(self._db, self._bodies, trajectories)
 
@@ -189,6 +190,10 @@ class Ledger:
 
     def counts(self) -> Counts:
         return counts.counts(self._db)
+
+    def story(self) -> story.Story:
+        """Everything that a person may want to know; see `offbeat.ledger.story`."""
+        return story.story(self._db)
 
     def verify(self, *, with_bodies: bool = True) -> verify.Report:
         """Checks everything that must always hold; see `offbeat.ledger.verify`."""

@@ -3,7 +3,7 @@
 Guarantees: a task has at most one trajectory, ever; the same bytes again change nothing, other bytes are a conflict; a
 stored trajectory answers the issued prompt within the issued length, and every sampled segment names a version that is
 published, alive, and of the step that the task requires. A trajectory whose task ended without it is kept and counts as
-wasted. One bad trajectory refuses the whole call.
+wasted. One that may not be stored is answered with its error and takes no other along.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from blake3 import blake3
 
 from offbeat.ledger.bodies import Bodies
-from offbeat.ledger.errors import Conflict, Refused, Unknown
+from offbeat.ledger.errors import Conflict, LedgerError, Refused, Unknown
 from offbeat.ledger.records import Outcome, TaskState
 from offbeat.ledger.schema import Database
 from offbeat.ledger.versions import Lineage, lineage
@@ -36,32 +36,51 @@ class Issued(NamedTuple):
     """Of the trajectory it has already."""
 
 
-def submit(db: Database, bodies: Bodies, submissions: Sequence[tuple[Trajectory, str]]) -> list[Outcome]:
+class Fresh(NamedTuple):
+    """A trajectory that will be stored."""
+
+    trajectory: Trajectory
+    worker: str
+    body: bytes
+    digest: bytes
+
+
+def submit(db: Database, bodies: Bodies, submissions: Sequence[tuple[Trajectory, str]]) -> list[Outcome | LedgerError]:
     issued = _issued(db, [trajectory.task for trajectory, _ in submissions])
     known = lineage(
         db, {s.version for trajectory, _ in submissions for s in trajectory.segments if s.version is not None}
     )
-    outcomes: list[Outcome] = []
-    fresh: dict[int, tuple[Trajectory, str, bytes, bytes]] = {}
+    outcomes: list[Outcome | LedgerError] = []
+    fresh: dict[int, Fresh] = {}
     for trajectory, worker in submissions:
-        task = issued.get(trajectory.task)
-        if task is None:
-            raise Unknown(f"task {trajectory.task}: never issued")
-        body = trajectory.encode()
-        digest = blake3(body).digest()
-        before = fresh[trajectory.task][3] if trajectory.task in fresh else task.digest
-        if before is not None:
-            if before != digest:
-                raise Conflict(f"task {trajectory.task}: another trajectory is stored already")
-            outcomes.append(Outcome.REPEATED)
-            continue
-        is_late = task.state in (TaskState.FAILED, TaskState.DROPPED)
-        _check(trajectory, worker, task, known, is_late)
-        fresh[trajectory.task] = (trajectory, worker, body, digest)
-        bodies.keep(digest, trajectory)
-        outcomes.append(Outcome.LATE if is_late else Outcome.STORED)
+        try:
+            outcomes.append(_take(trajectory, worker, issued, known, fresh))
+        except LedgerError as error:
+            outcomes.append(error)
+    for found in fresh.values():
+        bodies.keep(found.digest, found.trajectory)
     _store(db, list(fresh.values()), issued)
     return outcomes
+
+
+def _take(
+    trajectory: Trajectory, worker: str, issued: dict[int, Issued], known: dict[int, Lineage], fresh: dict[int, Fresh]
+) -> Outcome:
+    """What becomes of one submission; one that is to be stored is put beside the other fresh ones."""
+    task = issued.get(trajectory.task)
+    if task is None:
+        raise Unknown(f"task {trajectory.task}: never issued")
+    body = trajectory.encode()
+    digest = blake3(body).digest()
+    before = fresh[trajectory.task].digest if trajectory.task in fresh else task.digest
+    if before is not None:
+        if before != digest:
+            raise Conflict(f"task {trajectory.task}: another trajectory is stored already")
+        return Outcome.REPEATED
+    is_late = task.state in (TaskState.FAILED, TaskState.DROPPED)
+    _check(trajectory, worker, task, known, is_late)
+    fresh[trajectory.task] = Fresh(trajectory, worker, body, digest)
+    return Outcome.LATE if is_late else Outcome.STORED
 
 
 def _issued(db: Database, tasks: Sequence[int]) -> dict[int, Issued]:
@@ -108,7 +127,7 @@ def _check(trajectory: Trajectory, worker: str, task: Issued, known: dict[int, L
             )
 
 
-def _store(db: Database, fresh: Sequence[tuple[Trajectory, str, bytes, bytes]], issued: dict[int, Issued]) -> None:
+def _store(db: Database, fresh: Sequence[Fresh], issued: dict[int, Issued]) -> None:
     now = db.wall_clock()
     rows, segments = [], []
     added: dict[int, list[int]] = {}

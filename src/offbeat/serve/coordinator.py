@@ -18,8 +18,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from offbeat.control.admit import Pace, admit
 from offbeat.errors import DeadlineError
+from offbeat.ledger.errors import LedgerError
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Batch, EvalRound, Reconciled
+from offbeat.ledger.records import Batch, EvalRound, Outcome, Reconciled
 from offbeat.serve.client import Lease
 from offbeat.serve.issuing import Issuer
 from offbeat.serve.scoring import Scorer
@@ -64,7 +65,7 @@ class Coordinator:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._changed = asyncio.Event()
         self._inbox: list[tuple[Trajectory, str]] = []
-        self._inbox_future: asyncio.Future[None] | None = None
+        self._inbox_future: asyncio.Future[list[Outcome | LedgerError]] | None = None
         self._admitting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -109,11 +110,15 @@ class Coordinator:
                 return Lease()
 
     async def submit(self, worker: str, trajectories: Sequence[Trajectory]) -> None:
+        start = len(self._inbox)
         self._inbox += [(trajectory, worker) for trajectory in trajectories]
         if self._inbox_future is None:
             self._inbox_future = asyncio.get_running_loop().create_future()
             self._spawn(self._commit_inbox())
-        await asyncio.shield(self._inbox_future)
+        outcomes = await asyncio.shield(self._inbox_future)
+        for outcome in outcomes[start : start + len(trajectories)]:
+            if isinstance(outcome, LedgerError):  # theirs alone: what others sent in the same moment is stored
+                raise outcome
 
     async def fail(self, worker: str, task: int, reason: str) -> None:
         self.scorer.failed(reason)
@@ -127,12 +132,12 @@ class Coordinator:
         self._inbox, self._inbox_future = [], None
         assert waiting is not None
         try:
-            await self.call(self.ledger.submit, batch)
+            outcomes = await self.call(self.ledger.submit, batch)
         except BaseException as error:
             waiting.set_exception(error)
             waiting.exception()  # looked at: its callers may have been cancelled, and `_ended` keeps the error
             raise
-        waiting.set_result(None)
+        waiting.set_result(outcomes)
         self._times.last_submit_s = time.monotonic()
         await self._score_waiting()
 
