@@ -154,7 +154,7 @@ class Stepper:
         return slots
 
     def _use_threads(self, num_tokens: int) -> None:
-        """Chooses this thread's share of the cores for one forward pass; `exact` results must not depend on its size."""
+        """Chooses how many threads a forward pass gets; with `exact` that must not depend on its size."""
         is_small = 2 * self.num_parameters * num_tokens < SMALL_STEP_FLOPS
         wanted = 1 if is_small and not self.exact else self.num_threads
         if wanted != self._threads_now:
