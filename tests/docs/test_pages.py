@@ -42,9 +42,9 @@ def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
         case ["offbeat", "eval", *words]:
             assert reader.model.is_dir()
             assert "mean@" in reader.succeed("eval", *words, "--prompts=4")
-        case ["offbeat", "ledger", "verify", "runs/NAME"]:
+        case ["offbeat", "ledger", "verify" | "show" as action, "runs/NAME"]:
             assert reader.run.is_dir()
-            reader.succeed("ledger", "verify", "runs/NAME")
+            assert "trajectories" in reader.succeed("ledger", action, "runs/NAME")
         case ["offbeat", "export", "runs/NAME", "my-model"]:
             assert (reader.model / "model.safetensors").is_file()
         case _:
