@@ -446,6 +446,7 @@ def test_a_damaged_ledger_does_not_hold_and_what_is_none_is_told(offbeat):
     assert "everything holds" in offbeat.succeeds("ledger", "verify", ".")
     assert "step 0, version 0" in offbeat.succeeds("ledger", "show", ".")
     assert json.loads(offbeat.succeeds("ledger", "show", ".", "--json"))["version"] == 0
+    assert offbeat.fails("ledger", "verify", ".", "--json") == "--json: goes with show, not with verify"
 
     file.write_bytes(whole[:8192] + b"\xff" * 4096 + whole[12288:])
     status, out, errors = offbeat("ledger", "verify", ".")

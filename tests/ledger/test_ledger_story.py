@@ -29,7 +29,7 @@ def test_each_worker_is_told_with_what_it_made_and_holds(ledger: Ledger):
     assert (slow.worker, slow.num_trajectories, slow.num_leased, slow.tokens_per_second) == ("slow", 0, 1, None)
 
 
-def test_trained_tokens_are_told_by_their_staleness_and_masked_ones_are_not(ledger: Ledger):
+def test_trained_tokens_are_told_by_their_staleness(ledger: Ledger):
     full_step(ledger, 0)
     ledger.admit(new_groups(ledger, 1, size=2, require_version=None))
     tasks = ledger.lease("w", 2, 1)
@@ -44,6 +44,20 @@ def test_trained_tokens_are_told_by_their_staleness_and_masked_ones_are_not(ledg
     fresh = sum(len(s.tokens) for trajectory in sent for s in trajectory.segments if s.version == 1)
     assert after == {0: before[0] + fresh, 1: len(sent[0].segments[0].tokens)}
     assert sum(after.values()) == ledger.counts().tokens.trained
+
+
+def test_tokens_past_the_bound_are_not_told_as_trained(ledger: Ledger):
+    full_step(ledger, 0)
+    ledger.admit(new_groups(ledger, 1, size=2, require_version=None))
+    tasks = ledger.lease("w", 2, 1)
+    ledger.submit([(answer(tasks[0], [0, 1]), "w"), (answer(tasks[1], [1]), "w")])
+    score_all(ledger)
+    ledger.claim(1, 1, bound=0)
+    ledger.commit(1, version(2, 2, 1))
+    told = ledger.story()
+    assert set(told.staleness) == {0}
+    assert told.counts.tokens.masked["stale"] > 0
+    assert told.staleness[0] == told.counts.tokens.trained
 
 
 def test_tasks_are_told_by_state_and_evaluation_is_apart(ledger: Ledger):

@@ -30,6 +30,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     file = Path(arguments.run) / "ledger.sqlite"
     if not file.is_file():
         raise UserError(f"{arguments.run}: holds no ledger; give a run's folder")
+    if arguments.json and arguments.action != "show":
+        raise UserError(f"--json: goes with show, not with {arguments.action}")
     from offbeat.ledger.ledger import Ledger
 
     with Ledger(file, read_only=True) as ledger:

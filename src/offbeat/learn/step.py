@@ -86,11 +86,12 @@ def train_step(
     for part in parts:
         weights = dict(zip(part, sequence_mean_weights([samples[i].mask for i in part]), strict=True))
         learning = [i for i in part if advantages[i] != 0 or settings.kl_coef]
+        silent = sorted(set(part) - set(learning))
         for batch in _microbatches(policy, samples, learning, settings):
-            old = _flat([proximal[i] for i in batch.samples], policy.device) if proximal else None
+            old = _known(proximal, batch, policy)
             _train_microbatch(policy, samples, batch, advantages, weights, old, settings, reference, sums)
-        for batch in _microbatches(policy, samples, sorted(set(part) - set(learning)), settings):
-            old = _flat([proximal[i] for i in batch.samples], policy.device) if proximal else None
+        for batch in _microbatches(policy, samples, silent, settings):
+            old = _known(proximal, batch, policy)
             _measure(samples, batch, policy.logprobs(batch) if old is None else old, sums)
         norms.append(policy.update(lr))
     tokens = max(sums.tokens, 1)
@@ -156,6 +157,11 @@ def _microbatches(
 ) -> Iterator[Microbatch]:
     for local in plan([samples[i] for i in chosen], settings.tokens_per_microbatch):
         yield pack(samples, [chosen[i] for i in local], policy.device)
+
+
+def _known(proximal: dict[int, np.ndarray] | None, batch: Microbatch, policy: Policy) -> Tensor | None:
+    """The log-probs at the step's start, where they were computed before it."""
+    return None if proximal is None else _flat([proximal[i] for i in batch.samples], policy.device)
 
 
 def _proximal(
