@@ -12,7 +12,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -22,22 +21,13 @@ from offbeat.learn.checkpoint import Checkpoints
 from offbeat.learn.policy import Policy
 from offbeat.learn.samples import Sample
 from offbeat.learn.step import StepFigures, StepSettings, train_step
-from offbeat.ledger.records import Batch, Reconciled
+from offbeat.ledger.records import Batch
 from offbeat.model.loading import state_tensors
+from offbeat.serve.client import TrainerClient
 from offbeat.weights.store import WeightStore
 from offbeat.weights.version import Version
 
 log = logging.getLogger(__name__)
-
-
-class Coordinator(Protocol):
-    """What the trainer needs of the coordinator."""
-
-    async def next_version(self) -> int: ...
-    async def publish(self, version: Version) -> None: ...
-    async def claim(self, step: int, within_s: float) -> Batch: ...
-    async def commit(self, step: int, version: Version) -> None: ...
-    async def reconcile(self, step: int, version: int | None) -> Reconciled: ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +56,7 @@ class Trainer:
 
     def __init__(
         self,
-        client: Coordinator,
+        client: TrainerClient,
         policy: Policy,
         weights: WeightStore,
         checkpoints: Checkpoints,

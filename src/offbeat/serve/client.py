@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from offbeat.ledger.records import Batch
+from offbeat.ledger.records import Batch, Reconciled
 from offbeat.trajectory import Task, Trajectory
 from offbeat.weights.version import Version
 
@@ -41,6 +41,10 @@ class WorkerClient(Protocol):
 
 class TrainerClient(Protocol):
     """What a trainer needs."""
+
+    async def reconcile(self, step: int, version: int | None) -> Reconciled:
+        """Brings the ledger and the checkpoint that the trainer took up to the same step; comes before anything else."""
+        ...
 
     async def next_version(self) -> int:
         """A version number that was never used."""
