@@ -43,7 +43,7 @@ class TrainerClient(Protocol):
     """What a trainer needs."""
 
     async def reconcile(self, step: int, version: int | None) -> Reconciled:
-        """Brings the ledger and the checkpoint that the trainer took up to the same step; comes before anything else."""
+        """Brings ledger and checkpoint to the same step; comes before anything else."""
         ...
 
     async def next_version(self) -> int:
