@@ -1,0 +1,182 @@
+"""Who may take part: join tokens, workers and their secrets.
+
+A join token is issued to a person, lives a short time and is exchanged once for a worker's name and secret. Tokens and
+secrets are 256 random bits and are kept as hashes alone: whoever reads the file cannot speak for anyone. The exchange
+is one transaction, so that a token used twice, in however many processes, makes exactly one worker.
+
+A worker is looked up by its secret at every call, on a connection that reads nothing else in a transaction: so a
+revocation by another process holds from its commit on.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from blake3 import blake3
+
+from offbeat.errors import UserError
+from offbeat.ledger.errors import Forbidden, Unknown
+from offbeat.ledger.schema import Database
+
+SECRET_BYTES = 32
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+"""It stands in logs, metrics and file names as it is."""
+COLUMNS = "name, role, state, reason, capabilities, joined_at, num_audited, num_audit_failures"
+MAX_MINUTES = 7 * 24 * 60
+"""A token that lies about for longer than a week is a password."""
+
+
+class Role(StrEnum):
+    """What a worker may ask for."""
+
+    ROLLOUT = "rollout"
+    REWARD = "reward"
+    TRAINER = "trainer"
+
+
+class WorkerState(StrEnum):
+    """Where a worker stands."""
+
+    ACTIVE = "active"
+    LEFT = "left"
+    """It said goodbye; it may come back with its secret."""
+    QUARANTINED = "quarantined"
+    """It is known and heard no more: what it sends could not be believed."""
+    REVOKED = "revoked"
+    """Its secret is worth nothing, for ever."""
+
+
+ACTIVE, LEFT, QUARANTINED, REVOKED = WorkerState
+MOVES = {
+    ACTIVE: {LEFT, QUARANTINED, REVOKED},
+    LEFT: {ACTIVE, QUARANTINED, REVOKED},
+    QUARANTINED: {ACTIVE, REVOKED},
+    REVOKED: set[WorkerState](),
+}
+"""QUARANTINED -> LEFT is missing on purpose: leaving and coming back must not make a worker believable."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    name: str
+    role: Role
+    state: WorkerState
+    reason: str | None = None
+    capabilities: Mapping[str, Any] = field(default_factory=dict)
+    joined_at: float = 0.0
+    num_audited: int = 0
+    num_audit_failures: int = 0
+    num_leased: int = 0
+    """Counted where workers are listed."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A worker's name, and its secret for the only time that it is seen."""
+
+    name: str
+    secret: str = field(repr=False)
+    role: Role
+
+
+def issue_token(db: Database, role: Role, minutes: float) -> str:
+    if not 0 < minutes <= MAX_MINUTES:
+        raise UserError(f"minutes = {minutes:g}: a join token lives more than 0 and at most {MAX_MINUTES} minutes")
+    token, now = secrets.token_urlsafe(SECRET_BYTES), db.wall_clock()
+    db.execute(
+        "INSERT INTO join_tokens (hash, role, issued_at, expires_at) VALUES (?, ?, ?, ?)",
+        (_hash(token), role.value, now, now + 60 * minutes),
+    )
+    return token
+
+
+def redeem(db: Database, token: str, wanted_name: str, capabilities: Mapping[str, Any]) -> Joined:
+    """Makes a worker of a token; `Forbidden` says why the token is worth nothing."""
+    found = db.execute("SELECT role, expires_at, used_by FROM join_tokens WHERE hash = ?", (_hash(token),)).fetchone()
+    if found is None:
+        raise Forbidden("join token: never issued for this run")
+    role, expires_at, used_by = found
+    if used_by is not None:
+        raise Forbidden(f"join token: already used, by {used_by}")
+    now = db.wall_clock()
+    if now >= expires_at:
+        raise Forbidden("join token: expired")
+    name, secret = _free_name(db, wanted_name), secrets.token_urlsafe(SECRET_BYTES)
+    db.execute(
+        "INSERT INTO workers (name, role, secret_hash, state, capabilities, joined_at) VALUES (?, ?, ?, ?, ?, ?)",
+        (name, role, _hash(secret), ACTIVE.value, json.dumps(dict(capabilities)), now),
+    )
+    db.execute("UPDATE join_tokens SET used_by = ?, used_at = ? WHERE hash = ?", (name, now, _hash(token)))
+    return Joined(name=name, secret=secret, role=Role(role))
+
+
+def find(db: Database, secret: str) -> Worker | None:
+    """The worker that a secret belongs to, whatever its state; None where it is nobody's."""
+    hashed = _hash(secret)
+    row = db.execute(f"SELECT secret_hash, {COLUMNS} FROM workers WHERE secret_hash = ?", (hashed,)).fetchone()
+    if row is None or not hmac.compare_digest(row[0], hashed):
+        return None
+    return _worker(row[1:])
+
+
+def listed(db: Database) -> list[Worker]:
+    """All workers, in the order in which they joined."""
+    leased = num_leased(db)
+    rows = db.execute(f"SELECT {COLUMNS} FROM workers ORDER BY joined_at, name")
+    return [_worker(row, leased.get(row[0], 0)) for row in rows]
+
+
+def num_leased(db: Database) -> dict[str, int]:
+    """How many tasks each worker holds."""
+    return dict(db.execute("SELECT worker, count(*) FROM tasks WHERE state = 'leased' GROUP BY worker"))
+
+
+def move(db: Database, name: str, state: WorkerState, reason: str | None = None) -> WorkerState:
+    """Brings a worker to a state if it may go there from its own; returns the state that it is in then."""
+    found = db.execute("SELECT state FROM workers WHERE name = ?", (name,)).fetchone()
+    if found is None:
+        raise Unknown(f"worker {name}: never joined")
+    now = WorkerState(found[0])
+    if state not in MOVES[now]:
+        return now
+    db.execute("UPDATE workers SET state = ?, reason = ? WHERE name = ?", (state.value, reason, name))
+    return state
+
+
+def _worker(row: tuple[Any, ...], num_leased: int = 0) -> Worker:
+    name, role, state, reason, capabilities, joined_at, num_audited, num_failures = row
+    return Worker(
+        name=name,
+        role=Role(role),
+        state=WorkerState(state),
+        reason=reason,
+        capabilities=json.loads(capabilities),
+        joined_at=joined_at,
+        num_audited=num_audited,
+        num_audit_failures=num_failures,
+        num_leased=num_leased,
+    )
+
+
+def _free_name(db: Database, wanted: str) -> str:
+    """`wanted`, or with the first free number behind it. A name that holds leases is taken, whoever it belongs to."""
+    if NAME.fullmatch(wanted) is None:
+        raise UserError(f"worker name {wanted!r}: allowed are up to 63 letters, digits, '.', '_' and '-'")
+    query = """SELECT EXISTS (SELECT 1 FROM workers WHERE name = :name)
+                      OR EXISTS (SELECT 1 FROM tasks WHERE worker = :name AND state = 'leased')"""
+    name, number = wanted, 1
+    while db.execute(query, {"name": name}).fetchone()[0]:
+        number += 1
+        name = f"{wanted}-{number}"
+    return name
+
+
+def _hash(secret: str) -> bytes:
+    return blake3(secret.encode()).digest()
