@@ -166,11 +166,12 @@ def _worker(row: tuple[Any, ...], num_leased: int = 0) -> Worker:
 
 
 def _free_name(db: Database, wanted: str) -> str:
-    """`wanted`, or with the first free number behind it. A name that holds leases is taken, whoever it belongs to."""
+    """`wanted`, or with the first free number behind it. A name that was given a task is taken, also where it belongs to
+    an engine beside the coordinator that never joined: tasks are known by their worker's name."""
     if NAME.fullmatch(wanted) is None:
         raise UserError(f"worker name {wanted!r}: allowed are up to 63 letters, digits, '.', '_' and '-'")
     query = """SELECT EXISTS (SELECT 1 FROM workers WHERE name = :name)
-                      OR EXISTS (SELECT 1 FROM tasks WHERE worker = :name AND state = 'leased')"""
+                      OR EXISTS (SELECT 1 FROM tasks WHERE worker = :name)"""
     name, number = wanted, 1
     while db.execute(query, {"name": name}).fetchone()[0]:
         number += 1

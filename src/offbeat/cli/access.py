@@ -1,0 +1,119 @@
+"""`offbeat worker token | list | revoke`: who may take part in a run.
+
+These write to the run's ledger themselves, whether or not its coordinator runs; it sees them at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat.errors import UserError
+from offbeat.spelling import nearest
+
+if TYPE_CHECKING:
+    from offbeat.cli.parser import Parser
+    from offbeat.ledger.ledger import Ledger
+    from offbeat.ledger.workers import Worker
+
+ACTIONS = {
+    "token": "a token that one worker can join with, once",
+    "list": "who has joined, and how they do",
+    "revoke": "a worker's secret is worth nothing from now on",
+}
+ROLES = ("rollout", "reward", "trainer")
+DEFAULT_MINUTES = 15.0
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "action", choices=list(ACTIONS), help="; ".join(f"{name}: {text}" for name, text in ACTIONS.items())
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="with revoke: the worker")
+    parser.add_argument("--role", choices=ROLES, help="with token: what the worker may do (rollout)")
+    parser.add_argument("--minutes", type=float, help=f"with token: how long it can be used ({DEFAULT_MINUTES:g})")
+    parser.add_argument("--reason", help="with revoke: what the worker is told")
+    parser.add_argument("--json", action="store_true", help="with list: one line of JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    folder = Path(arguments.run)
+    if arguments.action == "token":
+        minutes = DEFAULT_MINUTES if arguments.minutes is None else arguments.minutes
+        return issue_token(folder, arguments.role or "rollout", minutes)
+    if arguments.action == "list":
+        return list_workers(folder, as_json=arguments.json)
+    return revoke(folder, arguments.name, arguments.reason)
+
+
+def issue_token(folder: Path, role: str = "rollout", minutes: float = DEFAULT_MINUTES) -> int:
+    """Prints a token and nothing else, so that it can be piped to where it belongs."""
+    from offbeat.ledger.workers import Role
+
+    with _ledger(folder) as ledger, ledger.naming_damage():
+        token = ledger.issue_token(Role(role), minutes)
+    print(token)
+    return 0
+
+
+def list_workers(folder: Path, *, as_json: bool = False) -> int:
+    with _ledger(folder, read_only=True) as ledger, ledger.naming_damage():
+        found = ledger.list_workers()
+    if as_json:
+        print(json.dumps([asdict(worker) for worker in found]))
+    else:
+        print("\n".join(_lines(found)))
+    return 0
+
+
+def revoke(folder: Path, name: str, reason: str | None = None) -> int:
+    from offbeat.ledger.errors import Unknown
+    from offbeat.ledger.workers import WorkerState
+
+    with _ledger(folder) as ledger, ledger.naming_damage():
+        try:
+            ledger.move_worker(name, WorkerState.REVOKED, reason)
+        except Unknown:
+            near = nearest(name, [worker.name for worker in ledger.list_workers()])
+            hint = f"did you mean {near}?" if near else f"offbeat worker list {folder} tells who has"
+            raise UserError(f"{name}: never joined this run; {hint}") from None
+    print(f"{name}: revoked")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuses options that mean nothing with the action, which would otherwise seem to be obeyed."""
+    belongs = {"name": "revoke", "reason": "revoke", "role": "token", "minutes": "token", "json": "list"}
+    for name, action in belongs.items():
+        if getattr(arguments, name) not in (None, False) and arguments.action != action:
+            shown = name.upper() if name == "name" else f"--{name}"
+            raise UserError(f"{shown}: goes with {action}, not with {arguments.action}")
+    if arguments.action == "revoke" and not arguments.name:
+        raise UserError(f"offbeat worker revoke {arguments.run}: which worker? give its NAME")
+
+
+def _ledger(folder: Path, *, read_only: bool = False) -> Ledger:
+    file = folder / "ledger.sqlite"
+    if not file.is_file():
+        raise UserError(f"{folder}: holds no ledger; give a run's folder")
+    from offbeat.ledger.ledger import Ledger
+
+    return Ledger(file, read_only=read_only)
+
+
+def _lines(found: list[Worker]) -> list[str]:
+    if not found:
+        return ["nobody has joined; offbeat worker token RUN gives a token to join with"]
+    lines = [f"{'worker':<24} {'role':<8} {'state':<12} {'leased':>6} {'audited':>8} {'failed':>7}  joined"]
+    for worker in found:
+        joined = time.strftime("%Y-%m-%d %H:%M", time.localtime(worker.joined_at))
+        figures = f"{worker.num_leased:>6,} {worker.num_audited:>8,} {worker.num_audit_failures:>7,}"
+        reason = f"  ({worker.reason})" if worker.reason else ""
+        lines.append(f"{worker.name:<24} {worker.role:<8} {worker.state:<12} {figures}  {joined}{reason}")
+    return lines

@@ -1,0 +1,70 @@
+"""Who is calling, whether they may, and whether they call too often.
+
+A caller proves who it is with the secret that it was given when it joined. It is looked up in the ledger at every call,
+on a connection that only reads: what another process revoked is over at once. Secrets are never logged.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Collection
+
+from fastapi import Request
+
+from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.workers import Role, Worker, WorkerState
+from offbeat.serve.http.limits import Buckets, ServerSettings
+from offbeat.serve.http.refusals import Refusal
+
+MAX_SECRET_CHARACTERS = 256
+
+
+class Access:
+    """Lets callers in, or says why not."""
+
+    def __init__(self, reader: Ledger, settings: ServerSettings, clock: Callable[[], float]):
+        self.reader = reader
+        self._calls = Buckets(settings.requests_per_s, settings.request_burst, clock)
+        self._joins = Buckets(settings.joins_per_s, max(settings.joins_per_s, 1.0), clock)
+
+    def admit(self, request: Request, roles: Collection[Role]) -> Worker:
+        """The worker that calls, if its role may make this call."""
+        worker = self.identify(request)
+        if wait_s := self._calls.take(worker.name):
+            raise Refusal(429, f"worker {worker.name}: too many calls", retry_after_s=wait_s)
+        if worker.state is WorkerState.QUARANTINED:
+            raise Refusal(403, f"worker {worker.name}: quarantined: {worker.reason or 'no reason given'}")
+        if worker.role not in roles:
+            allowed = " or ".join(sorted(role.value for role in roles))
+            raise Refusal(403, f"worker {worker.name}: joined as {worker.role.value}; this is for {allowed}")
+        return worker
+
+    def admit_stranger(self, request: Request) -> None:
+        """Lets someone try a join token, a few times a second."""
+        if wait_s := self._joins.take(address(request)):
+            raise Refusal(429, "too many attempts to join", retry_after_s=wait_s)
+
+    def identify(self, request: Request) -> Worker:
+        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not secret:
+            raise Refusal(401, "Authorization: missing; the secret that a worker was given when it joined is needed")
+        if len(secret) > MAX_SECRET_CHARACTERS:
+            raise Refusal(401, "Authorization: nobody's secret")
+        with self.reader.naming_damage():
+            worker = self.reader.worker_of(secret)
+        if worker is None:
+            raise Refusal(401, "Authorization: nobody's secret; join again with a new token")
+        if worker.state is WorkerState.REVOKED:
+            raise Refusal(401, f"worker {worker.name}: revoked: {worker.reason or 'no reason given'}")
+        return worker
+
+
+def address(request: Request) -> str:
+    return request.client.host if request.client else "unknown"
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

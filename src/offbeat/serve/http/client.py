@@ -1,0 +1,180 @@
+"""Workers and trainers that reach their coordinator over HTTP.
+
+`join` exchanges a token for credentials; `RemoteWorker` and `RemoteTrainer` then are what `offbeat.serve.client` asks
+of a coordinator, and raise the very errors that it raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from offbeat.errors import DeadlineError, UserError
+from offbeat.ledger.errors import Forbidden, LedgerError
+from offbeat.ledger.records import Batch, Outcome, Reconciled
+from offbeat.serve.client import Heartbeat, Lease
+from offbeat.serve.http import coding, wire
+from offbeat.serve.http.connection import Connection
+from offbeat.serve.http.credentials import Credentials
+from offbeat.serve.http.fetching import WeightCache
+from offbeat.trajectory import Trajectory
+from offbeat.weights.version import Version
+
+POLL_S = 20.0
+"""The longest that one request waits; shorter than what stands between us and the coordinator may cut off."""
+PIECE_BYTES = 1024 * 1024
+MAX_REASON = 4000
+"""Characters; a traceback's end says little that its beginning does not."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What joining gave."""
+
+    credentials: Credentials
+    config: Mapping[str, Any]
+    """The run's, as resolved."""
+
+
+async def join(
+    connection: Connection, token: str, name: str, capabilities: Mapping[str, Any] | None = None
+) -> Membership:
+    """Exchanges a join token for credentials, which the connection uses from now on."""
+    call = wire.Join(token=token, name=name, capabilities=dict(capabilities or {}))
+    try:
+        found = await connection.call("/v1/join", call, wire.Welcome)
+    except LedgerError as error:
+        raise UserError(f"{connection.url}: {error}") from error
+    connection.secret = found.secret
+    return Membership(Credentials(connection.url, found.worker, found.secret, found.role, found.run), found.config)
+
+
+async def rejoin(connection: Connection, credentials: Credentials) -> Membership:
+    """Comes back with credentials that were saved."""
+    connection.secret = credentials.secret
+    try:
+        found = await connection.get("/v1/run", wire.RunInfo)
+    except Forbidden as error:
+        raise UserError(f"{connection.url}: {error}") from error
+    return Membership(credentials, found.config)
+
+
+class RemoteWorker:
+    """Implements `WorkerClient` over a connection that has joined."""
+
+    def __init__(self, connection: Connection, cache: Path, *, shares_disk: bool = False):
+        """`cache` holds this worker's weights; with `shares_disk`, those of a coordinator on the same machine are read
+        where they lie."""
+        self._connection, self._shares_disk = connection, shares_disk
+        self._cache = WeightCache(cache, connection)
+
+    async def lease(self, capacity: int, have_version: int | None, wait_s: float) -> Lease:
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            poll_s = min(left_s, POLL_S)
+            call = wire.LeaseCall(capacity=capacity, have_version=have_version, wait_s=poll_s)
+            lease = await self._connection.call("/v1/lease", call, Lease, wait_s=poll_s)
+            if lease.tasks or lease.version is not None or lease.is_over or left_s <= poll_s:
+                return lease
+
+    async def heartbeat(self, held: Sequence[tuple[int, int]]) -> Heartbeat:
+        return await self._connection.call("/v1/heartbeat", wire.HeartbeatCall(held=list(held)), Heartbeat)
+
+    async def submit(self, trajectory: Trajectory, fence: int) -> Outcome:
+        path = f"/v1/trajectories/{trajectory.task}/{fence}"
+        _, data = await self._connection.send("PUT", path, trajectory.encode(), with_digest=True)
+        return self._connection.decoded(data, wire.Submitted).outcome
+
+    async def fail(self, task: int, fence: int, reason: str) -> None:
+        await self._connection.tell("/v1/fail", wire.FailCall(task=task, fence=fence, reason=reason[:MAX_REASON]))
+
+    async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            poll_s = min(left_s, POLL_S)
+            call = wire.NewerCall(have_version=have_version, wait_s=poll_s)
+            found = await self._connection.call("/v1/newer", call, wire.Newer, wait_s=poll_s)
+            if found.version is not None or left_s <= poll_s:
+                return found.version
+
+    async def fetch(self, version: Version) -> Version:
+        if self._shares_disk and version.path.is_dir():
+            return version
+        return await self._cache.fetch(version)
+
+    async def leave(self) -> None:
+        await self._connection.tell("/v1/leave", wire.Nothing())
+
+
+class RemoteTrainer:
+    """Implements `TrainerClient` over a connection that has joined as a trainer."""
+
+    def __init__(self, connection: Connection, *, shares_disk: bool = False):
+        """With `shares_disk`, versions are written where the coordinator keeps them, and need not be sent."""
+        self._connection, self._shares_disk = connection, shares_disk
+
+    async def reconcile(self, step: int, version: int | None) -> Reconciled:
+        return await self._connection.call("/v1/reconcile", wire.ReconcileCall(step=step, version=version), Reconciled)
+
+    async def next_version(self) -> int:
+        return (await self._connection.call("/v1/next-version", wire.Nothing(), wire.NextVersion)).number
+
+    async def publish(self, version: Version) -> None:
+        await self._send_weights(version)
+        await self._connection.tell("/v1/publish", wire.PublishCall(version=version))
+
+    async def claim(self, step: int, within_s: float) -> Batch:
+        deadline_s = time.monotonic() + within_s
+        while True:
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            poll_s = min(left_s, POLL_S)
+            try:
+                return await self._connection.call(
+                    "/v1/claim", wire.ClaimCall(step=step, wait_s=poll_s), Batch, wait_s=poll_s
+                )
+            except DeadlineError as error:
+                if left_s <= poll_s:
+                    why = str(error).partition("; ")[2] or str(error)
+                    raise DeadlineError(
+                        f"step {step}: no batch within rollout.deadline_s = {within_s:.0f} s; {why}"
+                    ) from error
+
+    async def commit(self, step: int, version: Version, audited: Sequence[int] = ()) -> None:
+        await self._send_weights(version)
+        await self._connection.tell("/v1/commit", wire.CommitCall(step=step, version=version, audited=list(audited)))
+
+    async def checkpointed(self, step: int) -> None:
+        await self._connection.tell("/v1/checkpointed", wire.CheckpointedCall(step=step))
+
+    async def report(self, row: Mapping[str, Any]) -> None:
+        await self._connection.tell("/v1/report", wire.ReportCall(row=dict(row)))
+
+    async def _send_weights(self, version: Version) -> None:
+        if self._shares_disk:
+            return
+        for path in sorted(version.path.iterdir()):
+            await self._send_file(version.number, path)
+
+    async def _send_file(self, number: int, path: Path) -> None:
+        digest = await asyncio.to_thread(lambda: blake3(max_threads=blake3.AUTO).update_mmap(path).digest())
+        headers = {
+            "Content-Type": wire.OCTETS,
+            "Content-Length": str(path.stat().st_size),
+            coding.CONTENT_DIGEST: coding.digest_header(digest),
+        }
+        async with self._connection.open("PUT", f"/v1/weights/{number}/{path.name}", headers, lambda: _pieces(path)):
+            pass
+
+
+async def _pieces(path: Path) -> AsyncIterator[bytes]:
+    with await asyncio.to_thread(open, path, "rb") as file:
+        while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+            yield piece

@@ -1,0 +1,248 @@
+"""One caller's line to the coordinator: every request has a deadline, and is made again until it is answered.
+
+Calls are idempotent or fenced, so making one again is always safe. What asks for patience (429, 5xx, a body that was
+too slow, a broken connection) is tried again with growing, jittered pauses, for as long as `patience_s`; whatever else
+the coordinator refuses is raised as the error that it was on the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import math
+import random
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from offbeat.errors import DeadlineError, OffbeatError, RunStopped, UserError
+from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
+from offbeat.serve.http import coding, wire
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Body = bytes | Callable[[], AsyncIterator[bytes]] | None
+
+ERRORS: dict[int, type[OffbeatError]] = {
+    **dict.fromkeys((400, 413, 415, 422), Refused),
+    401: UserError,
+    403: Forbidden,
+    404: Unknown,
+    409: Conflict,
+    410: Fenced,
+}
+BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
+AGAIN = (408, 429)
+"""And 5xx, but 504: there the coordinator waited in vain, and says for what."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 15.0
+REQUEST_WITHIN_S = 60.0
+"""Beyond the wait that a call asks for."""
+STREAM_WITHIN_S = 3600.0
+"""For a file; it goes on from where it was."""
+SILENCE_S = 60.0
+MAX_CONNECTIONS = 64
+IDLE_S = 30.0
+"""Shorter than the server's, so that no call goes into a connection that is being closed."""
+COMPRESS_FROM_BYTES = 1024
+MAX_ANSWER_BYTES = 16 * 1024**3
+"""The coordinator is trusted; a batch may be large."""
+
+
+class Connection:
+    """Calls one URL, as one worker once `secret` is set."""
+
+    def __init__(
+        self,
+        url: str,
+        secret: str | None = None,
+        *,
+        ca_file: Path | None = None,
+        patience_s: float | None = None,
+        allow_plain: bool = False,
+    ):
+        self.url, self.secret, self.patience_s = url.rstrip("/"), secret, patience_s
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"{url!r}: not the URL of a coordinator; it looks like https://host:port")
+        self._is_local = _is_loopback(parts.hostname)
+        if parts.scheme == "http" and not self._is_local and not allow_plain:
+            raise UserError(f"{url}: the secret would cross the network in the clear; use https")
+        self._tls = _tls(ca_file) if parts.scheme == "https" else True
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # --- calls ---
+
+    async def call(self, path: str, record: Any, answer: type[T], *, wait_s: float = 0.0) -> T:
+        """POSTs a record and returns the answer; the coordinator may wait `wait_s` for something to tell."""
+        _, data = await self.send("POST", path, wire.encode(record), within_s=wait_s + REQUEST_WITHIN_S)
+        return self.decoded(data, answer)
+
+    async def tell(self, path: str, record: Any) -> None:
+        await self.send("POST", path, wire.encode(record))
+
+    async def get(self, path: str, answer: type[T]) -> T:
+        _, data = await self.send("GET", path)
+        return self.decoded(data, answer)
+
+    def decoded(self, data: bytes, answer: type[T]) -> T:
+        try:
+            return wire.decode(data, answer)
+        except coding.Malformed as error:
+            raise OffbeatError(f"{self.url}: an answer that cannot be read ({error}); use the same Offbeat") from error
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        with_digest: bool = False,
+        within_s: float = REQUEST_WITHIN_S,
+    ) -> tuple[int, bytes]:
+        """One call, made until it is answered; returns its status and body."""
+        headers = {"Content-Type": wire.MSGPACK} if body is not None else {}
+        if body is not None and len(body) >= COMPRESS_FROM_BYTES and not self._is_local:
+            body = coding.compress(body)
+            headers["Content-Encoding"] = coding.ZSTD
+        if body is not None and with_digest:
+            headers[coding.CONTENT_DIGEST] = coding.content_digest(body)
+        retry = self.retry(f"{method} {path}")
+        while True:
+            try:
+                async with self.open(method, path, headers, body, within_s=within_s) as response:
+                    return response.status, await _read(response)
+            except OffbeatError:
+                raise
+            except BROKEN as error:
+                await retry.pause(f"{type(error).__name__}: {error}")
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: Body = None,
+        *,
+        within_s: float = STREAM_WITHIN_S,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer that is none of refusal, whose body is yet to be read. What breaks while it is, is the reader's."""
+        retry = self.retry(f"{method} {path}")
+        while True:
+            try:
+                response = await self._request(method, path, headers, body, within_s)
+            except BROKEN as error:
+                await retry.pause(f"{type(error).__name__}: {error}")
+                continue
+            async with response:
+                if response.status < 300:
+                    yield response
+                    return
+                why, kind = await _told(response)
+                if not _asks_for_patience(response.status):
+                    raise self._error(response.status, why, kind)
+                await retry.pause(f"{response.status}: {why}", _retry_after_s(response))
+
+    async def _request(
+        self, method: str, path: str, headers: Mapping[str, str], body: Body, within_s: float
+    ) -> aiohttp.ClientResponse:
+        session = self._opened()
+        held = {**headers, "Accept-Encoding": "identity" if self._is_local else coding.ZSTD}
+        if self.secret is not None:
+            held["Authorization"] = f"Bearer {self.secret}"
+        silence_s = SILENCE_S if within_s == STREAM_WITHIN_S else None  # a call may wait in silence, a stream may not
+        timeout = aiohttp.ClientTimeout(total=within_s, sock_connect=SILENCE_S, sock_read=silence_s)
+        data = body() if callable(body) else body
+        return await session.request(
+            method, self.url + path, headers=held, data=data, timeout=timeout, allow_redirects=False
+        )
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=IDLE_S, ssl=self._tls)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+        return self._session
+
+    def _error(self, status: int, why: str, kind: str | None) -> OffbeatError:
+        if kind == RunStopped.__name__:
+            return RunStopped(why)
+        if status == 504:
+            return DeadlineError(why)
+        if status == 401 or status not in ERRORS:
+            why = f"{self.url}: {why}" if status == 401 else f"{self.url}: {status}: {why}"
+        return ERRORS.get(status, OffbeatError)(why)
+
+    def retry(self, what: str) -> Retry:
+        return Retry(f"{self.url}: {what}", self.patience_s)
+
+
+class Retry:
+    """Pauses between attempts at one call, until patience is at its end."""
+
+    def __init__(self, what: str, patience_s: float | None):
+        self._what, self._patience_s = what, patience_s
+        self._start_s, self._pause_s = time.monotonic(), FIRST_PAUSE_S
+
+    async def pause(self, why: str, retry_after_s: float | None = None) -> None:
+        waited_s = time.monotonic() - self._start_s
+        pause_s = (retry_after_s or 0.0) + self._pause_s * random.uniform(0.5, 1.0)
+        if self._patience_s is not None and waited_s + pause_s > self._patience_s:
+            raise DeadlineError(f"{self._what}: not answered for {waited_s:.0f} s: {why}")
+        log.info("%s: %s; again in %.1f s", self._what, why, pause_s)
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        await asyncio.sleep(pause_s)
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    data = await response.read()
+    if response.headers.get("Content-Encoding") != coding.ZSTD:
+        return data
+    return coding.decompress(data, MAX_ANSWER_BYTES) or b""
+
+
+def _asks_for_patience(status: int) -> bool:
+    return status in AGAIN or (status >= 500 and status != 504)
+
+
+def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:
+    found = response.headers.get("Retry-After", "")
+    return float(found) if found.isdecimal() and math.isfinite(float(found)) else None
+
+
+async def _told(response: aiohttp.ClientResponse) -> tuple[str, str | None]:
+    """The line and the kind of an error; whatever stands between us and the coordinator may answer without either."""
+    try:
+        found = msgspec.json.decode(await response.read())
+        return str(found["error"]), found.get("kind")
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError, *BROKEN):
+        return response.reason or "no reason given", None
+
+
+def _tls(ca_file: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise UserError(f"{ca_file}: holds no certificates that can be read: {error}") from error
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,97 @@
+"""Connections that may not be held open by sending nothing, or next to nothing.
+
+uvicorn waits as long as a client likes for the head of a request. Here a head must come within a time and a size, and a
+client that was answered before it had sent its whole body has a time to finish, so that it can read the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from offbeat.serve.http.limits import ServerSettings
+
+TOO_SLOW = b'{"error":"the head of the request took too long"}'
+TOO_LONG = b'{"error":"the head of the request is too long"}'
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """See the module; `guarded` makes one with its limits."""
+
+    limits: ServerSettings
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._timer: asyncio.TimerHandle | None = None
+        self._in_request = False
+        """Between a whole head and the end of its body."""
+        self._num_head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._in_request:
+            self._await_head()
+            self._num_head_bytes += len(data)
+        super().data_received(data)
+        if not self._in_request and self._num_head_bytes > self.limits.max_head_bytes:
+            self._hang_up(b"431 Request Header Fields Too Large", TOO_LONG)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._in_request, self._num_head_bytes = True, 0
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._stop_timer()
+        self._in_request, self._num_head_bytes = False, 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_request and not self.transport.is_closing():  # answered early, while the body still comes
+            self._stop_timer()
+            self._timer = self.loop.call_later(self.limits.body_within_s, self.transport.close)
+
+    def _await_head(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(
+                self.limits.head_within_s, self._hang_up, b"408 Request Timeout", TOO_SLOW
+            )
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _hang_up(self, status: bytes, body: bytes) -> None:
+        self._stop_timer()
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:  # not into the middle of another answer
+            lines = (
+                b"HTTP/1.1 " + status,
+                b"content-type: application/json",
+                b"content-length: %d" % len(body),
+                b"connection: close",
+                b"",
+                body,
+            )
+            self.transport.write(b"\r\n".join(lines))
+        self.transport.close()
+
+
+def guarded(settings: ServerSettings) -> type[GuardedProtocol]:
+    return type("GuardedProtocol", (GuardedProtocol,), {"limits": settings})

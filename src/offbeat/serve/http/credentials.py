@@ -1,0 +1,77 @@
+"""What a worker keeps of its joining, so that it is the same worker after a restart; and where its token comes from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from offbeat.errors import UserError
+from offbeat.files import fsync_folder
+from offbeat.ledger.workers import Role
+
+TOKEN_VARIABLE = "OFFBEAT_TOKEN"
+
+
+class Credentials(msgspec.Struct, frozen=True):
+    """Whoever has these is the worker."""
+
+    url: str
+    worker: str
+    secret: str
+    role: Role
+    run: str
+
+    def __repr__(self) -> str:
+        return f"Credentials(url={self.url!r}, worker={self.worker!r}, role={self.role.value!r}, run={self.run!r})"
+
+
+def load(path: Path) -> Credentials | None:
+    """What was saved; None where nothing was."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    if path.stat().st_mode & 0o077:
+        raise UserError(f"{path}: holds a secret and is open to others; chmod 600 it")
+    try:
+        return msgspec.json.decode(data, type=Credentials)
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path}: holds no credentials ({error}); delete it and join with a new token") from error
+
+
+def save(path: Path, credentials: Credentials) -> None:
+    """Readable by its owner alone, from the first byte on."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.unlink(missing_ok=True)
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(credentials)))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+        fsync_folder(path.parent)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def read_token(file: Path | None, environment: Mapping[str, str] = os.environ) -> str:
+    """A join token, from a file or from the environment; never from an argument, where everyone could read it."""
+    if file is None:
+        token = environment.get(TOKEN_VARIABLE, "").strip()
+        if not token:
+            raise UserError(f"{TOKEN_VARIABLE}: not set; put a join token there (offbeat worker token RUN gives one)")
+        return token
+    try:
+        token = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: no join token can be read there: {error}") from error
+    if not token:
+        raise UserError(f"{file}: empty; put a join token there (offbeat worker token RUN gives one)")
+    return token

@@ -1,0 +1,119 @@
+"""Weights from the coordinator in a folder of this machine.
+
+A file is fetched beside its place, from where an earlier attempt ended, checked against its digest and renamed; a
+version's folder takes its name when all its files are whole. So a folder that is there is whole, and a restarted worker
+goes on where it was. Folders are named by number and digest: another run's versions are never mistaken for ours. The
+folder belongs to one worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+from blake3 import blake3
+
+from offbeat.errors import OffbeatError
+from offbeat.files import fsync_file, replace_folder
+from offbeat.serve.http import wire
+from offbeat.serve.http.connection import Connection
+from offbeat.weights.version import Version
+
+log = logging.getLogger(__name__)
+
+NUM_KEPT = 3
+"""The one that is served, the one before it that engines may still read, and one to spare."""
+MAX_ATTEMPTS = 3
+"""At a file that arrives whole and with another digest: then it is not the network that is to blame."""
+FOLDER = re.compile(r"(\d{8,})-[0-9a-f]+")
+
+
+class WeightCache:
+    """Versions on this machine."""
+
+    def __init__(self, folder: Path, connection: Connection, num_kept: int = NUM_KEPT):
+        self.folder, self._connection, self._num_kept = folder.absolute(), connection, num_kept
+        self._lock = asyncio.Lock()
+
+    async def fetch(self, version: Version) -> Version:
+        """The same version, with its files here; its own digest is the caller's to check."""
+        async with self._lock:
+            final = self._place(version)
+            if not final.is_dir():
+                await self._download(version, final)
+            await asyncio.to_thread(self._forget_old, final)
+            return replace(version, path=final)
+
+    def _place(self, version: Version) -> Path:
+        return self.folder / f"{version.number:08d}-{blake3(version.digest.encode()).hexdigest()[:16]}"
+
+    async def _download(self, version: Version, final: Path) -> None:
+        draft = final.with_name(f".{final.name}.draft")
+        draft.mkdir(parents=True, exist_ok=True)
+        listed = await self._connection.get(f"/v1/weights/{version.number}", wire.WeightFiles)
+        for file in listed.files:
+            if "/" in file.name or file.name.startswith("."):
+                raise OffbeatError(f"version {version.number}: {file.name!r} is not the name of a file of weights")
+            if not (draft / file.name).exists():
+                await self._file(version.number, file, draft)
+        await asyncio.to_thread(replace_folder, draft, final)
+
+    async def _file(self, number: int, file: wire.WeightFile, draft: Path) -> None:
+        part = draft / f"{file.name}.part"
+        for _ in range(MAX_ATTEMPTS):
+            await self._fill(f"/v1/weights/{number}/{file.name}", part, file.num_bytes)
+            digest = await asyncio.to_thread(_digest, part)
+            if digest == file.blake3:
+                await asyncio.to_thread(fsync_file, part)
+                part.rename(draft / file.name)
+                return
+            log.warning("version %d: %s arrived damaged; fetched again", number, file.name)
+            part.unlink()
+        raise OffbeatError(f"version {number}: {file.name} arrived damaged {MAX_ATTEMPTS} times")
+
+    async def _fill(self, path: str, part: Path, num_bytes: int) -> None:
+        """Brings a file to its length, however often the line breaks on the way."""
+        part.touch()
+        retry = self._connection.retry(f"GET {path}")
+        while (have := part.stat().st_size) != num_bytes:
+            if have > num_bytes:
+                part.write_bytes(b"")
+                continue
+            try:
+                await self._append(path, part, have)
+            except OffbeatError:
+                raise
+            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                now = part.stat().st_size
+                if now > have:  # it goes on, so patience begins anew
+                    retry = self._connection.retry(f"GET {path}")
+                await retry.pause(f"broke off at {now} of {num_bytes} bytes: {type(error).__name__}: {error}")
+
+    async def _append(self, path: str, part: Path, have: int) -> None:
+        headers = {"Range": f"bytes={have}-"} if have else {}
+        try:
+            async with self._connection.open("GET", path, headers) as response:
+                mode = "ab" if response.status == 206 else "wb"
+                with await asyncio.to_thread(open, part, mode) as file:
+                    async for piece in response.content.iter_chunked(1024 * 1024):
+                        await asyncio.to_thread(file.write, piece)
+        except OSError as error:
+            if isinstance(error, (OffbeatError, aiohttp.ClientError, TimeoutError, ConnectionError)):
+                raise
+            raise OffbeatError(f"{part}: cannot be written: {error.strerror}; free space") from error
+
+    def _forget_old(self, current: Path) -> None:
+        found = sorted(path for path in self.folder.glob("[0-9]*") if FOLDER.fullmatch(path.name) and path != current)
+        for path in found[: max(len(found) - (self._num_kept - 1), 0)]:
+            shutil.rmtree(path, ignore_errors=True)
+        for draft in self.folder.glob(".*.draft"):  # of versions that were given up; the current one is whole
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _digest(path: Path) -> str:
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()

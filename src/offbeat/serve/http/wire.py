@@ -1,0 +1,256 @@
+"""What calls and answers look like as bytes: msgpack; `coding` compresses it and gives it a digest.
+
+What we send is our own records as they are, so that a field added to one of them crosses the wire by itself. What a
+worker sends is checked against a schema, field by field and with bounds, before it becomes anything: `trajectory` then
+builds through `Trajectory.append`, which refuses what does not fit. Nothing received is ever executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from offbeat.ledger.records import Outcome
+from offbeat.ledger.workers import Role
+from offbeat.serve.http.coding import Malformed
+from offbeat.trajectory import End, Origin, Segment, Trajectory
+from offbeat.weights.version import Version
+
+T = TypeVar("T")
+
+MSGPACK = "application/msgpack"
+OCTETS = "application/octet-stream"
+MAX_SEGMENTS = 2048
+"""Each is looked at in the light of those before it; a trajectory that crosses thousands of versions is not one."""
+DTYPE = re.compile(r"[<|][biuf][1248]|<f2")
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
+Name = Annotated[str, Meta(max_length=256)]
+
+
+class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a caller sends."""
+
+
+class Join(Call):
+    token: Annotated[str, Meta(max_length=256)]
+    name: Name
+    capabilities: dict[str, Any] = {}
+
+
+class LeaseCall(Call):
+    capacity: Annotated[int, Meta(ge=1, le=100_000)]
+    have_version: Count | None
+    wait_s: Seconds
+
+
+class HeartbeatCall(Call):
+    held: Annotated[list[tuple[Count, Count]], Meta(max_length=100_000)]
+
+
+class FailCall(Call):
+    task: Count
+    fence: Count
+    reason: Annotated[str, Meta(max_length=10_000)]
+
+
+class NewerCall(Call):
+    have_version: Count | None
+    wait_s: Seconds
+
+
+class ReconcileCall(Call):
+    step: Count
+    version: Count | None
+
+
+class PublishCall(Call):
+    version: Version
+
+
+class ClaimCall(Call):
+    step: Count
+    wait_s: Seconds
+
+
+class CommitCall(Call):
+    step: Count
+    version: Version
+    audited: list[Count] = []
+
+
+class CheckpointedCall(Call):
+    step: Count
+
+
+class ReportCall(Call):
+    row: dict[str, Any]
+
+
+class Nothing(Call):
+    """The call's name says it all."""
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    """The answer to a token: who the worker is from now on, and what it takes part in."""
+
+    worker: str
+    secret: str
+    role: Role
+    run: str
+    config: dict[str, Any]
+
+    def __repr__(self) -> str:  # it is logged sooner or later
+        return f"Welcome(worker={self.worker!r}, role={self.role.value!r}, run={self.run!r})"
+
+
+class RunInfo(msgspec.Struct, frozen=True):
+    run: str
+    config: dict[str, Any]
+
+
+class Submitted(msgspec.Struct, frozen=True):
+    outcome: Outcome
+
+
+class Newer(msgspec.Struct, frozen=True):
+    version: Version | None
+
+
+class NextVersion(msgspec.Struct, frozen=True):
+    number: int
+
+
+class WeightFile(msgspec.Struct, frozen=True):
+    name: str
+    num_bytes: int
+    blake3: str
+
+
+class WeightFiles(msgspec.Struct, frozen=True):
+    files: list[WeightFile]
+
+
+class _SegmentBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    start: Count
+    origin: Origin
+    tokens: bytes
+    logprobs: bytes | None
+    version: Count | None
+    kv_version: Count | None
+    worker: Name
+    engine: Annotated[str, Meta(max_length=4096)]
+    arrays: dict[Name, _ArrayBody]
+
+
+class _ArrayBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: Annotated[str, Meta(max_length=8)]
+    shape: Annotated[list[Count], Meta(min_length=1, max_length=8)]
+    data: bytes
+
+
+class _TrajectoryBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`Trajectory.encode`, as a schema."""
+
+    task: Count
+    index: Count
+    prompt: bytes
+    max_new_tokens: Count
+    max_version_drop: Count
+    end: End | None
+    segments: Annotated[list[_SegmentBody], Meta(max_length=MAX_SEGMENTS)]
+
+
+def trajectory(data: bytes) -> Trajectory:
+    """A trajectory from bytes that anyone may have sent: `Malformed`, or `SegmentError` where it contradicts itself."""
+    body = decode(data, _TrajectoryBody)
+    made = Trajectory(
+        task=body.task,
+        index=body.index,
+        prompt=_vector(body.prompt, np.int32),
+        max_new_tokens=body.max_new_tokens,
+        max_version_drop=body.max_version_drop,
+    )
+    for segment in body.segments:
+        made.append(_segment(segment))
+    if body.end is not None:
+        made.finish(body.end)
+    return made
+
+
+def _segment(body: _SegmentBody) -> Segment:
+    return Segment(
+        start=body.start,
+        origin=body.origin,
+        tokens=_vector(body.tokens, np.int32),
+        logprobs=None if body.logprobs is None else _vector(body.logprobs, np.float32),
+        version=body.version,
+        kv_version=body.kv_version,
+        worker=body.worker,
+        engine=body.engine,
+        arrays={name: _array(msgspec.structs.asdict(array)) for name, array in body.arrays.items()},
+    )
+
+
+def _vector(data: bytes, dtype: type) -> np.ndarray:
+    try:
+        return np.frombuffer(data, dtype)
+    except ValueError as error:
+        raise Malformed(f"{len(data)} bytes are not a row of {np.dtype(dtype)}") from error
+
+
+def _array(wire: Any) -> np.ndarray:
+    try:
+        dtype, shape, data = str(wire["dtype"]), wire["shape"], wire["data"]
+        if DTYPE.fullmatch(dtype) is None:
+            raise Malformed(f"an array of {dtype!r}; allowed are little-endian numbers and truth values")
+        return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise Malformed(f"an array that is none: {error}") from error
+
+
+# --- bytes ---
+
+
+def _to_wire(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"dtype": value.dtype.str, "shape": list(value.shape), "data": value.tobytes()}
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value).__name__} does not cross the wire")
+
+
+def _from_wire(kind: type, value: Any) -> Any:
+    if kind is np.ndarray:
+        return _array(value)
+    if kind is Path:
+        return Path(value)
+    raise NotImplementedError(f"{kind.__name__} does not cross the wire")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_wire)
+_DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def encode(value: Any) -> bytes:
+    return _ENCODER.encode(value)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """The bytes as a record, or `Malformed` with what is wrong and where."""
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        decoder = _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_from_wire)
+    try:
+        found: T = decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Malformed(f"not a {kind.__name__.strip('_')}: {error}") from error
+    return found

@@ -1,0 +1,126 @@
+"""The calls of workers: work, heartbeats, trajectories, and weights to load."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+
+from offbeat.ledger.errors import Forbidden
+from offbeat.ledger.records import Outcome
+from offbeat.ledger.workers import Role, Worker, WorkerState
+from offbeat.serve.http import coding, wire
+from offbeat.serve.http.bodies import reply
+from offbeat.serve.http.desk import Desk, Route, coordinate
+from offbeat.serve.http.refusals import Refusal
+from offbeat.serve.http.weights import byte_range, pieces_of
+
+ROLLOUT = frozenset({Role.ROLLOUT})
+ANYONE = frozenset(Role)
+HOW_TO_JOIN = "ask for another: offbeat worker token RUN"
+
+
+async def submit(desk: Desk, worker: Worker, request: Request) -> Response:
+    task, fence = coordinate(request, "task"), coordinate(request, "fence")
+    data = await desk.bodies.read(request, needs_digest=True)
+    try:
+        trajectory = wire.trajectory(data)
+    except coding.Malformed as error:
+        raise Refusal(400, str(error)) from error
+    if trajectory.task != task:
+        raise Refusal(400, f"the path names task {task}, the body task {trajectory.task}")
+    outcome = await desk.coordinator.submit(worker.name, trajectory, fence)
+    return await reply(request, wire.Submitted(outcome), 200 if outcome is Outcome.REPEATED else 201)
+
+
+async def lease(desk: Desk, worker: Worker, request: Request) -> Response:
+    call = await desk.bodies.record(request, wire.LeaseCall)
+    if worker.state is WorkerState.LEFT:  # it is back
+        await desk.coordinator.call(desk.coordinator.ledger.move_worker, worker.name, WorkerState.ACTIVE)
+    wait_s = min(call.wait_s, desk.settings.max_wait_s)
+    work = desk.coordinator.lease(worker.name, call.capacity, call.have_version, wait_s)
+    return await reply(request, await desk.patiently(request, work))
+
+
+async def heartbeat(desk: Desk, worker: Worker, request: Request) -> Response:
+    call = await desk.bodies.record(request, wire.HeartbeatCall)
+    return await reply(request, await desk.coordinator.heartbeat(worker.name, call.held))
+
+
+async def fail(desk: Desk, worker: Worker, request: Request) -> Response:
+    call = await desk.bodies.record(request, wire.FailCall)
+    await desk.coordinator.fail(worker.name, call.task, call.fence, call.reason)
+    return Response(status_code=204)
+
+
+async def newer(desk: Desk, worker: Worker, request: Request) -> Response:
+    call = await desk.bodies.record(request, wire.NewerCall)
+    work = desk.coordinator.newer(call.have_version, min(call.wait_s, desk.settings.max_wait_s))
+    return await reply(request, wire.Newer(await desk.patiently(request, work)))
+
+
+async def leave(desk: Desk, worker: Worker, request: Request) -> Response:
+    await desk.bodies.record(request, wire.Nothing)
+    await desk.coordinator.leave(worker.name)
+    await desk.coordinator.call(desk.coordinator.ledger.move_worker, worker.name, WorkerState.LEFT)
+    return Response(status_code=204)
+
+
+async def run_info(desk: Desk, worker: Worker, request: Request) -> Response:
+    return await reply(request, wire.RunInfo(desk.served.name, dict(desk.served.config)))
+
+
+async def weight_files(desk: Desk, worker: Worker, request: Request) -> Response:
+    return await reply(request, wire.WeightFiles(await desk.shelf.files(coordinate(request, "number"))))
+
+
+async def weight_file(desk: Desk, worker: Worker, request: Request) -> Response:
+    number, name = coordinate(request, "number"), request.path_params["file"]
+    path, size, digest = await desk.shelf.find(number, name)
+    wanted = byte_range(request.headers.get("range"), size)
+    start, stop = wanted or (0, size)
+    headers = {
+        "Accept-Ranges": "bytes",
+        "Content-Length": str(stop - start),
+        coding.WHOLE_DIGEST: coding.digest_header(digest),
+    }
+    if wanted is not None:
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+    return StreamingResponse(pieces_of(path, start, stop), 206 if wanted else 200, headers, wire.OCTETS)
+
+
+async def join(desk: Desk, request: Request) -> Response:
+    """Exchanges a token for a name and a secret; the only call that a stranger may make."""
+    desk.access.admit_stranger(request)
+    call = await desk.bodies.record(request, wire.Join, desk.settings.max_join_bytes)
+    _check_plain(call.capabilities)
+    coordinator = desk.coordinator
+    try:
+        joined = await coordinator.call(coordinator.ledger.redeem, call.token, call.name, call.capabilities)
+    except Forbidden as error:
+        raise Refusal(401, f"{error}; {HOW_TO_JOIN}") from error
+    run = desk.served
+    return await reply(request, wire.Welcome(joined.name, joined.secret, joined.role, run.name, dict(run.config)), 201)
+
+
+def _check_plain(capabilities: dict[str, Any]) -> None:
+    try:
+        json.dumps(capabilities)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Refusal(400, f"capabilities: {error}; allowed is what JSON can hold") from error
+
+
+ROUTES = (
+    Route("PUT", "/v1/trajectories/{task:int}/{fence:int}", submit, ROLLOUT),
+    Route("POST", "/v1/lease", lease, ROLLOUT),
+    Route("POST", "/v1/heartbeat", heartbeat, ROLLOUT),
+    Route("POST", "/v1/fail", fail, ROLLOUT),
+    Route("POST", "/v1/newer", newer, ROLLOUT),
+    Route("POST", "/v1/leave", leave, ANYONE),
+    Route("GET", "/v1/run", run_info, ANYONE),
+    Route("GET", "/v1/weights/{number:int}", weight_files, ANYONE),
+    Route("GET", "/v1/weights/{number:int}/{file}", weight_file, ANYONE),
+)
+"""The most frequent first: they are looked through in order."""
