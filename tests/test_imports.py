@@ -44,8 +44,8 @@ KNOWS: dict[str, set[str]] = {
     "ledger": {"trajectory", "control", "weights.version"},
     "tasks": {"config", "trajectory"},
     "reward": {"config", "trajectory", "tasks"},
-    "serve": {"config", "trajectory", "control", "ledger", "tasks", "reward", "weights.version"},
-    "rollout": {"trajectory", "model", "weights", "serve.client"},
+    "serve": {"config", "trajectory", "control", "ledger", "tasks", "reward", "weights.version", "weights.folder"},
+    "rollout": {"trajectory", "model", "weights", "serve.client", "ledger.errors"},
     "learn": {"trajectory", "model", "weights", "ledger.records", "serve.client"},
     "watch": {"config"},
 }

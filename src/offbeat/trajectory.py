@@ -276,6 +276,8 @@ class Task:
     sampling: Sampling
     require_version: int | None = None
     prefix: Trajectory | None = None
+    fence: int = 0
+    """Grows with every lease of the task; whatever is handed in for it names the fence of its lease."""
 
     def new_trajectory(self, max_version_drop: int = 0) -> Trajectory:
         return self.prefix or Trajectory(

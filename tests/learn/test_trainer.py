@@ -37,6 +37,8 @@ class Waiting:
     async def reconcile(self, step, version):
         return Reconciled(step, None, False)
 
+    async def checkpointed(self, step): ...
+
     async def claim(self, step, within_s):
         await asyncio.sleep(within_s)
 

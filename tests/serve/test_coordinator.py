@@ -11,16 +11,18 @@ import pytest
 from offbeat.config import from_dict
 from offbeat.errors import DeadlineError, RunStopped
 from offbeat.launch import sources, wiring
-from offbeat.ledger.errors import LedgerError
+from offbeat.ledger.errors import Fenced, LedgerError
+from offbeat.ledger.records import Outcome, Submission
 from offbeat.tasks.arithmetic import worked_answer
 from offbeat.trajectory import End, Segment, Task
+from offbeat.weights.folder import WeightFolder
 from offbeat.weights.version import Version
 
 SOON_S = 60.0
 
 
 @asynccontextmanager
-async def coordinator(tmp_path: Path, **sections):
+async def coordinator(tmp_path: Path, keep_leases: bool = False, **sections):
     config = from_dict(
         {
             "run": {"steps": 3},
@@ -33,10 +35,11 @@ async def coordinator(tmp_path: Path, **sections):
     mixture = sources.make_mixture(config, None)
     ledger = wiring.open_ledger(config, tmp_path / "ledger.sqlite")
     pool = await sources.open_pool(config, mixture, tmp_path / "rewards.log")
-    made = wiring.make_coordinator(config, ledger, wiring.make_issuer(config, mixture, tokens), pool, tokens)
+    issuer = wiring.make_issuer(config, mixture, tokens)
+    made = wiring.make_coordinator(config, ledger, issuer, pool, tokens, WeightFolder(tmp_path / "weights"))
     made.tokens = tokens
     try:
-        await made.start()
+        await made.start(keep_leases=keep_leases)
         yield made
     finally:
         await made.close()
@@ -62,8 +65,12 @@ def answer(made, task: Task, number: int, right: bool):
 async def answer_all(made, number: int, count: int) -> list[Task]:
     lease = await made.lease("w", 100, number, SOON_S)
     assert len(lease.tasks) == count
-    trajectories = [answer(made, task, number, right=i % 2 == 0) for i, task in enumerate(lease.tasks)]
-    await asyncio.gather(*(made.submit("w", [trajectory]) for trajectory in trajectories))
+    await asyncio.gather(
+        *(
+            made.submit("w", answer(made, task, number, right=i % 2 == 0), task.fence)
+            for i, task in enumerate(lease.tasks)
+        )
+    )
     return list(lease.tasks)
 
 
@@ -105,8 +112,6 @@ def test_an_acknowledged_trajectory_is_on_disk(tmp_path):
         async with coordinator(tmp_path) as made:
             await made.publish(version(0, 0))
             tasks = await answer_all(made, 0, 3 + 8)
-            import sqlite3
-
             other = sqlite3.connect(tmp_path / "ledger.sqlite")
             stored = {task for (task,) in other.execute("SELECT task FROM trajectories")}
             assert stored == {task.id for task in tasks}
@@ -119,7 +124,8 @@ def test_what_was_submitted_before_a_restart_is_scored_after_it(tmp_path):
         async with coordinator(tmp_path) as made:
             await made.publish(version(0, 0))
             lease = await made.lease("w", 100, 0, SOON_S)
-            made.ledger.submit([(answer(made, task, 0, True), "w") for task in lease.tasks])  # and then it dies
+            made.ledger.submit([Submission(answer(made, task, 0, True), "w", task.fence) for task in lease.tasks])
+            # and then it dies
 
     async def after():
         async with coordinator(tmp_path) as made:
@@ -147,7 +153,7 @@ def test_a_run_whose_engine_fails_too_often_stops_and_says_why(tmp_path):
             await made.publish(version(0, 0))
             lease = await made.lease("w", 100, 0, SOON_S)
             for task in lease.tasks:
-                await made.fail("w", task.id, "engine w: out of memory")
+                await made.fail("w", task.id, task.fence, "engine w: out of memory")
             with pytest.raises(RunStopped, match="out of memory"):
                 await made.claim(0, SOON_S)
 
@@ -160,11 +166,13 @@ def test_a_refused_trajectory_concerns_its_sender_alone(tmp_path):
             await made.publish(version(0, 0))
             lease = await made.lease("w", 100, 0, SOON_S)
             stranger = answer(made, lease.tasks[0], 7, True)  # a version that was never published
-            sent = [made.submit("w", [stranger]), made.submit("w", [answer(made, lease.tasks[1], 0, True)])]
-            refused, stored = await asyncio.gather(*sent, return_exceptions=True)
+            good = answer(made, lease.tasks[1], 0, True)
+            refused, stored = await asyncio.gather(
+                made.submit("w", stranger, 1), made.submit("w", good, 1), return_exceptions=True
+            )
             assert isinstance(refused, LedgerError)
             assert "version 7" in str(refused)
-            assert stored is None
+            assert stored is Outcome.STORED
             assert (await made.call(made.ledger.counts)).trajectories.evaluated == 1
 
     asyncio.run(scenario())
@@ -179,8 +187,120 @@ def test_an_error_behind_the_scenes_reaches_whoever_waits(tmp_path):
             await asyncio.sleep(0)
             await made.call(made.ledger._db.execute, "DROP TABLE segments")
             with pytest.raises(sqlite3.OperationalError, match="segments"):
-                await made.submit("w", [answer(made, lease.tasks[0], 0, True)])
+                await made.submit("w", answer(made, lease.tasks[0], 0, True), 1)
             with pytest.raises(sqlite3.OperationalError, match="segments"):
                 await waiting
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_falls_silent_loses_its_tasks_to_another(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, rollout={"lease_s": 0.2}) as made:
+            await made.publish(version(0, 0))
+            silent = await made.lease("silent", 100, 0, SOON_S)
+            other = await made.lease("other", 1, 0, SOON_S)  # waits until the leases are over
+            task = other.tasks[0]
+            assert task.fence == 2
+            beat = await made.heartbeat("silent", [(task.id, task.fence - 1)])
+            assert beat.lost == (task.id,)
+            before = next(t for t in silent.tasks if t.id == task.id)
+            with pytest.raises(Fenced):
+                await made.submit("silent", answer(made, before, 0, True), before.fence)
+            assert await made.submit("other", answer(made, task, 0, True), task.fence) is Outcome.STORED
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_goes_on_beating_keeps_its_tasks(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, rollout={"lease_s": 0.6}) as made:
+            await made.publish(version(0, 0))
+            lease = await made.lease("w", 100, 0, SOON_S)
+            held = [(task.id, task.fence) for task in lease.tasks]
+            for _ in range(8):
+                assert (await made.heartbeat("w", held)).lost == ()
+                await asyncio.sleep(0.15)
+            assert (await made.lease("other", 100, 0, 0.0)).tasks == ()
+
+    asyncio.run(scenario())
+
+
+def test_after_a_restart_workers_find_their_leases_as_they_left_them(tmp_path):
+    async def before():
+        async with coordinator(tmp_path) as made:
+            await made.publish(version(0, 0))
+            return (await made.lease("w", 100, 0, SOON_S)).tasks
+
+    async def after(tasks):
+        async with coordinator(tmp_path, keep_leases=True) as made:
+            assert (await made.lease("other", 100, 0, 0.0)).tasks == ()
+            assert (await made.heartbeat("w", [(task.id, task.fence) for task in tasks])).lost == ()
+            assert await made.submit("w", answer(made, tasks[0], 0, True), 1) is Outcome.STORED
+
+    asyncio.run(after(asyncio.run(before())))
+
+
+def test_a_worker_that_leaves_gives_its_tasks_back_at_once_and_a_partial_is_carried_on(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path) as made:
+            await made.publish(version(0, 0))
+            first, *rest = (await made.lease("a", 100, 0, SOON_S)).tasks
+            partial = first.new_trajectory()
+            partial.append(Segment(0, np.array([5, 6]), logprobs=np.full(2, -0.1), version=0, kv_version=0))
+            assert await made.submit("a", partial, 1) is Outcome.PARTIAL
+            await made.leave("a")
+            lease = await made.lease("b", 100, 0, SOON_S)
+            assert len(lease.tasks) == 1 + len(rest)
+            again = next(task for task in lease.tasks if task.id == first.id)
+            assert again.prefix == partial
+            assert again.fence == 2
+
+    asyncio.run(scenario())
+
+
+def test_with_overlap_work_goes_on_while_a_step_is_trained_and_the_next_batch_can_be_claimed_ahead(tmp_path):
+    async def scenario():
+        sections = {"schedule": {"mode": "overlap", "max_staleness": 2}, "eval": {"every": 0}}
+        async with coordinator(tmp_path, **sections) as made:
+            await made.publish(version(0, 0))
+            lease = await made.lease("w", 100, 0, SOON_S)
+            assert len(lease.tasks) == (2 + 1) * 2 * 4
+            assert {task.require_version for task in lease.tasks} == {None}
+            for i, task in enumerate(lease.tasks):
+                await made.submit("w", answer(made, task, 0, right=i % 2 == 0), task.fence)
+            first, ahead = await made.claim(0, SOON_S), await made.claim(1, SOON_S)
+            assert (first.from_version, ahead.from_version) == (0, None)
+            assert not {g.group for g in first.groups} & {g.group for g in ahead.groups}
+            assert {int(a) for g in ahead.groups for m in g.members for a in m.staleness} == {1}
+            await made.commit(0, version(1, 1, 0))
+            assert (await made.newer(0, SOON_S)) == version(1, 1, 0)
+            assert made.ledger.verify().violations == ()
+
+    asyncio.run(scenario())
+
+
+def test_a_token_that_the_model_does_not_have_is_refused(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path) as made:
+            await made.publish(version(0, 0))
+            task = (await made.lease("w", 1, 0, SOON_S)).tasks[0]
+            bad = task.new_trajectory()
+            bad.append(Segment(0, np.array([999_999]), logprobs=np.array([-1.0]), version=0, kv_version=0), End.STOP)
+            with pytest.raises(LedgerError, match="token 999999 is none of the model's"):
+                await made.submit("w", bad, task.fence)
+
+    asyncio.run(scenario())
+
+
+def test_when_the_run_is_over_workers_are_told(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path) as made:
+            await made.publish(version(0, 0))
+            await answer_all(made, 0, 3 + 8)
+            waiting = asyncio.create_task(made.lease("w", 1, 0, SOON_S))
+            await asyncio.sleep(0)
+            made.end()
+            assert (await waiting).is_over
 
     asyncio.run(scenario())

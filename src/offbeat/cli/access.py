@@ -41,7 +41,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="with list: one line of JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     _check(arguments)
     folder = Path(arguments.run)
     if arguments.action == "token":

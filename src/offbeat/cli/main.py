@@ -19,13 +19,18 @@ from offbeat.threads import spin_briefly
 
 COMMANDS = {
     "train": "train a model; without a configuration, the built-in demo",
+    "serve": "coordinate a run that a trainer and workers join",
+    "trainer": "train for a run that is coordinated elsewhere",
+    "worker": "generate for a run; or let workers in, list them, shut them out",
     "eval": "score a model on held-out prompts",
     "export": "write a run's model as a Hugging Face folder",
     "model": "write a model that comes in a Python package as a Hugging Face folder",
     "ledger": "check a run's ledger",
 }
 """Each is a module of this package with `add_arguments(parser)` and `run(arguments, overrides)`."""
-TAKES_OVERRIDES = ("train", "eval")
+ACCESS = ("token", "list", "revoke")
+"""`offbeat worker` with one of these is about who may join; a module of its own."""
+TAKES_OVERRIDES = ("train", "serve", "trainer", "worker", "eval")
 HELP_WORDS = ("-h", "--help", "help")
 
 
@@ -64,9 +69,10 @@ def _run(argv: list[str]) -> int:
     from offbeat.config.load import split
 
     overrides: list[str] = []
-    if name in TAKES_OVERRIDES:
+    is_access = name == "worker" and words[:1] != [] and words[0] in ACCESS
+    if name in TAKES_OVERRIDES and not is_access:
         words, overrides = split(words)
-    command = importlib.import_module(f"offbeat.cli.{name}")
+    command = importlib.import_module(f"offbeat.cli.{'access' if is_access else name}")
     parser = Parser(prog=f"offbeat {name}", description=f"{COMMANDS[name]}.")
     command.add_arguments(parser)
     return command.run(parser.parse_args(words), overrides)

@@ -51,12 +51,25 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from offbeat.launch.folder import refuse_in_use
 
         refuse_in_use(resume)
+    if config.rollout.workers is not None:
+        return _supervise(config, resume, arguments.config, overrides)
     from offbeat.launch import local
 
-    return _status(local.train(config, resume=resume))
+    return status_of(local.train(config, resume=resume))
 
 
-def _status(summary: Mapping[str, Any]) -> int:
+def _supervise(config: Config, resume: Path | None, file: str | None, overrides: list[str]) -> int:
+    """Coordinator, trainer and workers as processes of their own."""
+    import asyncio
+
+    from offbeat.launch.supervise import Supervisor
+
+    again = ["serve", *([file] if file else []), *overrides]
+    first = [*again, "--resume", str(resume)] if resume else again
+    return status_of(asyncio.run(Supervisor(config, first, again).run_to_the_end()))
+
+
+def status_of(summary: Mapping[str, Any]) -> int:
     """A run that a signal stopped is not done: whatever waits for it must not take it for a finished one."""
     name = summary["stopped_by"]
     if name not in signal.Signals.__members__:

@@ -16,6 +16,10 @@ def free(default: Any, **constraints: Any) -> Any:
     return Field(default, json_schema_extra={"free": True}, **constraints)
 
 
+DEFAULT_BOUND = 4
+"""Steps of staleness at which quality is known to hold; it still does at 6, and no longer at 11."""
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
@@ -141,13 +145,35 @@ class BatchConfig(Section):
 
 
 class ScheduleConfig(Section):
-    mode: Literal["alternate"] = "alternate"
-    """alternate: generate, then train."""
-    max_staleness: int = Field(0, ge=0, le=0)
-    """Steps that a token may be older than the weights it trains."""
+    mode: Literal["alternate", "overlap"] = "alternate"
+    """alternate: generate, then train. overlap: workers never stop, and the trainer takes what is finished."""
+    max_staleness: int | None = Field(None, ge=0, le=64)
+    """Steps that a token may be older than the weights it trains; without it, 0 for alternate and 4 for overlap."""
+
+    @property
+    def bound(self) -> int:
+        """The largest staleness that is trained on."""
+        if self.max_staleness is not None:
+            return self.max_staleness
+        return DEFAULT_BOUND if self.mode == "overlap" else 0
+
+
+class ServeConfig(Section):
+    host: str = free("127.0.0.1")
+    """Where the coordinator listens; beyond this machine it wants a certificate, or a proxy that has one."""
+    port: int = free(0, ge=0, le=65535)
+    """0: any that is free, and the same again when the run is resumed."""
+    certificate: str | None = free(None)
+    """A PEM file, with which the coordinator proves who it is (TLS)."""
+    key: str | None = free(None)
+    """The certificate's private key."""
+    behind_proxy: bool = free(False)
+    """A proxy in front of the coordinator ends TLS."""
 
 
 class RolloutConfig(Section):
+    workers: int | None = free(None, ge=0, le=64)
+    """Worker processes on this machine, beside those that join from elsewhere; without it, one process does all."""
     engine: Literal["embedded"] = "embedded"
     """What generates: embedded runs in this process."""
     slots: int = free(256, ge=1)
@@ -162,6 +188,8 @@ class RolloutConfig(Section):
     """Longer answers are cut."""
     max_attempts: int = free(3, ge=1)
     """Tries that a task gets before it fails."""
+    lease_s: float = free(60.0, gt=0)
+    """A worker that is not heard of for so long loses its tasks to others."""
     deadline_s: float = free(1800.0, gt=0)
     """Longest wait for a batch before the run stops and says whom it waited for."""
 
@@ -198,6 +226,10 @@ class LossConfig(Section):
     """Alarm when engine and trainer disagree by more than this, on average, about fresh tokens."""
     stop_logprob_gap: float | None = free(None, gt=0)
     """Stop the run at this gap."""
+    max_sample_gap: float = free(1.0, gt=0)
+    """An answer whose log-probs are off by more than this, on average over fresh tokens, is not learnt from."""
+    max_importance: float = free(2.0, ge=1)
+    """The most that a token of older weights counts (overlap)."""
 
 
 class EvalConfig(Section):
@@ -241,6 +273,7 @@ class Config(Section):
     batch: BatchConfig = BatchConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     rollout: RolloutConfig = RolloutConfig()
+    serve: ServeConfig = ServeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     eval: EvalConfig = EvalConfig()
@@ -266,6 +299,22 @@ class Config(Section):
         if self.optimizer.warmup_steps > self.run.steps:
             raise ValueError(
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: allowed 0 to run.steps = {self.run.steps}"
+            )
+        mode, bound = self.schedule.mode, self.schedule.max_staleness
+        if mode == "alternate" and bound:
+            raise ValueError(
+                f'schedule.max_staleness = {bound}: allowed 0 with schedule.mode = "alternate", where nothing is '
+                'generated while training; set schedule.mode = "overlap"'
+            )
+        if mode == "overlap" and bound == 0:
+            raise ValueError(
+                'schedule.max_staleness = 0: allowed 1 or more with schedule.mode = "overlap", where tokens wait for '
+                "the step under way"
+            )
+        if self.run.exact and mode == "overlap":
+            raise ValueError(
+                'schedule.mode = "overlap": allowed "alternate" with run.exact = true, because what is trained next '
+                "would depend on who was faster"
             )
         if self.run.exact and rollout.slots < 16:
             raise ValueError(

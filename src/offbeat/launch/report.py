@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from offbeat.launch.folder import RunFolder
-from offbeat.learn.trainer import StepReport
 from offbeat.ledger.records import Counts, EvalRound
 from offbeat.serve.evaluation import eval_figures
 from offbeat.watch.console import Console, held_out
 from offbeat.watch.history import read_metrics
 from offbeat.watch.sinks import Sink
 
+if TYPE_CHECKING:
+    from offbeat.learn.trainer import StepReport
+
+EVENT = "event"
+"""The key that tells an event of the trainer from the figures of a step."""
 FIRST_STEPS, LAST_STEPS = 3, 10
 """The first and the last reward of a run are means over so many steps: one step's is too noisy to compare. Few at the
 beginning, where learning is fastest."""
@@ -44,46 +48,33 @@ class Reporter:
         self.event("stop", why=why)
         self.console.note(f"stopping ({why}): finishing the step under way, then a checkpoint; once more to leave now")
 
-    def step(self, report: StepReport, times: Mapping[str, float], num_failed: int = 0) -> None:
-        """A finished step; `times` are the seconds that generation and rewards took, `num_failed` the failures so far
-        of this attempt."""
+    def told(self, row: Mapping[str, Any], times: Mapping[str, float], num_failed: int = 0) -> None:
+        """Whatever the trainer reports: an event, or a finished step."""
+        if EVENT in row:
+            self.event(row[EVENT], **{key: value for key, value in row.items() if key != EVENT})
+        else:
+            self.step(row, times, num_failed)
+
+    def step(self, told: Mapping[str, Any], times: Mapping[str, float], num_failed: int = 0) -> None:
+        """A finished step, as `step_row` tells it; `times` are the seconds that generation and rewards took,
+        `num_failed` the failures so far of this attempt."""
         failures, self._num_failed = num_failed - self._num_failed, num_failed
         if failures == num_failed > 0:
             self.console.alarm(
-                f"step {report.step + 1}: {failures} samples failed and are left out; {self.folder.logs} says why"
+                f"step {told['step']}: {failures} samples failed and are left out; {self.folder.logs} says why"
             )
-        members = [member for group in report.batch.groups for member in group.members]
-        rewards = np.array([member.reward for member in members])
-        lengths = np.array([member.trajectory.num_tokens for member in members])
-        cut = np.array([member.trajectory.end == "length" for member in members])
         now_s = time.monotonic()
         seconds, self._last_s = now_s - self._last_s, now_s
-        spans = self.folder.spans_since_last()
-        tokens = int(lengths.sum())
-        row = {
-            "step": report.step + 1,
-            "reward": float(rewards.mean()),
-            "reward_std": float(rewards.std()),
-            "length": float(lengths.mean()),
-            "length_max": int(lengths.max()),
-            "cut_share": float(cut.mean()),
-            "lr": report.lr,
-            **report.figures.row(),
-            "samples": len(members),
-            "failures": failures,
-            "tokens": tokens,
-            "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            "samples_per_second": len(members) / seconds,
-            **{f"time_{name}_s": value for name, value in times.items()},
-            **{f"time_{name}_s": value for name, value in spans.items()},
-        }
-        by_source = {group.source for group in report.batch.groups}
-        if len(by_source) > 1:
-            for source in sorted(by_source):
-                own = [m.reward for g in report.batch.groups if g.source == source for m in g.members]
-                row[f"reward/{source}"] = float(np.mean(own))
-        self._emit(row)
+        self._emit(
+            {
+                **told,
+                "failures": failures,
+                "seconds": seconds,
+                "tokens_per_second": told["tokens"] / seconds,
+                "samples_per_second": told["samples"] / seconds,
+                **{f"time_{name}_s": value for name, value in times.items()},
+            }
+        )
 
     def evaluation(self, finished: EvalRound) -> None:
         figures = eval_figures(finished)
@@ -119,6 +110,36 @@ class Reporter:
             plot_rewards(rows, picture)
         except OSError as error:  # the run itself is safe on disk by now
             self.console.alarm(f"{picture}: cannot be written: {error.strerror}")
+
+
+def step_row(report: StepReport, spans: Mapping[str, float]) -> dict[str, Any]:
+    """What the trainer knows of a finished step; `spans` are the seconds that its parts took."""
+    members = [member for group in report.batch.groups for member in group.members]
+    rewards = np.array([member.reward for member in members])
+    lengths = np.array([member.trajectory.num_tokens for member in members])
+    cut = np.array([member.trajectory.end == "length" for member in members])
+    ages = np.concatenate([member.staleness[member.mask] for member in members])
+    row = {
+        "step": report.step + 1,
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "length": float(lengths.mean()),
+        "length_max": int(lengths.max()),
+        "cut_share": float(cut.mean()),
+        "lr": report.lr,
+        **report.figures.row(),
+        "staleness": float(ages.mean()) if len(ages) else 0.0,
+        "staleness_max": int(ages.max(initial=0)),
+        "samples": len(members),
+        "tokens": int(lengths.sum()),
+        **{f"time_{name}_s": value for name, value in spans.items()},
+    }
+    by_source = {group.source for group in report.batch.groups}
+    if len(by_source) > 1:
+        for source in sorted(by_source):
+            own = [m.reward for g in report.batch.groups if g.source == source for m in g.members]
+            row[f"reward/{source}"] = float(np.mean(own))
+    return row
 
 
 def _seconds_before(rows: Sequence[Mapping[str, Any]], attempt: int) -> float:

@@ -1,4 +1,5 @@
-"""Builds the parts of a run from its configuration: the one place that translates keys into objects."""
+"""Builds a run's parts from its configuration: here all but those that hold a model, so that the coordinator needs no
+torch. `offbeat.launch.models` has the others."""
 
 from __future__ import annotations
 
@@ -7,28 +8,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from offbeat.config.models import Config
 from offbeat.errors import UserError
-from offbeat.learn import attention
-from offbeat.learn.policy import AdamSettings, Policy
-from offbeat.learn.schedule import learning_rate
-from offbeat.learn.step import StepSettings
-from offbeat.learn.trainer import TrainerSettings
 from offbeat.ledger.ledger import Ledger
-from offbeat.model.devices import pick_device, pick_dtype
-from offbeat.model.loading import context_window, load_model, load_tokenizer, resolve, stop_token_ids
+from offbeat.model.loading import context_window, load_tokenizer, resolve, stop_token_ids
 from offbeat.reward.failures import MIN_COUNT, FailureWatch
 from offbeat.reward.pool import RewardPool
-from offbeat.rollout.engines.embedded import EmbeddedEngine
 from offbeat.serve.coordinator import Coordinator, CoordinatorSettings
 from offbeat.serve.issuing import EvalPlan, Issuer
 from offbeat.serve.scoring import Scorer
 from offbeat.tasks.mixture import Mixture
 from offbeat.tasks.prompts import Renderer
 from offbeat.trajectory import Sampling
+from offbeat.weights.folder import WeightFolder
 
 
 @dataclass(frozen=True)
@@ -38,6 +32,8 @@ class Tokens:
     tokenizer: PreTrainedTokenizerBase
     window_tokens: int
     stop_token_ids: tuple[int, ...]
+    vocab_size: int
+    """Of the model, which may be larger than the tokenizer's."""
 
     def decode(self, responses: Sequence[np.ndarray]) -> list[str]:
         return self.tokenizer.batch_decode([r.tolist() for r in responses], skip_special_tokens=True)
@@ -50,18 +46,19 @@ def load_tokens(config: Config) -> Tokens:
     folder = resolve(path)
     tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.chat_template)
     try:
-        window = context_window(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        model = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"model.path = {path!r}: transformers cannot read its config.json: {' '.join(str(error).split())}"
         ) from error
+    window, vocab_size = context_window(model), int(model.get_text_config().vocab_size)
     rollout = config.rollout
     if rollout.max_prompt_tokens + rollout.max_new_tokens > window:
         raise UserError(
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {rollout.max_prompt_tokens} + "
             f"{rollout.max_new_tokens}: {path} has a window of {window} tokens; lower one of them"
         )
-    return Tokens(tokenizer, window, stop_token_ids(path, tokenizer))
+    return Tokens(tokenizer, window, stop_token_ids(path, tokenizer), vocab_size)
 
 
 def train_sampling(config: Config, tokens: Tokens) -> Sampling:
@@ -84,68 +81,6 @@ def eval_plan(config: Config, tokens: Tokens) -> EvalPlan:
             top_k=config.eval.top_k,
             stop_token_ids=tokens.stop_token_ids,
         ),
-    )
-
-
-def make_engine(config: Config, name: str, version: int | None = None) -> EmbeddedEngine:
-    """An engine with a model of its own; it serves nothing until it is given a version, unless it holds one."""
-    device = pick_device(config.model.device)
-    model = load_model(config.model.path, pick_dtype(config.model.dtype, device), device)
-    context = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    return EmbeddedEngine(
-        model,
-        num_slots=config.rollout.slots,
-        max_context_tokens=context,
-        exact=config.run.exact,
-        worker=name,
-        version=version,
-    )
-
-
-def make_policy(config: Config) -> tuple[Policy, PreTrainedModel | None]:
-    """The policy, and the frozen starting model where the loss wants a reference."""
-    device = pick_device(config.model.device)
-    dtype = pick_dtype(config.model.dtype, device)
-    optimizer = config.optimizer
-    policy = Policy(
-        load_model(config.model.path, dtype, device),
-        AdamSettings(
-            beta1=optimizer.beta1,
-            beta2=optimizer.beta2,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            max_grad_norm=optimizer.max_grad_norm,
-        ),
-        temperature=config.rollout.temperature,
-        gradient_checkpointing=config.model.gradient_checkpointing,
-    )
-    reference = None
-    if config.loss.kl_coef > 0:
-        reference = load_model(config.model.path, dtype, device).requires_grad_(False)
-        attention.use(reference)
-    return policy, reference
-
-
-def trainer_settings(config: Config) -> TrainerSettings:
-    optimizer, loss = config.optimizer, config.loss
-
-    def rate(step: int) -> float:
-        return learning_rate(step, optimizer.lr, optimizer.schedule, optimizer.warmup_steps, config.run.steps)
-
-    return TrainerSettings(
-        num_steps=config.run.steps,
-        step=StepSettings(
-            updates_per_step=config.batch.updates_per_step,
-            tokens_per_microbatch=config.batch.tokens_per_microbatch,
-            clip_low=loss.clip_low,
-            clip_high=loss.clip_high,
-            kl_coef=loss.kl_coef,
-        ),
-        learning_rate=rate,
-        checkpoint_every=config.checkpoint.every,
-        claim_within_s=config.rollout.deadline_s,
-        max_logprob_gap=loss.max_logprob_gap,
-        stop_logprob_gap=loss.stop_logprob_gap,
     )
 
 
@@ -172,7 +107,9 @@ def make_issuer(config: Config, mixture: Mixture, tokens: Tokens) -> Issuer:
     )
 
 
-def make_coordinator(config: Config, ledger: Ledger, issuer: Issuer, pool: RewardPool, tokens: Tokens) -> Coordinator:
+def make_coordinator(
+    config: Config, ledger: Ledger, issuer: Issuer, pool: RewardPool, tokens: Tokens, weights: WeightFolder
+) -> Coordinator:
     samples_per_step = config.batch.groups_per_step * config.batch.group_size
     watch = FailureWatch(config.reward.max_failure_share, window=max(samples_per_step, MIN_COUNT))
     return Coordinator(
@@ -182,15 +119,19 @@ def make_coordinator(config: Config, ledger: Ledger, issuer: Issuer, pool: Rewar
         CoordinatorSettings(
             groups_per_step=config.batch.groups_per_step,
             num_steps=config.run.steps,
-            max_staleness=config.schedule.max_staleness,
+            max_staleness=config.schedule.bound,
+            overlap=config.schedule.mode == "overlap",
+            lease_ttl_s=config.rollout.lease_s,
+            vocab_size=tokens.vocab_size,
         ),
+        weights,
     )
 
 
-def set_threads(config: Config) -> None:
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-
-
 def open_ledger(config: Config, path: Path) -> Ledger:
-    return Ledger(path, min_group=config.batch.min_group, max_attempts=config.rollout.max_attempts)
+    return Ledger(
+        path,
+        min_group=config.batch.min_group,
+        max_attempts=config.rollout.max_attempts,
+        max_staleness=config.schedule.bound,
+    )

@@ -4,6 +4,10 @@ The batch is cut into `updates_per_step` parts by whole groups, in order; each p
 Denominators are fixed per update before its first micro-batch. With one update the policy at the start of the step is
 the policy itself, so its log-probs come for free; with several they are computed once before the first update.
 
+Samples are audited on the way: where the log-probs that came with fresh tokens are far from those of the very weights
+that they are said to come from, nothing of the sample is learnt from. Tokens of older weights weigh by how much
+likelier the policy at the start of the step makes them, up to a limit.
+
 A sample without an advantage has no gradient (unless a KL term gives it one), so it is not sent backward: late in a run
 that is most of them. It is still measured, and still counts in every denominator.
 """
@@ -11,7 +15,7 @@ that is most of them. It is still measured, and still counts in every denominato
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import torch
@@ -19,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offbeat.learn.advantages import group_normalised
-from offbeat.learn.losses import clipped_policy_loss, sequence_mean_weights
+from offbeat.learn.losses import MAX_LOG_RATIO, clipped_policy_loss, sequence_mean_weights
 from offbeat.learn.packing import Microbatch, pack, plan
 from offbeat.learn.policy import Policy
 from offbeat.learn.samples import Sample
@@ -32,6 +36,10 @@ class StepSettings:
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_coef: float = 0.0
+    max_importance: float | None = None
+    """The most that a token of older weights may count; None: every token counts once."""
+    max_sample_gap: float | None = None
+    """Samples whose fresh tokens' log-probs are off by more than this on average are left out; None: no audit."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,8 @@ class StepFigures:
     clip_share: float
     kl: float
     logprob_gap: float
-    """Mean absolute difference between the engine's log-probs and the trainer's before the first update."""
+    """Mean absolute difference between the engine's log-probs and the trainer's before the first update, of tokens
+    that were sampled from the same weights."""
     entropy: float
     """Estimated by the sampled tokens' own log-probs."""
     num_trained_tokens: int
@@ -51,9 +60,11 @@ class StepFigures:
     num_microbatches: int
     signal_share: float
     """Share of samples whose advantage is not 0."""
+    audited: tuple[int, ...] = ()
+    """Samples that were left out because their log-probs are not those of their version."""
 
     def row(self) -> dict[str, float]:
-        return asdict(self)
+        return {**asdict(self), "audited": len(self.audited)}
 
 
 @dataclass
@@ -64,8 +75,10 @@ class _Sums:
     gap: float = 0.0
     entropy: float = 0.0
     tokens: int = 0
+    fresh_tokens: int = 0
     row_tokens: int = 0
     microbatches: int = 0
+    audited: list[int] = field(default_factory=list)
 
 
 def train_step(
@@ -92,7 +105,8 @@ def train_step(
             _train_microbatch(policy, samples, batch, advantages, weights, old, settings, reference, sums)
         for batch in _microbatches(policy, samples, silent, settings):
             old = _known(proximal, batch, policy)
-            _measure(samples, batch, policy.logprobs(batch) if old is None else old, sums)
+            start = policy.logprobs(batch) if old is None else old
+            _measure(samples, batch, start, _believable(samples, batch, start, settings, sums), sums)
         norms.append(policy.update(lr))
     tokens = max(sums.tokens, 1)
     return StepFigures(
@@ -100,12 +114,13 @@ def train_step(
         grad_norm=float(np.mean(norms)),
         clip_share=sums.clipped / tokens,
         kl=sums.kl / tokens,
-        logprob_gap=sums.gap / tokens,
+        logprob_gap=sums.gap / max(sums.fresh_tokens, 1),
         entropy=sums.entropy / tokens,
         num_trained_tokens=sums.tokens,
         num_row_tokens=sums.row_tokens,
         num_microbatches=sums.microbatches,
         signal_share=float(np.mean(advantages != 0)) if len(advantages) else 0.0,
+        audited=tuple(sorted(sums.audited)),
     )
 
 
@@ -122,32 +137,63 @@ def _train_microbatch(
 ) -> None:
     device = policy.device
     weight = _flat([weights[i] for i in batch.samples], device)
-    mask = _flat([samples[i].mask.astype(np.float32) for i in batch.samples], device)
+    mask = _flat([samples[i].mask for i in batch.samples], device)
+    behaviour = _flat([samples[i].logprobs for i in batch.samples], device)
     lengths = [samples[i].num_tokens for i in batch.samples]
     advantage = _flat([np.repeat(advantages[list(batch.samples)], lengths)], device)
     ref = policy.logprobs(batch, reference) if reference is not None else None
+    believable: list[Tensor | None] = [None]
 
     def loss(logprobs: Tensor) -> Tensor:
         proximal = logprobs.detach() if old is None else old
+        believable[0] = _believable(samples, batch, proximal, settings, sums)
         token = clipped_policy_loss(
             logprobs, proximal, advantage, settings.clip_low, settings.clip_high, ref, settings.kl_coef
         )
-        total = (token.loss * weight).sum()
+        counted = weight if believable[0] is None else weight * believable[0]
+        if settings.max_importance is not None:
+            counted = counted * (proximal - behaviour).clamp(max=MAX_LOG_RATIO).exp().clamp(max=settings.max_importance)
+        total = (token.loss * counted).sum()
         figures = torch.stack([total, (token.clipped * mask).sum(), (token.kl * mask).sum()]).tolist()
         sums.loss, sums.clipped, sums.kl = sums.loss + figures[0], sums.clipped + figures[1], sums.kl + figures[2]
         return total
 
     logprobs = policy.forward_backward(batch, loss)
-    _measure(samples, batch, logprobs if old is None else old, sums)
+    _measure(samples, batch, logprobs if old is None else old, believable[0], sums)
 
 
-def _measure(samples: Sequence[Sample], batch: Microbatch, start: Tensor, sums: _Sums) -> None:
+def _believable(
+    samples: Sequence[Sample], batch: Microbatch, start: Tensor, settings: StepSettings, sums: _Sums
+) -> Tensor | None:
+    """1 for each token whose sample's log-probs can be believed, otherwise 0; None where all can."""
+    if settings.max_sample_gap is None:
+        return None
+    fresh = [samples[i].is_fresh for i in batch.samples]
+    ends = np.cumsum([len(part) for part in fresh])
+    gaps = (start - _flat([samples[i].logprobs for i in batch.samples], start.device)).abs().cpu().numpy()
+    wrong = [
+        bool(part.any()) and float(gap[part].mean()) > settings.max_sample_gap
+        for part, gap in zip(fresh, np.split(gaps, ends[:-1]), strict=True)
+    ]
+    if not any(wrong):
+        return None
+    sums.audited += [i for i, is_wrong in zip(batch.samples, wrong, strict=True) if is_wrong]
+    return _flat([np.full(len(part), not is_wrong) for part, is_wrong in zip(fresh, wrong, strict=True)], start.device)
+
+
+def _measure(
+    samples: Sequence[Sample], batch: Microbatch, start: Tensor, believable: Tensor | None, sums: _Sums
+) -> None:
     """Adds up what can be said of a micro-batch from the log-probs at the step's start."""
-    mask = _flat([samples[i].mask.astype(np.float32) for i in batch.samples], start.device)
+    mask = _flat([samples[i].mask for i in batch.samples], start.device)
+    fresh = _flat([samples[i].is_fresh for i in batch.samples], start.device)
+    if believable is not None:
+        mask, fresh = mask * believable, fresh * believable
     behaviour = _flat([samples[i].logprobs for i in batch.samples], start.device)
-    sums.gap += float(((start - behaviour).abs() * mask).sum())
+    sums.gap += float(((start - behaviour).abs() * fresh).sum())
     sums.entropy -= float((behaviour * mask).sum())
     sums.tokens += int(mask.sum())
+    sums.fresh_tokens += int(fresh.sum())
     sums.row_tokens += batch.num_tokens
     sums.microbatches += 1
 

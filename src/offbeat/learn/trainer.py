@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
 
-from offbeat.errors import RunStopped
+from offbeat.errors import DeadlineError, RunStopped
 from offbeat.learn.checkpoint import Checkpoints
 from offbeat.learn.policy import Policy
 from offbeat.learn.samples import Sample
@@ -29,6 +30,9 @@ from offbeat.weights.version import Version
 
 log = logging.getLogger(__name__)
 
+TELL_WITHIN_S = 60.0
+"""How long a trainer that has saved everything looks for a coordinator to tell."""
+
 
 @dataclass(frozen=True)
 class TrainerSettings:
@@ -39,6 +43,8 @@ class TrainerSettings:
     claim_within_s: float
     max_logprob_gap: float
     stop_logprob_gap: float | None = None
+    claim_ahead: bool = False
+    """Whether the next step's batch is fetched while a step is trained; pointless where nothing is generated then."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class Trainer:
         reference: PreTrainedModel | None,
         span: Callable[[str], AbstractContextManager[object]],
         event: Callable[..., None],
-        on_step: Callable[[StepReport], None],
+        on_step: Callable[[StepReport], Awaitable[None]],
     ):
         self.client, self.policy, self.weights, self.checkpoints = client, policy, weights, checkpoints
         self.settings, self.reference = settings, reference
@@ -73,6 +79,7 @@ class Trainer:
         self.step = 0
         self.saved_step: int | None = None
         self.version: Version | None = None
+        self._ahead: asyncio.Future[Batch] | None = None
 
     async def start(self) -> int:
         """Takes up the latest checkpoint, or the model as it was given, and publishes it; returns its step."""
@@ -86,6 +93,8 @@ class Trainer:
         reconciled = await self.client.reconcile(self.step, held_version)
         self.version = await self._write_version(self.step, reconciled.parent)
         await self.client.publish(self.version)
+        if self.saved_step is not None:
+            await self.client.checkpointed(self.saved_step)
         if reconciled.parent is not None:
             self.event(
                 "resume",
@@ -99,6 +108,14 @@ class Trainer:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Trains until the last step, or until told to stop; ends with a checkpoint either way."""
+        try:
+            await self._train(stop)
+        finally:
+            if self._ahead is not None:
+                await _forget(self._ahead)
+        await self.save()
+
+    async def _train(self, stop: asyncio.Event) -> None:
         while self.step < self.settings.num_steps:
             async with self._between_steps(stop):
                 with self.span("wait"):
@@ -115,15 +132,14 @@ class Trainer:
             with self.span("publish"):
                 assert self.version is not None
                 version = await self._write_version(self.step + 1, self.version.number)
-                await self.client.commit(self.step, version)
-                self.weights.keep([self.version.number, version.number])
+                await self.client.commit(self.step, version, audited_tasks(batch, figures))
                 self.version = version
             self.step += 1
             async with self._between_steps(stop):
-                self.on_step(StepReport(self.step - 1, batch, figures, lr))  # first: a checkpoint would bury a lost row
+                # First, because a checkpoint would bury a lost row.
+                await self.on_step(StepReport(self.step - 1, batch, figures, lr))
             if self.settings.checkpoint_every and self.step % self.settings.checkpoint_every == 0:
                 await self.save()
-        await self.save()
 
     async def save(self) -> None:
         if self.saved_step == self.step:
@@ -133,6 +149,9 @@ class Trainer:
             await asyncio.to_thread(self.checkpoints.save, self.step, self.version.number, self.policy.state())
         self.saved_step = self.step
         self.event("checkpoint", step=self.step, version=self.version.number)
+        with suppress(TimeoutError):  # it is told again at the next start
+            async with asyncio.timeout(TELL_WITHIN_S):
+                await self.client.checkpointed(self.step)
 
     @asynccontextmanager
     async def _between_steps(self, stop: asyncio.Event) -> AsyncIterator[None]:
@@ -151,15 +170,23 @@ class Trainer:
         """The step's batch, or None when the run is to stop while it waits."""
         if stop.is_set():
             return None
-        claim = asyncio.ensure_future(self.client.claim(self.step, self.settings.claim_within_s))
-        stopped = asyncio.ensure_future(stop.wait())
+        claim, self._ahead = self._ahead, None
+        if claim is None or (claim.done() and isinstance(claim.exception(), DeadlineError)):
+            claim = self._claim(self.step)  # the time that training took is not to be counted as waiting
+        stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+        waited: set[asyncio.Future[Any]] = {claim, stopped}
         try:
-            await asyncio.wait({claim, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            return claim.result() if claim.done() else None
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            batch = claim.result() if claim.done() else None
         finally:
             stopped.cancel()
-            if not claim.cancel() and not claim.cancelled():
-                claim.exception()  # looked at, whether or not anyone is left to hear of it
+            await _forget(claim)
+        if batch is not None and self.settings.claim_ahead and self.step + 1 < self.settings.num_steps:
+            self._ahead = self._claim(self.step + 1)
+        return batch
+
+    def _claim(self, step: int) -> asyncio.Future[Batch]:
+        return asyncio.ensure_future(self.client.claim(step, self.settings.claim_within_s))
 
     async def _write_version(self, step: int, parent: int | None) -> Version:
         number = await self.client.next_version()
@@ -183,6 +210,20 @@ class Trainer:
             self.event("logprob_gap", step=self.step, gap=gap, limit=settings.max_logprob_gap)
 
 
+async def _forget(claim: asyncio.Future[Batch]) -> None:
+    """Ends a claim that nobody waits for any more, and looks at its error, whether or not anyone hears of it."""
+    claim.cancel()
+    await asyncio.wait({claim})
+    if not claim.cancelled():
+        claim.exception()
+
+
+def audited_tasks(batch: Batch, figures: StepFigures) -> list[int]:
+    """The tasks whose samples were left out."""
+    tasks = [member.task for group in batch.groups for member in group.members]
+    return [tasks[i] for i in figures.audited]
+
+
 def samples_of(batch: Batch) -> Sequence[Sample]:
     """A batch as learning sees it, in the order in which it was claimed."""
     return [
@@ -193,6 +234,7 @@ def samples_of(batch: Batch) -> Sequence[Sample]:
             logprobs=member.trajectory.logprobs,
             mask=member.mask,
             reward=member.reward,
+            fresh=member.staleness == 0,
         )
         for group in batch.groups
         for member in group.members

@@ -1,41 +1,73 @@
 """What workers and trainers ask of the coordinator.
 
-Whoever holds a `Client` neither knows nor cares where the coordinator runs: in this process, or behind a URL. Calls go
-one way, towards the coordinator, and each that may wait takes the longest wait it is worth to the caller.
+Whoever holds one of these neither knows nor cares where the coordinator runs: in this process, or behind a URL. Calls
+go one way, towards the coordinator, and each that may wait takes the longest wait it is worth to the caller. Only
+durations are told, never times of day.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from offbeat.ledger.records import Batch, Reconciled
+from offbeat.ledger.records import Batch, Outcome, Reconciled
 from offbeat.trajectory import Task, Trajectory
 from offbeat.weights.version import Version
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Tasks to carry on; or, where the worker has other weights than they require, the version to take first."""
+    """Tasks to carry on, each fenced; and where the worker should have other weights, which ones."""
 
     tasks: tuple[Task, ...] = ()
     version: Version | None = None
+    """What to load: before the next task, where tasks wait for it; otherwise as soon as it suits."""
+    ttl_s: float = 0.0
+    """How long the tasks are this worker's without a heartbeat."""
+    is_over: bool = False
+    """The run has ended: there will be no further task."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What the coordinator says to a worker that says it is alive."""
+
+    lost: tuple[int, ...] = ()
+    """Tasks that are no longer this worker's: whatever it does with them will be refused."""
+    hand_back: tuple[int, ...] = ()
+    """Tasks whose tokens so far are wanted back now, as partials."""
 
 
 class WorkerClient(Protocol):
-    """What a worker needs."""
+    """What a worker needs; it is bound to one worker's name."""
 
-    async def lease(self, worker: str, capacity: int, have_version: int | None, wait_s: float) -> Lease:
-        """Up to `capacity` tasks, as soon as there are any; an empty lease after `wait_s`."""
+    async def lease(self, capacity: int, have_version: int | None, wait_s: float) -> Lease:
+        """Up to `capacity` tasks, as soon as there are any or other weights are wanted; nothing after `wait_s`."""
         ...
 
-    async def submit(self, worker: str, trajectories: Sequence[Trajectory]) -> None:
-        """Hands in finished trajectories; returns once they are on disk."""
+    async def heartbeat(self, held: Sequence[tuple[int, int]]) -> Heartbeat:
+        """Renews the leases named by task and fence."""
         ...
 
-    async def fail(self, worker: str, task: int, reason: str) -> None:
+    async def submit(self, trajectory: Trajectory, fence: int) -> Outcome:
+        """Hands in a trajectory, finished or partial, under the fence of its lease; returns once it is on disk."""
+        ...
+
+    async def fail(self, task: int, fence: int, reason: str) -> None:
         """Gives a task back unfinished; it is tried again until its attempts are used up."""
+        ...
+
+    async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
+        """The version that workers should serve, once it is another than `have_version`; None after `wait_s`."""
+        ...
+
+    async def fetch(self, version: Version) -> Version:
+        """The same version with its files on this machine."""
+        ...
+
+    async def leave(self) -> None:
+        """Gives up what is still leased, without blame."""
         ...
 
 
@@ -55,9 +87,18 @@ class TrainerClient(Protocol):
         ...
 
     async def claim(self, step: int, within_s: float) -> Batch:
-        """The batch of a step: the same one, however often it is asked for."""
+        """The batch of a step, perhaps of the one after the next version: the same, however often it is asked for."""
         ...
 
-    async def commit(self, step: int, version: Version) -> None:
-        """Marks the step's batch as trained and makes the version that came of it known."""
+    async def commit(self, step: int, version: Version, audited: Sequence[int] = ()) -> None:
+        """Marks the step's batch as trained and makes the version that came of it known. `audited` are the tasks whose
+        log-probs could not be believed, so that they were left out."""
+        ...
+
+    async def checkpointed(self, step: int) -> None:
+        """A durable checkpoint of this step exists: what lies before it will not be asked for again."""
+        ...
+
+    async def report(self, row: Mapping[str, Any]) -> None:
+        """A step's figures, for the run's folder and whoever watches."""
         ...

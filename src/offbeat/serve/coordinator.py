@@ -2,8 +2,8 @@
 
 It decides nothing itself: `control` decides, the ledger remembers, and this module carries calls between workers,
 trainer, reward pool and ledger. Nothing that matters lives here alone, so it may be killed at any moment and started
-again on the same ledger. Acknowledgements follow the commit: submissions that arrive while one commit is under way
-share the next. Every ledger call runs on one writer thread.
+again on the same ledger: workers that went on meanwhile find their leases as they left them. Acknowledgements follow
+the commit.
 """
 
 from __future__ import annotations
@@ -11,24 +11,32 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from offbeat.control.admit import Pace, admit
-from offbeat.errors import DeadlineError
-from offbeat.ledger.errors import LedgerError
+from offbeat.control.leases import Held, Leases
+from offbeat.errors import DeadlineError, RunStopped
+from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Batch, EvalRound, Outcome, Reconciled
-from offbeat.serve.client import Lease
+from offbeat.ledger.records import Batch, EvalRound, Outcome, Reconciled, Submission
+from offbeat.serve.client import Heartbeat, Lease
 from offbeat.serve.issuing import Issuer
 from offbeat.serve.scoring import Scorer
+from offbeat.serve.waiting import Bell
+from offbeat.serve.writer import Writer
 from offbeat.trajectory import Trajectory
+from offbeat.weights.folder import WeightFolder
 from offbeat.weights.version import Version
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+THEIR_FAULT = (Conflict, Fenced, Forbidden, Refused, Unknown)
+"""What is wrong with a call, and not with us."""
+MAX_SLEEP_S = 1.0
+"""How often at least the leases are looked through."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,11 @@ class CoordinatorSettings:
     groups_per_step: int
     num_steps: int
     max_staleness: int
+    overlap: bool = False
+    """Whether workers go on while the trainer trains; otherwise every task requires the version of its step."""
+    lease_ttl_s: float = 60.0
+    vocab_size: int | None = None
+    """Tokens beyond it are refused; None: not looked at."""
 
 
 @dataclass
@@ -56,99 +69,156 @@ class StepTimes:
 
 
 class Coordinator:
-    """Serves workers and a trainer from one ledger; implements `WorkerClient` and `TrainerClient` in process."""
+    """Serves workers and a trainer from one ledger; `offbeat.serve.inside` binds it to one of them."""
 
-    def __init__(self, ledger: Ledger, issuer: Issuer, scorer: Scorer, settings: CoordinatorSettings):
+    def __init__(
+        self,
+        ledger: Ledger,
+        issuer: Issuer,
+        scorer: Scorer,
+        settings: CoordinatorSettings,
+        weights: WeightFolder | None = None,
+        on_report: Callable[[Mapping[str, Any]], None] = lambda row: None,
+    ):
         self.ledger, self.issuer, self.scorer, self.settings = ledger, issuer, scorer, settings
-        self.pace = Pace(settings.groups_per_step, settings.num_steps)
+        self.weights, self.on_report = weights, on_report
+        self.pace = Pace(
+            settings.groups_per_step, settings.num_steps, ahead=settings.max_staleness if settings.overlap else 0
+        )
+        self.leases = Leases(settings.lease_ttl_s, time.monotonic)
         self._times = self._claimed_times = StepTimes()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="ledger")
-        self._changed = asyncio.Event()
-        self._inbox: list[tuple[Trajectory, str]] = []
-        self._inbox_future: asyncio.Future[list[Outcome | LedgerError]] | None = None
+        self._writer, self._bell = Writer(ledger), Bell()
         self._admitting = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._broken: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._is_over = False
+        self._heard: dict[str, float] = {}
+        """When each worker asked for something last."""
+        self._checkpointed_step = -1
 
-    async def start(self) -> None:
-        """After a restart nobody holds a lease, and trajectories may be waiting for their reward."""
-        await self.call(self.ledger.release)
-        self._spawn(self._score_waiting())
+    async def start(self, *, keep_leases: bool = False) -> None:
+        """After a restart trajectories may be waiting for their reward. Leases are kept where their workers can have
+        gone on without us, and have their whole time again; otherwise nobody can hold one."""
+        if keep_leases:
+            self.leases.grant(await self.call(self.ledger.leased))
+        else:
+            await self.call(self.ledger.release)
+        self._bell.spawn(self._score_waiting())
+        self._bell.spawn(self._expire())
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._broken.done():
-            self._broken.exception()  # looked at: whoever waited has heard of it, or has an error of its own
-        self._writer.shutdown()
+        await self._bell.close()
+        self._writer.close()
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs a ledger call on the writer thread."""
-
-        def work() -> R:
-            with self.ledger.naming_damage():
-                return function(*args, **kwargs)
-
-        return await asyncio.get_running_loop().run_in_executor(self._writer, work)
+        return await self._writer.call(function, *args, **kwargs)
 
     # --- workers ---
 
     async def lease(self, worker: str, capacity: int, have_version: int | None, wait_s: float) -> Lease:
-        deadline_s = time.monotonic() + wait_s
+        deadline_s, ttl_s = time.monotonic() + wait_s, self.settings.lease_ttl_s
+        self._heard[worker] = time.monotonic()
         while True:
-            changed = self._changed
+            changed = self._bell.changed
+            if self._is_over:
+                return Lease(ttl_s=ttl_s, is_over=True)
             await self._admit()
             tasks = await self.call(self.ledger.lease, worker, capacity, have_version)
             if tasks:
+                self.leases.grant(Held(task.id, task.fence, worker) for task in tasks)
                 self._times.first_lease_s = self._times.first_lease_s or time.monotonic()
-                return Lease(tasks=tuple(tasks))
-            wanted = await self.call(self.ledger.wanted_version)
-            if wanted is not None and wanted != have_version:
-                return Lease(version=await self.call(self.ledger.version, wanted))
-            if not await self._change(changed, deadline_s):
-                return Lease()
+                return Lease(tuple(tasks), ttl_s=ttl_s)
+            version = await self._version_to_serve()
+            if version is not None and version.number != have_version:
+                return Lease(version=version, ttl_s=ttl_s)
+            if not await self._bell.wait(changed, deadline_s):
+                return Lease(ttl_s=ttl_s)
 
-    async def submit(self, worker: str, trajectories: Sequence[Trajectory]) -> None:
-        start = len(self._inbox)
-        self._inbox += [(trajectory, worker) for trajectory in trajectories]
-        if self._inbox_future is None:
-            self._inbox_future = asyncio.get_running_loop().create_future()
-            self._spawn(self._commit_inbox())
-        outcomes = await asyncio.shield(self._inbox_future)
-        for outcome in outcomes[start : start + len(trajectories)]:
-            if isinstance(outcome, LedgerError):  # theirs alone: what others sent in the same moment is stored
-                raise outcome
+    async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]]) -> Heartbeat:
+        self._heard[worker] = time.monotonic()
+        still = await self.call(self.ledger.still_held, worker, held)
+        self.leases.grant(still)
+        known = {lease.task for lease in still}
+        return Heartbeat(lost=tuple(task for task, _ in held if task not in known))
 
-    async def fail(self, worker: str, task: int, reason: str) -> None:
-        self.scorer.failed(reason)
-        await self.call(self.ledger.fail, task, "engine", reason)
-        self._notify()
-
-    async def _commit_inbox(self) -> None:
-        """Writes what has arrived in one transaction, after letting every caller of this moment in."""
-        await asyncio.sleep(0)
-        batch, waiting = self._inbox, self._inbox_future
-        self._inbox, self._inbox_future = [], None
-        assert waiting is not None
+    async def submit(self, worker: str, trajectory: Trajectory, fence: int) -> Outcome:
+        self._check_tokens(trajectory)
         try:
-            outcomes = await self.call(self.ledger.submit, batch)
-        except BaseException as error:
-            waiting.set_exception(error)
-            waiting.exception()  # looked at: its callers may have been cancelled, and `_ended` keeps the error
+            outcome = await self._writer.submit(Submission(trajectory, worker, fence))
+        except THEIR_FAULT:
             raise
-        waiting.set_result(outcomes)
+        except Exception as error:
+            self._bell.fail(error)
+            raise
+        self.leases.end([trajectory.task])
         self._times.last_submit_s = time.monotonic()
-        await self._score_waiting()
+        if outcome is Outcome.STORED:
+            await self._score_waiting()
+        elif outcome is Outcome.PARTIAL:
+            self._bell.ring()
+        return outcome
+
+    def _check_tokens(self, trajectory: Trajectory) -> None:
+        size = self.settings.vocab_size
+        if size is not None and trajectory.num_tokens and (highest := int(trajectory.tokens.max())) >= size:
+            raise Refused(f"task {trajectory.task}: token {highest} is none of the model's {size}")
+
+    async def fail(self, worker: str, task: int, fence: int, reason: str) -> None:
+        await self.call(self.ledger.fail, worker, task, fence, "engine", reason)
+        self.scorer.failed(reason)
+        self.leases.end([task])
+        self._bell.ring()
+
+    async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            changed = self._bell.changed
+            version = await self._version_to_serve()
+            if version is not None and version.number != have_version:
+                return version
+            if not await self._bell.wait(changed, deadline_s):
+                return None
+
+    async def leave(self, worker: str) -> None:
+        leases = [held for held in await self.call(self.ledger.leased) if held.worker == worker]
+        await self.call(self.ledger.release, worker)
+        self.leases.end(held.task for held in leases)
+        self._heard.pop(worker, None)
+        self._bell.ring()
+
+    def present(self, within_s: float) -> list[str]:
+        """Workers that were heard of in this time and have not left."""
+        since_s = time.monotonic() - within_s
+        return sorted(worker for worker, heard_s in self._heard.items() if heard_s >= since_s)
+
+    async def _version_to_serve(self) -> Version | None:
+        """What the first open task requires: an evaluation of an older version too; otherwise the latest."""
+        wanted = await self.call(self.ledger.wanted_version)
+        if wanted is None:
+            return await self.call(self.ledger.latest_version)
+        return await self.call(self.ledger.version, wanted)
+
+    async def _expire(self) -> None:
+        """Takes tasks back from workers that have not been heard of for the time of a lease."""
+        while True:
+            next_s = self.leases.next_deadline_s()
+            left_s = MAX_SLEEP_S if next_s is None else min(max(next_s - time.monotonic(), 0.0), MAX_SLEEP_S)
+            await asyncio.sleep(left_s)
+            expired = self.leases.expired()
+            if not expired:
+                continue
+            if await self.call(self.ledger.lose, expired):
+                self._bell.ring()
+
+    # --- rewards ---
 
     async def _score_waiting(self) -> None:
         for unscored in await self.call(self.scorer.take_unscored, self.ledger):
-            self._spawn(self._score(unscored))
+            self._bell.spawn(self._score(unscored))
 
     async def _score(self, unscored: Sequence[Any]) -> None:
         scored = await self.scorer.score(unscored)
         await self.call(self.ledger.score, scored)
-        self._notify()
+        self._bell.ring()
 
     async def _admit(self) -> None:
         """Draws as many groups as the schedule allows now."""
@@ -159,7 +229,8 @@ class Coordinator:
                 version = await self.call(self.ledger.latest_version)
                 assert version is not None
                 cursor = await self.call(self.ledger.cursor)
-                groups = await asyncio.to_thread(self.issuer.draw, cursor, count, version.number)
+                required = None if self.settings.overlap else version.number
+                groups = await asyncio.to_thread(self.issuer.draw, cursor, count, required)
                 await self.call(self.ledger.admit, groups)
 
     # --- trainer ---
@@ -169,37 +240,76 @@ class Coordinator:
 
     async def publish(self, version: Version) -> None:
         await self.call(self.ledger.publish, version)
-        await self._open_evaluation(version)
-        self._notify()
+        await self._announce(version)
 
     async def claim(self, step: int, within_s: float) -> Batch:
         deadline_s = time.monotonic() + within_s
         settings = self.settings
         while True:
-            changed = self._changed
-            self.scorer.stop_if_failing()
-            batch = await self.call(self.ledger.claim, step, settings.groups_per_step, settings.max_staleness)
+            changed = self._bell.changed
+            self._stop_if_failing()
+            batch = await self.call(
+                self.ledger.claim,
+                step,
+                settings.groups_per_step,
+                settings.max_staleness,
+                in_order=not settings.overlap,
+            )
             if batch is not None:
                 self._times.claimed_s = time.monotonic()
                 self._claimed_times, self._times = self._times, StepTimes()
                 return batch
-            if not await self._change(changed, deadline_s):
+            if not await self._bell.wait(changed, deadline_s):
                 raise DeadlineError(
                     f"step {step}: no batch within rollout.deadline_s = {within_s:.0f} s; "
                     f"{await self.call(self.ledger.waiting_for)}"
                 )
 
+    def _stop_if_failing(self) -> None:
+        try:
+            self.scorer.stop_if_failing()
+        except RunStopped as error:
+            self._bell.fail(error)
+            raise
+
     def time_split(self) -> dict[str, float]:
         """Seconds that the batch claimed last took to generate, and then to score."""
         return self._claimed_times.split()
 
-    async def commit(self, step: int, version: Version) -> None:
-        await self.call(self.ledger.commit, step, version)
-        await self._open_evaluation(version)
-        self._notify()
+    async def commit(self, step: int, version: Version, audited: Sequence[int] = ()) -> None:
+        await self.call(self.ledger.commit, step, version, audited)
+        await self._announce(version)
 
     async def reconcile(self, step: int, version: int | None) -> Reconciled:
         return await self.call(self.ledger.reconcile, step, version)
+
+    async def checkpointed(self, step: int) -> None:
+        self._checkpointed_step = max(self._checkpointed_step, step)
+        self._bell.ring()
+
+    async def until_checkpointed(self, step: int) -> None:
+        """Waits until a checkpoint of this step or a later one is durable."""
+        while self._checkpointed_step < step:
+            await self._bell.wait(self._bell.changed, math.inf)
+
+    async def until_broken(self) -> None:
+        """Waits for ever, or until a part of us fails: then it raises why."""
+        while True:
+            await self._bell.wait(asyncio.Event(), math.inf)
+
+    def end(self) -> None:
+        """Tells workers, whenever they ask, that the run is over."""
+        self._is_over = True
+        self._bell.ring()
+
+    async def report(self, row: Mapping[str, Any]) -> None:
+        self.on_report(row)
+
+    async def _announce(self, version: Version) -> None:
+        await self._open_evaluation(version)
+        self._bell.ring()
+        if self.weights is not None:
+            await asyncio.to_thread(self.weights.keep, await self.call(self.ledger.versions_in_use))
 
     # --- evaluation ---
 
@@ -213,37 +323,8 @@ class Coordinator:
     async def evaluation(self, step: int) -> EvalRound:
         """The evaluation of a step, once it is complete; deadlines are the trainer's, without which no step comes."""
         while True:
-            changed = self._changed
+            changed = self._bell.changed
             found = await self.call(self.ledger.eval_round, step)
             if found is not None and found.is_complete:
                 return found
-            await self._change(changed, math.inf)
-
-    # --- waiting ---
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _change(self, changed: asyncio.Event, deadline_s: float) -> bool:
-        """Waits until something changed since `changed` was taken; False at the deadline. Raises what broke us."""
-        waiting: asyncio.Future[Any] = asyncio.ensure_future(changed.wait())
-        left_s = None if math.isinf(deadline_s) else max(deadline_s - time.monotonic(), 0.0)
-        await asyncio.wait({waiting, self._broken}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        if self._broken.done():
-            self._broken.result()
-        if waiting.done():
-            return True
-        waiting.cancel()
-        return False
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """A part of us that fails ends every wait with its error, instead of leaving someone to wait in vain."""
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) and not self._broken.done():
-            self._broken.set_exception(error)
+            await self._bell.wait(changed, math.inf)

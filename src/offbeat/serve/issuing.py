@@ -52,8 +52,8 @@ class Issuer:
         if self.eval_plan.every:
             self.held_out(version=0)
 
-    def draw(self, cursor: Cursor, count: int, version: int) -> list[NewGroup]:
-        """The next `count` training groups after the cursor."""
+    def draw(self, cursor: Cursor, count: int, version: int | None) -> list[NewGroup]:
+        """The next `count` training groups after the cursor, which require a version or none."""
         drawn, groups = dict(cursor.drawn), []
         for ordinal in range(cursor.next_ordinal, cursor.next_ordinal + count):
             source, source_ordinal = self.mixture.next(drawn)

@@ -7,8 +7,7 @@ reader never sees half of one. `read` recomputes the digest: weights that do not
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -17,26 +16,22 @@ from torch import Tensor
 from offbeat.errors import OffbeatError
 from offbeat.files import fsync_file, replace_folder
 from offbeat.weights.digest import weights_digest
+from offbeat.weights.folder import FILE_NAME, WeightFolder
 from offbeat.weights.version import Version
-
-FILE_NAME = "model.safetensors"
 
 
 class WeightsError(OffbeatError):
     """Published weights are missing or are not what was published."""
 
 
-class WeightStore:
-    """Writes and reads versions below one folder."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder.absolute()  # versions are read from wherever their reader stands
+class WeightStore(WeightFolder):
+    """Writes versions below one folder."""
 
     def write(self, number: int, step: int, parent: int | None, tensors: Mapping[str, Tensor]) -> Version:
         """Puts a version on disk; nobody knows of it until its row stands in the ledger."""
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         final = self.path(number)
-        draft = final.with_name(f".{final.name}.draft")
+        draft = self.draft(number)
         try:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
@@ -51,16 +46,6 @@ class WeightStore:
                 f"cannot write the weights of step {step} to {final}: {reason}; free space, then --resume"
             ) from error
         return Version(number=number, step=step, parent=parent, digest=weights_digest(held), path=final)
-
-    def keep(self, numbers: Iterable[int]) -> None:
-        """Deletes every other version that this store wrote."""
-        wanted = {self.path(number).name for number in numbers}
-        for folder in self.folder.glob("[0-9]*"):
-            if folder.name not in wanted:
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def path(self, number: int) -> Path:
-        return self.folder / f"{number:08d}"
 
 
 def read(version: Version) -> dict[str, Tensor]:

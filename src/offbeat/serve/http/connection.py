@@ -73,8 +73,8 @@ class Connection:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"{url!r}: not the URL of a coordinator; it looks like https://host:port")
-        self._is_local = _is_loopback(parts.hostname)
-        if parts.scheme == "http" and not self._is_local and not allow_plain:
+        self.is_local = _is_loopback(parts.hostname)
+        if parts.scheme == "http" and not self.is_local and not allow_plain:
             raise UserError(f"{url}: the secret would cross the network in the clear; use https")
         self._tls = _tls(ca_file) if parts.scheme == "https" else True
         self._session: aiohttp.ClientSession | None = None
@@ -115,7 +115,7 @@ class Connection:
     ) -> tuple[int, bytes]:
         """One call, made until it is answered; returns its status and body."""
         headers = {"Content-Type": wire.MSGPACK} if body is not None else {}
-        if body is not None and len(body) >= COMPRESS_FROM_BYTES and not self._is_local:
+        if body is not None and len(body) >= COMPRESS_FROM_BYTES and not self.is_local:
             body = coding.compress(body)
             headers["Content-Encoding"] = coding.ZSTD
         if body is not None and with_digest:
@@ -161,7 +161,7 @@ class Connection:
         self, method: str, path: str, headers: Mapping[str, str], body: Body, within_s: float
     ) -> aiohttp.ClientResponse:
         session = self._opened()
-        held = {**headers, "Accept-Encoding": "identity" if self._is_local else coding.ZSTD}
+        held = {**headers, "Accept-Encoding": "identity" if self.is_local else coding.ZSTD}
         if self.secret is not None:
             held["Authorization"] = f"Bearer {self.secret}"
         silence_s = SILENCE_S if within_s == STREAM_WITHIN_S else None  # a call may wait in silence, a stream may not

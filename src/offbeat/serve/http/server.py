@@ -50,17 +50,17 @@ class Address:
     def check(self) -> None:
         """Refuses what would send secrets in the clear, and certificates that do not work."""
         if (self.certificate is None) != (self.key is None):
-            raise UserError("certificate and key: give both or neither")
+            raise UserError("serve.certificate and serve.key: give both or neither")
         if not self.has_tls and not self.behind_proxy and not _is_this_machine(self.host):
             raise UserError(
-                f"host = {self.host!r}: reachable from other machines, where secrets need TLS; give certificate and "
-                "key, or set behind_proxy if a proxy ends TLS, or listen on 127.0.0.1"
+                f"serve.host = {self.host!r}: reachable from other machines, where secrets need TLS; give serve.certificate "
+                "and serve.key, or set serve.behind_proxy if a proxy ends TLS, or listen on 127.0.0.1"
             )
         if self.certificate is not None and self.key is not None:
             try:
                 ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.certificate, self.key)
             except (OSError, ssl.SSLError) as error:
-                raise UserError(f"certificate = {self.certificate}, key = {self.key}: {error}") from error
+                raise UserError(f"serve.certificate = {self.certificate}, serve.key = {self.key}: {error}") from error
 
 
 class HttpServer:
@@ -153,7 +153,8 @@ def _bind(address: Address) -> socket.socket:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"host = {address.host!r}, port = {address.port}: cannot listen there: {reason}; choose another, or port 0"
+            f"serve.host = {address.host!r}, serve.port = {address.port}: cannot listen there: {reason}; choose another, "
+            "or port 0 for any"
         ) from error
 
 

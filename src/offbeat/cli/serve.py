@@ -1,0 +1,46 @@
+"""`offbeat serve`: the coordinator of a run, for a trainer and workers that join it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from offbeat.cli.parser import Parser
+from offbeat.cli.train import resolve, status_of
+from offbeat.errors import RunStopped
+
+STOPPED = 3
+"""The exit status of a run that ended for a reason which starting it again would meet again."""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="without it, the built-in demo")
+    parser.add_argument("--name", help="the run's name, the same as --run.name")
+    parser.add_argument(
+        "--resume", nargs="?", const="", metavar="RUN", help="go on with a run; without RUN, the newest one"
+    )
+    parser.epilog = "Any key of the configuration can be given as --section.key value, such as --serve.port 8700."
+
+
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    if arguments.name:
+        overrides = [*overrides, f"--run.name={arguments.name}"]
+    config, resume = resolve(arguments.config, overrides, arguments.resume)
+    from offbeat.cli.preview import check
+    from offbeat.launch import tether
+    from offbeat.launch.folder import RunFolder
+    from offbeat.watch.sinks import check_sinks
+
+    tether.hold()
+    check(config, resume)
+    check_sinks(config.log.sinks)
+    with RunFolder.open(resume, config) if resume else RunFolder.create(config) as folder:
+        from offbeat.launch.serve import serve
+
+        try:
+            return status_of(asyncio.run(serve(folder)))
+        except RunStopped as error:
+            folder.event("error", error=str(error))
+            print(f"offbeat: {error}", file=sys.stderr)
+            return STOPPED

@@ -1,0 +1,65 @@
+"""`offbeat trainer --join URL`: the trainer of a run whose coordinator runs elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+from offbeat.cli.parser import Parser
+from offbeat.cli.serve import STOPPED
+from offbeat.errors import RunStopped
+
+
+def add_join_arguments(parser: Parser, what: str) -> None:
+    parser.add_argument("--join", metavar="URL", required=True, help="where the run's coordinator listens")
+    parser.add_argument("--name", help=f"of this {what}; without it, that of its folder or of the machine")
+    parser.add_argument("--dir", metavar="FOLDER", help=f"what this {what} keeps; without it, below ~/.cache/offbeat")
+    parser.add_argument("--token-file", metavar="FILE", type=Path, help="a join token, if not in OFFBEAT_TOKEN")
+    parser.add_argument("--ca-file", metavar="FILE", type=Path, help="a certificate to trust besides the system's")
+    parser.add_argument(
+        "--patience", metavar="SECONDS", type=float, help="how long to look for a coordinator; without it, for ever"
+    )
+    parser.epilog = (
+        "Keys that are this machine's own affair can be given as --section.key value, such as --model.device cuda:1, "
+        "--model.path /models/here or --run.threads 8."
+    )
+
+
+def add_arguments(parser: Parser) -> None:
+    add_join_arguments(parser, "trainer")
+
+
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from offbeat.launch import tether
+    from offbeat.launch.joining import Invitation, own_folder
+    from offbeat.launch.trainer import train
+    from offbeat.ledger.workers import Role
+
+    tether.hold()
+    with own_folder(arguments.dir, arguments.name or "trainer", arguments.join, "trainer.lock") as (folder, name):
+        invitation = Invitation(
+            url=arguments.join,
+            role=Role.TRAINER,
+            folder=folder,
+            name=name,
+            token_file=arguments.token_file,
+            ca_file=arguments.ca_file,
+            patience_s=arguments.patience,
+        )
+        run_folder = folder if (folder / "ledger.sqlite").is_file() else None  # the coordinator's own: one disk
+        try:
+            return told("trainer", asyncio.run(train(invitation, overrides, run_folder)))
+        except RunStopped as error:
+            print(f"offbeat: {error}", file=sys.stderr)
+            return STOPPED
+
+
+def told(what: str, stopped_by: str | None) -> int:
+    """The exit status of a role that ended, perhaps by a signal."""
+    if stopped_by is None or stopped_by not in signal.Signals.__members__:
+        return 0
+    print(f"offbeat: {what} stopped by {stopped_by}", file=sys.stderr)
+    return 128 + signal.Signals[stopped_by]

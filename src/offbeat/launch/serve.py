@@ -1,0 +1,131 @@
+"""A run's coordinator in a process of its own, behind HTTP: `offbeat serve`.
+
+It ends with the run: when the last step is trained, judged and in a checkpoint, or when it is asked to stop. Killed and
+started again on the same folder, it goes on: workers and trainer find it at the same address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from offbeat.config import resolved
+from offbeat.config.models import Config
+from offbeat.files import write_atomic
+from offbeat.launch import sources
+from offbeat.launch.folder import RunFolder
+from offbeat.launch.joining import READY
+from offbeat.launch.office import Office, open_office, prepare, report_evaluations
+from offbeat.launch.stopping import Stopping, interruptible
+from offbeat.serve.http.desk import Served
+from offbeat.serve.http.server import Address, HttpServer
+from offbeat.weights.folder import WeightFolder
+
+ADDRESS = "serve.json"
+FAREWELL_S = 15.0
+"""How long workers have to hear that the run is over, which they do at their next call."""
+
+
+async def serve(folder: RunFolder) -> dict[str, Any]:
+    """Coordinates until the run ends and returns its summary."""
+    config, start_s = folder.config, time.monotonic()
+    async with AsyncExitStack() as stack:
+        mixture = sources.make_mixture(config, None)
+        pool = await sources.open_pool(config, mixture, folder.logs / "rewards.log")
+        stack.push_async_callback(pool.close)
+        with interruptible():
+            prepared = prepare(config, mixture)
+        office = await stack.enter_async_context(open_office(folder, mixture, pool, prepared))
+        stopping = Stopping(office.reporter.stopping)
+        stopping.listen()
+        await office.coordinator.start(keep_leases=True)
+        server = HttpServer(_served(folder, office), _address(config, folder.path))
+        await server.start()
+        stack.push_async_callback(server.stop)
+        server.open()
+        _tell(folder, server.url, office)
+        is_finished = await _until_over(config, office, stopping)
+        summary = office.reporter.finish(
+            seconds=time.monotonic() - start_s,
+            stopped_by=None if is_finished else stopping.why,
+            counts=await office.coordinator.call(office.ledger.counts),
+        )
+        await _say_goodbye(office)
+        return summary
+
+
+def _served(folder: RunFolder, office: Office) -> Served:
+    return Served(
+        coordinator=office.coordinator,
+        name=folder.path.name,
+        config=resolved(folder.config),
+        ledger_path=str(folder.ledger),
+        weights=WeightFolder(folder.weights),
+    )
+
+
+def _address(config: Config, run: Path) -> Address:
+    """Where the configuration says; with any port, the one that the run had before, where callers expect us."""
+    wanted, port = config.serve, config.serve.port
+    if port == 0:
+        with suppress(OSError, ValueError, KeyError):
+            port = int(json.loads((run / ADDRESS).read_text())["port"])
+    return Address(
+        host=wanted.host,
+        port=port,
+        certificate=None if wanted.certificate is None else Path(wanted.certificate),
+        key=None if wanted.key is None else Path(wanted.key),
+        behind_proxy=wanted.behind_proxy,
+    )
+
+
+def _tell(folder: RunFolder, url: str, office: Office) -> None:
+    port = int(url.rsplit(":", 1)[1])
+    write_atomic(folder.path / ADDRESS, json.dumps({"url": url, "port": port}).encode())
+    folder.event("serve", url=url)
+    descriptor = os.environ.pop(READY, None)
+    if descriptor is not None:
+        with open(int(descriptor), "w") as pipe:
+            print(json.dumps({"url": url, "run": str(folder.path)}), file=pipe)
+    office.console.note(f"serving {url}; workers join with: {_how_to_join(folder.path, url)}")
+
+
+def _how_to_join(run: Path, url: str) -> str:
+    return f"OFFBEAT_TOKEN=$(offbeat worker token {run}) offbeat worker --join {url}"
+
+
+async def _until_over(config: Config, office: Office, stopping: Stopping) -> bool:
+    """Waits for the end of the run; True if it was its last step."""
+    coordinator = office.coordinator
+    latest = await coordinator.call(office.ledger.latest_version)
+    try:
+        async with asyncio.TaskGroup() as parts:
+            broken = parts.create_task(coordinator.until_broken())
+            judging = parts.create_task(report_evaluations(config, office, latest.step if latest else 0))
+            clock = parts.create_task(stopping.after(config.run.max_hours))
+            asked = parts.create_task(stopping.requested.wait())
+            saved = parts.create_task(coordinator.until_checkpointed(config.run.steps))
+            await asyncio.wait({asked, saved}, return_when=asyncio.FIRST_COMPLETED)
+            if saved.done():
+                await asyncio.wait({judging, asked}, return_when=asyncio.FIRST_COMPLETED)
+            is_finished = saved.done()
+            for part in (broken, judging, clock, asked, saved):
+                part.cancel()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return is_finished
+
+
+async def _say_goodbye(office: Office) -> None:
+    """Lets workers hear that the run is over, while any of them still holds a task or waits for one."""
+    office.coordinator.end()
+    deadline_s = time.monotonic() + FAREWELL_S
+    while time.monotonic() < deadline_s:
+        if not office.coordinator.present(within_s=FAREWELL_S):
+            return
+        await asyncio.sleep(0.2)

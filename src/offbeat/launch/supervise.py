@@ -1,0 +1,223 @@
+"""Runs coordinator, trainer and workers as processes of this machine, and keeps them going.
+
+Each child is the command that a user could start by hand, with a join token of its own. One that dies is started again
+(`offbeat.control.restarts`); each goes on from what the ledger, its checkpoint or its spool remember. The children are
+tied to this process: when it ends, however it ends, they end. The coordinator writes to this terminal, the others to
+files in the run's logs/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offbeat.config.models import Config
+from offbeat.control.restarts import Restarts, Verdict
+from offbeat.errors import OffbeatError, RunStopped
+from offbeat.launch import tether
+from offbeat.launch.folder import SUMMARY
+from offbeat.launch.joining import READY, new_token
+from offbeat.launch.stopping import Stopping
+from offbeat.serve.http.credentials import TOKEN_VARIABLE
+
+READY_WITHIN_S = 300.0
+END_WITHIN_S = 90.0
+"""How long children that were asked to end may take before they are killed."""
+
+
+@dataclass(eq=False)
+class Child:
+    """One role and the process that plays it now."""
+
+    name: str
+    arguments: Sequence[str]
+    log: Path | None = None
+    role: str | None = None
+    """What its join token is good for; None needs none."""
+    process: asyncio.subprocess.Process | None = None
+    restarts: Restarts = field(default_factory=lambda: Restarts(time.monotonic))
+    keeps_going: bool = True
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+    def tell(self, number: signal.Signals) -> None:
+        if self.is_alive:
+            assert self.process is not None
+            with suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+
+class Supervisor:
+    """The processes of one run; see the module."""
+
+    def __init__(self, config: Config, serve: Sequence[str], resume: Sequence[str]):
+        """`serve` are the arguments that start the run's coordinator, `resume` those that start it again, both without
+        the run's folder and the port, which the first start tells."""
+        self.config, self._resume = config, resume
+        self.coordinator = Child("coordinator", serve)
+        self.trainer = Child("trainer", ())
+        self.workers: list[Child] = []
+        self.run = Path()
+        self.url = ""
+        self._read, self._write = os.pipe()
+        self._environment = {**os.environ, **_threads(config)}
+
+    async def run_to_the_end(self) -> dict[str, Any]:
+        stopping = Stopping(lambda why: None)
+        stopping.listen()
+        with ExitStack() as stack:
+            stack.callback(os.close, self._write)
+            stack.callback(os.close, self._read)
+            try:
+                await self._start_coordinator()
+                self._name_children()
+                await self._watch(stopping)
+            finally:
+                await self._end_all()
+        summary = self.run / SUMMARY
+        if not summary.is_file():
+            raise OffbeatError(f"{self.run}: the run ended without a summary; see {self.run / 'logs'}")
+        return json.loads(summary.read_text())
+
+    async def _watch(self, stopping: Stopping) -> None:
+        """Lets the run go on until the coordinator says that it is over, or someone asks it to stop."""
+        asked = asyncio.ensure_future(self._stop_when(stopping))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for child in (self.trainer, *self.workers):
+                    group.create_task(self._keep(child))
+                await self._keep(self.coordinator)
+                for child in (self.trainer, *self.workers):
+                    child.keeps_going = False
+                    child.tell(signal.SIGTERM)
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            asked.cancel()
+
+    async def _stop_when(self, stopping: Stopping) -> None:
+        """A request to stop goes to the trainer, which ends with a checkpoint; then the coordinator ends the run."""
+        await stopping.requested.wait()
+        for child in (self.trainer, self.coordinator, *self.workers):
+            child.keeps_going = False
+        self.trainer.tell(signal.SIGTERM)
+        if self.trainer.process is not None:
+            await self.trainer.process.wait()
+        self.coordinator.tell(signal.SIGTERM)
+
+    async def _keep(self, child: Child) -> None:
+        """Starts a child, again and again, until it is done or to be given up."""
+        while True:
+            if not child.is_alive:
+                await self._start(child)
+            assert child.process is not None
+            status = await child.process.wait()
+            verdict, pause_s = child.restarts.ended(status)
+            if verdict is Verdict.DONE or not child.keeps_going:
+                return
+            if verdict is Verdict.GIVE_UP:
+                raise RunStopped(f"{child.name}: ended with status {status}: {_last_line(child)}")
+            await asyncio.sleep(pause_s)
+            if not child.keeps_going:
+                return
+            if child is self.coordinator:
+                await self._start_coordinator()
+
+    async def _start_coordinator(self) -> None:
+        """The first start tells where the run lies; later ones take up the same run at the same address."""
+        read, write = os.pipe()
+        arguments = self.coordinator.arguments if not self.url else self._resumed()
+        try:
+            child = self.coordinator
+            child.restarts.started()
+            child.process = await self._spawn(arguments, None, {READY: str(write)}, (write,))
+        finally:
+            os.close(write)
+        told = await asyncio.wait_for(asyncio.to_thread(_line, read), READY_WITHIN_S)
+        if not told:
+            status = await child.process.wait()
+            if not self.url:
+                raise SystemExit(status or 1)  # it has said why, on this terminal
+            return  # `_keep` sees that it ended
+        ready = json.loads(told)
+        self.url, self.run = ready["url"], Path(ready["run"])
+
+    def _resumed(self) -> list[str]:
+        port = self.url.rsplit(":", 1)[1]
+        return [*self._resume, "--resume", str(self.run), f"--serve.port={port}"]
+
+    def _name_children(self) -> None:
+        logs = self.run / "logs"
+        join = ["--join", self.url]
+        self.trainer = Child("trainer", ["trainer", *join, "--dir", str(self.run)], logs / "trainer.log", "trainer")
+        for number in range(1, (self.config.rollout.workers or 0) + 1):
+            name = f"worker-{number}"
+            place = ["--name", name, "--dir", str(self.run / "workers" / name)]
+            self.workers.append(Child(name, ["worker", *join, *place], logs / f"{name}.log", "rollout"))
+
+    async def _start(self, child: Child) -> None:
+        more = {} if child.role is None else {TOKEN_VARIABLE: await asyncio.to_thread(new_token, self.run, child.role)}
+        child.restarts.started()
+        child.process = await self._spawn(child.arguments, child.log, more, ())
+
+    async def _spawn(
+        self, arguments: Sequence[str], log: Path | None, more: dict[str, str], descriptors: tuple[int, ...]
+    ) -> asyncio.subprocess.Process:
+        environment = {**self._environment, **more, tether.VARIABLE: str(self._read)}
+        command = [sys.executable, "-m", "offbeat", *arguments]
+        with ExitStack() as stack:
+            output = None if log is None else stack.enter_context(log.open("ab"))
+            return await asyncio.create_subprocess_exec(
+                *command,
+                env=environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(self._read, *descriptors),
+                start_new_session=True,  # Ctrl-C is for us; we pass on what it means
+            )
+
+    async def _end_all(self) -> None:
+        """Asks whoever still runs to end, and ends those that do not."""
+        children = [child for child in (self.trainer, *self.workers, self.coordinator) if child.is_alive]
+        for child in children:
+            child.keeps_going = False
+            child.tell(signal.SIGTERM)
+        waits = [asyncio.ensure_future(child.process.wait()) for child in children if child.process is not None]
+        if waits:
+            await asyncio.wait(waits, timeout=END_WITHIN_S)
+        for child in children:
+            child.tell(signal.SIGKILL)
+        for child in children:
+            if child.process is not None:
+                await child.process.wait()
+
+
+def _line(descriptor: int) -> bytes:
+    with open(descriptor, "rb") as pipe:
+        return pipe.readline()
+
+
+def _threads(config: Config) -> dict[str, str]:
+    """Processes that share the cores take a fair part of them each, unless someone chose."""
+    if config.run.threads is not None or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ((config.rollout.workers or 0) + 1)))}
+
+
+def _last_line(child: Child) -> str:
+    if child.log is None or not child.log.is_file():
+        return "it said why above"
+    lines = child.log.read_text(errors="replace").strip().splitlines()
+    return f"{lines[-1] if lines else 'it said nothing'} (see {child.log})"

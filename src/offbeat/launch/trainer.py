@@ -1,0 +1,66 @@
+"""A run's trainer in a process of its own: `offbeat trainer --join URL`.
+
+It keeps checkpoints in its own folder and everything else at the coordinator: metrics and events are reported there,
+and versions sent unless the two share a disk. Asked to stop, it finishes the step under way and ends with a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from offbeat.launch.joining import Invitation, joined
+from offbeat.launch.report import EVENT, step_row
+from offbeat.launch.stopping import Stopping, interruptible
+from offbeat.serve.http.client import RemoteTrainer
+from offbeat.watch.trace import Trace
+
+
+async def train(invitation: Invitation, overrides: Sequence[str], run: Path | None) -> str | None:
+    """Trains until the run ends; returns why it stopped before. `run` is the coordinator's own folder of the run,
+    where trainer and coordinator share a disk."""
+    async with AsyncExitStack() as stack:
+        member = await stack.enter_async_context(joined(invitation, overrides))
+        config, folder = member.config, invitation.folder
+        with interruptible():
+            from offbeat.launch import models
+            from offbeat.learn.checkpoint import Checkpoints
+            from offbeat.learn.trainer import StepReport, Trainer
+            from offbeat.weights.store import WeightStore
+
+            models.set_threads(config)
+            policy, reference = models.make_policy(config)
+        client = RemoteTrainer(member.connection, shares_disk=run is not None)
+        trace = Trace(folder / "trainer-trace.json")
+        stack.callback(trace.close)
+        events: list[dict[str, Any]] = []
+
+        async def tell_events() -> None:
+            while events:
+                await client.report(events[0])
+                del events[0]
+
+        async def on_step(report: StepReport) -> None:
+            await tell_events()
+            await client.report(step_row(report, trace.spans_since_last()))
+            trace.flush()
+
+        trainer = Trainer(
+            client,
+            policy,
+            WeightStore((run or folder) / "weights"),
+            Checkpoints(folder / "checkpoints", config.checkpoint.keep),
+            models.trainer_settings(config),
+            reference=reference,
+            span=trace.span,
+            event=lambda kind, **fields: events.append({EVENT: kind, **fields}),
+            on_step=on_step,
+        )
+        stopping = Stopping(lambda why: None)
+        stopping.listen()
+        await trainer.start()
+        await trainer.run(stopping.requested)
+        await tell_events()
+        return stopping.why if trainer.step < config.run.steps else None

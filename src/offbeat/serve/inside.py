@@ -1,0 +1,39 @@
+"""The coordinator as a worker in the same process sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offbeat.ledger.records import Outcome
+from offbeat.serve.client import Heartbeat, Lease
+from offbeat.serve.coordinator import Coordinator
+from offbeat.trajectory import Trajectory
+from offbeat.weights.version import Version
+
+
+class InsideWorker:
+    """Implements `WorkerClient` without a wire."""
+
+    def __init__(self, coordinator: Coordinator, name: str):
+        self._coordinator, self._name = coordinator, name
+
+    async def lease(self, capacity: int, have_version: int | None, wait_s: float) -> Lease:
+        return await self._coordinator.lease(self._name, capacity, have_version, wait_s)
+
+    async def heartbeat(self, held: Sequence[tuple[int, int]]) -> Heartbeat:
+        return await self._coordinator.heartbeat(self._name, held)
+
+    async def submit(self, trajectory: Trajectory, fence: int) -> Outcome:
+        return await self._coordinator.submit(self._name, trajectory, fence)
+
+    async def fail(self, task: int, fence: int, reason: str) -> None:
+        await self._coordinator.fail(self._name, task, fence, reason)
+
+    async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
+        return await self._coordinator.newer(have_version, wait_s)
+
+    async def fetch(self, version: Version) -> Version:
+        return version  # it lies on this machine
+
+    async def leave(self) -> None:
+        await self._coordinator.leave(self._name)
