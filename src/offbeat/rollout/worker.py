@@ -1,98 +1,282 @@
 """A worker's loop: lease tasks, let the engine carry them on, hand in what came of them.
 
-The worker takes as many tasks as its engine has free slots. When tasks require a version that it does not have, it
-finishes what it runs, takes the version and asks again: no trajectory crosses a version. A task whose generation fails
-is given back with the reason; anything else that goes wrong ends the worker with that error.
+Three loops run side by side. One leases as many tasks as the engine has free slots; one renews the leases, aborts what
+was lost and hands back what is asked for; one takes newer versions while generation goes on. Guarantees:
+
+- a task that requires a version is sampled from it alone: no other is loaded while such a task runs, nor between the
+  call for tasks and their start. All other tasks go on across a load, split into segments; where an engine cannot do
+  that, they are handed back as partials first. A version lower than the one served is loaded only when nothing runs;
+- a trajectory leaves through the outbox, and its lease is renewed until it is answered;
+- a task whose generation fails is given back with the reason; anything else that goes wrong ends the worker with that
+  error. Cancelled, it aborts what runs and hands nothing back; `drain` is the polite end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
 
-import msgspec
-import numpy as np
-
-from offbeat.rollout.engine import Engine, EngineDied, EngineError, Finish, Request, Version
-from offbeat.serve.client import WorkerClient
-from offbeat.trajectory import End, SegmentError, Task, Trajectory
-from offbeat.weights.store import verify
+from offbeat.rollout.engine import Engine, EngineDied, EngineError, Version
+from offbeat.rollout.outbox import REFUSALS, Outbox
+from offbeat.rollout.refresh import Versions
+from offbeat.rollout.running import Fate, Running, append, begin, request_for
+from offbeat.rollout.spool import Spool, Unsent
+from offbeat.rollout.waiting import Changes, to_its_end
+from offbeat.serve.client import Lease, WorkerClient
+from offbeat.trajectory import End, SegmentError, Task
 
 log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
 """How long one call for work may wait; short, so that a lost coordinator is noticed soon."""
+NEWER_WAIT_S = 20.0
+"""How long one call for a newer version may wait: nothing else waits for it."""
+FIRST_TTL_S = 30.0
+"""Taken for the length of a lease until the first one tells, as when an earlier life's trajectories are sent."""
+BEATS_PER_TTL = 3
+"""One lost heartbeat must not cost a lease."""
+LOAD_WITHIN_S = 60.0
+"""How long a load may keep a worker from ending; only a stuck device takes so long."""
+VERSION_WITHIN_S = 300.0
+"""How long a prefix may wait for a version as new as its last tokens: longer than the slowest download should take."""
+DRAIN_WITHIN_S = 60.0
+"""How long a worker that is to leave waits for its last submissions."""
+
+
+class _GaveUp(Exception):
+    """Draining took too long."""
 
 
 class Worker:
-    """One engine at work for one coordinator."""
+    """One engine at work for one coordinator; `run` it once. Without a spool nothing outlives the process."""
 
-    def __init__(self, name: str, engine: Engine, client: WorkerClient):
+    def __init__(self, name: str, engine: Engine, client: WorkerClient, *, spool: Spool | None = None):
         self.name, self.engine, self.client = name, engine, client
-        self.running: set[asyncio.Task[None]] = set()
-        self._freed = asyncio.Event()
+        self.running: dict[tuple[int, int], Running] = {}
+        """By task and fence: a lost task may come back under a new fence before the loss is told."""
+        self._changes = Changes()
+        self._outbox = Outbox(name, client, spool, self._changes)
+        self._versions = Versions(name, client)
+        self._switch = asyncio.Lock()
+        """Held from the call for tasks to their start, and while a version is loaded."""
+        self._is_reloading = False
+        self._ttl_s = FIRST_TTL_S
+        self._draining, self._over = asyncio.Event(), asyncio.Event()
+        self._drain_within_s = DRAIN_WITHIN_S
+        self._over.set()
 
     async def run(self) -> None:
-        """Works until cancelled; then what runs is aborted, and its tasks go to whoever comes next."""
-        slots = self.engine.capabilities.num_slots
+        """Works until the run is over, until drained, or until cancelled: then what runs is aborted, and its tasks go
+        to whoever comes next."""
+        self._over.clear()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                while True:
-                    free = slots - len(self.running)
-                    if not free:
-                        self._freed.clear()
-                        await self._freed.wait()
-                        continue
-                    lease = await self.client.lease(self.name, free, self.engine.version, LEASE_WAIT_S)
-                    if lease.version is not None:
-                        await self._take(lease.version)
-                    for task in lease.tasks:
-                        running = tasks.create_task(self._carry_on(task))
-                        self.running.add(running)
-                        running.add_done_callback(self._ended)
+            error = await self._live()
         finally:
-            with contextlib.suppress(EngineDied):  # then nothing runs any more
+            self._over.set()
+            with suppress(EngineDied):  # then nothing runs any more
                 await self.engine.abort()
+        if error is not None:
+            raise error
+
+    async def _live(self) -> BaseException | None:
+        """Runs the loops; returns the first error of any of them."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                beating = group.create_task(self._renew())
+                loops = {group.create_task(self._work(group)), group.create_task(self._refresh())}
+                await self._draining.wait()
+                await self._wind_down(loops)
+                beating.cancel()
+        except BaseExceptionGroup as errors:  # an engine that dies fails all that runs: one of them says it
+            return None if isinstance(errors.exceptions[0], _GaveUp) else errors.exceptions[0]
+        return None
+
+    async def drain(self, within_s: float = DRAIN_WITHIN_S) -> None:
+        """Leases no more, hands back what is unfinished, sends what is left, and ends `run`; gives up on the
+        coordinator after `within_s`, and what was not sent stays in the spool."""
+        self._drain_within_s = within_s
+        self._draining.set()
+        await self._over.wait()
+
+    async def _wind_down(self, loops: set[asyncio.Task[None]]) -> None:
+        try:
+            async with asyncio.timeout(self._drain_within_s):
+                for loop in loops:
+                    loop.cancel()
+                await asyncio.wait(loops)
+                await self._end(self.running.values(), Fate.LEAVE)
+                await self._changes.until(lambda: not self.running and not self._outbox)
+                await self.client.leave()
+        except TimeoutError as error:
+            left = len(self.running) + len(self._outbox)
+            log.warning(
+                "worker %s: left without an answer for %d trajectories after %g s",
+                self.name,
+                left,
+                self._drain_within_s,
+            )
+            raise _GaveUp from error
+
+    # Leases
+
+    async def _work(self, group: asyncio.TaskGroup) -> None:
+        await self._outbox.resend(group)
+        while True:
+            await self._changes.until(self._num_free)
+            async with self._switch:  # a version that a lease asked for stays until its tasks had a chance to come
+                lease = await self._lease()
+                while lease.version is not None and not lease.tasks:
+                    await self._take(lease.version)
+                    lease = await self._lease()
+                for task in lease.tasks:
+                    await self._start(task, group)
+            if lease.is_over:
+                self._draining.set()  # as if someone had asked: what is finished is sent, and we leave
+                return
+
+    def _num_free(self) -> int:
+        """How many tasks can begin now: none while more than the engine can run wait to be sent."""
+        num_slots = self.engine.capabilities.num_slots
+        return max(0, num_slots - len(self.running)) if len(self._outbox) <= num_slots else 0
+
+    async def _lease(self) -> Lease:
+        await self._changes.until(self._num_free)  # a version was taken meanwhile, and leases may have come and gone
+        lease = await self.client.lease(self._num_free(), self.engine.version, LEASE_WAIT_S)
+        if lease.ttl_s > 0:
+            self._ttl_s = lease.ttl_s
+        return lease
+
+    async def _start(self, task: Task, group: asyncio.TaskGroup) -> None:
+        running = begin(task)
+        await self._end([other for other in self.running.values() if other.task.id == task.id], Fate.LOST)
+        self.running[running.key] = running
+        self._changes.tell()
+        group.create_task(self._carry_on(running, group))
+
+    async def _renew(self) -> None:
+        while True:
+            await self._changes.until(lambda: self.running or self._outbox)
+            await asyncio.sleep(self._ttl_s / BEATS_PER_TTL)
+            held = [*self.running, *self._outbox.unsent]
+            if not held:
+                continue
+            answer = await self.client.heartbeat(held)
+            still = [self.running[key] for key in held if key in self.running]  # others under the same number are newer
+            await self._end([running for running in still if running.task.id in answer.lost], Fate.LOST)
+            await self._end([running for running in still if running.task.id in answer.hand_back], Fate.HAND_BACK)
+
+    async def _end(self, ended: Iterable[Running], fate: Fate) -> None:
+        """Aborts tasks; what becomes of each is decided where it runs."""
+        ids = []
+        for running in ended:
+            if running.fate is not Fate.LOST:
+                running.fate = fate
+            ids.append(running.request_id)
+        self._changes.tell()
+        if ids:
+            await self.engine.abort(ids)
+
+    # Versions
+
+    async def _refresh(self) -> None:
+        """Takes newer versions as they come; the download goes on beside generation."""
+        while True:
+            version = await self.client.newer(self.engine.version, NEWER_WAIT_S)
+            if version is None:
+                continue
+            async with self._versions.unless_replaced(version, self.engine.version):
+                here = await self._versions.fetch(version)
+                if not self._may_load(here):
+                    await self._changes.until(partial(self._may_load, here))
+                    continue  # that may have taken long: another one may be wanted by now
+                async with self._switch:
+                    if self._may_load(here) and self.engine.version != here.number:
+                        await self._load(here)
 
     async def _take(self, version: Version) -> None:
-        if self.running:
-            await asyncio.wait(self.running)
-        await asyncio.to_thread(verify, version)
-        await self.engine.load(version)
+        """Takes a version that tasks wait for; call with the switch held, so that none is leased meanwhile."""
+        async with self._versions.unless_replaced(version, self.engine.version):
+            here = await self._versions.fetch(version)
+            await self._changes.until(partial(self._may_load, here))
+            await self._load(here)
 
-    def _ended(self, running: asyncio.Task[None]) -> None:
-        self.running.discard(running)
-        self._freed.set()
+    def _may_load(self, version: Version) -> bool:
+        if self.engine.version is not None and version.number < self.engine.version:
+            return all(running.is_waiting for running in self.running.values())  # versions rise along a trajectory
+        return all(running.task.require_version is None for running in self.running.values())
 
-    async def _carry_on(self, task: Task) -> None:
-        trajectory = task.new_trajectory()
+    async def _load(self, version: Version) -> None:
+        self._is_reloading = not self.engine.capabilities.splits_by_version
         try:
-            generation = await self.engine.generate(request_for(task, trajectory))
-            if generation.finish is Finish.ABORT:
-                return
-            *first, last = generation.segments
-            for segment in first:
-                trajectory.append(segment)
-            trajectory.append(last, End(generation.finish.value))
+            if self._is_reloading:
+                await self._end(self.running.values(), Fate.RELOAD)
+            await to_its_end(self.engine.load(version), LOAD_WITHIN_S)
+        finally:
+            self._is_reloading = False
+            self._changes.tell()
+        log.info("worker %s: serves version %d", self.name, version.number)
+
+    # One task
+
+    async def _carry_on(self, running: Running, group: asyncio.TaskGroup) -> None:
+        try:
+            is_wanted = await self._generate(running)
         except EngineDied:
             raise
         except (EngineError, SegmentError) as error:
-            log.warning("worker %s: task %d failed: %s", self.name, task.id, error)
-            await self.client.fail(self.name, task.id, str(error))
-            return
-        await self.client.submit(self.name, [trajectory])
+            is_wanted = False
+            await self._fail(running.task, str(error))
+        finally:
+            del self.running[running.key]
+            self._changes.tell()
+        if is_wanted:
+            self._outbox.post(Unsent(running.trajectory, running.task.fence), group)
 
+    async def _generate(self, running: Running) -> bool:
+        """Carries a trajectory on until it ends or is aborted; tells whether it is to be handed in."""
+        task, trajectory = running.task, running.trajectory
+        num_before = trajectory.num_tokens
+        if task.require_version not in (None, self.engine.version):
+            raise EngineError(f"task {task.id} requires version {task.require_version}, not {self.engine.version}")
+        while trajectory.num_tokens < trajectory.max_new_tokens:
+            await self._may_begin(running)
+            if running.fate is None:  # otherwise it was aborted before it began
+                generation = await self.engine.generate(request_for(running))
+                if append(trajectory, generation):
+                    return running.fate is not Fate.LOST
+            fate, running.fate = running.fate, None
+            has_more = trajectory.num_tokens > num_before
+            if fate is Fate.LOST or fate is None:  # None: the engine ends, and this worker with it
+                return False
+            if has_more or fate is Fate.LEAVE or (fate is Fate.HAND_BACK and trajectory.num_tokens):
+                return has_more or fate is Fate.HAND_BACK
+        trajectory.finish(End.LENGTH)
+        return True
 
-def request_for(task: Task, trajectory: Trajectory) -> Request:
-    """What the engine is asked: the prompt with the tokens so far, and the budget that is left."""
-    done = trajectory.num_tokens
-    if not done:
-        return Request(id=str(task.id), tokens=task.prompt, seed=task.seed, sampling=task.sampling)
-    return Request(
-        id=f"{task.id}-{done}",
-        tokens=np.concatenate([task.prompt, trajectory.tokens]),
-        seed=task.seed,
-        sampling=msgspec.structs.replace(task.sampling, max_new_tokens=task.sampling.max_new_tokens - done),
-        position=done,
-    )
+    async def _may_begin(self, running: Running) -> None:
+        """Waits while weights are changing, and for a version no older than the one that a prefix ended with."""
+        least = running.least_version
+        running.is_waiting = True
+        self._changes.tell()
+        try:
+            async with asyncio.timeout(VERSION_WITHIN_S):
+                await self._changes.until(
+                    lambda: running.fate or (not self._is_reloading and (self.engine.version or 0) >= least)
+                )
+        except TimeoutError as error:
+            raise EngineError(
+                f"task {running.task.id} goes on from version {least}; version {self.engine.version} is served, and "
+                f"no newer one came within {VERSION_WITHIN_S:.0f} s"
+            ) from error
+        finally:
+            running.is_waiting = False
+
+    async def _fail(self, task: Task, reason: str) -> None:
+        log.warning("worker %s: task %d failed: %s", self.name, task.id, reason)
+        try:
+            await self.client.fail(task.id, task.fence, reason)
+        except REFUSALS as error:
+            log.warning("worker %s: %s", self.name, error)
