@@ -1,14 +1,15 @@
-"""An engine under test, and the tiny model whose own forward pass is the truth about it."""
+"""An engine under test, and what knows the truth about it: for most, a tiny model's own forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from offbeat.rollout.engine import Engine, Version
+from offbeat.rollout.engine import Engine, Request, Version
 
 VOCAB_SIZE = 128
 MAX_CONTEXT_TOKENS = 2048
@@ -20,11 +21,13 @@ class Served:
 
     open: Callable[[], Engine]
     versions: tuple[Version, Version]
-    models: tuple[PreTrainedModel, PreTrainedModel]
-    """The versions' own forward passes."""
+    logprobs: Callable[[int, Request, np.ndarray], np.ndarray]
+    """The log-probs of a response under a version, after the request's temperature."""
     flat: Version
     """A version for which every token is equally likely, so that noise alone chooses."""
     logprob_tolerance: float
+    models: tuple[PreTrainedModel, PreTrainedModel] | None = None
+    """The versions as models, where the engine has one."""
 
 
 def tiny_llama(seed: int) -> LlamaForCausalLM:
@@ -43,3 +46,12 @@ def tiny_llama(seed: int) -> LlamaForCausalLM:
         eos_token_id=None,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def forward_logprobs(model: PreTrainedModel, request: Request, response: np.ndarray) -> np.ndarray:
+    """Log-probs of a response, by the model's own forward pass, after the request's temperature."""
+    whole = torch.tensor(np.concatenate([request.tokens, response]), dtype=torch.int64)
+    with torch.no_grad():
+        logits = model(whole.unsqueeze(0)).logits[0].float() / (request.sampling.temperature or 1.0)
+    first = len(request.tokens) - 1
+    return logits.log_softmax(-1)[first:-1].gather(1, whole[first + 1 :, None]).squeeze(1).numpy()
