@@ -300,6 +300,36 @@ def test_a_prefix_waits_for_a_version_as_new_as_its_last_tokens(versions):
     assert desk.failures == {}
 
 
+def test_a_prefix_whose_version_does_not_come_is_handed_back_as_it_was(versions):
+    prefix = Trajectory(1, np.arange(1, 6), max_new_tokens=20)
+    prefix.append(Segment(0, np.arange(4), logprobs=np.zeros(4), version=3, kv_version=3))
+
+    async def script(desk: Desk) -> None:
+        desk.publish(versions[1])
+        desk.add(a_task(1, 20, prefix=prefix))
+        async with at_work(Worker("w", open_engine(), desk)):
+            await desk.until(lambda: desk.partials)
+
+    desk = scene(script)
+    assert desk.partials == [prefix]
+    assert desk.failures == {}
+
+
+def test_a_task_without_a_token_outlasts_a_load_of_any_length(versions):
+    async def script(desk: Desk) -> None:
+        desk.publish(versions[1])
+        desk.add(a_task(1, 40), a_task(2, 40))
+        async with at_work(Worker("w", open_narrow_engine(splits_by_version=False, load_s=500.0), desk)):
+            await desk.until(lambda: len(desk.held) == 2)
+            await asyncio.sleep(10)
+            desk.publish(versions[2])
+            await desk.until(lambda: len(desk.done) == 2)
+
+    desk = scene(script)
+    assert desk.failures == {}
+    assert [p.task for p in desk.partials] == [1]
+
+
 def test_a_task_that_does_not_fit_fails_with_the_reason_and_the_worker_goes_on(versions):
     async def script(desk: Desk) -> None:
         desk.publish(versions[1])

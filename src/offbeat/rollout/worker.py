@@ -40,8 +40,8 @@ BEATS_PER_TTL = 3
 """One lost heartbeat must not cost a lease."""
 LOAD_WITHIN_S = 60.0
 """How long a load may keep a worker from ending; only a stuck device takes so long."""
-VERSION_WITHIN_S = 300.0
-"""How long a prefix may wait for a version as new as its last tokens: longer than the slowest download should take."""
+VERSION_WITHIN_S = 60.0
+"""How long a prefix may wait here for a version as new as its last tokens, before it is handed back."""
 DRAIN_WITHIN_S = 60.0
 """How long a worker that is to leave waits for its last submissions."""
 
@@ -242,7 +242,8 @@ class Worker:
         if task.require_version not in (None, self.engine.version):
             raise EngineError(f"task {task.id} requires version {task.require_version}, not {self.engine.version}")
         while trajectory.num_tokens < trajectory.max_new_tokens:
-            await self._may_begin(running)
+            if not await self._may_begin(running):
+                return True  # its prefix, for someone with newer weights
             if running.fate is None:  # otherwise it was aborted before it began
                 generation = await self.engine.generate(request_for(running))
                 if append(trajectory, generation):
@@ -256,21 +257,25 @@ class Worker:
         trajectory.finish(End.LENGTH)
         return True
 
-    async def _may_begin(self, running: Running) -> None:
-        """Waits while weights are changing, and for a version no older than the one that a prefix ended with."""
+    async def _may_begin(self, running: Running) -> bool:
+        """Waits while weights are changing, and for a version no older than the one that a prefix ended with; False
+        where that does not come."""
         least = running.least_version
+
+        def is_ready() -> bool:
+            return running.fate is not None or (not self._is_reloading and (self.engine.version or 0) >= least)
+
         running.is_waiting = True
         self._changes.tell()
         try:
-            async with asyncio.timeout(VERSION_WITHIN_S):
-                await self._changes.until(
-                    lambda: running.fate or (not self._is_reloading and (self.engine.version or 0) >= least)
-                )
-        except TimeoutError as error:
-            raise EngineError(
-                f"task {running.task.id} goes on from version {least}; version {self.engine.version} is served, and "
-                f"no newer one came within {VERSION_WITHIN_S:.0f} s"
-            ) from error
+            while not is_ready():
+                try:
+                    async with asyncio.timeout(VERSION_WITHIN_S):
+                        await self._changes.until(is_ready)
+                except TimeoutError:
+                    if not self._is_reloading:  # a load ends, and what waits for it has perhaps no prefix at all
+                        return is_ready()
+            return True
         finally:
             running.is_waiting = False
 
