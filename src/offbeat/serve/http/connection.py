@@ -140,11 +140,16 @@ class Connection:
         *,
         within_s: float = STREAM_WITHIN_S,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer that is none of refusal, whose body is yet to be read. What breaks while it is, is the reader's."""
+        """A good answer whose body is yet to be read; what breaks while it is read, is the reader's to mend."""
         retry = self.retry(f"{method} {path}")
         while True:
             try:
                 response = await self._request(method, path, headers, body, within_s)
+            except aiohttp.ClientConnectorCertificateError as error:  # waiting does not make it another certificate
+                raise UserError(
+                    f"{self.url}: its certificate proves nothing to us ({error.certificate_error}); if it is your own, "
+                    "give the CA file that signed it"
+                ) from error
             except BROKEN as error:
                 await retry.pause(f"{type(error).__name__}: {error}")
                 continue

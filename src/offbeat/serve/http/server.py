@@ -53,8 +53,8 @@ class Address:
             raise UserError("serve.certificate and serve.key: give both or neither")
         if not self.has_tls and not self.behind_proxy and not _is_this_machine(self.host):
             raise UserError(
-                f"serve.host = {self.host!r}: reachable from other machines, where secrets need TLS; give serve.certificate "
-                "and serve.key, or set serve.behind_proxy if a proxy ends TLS, or listen on 127.0.0.1"
+                f"serve.host = {self.host!r}: reachable from other machines, where secrets need TLS; give "
+                "serve.certificate and serve.key, or set serve.behind_proxy if a proxy ends TLS, or listen on 127.0.0.1"
             )
         if self.certificate is not None and self.key is not None:
             try:
@@ -153,8 +153,8 @@ def _bind(address: Address) -> socket.socket:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"serve.host = {address.host!r}, serve.port = {address.port}: cannot listen there: {reason}; choose another, "
-            "or port 0 for any"
+            f"serve.host = {address.host!r}, serve.port = {address.port}: cannot listen there: {reason}; choose "
+            "another, or port 0 for any"
         ) from error
 
 

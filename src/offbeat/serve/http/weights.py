@@ -119,6 +119,7 @@ class Shelf:
         if draft.is_dir():
             for part in draft.glob(".*.part"):
                 part.unlink(missing_ok=True)
+        if draft.is_dir() and any(draft.iterdir()):
             shutil.rmtree(final, ignore_errors=True)  # left by a writer that died before its row was written
             replace_folder(draft, final)
         if not final.is_dir():

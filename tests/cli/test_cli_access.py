@@ -1,0 +1,84 @@
+"""`offbeat worker token | list | revoke`, beside a coordinator that may be running."""
+
+import json
+
+import pytest
+
+from offbeat.cli import access
+from offbeat.cli.parser import Parser
+from offbeat.errors import UserError
+from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.workers import Role, WorkerState
+
+
+@pytest.fixture
+def folder(tmp_path):
+    Ledger(tmp_path / "ledger.sqlite").close()
+    return tmp_path
+
+
+def run(*words) -> int:
+    parser = Parser(prog="offbeat worker")
+    access.add_arguments(parser)
+    return access.run(parser.parse_args([str(word) for word in words]))
+
+
+def joined(folder, capsys, name, *options) -> str:
+    assert run("token", folder, *options) == 0
+    token = capsys.readouterr().out.strip()
+    with Ledger(folder / "ledger.sqlite") as ledger:
+        return ledger.redeem(token, name, {}).secret
+
+
+def worker_of(folder, secret):
+    with Ledger(folder / "ledger.sqlite", read_only=True) as ledger:
+        return ledger.worker_of(secret)
+
+
+def test_a_printed_token_is_good_for_its_role(folder, capsys):
+    assert worker_of(folder, joined(folder, capsys, "a")).role is Role.ROLLOUT
+    assert worker_of(folder, joined(folder, capsys, "b", "--role", "trainer", "--minutes", "0.5")).role is Role.TRAINER
+
+
+def test_the_list_tells_who_joined(folder, capsys):
+    assert run("list", folder) == 0
+    assert "nobody has joined" in capsys.readouterr().out
+    joined(folder, capsys, "box")
+    run("list", folder)
+    assert "box" in capsys.readouterr().out
+    run("list", folder, "--json")
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["name"], row["role"], row["state"], row["num_leased"]) == ("box", "rollout", "active", 0)
+    assert "secret" not in str(row)
+
+
+def test_a_revoked_worker_is_revoked(folder, capsys):
+    secret = joined(folder, capsys, "box")
+    assert run("revoke", folder, "box", "--reason", "sold") == 0
+    found = worker_of(folder, secret)
+    assert (found.state, found.reason) == (WorkerState.REVOKED, "sold")
+    assert run("revoke", folder, "box") == 0  # again
+    run("list", folder)
+    assert "(sold)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (("token", "{nowhere}"), "holds no ledger"),
+        (("token", "{run}", "--minutes", "0"), "minutes = 0"),
+        (("token", "{run}", "--role", "admin"), "invalid choice"),
+        (("token", "{run}", "--json"), "--json: goes with list"),
+        (("list", "{run}", "--role", "trainer"), "--role: goes with token"),
+        (("list", "{run}", "box"), "NAME: goes with revoke"),
+        (("revoke", "{run}"), "which worker"),
+        (("revoke", "{run}", "bok"), "did you mean box"),
+        (("revoke", "{run}", "entirely-else"), "offbeat worker list"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(folder, capsys, words, told):
+    joined(folder, capsys, "box")
+    filled = [word.format(nowhere=folder / "absent", run=folder) for word in words]
+    with pytest.raises(UserError, match=told) as error:
+        run(*filled)
+    assert "\n" not in str(error.value)

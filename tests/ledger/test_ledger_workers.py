@@ -1,0 +1,231 @@
+"""Join tokens, workers and their secrets: one use, hashes only, and seen at once by every process."""
+
+import multiprocessing
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ledger_run import new_groups
+
+from offbeat.errors import UserError
+from offbeat.ledger.errors import Forbidden, Unknown
+from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.workers import MOVES, NAME, Role, WorkerState
+
+ACTIVE, LEFT, QUARANTINED, REVOKED = WorkerState
+MINUTES = 15
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def timed(tmp_path, clock):
+    with Ledger(tmp_path / "timed.sqlite", wall_clock=clock) as opened:
+        yield opened
+
+
+def join(ledger, name="w", role=Role.ROLLOUT):
+    return ledger.redeem(ledger.issue_token(role, MINUTES), name, {})
+
+
+def test_a_token_becomes_a_worker_that_its_secret_finds(ledger):
+    token = ledger.issue_token(Role.TRAINER, MINUTES)
+    joined = ledger.redeem(token, "box.local", {"slots": 8})
+    found = ledger.worker_of(joined.secret)
+    assert (found.name, found.role, found.state) == ("box.local", Role.TRAINER, ACTIVE)
+    assert found.capabilities == {"slots": 8}
+    assert found.joined_at == 1_000_000.0
+
+
+def test_a_token_is_used_once_and_says_who_used_it(ledger):
+    token = ledger.issue_token(Role.ROLLOUT, MINUTES)
+    ledger.redeem(token, "first", {})
+    with pytest.raises(Forbidden, match="already used, by first"):
+        ledger.redeem(token, "second", {})
+    assert [worker.name for worker in ledger.list_workers()] == ["first"]
+
+
+def test_a_token_of_nobody_is_refused(ledger):
+    join(ledger)
+    with pytest.raises(Forbidden, match="never issued"):
+        ledger.redeem("x" * 43, "w", {})
+    assert len(ledger.list_workers()) == 1
+
+
+def test_a_token_ends_with_its_time(timed, clock):
+    token = timed.issue_token(Role.ROLLOUT, 1)
+    clock.now_s += 59.9
+    other = timed.issue_token(Role.ROLLOUT, 1)
+    timed.redeem(token, "in-time", {})
+    clock.now_s += 60.0
+    with pytest.raises(Forbidden, match="expired"):
+        timed.redeem(other, "late", {})
+
+
+@pytest.mark.parametrize("minutes", [0, -1, float("nan"), float("inf"), 8 * 24 * 60])
+def test_a_token_must_live_a_sensible_time(ledger, minutes):
+    with pytest.raises(UserError, match="minutes"):
+        ledger.issue_token(Role.ROLLOUT, minutes)
+
+
+def test_a_name_in_use_gets_a_number(ledger):
+    assert [join(ledger, "gpu").name for _ in range(3)] == ["gpu", "gpu-2", "gpu-3"]
+
+
+def test_a_name_that_was_given_a_task_is_in_use_even_if_it_never_joined(ledger):
+    ledger.admit(new_groups(ledger, 1))
+    ledger.lease("beside-us", 1, 0)
+    assert join(ledger, "beside-us").name == "beside-us-2"
+
+
+@given(name=st.text(max_size=70))
+def test_names_are_plain_or_refused(tmp_path_factory, name):
+    with Ledger(tmp_path_factory.mktemp("names") / "l.sqlite") as ledger:
+        if NAME.fullmatch(name):
+            assert join(ledger, name).name == name
+        else:
+            with pytest.raises(UserError, match="worker name"):
+                join(ledger, name)
+            assert ledger.list_workers() == []
+
+
+def test_secrets_and_tokens_are_nowhere_in_the_file(ledger, tmp_path):
+    token = ledger.issue_token(Role.ROLLOUT, MINUTES)
+    joined = ledger.redeem(token, "w", {})
+    ledger._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    for file in tmp_path.iterdir():
+        data = file.read_bytes()
+        assert token.encode() not in data
+        assert joined.secret.encode() not in data
+    assert joined.secret not in repr(joined)
+
+
+def test_secrets_and_tokens_are_256_bits_and_never_the_same(ledger):
+    tokens = {ledger.issue_token(Role.ROLLOUT, MINUTES) for _ in range(50)}
+    secrets = {ledger.redeem(token, "w", {}).secret for token in tokens}
+    assert len(tokens) == len(secrets) == 50
+    assert {len(text) for text in tokens | secrets} == {43}  # 32 bytes in base 64
+
+
+def test_a_wrong_secret_finds_nobody(ledger):
+    joined = join(ledger)
+    assert ledger.worker_of(joined.secret[:-1]) is None
+    assert ledger.worker_of("") is None
+
+
+@pytest.mark.parametrize("start", WorkerState)
+@pytest.mark.parametrize("to", WorkerState)
+def test_workers_move_as_the_table_says_and_not_otherwise(ledger, start, to):
+    secret = join(ledger).secret
+    ledger._db.execute("UPDATE workers SET state = ?", (start.value,))
+    expected = to if to in MOVES[start] else start
+    assert ledger.move_worker("w", to, "because") == expected
+    assert ledger.worker_of(secret).state == expected
+
+
+def test_leaving_does_not_end_a_quarantine(ledger):
+    secret = join(ledger).secret
+    ledger.move_worker("w", QUARANTINED, "log-probs could not be believed")
+    ledger.move_worker("w", LEFT)
+    found = ledger.worker_of(secret)
+    assert (found.state, found.reason) == (QUARANTINED, "log-probs could not be believed")
+
+
+def test_a_worker_that_never_joined_cannot_be_moved(ledger):
+    with pytest.raises(Unknown, match="never joined"):
+        ledger.move_worker("nobody", REVOKED)
+
+
+def test_the_list_tells_how_many_tasks_each_holds(ledger):
+    ledger.admit(new_groups(ledger, 2))
+    join(ledger, "a"), join(ledger, "b")
+    ledger.lease("a", 3, 0)
+    assert {worker.name: worker.num_leased for worker in ledger.list_workers()} == {"a": 3, "b": 0}
+    assert ledger.num_leased() == {"a": 3}
+
+
+def test_a_revocation_by_another_process_is_seen_at_once(ledger, tmp_path):
+    joined = join(ledger)
+    with Ledger(tmp_path / "ledger.sqlite", read_only=True) as reader:
+        assert reader.worker_of(joined.secret).state is ACTIVE
+        script = """
+            import sys
+            from offbeat.ledger.ledger import Ledger
+            from offbeat.ledger.workers import WorkerState
+            with Ledger(sys.argv[1]) as ledger:
+                ledger.move_worker("w", WorkerState.REVOKED, "lost")
+        """
+        subprocess.run([sys.executable, "-c", textwrap.dedent(script), tmp_path / "ledger.sqlite"], check=True)
+        found = reader.worker_of(joined.secret)
+        assert (found.state, found.reason) == (REVOKED, "lost")
+
+
+def _race(path: Path, token: str, number: int, start, answers) -> None:
+    with Ledger(path, wall_clock=lambda: 1_000_000.0) as ledger:
+        start.wait()
+        try:
+            answers.put(ledger.redeem(token, f"racer-{number}", {}).name)
+        except Forbidden:
+            answers.put(None)
+
+
+def test_a_token_that_processes_race_for_makes_exactly_one_worker(ledger, tmp_path):
+    token = ledger.issue_token(Role.ROLLOUT, MINUTES)
+    context = multiprocessing.get_context("spawn")
+    start, answers = context.Barrier(4), context.Queue()
+    racers = [
+        context.Process(target=_race, args=(tmp_path / "ledger.sqlite", token, number, start, answers))
+        for number in range(4)
+    ]
+    for racer in racers:
+        racer.start()
+    won = [name for name in (answers.get(timeout=120) for _ in racers) if name is not None]
+    for racer in racers:
+        racer.join()
+    assert [worker.name for worker in ledger.list_workers()] == won
+    assert len(won) == 1
+
+
+def test_a_token_that_threads_race_for_makes_exactly_one_worker(ledger, tmp_path):
+    token = ledger.issue_token(Role.ROLLOUT, MINUTES)
+
+    def redeem(number: int) -> bool:
+        with Ledger(tmp_path / "ledger.sqlite", wall_clock=lambda: 1_000_000.0) as mine:
+            try:
+                mine.redeem(token, f"w{number}", {})
+            except Forbidden:
+                return False
+            return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(redeem, range(8))) == 1
+    assert len(ledger.list_workers()) == 1
+
+
+def test_half_a_redemption_leaves_nothing(ledger):
+    token = ledger.issue_token(Role.ROLLOUT, MINUTES)
+    ledger._db.execute(
+        "CREATE TRIGGER stop BEFORE UPDATE ON join_tokens BEGIN SELECT RAISE(ABORT, 'the machine died'); END"
+    )
+    with pytest.raises(sqlite3.IntegrityError, match="the machine died"):
+        ledger.redeem(token, "w", {})
+    assert ledger.list_workers() == []
+    ledger._db.execute("DROP TRIGGER stop")
+    assert ledger.redeem(token, "w", {}).name == "w"

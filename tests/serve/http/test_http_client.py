@@ -1,0 +1,372 @@
+"""Workers and trainers over HTTP: the same calls and the same errors as beside the coordinator, only further away."""
+
+import asyncio
+import json
+import os
+import stat
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from http_run import SOON_S, LiveRun, answer
+
+from offbeat.errors import DeadlineError, RunStopped, UserError
+from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
+from offbeat.ledger.records import Outcome
+from offbeat.ledger.workers import Role, WorkerState
+from offbeat.serve.client import Heartbeat, TrainerClient, WorkerClient
+from offbeat.serve.http.client import RemoteTrainer, RemoteWorker, join, rejoin
+from offbeat.serve.http.connection import Connection
+from offbeat.serve.http.credentials import Credentials, load, read_token, save
+from offbeat.serve.http.limits import ServerSettings
+from offbeat.serve.http.server import Address
+from offbeat.trajectory import End, Segment
+from offbeat.weights.folder import FILE_NAME
+from offbeat.weights.version import Version
+
+
+@asynccontextmanager
+async def remote(run, token, name, **options):
+    connection = Connection(run.server.url, **options)
+    try:
+        membership = await join(connection, token, name)
+        made = RemoteTrainer(connection) if membership.credentials.role is Role.TRAINER else None
+        yield made or RemoteWorker(connection, run.folder / f"cache of {name}")
+    finally:
+        await connection.close()
+
+
+def test_a_step_from_lease_to_commit_over_the_wire(tmp_path):
+    with LiveRun(tmp_path / "run", batch={"groups_per_step": 2, "group_size": 4}) as run:
+
+        async def scenario():
+            async with (
+                remote(run, run.token(), "w") as worker,
+                remote(run, run.token(Role.TRAINER), "t") as trainer,
+            ):
+                checked: tuple[WorkerClient, TrainerClient] = (worker, trainer)
+                assert checked
+                reconciled = await trainer.reconcile(0, 0)
+                assert reconciled.step == 0
+                lease = await worker.lease(100, None, SOON_S)
+                assert (lease.tasks, lease.version.number) == ((), 0)
+                await worker.fetch(lease.version)
+                lease = await worker.lease(100, 0, SOON_S)
+                held = [(task.id, task.fence) for task in lease.tasks]
+                assert len(held) == 8
+                assert lease.ttl_s == 3600.0
+                assert await worker.heartbeat(held) == Heartbeat()
+                assert (await worker.heartbeat([(held[0][0], 7)])).lost == (held[0][0],)
+                for task in lease.tasks:
+                    assert await worker.submit(answer(task), task.fence) is Outcome.STORED
+                    assert await worker.submit(answer(task), task.fence) is Outcome.REPEATED
+                batch = await trainer.claim(0, SOON_S)
+                assert [len(group.members) for group in batch.groups] == [4, 4]
+                assert batch.groups[0].members[0].trajectory == answer(lease.tasks[0])
+                assert batch.groups[0].members[0].mask.tolist() == [True] * 3
+                number = await trainer.next_version()
+                await trainer.commit(0, weights(tmp_path, number, step=1), audited=[])
+                await trainer.checkpointed(1)
+                await trainer.report({"step": 0, "reward": np.float32(0.5)})
+                newest = await worker.newer(0, SOON_S)
+                assert (newest.number, newest.step) == (number, 1)
+                here = await worker.fetch(newest)
+                assert (here.path / FILE_NAME).read_bytes() == b"weights of 1"
+                await worker.leave()
+
+        asyncio.run(scenario())
+        assert run.reports == [{"step": 0, "reward": 0.5}]
+        assert run.ledger.latest_version().path == run.weights.path(1)
+        assert run.ledger.list_workers()[0].state is WorkerState.LEFT
+
+
+def weights(folder: Path, number: int, step: int) -> Version:
+    place = folder / "trainer's own" / f"{number}"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / FILE_NAME).write_bytes(f"weights of {number}".encode())
+    return Version(number, step, number - 1, f"digest of step {step}", place)
+
+
+def test_errors_are_those_of_the_coordinator(tmp_path):
+    with LiveRun(tmp_path) as run:
+
+        async def scenario():
+            async with remote(run, run.token(), "w") as worker, remote(run, run.token(), "thief") as thief:
+                (first, second) = (await worker.lease(2, 0, SOON_S)).tasks
+                trajectory = answer(first)
+                with pytest.raises(Forbidden, match="not by thief"):
+                    await thief.submit(trajectory, first.fence)
+                await worker.submit(trajectory, first.fence)
+                with pytest.raises(Conflict, match="another trajectory"):
+                    await worker.submit(answer(first, tokens=(9,)), first.fence)
+                with pytest.raises(Refused, match="version 7, which was never published"):
+                    await worker.submit(answer(second, number=7), second.fence)
+                with pytest.raises(Fenced, match="cannot fail"):
+                    await worker.fail(first.id, first.fence, "too late")
+                with pytest.raises(Unknown, match="never issued"):
+                    await worker.fail(10**9, 1, "no such task")
+                await worker.fail(second.id, second.fence, "out of memory " * 1000)
+
+        asyncio.run(scenario())
+
+
+def test_a_batch_that_does_not_come_is_a_deadline_that_says_what_was_waited_for(tmp_path):
+    with LiveRun(tmp_path) as run:
+
+        async def scenario():
+            async with remote(run, run.token(Role.TRAINER), "t") as trainer:
+                with pytest.raises(DeadlineError, match=r"step 0: no batch within rollout.deadline_s = 0 s; .*groups"):
+                    await trainer.claim(0, 0.1)
+
+        asyncio.run(scenario())
+
+
+def test_a_run_that_stopped_itself_says_so_to_its_trainer(tmp_path):
+    with LiveRun(tmp_path, batch={"groups_per_step": 16, "group_size": 4}) as run:
+
+        async def scenario():
+            async with (
+                remote(run, run.token(), "w") as worker,
+                remote(run, run.token(Role.TRAINER), "t") as trainer,
+            ):
+                for task in (await worker.lease(100, 0, SOON_S)).tasks:
+                    await worker.fail(task.id, task.fence, "engine w: out of memory")
+                with pytest.raises(RunStopped, match="out of memory"):
+                    await trainer.claim(0, SOON_S)
+
+        asyncio.run(scenario())
+
+
+def test_a_used_token_is_the_users_to_mend(tmp_path):
+    with LiveRun(tmp_path) as run:
+        token = run.token()
+
+        async def scenario():
+            async with remote(run, token, "first"):
+                connection = Connection(run.server.url)
+                with pytest.raises(UserError, match="already used, by first; ask for another"):
+                    await join(connection, token, "second")
+                await connection.close()
+
+        asyncio.run(scenario())
+
+
+def test_a_restarted_worker_keeps_its_name_until_it_is_revoked(tmp_path):
+    with LiveRun(tmp_path / "run") as run:
+        file = tmp_path / "credentials.json"
+
+        async def first():
+            connection = Connection(run.server.url)
+            membership = await join(connection, run.token(), "box", {"slots": 4})
+            save(file, membership.credentials)
+            await connection.close()
+            return membership
+
+        async def second():
+            credentials = load(file)
+            connection = Connection(credentials.url)
+            try:
+                membership = await rejoin(connection, credentials)
+                await RemoteWorker(connection, tmp_path / "cache").lease(1, 0, SOON_S)
+                return membership
+            finally:
+                await connection.close()
+
+        assert asyncio.run(first()) == asyncio.run(second())
+        assert run.ledger.num_leased() == {"box": 1}
+        run.ask(run.coordinator.call(run.coordinator.ledger.move_worker, "box", WorkerState.REVOKED, "sold"))
+        with pytest.raises(UserError, match="worker box: revoked: sold"):
+            asyncio.run(second())
+
+
+def test_calls_are_made_until_a_coordinator_that_was_away_is_back(tmp_path):
+    """Stopped, started again on another port's place and ledger: the worker notices only that it took longer."""
+    with LiveRun(tmp_path / "run") as run:
+        token, port = run.token(), run.server.port
+
+        async def work(began: asyncio.Event):
+            connection = Connection(run.server.url)
+            await join(connection, token, "w")
+            worker = RemoteWorker(connection, tmp_path / "cache")
+            (task,) = (await worker.lease(1, 0, SOON_S)).tasks
+            began.set()
+            await asyncio.to_thread(stopped.wait)
+            outcome = await worker.submit(answer(task), task.fence)
+            await connection.close()
+            return task, outcome
+
+        import threading
+
+        stopped = threading.Event()
+
+        async def scenario():
+            began = asyncio.Event()
+            working = asyncio.create_task(work(began))
+            await began.wait()
+            await asyncio.to_thread(run.__exit__, None, None, None)
+            stopped.set()
+            await asyncio.sleep(0)  # the worker's first attempt meets nobody
+            again = LiveRun(tmp_path / "run", address=Address(port=port))
+            await asyncio.to_thread(again.__enter__)
+            try:
+                return await working
+            finally:
+                await asyncio.to_thread(again.__exit__, None, None, None)
+
+        task, outcome = asyncio.run(scenario())
+        assert outcome is Outcome.STORED
+        run.__enter__()
+        assert run.ledger._db.execute("SELECT task FROM trajectories").fetchall() == [(task.id,)]
+
+
+def test_patience_ends_with_who_was_waited_for(tmp_path):
+    async def scenario():
+        connection = Connection("http://127.0.0.1:9", "secret", patience_s=0.3)
+        try:
+            await RemoteWorker(connection, tmp_path).heartbeat([])
+        finally:
+            await connection.close()
+
+    with pytest.raises(DeadlineError, match=r"127.0.0.1:9: POST /v1/heartbeat: not answered for 0 s: Client"):
+        asyncio.run(scenario())
+
+
+def test_who_is_told_to_slow_down_slows_down_and_gets_through(tmp_path):
+    with LiveRun(tmp_path, settings=ServerSettings(requests_per_s=4.0, request_burst=2.0)) as run:
+
+        async def scenario():
+            async with remote(run, run.token(), "w") as worker:
+                await asyncio.gather(*(worker.heartbeat([]) for _ in range(6)))
+
+        asyncio.run(scenario())
+        assert 'route="/v1/heartbeat",status="429"' in run.send("GET", "/metrics").body.decode()
+
+
+def test_a_large_trajectory_crosses_compressed(tmp_path):
+    """As to another machine; that this one is the same is overlooked."""
+    with LiveRun(tmp_path, rollout={"lease_s": 600.0, "max_new_tokens": 64}) as run:
+
+        async def scenario():
+            async with remote(run, run.token(), "w") as worker:
+                worker._connection._is_local = False
+                (task,) = (await worker.lease(1, 0, SOON_S)).tasks
+                trajectory = task.new_trajectory()
+                extra = {"scores": np.zeros((64, 500), np.float32)}
+                segment = Segment(0, np.full(64, 5), logprobs=np.full(64, -0.1), version=0, kv_version=0, arrays=extra)
+                trajectory.append(segment, End.LENGTH)
+                assert await worker.submit(trajectory, task.fence) is Outcome.STORED
+                return len((await worker.lease(1000, 0, SOON_S)).tasks)
+
+        assert asyncio.run(scenario()) == 127
+
+
+# --- TLS ---
+
+
+@pytest.fixture(scope="module")
+def authority():
+    return pytest.importorskip("trustme").CA()
+
+
+@pytest.fixture
+def tls(authority, tmp_path):
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_pem.write_to_path(tmp_path / "key.pem")
+    issued.cert_chain_pems[0].write_to_path(tmp_path / "certificate.pem")
+    return Address(certificate=tmp_path / "certificate.pem", key=tmp_path / "key.pem"), tmp_path / "ca.pem"
+
+
+def test_a_worker_that_knows_the_authority_joins_over_tls(tls, tmp_path):
+    address, ca_file = tls
+    with LiveRun(tmp_path / "run", address=address) as run:
+        assert run.server.url.startswith("https://")
+
+        async def scenario():
+            async with remote(run, run.token(), "w", ca_file=ca_file) as worker:
+                return len((await worker.lease(1, 0, SOON_S)).tasks)
+
+        assert asyncio.run(scenario()) == 1
+
+
+def test_a_worker_that_does_not_know_it_sends_nothing(tls, tmp_path):
+    address, _ = tls
+    with LiveRun(tmp_path / "run", address=address) as run:
+
+        async def scenario():
+            async with remote(run, run.token(), "w", patience_s=0.2):
+                pass
+
+        with pytest.raises(UserError, match=r"certificate.*CA file"):
+            asyncio.run(scenario())
+        assert run.ledger.list_workers() == []
+
+
+def test_a_file_that_holds_no_certificates_is_named(tmp_path):
+    (tmp_path / "ca.pem").write_text("nothing")
+    with pytest.raises(UserError, match=r"ca\.pem"):
+        Connection("https://coordinator:1", ca_file=tmp_path / "ca.pem")
+
+
+def test_secrets_do_not_cross_the_network_in_the_clear():
+    with pytest.raises(UserError, match="in the clear; use https"):
+        Connection("http://10.0.0.1:80")
+    Connection("http://10.0.0.1:80", allow_plain=True)
+    for url in ("http://localhost:1", "http://127.0.0.1:1", "http://[::1]:1", "https://10.0.0.1"):
+        Connection(url)
+
+
+@pytest.mark.parametrize("url", ["", "coordinator:80", "ftp://x", "https://", "file:///etc/passwd"])
+def test_what_is_no_url_is_named(url):
+    with pytest.raises(UserError, match="not the URL of a coordinator"):
+        Connection(url)
+
+
+# --- credentials ---
+
+GIVEN = Credentials("https://c:1", "w", "s" * 43, Role.ROLLOUT, "demo")
+
+
+def test_credentials_are_their_owners_alone_and_survive(tmp_path):
+    file = tmp_path / "deep" / "credentials.json"
+    save(file, GIVEN)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert load(file) == GIVEN
+    assert os.listdir(file.parent) == [file.name]
+    assert GIVEN.secret not in repr(GIVEN)
+
+
+def test_credentials_that_others_can_read_are_refused(tmp_path):
+    file = tmp_path / "c.json"
+    save(file, GIVEN)
+    file.chmod(0o644)
+    with pytest.raises(UserError, match="chmod 600"):
+        load(file)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"url": 1})])
+def test_what_holds_no_credentials_is_named(tmp_path, text):
+    file = tmp_path / "c.json"
+    file.write_text(text)
+    file.chmod(0o600)
+    with pytest.raises(UserError, match=r"c\.json: holds no credentials"):
+        load(file)
+
+
+def test_where_nothing_was_saved_nothing_is_loaded(tmp_path):
+    assert load(tmp_path / "absent") is None
+
+
+def test_a_token_comes_from_a_file_or_the_environment(tmp_path):
+    (tmp_path / "token").write_text("  from a file\n")
+    assert read_token(tmp_path / "token", {}) == "from a file"
+    assert read_token(None, {"OFFBEAT_TOKEN": " from the environment "}) == "from the environment"
+    for environment in ({}, {"OFFBEAT_TOKEN": " "}):
+        with pytest.raises(UserError, match="OFFBEAT_TOKEN: not set"):
+            read_token(None, environment)
+    with pytest.raises(UserError, match="absent"):
+        read_token(tmp_path / "absent", {})
+    (tmp_path / "token").write_text("\n")
+    with pytest.raises(UserError, match="empty"):
+        read_token(tmp_path / "token", {})

@@ -1,0 +1,396 @@
+"""Weights over the wire: ranges out, drafts in, and a cache that goes on where it was."""
+
+import asyncio
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from http_run import WEIGHTS, LiveRun, answer
+
+from offbeat.errors import DeadlineError, OffbeatError
+from offbeat.ledger.errors import Conflict, Unknown
+from offbeat.ledger.workers import Role
+from offbeat.serve.http import coding, wire
+from offbeat.serve.http.client import RemoteTrainer, RemoteWorker
+from offbeat.serve.http.connection import Connection
+from offbeat.weights.folder import FILE_NAME
+from offbeat.weights.version import Version
+
+FILE = f"/v1/weights/0/{FILE_NAME}"
+
+
+@pytest.fixture
+def run(tmp_path):
+    with LiveRun(tmp_path / "run") as live:
+        yield live
+
+
+@pytest.fixture
+def trainer(run):
+    return run.secret("trainer", Role.TRAINER)
+
+
+def put(run, secret, data=b"weights", path=f"/v1/weights/1/{FILE_NAME}", **changes):
+    headers = {"Content-Type": wire.OCTETS, coding.CONTENT_DIGEST: coding.content_digest(data), **changes}
+    return run.send("PUT", path, data, {k: v for k, v in headers.items() if v is not None}, secret)
+
+
+def version(number=1, step=0, parent=0):
+    return Version(number, step, parent, "digest of step 0", Path("wherever the trainer has it"))
+
+
+# --- reading ---
+
+
+def test_a_file_comes_whole_with_its_digest(run, worker):
+    response = run.send("GET", FILE, secret=worker)
+    assert (response.status, response.body) == (200, WEIGHTS)
+    assert coding.read_digest(response.headers, coding.WHOLE_DIGEST) == coding.blake3(WEIGHTS).digest()
+
+
+@pytest.mark.parametrize(
+    "asked, start, stop",
+    [
+        ("bytes=0-0", 0, 1),
+        ("bytes=5-", 5, len(WEIGHTS)),
+        ("bytes=10-19", 10, 20),
+        ("bytes=-7", len(WEIGHTS) - 7, len(WEIGHTS)),
+        (f"bytes=1-{10**12}", 1, len(WEIGHTS)),
+        (f"bytes=-{10**12}", 0, len(WEIGHTS)),
+    ],
+)
+def test_a_range_of_it_comes_too(run, worker, asked, start, stop):
+    response = run.send("GET", FILE, headers={"Range": asked}, secret=worker)
+    assert (response.status, response.body) == (206, WEIGHTS[start:stop])
+    assert response.headers["Content-Range"] == f"bytes {start}-{stop - 1}/{len(WEIGHTS)}"
+    assert coding.read_digest(response.headers, coding.WHOLE_DIGEST) == coding.blake3(WEIGHTS).digest()
+
+
+@pytest.mark.parametrize("asked", [f"bytes={len(WEIGHTS)}-", "bytes=9-3", "bytes=-0"])
+def test_a_range_that_holds_nothing_is_416(run, worker, asked):
+    assert run.send("GET", FILE, headers={"Range": asked}, secret=worker).status == 416
+
+
+@pytest.mark.parametrize("asked", ["bytes=a-b", "lines=1-2", "bytes=-", "bytes=0-1,5-6"])
+def test_a_range_that_nobody_understands_is_ignored(run, worker, asked):
+    assert run.send("GET", FILE, headers={"Range": asked}, secret=worker).status == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"/v1/weights/7/{FILE_NAME}",
+        "/v1/weights/0/other",
+        "/v1/weights/0/..%2f..%2fledger.sqlite",
+        "/v1/weights/0/%2e%2e",
+        "/v1/weights/0/.hidden",
+        "/v1/weights/0/../../ledger.sqlite",
+        f"/v1/weights/{2**70}/{FILE_NAME}",
+        "/v1/weights/7",
+        f"/v1/weights/{2**70}",
+    ],
+)
+def test_what_is_no_file_of_a_published_version_is_404(run, worker, path):
+    assert run.send("GET", path, secret=worker).status == 404
+
+
+def test_a_version_tells_its_files(run, worker):
+    (file,) = run.send("GET", "/v1/weights/0", secret=worker).record(wire.WeightFiles).files
+    assert (file.name, file.num_bytes, file.blake3) == (FILE_NAME, len(WEIGHTS), coding.blake3(WEIGHTS).hexdigest())
+
+
+def test_a_version_that_is_no_longer_kept_is_404(run, worker):
+    run.weights.keep([])
+    assert run.send("GET", FILE, secret=worker).status == 404
+    assert run.send("GET", "/v1/weights/0", secret=worker).status == 404
+
+
+# --- writing ---
+
+
+def test_a_version_sent_and_published_is_in_its_place_and_known(run, trainer, worker):
+    assert put(run, trainer).status == 201
+    assert not run.weights.path(1).exists()  # nobody sees a draft
+    assert run.post("/v1/publish", wire.PublishCall(version=version()), trainer).status == 204
+    assert (run.weights.path(1) / FILE_NAME).read_bytes() == b"weights"
+    assert run.ledger.version(1) == replace(version(), path=run.weights.path(1))
+    assert run.send("GET", f"/v1/weights/1/{FILE_NAME}", secret=worker).body == b"weights"
+    assert not run.weights.draft(1).exists()
+
+
+def test_publishing_twice_is_publishing_once(run, trainer):
+    put(run, trainer)
+    for _ in range(2):
+        assert run.post("/v1/publish", wire.PublishCall(version=version()), trainer).status == 204
+    assert put(run, trainer).status == 200  # the very same file
+    assert run.ledger.counts().num_versions == 2
+
+
+def test_a_published_version_never_changes(run, trainer):
+    put(run, trainer)
+    run.post("/v1/publish", wire.PublishCall(version=version()), trainer)
+    before = run.content()
+    assert put(run, trainer, b"others").status == 409
+    assert put(run, trainer, b"more", "/v1/weights/1/more.bin").status == 409
+    other = replace(version(), digest="another")
+    assert run.post("/v1/publish", wire.PublishCall(version=other), trainer).status == 409
+    assert (run.weights.path(1) / FILE_NAME).read_bytes() == b"weights"
+    assert run.content() == before
+
+
+def test_a_version_whose_weights_never_came_is_422(run, trainer, unchanged):
+    assert run.post("/v1/publish", wire.PublishCall(version=version()), trainer).status == 422
+
+
+def test_a_damaged_file_is_400_and_leaves_nothing(run, trainer):
+    assert put(run, trainer, **{coding.CONTENT_DIGEST: coding.content_digest(b"other")}).status == 400
+    assert put(run, trainer, **{coding.CONTENT_DIGEST: None}).status == 400
+    assert list(run.weights.draft(1).iterdir()) == []
+    assert (
+        run.post("/v1/publish", wire.PublishCall(version=version()), trainer).status != 204
+        or not (run.weights.path(1) / FILE_NAME).exists()
+    )
+
+
+def test_a_file_of_another_kind_is_415(run, trainer):
+    assert put(run, trainer, **{"Content-Type": wire.MSGPACK}).status == 415
+
+
+@pytest.mark.parametrize("name", [".hidden", "%2e%2e", "..%2fledger.sqlite", "a" * 200])
+def test_a_file_cannot_be_put_elsewhere(run, trainer, name):
+    assert put(run, trainer, path=f"/v1/weights/1/{name}").status == 404
+    assert not run.weights.draft(1).exists()
+
+
+def test_a_sender_that_dies_leaves_nothing_in_the_version(run, trainer):
+    lines = (
+        f"PUT /v1/weights/1/{FILE_NAME} HTTP/1.1\r\nHost: x\r\nContent-Type: {wire.OCTETS}\r\n"
+        f"Content-Length: 5000000\r\n{coding.CONTENT_DIGEST}: {coding.content_digest(WEIGHTS)}\r\n"
+        f"Authorization: Bearer {trainer}\r\n\r\n"
+    )
+    with run.connect() as line:
+        line.sendall(lines.encode() + WEIGHTS)
+    assert put(run, trainer).status == 201
+    assert run.post("/v1/publish", wire.PublishCall(version=version()), trainer).status == 204
+    assert [path.name for path in run.weights.path(1).iterdir()] == [FILE_NAME]
+
+
+def test_a_number_left_by_a_writer_that_died_before_its_row_is_written_anew(run, trainer):
+    put(run, trainer, b"of the dead")
+    run.weights.draft(1).rename(run.weights.path(1))  # settled, and then killed
+    assert put(run, trainer, b"of the living").status == 201
+    assert run.post("/v1/publish", wire.PublishCall(version=version()), trainer).status == 204
+    assert (run.weights.path(1) / FILE_NAME).read_bytes() == b"of the living"
+
+
+# --- the client's side ---
+
+
+def connected(run, secret, **options):
+    return Connection(run.server.url, secret, **options)
+
+
+def with_worker(run, secret, cache, work, **options):
+    async def scenario():
+        connection = connected(run, secret, **options)
+        try:
+            return await work(RemoteWorker(connection, cache))
+        finally:
+            await connection.close()
+
+    return asyncio.run(scenario())
+
+
+def test_a_fetched_version_is_whole_and_here(run, worker, tmp_path):
+    async def work(remote):
+        found = await remote.newer(None, 1.0)
+        here = await remote.fetch(found)
+        again = await remote.fetch(found)
+        assert here == again
+        return found, here
+
+    found, here = with_worker(run, worker, tmp_path / "cache", work)
+    assert (here.path / FILE_NAME).read_bytes() == WEIGHTS
+    assert here.path.parent == tmp_path / "cache"
+    assert replace(here, path=found.path) == found
+
+
+def test_a_worker_on_the_same_disk_reads_them_where_they_lie(run, worker, tmp_path):
+    async def scenario():
+        connection = connected(run, worker)
+        remote = RemoteWorker(connection, tmp_path / "cache", shares_disk=True)
+        here = await remote.fetch(await remote.newer(None, 1.0))
+        await connection.close()
+        return here
+
+    assert asyncio.run(scenario()).path == run.weights.path(0)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_fetch_goes_on_where_an_earlier_one_ended(run, worker, tmp_path):
+    cache = tmp_path / "cache"
+
+    async def work(remote):
+        found = await remote.newer(None, 1.0)
+        final = remote._cache._place(found)
+        draft = final.with_name(f".{final.name}.draft")
+        draft.mkdir(parents=True)
+        (draft / f"{FILE_NAME}.part").write_bytes(WEIGHTS[:2_000_000])
+        return await remote.fetch(found)
+
+    here = with_worker(run, worker, cache, work)
+    assert (here.path / FILE_NAME).read_bytes() == WEIGHTS
+    assert 'route="/v1/weights/{number:int}/{file}",status="206"' in run.send("GET", "/metrics").body.decode()
+    assert [path.name for path in cache.iterdir()] == [here.path.name]
+
+
+@pytest.mark.parametrize("left", [WEIGHTS[:1000] + b"damage", WEIGHTS + b"more", os.urandom(len(WEIGHTS))])
+def test_what_an_earlier_fetch_left_damaged_is_fetched_again(run, worker, tmp_path, left):
+    async def work(remote):
+        found = await remote.newer(None, 1.0)
+        final = remote._cache._place(found)
+        draft = final.with_name(f".{final.name}.draft")
+        draft.mkdir(parents=True)
+        (draft / f"{FILE_NAME}.part").write_bytes(left)
+        return await remote.fetch(found)
+
+    assert (with_worker(run, worker, tmp_path / "cache", work).path / FILE_NAME).read_bytes() == WEIGHTS
+
+
+def test_a_line_that_breaks_again_and_again_still_brings_the_file(run, worker, tmp_path):
+    with BreakingProxy(run, after_bytes=700_000) as proxy:
+
+        async def scenario():
+            connection = Connection(proxy.url, worker)
+            remote = RemoteWorker(connection, tmp_path / "cache")
+            here = await remote.fetch(await remote.newer(None, 1.0))
+            await connection.close()
+            return here
+
+        here = asyncio.run(scenario())
+    assert (here.path / FILE_NAME).read_bytes() == WEIGHTS
+    assert proxy.num_broken >= 3
+
+
+def test_old_versions_are_forgotten(run, worker, tmp_path):
+    async def work(remote):
+        first = await remote.newer(None, 1.0)
+        for number in range(5):
+            await remote.fetch(replace(first, digest=f"as if it were another {number}"))
+
+    cache = tmp_path / "cache"
+    with_worker(run, worker, cache, work)
+    assert len(list(cache.iterdir())) == 3
+
+
+def test_a_version_that_is_gone_is_unknown(run, worker, tmp_path):
+    async def work(remote):
+        found = await remote.newer(None, 1.0)
+        run.weights.keep([])
+        await remote.fetch(found)
+
+    with pytest.raises(Unknown, match="no longer kept"):
+        with_worker(run, worker, tmp_path / "cache", work)
+    assert issubclass(Unknown, OffbeatError)
+
+
+def test_a_trainer_publishes_what_it_wrote_on_its_own_disk(run, trainer, tmp_path):
+    place = tmp_path / "trainer" / "00000001"
+    place.mkdir(parents=True)
+    (place / FILE_NAME).write_bytes(WEIGHTS)
+    (place / "empty").write_bytes(b"")
+
+    async def scenario():
+        connection = connected(run, trainer)
+        remote = RemoteTrainer(connection)
+        number = await remote.next_version()
+        await remote.publish(Version(number, 0, 0, "digest of step 0", place))
+        await remote.publish(Version(number, 0, 0, "digest of step 0", place))
+        with pytest.raises(Conflict):
+            await remote.publish(Version(number, 0, 0, "another digest", place))
+        await connection.close()
+
+    asyncio.run(scenario())
+    assert (run.weights.path(1) / FILE_NAME).read_bytes() == WEIGHTS
+    assert (run.weights.path(1) / "empty").read_bytes() == b""
+    assert run.ledger.latest_version().path == run.weights.path(1)
+
+
+def test_patience_ends_also_in_the_middle_of_a_file(run, worker, tmp_path):
+    with BreakingProxy(run, after_bytes=3_000) as proxy:
+
+        async def scenario():
+            connection = Connection(proxy.url, worker, patience_s=0.5)
+            remote = RemoteWorker(connection, tmp_path / "cache")
+            found = await remote.newer(None, 1.0)
+            proxy.after_bytes = 0
+            try:
+                await remote.fetch(found)
+            finally:
+                await connection.close()
+
+        with pytest.raises(DeadlineError, match="not answered"):
+            asyncio.run(scenario())
+
+
+class BreakingProxy:
+    """Passes bytes between callers and a run, and breaks each line after so many bytes of answers."""
+
+    def __init__(self, run, after_bytes: int):
+        self.run, self.after_bytes, self.num_broken = run, after_bytes, 0
+
+    def __enter__(self):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._server = asyncio.run_coroutine_threadsafe(
+            asyncio.start_server(self._serve, "127.0.0.1", 0), self._loop
+        ).result()
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    def __exit__(self, *_):
+        async def stop():
+            self._server.close()
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(stop(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _serve(self, reader, writer):
+        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self.run.server.port)
+        passing = asyncio.create_task(self._pass(reader, there_writer))
+        left = self.after_bytes
+        try:
+            while data := await there_reader.read(65536):
+                writer.write(data[:left])
+                left -= len(data)
+                if left <= 0:
+                    self.num_broken += 1
+                    break
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            passing.cancel()
+            writer.close()
+            there_writer.close()
+
+    async def _pass(self, reader, writer):
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+
+
+def test_weights_are_read_while_answers_are_stored(run, worker, task):
+    """A long download does not keep a submission waiting: both are answered on one line each."""
+    with run.connect() as line:
+        line.sendall(f"GET {FILE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {worker}\r\n\r\n".encode())
+        assert run.submit(answer(task), task.fence, worker).status == 201

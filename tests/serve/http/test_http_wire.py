@@ -1,0 +1,179 @@
+"""Records to bytes and back: nothing is lost, whatever they hold."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.ledger.records import Batch, BatchGroup, Member, Reconciled
+from offbeat.serve.client import Heartbeat, Lease
+from offbeat.serve.http import coding, wire
+from offbeat.trajectory import End, Origin, Reward, Sampling, Segment, SegmentError, Task, Trajectory
+from offbeat.weights.version import Version
+
+COUNTS = st.integers(0, 2**63 - 1)
+NAMES = st.text(max_size=20)
+TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5)
+
+
+@st.composite
+def arrays(draw, num_rows: int) -> np.ndarray:
+    dtype = draw(st.sampled_from(["<f4", "<f2", "<f8", "<i8", "|u1", "|b1", "<i2"]))
+    shape = (num_rows, *draw(st.sampled_from([(), (1,), (2, 3), (0,)])))
+    data = draw(st.binary(min_size=64 * 8 * num_rows, max_size=64 * 8 * num_rows))
+    count = int(np.prod(shape))
+    if dtype == "|b1":
+        return (np.frombuffer(data, "|u1")[:count] % 2 == 0).reshape(shape)
+    return np.frombuffer(data, dtype)[:count].reshape(shape)
+
+
+@st.composite
+def trajectories(draw) -> Trajectory:
+    made = Trajectory(
+        task=draw(COUNTS),
+        prompt=np.array(draw(TOKENS)),
+        max_new_tokens=1000,
+        index=draw(st.integers(0, 3)),
+        max_version_drop=draw(st.integers(0, 3)),
+    )
+    version = draw(st.integers(0, 2**60))
+    for _ in range(draw(st.integers(0, 4))):
+        tokens = np.array(draw(TOKENS))
+        named: dict[str, Any] = {"worker": draw(NAMES), "engine": draw(NAMES)}
+        further = draw(st.dictionaries(NAMES, arrays(len(tokens)), max_size=2))
+        if draw(st.booleans()):
+            made.append(Segment(made.num_tokens, tokens, Origin.GIVEN, arrays=further, **named))
+            continue
+        version += draw(st.integers(0, 2))
+        logprobs = np.array(
+            draw(st.lists(st.floats(-1000.0, 0.0, width=32), min_size=len(tokens), max_size=len(tokens)))
+        )
+        kv_version = draw(st.integers(0, version))
+        named |= {"version": version, "kv_version": kv_version}
+        made.append(Segment(made.num_tokens, tokens, logprobs=logprobs, arrays=further, **named))
+    if draw(st.booleans()):
+        made.finish(draw(st.sampled_from(End)))
+    return made
+
+
+VERSIONS = st.builds(
+    Version, COUNTS, COUNTS, st.none() | COUNTS, NAMES, st.sampled_from([Path("/runs/x/weights/1"), Path("w")])
+)
+TASKS = st.builds(
+    Task,
+    id=COUNTS,
+    group=COUNTS,
+    prompt=TOKENS.map(lambda ids: np.array(ids, np.int32)),
+    seed=COUNTS,
+    sampling=st.builds(Sampling, max_new_tokens=st.integers(1, 10**6), stop_token_ids=TOKENS.map(tuple)),
+    require_version=st.none() | COUNTS,
+    prefix=st.none() | trajectories(),
+    fence=COUNTS,
+)
+
+
+def same(a: object, b: object) -> bool:
+    """Equality that looks into arrays, down to type, shape and bits."""
+    if isinstance(a, np.ndarray):
+        assert isinstance(b, np.ndarray)
+        return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+    if hasattr(a, "__dataclass_fields__"):
+        return type(a) is type(b) and all(same(getattr(a, f), getattr(b, f)) for f in a.__dataclass_fields__)
+    if isinstance(a, (tuple, list)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and a == b
+
+
+def crossed(record):
+    return wire.decode(wire.encode(record), type(record))
+
+
+@given(trajectories())
+def test_a_submitted_trajectory_arrives_whole(made):
+    arrived = wire.trajectory(made.encode())
+    assert same(arrived, made)
+    assert arrived.encode() == made.encode()  # so that its digest in the ledger is that of what was sent
+
+
+@given(st.builds(Lease, st.lists(TASKS, max_size=3).map(tuple), st.none() | VERSIONS, st.floats(0, 1e6)))
+def test_a_lease_arrives_whole(lease):
+    assert same(crossed(lease), lease)
+
+
+@given(trajectories(), st.integers(0, 5))
+def test_a_batch_arrives_whole(made, size):
+    mask = np.arange(made.num_tokens) % 2 == 0
+    members = tuple(Member(i, i, made, (Reward(0.5), Reward(-1.0, "length", 3)), -0.5, mask) for i in range(size))
+    batch = Batch(3, 2, (BatchGroup(1, 7, "sums", members), BatchGroup(2, 8, "sums", ())))
+    assert same(crossed(batch), batch)
+
+
+@given(VERSIONS)
+def test_a_version_arrives_whole(version):
+    assert crossed(version) == version
+    assert crossed(wire.Newer(version)) == wire.Newer(version)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Reconciled(3, 7, True, (4, 5), (3, 4), 2, 2),
+        Reconciled(0, None, False),
+        Heartbeat((1, 2), (3,)),
+        Heartbeat(),
+        Lease(),
+    ],
+)
+def test_small_records_arrive_whole(record):
+    assert same(crossed(record), record)
+
+
+def test_a_row_of_figures_may_hold_numpys_numbers():
+    row = {"step": np.int64(3), "reward": np.float32(0.5), "split": {"generate": 1.5}, "note": None}
+    arrived = crossed(wire.ReportCall(row=row)).row
+    assert arrived == {"step": 3, "reward": 0.5, "split": {"generate": 1.5}, "note": None}
+
+
+@given(st.binary(max_size=200))
+def test_bytes_of_anyone_become_a_trajectory_or_malformed(data):
+    with pytest.raises(coding.Malformed):
+        wire.trajectory(data)
+
+
+@given(trajectories(), st.data())
+def test_a_trajectory_with_a_byte_changed_is_refused_or_another_whole_one(made, data):
+    body = bytearray(made.encode())
+    place = data.draw(st.integers(0, len(body) - 1))
+    body[place] ^= data.draw(st.integers(1, 255))
+    try:
+        arrived = wire.trajectory(bytes(body))
+    except (coding.Malformed, SegmentError):
+        return
+    assert same(wire.trajectory(arrived.encode()), arrived)
+
+
+@given(st.binary(max_size=3000), st.integers(0, 3000))
+def test_what_was_compressed_comes_back_if_it_is_within_the_limit(data, limit):
+    expected = data if len(data) <= limit else None
+    assert coding.decompress(coding.compress(data), limit) == expected
+
+
+@given(st.binary(max_size=300))
+def test_bytes_of_anyone_decompress_or_are_malformed(data):
+    try:
+        found = coding.decompress(data, 1000)
+    except coding.Malformed:
+        return
+    assert found is None or len(found) <= 1000
+
+
+def test_a_digest_is_read_from_among_others():
+    ours = coding.content_digest(b"x")
+    digest = coding.read_digest({"Content-Digest": f"sha-256=:AAAA:, {ours}"}, "Content-Digest")
+    assert coding.digest_header(digest) == ours
+    assert coding.read_digest({}, "Content-Digest") is None
