@@ -20,7 +20,7 @@ def folder(tmp_path):
 def run(*words) -> int:
     parser = Parser(prog="offbeat worker")
     access.add_arguments(parser)
-    return access.run(parser.parse_args([str(word) for word in words]))
+    return access.run(parser.parse_args([str(word) for word in words]), [])
 
 
 def joined(folder, capsys, name, *options) -> str:
