@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from offbeat.control.admit import Pace, Standing, admit
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.control.admit import Pace, Standing, admit, may_begin
 
 
 def test_nothing_is_drawn_before_the_first_version():
@@ -25,3 +28,52 @@ def test_nothing_is_drawn_after_the_last_step():
     pace = Pace(groups_per_step=32, num_steps=10)
     assert admit(Standing(step=9, num_alive=0), pace) == 32
     assert admit(Standing(step=10, num_alive=0), pace) == 0
+
+
+def test_with_overlap_as_much_is_under_way_as_the_bound_allows():
+    pace = Pace(groups_per_step=8, ahead=2)
+    assert admit(Standing(step=5, num_alive=0), pace) == 24
+    assert admit(Standing(step=5, num_alive=20), pace) == 4
+
+
+def test_towards_the_end_no_more_is_drawn_than_the_run_will_train():
+    pace = Pace(groups_per_step=8, num_steps=10, ahead=4)
+    assert admit(Standing(step=5, num_alive=0), pace) == 40
+    assert admit(Standing(step=7, num_alive=0), pace) == 24
+    assert admit(Standing(step=9, num_alive=0), pace) == 8
+    assert admit(Standing(step=12, num_alive=0), pace) == 0
+
+
+@given(
+    groups_per_step=st.integers(1, 5),
+    num_steps=st.integers(1, 8),
+    ahead=st.integers(0, 3),
+    drops=st.lists(st.integers(0, 3), max_size=30),
+)
+def test_a_run_trains_every_step_and_ends_with_nothing_left_over(groups_per_step, num_steps, ahead, drops):
+    """Whatever is dropped is drawn again; at the end exactly as much is alive as was wanted."""
+    pace, alive, drops = Pace(groups_per_step, num_steps, ahead), 0, list(drops)
+    for step in range(num_steps):
+        alive += admit(Standing(step, alive), pace)
+        while drops and drops[-1] <= alive:
+            alive -= drops.pop()
+            alive += admit(Standing(step, alive), pace)
+        assert groups_per_step <= alive <= (ahead + 1) * groups_per_step
+        assert alive <= (num_steps - step) * groups_per_step
+        alive -= groups_per_step
+    assert alive + admit(Standing(num_steps, alive), pace) == 0
+
+
+def test_as_much_may_be_begun_as_later_steps_can_train_in_time():
+    assert may_begin(5, {}, next_step=5, groups_per_step=8, bound=2) == 24
+    assert may_begin(5, {5: 4, 4: 10}, next_step=5, groups_per_step=8, bound=2) == 10
+    assert may_begin(5, {}, next_step=6, groups_per_step=8, bound=2) == 16, "one batch is chosen already"
+
+
+def test_a_worker_that_lags_may_begin_less_and_at_last_nothing():
+    assert [may_begin(step, {}, next_step=5, groups_per_step=8, bound=2) for step in (5, 4, 3, 2)] == [24, 16, 8, 0]
+
+
+def test_what_lags_must_leave_room_for_what_was_begun_since():
+    assert may_begin(4, {5: 20}, next_step=5, groups_per_step=8, bound=2) == 4
+    assert may_begin(5, {4: 20}, next_step=5, groups_per_step=8, bound=2) == 4

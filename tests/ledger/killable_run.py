@@ -28,7 +28,7 @@ class Acknowledging(Ledger):
 
     def submit(self, trajectories):
         outcomes = super().submit(trajectories)
-        for trajectory, _ in trajectories:
+        for trajectory, _, _ in trajectories:
             tell("stored", trajectory.task, blake3(trajectory.encode()).hexdigest())
         return outcomes
 
@@ -42,8 +42,8 @@ class Acknowledging(Ledger):
         super().publish(version)
         tell("published", version.number, version.digest)
 
-    def commit(self, step, version):
-        super().commit(step, version)
+    def commit(self, step, version, audited=()):
+        super().commit(step, version, audited)
         tell("published", version.number, version.digest)
 
 

@@ -14,7 +14,7 @@ from ledger_run import data_of, generate, new_groups, reward_of, train, version
 
 from offbeat.control.admit import Pace, admit
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Scored, Unscored
+from offbeat.ledger.records import Scored, Submission, Unscored
 from offbeat.trajectory import Reward
 
 GROUPS_PER_STEP, NUM_STEPS = 2, 6
@@ -81,7 +81,7 @@ def generate_some(ledger: Ledger, number: int, weights: str, capacity: int, orde
     tasks = ledger.lease("w", capacity, number)
     yield
     for task in sorted(tasks, key=lambda task: task.seed * order % 1009):
-        ledger.submit([(generate(task, weights, [number]), "w")])
+        ledger.submit([Submission(generate(task, weights, [number]), "w", task.fence)])
         yield
     ledger.score([judge(waiting) for waiting in ledger.unscored(10_000)])
     yield

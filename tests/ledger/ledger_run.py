@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from offbeat.ledger.errors import LedgerError
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Batch, NewGroup, Outcome, Purpose, Scored
+from offbeat.ledger.records import Batch, NewGroup, Outcome, Purpose, Scored, Submission
 from offbeat.trajectory import End, Reward, Sampling, Segment, Task, Trajectory
 from offbeat.weights.version import Version
 
@@ -82,16 +82,24 @@ def eval_groups(count: int, *, size: int = 2, require_version: int | None = 0) -
     ]
 
 
-def answer(task: Task, versions: Sequence[int], *, salt: str = "", worker: str = "w") -> Trajectory:
-    """A trajectory with one segment per version named; which tokens, only the task's seed and the salt decide."""
-    return generate(task, salt, versions, worker)
+def answer(
+    task: Task, versions: Sequence[int], *, salt: str = "", worker: str = "w", end: End | None = End.STOP
+) -> Trajectory:
+    """A trajectory with one segment per version named, after the beginning that the task came with; which tokens, only
+    the task's seed, their place and the salt decide. Without an end it is a partial."""
+    return generate(task, salt, versions, worker, end)
 
 
-def generate(task: Task, weights: str, versions: Sequence[int], worker: str = "w") -> Trajectory:
-    rng = random.Random(f"{weights}:{task.seed}:{task.prompt.tolist()}")
-    trajectory = task.new_trajectory()
-    for place, number in enumerate(versions):
-        tokens = [rng.randrange(1, 50) for _ in range(rng.randint(1, 2))]
+def generate(
+    task: Task, weights: str, versions: Sequence[int], worker: str = "w", end: End | None = End.STOP
+) -> Trajectory:
+    trajectory = task.new_trajectory() if task.prefix is None else Trajectory.decode(task.prefix.encode())
+    place = [trajectory.num_tokens] if trajectory.num_tokens else []
+    rng = random.Random(":".join(map(str, [weights, task.seed, task.prompt.tolist(), *place])))
+    room = trajectory.max_new_tokens - trajectory.num_tokens
+    for num_before, number in enumerate(versions[:room]):
+        left = trajectory.max_new_tokens - trajectory.num_tokens - (min(len(versions), room) - num_before - 1)
+        tokens = [rng.randrange(1, 50) for _ in range(min(rng.randint(1, 2), left))]
         trajectory.append(
             Segment(
                 start=trajectory.num_tokens,
@@ -101,10 +109,15 @@ def generate(task: Task, weights: str, versions: Sequence[int], worker: str = "w
                 kv_version=number,
                 worker=worker,
                 engine="test",
-            ),
-            End.STOP if place == len(versions) - 1 else None,
+            )
         )
+    if end is not None:
+        trajectory.finish(end)
     return trajectory
+
+
+def handed(trajectory: Trajectory, worker: str = "w", fence: int = 1) -> Submission:
+    return Submission(trajectory, worker, fence)
 
 
 def reward_of(tokens: Iterable[int]) -> float:
@@ -132,14 +145,14 @@ def train(weights: str, batch: Batch) -> str:
 def work(ledger: Ledger, number: int, *, capacity: int = 1000, worker: str = "w") -> list[Task]:
     """Leases, answers and submits whatever may be sampled from one version."""
     tasks = ledger.lease(worker, capacity, number)
-    outcomes = ledger.submit([(answer(task, [number]), worker) for task in tasks])
+    outcomes = ledger.submit([handed(answer(task, [number]), worker, task.fence) for task in tasks])
     assert outcomes == [Outcome.STORED] * len(tasks)
     return tasks
 
 
-def send(ledger: Ledger, trajectory: Trajectory, worker: str) -> Outcome:
+def send(ledger: Ledger, trajectory: Trajectory, worker: str = "w", fence: int = 1) -> Outcome:
     """Submits one trajectory, or raises why it is not stored."""
-    (outcome,) = ledger.submit([(trajectory, worker)])
+    (outcome,) = ledger.submit([handed(trajectory, worker, fence)])
     if isinstance(outcome, LedgerError):
         raise outcome
     return outcome

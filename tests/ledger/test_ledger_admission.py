@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from ledger_run import answer, eval_groups, full_step, new_groups, version
+from ledger_run import answer, eval_groups, full_step, handed, new_groups, version
 
 from offbeat.control.admit import Standing
 from offbeat.ledger.errors import Refused
@@ -80,7 +80,7 @@ def test_a_problem_comes_back_as_it_was(ledger: Ledger):
     problem = {"prompt": [{"role": "user", "content": "Wie groß? 数"}], "answer": None, "info": {"n": 2**70, "x": 0.1}}
     ledger.admit([replace(group, problem=problem)])
     (task,) = ledger.lease("w", 1, 0)
-    ledger.submit([(answer(task, [0]), "w")])
+    ledger.submit([handed(answer(task, [0]))])
     assert ledger.unscored(1)[0].problem == problem
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ledger_run import answer, data_of, full_step, new_groups, score_all, version, work
+from ledger_run import answer, data_of, full_step, handed, new_groups, score_all, version, work
 
 from offbeat.ledger.errors import Conflict, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Scored
+from offbeat.ledger.records import Batch, Scored
 from offbeat.trajectory import End, Origin, Reward, Segment, Task, Trajectory
 
 
@@ -28,11 +28,11 @@ def test_a_claim_goes_by_ordinal_however_the_answers_arrive(ledger: Ledger):
     ledger.admit(new_groups(ledger, 3))
     tasks = ledger.lease("w", 9, 0)
     for task in reversed(tasks[2:]):
-        ledger.submit([(answer(task, [0]), "w")])
+        ledger.submit([handed(answer(task, [0]))])
     score_all(ledger)
     assert ledger.claim(0, 2, 0) is None, "ordinals 1 and 2 are ready, but 0 is alive and comes first"
     for task in reversed(tasks[:2]):
-        ledger.submit([(answer(task, [0]), "w")])
+        ledger.submit([handed(answer(task, [0]))])
     score_all(ledger)
     batch = ledger.claim(0, 2, 0)
     assert batch is not None
@@ -129,6 +129,13 @@ def test_trained_groups_tokens_and_trajectories_add_up(ledger: Ledger):
 # From here on groups require no version, as in schedules that let trajectories grow older.
 
 
+@pytest.fixture
+def patient(ledger: Ledger) -> Ledger:
+    """One that takes in what is old, so that claims can judge it."""
+    ledger.max_staleness = 9
+    return ledger
+
+
 def grow_to(ledger: Ledger, step: int) -> None:
     """Trains single groups until the latest version is of `step`; afterwards nothing is alive."""
     latest = ledger.latest_version()
@@ -152,88 +159,246 @@ def sampled(task: Task, pieces: Sequence[int | None]) -> Trajectory:
     return trajectory
 
 
+def _latest(ledger: Ledger) -> int:
+    latest = ledger.latest_version()
+    assert latest is not None
+    return latest.number
+
+
 def admit_answered(ledger: Ledger, *pieces: Sequence[int | None]) -> list[Task]:
     """One group whose members were sampled as told."""
     ledger.admit(new_groups(ledger, 1, size=len(pieces), require_version=None))
-    tasks = ledger.lease("w", len(pieces), None)
-    ledger.submit([(sampled(task, p), "w") for task, p in zip(tasks, pieces, strict=True)])
+    tasks = ledger.lease("w", len(pieces), _latest(ledger))
+    ledger.submit([handed(sampled(task, p)) for task, p in zip(tasks, pieces, strict=True)])
     ledger.score([Scored(task.id, [Reward(1.0)]) for task in tasks])
     return tasks
 
 
-def test_tokens_above_the_bound_and_given_tokens_are_masked(ledger: Ledger):
-    grow_to(ledger, 3)
-    admit_answered(ledger, [0, None, 1, 3], [2])
-    batch = ledger.claim(3, 1, 2)
+def test_tokens_above_the_bound_and_given_tokens_are_masked(patient: Ledger):
+    grow_to(patient, 3)
+    admit_answered(patient, [0, None, 1, 3], [2])
+    batch = patient.claim(3, 1, 2)
     assert batch is not None
     masks = [member.mask.tolist() for member in batch.groups[0].members]
     assert masks == [[False, False, False, False, True, True, True, True], [True, True]]
-    ledger.commit(3, version(4, 4, 3))
-    counts = ledger.counts()
-    assert counts.tokens.masked == {"stale": 2, "abandoned": 0}
+    patient.commit(3, version(4, 4, 3))
+    counts = patient.counts()
+    assert counts.tokens.masked == {"stale": 2, "abandoned": 0, "audit": 0}
     assert counts.max_staleness_trained == 2
 
 
-def test_a_member_with_nothing_but_old_tokens_keeps_its_reward_and_trains_nothing(ledger: Ledger):
-    grow_to(ledger, 3)
-    admit_answered(ledger, [0], [3])
-    batch = ledger.claim(3, 1, 1)
+def test_a_member_with_nothing_but_old_tokens_keeps_its_reward_and_trains_nothing(patient: Ledger):
+    grow_to(patient, 3)
+    admit_answered(patient, [0], [3])
+    batch = patient.claim(3, 1, 1)
     assert batch is not None
     old, fresh = batch.groups[0].members
     assert (old.mask.any(), old.reward) == (False, 1.0)
     assert fresh.mask.all()
 
 
-def test_a_group_without_a_trainable_token_is_dropped_as_stale_and_issued_again(ledger: Ledger):
-    grow_to(ledger, 3)
-    (first, _) = admit_answered(ledger, [0], [1])
-    assert ledger.claim(3, 1, 1) is None
-    assert ledger.counts().dropped_groups == {"stale": 1}
-    again = ledger.lease("w", 9, None)
+def test_a_group_without_a_trainable_token_is_dropped_as_stale_and_issued_again(patient: Ledger):
+    grow_to(patient, 3)
+    (first, _) = admit_answered(patient, [0], [1])
+    assert patient.claim(3, 1, 1) is None
+    assert patient.counts().dropped_groups == {"stale": 1}
+    again = patient.lease("w", 9, 3)
     assert len(again) == 2
     assert again[0].group != first.group
-    ledger.submit([(sampled(task, [3]), "w") for task in again])
-    score_all(ledger)
-    batch = ledger.claim(3, 1, 1)
+    patient.submit([handed(sampled(task, [3])) for task in again])
+    score_all(patient)
+    batch = patient.claim(3, 1, 1)
     assert batch is not None
     assert batch.groups[0].ordinal == 3
-    assert ledger.counts().tokens.wasted == {"stale": 4}
+    assert patient.counts().tokens.wasted == {"stale": 4}
 
 
-def test_staleness_is_measured_when_the_batch_is_claimed_not_when_the_answer_came(ledger: Ledger):
-    admit_answered(ledger, [0], [0])
-    admit_answered(ledger, [0], [0])
-    assert ledger.claim(0, 1, 0) is not None
-    ledger.commit(0, version(1, 1, 0))
-    assert ledger.claim(1, 1, 0) is None, "the second group waited, and waiting counts"
-    assert ledger.counts().dropped_groups == {"stale": 1}
+def test_staleness_is_measured_when_the_batch_is_claimed_not_when_the_answer_came(patient: Ledger):
+    admit_answered(patient, [0], [0])
+    admit_answered(patient, [0], [0])
+    assert patient.claim(0, 1, 0) is not None
+    patient.commit(0, version(1, 1, 0))
+    assert patient.claim(1, 1, 0) is None, "the second group waited, and waiting counts"
+    assert patient.counts().dropped_groups == {"stale": 1}
 
 
-def test_a_group_left_over_from_a_past_step_is_issued_again_for_the_present_one(ledger: Ledger):
-    ledger.admit(new_groups(ledger, 2))
-    work(ledger, 0)
-    score_all(ledger)
-    ledger.claim(0, 1, 0)
-    ledger.commit(0, version(1, 1, 0))
-    assert ledger.claim(1, 1, 0) is None
-    assert ledger.wanted_version() == 1
-    work(ledger, 1)
-    score_all(ledger)
-    batch = ledger.claim(1, 1, 0)
+def test_a_group_left_over_from_a_past_step_is_issued_again_for_the_present_one(patient: Ledger):
+    patient.admit(new_groups(patient, 2))
+    work(patient, 0)
+    score_all(patient)
+    patient.claim(0, 1, 0)
+    patient.commit(0, version(1, 1, 0))
+    assert patient.claim(1, 1, 0) is None
+    assert patient.wanted_version() == 1
+    work(patient, 1)
+    score_all(patient)
+    batch = patient.claim(1, 1, 0)
     assert batch is not None
     assert batch.groups[0].ordinal == 1
 
 
-def test_tokens_of_abandoned_versions_are_never_trained(ledger: Ledger):
-    grow_to(ledger, 1)
-    ledger.admit(new_groups(ledger, 1, size=2, require_version=None))
-    tasks = ledger.lease("w", 2, None)
-    ledger.submit([(sampled(tasks[0], [0, 1]), "w"), (sampled(tasks[1], [1]), "w")])
-    score_all(ledger)
-    ledger.reconcile(0, 0)
-    ledger.commit(0, version(2, 1, 0))
-    batch = ledger.claim(1, 1, 5)
+def test_tokens_of_abandoned_versions_are_never_trained(patient: Ledger):
+    grow_to(patient, 1)
+    patient.admit(new_groups(patient, 1, size=2, require_version=None))
+    tasks = patient.lease("w", 2, 1)
+    patient.submit([handed(sampled(tasks[0], [0, 1])), handed(sampled(tasks[1], [1]))])
+    score_all(patient)
+    patient.reconcile(0, 0)
+    patient.commit(0, version(2, 1, 0))
+    batch = patient.claim(1, 1, 5)
     assert batch is not None
     assert [member.mask.tolist() for member in batch.groups[0].members] == [[True, True, False, False], [False, False]]
-    ledger.commit(1, version(3, 2, 2))
-    assert ledger.counts().tokens.masked == {"stale": 0, "abandoned": 4}
+    patient.commit(1, version(3, 2, 2))
+    assert patient.counts().tokens.masked == {"stale": 0, "abandoned": 4, "audit": 0}
+
+
+# Claims that do not go by ordinal, or come before their version.
+
+
+def begin(ledger: Ledger, count: int) -> list[list[Task]]:
+    """So many groups of two, all of whose tasks one worker holds."""
+    ledger.admit(new_groups(ledger, count, require_version=None))
+    tasks = ledger.lease("w", 2 * count, _latest(ledger))
+    return [tasks[i : i + 2] for i in range(0, 2 * count, 2)]
+
+
+def finish(ledger: Ledger, tasks: Sequence[Task], number: int) -> None:
+    ledger.submit([handed(answer(task, [number]), "w", task.fence) for task in tasks])
+    score_all(ledger)
+
+
+def ordinals(batch: Batch | None) -> list[int] | None:
+    return None if batch is None else [group.ordinal for group in batch.groups]
+
+
+def test_out_of_order_an_unfinished_group_is_passed_over_until_its_last_chance(ledger: Ledger):
+    ledger.max_staleness = 1
+    slow, quick = begin(ledger, 2)
+    finish(ledger, quick, 0)
+    assert ledger.claim(0, 1, 1) is None, "in order, the first one is waited for"
+    assert ordinals(ledger.claim(0, 1, 1, in_order=False)) == [1]
+    ledger.commit(0, version(1, 1, 0))
+    (younger,) = begin(ledger, 1)
+    finish(ledger, younger, 1)
+    assert ledger.claim(1, 1, 1, in_order=False) is None, "a step later its tokens would be too old"
+    finish(ledger, slow, 0)
+    assert ordinals(ledger.claim(1, 1, 1, in_order=False)) == [0]
+    assert ledger.counts().dropped_groups == {}
+
+
+def test_out_of_order_the_longest_begun_go_first(ledger: Ledger):
+    ledger.max_staleness = 3
+    first, second = begin(ledger, 2)
+    ledger.release("w")
+    full_step_of(ledger, 0)
+    tasks = ledger.lease("w", 4, 1)
+    assert {task.group for task in tasks} == {first[0].group, second[0].group}
+    (third,) = begin(ledger, 1)
+    finish(ledger, [*tasks, *third], 1)
+    rows = ledger._db.execute(
+        "SELECT ordinal, first_step FROM groups WHERE state = 'ready' ORDER BY ordinal"
+    ).fetchall()
+    assert rows == [(0, 0), (1, 0), (3, 1)], "begun once with version 0, whoever carried on"
+    assert ordinals(ledger.claim(1, 2, 3, in_order=False)) == [0, 1]
+
+
+def full_step_of(ledger: Ledger, step: int) -> None:
+    """A step of one group that was begun and ended now, whatever else lies open."""
+    ledger.admit(new_groups(ledger, 1, require_version=_latest(ledger)))
+    number = ledger.cursor().next_ordinal - 1
+    tasks = [task for task in ledger.lease("v", 99, _latest(ledger))]
+    mine = [task for task in tasks if task.require_version is not None]
+    ledger.submit([handed(answer(task, [_latest(ledger)]), "v", task.fence) for task in mine])
+    ledger.release("v")
+    score_all(ledger)
+    assert ordinals(ledger.claim(step, 1, 3, in_order=False)) == [number]
+    ledger.commit(step, version(step + 1, step + 1, step))
+
+
+def test_a_step_can_be_claimed_ahead_of_its_version_once_the_one_before_is_chosen(ledger: Ledger):
+    ledger.max_staleness = 1
+    for tasks in begin(ledger, 3):
+        finish(ledger, tasks, 0)
+    with pytest.raises(Refused, match="step 1 cannot be claimed: the latest version is of step 0"):
+        ledger.claim(1, 1, 1, in_order=False)
+    ledger.claim(0, 1, 1, in_order=False)
+    ahead = ledger.claim(1, 1, 1, in_order=False)
+    assert ahead is not None
+    assert (ahead.step, ahead.from_version, ordinals(ahead)) == (1, None, [1])
+    assert [member.staleness.tolist() for member in ahead.groups[0].members] == [
+        [1] * member.trajectory.num_tokens for member in ahead.groups[0].members
+    ]
+    with pytest.raises(Refused, match="step 2 cannot be claimed: the latest version is of step 0"):
+        ledger.claim(2, 1, 1, in_order=False)
+    with pytest.raises(Refused, match="must be of step 2"):
+        ledger.commit(1, version(1, 2, 0))
+    ledger.commit(0, version(1, 1, 0))
+    same = ledger.claim(1, 1, 1, in_order=False)
+    assert same is not None
+    assert (same.from_version, data_of(same)) == (1, data_of(ahead))
+    ledger.commit(1, version(2, 2, 1))
+    assert ledger.counts().max_staleness_trained == 1
+
+
+def test_a_batch_claimed_ahead_is_free_again_after_a_resume(ledger: Ledger):
+    ledger.max_staleness = 1
+    for tasks in begin(ledger, 2):
+        finish(ledger, tasks, 0)
+    ledger.claim(0, 1, 1, in_order=False)
+    ledger.claim(1, 1, 1, in_order=False)
+    resumed = ledger.reconcile(0, 0)
+    assert (resumed.replays_batch, resumed.undone_steps) == (True, (1,))
+    assert ledger.counts().groups == {"claimed": 1, "ready": 1}
+    assert ordinals(ledger.claim(1, 1, 1, in_order=False)) == [1]
+
+
+def test_a_lost_commit_is_completed_also_when_the_next_step_was_claimed_ahead(ledger: Ledger):
+    ledger.max_staleness = 1
+    for tasks in begin(ledger, 2):
+        finish(ledger, tasks, 0)
+    ledger.claim(0, 1, 1, in_order=False)
+    ledger.claim(1, 1, 1, in_order=False)
+    assert ledger.reconcile(1, 1).completed_step == 0
+    assert ledger.verify().violations == ()
+    ledger.publish(version(1, 1, 0))
+    batch = ledger.claim(1, 1, 1, in_order=False)
+    assert batch is not None
+    assert batch.from_version == 1
+    ledger.commit(1, version(2, 2, 1))
+
+
+# What the trainer could not believe.
+
+
+def test_audited_members_train_nothing_and_their_tokens_are_masked_by_that_reason(patient: Ledger):
+    grow_to(patient, 2)
+    old, _ = admit_answered(patient, [0], [2])
+    patient.claim(2, 1, 2)
+    before = patient.counts().tokens.trained
+    patient.commit(2, version(3, 3, 2), audited=[old.id])
+    counts = patient.counts()
+    assert counts.tokens.trained == before + 2
+    assert counts.tokens.masked == {"stale": 0, "abandoned": 0, "audit": 2}
+    assert counts.max_staleness_trained == 0, "the old tokens had no part in it"
+    assert counts.trajectories.dropped == 0
+
+
+def test_only_members_of_the_batch_can_be_audited(patient: Ledger):
+    admit_answered(patient, [0], [0])
+    patient.claim(0, 1, 0)
+    with pytest.raises(Refused, match="not all of them are in this batch"):
+        patient.commit(0, version(1, 1, 0), audited=[77])
+    assert patient.counts().groups == {"claimed": 1}, "nothing changed"
+    patient.commit(0, version(1, 1, 0), audited=[])
+
+
+def test_a_batch_that_is_trained_again_is_audited_anew(patient: Ledger):
+    first, second = admit_answered(patient, [0], [0])
+    patient.claim(0, 1, 0)
+    patient.commit(0, version(1, 1, 0), audited=[first.id, second.id, first.id])
+    assert patient.counts().tokens.trained == 0
+    patient.reconcile(0, 0)
+    assert patient.counts().tokens.masked["audit"] == 0
+    patient.commit(0, version(2, 1, 0), audited=[second.id])
+    counts = patient.counts()
+    assert (counts.tokens.trained, counts.tokens.masked["audit"]) == (2, 2)

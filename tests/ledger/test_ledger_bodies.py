@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ledger_run import answer, new_groups
+from ledger_run import answer, handed, new_groups
 
 from offbeat.ledger.bodies import OVERHEAD_TOKENS, Bodies
 from offbeat.ledger.ledger import Ledger
@@ -9,7 +9,7 @@ from offbeat.ledger.ledger import Ledger
 def test_what_is_kept_stays_within_its_room_and_the_rest_comes_from_the_file(ledger: Ledger):
     ledger.admit(new_groups(ledger, 4, size=2))
     sent = {task.id: answer(task, [0]) for task in ledger.lease("w", 8, 0)}
-    ledger.submit([(trajectory, "w") for trajectory in sent.values()])
+    ledger.submit([handed(trajectory) for trajectory in sent.values()])
     digests = ledger._db.execute("SELECT task, digest FROM trajectories").fetchall()
     bodies = Bodies(ledger._db, max_kept_tokens=3 * OVERHEAD_TOKENS)
     for task, digest in digests:

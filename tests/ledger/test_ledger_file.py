@@ -33,7 +33,7 @@ def test_a_newer_schema_is_refused_in_one_line(tmp_path: Path):
     Ledger(path).close()
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
-    with pytest.raises(UserError, match=r"written by a newer Offbeat \(schema 99; this one reads up to 1\)"):
+    with pytest.raises(UserError, match=r"written by a newer Offbeat \(schema 99; this one reads 2\)"):
         Ledger(path)
 
 
@@ -98,3 +98,12 @@ def test_a_ledger_on_a_network_file_system_is_refused(tmp_path: Path, monkeypatc
     with pytest.raises(UserError, match=r"lies on a network file system \(nfs4\)"):
         Ledger(tmp_path / "ledger.sqlite")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_schema_is_refused_in_one_line(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    Ledger(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE meta SET value = '1' WHERE key = 'schema'")
+    with pytest.raises(UserError, match=r"written by an older Offbeat \(schema 1; this one reads 2\)"):
+        Ledger(path)

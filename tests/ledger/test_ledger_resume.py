@@ -11,6 +11,7 @@ from ledger_run import (
     data_of,
     eval_groups,
     full_step,
+    handed,
     new_groups,
     quick_folder,
     score_all,
@@ -41,13 +42,13 @@ def test_a_checkpoint_at_the_latest_step_takes_nothing_back(ledger: Ledger):
 def test_open_tasks_of_the_checkpoints_step_move_to_the_new_number_and_accept_both(ledger: Ledger):
     ledger.admit(new_groups(ledger, 1, size=3))
     early, late, _ = ledger.lease("w", 3, 0)
-    ledger.submit([(answer(early, [0]), "w")])
+    ledger.submit([handed(answer(early, [0]))])
     ledger.release()
     resumed = ledger.reconcile(0, 0)
     ledger.publish(version(1, resumed.step, resumed.parent))
     assert ledger.wanted_version() == 1
     assert ledger.lease("w", 9, 0) == []
-    assert ledger.submit([(answer(late, [0]), "w")]) == [Outcome.STORED], "the same weights under the old number"
+    assert ledger.submit([handed(answer(late, [0]))]) == [Outcome.STORED], "the same weights under the old number"
     work(ledger, 1)
     score_all(ledger)
     batch = ledger.claim(0, 1, 0)
@@ -94,15 +95,29 @@ def test_unfinished_groups_of_an_abandoned_version_are_issued_again(ledger: Ledg
     full_step(ledger, 0)
     ledger.admit(new_groups(ledger, 2, require_version=1))
     done, leased, *_ = ledger.lease("w", 3, 1)
-    ledger.submit([(answer(done, [1]), "w")])
+    ledger.submit([handed(answer(done, [1]))])
     assert ledger.reconcile(0, 0).num_reissued_groups == 2
     late = answer(leased, [1])
-    assert ledger.submit([(late, "w")]) == [Outcome.LATE]
+    assert ledger.submit([handed(late)]) == [Outcome.LATE]
     assert ledger.unscored(9) == []
     ledger.commit(0, version(2, 1, 0))
     again = ledger.lease("w", 9, 2)
     assert len(again) == 4
     assert again[0].seed == done.seed
+
+
+def test_what_was_begun_with_an_abandoned_version_can_be_begun_with_the_checkpoints(ledger: Ledger):
+    full_step(ledger, 0)
+    ledger.admit(new_groups(ledger, 2, require_version=None))
+    held, _ = ledger.lease("w", 2, 1)
+    ledger.release("w")
+    (kept,) = ledger.lease("w", 1, 1)
+    ledger.reconcile(0, 0)
+    ledger.publish(version(2, 0, 0))
+    assert kept.id == held.id
+    assert {task.id for task in ledger.lease("v", 9, 2)} == {held.id + 1, held.id + 2, held.id + 3}
+    begun = ledger._db.execute("SELECT first_step FROM groups WHERE state = 'open'").fetchall()
+    assert begun == [(0,), (0,)]
 
 
 def test_reconciling_twice_changes_nothing_more(ledger: Ledger):

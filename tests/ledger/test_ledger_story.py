@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ledger_run import answer, full_step, new_groups, score_all, version, work
+from ledger_run import answer, full_step, handed, new_groups, score_all, version, work
 
 from offbeat.ledger.ledger import Ledger
 
@@ -20,7 +20,7 @@ def test_each_worker_is_told_with_what_it_made_and_holds(ledger: Ledger):
     first = ledger.lease("fast", 2, 0)
     for task in first:
         now[0] += 2.0
-        ledger.submit([(answer(task, [0], worker="fast"), "fast")])
+        ledger.submit([handed(answer(task, [0], worker="fast"), "fast")])
     ledger.lease("slow", 1, 0)
     fast, slow = ledger.story().producers
     num_tokens = sum(answer(task, [0]).num_tokens for task in first)
@@ -34,7 +34,7 @@ def test_trained_tokens_are_told_by_their_staleness(ledger: Ledger):
     ledger.admit(new_groups(ledger, 1, size=2, require_version=None))
     tasks = ledger.lease("w", 2, 1)
     sent = [answer(tasks[0], [0, 1]), answer(tasks[1], [1])]
-    ledger.submit([(trajectory, "w") for trajectory in sent])
+    ledger.submit([handed(trajectory) for trajectory in sent])
     score_all(ledger)
     before = ledger.story().staleness
     assert ledger.claim(1, 1, bound=1) is not None
@@ -50,7 +50,7 @@ def test_tokens_past_the_bound_are_not_told_as_trained(ledger: Ledger):
     full_step(ledger, 0)
     ledger.admit(new_groups(ledger, 1, size=2, require_version=None))
     tasks = ledger.lease("w", 2, 1)
-    ledger.submit([(answer(tasks[0], [0, 1]), "w"), (answer(tasks[1], [1]), "w")])
+    ledger.submit([handed(answer(tasks[0], [0, 1])), handed(answer(tasks[1], [1]))])
     score_all(ledger)
     ledger.claim(1, 1, bound=0)
     ledger.commit(1, version(2, 2, 1))

@@ -5,9 +5,9 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from ledger_run import answer, full_step, new_groups, score_all, send, version, work
+from ledger_run import answer, full_step, handed, new_groups, score_all, send, version, work
 
-from offbeat.ledger.errors import Conflict, Refused, Unknown
+from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Outcome
 from offbeat.trajectory import End, Origin, Segment, Trajectory
@@ -21,20 +21,20 @@ def task(ledger: Ledger):
 
 def test_the_same_trajectory_again_changes_nothing(ledger: Ledger, task):
     trajectory = answer(task, [0])
-    assert ledger.submit([(trajectory, "w")]) == [Outcome.STORED]
+    assert ledger.submit([handed(trajectory)]) == [Outcome.STORED]
     before = ledger.counts()
-    assert ledger.submit([(trajectory, "w")]) == [Outcome.REPEATED]
+    assert ledger.submit([handed(trajectory)]) == [Outcome.REPEATED]
     assert ledger.counts() == before
 
 
 def test_the_same_trajectory_twice_in_one_call_is_stored_once(ledger: Ledger, task):
     trajectory = answer(task, [0])
-    assert ledger.submit([(trajectory, "w"), (trajectory, "w")]) == [Outcome.STORED, Outcome.REPEATED]
+    assert ledger.submit([handed(trajectory), handed(trajectory)]) == [Outcome.STORED, Outcome.REPEATED]
     assert ledger.counts().trajectories.accepted == 1
 
 
 def test_another_trajectory_for_an_answered_task_is_a_conflict(ledger: Ledger, task):
-    ledger.submit([(answer(task, [0]), "w")])
+    ledger.submit([handed(answer(task, [0]))])
     with pytest.raises(Conflict, match=f"task {task.id}: another trajectory"):
         send(ledger, answer(task, [0], salt="other"), "w")
 
@@ -42,23 +42,18 @@ def test_another_trajectory_for_an_answered_task_is_a_conflict(ledger: Ledger, t
 def test_one_bad_trajectory_is_refused_alone(ledger: Ledger, task):
     (other,) = ledger.lease("w", 1, 0)
     bad = answer(replace(other, prompt=np.array([9])), [0])
-    refused, stored = ledger.submit([(bad, "w"), (answer(task, [0]), "w")])
+    refused, stored = ledger.submit([handed(bad), handed(answer(task, [0]))])
     assert isinstance(refused, Refused)
     assert "its prompt is not the one that was issued" in str(refused)
     assert stored is Outcome.STORED
     (waiting,) = ledger.unscored(9)
     assert waiting.task == task.id
-    assert ledger.submit([(answer(other, [0]), "w")]) == [Outcome.STORED], "its task is as it was"
+    assert ledger.submit([handed(answer(other, [0]))]) == [Outcome.STORED], "its task is as it was"
 
 
 def test_a_task_that_was_never_issued_is_unknown(ledger: Ledger, task):
     with pytest.raises(Unknown, match="task 99: never issued"):
         send(ledger, answer(replace(task, id=99), [0]), "w")
-
-
-def test_a_trajectory_without_an_end_is_refused(ledger: Ledger, task):
-    with pytest.raises(Refused, match="without an end"):
-        send(ledger, replace_end(answer(task, [0]), None), "w")
 
 
 def test_a_trajectory_of_another_length_limit_is_refused(ledger: Ledger, task):
@@ -100,18 +95,76 @@ def test_an_abandoned_version_is_refused(ledger: Ledger):
         send(ledger, answer(task, [1]), "w")
 
 
-def test_a_task_leased_by_another_worker_is_refused_and_an_open_one_accepted(ledger: Ledger, task):
-    with pytest.raises(Refused, match="leased by w, not by thief"):
+def test_a_lease_belongs_to_one_worker_under_one_fence(ledger: Ledger, task):
+    with pytest.raises(Forbidden, match="leased by w, not by thief"):
         send(ledger, answer(task, [0]), "thief")
+    with pytest.raises(Forbidden, match="fence 2 was never given, the latest is 1"):
+        send(ledger, answer(task, [0]), fence=2)
+    assert send(ledger, answer(task, [0])) is Outcome.STORED
+
+
+def test_what_was_stored_belongs_to_the_worker_that_handed_it_in(ledger: Ledger, task):
+    trajectory = answer(task, [0])
+    send(ledger, trajectory)
+    with pytest.raises(Forbidden, match="fence 1 was leased by w, not by thief"):
+        send(ledger, trajectory, "thief")
+    assert send(ledger, trajectory) is Outcome.REPEATED
+
+
+def test_a_late_answer_is_welcome_while_nobody_else_has_begun(ledger: Ledger, task):
     ledger.release()
-    assert ledger.submit([(answer(task, [0]), "w")]) == [Outcome.STORED]
+    with pytest.raises(Forbidden, match="leased by w, not by thief"):
+        send(ledger, answer(task, [0]), "thief")
+    assert send(ledger, answer(task, [0])) is Outcome.STORED
     assert task.id not in {other.id for other in ledger.lease("w", 9, 0)}
+
+
+def test_a_fence_that_is_over_is_told_so(ledger: Ledger, task):
+    ledger.release()
+    again = ledger.lease("other", 1, 0)[0]
+    assert (again.id, again.fence) == (task.id, 2)
+    with pytest.raises(Fenced, match="fence 1 is over, the task was leased again as 2"):
+        send(ledger, answer(task, [0]))
+    assert send(ledger, answer(again, [0]), "other", 2) is Outcome.STORED
+    with pytest.raises(Fenced, match="fence 1 is over"):
+        send(ledger, answer(task, [0]))
+
+
+def test_the_same_task_twice_in_one_call_is_judged_like_one_call_after_the_other(ledger: Ledger, task):
+    first, other = answer(task, [0]), answer(task, [0], salt="other")
+    stored, conflict, forbidden, repeated = ledger.submit(
+        [handed(first), handed(other), handed(first, "thief"), handed(first)]
+    )
+    assert (stored, repeated) == (Outcome.STORED, Outcome.REPEATED)
+    assert isinstance(conflict, Conflict)
+    assert isinstance(forbidden, Forbidden)
+    assert ledger.counts().trajectories.accepted == 1
+
+
+def test_a_trajectory_that_nobody_could_train_any_more_is_refused(tmp_path):
+    with Ledger(tmp_path / "old.sqlite", max_staleness=1) as ledger:
+        ledger.publish(version(0, 0))
+        ledger.admit(new_groups(ledger, 1, require_version=None))
+        slow, mixed = ledger.lease("w", 2, 0)
+        for step in range(2):
+            latest = ledger.latest_version()
+            ledger.admit(new_groups(ledger, 1, require_version=latest.number))
+            ledger.submit(
+                [handed(answer(t, [latest.number]), "v", t.fence) for t in ledger.lease("v", 9, latest.number)]
+            )
+            score_all(ledger)
+            assert ledger.claim(step, 1, 9, in_order=False) is not None
+            ledger.commit(step, version(step + 1, step + 1, step))
+        with pytest.raises(Refused, match="of step 0, and the run is at step 2: too old for max_staleness = 1"):
+            send(ledger, answer(slow, [0]))
+        assert send(ledger, answer(mixed, [0, 1])) is Outcome.STORED, "one token may still be trained"
+        assert ledger.verify().violations == ()
 
 
 def test_a_trajectory_comes_back_from_the_file_as_it_was_handed_in(ledger: Ledger, tmp_path):
     ledger.admit(new_groups(ledger, 1, size=2))
     sent = {task.id: answer(task, [0]) for task in ledger.lease("w", 2, 0)}
-    ledger.submit([(trajectory, "w") for trajectory in sent.values()])
+    ledger.submit([handed(trajectory) for trajectory in sent.values()])
     score_all(ledger)
     kept = ledger.claim(0, 1, 0)
     with Ledger(tmp_path / "ledger.sqlite", min_group=2) as fresh:
@@ -128,7 +181,7 @@ def test_memory_that_is_used_again_after_submission_changes_nothing(ledger: Ledg
     (other,) = ledger.lease("w", 1, 0)
     trajectory = answer(task, [0])
     tokens, logprobs = trajectory.tokens.tolist(), trajectory.logprobs.tolist()
-    ledger.submit([(trajectory, "w"), (answer(other, [0]), "w")])
+    ledger.submit([handed(trajectory), handed(answer(other, [0]))])
     for array in (trajectory.segments[0].tokens, trajectory.segments[0].logprobs):
         assert array is not None
         array[:] = 0
@@ -138,11 +191,6 @@ def test_memory_that_is_used_again_after_submission_changes_nothing(ledger: Ledg
     assert batch is not None
     member = batch.groups[0].members[0]
     assert (member.trajectory.tokens.tolist(), member.trajectory.logprobs.tolist()) == (tokens, logprobs)
-
-
-def replace_end(trajectory: Trajectory, end: End | None) -> Trajectory:
-    trajectory.end = end
-    return trajectory
 
 
 def replace_length(sampling, max_new_tokens: int):

@@ -1,11 +1,31 @@
 from __future__ import annotations
 
 import pytest
-from ledger_run import answer, eval_groups, new_groups, score_all, version, work
+from ledger_run import answer, eval_groups, full_step, handed, new_groups, score_all, version, work
 
-from offbeat.ledger.errors import Refused, Unknown
+from offbeat.control.leases import Held
+from offbeat.ledger.errors import Fenced, Forbidden, Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Outcome, TaskState
+from offbeat.trajectory import Task
+
+
+def fail(ledger: Ledger, task: Task, reason: str = "engine", worker: str = "w") -> TaskState:
+    return ledger.fail(worker, task.id, task.fence, reason, "out of memory")
+
+
+def fail_for_good(ledger: Ledger) -> Task:
+    """Fails the first open task until its two attempts are used up; returns its last lease."""
+    first = ledger.lease("w", 1, 0)[0]
+    assert fail(ledger, first) is TaskState.OPEN
+    last = ledger.lease("w", 1, 0)[0]
+    assert last.id == first.id
+    assert fail(ledger, last) is TaskState.FAILED
+    return last
+
+
+def vanish(ledger: Ledger, worker: str) -> int:
+    return ledger.lose([held for held in ledger.leased() if held.worker == worker])
 
 
 def test_tasks_go_out_by_ordinal_and_member_and_only_once(ledger: Ledger):
@@ -35,10 +55,39 @@ def test_nothing_is_wanted_when_nothing_is_open(ledger: Ledger):
     assert ledger.wanted_version() is None
 
 
-def test_a_task_without_a_required_version_goes_to_any_worker(ledger: Ledger):
+def test_a_task_without_a_required_version_goes_to_any_worker_whose_version_is_alive(ledger: Ledger):
+    full_step(ledger, 0)
     ledger.admit(new_groups(ledger, 1, size=2, require_version=None))
     assert ledger.wanted_version() is None
-    assert len(ledger.lease("w", 9, 7)) == 2
+    assert ledger.lease("never published", 1, 7) == []
+    assert ledger.lease("none", 1, None) == []
+    assert len(ledger.lease("behind", 1, 0)) == 1
+    assert len(ledger.lease("latest", 1, 1)) == 1
+
+
+def test_a_group_begun_with_a_newer_version_is_not_carried_on_with_an_older_one(ledger: Ledger):
+    full_step(ledger, 0)
+    ledger.admit(new_groups(ledger, 1, size=2, require_version=None))
+    assert len(ledger.lease("latest", 1, 1)) == 1
+    assert ledger.lease("behind", 1, 0) == []
+
+
+def test_pacing_lets_a_lagging_worker_begin_only_what_can_be_trained_in_time(tmp_path):
+    with Ledger(tmp_path / "ledger.sqlite", max_staleness=2, groups_per_step=1) as ledger:
+        ledger.publish(version(0, 0))
+        for step in range(2):
+            full_step(ledger, step, count=1)
+        ledger.admit(new_groups(ledger, 4, size=1, require_version=None))
+        begun = {have: len(ledger.lease(f"with {have}", 9, have)) for have in (0, 1, 2)}
+        assert begun == {0: 1, 1: 1, 2: 1}, "one for each of the steps 2, 3 and 4"
+        assert ledger.lease("more", 9, 2) == []
+
+
+def test_each_of_several_workers_is_given_its_share(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 4, size=2))
+    assert len(ledger.lease("a", 8, 0, total_slots=16)) == 4
+    assert len(ledger.lease("b", 8, 0, total_slots=16)) == 2
+    assert len(ledger.lease("b", 6, 0, total_slots=16)) == 1
 
 
 def test_a_restart_opens_all_leased_tasks_and_costs_no_attempt(ledger: Ledger):
@@ -49,45 +98,133 @@ def test_a_restart_opens_all_leased_tasks_and_costs_no_attempt(ledger: Ledger):
     assert len(work(ledger, 0)) == 2
 
 
-def test_a_lost_worker_gives_its_tasks_back_until_their_attempts_are_used_up(ledger: Ledger):
+def test_a_fence_grows_with_every_lease_and_the_holder_is_known(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 1, size=1))
+    for fence, worker in enumerate("abc", start=1):
+        (task,) = ledger.lease(worker, 9, 0)
+        assert task.fence == fence
+        assert ledger.leased() == [Held(task.id, fence, worker)]
+        assert ledger.still_held(worker, [(task.id, fence)]) == [Held(task.id, fence, worker)]
+        assert ledger.still_held(worker, [(task.id, fence - 1), (77, 1)]) == []
+        assert ledger.still_held("stranger", [(task.id, fence)]) == []
+        ledger.release(worker)
+        assert ledger.leased() == []
+
+
+def test_a_worker_that_leaves_costs_no_attempt_and_takes_nobody_along(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 1, size=3))
+    ledger.lease("other", 1, 0)
+    for _ in range(5):
+        assert len(ledger.lease("leaving", 9, 0)) == 2
+        assert ledger.release("leaving") == 2
+    assert [held.worker for held in ledger.leased()] == ["other"]
+    assert ledger.story().tasks == {"leased": 1, "open": 2}
+
+
+def test_a_task_that_worker_after_worker_vanishes_with_alone_ends_as_failed(ledger: Ledger):
     (group,) = ledger.admit(new_groups(ledger, 1, size=3))
     ledger.lease("other", 1, 0)
-    ledger.lease("lost", 1, 0)
-    assert ledger.release("lost") == 1
-    assert len(ledger.lease("lost", 1, 0)) == 1
-    assert ledger.release("lost") == 1
+    for _ in range(2):
+        assert len(ledger.lease("lost", 1, 0)) == 1
+        assert vanish(ledger, "lost") == 1
     assert ledger.counts().failed_tasks == {"lost": 1}
     assert [task.group for task in ledger.lease("w", 9, 0)] == [group]
 
 
+def test_many_tasks_that_vanish_together_are_suspects_and_none_is_blamed(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 2, size=8))
+    assert len(ledger.lease("lost", 16, 0)) == 16
+    assert vanish(ledger, "lost") == 16
+    assert ledger.counts().failed_tasks == {}
+    suspects = ledger.lease("w", 16, 0)
+    assert len(suspects) == 2, "an eighth of the slots"
+    assert ledger.lease("w", 14, 0) == [], "the same slots hold no more of them later"
+    assert len(ledger.lease("v", 16, 0)) == 2
+
+
+def test_the_one_that_was_there_at_every_loss_is_blamed_and_its_neighbours_go_free(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 1, size=8))
+    poison = ledger.lease("lost", 8, 0)[5].id
+    vanish(ledger, "lost")
+    for death in range(100):
+        if ledger.counts().failed_tasks:
+            break
+        tasks = ledger.lease(f"w{death}", 8, 0)
+        if poison in [task.id for task in tasks]:
+            vanish(ledger, f"w{death}")
+        else:
+            ledger.submit([handed(answer(task, [0]), f"w{death}", task.fence) for task in tasks])
+    assert ledger.counts().failed_tasks == {"lost": 1}
+    assert ledger.story().tasks["failed"] == 1
+    (failed,) = ledger._db.execute("SELECT id FROM tasks WHERE state = 'failed'").fetchone()
+    assert failed == poison
+
+
+def test_two_workers_that_vanish_at_once_are_judged_apart(ledger: Ledger):
+    """The group of one is dropped by the loss of the other; what it held ends once, as dropped."""
+    ledger.admit(new_groups(ledger, 1, size=2))
+    fail_once = [ledger.lease(name, 1, 0)[0] for name in "ab"]
+    assert vanish(ledger, "a") + vanish(ledger, "b") == 2
+    again = [ledger.lease(name, 1, 0)[0] for name in "ab"]
+    assert {task.id for task in again} == {task.id for task in fail_once}
+    assert ledger.lose(ledger.leased()) == 1, "the second was dropped with its group"
+    states = ledger._db.execute("SELECT state FROM tasks WHERE group_id = 1 ORDER BY state").fetchall()
+    assert states == [("dropped",), ("failed",)]
+
+
+def test_a_lease_that_is_over_cannot_be_lost(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 1, size=2))
+    ledger.lease("a", 1, 0)
+    old = ledger.leased()
+    ledger.release("a")
+    ledger.lease("b", 1, 0)
+    assert ledger.lose(old) == 0
+    assert [held.worker for held in ledger.leased()] == ["b"]
+
+
 def test_a_failed_attempt_opens_the_task_again_and_the_last_one_ends_it(ledger: Ledger):
     ledger.admit(new_groups(ledger, 1, size=3))
-    task = ledger.lease("w", 1, 0)[0].id
-    assert ledger.fail(task, "engine", "out of memory") is TaskState.OPEN
-    assert ledger.lease("w", 1, 0)[0].id == task
-    assert ledger.fail(task, "engine", "out of memory") is TaskState.FAILED
-    assert ledger.fail(task, "engine", "told twice") is TaskState.FAILED
+    last = fail_for_good(ledger)
+    assert fail(ledger, last) is TaskState.FAILED, "told twice"
     assert ledger.counts().failed_tasks == {"engine": 1}
 
 
-def test_a_hopeless_task_fails_at_once(ledger: Ledger):
+def test_a_failure_that_is_told_twice_counts_once(ledger: Ledger):
     ledger.admit(new_groups(ledger, 1, size=3))
-    task = ledger.lease("w", 1, 0)[0].id
-    assert ledger.fail(task, "too long", is_final=True) is TaskState.FAILED
+    (task,) = ledger.lease("w", 1, 0)
+    for _ in range(5):
+        assert fail(ledger, task) is TaskState.OPEN
+    assert ledger.lease("w", 1, 0)[0].fence == 2
 
 
-def test_only_what_was_issued_and_is_not_answered_can_fail(ledger: Ledger):
+def test_a_worker_given_up_for_lost_that_tells_of_its_failure_counts_once(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 1, size=3))
+    (task,) = ledger.lease("w", 1, 0)
+    vanish(ledger, "w")
+    assert fail(ledger, task) is TaskState.OPEN
+
+
+def test_only_who_holds_a_task_can_fail_it(ledger: Ledger):
     with pytest.raises(Unknown, match="task 77: never issued"):
-        ledger.fail(77, "engine")
-    ledger.admit(new_groups(ledger, 1))
-    (task, _) = work(ledger, 0)
-    with pytest.raises(Refused, match="its trajectory is stored"):
-        ledger.fail(task.id, "engine")
+        ledger.fail("w", 77, 1, "engine")
+    ledger.admit(new_groups(ledger, 1, size=3))
+    (task,) = ledger.lease("w", 1, 0)
+    with pytest.raises(Forbidden, match="leased by w, not by thief"):
+        fail(ledger, task, worker="thief")
+    with pytest.raises(Forbidden, match="fence 2 was never given"):
+        ledger.fail("w", task.id, 2, "engine")
+    ledger.release("w")
+    (again,) = ledger.lease("v", 1, 0)
+    with pytest.raises(Fenced, match="fence 1 is over"):
+        fail(ledger, task)
+    ledger.submit([handed(answer(again, [0]), "v", again.fence)])
+    with pytest.raises(Fenced, match="its trajectory is stored"):
+        fail(ledger, again, worker="v")
 
 
 def test_a_group_trains_without_its_failed_members_while_enough_remain(ledger: Ledger):
     ledger.admit(new_groups(ledger, 1, size=3))
-    ledger.fail(ledger.lease("w", 1, 0)[0].id, "engine", is_final=True)
+    fail_for_good(ledger)
     work(ledger, 0)
     score_all(ledger)
     batch = ledger.claim(0, 1, 0)
@@ -97,15 +234,15 @@ def test_a_group_trains_without_its_failed_members_while_enough_remain(ledger: L
 
 def test_a_group_with_too_few_members_left_is_dropped_and_its_prompt_issued_once_more(ledger: Ledger):
     (first,) = ledger.admit(new_groups(ledger, 1, size=2))
-    old = ledger.lease("w", 1, 0)[0]
-    ledger.fail(old.id, "engine", is_final=True)
-    again = ledger.lease("w", 9, 0)
+    old = fail_for_good(ledger)
+    again = ledger.lease("v", 9, 0)
     assert len(again) == 2
     assert {task.group for task in again} != {first}
     assert old.seed not in {task.seed for task in again}
     assert old.prompt.tolist() == again[0].prompt.tolist()
     assert ledger.cursor().next_ordinal == 1
-    ledger.fail(again[0].id, "engine", is_final=True)
+    ledger.release()
+    fail_for_good(ledger)
     assert ledger.lease("w", 9, 0) == []
     assert ledger.counts().dropped_groups == {"failed": 2}
     assert ledger.standing().num_alive == 0
@@ -113,11 +250,12 @@ def test_a_group_with_too_few_members_left_is_dropped_and_its_prompt_issued_once
 
 def test_what_arrives_for_a_dropped_group_is_kept_as_wasted(ledger: Ledger):
     ledger.admit(new_groups(ledger, 1, size=2))
-    failing, late = ledger.lease("w", 2, 0)
-    ledger.fail(failing.id, "engine", is_final=True)
+    (late,) = [task for task in ledger.lease("v", 2, 0) if task.id == 2]
+    ledger.release("v")
+    fail_for_good(ledger)
     trajectory = answer(late, [0])
-    assert ledger.submit([(trajectory, "w")]) == [Outcome.LATE]
-    assert ledger.submit([(trajectory, "w")]) == [Outcome.REPEATED]
+    assert ledger.submit([handed(trajectory, "v")]) == [Outcome.LATE]
+    assert ledger.submit([handed(trajectory, "v")]) == [Outcome.REPEATED]
     assert ledger.unscored(9) == []
     counts = ledger.counts()
     assert counts.tokens.wasted == {"failed": trajectory.num_tokens}

@@ -6,7 +6,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from ledger_run import eval_groups, full_step, new_groups, score_all, version, work
+from ledger_run import answer, eval_groups, full_step, handed, new_groups, score_all, version, work
 
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.rules import RULES
@@ -14,7 +14,7 @@ from offbeat.ledger.rules import RULES
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ledger with something of everything: trained, claimed, undone, re-issued, failed, evaluated and open."""
+    """A ledger with something of everything: trained, claimed, undone, re-issued, failed, evaluated, begun and open."""
     path = tmp_path_factory.mktemp("sound") / "ledger.sqlite"
     with Ledger(path, min_group=2, max_attempts=1) as ledger:
         ledger.publish(version(0, 0))
@@ -30,11 +30,14 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ledger.admit(new_groups(ledger, 2, size=3, require_version=5))
         lost = ledger.lease("w", 4, 5)
         for task in lost[:2]:
-            ledger.fail(task.id, "engine")
+            ledger.fail("w", task.id, task.fence, "engine")
         ledger.admit(eval_groups(1, require_version=5))
         work(ledger, 5, capacity=2)
         score_all(ledger)
         work(ledger, 5, capacity=1)
+        ledger.admit(new_groups(ledger, 1, size=3, require_version=5))
+        begun = ledger.lease("w", 1, 5)[0]
+        ledger.submit([handed(answer(begun, [5], end=None), "w", begun.fence)])
         assert ledger.verify().violations == ()
     return path
 
@@ -61,7 +64,7 @@ EDITS = {
     "trajectory lost": (f"DELETE FROM trajectories WHERE task = {SCORED}", "is scored, but has 0 trajectories"),
     "trajectory doubled": (
         f"INSERT INTO trajectories SELECT NULL, task, 1, digest, ended_by, num_tokens, num_sampled_tokens, worker, "
-        f"accepted_at, body FROM trajectories WHERE task = {SCORED}",
+        f"fence, accepted_at, body FROM trajectories WHERE task = {SCORED}",
         "has 2 trajectories",
     ),
     "answered task opened": (f"UPDATE tasks SET state = 'open' WHERE id = {SCORED}", "is open, but has 1 trajectories"),
@@ -122,7 +125,7 @@ EDITS = {
     "cursor moved": ("UPDATE sources SET drawn = drawn + 1", "were drawn from 'sums', but the groups say"),
     "cursor lost": ("DELETE FROM sources", "source 'sums' was drawn from, but the cursor does not know it"),
     "trained twice": (
-        "INSERT INTO batch_members SELECT (SELECT id FROM batches WHERE state = 'claimed'), m.task, 0, 0, 0 "
+        "INSERT INTO batch_members SELECT (SELECT id FROM batches WHERE state = 'claimed'), m.task, 0, 0, 0, 0 "
         "FROM batch_members m JOIN batches b ON b.id = m.batch WHERE b.step = 0",
         "is in 2 surviving batches",
     ),
@@ -141,9 +144,10 @@ EDITS = {
     ),
     "abandoned tokens trained": (
         f"UPDATE segments SET version = 3 WHERE task = {SCORED}",
-        "tokens count as trained, 0 as stale, 0 as abandoned, but by their versions",
+        "tokens count as trained or audited, 0 as stale, 0 as abandoned, but by their versions",
     ),
     "sum of a batch": ("UPDATE batches SET num_trained_tokens = 1", "its sums are not those of its members"),
+    "oldest token": ("UPDATE batches SET max_staleness = 1, bound = 1 WHERE step = 1", "is of staleness 0, not 1"),
     "bound passed": ("UPDATE batches SET max_staleness = 3 WHERE step = 1", "staleness 3, above its bound 0"),
     "trained from elsewhere": (
         "UPDATE batches SET from_version = 0 WHERE step = 1",
@@ -194,6 +198,27 @@ EDITS = {
     "told otherwise": (
         f"UPDATE trajectories SET ended_by = 'length' WHERE task = {SCORED}",
         "not what the tables say",
+    ),
+    "beginning of an ended task": (
+        f"UPDATE partials SET task = {SCORED}",
+        "is scored, but a beginning of its trajectory is kept",
+    ),
+    "beginning lost from sight": (
+        "UPDATE partials SET state = 'continued', body = NULL",
+        "has a beginning that nothing continues",
+    ),
+    "beginning in an abandoned version": (
+        "UPDATE partials SET last_version = 3",
+        "is kept and ends in version 3, which is abandoned",
+    ),
+    "beginning changed": ("UPDATE partials SET body = x'80'", "is not the one that was handed in: its digest differs"),
+    "beginning told otherwise": (
+        "UPDATE partials SET first_version = 0",
+        " is not what the tables say of it",
+    ),
+    "failure without a lease": (
+        f"UPDATE tasks SET num_failures = 9 WHERE id = {LEASED}",
+        "has 9 failures, but 1 leases",
     ),
     "seed changed": (f"UPDATE tasks SET seed = seed + 1 WHERE id = {LEASED}", "seed does not follow from its group's"),
     "row without its parent": (

@@ -1,11 +1,15 @@
 """How many groups may be drawn now.
 
-Duty: pacing of the `alternate` schedule. Work for a step is drawn once the version of that step is published, and only
-as much as the step trains. A group that was dropped gives its place back; one that was re-issued already holds it.
+Duty: pacing. With the `alternate` schedule, work for a step is drawn once the version of that step is published, and
+only as much as the step trains. With `overlap`, as much is under way as the bound allows: when S + 1 steps' groups are
+alive at most, and steps take the longest begun first, none is trained more than S steps after it was begun. `may_begin`
+holds the same for workers whose version lags behind. Either way no more is drawn than the run will train. A group that
+was dropped gives its place back; one that was re-issued already holds it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -26,12 +30,29 @@ class Pace:
     groups_per_step: int
     num_steps: int | None = None
     """Steps of the whole run; None: no end."""
+    ahead: int = 0
+    """Further steps whose groups may be under way: 0 for `alternate`, the bound for `overlap`."""
 
 
 def admit(standing: Standing, pace: Pace) -> int:
     """The number of groups to draw now."""
     if standing.step is None:
         return 0
-    if pace.num_steps is not None and standing.step >= pace.num_steps:
-        return 0
-    return max(0, pace.groups_per_step - standing.num_alive)
+    steps = 1 + pace.ahead
+    if pace.num_steps is not None:
+        steps = min(steps, pace.num_steps - standing.step)
+    return max(0, steps * pace.groups_per_step - standing.num_alive)
+
+
+def may_begin(step: int, begun: Mapping[int, int], next_step: int, groups_per_step: int, bound: int) -> int:
+    """How many groups may be begun now with a version of `step`, so that it and all others are trained in time.
+
+    `begun` counts the groups that no batch has claimed yet by the step of the oldest version that they were begun with;
+    `next_step` is the first without a batch. Steps take the oldest first: those begun with versions up to any step must
+    fit into the batches up to `bound` steps later.
+    """
+    rooms = []
+    for last in sorted({step, *(other for other in begun if other > step)}):
+        num_batches = last + bound - next_step + 1
+        rooms.append(num_batches * groups_per_step - sum(num for first, num in begun.items() if first <= last))
+    return max(0, min(rooms))

@@ -1,14 +1,21 @@
 """Which open tasks a worker is given.
 
-Duty: groups make progress. Evaluation comes first, because a version is waiting to be judged; then groups that were
-started, so that a group is finished before the next is begun; then the lowest ordinal. A task that requires a version
-is given only to a worker that has it.
+Duty: groups make progress, and no task takes worker after worker along. Evaluation comes first, because a version is
+waiting to be judged; then groups that were started, so that a group is finished before the next is begun; then the
+lowest ordinal. A task that requires a version is given only to a worker that has it. Of the others, a group is begun
+only while pacing allows it for the worker's version, and carried on only with a version at least as new as its oldest.
+Where several workers ask, each is given its share of what is open, by the number of its slots; it may ask again.
+
+A task that workers vanished with is suspect, and the more so the more often. Whoever gets suspects gets few of them at
+a time: an eighth of its slots after the first loss, a 64th after the second, one at last. So a prompt that kills
+engines is soon alone with the blame, which `culprit` finds, and its neighbours go free: of n tasks it is blamed for
+every death but the first ceil(log8 n).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,23 +28,91 @@ class OpenGroup:
     size: int
     num_open: int
     require_version: int | None
+    num_losses: int = 0
+    """Workers that vanished with one of its open tasks: the most that any of them has seen."""
+    first_step: int | None = None
+    """Of the oldest version that a member was begun with; None: none is begun."""
 
     @property
     def order(self) -> tuple[bool, bool, int, int]:
         return not self.is_eval, self.num_open == self.size, self.ordinal, self.group
 
 
-def assign(groups: Iterable[OpenGroup], capacity: int, have_version: int | None) -> list[tuple[int, int]]:
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """The worker that asks for tasks."""
+
+    capacity: int
+    """Tasks that it can begin now."""
+    have_version: int | None
+    step: int | None = None
+    """Of that version; None where there is none, or it is abandoned."""
+    num_begin: int | None = None
+    """Groups without a required version that it may begin; None: as many as there are."""
+    total_slots: int | None = None
+    """Slots of all workers that ask these days, its own among them; None: it is alone."""
+    num_held: int = 0
+    """Tasks that it has already."""
+    suspects: Mapping[int, int] = field(default_factory=dict)
+    """How many of those saw so many losses; without those that saw none."""
+
+
+def assign(groups: Iterable[OpenGroup], asker: Asker) -> list[tuple[int, int]]:
     """How many open tasks of which groups fill a worker's capacity, in the order to hand them out."""
     given: list[tuple[int, int]] = []
-    for group in sorted(groups, key=lambda g: g.order):
-        if capacity <= 0:
+    groups = sorted(groups, key=lambda g: g.order)
+    left, suspects, num_begun = _share(groups, asker), dict(asker.suspects), 0
+    for group in groups:
+        if left <= 0:
             break
-        if group.require_version is None or group.require_version == have_version:
-            count = min(capacity, group.num_open)
+        begins = group.require_version is None and group.first_step is None
+        if not _suits(group, asker) or (begins and asker.num_begin is not None and num_begun >= asker.num_begin):
+            continue
+        count = min(left, group.num_open)
+        if group.num_losses:
+            count = min(count, _allowed(suspects, asker.num_held + asker.capacity, group.num_losses))
+            suspects[group.num_losses] = suspects.get(group.num_losses, 0) + count
+        if count:
             given.append((group.group, count))
-            capacity -= count
+            left -= count
+            num_begun += begins
     return given
+
+
+def _share(groups: Iterable[OpenGroup], asker: Asker) -> int:
+    """How many of the open tasks are this worker's fair part, as far as it has room."""
+    num_slots = asker.capacity + asker.num_held
+    if asker.total_slots is None or asker.total_slots <= num_slots:
+        return asker.capacity
+    num_open = sum(group.num_open for group in groups)
+    return min(asker.capacity, -(-num_open * num_slots // asker.total_slots))
+
+
+def _suits(group: OpenGroup, asker: Asker) -> bool:
+    if group.require_version is not None:
+        return group.require_version == asker.have_version
+    return asker.step is not None and (group.first_step is None or asker.step >= group.first_step)
+
+
+def allowance(num_slots: int, num_losses: int) -> int:
+    """How many tasks with so many losses or more a worker may hold."""
+    return max(1, num_slots >> (3 * num_losses))
+
+
+def _allowed(suspects: Mapping[int, int], num_slots: int, num_losses: int) -> int:
+    """How many more tasks with so many losses fit beside the suspects held: they count as every lesser suspect, too."""
+    left = [
+        allowance(num_slots, level) - sum(num for losses, num in suspects.items() if losses >= level)
+        for level in range(1, num_losses + 1)
+    ]
+    return max(0, min(left))
+
+
+def culprit(lost: Mapping[int, int]) -> int | None:
+    """Of the tasks that vanished with one worker, by their losses before, the one that is alone most suspect."""
+    most = max(lost.values(), default=0)
+    suspects = [task for task, losses in lost.items() if losses == most]
+    return suspects[0] if len(suspects) == 1 else None
 
 
 def wanted_version(groups: Iterable[OpenGroup]) -> int | None:

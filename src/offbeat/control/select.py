@@ -4,14 +4,19 @@ Duty: hold the bound. Selection sees each candidate as stretches of tokens with 
 with what to take, what to drop as stale, and whom it waits for. The ledger loads the candidates and stores the answer
 within one transaction; the simulator calls the same function.
 
-Guarantees: a stretch older than the bound, given by an environment, or of an abandoned version is never trainable;
-groups are taken by ordinal, never by arrival, and none is taken while one of a lower ordinal is unfinished; a batch is
-whole or it is empty.
+Guarantees: a stretch older than the bound, given by an environment, or of an abandoned version is never trainable; a
+batch is whole or it is empty. In order, groups are taken by ordinal, never by arrival, and none while one of a lower
+ordinal is unfinished. Otherwise those begun longest ago are taken first, and one that is unfinished is passed over
+until its last chance: when the later steps would have no room left to train it, and all that are as old, within the
+bound, the batch waits for it. So while S + 1 steps' groups are alive at most and each is begun with the newest version,
+no token of theirs ever passes the bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -33,6 +38,8 @@ class Candidate:
     ready: bool
     require_step: int | None = None
     """The step whose version its tasks must be sampled from; None: any."""
+    first_step: int | None = None
+    """Of the oldest version that a member was begun with; None: none is begun."""
     stretches: tuple[Stretch, ...] = ()
     """Those of its scored members, all together; unread while the group is not ready."""
 
@@ -58,21 +65,56 @@ def is_trainable(token_step: int | None, step: int, bound: int) -> bool:
     return age is not None and age <= bound
 
 
-def select(candidates: Iterable[Candidate], step: int, count: int, bound: int) -> Selection:
+def select(candidates: Iterable[Candidate], step: int, count: int, bound: int, *, in_order: bool = True) -> Selection:
     """Picks `count` groups to train from `step`, or none while they are not all there."""
-    take: list[int] = []
+    queue: list[Candidate] = []
     stale: list[int] = []
-    waits_for: int | None = None
-    for candidate in sorted(candidates, key=lambda c: (c.ordinal, c.group)):
+    for candidate in sorted(candidates, key=_by_ordinal if in_order else _by_age):
         if candidate.require_step is not None and candidate.require_step > step:
             continue  # re-issued for a step that is yet to come
         if _is_stale(candidate, step, bound):
             stale.append(candidate.group)
-        elif not candidate.ready:
-            waits_for = candidate.group if waits_for is None else waits_for
-        elif waits_for is None and len(take) < count:
-            take.append(candidate.group)
-    return Selection(tuple(take) if len(take) == count else (), tuple(stale), waits_for)
+        else:
+            queue.append(candidate)
+    first_ones = itertools.takewhile(_is_ready, queue) if in_order else filter(_is_ready, queue)
+    take = list(itertools.islice(first_ones, count))
+    if len(take) < count:
+        waits_for = next((candidate.group for candidate in queue if not candidate.ready), None)
+    else:
+        waits_for = None if in_order else _last_chance(queue, take, step, bound)
+    is_whole = len(take) == count and waits_for is None
+    return Selection(tuple(candidate.group for candidate in take) if is_whole else (), tuple(stale), waits_for)
+
+
+def _is_ready(candidate: Candidate) -> bool:
+    return candidate.ready
+
+
+def _by_ordinal(candidate: Candidate) -> tuple[int, int]:
+    return candidate.ordinal, candidate.group
+
+
+def _by_age(candidate: Candidate) -> tuple[float, int, int]:
+    return _begun(candidate), candidate.ordinal, candidate.group
+
+
+def _begun(candidate: Candidate) -> float:
+    return math.inf if candidate.first_step is None else candidate.first_step
+
+
+def _last_chance(queue: Sequence[Candidate], take: Sequence[Candidate], step: int, bound: int) -> int | None:
+    """The oldest group that must not be passed over for younger ones; `queue` and `take` are by age.
+
+    Unfinished groups whose oldest tokens reach the bound within n more steps must fit into those n steps. What is past
+    the bound already has nothing to lose; where nothing younger is taken, waiting would win nothing."""
+    passed_over = [
+        candidate for candidate in queue if not candidate.ready and step - bound <= _begun(candidate) < _begun(take[-1])
+    ]
+    for num_older, candidate in enumerate(passed_over):
+        more_steps = _begun(candidate) + bound - step
+        if num_older >= more_steps * len(take):
+            return passed_over[0].group
+    return None
 
 
 def _is_stale(candidate: Candidate, step: int, bound: int) -> bool:

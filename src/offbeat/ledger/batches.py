@@ -2,7 +2,7 @@
 
 Guarantees: a claim selects, checks the bound against the step really trained from, and stores its answer in one
 transaction; asking again for the same step returns the same batch; a commit records the new version with it and is
-idempotent by step. No token above the bound, given, or of an abandoned version has a true mask.
+idempotent by step. No token above the bound, given, or of an abandoned version may be trained.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ Stretches = dict[int, list[tuple[int, Stretch, bool]]]
 """By group: task, stretch, and whether its version is abandoned."""
 
 
-def claim(db: Database, bodies: Bodies, step: int, count: int, bound: int) -> Batch | None:
+def claim(db: Database, bodies: Bodies, step: int, count: int, bound: int, *, in_order: bool) -> Batch | None:
     newest = versions.latest(db)
     found = _living_batch(db, step)
     if found is None:
-        if newest is None or newest.step != step:
+        is_ahead = newest is not None and newest.step + 1 == step and _living_batch(db, newest.step) is not None
+        if newest is None or (newest.step != step and not is_ahead):
             at = "no version is published" if newest is None else f"the latest version is of step {newest.step}"
             raise Refused(f"step {step} cannot be claimed: {at}")
-        return _choose(db, bodies, newest, count, bound)
+        return _choose(db, bodies, step, None if is_ahead else newest.number, count, bound, in_order)
     if found["state"] == BatchState.CLAIMED and newest is not None and newest.step == step:
         db.execute("UPDATE batches SET from_version = ? WHERE id = ?", (newest.number, found["id"]))
     return load(db, bodies, found["id"])
@@ -48,24 +49,30 @@ def _living_batch(db: Database, step: int) -> dict[str, Any] | None:
     return None if row is None else dict(zip(("id", "state", "to_version"), row, strict=True))
 
 
-def _choose(db: Database, bodies: Bodies, newest: Version, count: int, bound: int) -> Batch | None:
-    step = newest.step
-    query = """SELECT id, ordinal, state, require_step FROM groups WHERE state IN ('open', 'ready')
+def _choose(
+    db: Database, bodies: Bodies, step: int, from_version: int | None, count: int, bound: int, in_order: bool
+) -> Batch | None:
+    query = """SELECT id, ordinal, state, require_step, first_step FROM groups WHERE state IN ('open', 'ready')
                AND purpose = 'train' AND (require_step IS NULL OR require_step <= ?)"""
     groups = db.execute(query, (step,)).fetchall()
-    stretches = _stretches(db, [group for group, _, state, _ in groups if state == GroupState.READY])
+    stretches = _stretches(db, [group for group, _, state, *_ in groups if state == GroupState.READY])
     candidates = [
         Candidate(
-            group, ordinal, state == GroupState.READY, require_step, tuple(s for _, s, _ in stretches.get(group, ()))
+            group=group,
+            ordinal=ordinal,
+            ready=state == GroupState.READY,
+            require_step=require_step,
+            first_step=first_step,
+            stretches=tuple(s for _, s, _ in stretches.get(group, ())),
         )
-        for group, ordinal, state, require_step in groups
+        for group, ordinal, state, require_step, first_step in groups
     ]
-    selection = select(candidates, step, count, bound)
+    selection = select(candidates, step, count, bound, in_order=in_order)
     drop(db, selection.stale, Drop.STALE)
     reissue(db, selection.stale, with_new_seed=False, for_step=step)
     if not selection.take:
         return None
-    return load(db, bodies, _store(db, newest, bound, selection.take, stretches))
+    return load(db, bodies, _store(db, step, from_version, bound, selection.take, stretches))
 
 
 def _stretches(db: Database, groups: Sequence[int]) -> Stretches:
@@ -81,15 +88,17 @@ def _stretches(db: Database, groups: Sequence[int]) -> Stretches:
     return found
 
 
-def _store(db: Database, newest: Version, bound: int, groups: Sequence[int], stretches: Stretches) -> int:
+def _store(
+    db: Database, step: int, from_version: int | None, bound: int, groups: Sequence[int], stretches: Stretches
+) -> int:
     """Writes a batch and what becomes of each of its sampled tokens."""
     sums: dict[int, list[int]] = {}
     oldest = 0
     for task, stretch, is_abandoned in itertools.chain.from_iterable(stretches[group] for group in groups):
         tokens = sums.setdefault(task, [0, 0, 0])
-        if is_trainable(stretch.step, newest.step, bound):
+        if is_trainable(stretch.step, step, bound):
             tokens[0] += stretch.num_tokens
-            oldest = max(oldest, staleness(stretch.step, newest.step) or 0)
+            oldest = max(oldest, staleness(stretch.step, step) or 0)
         elif stretch.step is not None:
             tokens[1] += stretch.num_tokens
         elif is_abandoned:
@@ -98,11 +107,13 @@ def _store(db: Database, newest: Version, bound: int, groups: Sequence[int], str
     batch = db.execute(
         "INSERT INTO batches (step, bound, state, from_version, num_trained_tokens, num_stale_tokens, "
         "num_abandoned_tokens, max_staleness, claimed_at) VALUES (?, ?, 'claimed', ?, ?, ?, ?, ?, ?)",
-        (newest.step, bound, newest.number, *totals, oldest, db.wall_clock()),
+        (step, bound, from_version, *totals, oldest, db.wall_clock()),
     ).lastrowid
     assert batch is not None
     db.executemany(
-        "INSERT INTO batch_members VALUES (?, ?, ?, ?, ?)", [(batch, task, *tokens) for task, tokens in sums.items()]
+        "INSERT INTO batch_members (batch, task, num_trained_tokens, num_stale_tokens, num_abandoned_tokens) "
+        "VALUES (?, ?, ?, ?, ?)",
+        [(batch, task, *tokens) for task, tokens in sums.items()],
     )
     db.executemany("UPDATE groups SET state = 'claimed', batch = ? WHERE id = ?", [(batch, g) for g in groups])
     return batch
@@ -132,14 +143,15 @@ def _member(
     row: tuple[Any, ...], trajectory: Trajectory, steps: dict[int, int | None], step: int, bound: int
 ) -> Member:
     task, member, _, parts, value = row[3:]
-    mask = np.zeros(trajectory.num_tokens, np.bool_)
+    ages = np.full(trajectory.num_tokens, -1, np.int32)
     for s in trajectory.segments:
         if s.origin is Origin.SAMPLED and s.version is not None:
-            mask[s.start : s.end] = is_trainable(steps[s.version], step, bound)
-    return Member(task, member, trajectory, msgspec.json.decode(parts, type=tuple[Reward, ...]), value, mask)
+            age = staleness(steps[s.version], step)
+            ages[s.start : s.end] = -1 if age is None or age > bound else age
+    return Member(task, member, trajectory, msgspec.json.decode(parts, type=tuple[Reward, ...]), value, ages)
 
 
-def commit(db: Database, step: int, version: Version) -> None:
+def commit(db: Database, step: int, version: Version, audited: Sequence[int] = ()) -> None:
     batch = _living_batch(db, step)
     if batch is None:
         raise Unknown(f"step {step}: nothing was claimed for it")
@@ -156,7 +168,32 @@ def commit(db: Database, step: int, version: Version) -> None:
     if versions.is_recorded(db, version):
         raise Conflict(f"version {version.number} is published already, and not by this commit")
     mark_trained(db, batch["id"])
+    _leave_out(db, batch["id"], audited)
     versions.record(db, version)
+
+
+def _leave_out(db: Database, batch: int, tasks: Sequence[int]) -> None:
+    """The trainer could not believe these members' log-probs and gave them no part in the update."""
+    unique = json.dumps(sorted(set(tasks)))
+    query = """UPDATE batch_members SET num_audit_tokens = num_trained_tokens, num_trained_tokens = 0
+               WHERE batch = ? AND task IN (SELECT value FROM json_each(?))"""
+    found = db.execute(query, (batch, unique)).rowcount
+    if found != len(set(tasks)):
+        raise Refused(f"audit of tasks {unique}: not all of them are in this batch")
+    if found:
+        sum_up(db, batch)
+
+
+def sum_up(db: Database, batch: int) -> None:
+    """Brings a batch's sums in line with its members', after an audit left some out or took them in again."""
+    db.execute(
+        "UPDATE batches SET (num_trained_tokens, num_audit_tokens) = (SELECT SUM(num_trained_tokens), "
+        "SUM(num_audit_tokens) FROM batch_members WHERE batch = :batch), max_staleness = ("
+        "SELECT COALESCE(MAX(batches.step - v.step), 0) FROM batch_members m JOIN segments s ON s.task = m.task "
+        "JOIN versions v ON v.number = s.version WHERE m.batch = :batch AND m.num_trained_tokens > 0 "
+        "AND v.abandoned = 0 AND batches.step - v.step BETWEEN 0 AND batches.bound) WHERE id = :batch",
+        {"batch": batch},
+    )
 
 
 def mark_trained(db: Database, batch: int) -> None:

@@ -42,23 +42,31 @@ def counts(db: Database) -> Counts:
             case _:
                 trajectories["waiting"] += num_trajectories
                 tokens["waiting"] += num_tokens
-    trained, stale, abandoned, oldest = db.execute(
+    trained, stale, abandoned, audit, oldest = db.execute(
         "SELECT COALESCE(SUM(num_trained_tokens), 0), COALESCE(SUM(num_stale_tokens), 0), "
-        "COALESCE(SUM(num_abandoned_tokens), 0), COALESCE(MAX(max_staleness), 0) FROM batches WHERE state = 'trained'"
+        "COALESCE(SUM(num_abandoned_tokens), 0), COALESCE(SUM(num_audit_tokens), 0), "
+        "COALESCE(MAX(max_staleness), 0) FROM batches WHERE state = 'trained'"
     ).fetchone()
     left_out = """SELECT t.reason, SUM(j.num_sampled_tokens) FROM tasks t
                   CROSS JOIN groups g ON g.id = t.group_id CROSS JOIN trajectories j ON j.task = t.id
                   WHERE t.state = 'failed' AND g.state = 'trained'
                   GROUP BY t.reason"""
     wasted.update(dict(db.execute(left_out)))  # members that failed, of groups that were trained without them
+    query = (
+        "SELECT state, reason, SUM(num_sampled_tokens) FROM partials WHERE state <> 'continued' GROUP BY state, reason"
+    )
+    for state, reason, num_tokens in db.execute(query):
+        tokens["generated"] += num_tokens
+        (tokens if state == "kept" else wasted)["partial" if state == "kept" else reason] += num_tokens
     return Counts(
         trajectories=TrajectoryCounts(**trajectories),
         tokens=TokenCounts(
             generated=tokens["generated"],
             trained=trained,
-            masked={"stale": stale, "abandoned": abandoned},
+            masked={"stale": stale, "abandoned": abandoned, "audit": audit},
             waiting=tokens["waiting"],
-            wasted=dict(wasted),
+            partial=tokens["partial"],
+            wasted={reason: count for reason, count in wasted.items() if count},
             evaluated=tokens["evaluated"],
         ),
         groups=dict(groups),

@@ -19,3 +19,11 @@ class Refused(LedgerError, ValueError):
 
 class Conflict(LedgerError):
     """The same thing was already stored with another content."""
+
+
+class Fenced(LedgerError):
+    """A lease that is over: its task went to someone else, or has ended. What it led to is to be discarded."""
+
+
+class Forbidden(LedgerError):
+    """Not this worker's to touch."""

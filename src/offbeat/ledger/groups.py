@@ -15,7 +15,7 @@ import numpy as np
 
 from offbeat.control.admit import Standing
 from offbeat.control.settle import MAX_RETRIES, Verdict, settle
-from offbeat.ledger import versions
+from offbeat.ledger import partials, versions
 from offbeat.ledger.errors import Refused
 from offbeat.ledger.records import Cursor, Drop, NewGroup, Purpose, derive_seed
 from offbeat.ledger.schema import Database
@@ -153,9 +153,11 @@ def settle_groups(db: Database, groups: Iterable[int], min_group: int) -> None:
 
 def drop(db: Database, groups: Sequence[int], reason: Drop) -> None:
     """Ends groups without training, and with them their tasks that have not ended."""
+    query = """SELECT p.task FROM tasks t JOIN partials p ON p.task = t.id AND p.state = 'kept'
+               WHERE t.group_id IN (SELECT value FROM json_each(?))"""
+    partials.waste(db, [task for (task,) in db.execute(query, (json.dumps(list(groups)),))], reason.value)
     db.executemany(
-        "UPDATE tasks SET state = 'dropped', reason = ?, worker = NULL "
-        "WHERE group_id = ? AND state IN ('open', 'leased', 'accepted')",
+        "UPDATE tasks SET state = 'dropped', reason = ? WHERE group_id = ? AND state IN ('open', 'leased', 'accepted')",
         [(reason.value, group) for group in groups],
     )
     db.executemany(

@@ -13,7 +13,7 @@ hand out, take and drop is decided by `offbeat.control`; the ledger loads the ca
     count = admit(ledger.standing(), Pace(groups_per_step, num_steps))    # offbeat.control.admit
     ledger.admit([NewGroup(...), ...])
     tasks = ledger.lease("worker", capacity, have_version)
-    ledger.submit([(trajectory, "worker"), ...])
+    ledger.submit([Submission(trajectory, "worker", task.fence), ...])
     ledger.score([Scored(u.task, rewards) for u in ledger.unscored(limit)])
     batch = ledger.claim(step, groups_per_step, bound)                    # None: not enough groups are ready
     ledger.commit(step, Version(ledger.next_version_number(), step + 1, ledger.latest_version().number, ...))
@@ -22,13 +22,26 @@ hand out, take and drop is decided by `offbeat.control`; the ledger loads the ca
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from offbeat.control.admit import Standing
-from offbeat.ledger import batches, counts, groups, resume, scoring, story, submissions, tasks, verify, versions
+from offbeat.control.leases import Held
+from offbeat.ledger import (
+    batches,
+    counts,
+    groups,
+    resume,
+    scoring,
+    story,
+    submissions,
+    tasks,
+    verify,
+    versions,
+    workers,
+)
 from offbeat.ledger.bodies import Bodies
 from offbeat.ledger.errors import LedgerError, Unknown
 from offbeat.ledger.records import (
@@ -40,11 +53,12 @@ from offbeat.ledger.records import (
     Outcome,
     Reconciled,
     Scored,
+    Submission,
     TaskState,
     Unscored,
 )
 from offbeat.ledger.schema import Database
-from offbeat.trajectory import Task, Trajectory
+from offbeat.trajectory import Task
 from offbeat.weights.version import Version
 
 
@@ -57,10 +71,13 @@ class Ledger:
         *,
         min_group: int = 1,
         max_attempts: int = 3,
+        max_staleness: int = 0,
+        groups_per_step: int | None = None,
         read_only: bool = False,
         wall_clock: Callable[[], float] = time.time,
     ):
-        self.min_group, self.max_attempts = min_group, max_attempts
+        self.min_group, self.max_attempts, self.max_staleness = min_group, max_attempts, max_staleness
+        self.groups_per_step = groups_per_step
         self._db = Database(Path(path), read_only=read_only, wall_clock=wall_clock)
         self._bodies = Bodies(self._db)
 
@@ -94,33 +111,47 @@ class Ledger:
 
     # Work
 
-    def lease(self, worker: str, capacity: int, have_version: int | None) -> list[Task]:
-        """Hands open tasks to a worker: those that require no version, or the one it has."""
+    def lease(
+        self, worker: str, capacity: int, have_version: int | None, *, total_slots: int | None = None
+    ) -> list[Task]:
+        """Hands open tasks to a worker: those that require the version it has; or none, as far as pacing allows."""
+        asking = tasks.Asking(worker, capacity, have_version, total_slots)
         with self._db.transaction():
-            return tasks.lease(self._db, worker, capacity, have_version)
+            return tasks.lease(self._db, asking, self.max_staleness, self.groups_per_step)
 
     def wanted_version(self) -> int | None:
         """The version that the first open task requires: what a worker that is given no task should load."""
         return tasks.wanted_version(self._db)
 
+    def leased(self) -> list[Held]:
+        """Every lease, those of before a restart too."""
+        return tasks.leased(self._db)
+
+    def still_held(self, worker: str, leases: Sequence[tuple[int, int]]) -> list[Held]:
+        """Of the leases that a worker believes to hold, by task and fence, those that it does."""
+        return tasks.still_held(self._db, worker, leases)
+
     def release(self, worker: str | None = None) -> int:
-        """Takes back a lost worker's leases, each counting as a failed attempt; without a name, at a restart, all
-        leases, which costs no attempt. Returns how many."""
+        """Opens the tasks of a worker that leaves, or where nobody can hold one, all; costs no attempt. Returns how
+        many."""
         with self._db.transaction():
-            if worker is None:
-                return tasks.release_all(self._db)
-            return tasks.release_worker(self._db, worker, self.min_group, self.max_attempts)
+            return tasks.release(self._db, worker)
 
-    def fail(self, task: int, reason: str, detail: str | None = None, *, is_final: bool = False) -> TaskState:
-        """An attempt failed. The task is opened again, or ends as failed after `max_attempts`, or at once."""
+    def lose(self, leases: Sequence[Held]) -> int:
+        """Takes back the leases of workers that have vanished; what is to blame counts as a failed attempt."""
         with self._db.transaction():
-            return tasks.fail(self._db, task, reason, detail, is_final, self.min_group, self.max_attempts)
+            return tasks.lose(self._db, leases, self.min_group, self.max_attempts)
 
-    def submit(self, trajectories: Sequence[tuple[Trajectory, str]]) -> list[Outcome | LedgerError]:
-        """Stores finished trajectories, each with the worker that sent it; those that may not be stored are answered
-        with the error, and the others are stored all the same."""
+    def fail(self, worker: str, task: int, fence: int, reason: str, detail: str | None = None) -> TaskState:
+        """An attempt failed. The task is opened again, or ends as failed after `max_attempts`."""
         with self._db.transaction():
-            return submissions.submit(self._db, self._bodies, trajectories)
+            return tasks.fail(self._db, worker, task, fence, reason, detail, self.min_group, self.max_attempts)
+
+    def submit(self, submitted: Sequence[Submission]) -> list[Outcome | LedgerError]:
+        """Stores trajectories and partials; those that may not be stored are answered with the error, and the others
+        are stored all the same."""
+        with self._db.transaction():
+            return submissions.submit(self._db, self._bodies, submitted, self.max_staleness)
 
     # Rewards
 
@@ -139,15 +170,17 @@ class Ledger:
 
     # Batches and versions
 
-    def claim(self, step: int, count: int, bound: int) -> Batch | None:
-        """The batch of a step: chosen once, the same ever after; None while too few groups are ready."""
+    def claim(self, step: int, count: int, bound: int, *, in_order: bool = True) -> Batch | None:
+        """The batch of a step: chosen once, the same ever after; None while too few groups are ready. The step may be
+        that of the latest version or, once that one's batch is chosen, the next."""
         with self._db.transaction():
-            return batches.claim(self._db, self._bodies, step, count, bound)
+            return batches.claim(self._db, self._bodies, step, count, bound, in_order=in_order)
 
-    def commit(self, step: int, version: Version) -> None:
-        """The batch of `step` was trained and gave `version`, of step + 1. Repeating it changes nothing."""
+    def commit(self, step: int, version: Version, audited: Sequence[int] = ()) -> None:
+        """The batch of `step` was trained, without the tasks that an audit left out, and gave `version`, of step + 1.
+        Repeating it changes nothing."""
         with self._db.transaction():
-            batches.commit(self._db, step, version)
+            batches.commit(self._db, step, version, audited)
 
     def publish(self, version: Version) -> None:
         """Records a version without a batch: a run's first, or after a resume."""
@@ -165,6 +198,10 @@ class Ledger:
             raise Unknown(f"version {number}: never published")
         return found[0]
 
+    def versions_in_use(self) -> list[int]:
+        """Versions whose weights somebody may still ask for."""
+        return versions.in_use(self._db)
+
     def next_version_number(self) -> int:
         return versions.next_number(self._db)
 
@@ -172,6 +209,35 @@ class Ledger:
         """Takes back what a checkpoint does not know; see `offbeat.ledger.resume`. Call it at every start."""
         with self._db.transaction():
             return resume.reconcile(self._db, checkpoint_step, checkpoint_version)
+
+    # Workers
+
+    def issue_token(self, role: workers.Role, minutes: float) -> str:
+        """A token that one worker may join with, once, within the time; it is seen here and never again."""
+        with self._db.transaction():
+            return workers.issue_token(self._db, role, minutes)
+
+    def redeem(self, token: str, name: str, capabilities: Mapping[str, Any]) -> workers.Joined:
+        """Exchanges a join token for a worker of that name, or of the next free one like it."""
+        with self._db.transaction():
+            return workers.redeem(self._db, token, name, capabilities)
+
+    def worker_of(self, secret: str) -> workers.Worker | None:
+        """Who a secret belongs to; what another process revoked a moment ago is seen as revoked."""
+        return workers.find(self._db, secret)
+
+    def move_worker(self, name: str, state: workers.WorkerState, reason: str | None = None) -> workers.WorkerState:
+        """Revokes, quarantines, sends away or brings back a worker; returns its state then."""
+        with self._db.transaction():
+            return workers.move(self._db, name, state, reason)
+
+    def list_workers(self) -> list[workers.Worker]:
+        """Everyone who ever joined, with how many tasks they hold."""
+        return workers.listed(self._db)
+
+    def num_leased(self) -> dict[str, int]:
+        """How many tasks each worker holds, whether it joined or runs beside us."""
+        return workers.num_leased(self._db)
 
     # Looking
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -78,6 +78,16 @@ class Outcome(StrEnum):
     """The very same trajectory was there already; nothing changed."""
     LATE = "late"
     """Its task had ended without it. It is kept, and its tokens count as wasted."""
+    PARTIAL = "partial"
+    """It is kept as the beginning of its task, which is open again."""
+
+
+class Submission(NamedTuple):
+    """A trajectory, whole or partial, as a worker hands it in under the fence of its lease."""
+
+    trajectory: Trajectory
+    worker: str
+    fence: int
 
 
 REWARD_FAILED = "reward"
@@ -145,8 +155,13 @@ class Member:
     rewards: tuple[Reward, ...]
     reward: float
     """The sum of the rewards' values."""
-    mask: np.ndarray
-    """True per response token that may be trained: sampled, within the bound, not of an abandoned version."""
+    staleness: np.ndarray
+    """Of each response token; -1 where it may not be trained: given, past the bound, or of an abandoned version."""
+
+    @property
+    def mask(self) -> np.ndarray:
+        """True per response token that may be trained."""
+        return self.staleness >= 0
 
 
 @dataclass(frozen=True)
@@ -160,7 +175,8 @@ class BatchGroup:
 @dataclass(frozen=True)
 class Batch:
     step: int
-    from_version: int
+    from_version: int | None
+    """None where the step was claimed ahead of its version."""
     groups: tuple[BatchGroup, ...]
 
 
@@ -220,12 +236,14 @@ class TrajectoryCounts:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """generated = trained + masked + waiting + wasted + evaluated; only sampled tokens are counted."""
+    """generated = trained + masked + waiting + partial + wasted + evaluated; only sampled tokens are counted."""
 
     generated: int = 0
     trained: int = 0
     masked: Mapping[str, int] = field(default_factory=dict)
     waiting: int = 0
+    partial: int = 0
+    """In beginnings that were handed back and wait to be carried on."""
     wasted: Mapping[str, int] = field(default_factory=dict)
     evaluated: int = 0
 

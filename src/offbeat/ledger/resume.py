@@ -15,8 +15,8 @@ changes nothing more.
 from __future__ import annotations
 
 from offbeat.errors import UserError
-from offbeat.ledger import versions
-from offbeat.ledger.batches import mark_trained
+from offbeat.ledger import partials, versions
+from offbeat.ledger.batches import mark_trained, sum_up
 from offbeat.ledger.groups import drop, reissue
 from offbeat.ledger.records import Drop, Purpose, Reconciled
 from offbeat.ledger.schema import Database
@@ -38,7 +38,9 @@ def reconcile(db: Database, step: int, version: int | None) -> Reconciled:
     db.execute("UPDATE versions SET abandoned = 1 WHERE abandoned = 0 AND step > ?", (step,))
     replays_batch = _claim_again(db, step)
     undone = _undo_batches_after(db, step)
+    partials.waste_abandoned(db, Drop.ABANDONED)
     num_reissued = _drop_abandoned_groups(db)
+    _begin_again(db, step)
     _abandon_evals_after(db, step)
     parent = versions.living_at(db, step)
     assert parent is not None
@@ -93,6 +95,12 @@ def _claim_again(db: Database, step: int) -> bool:
         return False
     db.execute("UPDATE batches SET state = 'claimed', to_version = NULL, trained_at = NULL WHERE id = ?", row)
     db.execute("UPDATE groups SET state = 'claimed', ended_at = NULL WHERE batch = ?", row)
+    db.execute(  # what it trains is audited anew
+        "UPDATE batch_members SET num_trained_tokens = num_trained_tokens + num_audit_tokens, num_audit_tokens = 0 "
+        "WHERE batch = ?",
+        row,
+    )
+    sum_up(db, row[0])
     return True
 
 
@@ -118,6 +126,17 @@ def _drop_abandoned_groups(db: Database) -> int:
     again = [group for group, purpose in sorted(doomed) if purpose == Purpose.TRAIN]
     reissue(db, again, with_new_seed=False)
     return len(again)
+
+
+def _begin_again(db: Database, step: int) -> None:
+    """What was begun with abandoned versions alone holds no token of a living one yet: it is as young as the checkpoint
+    where somebody works on it, and otherwise may be begun with any version."""
+    db.execute(
+        """UPDATE groups SET first_step = IIF(state = 'open' AND NOT EXISTS (
+               SELECT 1 FROM tasks WHERE group_id = groups.id AND state = 'leased'), NULL, :step)
+           WHERE state IN ('open', 'ready') AND first_step > :step""",
+        {"step": step},
+    )
 
 
 def _abandon_evals_after(db: Database, step: int) -> None:

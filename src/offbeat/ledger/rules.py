@@ -146,26 +146,36 @@ BATCHES = (
            WHERE b.state <> 'undone' AND t.state = 'scored' AND m.task IS NULL""",
     ),
     Rule(
-        "task {0} in the batch of step {1}: {2} tokens count as trained, {3} as stale, {4} as abandoned, but by their "
-        "versions and the bound {5} it must be {6}, {7} and {8}",
-        """SELECT m.task, b.step, m.num_trained_tokens, m.num_stale_tokens, m.num_abandoned_tokens, b.bound,
+        "task {0} in the batch of step {1}: {2} tokens count as trained or audited, {3} as stale, {4} as abandoned, "
+        "but by their versions and the bound {5} it must be {6}, {7} and {8}",
+        """SELECT m.task, b.step, m.num_trained_tokens + m.num_audit_tokens AS taken, m.num_stale_tokens,
+                  m.num_abandoned_tokens, b.bound,
                   SUM(s.num_tokens * (v.abandoned = 0 AND b.step - v.step BETWEEN 0 AND b.bound)) AS may_train,
                   SUM(s.num_tokens * (v.abandoned = 0 AND b.step - v.step NOT BETWEEN 0 AND b.bound)) AS too_old,
                   SUM(s.num_tokens * v.abandoned) AS left_behind
            FROM batch_members m JOIN batches b ON b.id = m.batch JOIN segments s ON s.task = m.task
            JOIN versions v ON v.number = s.version WHERE b.state <> 'undone' GROUP BY m.batch, m.task
-           HAVING m.num_trained_tokens <> may_train OR m.num_stale_tokens <> too_old
-               OR m.num_abandoned_tokens <> left_behind""",
+           HAVING taken <> may_train OR m.num_stale_tokens <> too_old OR m.num_abandoned_tokens <> left_behind
+               OR (m.num_audit_tokens > 0 AND m.num_trained_tokens > 0)""",
     ),
     Rule(
         "the batch of step {0}: its sums are not those of its members",
         """SELECT b.step FROM batches b JOIN batch_members m ON m.batch = b.id GROUP BY b.id
            HAVING b.num_trained_tokens <> SUM(m.num_trained_tokens) OR b.num_stale_tokens <> SUM(m.num_stale_tokens)
-               OR b.num_abandoned_tokens <> SUM(m.num_abandoned_tokens)""",
+               OR b.num_abandoned_tokens <> SUM(m.num_abandoned_tokens)
+               OR b.num_audit_tokens <> SUM(m.num_audit_tokens)""",
     ),
     Rule(
         "the batch of step {0} trained tokens of staleness {1}, above its bound {2}",
         "SELECT step, max_staleness, bound FROM batches WHERE max_staleness > bound",
+    ),
+    Rule(
+        "the batch of step {0}: the oldest token trained is of staleness {1}, not {2}",
+        """SELECT b.step, COALESCE(MAX(b.step - v.step), 0) AS oldest, b.max_staleness FROM batches b
+           LEFT JOIN batch_members m ON m.batch = b.id AND m.num_trained_tokens > 0
+           LEFT JOIN segments s ON s.task = m.task LEFT JOIN versions v ON v.number = s.version
+               AND v.abandoned = 0 AND b.step - v.step BETWEEN 0 AND b.bound
+           WHERE b.state <> 'undone' GROUP BY b.id HAVING oldest <> b.max_staleness""",
     ),
     Rule(
         "the batch of step {0} was trained from version {1}, which is of step {2} or abandoned",
@@ -178,9 +188,9 @@ BATCHES = (
            WHERE b.state <> 'undone' AND (v.step <> b.step + 1 OR v.parent <> b.from_version OR v.abandoned = 1)""",
     ),
     Rule(
-        "the batch of step {0} is {1}, but a later step was claimed",
+        "the batch of step {0} is {1}, but a later step was claimed, and not ahead of its version",
         """SELECT step, state FROM batches WHERE state <> 'undone' AND (state <> 'trained' OR to_version IS NULL)
-           AND step < (SELECT MAX(step) FROM batches WHERE state <> 'undone')""",
+           AND step < (SELECT MAX(step) FROM batches WHERE state <> 'undone' AND from_version IS NOT NULL)""",
     ),
     Rule(
         "step {0} follows {1}: the steps between them have no batch",
@@ -244,4 +254,27 @@ TRAJECTORIES = (
     ),
 )
 
-RULES = (*TASKS, *GROUPS, *BATCHES, *VERSIONS, *TRAJECTORIES)
+PARTIALS = (
+    Rule(
+        "task {0} is {1}, but a beginning of its trajectory is kept",
+        """SELECT t.id, t.state FROM partials p JOIN tasks t ON t.id = p.task
+           WHERE p.state = 'kept' AND t.state NOT IN ('open', 'leased')""",
+    ),
+    Rule(
+        "task {0} has a beginning that nothing continues",
+        """SELECT p.task FROM partials p WHERE p.state = 'continued'
+           AND NOT EXISTS (SELECT 1 FROM partials n WHERE n.task = p.task AND n.seq > p.seq)
+           AND NOT EXISTS (SELECT 1 FROM trajectories j WHERE j.task = p.task)""",
+    ),
+    Rule(
+        "task {0} has a beginning that is kept and ends in version {1}, which is abandoned",
+        """SELECT p.task, p.last_version FROM partials p JOIN versions v ON v.number = p.last_version
+           WHERE p.state = 'kept' AND v.abandoned = 1""",
+    ),
+    Rule(
+        "task {0} has {1} failures, but {2} leases",
+        "SELECT id, num_failures, fence FROM tasks WHERE num_failures > fence",
+    ),
+)
+
+RULES = (*TASKS, *GROUPS, *BATCHES, *VERSIONS, *TRAJECTORIES, *PARTIALS)

@@ -16,7 +16,7 @@ from pathlib import Path
 from offbeat.errors import UserError
 from offbeat.ledger.errors import LedgerError
 
-SCHEMA = 1
+SCHEMA = 2
 BUSY_TIMEOUT_S = 10.0
 """How long a write waits for another process, such as one that reads the ledger to verify it."""
 NETWORK_FILE_SYSTEMS = {
@@ -68,11 +68,13 @@ CREATE TABLE batches (
     step INTEGER NOT NULL,
     bound INTEGER NOT NULL,
     state TEXT NOT NULL CHECK (state IN ('claimed', 'trained', 'undone')),
-    from_version INTEGER NOT NULL REFERENCES versions (number),
+    -- Without one while the step is claimed ahead of its version.
+    from_version INTEGER REFERENCES versions (number) CHECK (state <> 'trained' OR from_version IS NOT NULL),
     to_version INTEGER REFERENCES versions (number),
     num_trained_tokens INTEGER NOT NULL,
     num_stale_tokens INTEGER NOT NULL,
     num_abandoned_tokens INTEGER NOT NULL,
+    num_audit_tokens INTEGER NOT NULL DEFAULT 0,
     max_staleness INTEGER NOT NULL,
     claimed_at REAL NOT NULL,
     trained_at REAL
@@ -93,6 +95,8 @@ CREATE TABLE groups (
     size INTEGER NOT NULL CHECK (size >= 1),
     require_step INTEGER,
     require_version INTEGER REFERENCES versions (number),
+    -- Of the oldest version that a member was begun with; none before the first lease.
+    first_step INTEGER,
     state TEXT NOT NULL CHECK (state IN ('open', 'ready', 'claimed', 'trained', 'evaluated', 'dropped')),
     reason TEXT CHECK ((state = 'dropped') = (reason IS NOT NULL)),
     batch INTEGER REFERENCES batches (id),
@@ -122,14 +126,20 @@ CREATE TABLE tasks (
     member INTEGER NOT NULL,
     seed INTEGER NOT NULL,
     state TEXT NOT NULL CHECK (state IN ('open', 'leased', 'accepted', 'scored', 'failed', 'dropped')),
+    -- Who holds it, or held it last, and under which fence: the number of its leases so far.
     worker TEXT CHECK ((state = 'leased') <= (worker IS NOT NULL)),
-    attempt INTEGER NOT NULL DEFAULT 0,
+    fence INTEGER NOT NULL DEFAULT 0,
     num_failures INTEGER NOT NULL DEFAULT 0,
+    -- The fence of the attempt that failed last: an attempt fails once, however often it is told.
+    failed_fence INTEGER NOT NULL DEFAULT 0 CHECK (failed_fence <= fence),
+    -- Workers that vanished while they held it, whoever is to blame.
+    num_losses INTEGER NOT NULL DEFAULT 0,
     reason TEXT CHECK ((state IN ('failed', 'dropped')) = (reason IS NOT NULL)),
     detail TEXT,
     UNIQUE (group_id, member)
 );
 CREATE INDEX tasks_leased ON tasks (worker) WHERE state = 'leased';
+CREATE INDEX tasks_lost ON tasks (group_id, num_losses) WHERE state = 'open' AND num_losses > 0;
 CREATE INDEX tasks_accepted ON tasks (id) WHERE state = 'accepted';
 CREATE INDEX tasks_failed ON tasks (reason) WHERE state = 'failed';
 
@@ -142,10 +152,30 @@ CREATE TABLE trajectories (
     num_tokens INTEGER NOT NULL,
     num_sampled_tokens INTEGER NOT NULL,
     worker TEXT NOT NULL,
+    fence INTEGER NOT NULL,
     accepted_at REAL NOT NULL,
     body BLOB NOT NULL,
     UNIQUE (task, trajectory_index)
 );
+
+-- Beginnings that were handed back. One of a task is kept at most; when the task goes on from it, its tokens become the
+-- trajectory's or the next partial's.
+CREATE TABLE partials (
+    seq INTEGER PRIMARY KEY,
+    task INTEGER NOT NULL REFERENCES tasks (id),
+    digest BLOB NOT NULL,
+    num_sampled_tokens INTEGER NOT NULL,
+    first_version INTEGER NOT NULL REFERENCES versions (number),
+    last_version INTEGER NOT NULL REFERENCES versions (number),
+    worker TEXT NOT NULL,
+    fence INTEGER NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('kept', 'continued', 'wasted')),
+    reason TEXT CHECK ((state = 'wasted') = (reason IS NOT NULL)),
+    stored_at REAL NOT NULL,
+    body BLOB CHECK ((state = 'kept') = (body IS NOT NULL))
+);
+CREATE UNIQUE INDEX partials_kept ON partials (task) WHERE state = 'kept';
+CREATE INDEX partials_by_task ON partials (task);
 
 CREATE TABLE segments (
     task INTEGER NOT NULL,
@@ -172,7 +202,30 @@ CREATE TABLE batch_members (
     num_trained_tokens INTEGER NOT NULL,
     num_stale_tokens INTEGER NOT NULL,
     num_abandoned_tokens INTEGER NOT NULL,
+    num_audit_tokens INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (batch, task)
+) WITHOUT ROWID;
+
+CREATE TABLE workers (
+    name TEXT PRIMARY KEY,
+    role TEXT NOT NULL CHECK (role IN ('rollout', 'reward', 'trainer')),
+    secret_hash BLOB NOT NULL UNIQUE,
+    state TEXT NOT NULL CHECK (state IN ('active', 'left', 'revoked', 'quarantined')),
+    reason TEXT,
+    capabilities TEXT NOT NULL,
+    joined_at REAL NOT NULL,
+    num_audited INTEGER NOT NULL DEFAULT 0,
+    num_audit_failures INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+
+-- The wall clock decides how long a token lives, because another process than the one that issued it asks.
+CREATE TABLE join_tokens (
+    hash BLOB PRIMARY KEY,
+    role TEXT NOT NULL CHECK (role IN ('rollout', 'reward', 'trainer')),
+    issued_at REAL NOT NULL,
+    expires_at REAL NOT NULL,
+    used_by TEXT REFERENCES workers (name),
+    used_at REAL
 ) WITHOUT ROWID;
 """
 
@@ -264,7 +317,11 @@ def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
 def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool) -> None:
     found = _schema_of(connection, path)
     if found is not None and found > SCHEMA:
-        raise UserError(f"{path}: written by a newer Offbeat (schema {found}; this one reads up to {SCHEMA}); upgrade")
+        raise UserError(f"{path}: written by a newer Offbeat (schema {found}; this one reads {SCHEMA}); upgrade")
+    if found is not None and found < SCHEMA:
+        raise UserError(
+            f"{path}: written by an older Offbeat (schema {found}; this one reads {SCHEMA}); finish the run with it"
+        )
     connection.execute("PRAGMA foreign_keys = ON")
     if read_only:
         connection.execute("PRAGMA query_only = ON")

@@ -82,6 +82,7 @@ def _staleness(db: Database) -> dict[int, int]:
     query = """SELECT b.step - v.step AS age, SUM(s.num_tokens)
                FROM batches b JOIN batch_members m ON m.batch = b.id
                JOIN segments s ON s.task = m.task JOIN versions v ON v.number = s.version
-               WHERE b.state = 'trained' AND v.abandoned = 0 AND b.step - v.step BETWEEN 0 AND b.bound
+               WHERE b.state = 'trained' AND m.num_trained_tokens > 0 AND v.abandoned = 0
+               AND b.step - v.step BETWEEN 0 AND b.bound
                GROUP BY age ORDER BY age"""
     return dict(db.execute(query))

@@ -44,7 +44,7 @@ def verify(db: Database, *, with_bodies: bool = True) -> Report:
     with db.snapshot():
         found = [*_broken_references(db), *_broken_rules(db), *_broken_seeds(db)]
         if with_bodies:
-            found += _shortened(list(_broken_bodies(db)))
+            found += _shortened([*_broken_bodies(db), *_broken_partials(db)])
         counted = counts(db)
         return Report((*found, *_broken_sums(db, counted)), counted)
 
@@ -100,6 +100,21 @@ def _broken_bodies(db: Database) -> Iterator[str]:
             yield f"the trajectory of task {task} is not what the tables say of it"
 
 
+def _broken_partials(db: Database) -> Iterator[str]:
+    query = (
+        "SELECT task, digest, num_sampled_tokens, first_version, last_version, body FROM partials WHERE state = 'kept'"
+    )
+    for task, digest, num_sampled, first, last, body in db.execute(query):
+        if blake3(body).digest() != digest:
+            yield f"the partial of task {task} is not the one that was handed in: its digest differs"
+            continue
+        trajectory = Trajectory.decode(body)
+        versions = [s.version for s in trajectory.segments if s.version is not None]
+        told = (task, num_sampled, first, last, None)
+        if told != (trajectory.task, trajectory.sampled_mask.sum(), versions[0], versions[-1], trajectory.end):
+            yield f"the partial of task {task} is not what the tables say of it"
+
+
 def _facts(trajectory: Trajectory) -> tuple[object, ...]:
     segments = [(s.start, len(s.tokens), s.version) for s in trajectory.segments]
     num_sampled = sum(count for _, count, version in segments if version is not None)
@@ -113,13 +128,15 @@ def _broken_sums(db: Database, counted: Counts) -> list[str]:
     generated, num_trajectories = db.execute(
         "SELECT COALESCE(SUM(num_sampled_tokens), 0), COUNT(*) FROM trajectories"
     ).fetchone()
-    placed = tokens.trained + tokens.waiting + tokens.evaluated + sum(tokens.masked.values())
+    query = "SELECT COALESCE(SUM(num_sampled_tokens), 0) FROM partials WHERE state <> 'continued'"
+    generated += db.execute(query).fetchone()[0]
+    placed = tokens.trained + tokens.waiting + tokens.partial + tokens.evaluated + sum(tokens.masked.values())
     placed += sum(tokens.wasted.values())
     if generated != placed:
         found.append(
             f"{generated} tokens were generated, but {placed} are accounted for: trained {tokens.trained}, masked "
-            f"{dict(tokens.masked)}, waiting {tokens.waiting}, wasted {dict(tokens.wasted)}, evaluated "
-            f"{tokens.evaluated}"
+            f"{dict(tokens.masked)}, waiting {tokens.waiting}, partial {tokens.partial}, wasted {dict(tokens.wasted)}, "
+            f"evaluated {tokens.evaluated}"
         )
     ended = trajectories.trained + trajectories.waiting + trajectories.dropped
     if num_trajectories != ended + trajectories.evaluated:

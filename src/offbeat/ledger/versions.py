@@ -50,6 +50,13 @@ def living_at(db: Database, step: int) -> Version | None:
     return None if row is None else _version(row)
 
 
+def in_use(db: Database) -> list[int]:
+    """The latest living version, the one before, which a worker may be fetching, and those that open tasks require."""
+    query = """SELECT number FROM (SELECT number FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 2)
+               UNION SELECT require_version FROM groups WHERE state = 'open' AND require_version IS NOT NULL"""
+    return [number for (number,) in db.execute(query)]
+
+
 def next_number(db: Database) -> int:
     return int(db.execute("SELECT COALESCE(MAX(number) + 1, 0) FROM versions").fetchone()[0])
 
@@ -134,6 +141,9 @@ def record(db: Database, version: Version) -> None:
         "UPDATE batches SET to_version = ?, from_version = ? "
         "WHERE step = ? AND state = 'trained' AND to_version IS NULL",
         (version.number, version.parent, version.step - 1),
+    )
+    db.execute(
+        "UPDATE batches SET from_version = ? WHERE step = ? AND state = 'claimed'", (version.number, version.step)
     )
     db.execute(
         "UPDATE groups SET require_version = ? WHERE state = 'open' AND require_step = ?",
