@@ -9,6 +9,7 @@ import sys
 from offbeat.cli.parser import Parser
 from offbeat.cli.train import resolve, status_of
 from offbeat.errors import RunStopped
+from offbeat.extras import hidden
 
 STOPPED = 3
 """The exit status of a run that ended for a reason which starting it again would meet again."""
@@ -36,7 +37,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     check(config, resume)
     check_sinks(config.log.sinks)
     with RunFolder.open(resume, config) if resume else RunFolder.create(config) as folder:
-        from offbeat.launch.serve import serve
+        with hidden("torch"):  # transformers would load it wherever it is installed, and a tokenizer needs none
+            from offbeat.launch.serve import serve
 
         try:
             return status_of(asyncio.run(serve(folder)))

@@ -193,7 +193,8 @@ class Supervisor:
         children = [child for child in (self.trainer, *self.workers, self.coordinator) if child.is_alive]
         for child in children:
             child.keeps_going = False
-            child.tell(signal.SIGTERM)
+            # Without a coordinator a worker has nobody to hand anything back to; what it finished is in its spool.
+            child.tell(signal.SIGTERM if self.coordinator.is_alive or child is self.trainer else signal.SIGKILL)
         waits = [asyncio.ensure_future(child.process.wait()) for child in children if child.process is not None]
         if waits:
             await asyncio.wait(waits, timeout=END_WITHIN_S)

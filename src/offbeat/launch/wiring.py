@@ -134,4 +134,5 @@ def open_ledger(config: Config, path: Path) -> Ledger:
         min_group=config.batch.min_group,
         max_attempts=config.rollout.max_attempts,
         max_staleness=config.schedule.bound,
+        groups_per_step=config.batch.groups_per_step,
     )

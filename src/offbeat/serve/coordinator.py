@@ -26,7 +26,7 @@ from offbeat.serve.issuing import Issuer
 from offbeat.serve.scoring import Scorer
 from offbeat.serve.waiting import Bell
 from offbeat.serve.writer import Writer
-from offbeat.trajectory import Trajectory
+from offbeat.trajectory import Task, Trajectory
 from offbeat.weights.folder import WeightFolder
 from offbeat.weights.version import Version
 
@@ -92,6 +92,8 @@ class Coordinator:
         self._is_over = False
         self._heard: dict[str, float] = {}
         """When each worker asked for something last."""
+        self._slots: dict[str, int] = {}
+        """How many tasks each can hold: the most that it ever asked for."""
         self._checkpointed_step = -1
 
     async def start(self, *, keep_leases: bool = False) -> None:
@@ -116,15 +118,14 @@ class Coordinator:
 
     async def lease(self, worker: str, capacity: int, have_version: int | None, wait_s: float) -> Lease:
         deadline_s, ttl_s = time.monotonic() + wait_s, self.settings.lease_ttl_s
-        self._heard[worker] = time.monotonic()
+        self._hear(worker, capacity)
         while True:
             changed = self._bell.changed
             if self._is_over:
                 return Lease(ttl_s=ttl_s, is_over=True)
             await self._admit()
-            tasks = await self.call(self.ledger.lease, worker, capacity, have_version)
+            tasks = await asyncio.shield(self._hand_out(worker, capacity, have_version))
             if tasks:
-                self.leases.grant(Held(task.id, task.fence, worker) for task in tasks)
                 self._times.first_lease_s = self._times.first_lease_s or time.monotonic()
                 return Lease(tuple(tasks), ttl_s=ttl_s)
             version = await self._version_to_serve()
@@ -132,6 +133,19 @@ class Coordinator:
                 return Lease(version=version, ttl_s=ttl_s)
             if not await self._bell.wait(changed, deadline_s):
                 return Lease(ttl_s=ttl_s)
+
+    async def _hand_out(self, worker: str, capacity: int, have_version: int | None) -> list[Task]:
+        """Leases tasks and starts their clocks: to its end, also if whoever asked is gone, or they would never expire."""
+        tasks = await self.call(self.ledger.lease, worker, capacity, have_version, total_slots=self._total_slots())
+        self.leases.grant(Held(task.id, task.fence, worker) for task in tasks)
+        return tasks
+
+    def _hear(self, worker: str, capacity: int) -> None:
+        self._heard[worker] = time.monotonic()
+        self._slots[worker] = max(capacity, self._slots.get(worker, 0))
+
+    def _total_slots(self) -> int:
+        return sum(self._slots.get(worker, 0) for worker in self.present(self.settings.lease_ttl_s))
 
     async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]]) -> Heartbeat:
         self._heard[worker] = time.monotonic()
