@@ -249,7 +249,7 @@ def test_a_large_trajectory_crosses_compressed(tmp_path):
 
         async def scenario():
             async with remote(run, run.token(), "w") as worker:
-                worker._connection._is_local = False
+                worker._connection.is_local = False
                 (task,) = (await worker.lease(1, 0, SOON_S)).tasks
                 trajectory = task.new_trajectory()
                 extra = {"scores": np.zeros((64, 500), np.float32)}

@@ -148,3 +148,31 @@ def wait_until(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+def test_a_caller_that_goes_away_while_its_lease_is_written_has_one_that_ends(tmp_path):
+    """The ledger has it then: without a clock of its own it would be held for ever."""
+    with LiveRun(tmp_path) as run:
+        secret, release = run.secret("gone"), threading.Event()
+        run.lease(run.secret("first"), wait_s=0.0)  # so that groups are admitted
+        call = wire.encode(wire.LeaseCall(capacity=1, have_version=0, wait_s=30.0))
+        head = (
+            f"POST /v1/lease HTTP/1.1\r\nHost: x\r\nContent-Type: {wire.MSGPACK}\r\n"
+            f"Authorization: Bearer {secret}\r\nContent-Length: {len(call)}\r\n\r\n"
+        )
+        leasing = threading.Event()
+        lease = run.coordinator.ledger.lease
+
+        def slow_lease(*args, **kwargs):
+            leasing.set()
+            assert release.wait(SOON_S)
+            return lease(*args, **kwargs)
+
+        run.coordinator.ledger.lease = slow_lease
+        with run.connect() as line:
+            line.sendall(head.encode() + call)
+            assert leasing.wait(SOON_S)
+        wait_until(lambda: not run.server._uvicorn.server_state.tasks)
+        release.set()
+        wait_until(lambda: run.ledger.num_leased().get("gone") == 1)
+        wait_until(lambda: len(run.coordinator.leases) == 2)
