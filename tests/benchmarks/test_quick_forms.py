@@ -1,0 +1,51 @@
+"""Every benchmark's quick form runs, and its last line says what came of each bar."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+BARS = {
+    "ledger": {
+        "submissions/s over bare SQLite, 1 a commit": 0.7,
+        "submissions/s over bare SQLite, 16 a commit": 0.7,
+        "seconds of a claim over bare SQLite": 3.0,
+        "seconds of a submit, large over small": 1.3,
+        "seconds of a lease, large over small": 1.3,
+        "seconds of a claim, large over small": 1.3,
+    },
+}
+DECIDES_NOTHING = {
+    "ledger": ["seconds of a claim over bare SQLite", "seconds of a claim, large over small"],
+}
+"""Bars that no quick run may call reached or missed."""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", BARS)
+def test_a_quick_form_prints_its_bars_and_leaves_open_what_a_minute_cannot_decide(name: str):
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--quick"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=540,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["benchmark"] == name
+    assert line["quick"] is True
+    assert {bar: told["target"] for bar, told in line["bars"].items()} == BARS[name]
+    for told in line["bars"].values():
+        low, high = told["spread"]
+        assert low <= told["value"] <= high
+    assert all(line["bars"][bar]["holds"] is None for bar in DECIDES_NOTHING[name])
