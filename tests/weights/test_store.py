@@ -2,7 +2,7 @@ import pytest
 import torch
 from blake3 import blake3
 
-from offbeat.weights.digest import PIECE_BYTES, tensor_digest, weights_digest
+from offbeat.weights.digest import PIECE_BYTES, file_digest, tensor_digest, weights_digest
 from offbeat.weights.store import FILE_NAME, WeightsError, WeightStore, read
 
 
@@ -54,3 +54,18 @@ def test_a_tensors_digest_is_made_of_its_pieces():
     data = tensor.numpy().tobytes()
     pieces = [blake3(data[:PIECE_BYTES]).digest(), blake3(data[PIECE_BYTES:]).digest()]
     assert tensor_digest(tensor) == blake3(b"".join(pieces)).hexdigest()
+
+
+def test_the_digest_of_a_file_is_that_of_its_tensors(tmp_path):
+    store = WeightStore(tmp_path)
+    some = {**tensors(), "empty": torch.zeros(0, 3), "half": torch.ones(2).half(), "many": torch.arange(9)}
+    assert file_digest(store.write(0, 0, None, some).path / FILE_NAME) == weights_digest(some)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 7, 8, 40, -1])
+def test_a_file_that_is_cut_short_is_refused(tmp_path, num_bytes):
+    version = WeightStore(tmp_path).write(4, 2, 3, tensors())
+    file = version.path / FILE_NAME
+    file.write_bytes(file.read_bytes()[:num_bytes])
+    with pytest.raises(WeightsError, match="version 4"):
+        read(version)

@@ -174,8 +174,8 @@ class ServeConfig(Section):
 class RolloutConfig(Section):
     workers: int | None = free(None, ge=0, le=64)
     """Worker processes on this machine, beside those that join from elsewhere; without it, one process does all."""
-    engine: Literal["embedded"] = "embedded"
-    """What generates: embedded runs in this process."""
+    engine: Literal["embedded", "paced"] = "embedded"
+    """What generates. embedded: the model itself. paced: no model, random tokens at a modelled pace, to try a swarm."""
     slots: int = free(256, ge=1)
     """Requests that the engine runs at a time."""
     temperature: float = Field(1.0, gt=0)
@@ -192,6 +192,25 @@ class RolloutConfig(Section):
     """A worker that is not heard of for so long loses its tasks to others."""
     deadline_s: float = free(1800.0, gt=0)
     """Longest wait for a batch before the run stops and says whom it waited for."""
+
+
+class PacedConfig(Section):
+    """How fast a paced engine is."""
+
+    base_s: float = free(0.01, ge=0)
+    """Seconds that a step takes with no row in it."""
+    per_row_s: float = free(0.0002, gt=0)
+    """Seconds that each row adds."""
+    prefill_s: float = free(0.0, ge=0)
+    """Seconds for each token that a new request brings."""
+    load_s: float = free(0.0, ge=0)
+    """Seconds that new weights take."""
+    speed: float = free(1.0, gt=0)
+    """Divides all times of steps: 3 is three times as fast."""
+    median_tokens: float = free(16.0, gt=0)
+    """Half of the answers are longer."""
+    sigma: float = free(0.8, ge=0, le=3)
+    """Spread of their log-normal law; near 1 there is a long tail."""
 
 
 class OptimizerConfig(Section):
@@ -274,6 +293,7 @@ class Config(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     rollout: RolloutConfig = RolloutConfig()
     serve: ServeConfig = ServeConfig()
+    paced: PacedConfig = PacedConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     eval: EvalConfig = EvalConfig()

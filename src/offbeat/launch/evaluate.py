@@ -53,7 +53,7 @@ async def _evaluate(config: Config, reward: Callable[..., Any] | None, log: Path
             groups = wiring.make_issuer(config, mixture, tokens).held_out(version=0)
             if not groups:
                 raise UserError("task: no source has a held-out split; set held_out on a file or dataset task")
-            engine = models.make_engine(config, "eval", version=0)
+            engine = models.make_embedded(config, "eval", version=0)
         stack.push_async_callback(engine.close)
         watch = FailureWatch(config.reward.max_failure_share, window=sum(group.size for group in groups), min_count=1)
         judged = await asyncio.gather(*(_judge(group, engine, pool, tokens, watch) for group in groups))

@@ -12,6 +12,7 @@ from typing import Any
 
 from offbeat.config.models import Config
 from offbeat.launch import models
+from offbeat.launch.engines import make_engine
 from offbeat.launch.folder import RunFolder
 from offbeat.launch.office import Office, open_office, prepare, report_evaluations
 from offbeat.launch.report import step_row
@@ -35,7 +36,7 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
             models.set_threads(config)
             prepared = prepare(config, mixture)
             policy, reference = models.make_policy(config)
-            engine = models.make_engine(config, WORKER)
+            engine = make_engine(config, WORKER)
         stack.push_async_callback(engine.close)
         office = await stack.enter_async_context(open_office(folder, mixture, pool, prepared))
         coordinator, reporter = office.coordinator, office.reporter

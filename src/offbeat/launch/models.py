@@ -16,7 +16,7 @@ from offbeat.model.loading import load_model
 from offbeat.rollout.engines.embedded import EmbeddedEngine
 
 
-def make_engine(config: Config, name: str, version: int | None = None) -> EmbeddedEngine:
+def make_embedded(config: Config, name: str, version: int | None = None) -> EmbeddedEngine:
     """An engine with a model of its own; it serves nothing until it is given a version, unless it holds one."""
     device = pick_device(config.model.device)
     model = load_model(config.model.path, pick_dtype(config.model.dtype, device), device)
@@ -71,7 +71,8 @@ def trainer_settings(config: Config) -> TrainerSettings:
             clip_high=loss.clip_high,
             kl_coef=loss.kl_coef,
             max_importance=loss.max_importance if is_overlap else None,
-            max_sample_gap=loss.max_sample_gap,
+            # A paced engine's tokens come from no weights at all.
+            max_sample_gap=None if config.rollout.engine == "paced" else loss.max_sample_gap,
         ),
         learning_rate=rate,
         checkpoint_every=config.checkpoint.every,

@@ -10,9 +10,11 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 
+from offbeat.launch.engines import make_engine
 from offbeat.launch.joining import Invitation, joined
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.rollout.spool import Spool
+from offbeat.rollout.worker import Worker
 from offbeat.serve.http.client import RemoteWorker
 
 
@@ -23,11 +25,7 @@ async def work(invitation: Invitation, overrides: Sequence[str]) -> str | None:
         spool = Spool(invitation.folder / "spool" / member.run)
         stack.callback(spool.close)
         with interruptible():
-            from offbeat.launch import models
-            from offbeat.rollout.worker import Worker
-
-            models.set_threads(member.config)
-            engine = models.make_engine(member.config, member.worker)
+            engine = make_engine(member.config, member.worker)
         stack.push_async_callback(engine.close)
         # On one machine weights are read where they lie; whatever is read is compared with the published digest.
         client = RemoteWorker(member.connection, invitation.folder / "weights", shares_disk=member.connection.is_local)

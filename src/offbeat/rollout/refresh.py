@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from offbeat.crash import crash_here
 from offbeat.errors import OffbeatError
 from offbeat.rollout.engine import EngineDied
 from offbeat.serve.client import WorkerClient
+from offbeat.weights.verify import verify
 from offbeat.weights.version import Version
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,8 @@ class Versions:
         async with self._fetching:
             if self._ready is None or self._ready.number != version.number:
                 here = await self.client.fetch(version)
-                await asyncio.to_thread(_verify, here)
+                await asyncio.to_thread(verify, here)
+                crash_here("version-fetched")
                 self._ready = here
             return self._ready
 
@@ -62,9 +65,3 @@ class Versions:
                 newest.number,
                 error,
             )
-
-
-def _verify(version: Version) -> None:
-    from offbeat.weights.store import verify  # reads tensors, which takes torch: not for everyone who imports a worker
-
-    verify(version)

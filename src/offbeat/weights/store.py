@@ -13,15 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from offbeat.errors import OffbeatError
 from offbeat.files import fsync_file, replace_folder
 from offbeat.weights.digest import weights_digest
 from offbeat.weights.folder import FILE_NAME, WeightFolder
+from offbeat.weights.verify import WeightsError, verify
 from offbeat.weights.version import Version
-
-
-class WeightsError(OffbeatError):
-    """Published weights are missing or are not what was published."""
 
 
 class WeightStore(WeightFolder):
@@ -50,21 +46,5 @@ class WeightStore(WeightFolder):
 
 def read(version: Version) -> dict[str, Tensor]:
     """A version's tensors, or `WeightsError` if their digest is not the published one."""
-    file = version.path / FILE_NAME
-    if not file.is_file():
-        raise WeightsError(f"version {version.number}: {file} is missing")
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise WeightsError(
-            f"version {version.number}: {file} cannot be read: {' '.join(str(error).split())}"
-        ) from error
-    digest = weights_digest(tensors)
-    if digest != version.digest:
-        raise WeightsError(f"version {version.number}: digest {digest[:12]} is not the published {version.digest[:12]}")
-    return tensors
-
-
-def verify(version: Version) -> None:
-    """Raises `WeightsError` unless the version on disk is the one that was published."""
-    read(version)
+    verify(version)
+    return load_file(version.path / FILE_NAME)
