@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
+from offbeat.crash import crash_here
 from offbeat.errors import DeadlineError, RunStopped
 from offbeat.learn.checkpoint import Checkpoints
 from offbeat.learn.policy import Policy
@@ -91,6 +92,7 @@ class Trainer:
             self.step, held_version = manifest.step, manifest.version
             self.saved_step = self.step
         reconciled = await self.client.reconcile(self.step, held_version)
+        crash_here("reconciled")
         self.version = await self._write_version(self.step, reconciled.parent)
         await self.client.publish(self.version)
         if self.saved_step is not None:
@@ -122,6 +124,7 @@ class Trainer:
                     batch = await self._claim_unless(stop)
             if batch is None:
                 break
+            crash_here("batch-claimed")
             lr = self.settings.learning_rate(self.step)
             with self.span("train"):
                 samples = samples_of(batch)
@@ -132,7 +135,9 @@ class Trainer:
             with self.span("publish"):
                 assert self.version is not None
                 version = await self._write_version(self.step + 1, self.version.number)
+                crash_here("version-written")
                 await self.client.commit(self.step, version, audited_tasks(batch, figures))
+                crash_here("version-committed")
                 self.version = version
             self.step += 1
             async with self._between_steps(stop):
@@ -147,6 +152,7 @@ class Trainer:
         assert self.version is not None
         with self.span("checkpoint"):
             await asyncio.to_thread(self.checkpoints.save, self.step, self.version.number, self.policy.state())
+        crash_here("checkpoint-saved")
         self.saved_step = self.step
         self.event("checkpoint", step=self.step, version=self.version.number)
         with suppress(TimeoutError):  # it is told again at the next start

@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 
 from offbeat.control.select import Candidate, Stretch, is_trainable, select, staleness
-from offbeat.ledger import versions
+from offbeat.crash import crash_here
+from offbeat.ledger import versions, workers
 from offbeat.ledger.bodies import Bodies
 from offbeat.ledger.errors import Conflict, Refused, Unknown
 from offbeat.ledger.groups import drop, reissue
@@ -72,7 +73,9 @@ def _choose(
     reissue(db, selection.stale, with_new_seed=False, for_step=step)
     if not selection.take:
         return None
-    return load(db, bodies, _store(db, step, from_version, bound, selection.take, stretches))
+    batch = _store(db, step, from_version, bound, selection.take, stretches)
+    crash_here("claim-chosen")
+    return load(db, bodies, batch)
 
 
 def _stretches(db: Database, groups: Sequence[int]) -> Stretches:
@@ -169,6 +172,7 @@ def commit(db: Database, step: int, version: Version, audited: Sequence[int] = (
         raise Conflict(f"version {version.number} is published already, and not by this commit")
     mark_trained(db, batch["id"])
     _leave_out(db, batch["id"], audited)
+    workers.count_audits(db, batch["id"])
     versions.record(db, version)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from offbeat.crash import crash_here
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.rollout.spool import Spool, Unsent
 from offbeat.rollout.waiting import Changes
@@ -57,6 +58,7 @@ class Outbox:
                 await asyncio.to_thread(self.spool.put, unsent)
             except OSError as error:  # it can still be sent, and only a kill before that would lose it
                 log.warning("worker %s: task %d cannot be spooled: %s", self.worker, unsent.trajectory.task, error)
+        crash_here("spooled")
         await self._send(unsent)
 
     async def _send(self, unsent: Unsent) -> None:
@@ -67,6 +69,7 @@ class Outbox:
                 log.warning("worker %s: discarded what was refused: %s", self.worker, error)
                 if isinstance(error, Refused):  # the task is still ours, and wants another try
                     await self._give_back(unsent, str(error))
+        crash_here("acknowledged")
         if self.spool is not None:
             await asyncio.to_thread(self.spool.remove, unsent.key)
         del self.unsent[unsent.key]

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 
+from offbeat.crash import crash_here
 from offbeat.rollout.engine import Engine, EngineDied, EngineError, Version
 from offbeat.rollout.outbox import REFUSALS, Outbox
 from offbeat.rollout.refresh import Versions
@@ -131,6 +132,8 @@ class Worker:
                 while lease.version is not None and not lease.tasks:
                     await self._take(lease.version)
                     lease = await self._lease()
+                if lease.tasks:
+                    crash_here("task-leased")
                 for task in lease.tasks:
                     await self._start(task, group)
             if lease.is_over:
@@ -233,6 +236,7 @@ class Worker:
             del self.running[running.key]
             self._changes.tell()
         if is_wanted:
+            crash_here("generated")
             self._outbox.post(Unsent(running.trajectory, running.task.fence), group)
 
     async def _generate(self, running: Running) -> bool:

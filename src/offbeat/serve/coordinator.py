@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from offbeat.control.admit import Pace, admit
 from offbeat.control.leases import Held, Leases
+from offbeat.crash import crash_here
 from offbeat.errors import DeadlineError, RunStopped
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
@@ -135,7 +136,7 @@ class Coordinator:
                 return Lease(ttl_s=ttl_s)
 
     async def _hand_out(self, worker: str, capacity: int, have_version: int | None) -> list[Task]:
-        """Leases tasks and starts their clocks: to its end, also if whoever asked is gone, or they would never expire."""
+        """Leases tasks and starts their clocks: to its end, also if whoever asked is gone; or they would never end."""
         tasks = await self.call(self.ledger.lease, worker, capacity, have_version, total_slots=self._total_slots())
         self.leases.grant(Held(task.id, task.fence, worker) for task in tasks)
         return tasks
@@ -163,6 +164,7 @@ class Coordinator:
         except Exception as error:
             self._bell.fail(error)
             raise
+        crash_here("submission-stored")
         self.leases.end([trajectory.task])
         self._times.last_submit_s = time.monotonic()
         if outcome is Outcome.STORED:
@@ -270,6 +272,7 @@ class Coordinator:
                 in_order=not settings.overlap,
             )
             if batch is not None:
+                crash_here("claim-stored")
                 self._times.claimed_s = time.monotonic()
                 self._claimed_times, self._times = self._times, StepTimes()
                 return batch
@@ -292,6 +295,7 @@ class Coordinator:
 
     async def commit(self, step: int, version: Version, audited: Sequence[int] = ()) -> None:
         await self.call(self.ledger.commit, step, version, audited)
+        crash_here("step-committed")
         await self._announce(version)
 
     async def reconcile(self, step: int, version: int | None) -> Reconciled:
@@ -333,6 +337,7 @@ class Coordinator:
         if await self.call(self.ledger.eval_round, version.step) is None:
             groups = await asyncio.to_thread(self.issuer.held_out, version.number)
             await self.call(self.ledger.admit, groups)
+            crash_here("evaluation-admitted")
 
     async def evaluation(self, step: int) -> EvalRound:
         """The evaluation of a step, once it is complete; deadlines are the trainer's, without which no step comes."""
