@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from offbeat.crash import crash_here
-from offbeat.crash import crash_here
 from offbeat.errors import OffbeatError
 from offbeat.rollout.engine import EngineDied
 from offbeat.serve.client import WorkerClient
@@ -42,7 +41,6 @@ class Versions:
             if self._ready is None or self._ready.number != version.number:
                 here = await self.client.fetch(version)
                 await asyncio.to_thread(verify, here)
-                crash_here("version-fetched")
                 crash_here("version-fetched")
                 self._ready = here
             return self._ready
