@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -161,12 +162,26 @@ def test_a_clock_that_breaks_fails_all_who_wait():
     asyncio.run(scenario())
 
 
-def test_a_coarse_clock_does_not_keep_it_busy():
+def test_a_coarse_clock_makes_nothing_late():
     async def scenario():
         engine = PacedEngine(PacedSettings(base_s=0.3, per_row_s=0.0), version=1, clock=lambda: float(int(now_s())))
-        return await timed(engine, ask(max_new_tokens=10))
+        return await timed(engine, ask(max_new_tokens=11))
 
-    assert in_virtual_time(scenario())[1].finish is Finish.LENGTH
+    assert in_virtual_time(scenario())[0] == pytest.approx(3.3)
+
+
+def test_an_id_may_be_used_again_once_its_request_ended():
+    async def scenario():
+        engine = open_engine()
+        first, other = ask(max_new_tokens=5), ask(max_new_tokens=3)
+        running = [asyncio.create_task(engine.generate(request)) for request in (first, other)]
+        await asyncio.sleep(1.0)
+        await engine.abort([first.id])
+        assert (await running[0]).finish is Finish.ABORT
+        again = await engine.generate(replace(first, sampling=Sampling(max_new_tokens=12)))
+        return num_tokens(again), num_tokens(await running[1])
+
+    assert in_virtual_time(scenario()) == (12, 3)
 
 
 def test_waking_costs_events_not_tokens():
