@@ -40,6 +40,8 @@ class Reporter:
                 f"step {fields['step']}: engine and trainer disagree by {fields['gap']:.2g} about fresh tokens, "
                 f"over loss.max_logprob_gap = {fields['limit']:g}"
             )
+        elif kind == "quarantine":
+            self.console.alarm(f"worker {fields['worker']} is shut out: {fields['why']}")
         elif kind == "resume":
             self.console.note(f"resumed at step {fields['step']} as version {fields['version']}")
 

@@ -14,6 +14,7 @@ that is most of them. It is still measured, and still counts in every denominato
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -52,7 +53,7 @@ class StepFigures:
     kl: float
     logprob_gap: float
     """Mean absolute difference between the engine's log-probs and the trainer's before the first update, of tokens
-    that were sampled from the same weights."""
+    that were sampled from the same weights; NaN where there is none."""
     entropy: float
     """Estimated by the sampled tokens' own log-probs."""
     num_trained_tokens: int
@@ -114,7 +115,7 @@ def train_step(
         grad_norm=float(np.mean(norms)),
         clip_share=sums.clipped / tokens,
         kl=sums.kl / tokens,
-        logprob_gap=sums.gap / max(sums.fresh_tokens, 1),
+        logprob_gap=sums.gap / sums.fresh_tokens if sums.fresh_tokens else math.nan,
         entropy=sums.entropy / tokens,
         num_trained_tokens=sums.tokens,
         num_row_tokens=sums.row_tokens,

@@ -17,7 +17,7 @@ import numpy as np
 
 from offbeat.control.select import Candidate, Stretch, is_trainable, select, staleness
 from offbeat.crash import crash_here
-from offbeat.ledger import versions
+from offbeat.ledger import versions, workers
 from offbeat.ledger.bodies import Bodies
 from offbeat.ledger.errors import Conflict, Refused, Unknown
 from offbeat.ledger.groups import drop, reissue
@@ -172,6 +172,7 @@ def commit(db: Database, step: int, version: Version, audited: Sequence[int] = (
         raise Conflict(f"version {version.number} is published already, and not by this commit")
     mark_trained(db, batch["id"])
     _leave_out(db, batch["id"], audited)
+    workers.count_audits(db, batch["id"])
     versions.record(db, version)
 
 

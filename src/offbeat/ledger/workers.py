@@ -138,6 +138,16 @@ def num_leased(db: Database) -> dict[str, int]:
     return dict(db.execute("SELECT worker, count(*) FROM tasks WHERE state = 'leased' GROUP BY worker"))
 
 
+def count_audits(db: Database, batch: int) -> None:
+    """Adds what the trainer thought of a batch's trajectories to the records of those who sent them."""
+    query = """SELECT COUNT(*), SUM(m.num_audit_tokens > 0), j.worker FROM batch_members m
+               JOIN trajectories j ON j.task = m.task WHERE m.batch = ? GROUP BY j.worker"""
+    db.executemany(
+        "UPDATE workers SET num_audited = num_audited + ?, num_audit_failures = num_audit_failures + ? WHERE name = ?",
+        db.execute(query, (batch,)).fetchall(),
+    )
+
+
 def move(db: Database, name: str, state: WorkerState, reason: str | None = None) -> WorkerState:
     """Brings a worker to a state if it may go there from its own; returns the state that it is in then."""
     found = db.execute("SELECT state FROM workers WHERE name = ?", (name,)).fetchone()

@@ -17,11 +17,13 @@ from typing import Any, ParamSpec, TypeVar
 
 from offbeat.control.admit import Pace, admit
 from offbeat.control.leases import Held, Leases
+from offbeat.control.trust import is_believable
 from offbeat.crash import crash_here
 from offbeat.errors import DeadlineError, RunStopped
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Batch, EvalRound, Outcome, Reconciled, Submission
+from offbeat.ledger.workers import WorkerState
 from offbeat.serve.client import Heartbeat, Lease
 from offbeat.serve.issuing import Issuer
 from offbeat.serve.scoring import Scorer
@@ -296,7 +298,18 @@ class Coordinator:
     async def commit(self, step: int, version: Version, audited: Sequence[int] = ()) -> None:
         await self.call(self.ledger.commit, step, version, audited)
         crash_here("step-committed")
+        if audited:
+            await self._quarantine()
         await self._announce(version)
+
+    async def _quarantine(self) -> None:
+        """Shuts out workers whose log-probs could too often not be believed."""
+        for worker in await self.call(self.ledger.list_workers):
+            if worker.state is WorkerState.ACTIVE and not is_believable(worker.num_audited, worker.num_audit_failures):
+                why = f"{worker.num_audit_failures} of {worker.num_audited} trajectories failed the audit"
+                await self.call(self.ledger.move_worker, worker.name, WorkerState.QUARANTINED, why)
+                await self.leave(worker.name)
+                self.on_report({"event": "quarantine", "worker": worker.name, "why": why})
 
     async def reconcile(self, step: int, version: int | None) -> Reconciled:
         return await self.call(self.ledger.reconcile, step, version)
