@@ -180,6 +180,10 @@ def test_a_lease_that_is_over_cannot_be_lost(ledger: Ledger):
     ledger.lease("b", 1, 0)
     assert ledger.lose(old) == 0
     assert [held.worker for held in ledger.leased()] == ["b"]
+    ledger.release("b")
+    ledger.lease("a", 1, 0)
+    assert ledger.lose(old) == 0, "the same worker under a newer fence"
+    assert len(ledger.leased()) == 1
 
 
 def test_a_failed_attempt_opens_the_task_again_and_the_last_one_ends_it(ledger: Ledger):

@@ -64,7 +64,7 @@ EDITS = {
     "trajectory lost": (f"DELETE FROM trajectories WHERE task = {SCORED}", "is scored, but has 0 trajectories"),
     "trajectory doubled": (
         f"INSERT INTO trajectories SELECT NULL, task, 1, digest, ended_by, num_tokens, num_sampled_tokens, worker, "
-        f"fence, accepted_at, body FROM trajectories WHERE task = {SCORED}",
+        f"fence, accepted_at, pruned, body FROM trajectories WHERE task = {SCORED}",
         "has 2 trajectories",
     ),
     "answered task opened": (f"UPDATE tasks SET state = 'open' WHERE id = {SCORED}", "is open, but has 1 trajectories"),
@@ -219,6 +219,11 @@ EDITS = {
     "failure without a lease": (
         f"UPDATE tasks SET num_failures = 9 WHERE id = {LEASED}",
         "has 9 failures, but 1 leases",
+    ),
+    "pruned too soon": (
+        "UPDATE trajectories SET pruned = 1, body = NULL WHERE task IN (SELECT t.id FROM tasks t JOIN groups g "
+        "ON g.id = t.group_id WHERE g.state = 'claimed')",
+        "was pruned, but its group",
     ),
     "seed changed": (f"UPDATE tasks SET seed = seed + 1 WHERE id = {LEASED}", "seed does not follow from its group's"),
     "row without its parent": (

@@ -1,6 +1,7 @@
-"""Trajectories as objects, by the digest of their bytes.
+"""Trajectories as bytes and as objects, by the digest of their bytes.
 
-What came in a moment ago is about to be scored and claimed, so a copy of it is kept; all else is decoded from the file.
+Short bodies lie in their row, long ones in a file (`offbeat.ledger.blobs`); `store` and `read` alone know which. What
+came in a moment ago is about to be scored and claimed, so a copy of it is kept; all else is decoded from where it lies.
 The key is the content and the arrays cannot be written to, so what is kept never differs from what is stored.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from offbeat.ledger.errors import LedgerError
 from offbeat.ledger.schema import Database
 from offbeat.trajectory import Segment, Trajectory
 
@@ -19,6 +21,23 @@ MAX_KEPT_TOKENS = 2_000_000
 """About twenty megabytes with their log-probs: a step of long answers, several of short ones."""
 OVERHEAD_TOKENS = 500
 """What the objects around the shortest trajectory weigh."""
+
+
+MAX_ROW_BYTES = 256 * 1024
+"""Past this, pages of the database would hold little but bodies, and every read of it would move them."""
+
+
+def store(db: Database, digest: bytes, body: bytes) -> bytes | None:
+    """What a row keeps of a body: its bytes, or none where they went to a file, which is on disk then."""
+    if len(body) <= MAX_ROW_BYTES:
+        return body
+    db.blobs.write(digest, body)
+    return None
+
+
+def read(db: Database, digest: bytes, body: bytes | None) -> bytes:
+    """A body, given what its row keeps of it."""
+    return db.blobs.read(digest) if body is None else body
 
 
 class Bodies:
@@ -47,9 +66,11 @@ class Bodies:
             else:
                 found[task] = trajectory
         if missing:
-            query = "SELECT task, body FROM trajectories WHERE task IN (SELECT value FROM json_each(?))"
-            for task, body in self._db.execute(query, (json.dumps(missing),)):
-                found[task] = Trajectory.decode(body)
+            query = "SELECT task, digest, body, pruned FROM trajectories WHERE task IN (SELECT value FROM json_each(?))"
+            for task, digest, body, is_pruned in self._db.execute(query, (json.dumps(missing),)).fetchall():
+                if is_pruned:
+                    raise LedgerError(f"task {task}: its trajectory was pruned")
+                found[task] = Trajectory.decode(read(self._db, digest, body))
         return found
 
 

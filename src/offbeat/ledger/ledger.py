@@ -33,6 +33,7 @@ from offbeat.ledger import (
     batches,
     counts,
     groups,
+    prune,
     resume,
     scoring,
     story,
@@ -209,6 +210,23 @@ class Ledger:
         """Takes back what a checkpoint does not know; see `offbeat.ledger.resume`. Call it at every start."""
         with self._db.transaction():
             return resume.reconcile(self._db, checkpoint_step, checkpoint_version)
+
+    # Room
+
+    def prune(self, step: int, keep: int = 0) -> prune.Pruned:
+        """Forgets the bytes of trajectories that a resume from a durable checkpoint of `step`, or a newer one, cannot
+        need; those of the last `keep` steps before it are spared. See `offbeat.ledger.prune`."""
+        pruned = prune.Pruned(0, 0)
+        while True:
+            with self._db.transaction():
+                slice_ = prune.prune_slice(self._db, step - keep)
+            pruned += slice_
+            if slice_.num_bodies < prune.SLICE:
+                return pruned + prune.Pruned(0, self.sweep())
+
+    def sweep(self) -> int:
+        """Removes files of bodies that nothing names any more; returns how many bytes that freed."""
+        return prune.sweep(self._db)
 
     # Workers
 

@@ -14,12 +14,14 @@ from dataclasses import replace
 
 from blake3 import blake3
 
+from offbeat.ledger import bodies
 from offbeat.ledger.schema import Database
 from offbeat.trajectory import Trajectory
 
 
-def decode(body: bytes | None) -> Trajectory | None:
-    return None if body is None else Trajectory.decode(body)
+def load(db: Database, digest: bytes | None, body: bytes | None) -> Trajectory | None:
+    """A kept partial, given its digest and what its row keeps of its body; None where there is none."""
+    return None if digest is None else Trajectory.decode(bodies.read(db, digest, body))
 
 
 def keep(db: Database, trajectory: Trajectory, worker: str, fence: int, body: bytes, digest: bytes) -> None:
@@ -38,7 +40,7 @@ def keep(db: Database, trajectory: Trajectory, worker: str, fence: int, body: by
             worker,
             fence,
             db.wall_clock(),
-            body,
+            bodies.store(db, digest, body),
         ),
     )
 

@@ -32,6 +32,7 @@ def reconcile(db: Database, step: int, version: int | None) -> Reconciled:
     if newest.step < step:
         return _complete(db, step, version, newest)
     _check_checkpoint(db, step, version)
+    _check_pruned(db, step)
     abandoned = [
         number for (number,) in db.execute("SELECT number FROM versions WHERE abandoned = 0 AND step > ?", (step,))
     ]
@@ -86,6 +87,18 @@ def _check_checkpoint(db: Database, step: int, number: int | None) -> None:
         raise UserError(
             f"{db.path}: the checkpoint of step {step} belongs to a history that an earlier resume left behind "
             f"(version {number}); the run stands at step {newest.step}: resume from a checkpoint of that history"
+        )
+
+
+def _check_pruned(db: Database, step: int) -> None:
+    query = """SELECT MAX(b.step) FROM batches b CROSS JOIN groups g ON g.batch = b.id
+               CROSS JOIN tasks t ON t.group_id = g.id CROSS JOIN trajectories j ON j.task = t.id
+               WHERE b.state <> 'undone' AND b.step >= ? AND j.pruned = 1"""
+    (pruned,) = db.execute(query, (step,)).fetchone()
+    if pruned is not None:
+        raise UserError(
+            f"{db.path}: what was trained up to step {pruned} is pruned, so the checkpoint of step {step} cannot be "
+            f"resumed from; take one of step {pruned + 1} or later"
         )
 
 

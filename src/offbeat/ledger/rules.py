@@ -254,6 +254,15 @@ TRAJECTORIES = (
     ),
 )
 
+PRUNED = (
+    Rule(
+        "the trajectory of task {0} was pruned, but its group {1} is {2}",
+        """SELECT t.id, g.id, g.state FROM trajectories j JOIN tasks t ON t.id = j.task
+           JOIN groups g ON g.id = t.group_id
+           WHERE j.pruned = 1 AND g.state NOT IN ('trained', 'evaluated', 'dropped')""",
+    ),
+)
+
 PARTIALS = (
     Rule(
         "task {0} is {1}, but a beginning of its trajectory is kept",
@@ -277,4 +286,4 @@ PARTIALS = (
     ),
 )
 
-RULES = (*TASKS, *GROUPS, *BATCHES, *VERSIONS, *TRAJECTORIES, *PARTIALS)
+RULES = (*TASKS, *GROUPS, *BATCHES, *VERSIONS, *TRAJECTORIES, *PRUNED, *PARTIALS)

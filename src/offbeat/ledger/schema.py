@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from offbeat.errors import UserError
+from offbeat.ledger.blobs import FOLDER, Blobs
 from offbeat.ledger.errors import LedgerError
 
 SCHEMA = 2
@@ -154,7 +155,9 @@ CREATE TABLE trajectories (
     worker TEXT NOT NULL,
     fence INTEGER NOT NULL,
     accepted_at REAL NOT NULL,
-    body BLOB NOT NULL,
+    pruned INTEGER NOT NULL DEFAULT 0 CHECK (pruned IN (0, 1) AND (pruned = 0 OR body IS NULL)),
+    -- None where the body is a file, or was pruned. Last, because what follows a long value is slow to reach.
+    body BLOB,
     UNIQUE (task, trajectory_index)
 );
 
@@ -172,10 +175,13 @@ CREATE TABLE partials (
     state TEXT NOT NULL CHECK (state IN ('kept', 'continued', 'wasted')),
     reason TEXT CHECK ((state = 'wasted') = (reason IS NOT NULL)),
     stored_at REAL NOT NULL,
-    body BLOB CHECK ((state = 'kept') = (body IS NOT NULL))
+    -- None where the body is a file, or nobody needs it any more.
+    body BLOB CHECK (state = 'kept' OR body IS NULL)
 );
 CREATE UNIQUE INDEX partials_kept ON partials (task) WHERE state = 'kept';
 CREATE INDEX partials_by_task ON partials (task);
+
+CREATE INDEX trajectories_kept ON trajectories (task) WHERE pruned = 0;
 
 CREATE TABLE segments (
     task INTEGER NOT NULL,
@@ -235,6 +241,7 @@ class Database:
 
     def __init__(self, path: Path, *, read_only: bool = False, wall_clock: Callable[[], float] = time.time):
         self.path, self.wall_clock = path, wall_clock
+        self.blobs = Blobs(path.parent / FOLDER)
         self.connection = _connect(path, read_only)
         self.execute, self.executemany = self.connection.execute, self.connection.executemany
 

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from offbeat.control.select import is_trainable
 from offbeat.ledger import partials, versions
-from offbeat.ledger.bodies import Bodies
+from offbeat.ledger.bodies import Bodies, store
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, LedgerError, Refused, Unknown
 from offbeat.ledger.records import Outcome, Submission, TaskState
 from offbeat.ledger.schema import Database
@@ -49,8 +49,8 @@ class Issued(NamedTuple):
     """The latest one, kept or not."""
     is_wasted: bool
     """Whether that one was given up."""
-    prefix: bytes | None
-    """The body of a kept partial."""
+    prefix: Trajectory | None
+    """The one that is kept."""
 
 
 class Fresh(NamedTuple):
@@ -111,8 +111,8 @@ class Desk:
             raise refuse("its prompt is not the one that was issued")
         if trajectory.max_new_tokens != task.max_new_tokens:
             raise refuse(f"max_new_tokens = {trajectory.max_new_tokens}, issued with {task.max_new_tokens}")
-        prefix = partials.decode(task.prefix)
-        if prefix is not None and not is_late and trajectory.segments[: len(prefix.segments)] != prefix.segments:
+        prefix = None if is_late else task.prefix
+        if prefix is not None and trajectory.segments[: len(prefix.segments)] != prefix.segments:
             raise refuse("does not begin with the tokens that it was to carry on")
         sampled = [segment for segment in trajectory.segments if segment.origin is Origin.SAMPLED]
         if not sampled:
@@ -183,7 +183,7 @@ def _issued(db: Database, tasks: Sequence[int]) -> dict[int, Issued]:
                WHERE t.id IN (SELECT value FROM json_each(?))"""
     lengths: dict[str, int] = {}
     found: dict[int, Issued] = {}
-    for row in db.execute(query, (json.dumps(tasks),)):
+    for row in db.execute(query, (json.dumps(tasks),)).fetchall():
         task, state, worker, fence, group, prompt, sampling, require_step = row[:8]
         if sampling not in lengths:
             lengths[sampling] = msgspec.json.decode(sampling, type=Sampling).max_new_tokens
@@ -198,7 +198,7 @@ def _issued(db: Database, tasks: Sequence[int]) -> dict[int, Issued]:
             trajectory=None if row[8] is None else Stored(*row[8:11]),
             partial=None if row[11] is None else Stored(*row[11:14]),
             is_wasted=row[14] == "wasted",
-            prefix=row[15],
+            prefix=partials.load(db, row[11], row[15]) if row[14] == "kept" else None,
         )
     return found
 
@@ -215,7 +215,7 @@ def _store(db: Database, fresh: Sequence[Fresh], issued: dict[int, Issued]) -> N
             segments.append((task, trajectory.index, s.start, len(s.tokens), s.version))
             num_tokens += len(s.tokens) if s.origin is Origin.SAMPLED else 0
         counted = (end.value, trajectory.num_tokens, num_tokens)
-        rows.append((task, trajectory.index, digest, *counted, worker, fence, now, body))
+        rows.append((task, trajectory.index, digest, *counted, worker, fence, now, store(db, digest, body)))
         sums = added.setdefault(issued[task].group, [0, 0, 0])
         sums[0] += 1
         sums[1] += num_tokens

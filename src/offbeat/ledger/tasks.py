@@ -122,7 +122,7 @@ def _open_tasks(db: Database, group: int, count: int, have_version: int | None) 
         "SELECT prompt, sampling, require_version FROM groups WHERE id = ?", (group,)
     ).fetchone()
     prompt_tokens, how = np.frombuffer(prompt, np.int32), msgspec.json.decode(sampling, type=Sampling)
-    query = """SELECT t.id, t.seed, t.fence + 1, p.body
+    query = """SELECT t.id, t.seed, t.fence + 1, p.digest, p.body
                FROM tasks t LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
                WHERE t.group_id = ? AND t.state = 'open' AND (p.task IS NULL OR p.last_version <= ?)
                ORDER BY t.member LIMIT ?"""
@@ -134,10 +134,10 @@ def _open_tasks(db: Database, group: int, count: int, have_version: int | None) 
             seed=seed,
             sampling=how,
             require_version=require_version,
-            prefix=partials.decode(body),
+            prefix=partials.load(db, digest, body),
             fence=fence,
         )
-        for task, seed, fence, body in db.execute(query, (group, have_version, count))
+        for task, seed, fence, digest, body in db.execute(query, (group, have_version, count)).fetchall()
     ]
 
 

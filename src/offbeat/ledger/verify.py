@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from offbeat.errors import OffbeatError
+from offbeat.ledger.bodies import read
 from offbeat.ledger.counts import counts
 from offbeat.ledger.records import Counts, derive_seed
 from offbeat.ledger.rules import RULES
@@ -84,12 +85,14 @@ def _broken_seeds(db: Database) -> list[str]:
 
 def _broken_bodies(db: Database) -> Iterator[str]:
     query = """SELECT j.task, j.digest, j.ended_by, j.num_tokens, j.num_sampled_tokens, j.body, g.prompt
-               FROM trajectories j JOIN tasks t ON t.id = j.task JOIN groups g ON g.id = t.group_id"""
-    for task, digest, ended_by, num_tokens, num_sampled, body, prompt in db.execute(query):
-        if blake3(body).digest() != digest:
-            yield f"the trajectory of task {task} is not the one that was accepted: its digest differs"
-            continue
+               FROM trajectories j JOIN tasks t ON t.id = j.task JOIN groups g ON g.id = t.group_id
+               WHERE j.pruned = 0"""
+    for task, digest, ended_by, num_tokens, num_sampled, row_body, prompt in db.execute(query):
         try:
+            body = read(db, digest, row_body)
+            if blake3(body).digest() != digest:
+                yield f"the trajectory of task {task} is not the one that was accepted: its digest differs"
+                continue
             trajectory = Trajectory.decode(body)
         except (OffbeatError, ValueError, KeyError) as error:
             yield f"the trajectory of task {task} cannot be read: {error}"
@@ -104,7 +107,12 @@ def _broken_partials(db: Database) -> Iterator[str]:
     query = (
         "SELECT task, digest, num_sampled_tokens, first_version, last_version, body FROM partials WHERE state = 'kept'"
     )
-    for task, digest, num_sampled, first, last, body in db.execute(query):
+    for task, digest, num_sampled, first, last, row_body in db.execute(query):
+        try:
+            body = read(db, digest, row_body)
+        except OffbeatError as error:
+            yield f"the partial of task {task} cannot be read: {error}"
+            continue
         if blake3(body).digest() != digest:
             yield f"the partial of task {task} is not the one that was handed in: its digest differs"
             continue

@@ -1,0 +1,76 @@
+"""Large bodies as files beside the ledger, named by the digest of their bytes: `blobs/ab/DIGEST`.
+
+Guarantees: what `write` returned from survives a power cut, file and folder entry alike, so that a transaction that
+names it may commit; `read` returns the very bytes that were written or says what is wrong. The name is the content, so
+writing again is harmless; a crash before the commit leaves at most a file that nothing names, which `sweep` removes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from blake3 import blake3
+
+from offbeat.ledger.errors import LedgerError
+
+FOLDER = "blobs"
+UNFINISHED = ".new"
+
+
+class Blobs:
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def path(self, digest: bytes) -> Path:
+        name = digest.hex()
+        return self.folder / name[:2] / name
+
+    def write(self, digest: bytes, body: bytes) -> None:
+        path = self.path(digest)
+        if not path.parent.is_dir():
+            path.parent.mkdir(parents=True)
+            _sync_folder(self.folder.parent)
+            _sync_folder(self.folder)
+        if not path.exists():
+            unfinished = path.with_name(path.name + UNFINISHED)
+            with unfinished.open("wb") as file:
+                file.write(body)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        _sync_folder(path.parent)  # also where the file is there: whoever renamed it may have died before this
+
+    def read(self, digest: bytes) -> bytes:
+        path = self.path(digest)
+        try:
+            body = path.read_bytes()
+        except OSError as error:
+            raise LedgerError(f"{path}: cannot be read ({error.strerror}); bring back a copy") from error
+        if blake3(body).digest() != digest:
+            raise LedgerError(f"{path}: damaged, its digest differs; bring back a copy")
+        return body
+
+    def all(self) -> Iterator[bytes]:
+        """The digests of all files."""
+        for path in sorted(self.folder.glob("??/*")):
+            if not path.name.endswith(UNFINISHED):
+                yield bytes.fromhex(path.name)
+
+    def sweep(self, named: set[bytes]) -> int:
+        """Removes every file but those named, and what was never finished; returns how many bytes that freed."""
+        num_bytes = 0
+        for path in sorted(self.folder.glob("??/*")):
+            if path.name.endswith(UNFINISHED) or bytes.fromhex(path.name) not in named:
+                num_bytes += path.stat().st_size
+                path.unlink()
+        return num_bytes
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
