@@ -107,7 +107,7 @@ def test_a_task_that_was_never_issued_is_404(run, worker, task, unchanged):
     assert run.put(10**9, 1, body, worker).status == 404
 
 
-@pytest.mark.parametrize("number", [2**63, 2**64 + 5, 10**30])
+@pytest.mark.parametrize("number", [2**63, 2**64 + 5, 10**30, "9" * 5000, "-1", "+1", "1.0", "%D9%A1", "0x1"])
 def test_numbers_beyond_any_task_are_404(run, worker, task, number, unchanged):
     assert run.put(task.id, number, answer(task).encode(), worker).status == 404
     assert run.put(number, task.fence, answer(task).encode(), worker).status == 404

@@ -2,6 +2,8 @@
 
 uvicorn waits as long as a client likes for the head of a request. Here a head must come within a time and a size, and a
 client that was answered before it had sent its whole body has a time to finish, so that it can read the answer.
+
+Also, uvicorn sends head and body of an answer separately; here a small answer is one packet and one system call.
 """
 
 from __future__ import annotations
@@ -17,6 +19,34 @@ TOO_SLOW = b'{"error":"the head of the request took too long"}'
 TOO_LONG = b'{"error":"the head of the request is too long"}'
 
 
+class OneWrite:
+    """A transport that keeps the head of an answer until the next write, or for the rest of this turn of the loop."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
+        self._transport, self._loop, self._head = transport, loop, b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/1.1 ") and data.endswith(b"\r\n\r\n"):
+            self._head = data
+            self._loop.call_soon(self.flush)
+            return
+        self._transport.write(data)
+
+    def flush(self) -> None:
+        if self._head:
+            head, self._head = self._head, b""
+            self._transport.write(head)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """See the module; `guarded` makes one with its limits."""
 
@@ -30,7 +60,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(OneWrite(transport, self.loop))  # type: ignore[arg-type]  # it is one to all who ask
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

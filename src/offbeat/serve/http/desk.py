@@ -34,6 +34,7 @@ T = TypeVar("T")
 COME_BACK_S = 1.0
 """When to try again while we start or close."""
 MAX_COORDINATE = 2**63 - 1
+MAX_DIGITS = len(str(MAX_COORDINATE))
 
 
 class Doors(StrEnum):
@@ -133,7 +134,7 @@ def sent_away(doors: Doors) -> Refusal:
 
 def coordinate(request: Request, name: str) -> int:
     """A number in the path."""
-    value = int(request.path_params[name])
-    if value > MAX_COORDINATE:
-        raise Unknown(f"{name} {value}: there is none")
-    return value
+    text = request.path_params[name]
+    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS) or int(text) > MAX_COORDINATE:
+        raise Unknown(f"{name} {text[:40]!r}: there is none")
+    return int(text)

@@ -25,7 +25,7 @@ from pathlib import Path
 import uvicorn
 
 from offbeat.errors import UserError
-from offbeat.serve.http.app import make_app
+from offbeat.serve.http.app import App
 from offbeat.serve.http.connections import guarded
 from offbeat.serve.http.desk import Desk, Served
 from offbeat.serve.http.limits import ServerSettings
@@ -110,7 +110,7 @@ class HttpServer:
     def _config(self) -> uvicorn.Config:
         address, settings = self.address, self.settings
         return uvicorn.Config(
-            make_app(self.desk),
+            App(self.desk),
             http=guarded(settings),
             ws="none",
             lifespan="off",

@@ -84,7 +84,7 @@ async def report(desk: Desk, worker: Worker, request: Request) -> Response:
 
 ROUTES = (
     Route("POST", "/v1/claim", claim, TRAINER),
-    Route("PUT", "/v1/weights/{number:int}/{file}", put_weights, TRAINER),
+    Route("PUT", "/v1/weights/{number}/{file}", put_weights, TRAINER),
     Route("POST", "/v1/reconcile", reconcile, TRAINER),
     Route("POST", "/v1/next-version", next_version, TRAINER),
     Route("POST", "/v1/publish", publish, TRAINER),

@@ -19,6 +19,7 @@ from offbeat.serve.http.weights import byte_range, pieces_of
 
 ROLLOUT = frozenset({Role.ROLLOUT})
 ANYONE = frozenset(Role)
+SUBMIT_PATH = "/v1/trajectories/{task}/{fence}"
 HOW_TO_JOIN = "ask for another: offbeat worker token RUN"
 
 
@@ -113,14 +114,14 @@ def _check_plain(capabilities: dict[str, Any]) -> None:
 
 
 ROUTES = (
-    Route("PUT", "/v1/trajectories/{task:int}/{fence:int}", submit, ROLLOUT),
+    Route("PUT", SUBMIT_PATH, submit, ROLLOUT),
     Route("POST", "/v1/lease", lease, ROLLOUT),
     Route("POST", "/v1/heartbeat", heartbeat, ROLLOUT),
     Route("POST", "/v1/fail", fail, ROLLOUT),
     Route("POST", "/v1/newer", newer, ROLLOUT),
     Route("POST", "/v1/leave", leave, ANYONE),
     Route("GET", "/v1/run", run_info, ANYONE),
-    Route("GET", "/v1/weights/{number:int}", weight_files, ANYONE),
-    Route("GET", "/v1/weights/{number:int}/{file}", weight_file, ANYONE),
+    Route("GET", "/v1/weights/{number}", weight_files, ANYONE),
+    Route("GET", "/v1/weights/{number}/{file}", weight_file, ANYONE),
 )
 """The most frequent first: they are looked through in order."""
