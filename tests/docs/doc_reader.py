@@ -42,6 +42,10 @@ def commands(page: Path) -> list[str]:
     return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
 
 
+SWARM = commands(ROOT / "docs" / "swarm.md")
+"""What `test_swarm` types into several terminals."""
+
+
 def train_small(*arguments: Any, **overrides: Any) -> dict[str, Any]:
     """What Python on the pages gets as `offbeat.train`: the same, small."""
     return TRAIN(*arguments, **{**overrides, **SMALL})
