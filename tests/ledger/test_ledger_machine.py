@@ -346,7 +346,7 @@ WANT_A_BATCH = ("commit", "resume_ahead_of_a_lost_commit")
 def test_the_ledger_agrees_with_its_oracle_on_a_long_walk(seed: int, monkeypatch: pytest.MonkeyPatch):
     """Hypothesis finds small surprises; a weighted walk gets to histories with many steps and several resumes. On every
     other one most bodies are files."""
-    monkeypatch.setattr(bodies, "MAX_ROW_BYTES", 250 if seed % 2 else bodies.MAX_ROW_BYTES)
+    monkeypatch.setattr(bodies, "MAX_ROW_BYTES", 193 if seed % 2 else bodies.MAX_ROW_BYTES)
     rng = random.Random(seed)
     machine = LedgerMachine()
     machine.begin(bound=seed % 3)

@@ -31,8 +31,8 @@ class Blobs:
         path = self.path(digest)
         if not path.parent.is_dir():
             path.parent.mkdir(parents=True)
-            _sync_folder(self.folder.parent)
-            _sync_folder(self.folder)
+            sync_folder(self.folder.parent)
+            sync_folder(self.folder)
         if not path.exists():
             unfinished = path.with_name(path.name + UNFINISHED)
             with unfinished.open("wb") as file:
@@ -40,7 +40,7 @@ class Blobs:
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(path)
-        _sync_folder(path.parent)  # also where the file is there: whoever renamed it may have died before this
+        sync_folder(path.parent)  # also where the file is there: whoever renamed it may have died before this
 
     def read(self, digest: bytes) -> bytes:
         path = self.path(digest)
@@ -68,7 +68,7 @@ class Blobs:
         return num_bytes
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

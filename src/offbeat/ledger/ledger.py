@@ -30,6 +30,7 @@ from typing import Any, Self
 from offbeat.control.admit import Standing
 from offbeat.control.leases import Held
 from offbeat.ledger import (
+    backup,
     batches,
     counts,
     groups,
@@ -227,6 +228,11 @@ class Ledger:
     def sweep(self) -> int:
         """Removes files of bodies that nothing names any more; returns how many bytes that freed."""
         return prune.sweep(self._db)
+
+    def backup(self, target: str | Path) -> backup.Backup:
+        """Copies the ledger as it is now into a folder or behind a URL, whoever writes meanwhile; any thread may call
+        it. See `offbeat.ledger.backup`."""
+        return backup.backup(self._db.path, target)
 
     # Workers
 
