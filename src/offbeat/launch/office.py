@@ -67,7 +67,8 @@ async def open_office(
         for sink in sinks:
             stack.callback(sink.close)
         reporter = Reporter(folder, console, sinks)
-        coordinator.on_report = lambda row: reporter.told(row, coordinator.time_split(), coordinator.scorer.num_failed)
+        scorer = coordinator.judging.scorer
+        coordinator.on_report = lambda row: reporter.told(row, coordinator.time_split(), scorer.num_failed)
         if config.eval.every and not issuer.eval_plan.every:
             console.note("no evaluation: no task has a held-out split")
         yield Office(ledger, coordinator, reporter, console)

@@ -18,6 +18,7 @@ from offbeat.reward.failures import MIN_COUNT, FailureWatch
 from offbeat.reward.pool import RewardPool
 from offbeat.serve.coordinator import Coordinator, CoordinatorSettings
 from offbeat.serve.issuing import EvalPlan, Issuer
+from offbeat.serve.judging import Judging
 from offbeat.serve.scoring import Scorer
 from offbeat.tasks.mixture import Mixture
 from offbeat.tasks.prompts import Renderer
@@ -112,10 +113,11 @@ def make_coordinator(
 ) -> Coordinator:
     samples_per_step = config.batch.groups_per_step * config.batch.group_size
     watch = FailureWatch(config.reward.max_failure_share, window=max(samples_per_step, MIN_COUNT))
+    scorer = Scorer(tokens.decode, watch, pool.log_path)
     return Coordinator(
         ledger,
         issuer,
-        Scorer(pool, tokens.decode, watch),
+        Judging(scorer, pool, issuer.mixture.rewards, config.reward.timeout_s),
         CoordinatorSettings(
             groups_per_step=config.batch.groups_per_step,
             num_steps=config.run.steps,

@@ -1,4 +1,4 @@
-"""What workers and trainers ask of the coordinator.
+"""What workers, trainers and judges ask of the coordinator.
 
 Whoever holds one of these neither knows nor cares where the coordinator runs: in this process, or behind a URL. Calls
 go one way, towards the coordinator, and each that may wait takes the longest wait it is worth to the caller. Only
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from offbeat.ledger.records import Batch, Outcome, Reconciled
+from offbeat.reward.pool import RewardInput, RewardResult
 from offbeat.trajectory import Task, Trajectory
 from offbeat.weights.version import Version
 
@@ -37,6 +38,21 @@ class Heartbeat:
     """Tasks that are no longer this worker's: whatever it does with them will be refused."""
     hand_back: tuple[int, ...] = ()
     """Tasks whose tokens so far are wanted back now, as partials."""
+
+
+@dataclass(frozen=True)
+class RewardLease:
+    """Samples to judge; none where `ticket` is empty."""
+
+    ticket: str = ""
+    """Names these samples in the answer; good for a while, and once."""
+    reward: str = ""
+    """A built-in's name, `module:function` or `file.py:function`, to be found where the judge runs."""
+    inputs: tuple[RewardInput, ...] = ()
+    timeout_s: float = 0.0
+    """The longest that one sample may take; then it counts as failed."""
+    is_over: bool = False
+    """The run has ended: there will be nothing further to judge."""
 
 
 class WorkerClient(Protocol):
@@ -101,4 +117,20 @@ class TrainerClient(Protocol):
 
     async def report(self, row: Mapping[str, Any]) -> None:
         """A step's figures, for the run's folder and whoever watches."""
+        ...
+
+
+class JudgeClient(Protocol):
+    """What a judge needs; it is bound to one judge's name."""
+
+    async def lease_rewards(self, capacity: int, wait_s: float) -> RewardLease:
+        """Up to `capacity` samples that share a reward, as soon as there are any; nothing after `wait_s`."""
+        ...
+
+    async def submit_rewards(self, ticket: str, results: Sequence[RewardResult]) -> None:
+        """Answers for all samples of a ticket, in their order; returns once they are on disk."""
+        ...
+
+    async def leave(self) -> None:
+        """Gives up what is not answered yet, without blame."""
         ...

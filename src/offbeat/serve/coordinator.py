@@ -1,7 +1,7 @@
 """The coordinator: hands out tasks, takes in trajectories, has them scored, gives the trainer its batches.
 
 It decides nothing itself: `control` decides, the ledger remembers, and this module carries calls between workers,
-trainer, reward pool and ledger. Nothing that matters lives here alone, so it may be killed at any moment and started
+trainer, judges and ledger. Nothing that matters lives here alone, so it may be killed at any moment and started
 again on the same ledger: workers that went on meanwhile find their leases as they left them. Acknowledgements follow
 the commit.
 """
@@ -26,7 +26,7 @@ from offbeat.ledger.records import Batch, EvalRound, Outcome, Reconciled, Submis
 from offbeat.ledger.workers import WorkerState
 from offbeat.serve.client import Heartbeat, Lease
 from offbeat.serve.issuing import Issuer
-from offbeat.serve.scoring import Scorer
+from offbeat.serve.judging import Judging
 from offbeat.serve.waiting import Bell
 from offbeat.serve.writer import Writer
 from offbeat.trajectory import Task, Trajectory
@@ -78,12 +78,12 @@ class Coordinator:
         self,
         ledger: Ledger,
         issuer: Issuer,
-        scorer: Scorer,
+        judging: Judging,
         settings: CoordinatorSettings,
         weights: WeightFolder | None = None,
         on_report: Callable[[Mapping[str, Any]], None] = lambda row: None,
     ):
-        self.ledger, self.issuer, self.scorer, self.settings = ledger, issuer, scorer, settings
+        self.ledger, self.issuer, self.judging, self.settings = ledger, issuer, judging, settings
         self.weights, self.on_report = weights, on_report
         self.pace = Pace(
             settings.groups_per_step, settings.num_steps, ahead=settings.max_staleness if settings.overlap else 0
@@ -106,7 +106,7 @@ class Coordinator:
             self.leases.grant(await self.call(self.ledger.leased))
         else:
             await self.call(self.ledger.release)
-        self._bell.spawn(self._score_waiting())
+        self.judging.start(self.ledger, self.call, self._bell)
         self._bell.spawn(self._expire())
 
     async def close(self) -> None:
@@ -170,7 +170,7 @@ class Coordinator:
         self.leases.end([trajectory.task])
         self._times.last_submit_s = time.monotonic()
         if outcome is Outcome.STORED:
-            await self._score_waiting()
+            self.judging.arrived()
         elif outcome is Outcome.PARTIAL:
             self._bell.ring()
         return outcome
@@ -182,7 +182,7 @@ class Coordinator:
 
     async def fail(self, worker: str, task: int, fence: int, reason: str) -> None:
         await self.call(self.ledger.fail, worker, task, fence, "engine", reason)
-        self.scorer.failed(reason)
+        self.judging.scorer.failed(reason)
         self.leases.end([task])
         self._bell.ring()
 
@@ -201,12 +201,14 @@ class Coordinator:
         await self.call(self.ledger.release, worker)
         self.leases.end(held.task for held in leases)
         self._heard.pop(worker, None)
+        self.judging.leave(worker)
         self._bell.ring()
 
     def present(self, within_s: float) -> list[str]:
-        """Workers that were heard of in this time and have not left."""
+        """Workers and judges that were heard of in this time and have not left."""
         since_s = time.monotonic() - within_s
-        return sorted(worker for worker, heard_s in self._heard.items() if heard_s >= since_s)
+        workers = [worker for worker, heard_s in self._heard.items() if heard_s >= since_s]
+        return sorted([*workers, *self.judging.present(within_s)])
 
     async def _version_to_serve(self) -> Version | None:
         """What the first open task requires: an evaluation of an older version too; otherwise the latest."""
@@ -226,17 +228,6 @@ class Coordinator:
                 continue
             if await self.call(self.ledger.lose, expired):
                 self._bell.ring()
-
-    # --- rewards ---
-
-    async def _score_waiting(self) -> None:
-        for unscored in await self.call(self.scorer.take_unscored, self.ledger):
-            self._bell.spawn(self._score(unscored))
-
-    async def _score(self, unscored: Sequence[Any]) -> None:
-        scored = await self.scorer.score(unscored)
-        await self.call(self.ledger.score, scored)
-        self._bell.ring()
 
     async def _admit(self) -> None:
         """Draws as many groups as the schedule allows now."""
@@ -281,12 +272,12 @@ class Coordinator:
             if not await self._bell.wait(changed, deadline_s):
                 raise DeadlineError(
                     f"step {step}: no batch within rollout.deadline_s = {within_s:.0f} s; "
-                    f"{await self.call(self.ledger.waiting_for)}"
+                    f"{await self.call(self.ledger.waiting_for)}; {self.judging.standing()}"
                 )
 
     def _stop_if_failing(self) -> None:
         try:
-            self.scorer.stop_if_failing()
+            self.judging.scorer.stop_if_failing()
         except RunStopped as error:
             self._bell.fail(error)
             raise
@@ -331,6 +322,7 @@ class Coordinator:
     def end(self) -> None:
         """Tells workers, whenever they ask, that the run is over."""
         self._is_over = True
+        self.judging.end()
         self._bell.ring()
 
     async def report(self, row: Mapping[str, Any]) -> None:

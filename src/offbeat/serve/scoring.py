@@ -1,4 +1,4 @@
-"""Gets trajectories their rewards: decodes them, asks the pool, and watches how many fail.
+"""What judges are told about trajectories, and what becomes of what they say.
 
 A reward is computed once and stored. One that fails is a failure, with its reason; when too large a share of the latest
 rewards failed, the run stops and says so instead of training on what is left.
@@ -6,65 +6,49 @@ rewards failed, the run stops and says so instead of training on what is left.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from offbeat.errors import RunStopped
-from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Scored, Unscored
 from offbeat.reward.failures import FailureWatch
-from offbeat.reward.pool import RewardInput, RewardPool
-
-TAKE_AT_MOST = 4096
-"""Trajectories fetched from the ledger at a time."""
+from offbeat.reward.pool import RewardInput, RewardResult
 
 
 class Scorer:
-    """Stands between the ledger and the reward pool."""
+    """Turns trajectories into what a reward is asked, and answers into what the ledger stores."""
 
-    def __init__(
-        self,
-        pool: RewardPool,
-        decode: Callable[[Sequence[np.ndarray]], list[str]],
-        watch: FailureWatch,
-        samples_per_call: int = 64,
-    ):
-        self.pool, self.decode, self.watch, self.samples_per_call = pool, decode, watch, samples_per_call
-        self._last_seq = 0
+    def __init__(self, decode: Callable[[Sequence[np.ndarray]], list[str]], watch: FailureWatch, log_path: Path):
+        """`log_path` is where a user finds out more about failures."""
+        self.decode, self.watch, self.log_path = decode, watch, log_path
         self.num_failed = 0
 
-    def take_unscored(self, ledger: Ledger) -> list[list[Unscored]]:
-        """What arrived since the last call, in portions that share a reward; runs on the ledger's thread."""
-        by_reward: dict[str, list[Unscored]] = {}
-        for unscored in ledger.unscored(TAKE_AT_MOST, after=self._last_seq):
-            by_reward.setdefault(unscored.reward, []).append(unscored)
-            self._last_seq = unscored.seq
-        size = self.samples_per_call
-        return [found[i : i + size] for found in by_reward.values() for i in range(0, len(found), size)]
-
-    async def score(self, portion: Sequence[Unscored]) -> list[Scored]:
-        """Rewards, or the reasons why there are none, for trajectories that share a reward."""
-        texts = self.decode([unscored.response_tokens for unscored in portion])
-        inputs = [
+    def inputs(self, samples: Sequence[Unscored]) -> list[RewardInput]:
+        texts = self.decode([sample.response_tokens for sample in samples])
+        return [
             RewardInput(
-                prompt=unscored.problem["prompt"],
+                prompt=sample.problem["prompt"],
                 response=text,
-                answer=unscored.problem["answer"],
-                info=unscored.problem["info"],
-                tokens=unscored.response_tokens.tolist(),
+                answer=sample.problem["answer"],
+                info=sample.problem["info"],
+                tokens=sample.response_tokens.tolist(),
             )
-            for unscored, text in zip(portion, texts, strict=True)
+            for sample, text in zip(samples, texts, strict=True)
         ]
-        results = await self.pool.score(portion[0].reward, inputs)
+
+    def scored(self, samples: Sequence[Unscored], results: Sequence[RewardResult]) -> list[Scored]:
+        """Rewards, or the reasons why there are none."""
         scored = []
-        for unscored, result in zip(portion, results, strict=True):
+        for sample, result in zip(samples, results, strict=True):
             if result.error is None:
                 self.watch.record(failed=False)
-                scored.append(Scored(unscored.task, result.rewards))
+                scored.append(Scored(sample.task, result.rewards))
             else:
                 self.failed(result.error)
-                scored.append(Scored(unscored.task, error=result.error))
+                scored.append(Scored(sample.task, error=result.error))
         return scored
 
     def failed(self, reason: str) -> None:
@@ -75,4 +59,19 @@ class Scorer:
     def stop_if_failing(self) -> None:
         """Raises once too many rewards failed."""
         if reason := self.watch.verdict():
-            raise RunStopped(f"{reason}; mend it (see {self.pool.log_path}), then --resume the run")
+            raise RunStopped(f"{reason}; mend it (see {self.log_path}), then --resume the run")
+
+
+def admissible(sample: Unscored, result: RewardResult) -> RewardResult:
+    """The result, or the failure that it is: a judge elsewhere may say anything."""
+    if result.error is not None:
+        return result
+    num_tokens = len(sample.response_tokens)
+    for reward in result.rewards:
+        if not math.isfinite(reward.value):
+            return RewardResult(error=f"value: the judge says {reward.name!r} is {reward.value}, no finite number")
+        if not -1 <= reward.position < num_tokens:
+            return RewardResult(error=f"value: {reward.name!r} stands at {reward.position} of {num_tokens} tokens")
+    if not math.isfinite(sum(reward.value for reward in result.rewards)):
+        return RewardResult(error="value: the parts of the reward have no finite sum")
+    return result if result.rewards else RewardResult(error="value: the judge says nothing")
