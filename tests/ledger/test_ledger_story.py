@@ -5,6 +5,7 @@ from __future__ import annotations
 from ledger_run import answer, full_step, handed, new_groups, score_all, version, work
 
 from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.story import OldestLease
 
 
 def test_an_empty_ledger_has_little_to_tell(tmp_path):
@@ -67,3 +68,53 @@ def test_tasks_are_told_by_state_and_evaluation_is_apart(ledger: Ledger):
     told = ledger.story()
     assert told.tasks == {"accepted": 1, "leased": 1, "open": 2}
     assert "1 by other" in told.waits_for
+
+
+def test_the_oldest_lease_is_told_with_who_holds_it_and_how_long(ledger: Ledger):
+    now = [100.0]
+    ledger._db.wall_clock = lambda: now[0]
+    ledger.admit(new_groups(ledger, 2, size=2))
+    assert ledger.story().oldest_lease is None
+    (first,) = ledger.lease("slow", 1, 0)
+    now[0] += 40
+    ledger.lease("quick", 1, 0)
+    now[0] += 2
+    assert ledger.story().oldest_lease == OldestLease(first.id, "slow", 42.0)
+    ledger.release("slow")
+    assert ledger.story().oldest_lease == OldestLease(first.id + 1, "quick", 2.0)
+
+
+def test_beginnings_and_suspects_are_told(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 2, size=2))
+    begun, *lost = ledger.lease("w", 4, 0)
+    ledger.submit([handed(answer(begun, [0], end=None))])
+    ledger.lose(ledger.leased())
+    told = ledger.story()
+    assert (told.num_partials, told.suspects) == (1, {1: 3})
+    assert [(made.worker, made.num_partials) for made in told.producers] == [("w", 1)]
+    assert len(lost) == 3
+
+
+def test_audits_are_told_by_the_worker_that_made_what_they_left_out(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 1, size=3))
+    for worker, count in (("honest", 2), ("liar", 1)):
+        tasks = ledger.lease(worker, count, 0)
+        ledger.submit([handed(answer(task, [0]), worker) for task in tasks])
+    score_all(ledger)
+    ledger.claim(0, 1, 0)
+    ledger.commit(0, version(1, 1, 0), audited=[tasks[0].id])
+    assert {made.worker: made.num_audited for made in ledger.story().producers} == {"honest": 0, "liar": 1}
+
+
+def test_versions_are_told_with_what_was_sampled_from_them_and_which_are_abandoned(ledger: Ledger):
+    for step in range(2):
+        full_step(ledger, step)
+    ledger.reconcile(1, None)
+    told = ledger.story()
+    assert [(made.number, made.step, made.is_abandoned) for made in told.versions] == [
+        (0, 0, False),
+        (1, 1, False),
+        (2, 2, True),
+    ]
+    assert told.num_abandoned_versions == 1
+    assert sum(made.num_tokens for made in told.versions) == told.counts.tokens.generated

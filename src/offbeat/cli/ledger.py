@@ -60,6 +60,7 @@ def _verify(ledger: Ledger) -> int:
 def _lines(story: Story) -> list[str]:
     counts, tokens = story.counts, story.counts.tokens
     at = "no version yet" if story.step is None else f"step {story.step}, version {story.version}"
+    lease = story.oldest_lease
     facts = {
         "trained from next": at,
         "groups": _told(dict(counts.groups)),
@@ -70,14 +71,52 @@ def _lines(story: Story) -> list[str]:
         "tokens": _told(asdict(tokens)),
         "staleness of trained": _told({f"at {age}": num for age, num in story.staleness.items()}),
         "waits for": story.waits_for,
+        "oldest lease": "none" if lease is None else f"task {lease.task} by {lease.worker}, for {_span(lease.seconds)}",
+        "partials": f"{story.num_partials} with {tokens.partial} tokens",
+        "suspects": _told({f"lost {num} times": count for num, count in story.suspects.items()}),
+        "versions": f"{counts.num_versions} published, {story.num_abandoned_versions} of them abandoned",
     }
     lines = [f"{name:<21} {value}" for name, value in facts.items()]
-    lines += ["", f"{'worker':<21} {'trajectories':>12} {'tokens':>12} {'tokens/s':>9} {'leased':>7}"]
+    return [*lines, *_table(_worker_rows(story)), *_table(_version_rows(story))]
+
+
+def _worker_rows(story: Story) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("worker", "trajectories", "tokens", "tokens/s", "leased", "partials", "audited")]
     for made in story.producers:
         rate = "-" if made.tokens_per_second is None else f"{made.tokens_per_second:,.0f}"
-        figures = f"{made.num_trajectories:>12,} {made.num_tokens:>12,} {rate:>9} {made.num_leased:>7,}"
-        lines.append(f"{made.worker:<21} {figures}")
+        rest = (made.num_leased, made.num_partials, made.num_audited)
+        rows.append(
+            (made.worker, f"{made.num_trajectories:,}", f"{made.num_tokens:,}", rate, *map("{:,}".format, rest))
+        )
+    return rows
+
+
+def _version_rows(story: Story) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("version", "step", "tokens", "")]
+    for made in story.versions:
+        rows.append(
+            (f"{made.number}", f"{made.step}", f"{made.num_tokens:,}", "abandoned" if made.is_abandoned else "")
+        )
+    return rows
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """A blank line and the rows, the first column to the left; nothing where there is only a head."""
+    if len(rows) < 2:
+        return []
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    first = max(widths[0], 21)
+    lines = [""]
+    for row in rows:
+        cells = [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append(f"{row[0]:<{first}} {'  '.join(cells)}".rstrip())
     return lines
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _told(value: Any) -> str:

@@ -130,6 +130,8 @@ CREATE TABLE tasks (
     -- Who holds it, or held it last, and under which fence: the number of its leases so far.
     worker TEXT CHECK ((state = 'leased') <= (worker IS NOT NULL)),
     fence INTEGER NOT NULL DEFAULT 0,
+    -- When that lease began, by the clock for people; deadlines are the coordinator's.
+    leased_at REAL CHECK ((state = 'leased') <= (leased_at IS NOT NULL)),
     num_failures INTEGER NOT NULL DEFAULT 0,
     -- The fence of the attempt that failed last: an attempt fails once, however often it is told.
     failed_fence INTEGER NOT NULL DEFAULT 0 CHECK (failed_fence <= fence),

@@ -1,4 +1,5 @@
-"""What a run's ledger tells a person: who made what, how fast, how stale it was trained, and what is waited for.
+"""What a run's ledger tells a person: who made what, how fast, how stale it was trained, what is waited for and since
+when, and what looks wrong: tasks that workers vanished with, answers that an audit left out, versions left behind.
 
 Reads only. Every figure is a sum over the tables as they stand, so it may be asked while the run goes on.
 """
@@ -12,6 +13,8 @@ from offbeat.ledger import counts, versions
 from offbeat.ledger.records import Counts
 from offbeat.ledger.schema import Database
 
+MAX_VERSIONS = 8
+
 
 @dataclass(frozen=True)
 class Producer:
@@ -24,11 +27,33 @@ class Producer:
     seconds: float
     """From its first trajectory to its last, by the clock for people."""
     num_leased: int
+    num_partials: int = 0
+    """Beginnings that it handed back."""
+    num_audited: int = 0
+    """Trajectories of it that an audit left out of training."""
 
     @property
     def tokens_per_second(self) -> float | None:
         """None where there is too little to tell."""
         return self.num_tokens / self.seconds if self.seconds > 0 else None
+
+
+@dataclass(frozen=True)
+class OldestLease:
+    task: int
+    worker: str
+    seconds: float
+    """By the clock for people."""
+
+
+@dataclass(frozen=True)
+class VersionMade:
+    """A version, and what was sampled from it in trajectories that were accepted."""
+
+    number: int
+    step: int
+    is_abandoned: bool
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +68,14 @@ class Story:
     staleness: Mapping[int, int] = field(default_factory=dict)
     """Trained tokens by their staleness."""
     waits_for: str = ""
+    oldest_lease: OldestLease | None = None
+    num_partials: int = 0
+    """Beginnings that wait to be carried on, or are."""
+    suspects: Mapping[int, int] = field(default_factory=dict)
+    """Unfinished tasks by how many workers vanished with them; without those that none did."""
+    num_abandoned_versions: int = 0
+    versions: tuple[VersionMade, ...] = ()
+    """The latest ones."""
 
 
 def story(db: Database) -> Story:
@@ -56,6 +89,11 @@ def story(db: Database) -> Story:
             producers=_producers(db),
             staleness=_staleness(db),
             waits_for=counts.waiting_for(db),
+            oldest_lease=_oldest_lease(db),
+            num_partials=_one(db, "SELECT COUNT(*) FROM partials WHERE state = 'kept'"),
+            suspects=_suspects(db),
+            num_abandoned_versions=_one(db, "SELECT COUNT(*) FROM versions WHERE abandoned = 1"),
+            versions=_versions(db),
         )
 
 
@@ -65,16 +103,50 @@ def _tasks(db: Database) -> dict[str, int]:
     return dict(db.execute(query))
 
 
+def _one(db: Database, query: str) -> int:
+    return int(db.execute(query).fetchone()[0])
+
+
+def _oldest_lease(db: Database) -> OldestLease | None:
+    query = "SELECT id, worker, leased_at FROM tasks WHERE state = 'leased' ORDER BY leased_at, id LIMIT 1"
+    row = db.execute(query).fetchone()
+    return None if row is None else OldestLease(row[0], row[1], max(0.0, db.wall_clock() - row[2]))
+
+
+def _suspects(db: Database) -> dict[int, int]:
+    query = """SELECT num_losses, COUNT(*) FROM tasks WHERE num_losses > 0 AND state IN ('open', 'leased')
+               GROUP BY num_losses ORDER BY num_losses"""
+    return dict(db.execute(query))
+
+
+def _versions(db: Database) -> tuple[VersionMade, ...]:
+    query = "SELECT number, step, abandoned FROM versions ORDER BY number DESC LIMIT ?"
+    latest = db.execute(query, (MAX_VERSIONS,)).fetchall()[::-1]
+    query = "SELECT version, SUM(num_tokens) FROM segments WHERE version >= ? GROUP BY version"
+    tokens = dict(db.execute(query, (latest[0][0],))) if latest else {}
+    return tuple(VersionMade(number, step, bool(gone), tokens.get(number, 0)) for number, step, gone in latest)
+
+
 def _producers(db: Database) -> tuple[Producer, ...]:
     leased = dict(db.execute("SELECT worker, COUNT(*) FROM tasks WHERE state = 'leased' GROUP BY worker"))
+    partials = dict(db.execute("SELECT worker, COUNT(*) FROM partials GROUP BY worker"))
+    query = """SELECT j.worker, COUNT(*) FROM batch_members m JOIN batches b ON b.id = m.batch
+               JOIN trajectories j ON j.task = m.task
+               WHERE b.state = 'trained' AND m.num_audit_tokens > 0 GROUP BY j.worker"""
+    audited = dict(db.execute(query))
     query = """SELECT worker, COUNT(*), SUM(num_sampled_tokens), MAX(accepted_at) - MIN(accepted_at)
                FROM trajectories GROUP BY worker"""
     made = {worker: (num, tokens, seconds) for worker, num, tokens, seconds in db.execute(query)}
-    producers = []
-    for worker in sorted(set(made) | set(leased)):
-        num_trajectories, num_tokens, seconds = made.get(worker, (0, 0, 0.0))
-        producers.append(Producer(worker, num_trajectories, num_tokens, seconds, leased.get(worker, 0)))
-    return tuple(producers)
+    return tuple(
+        Producer(
+            worker,
+            *made.get(worker, (0, 0, 0.0)),
+            num_leased=leased.get(worker, 0),
+            num_partials=partials.get(worker, 0),
+            num_audited=audited.get(worker, 0),
+        )
+        for worker in sorted({*made, *leased, *partials})
+    )
 
 
 def _staleness(db: Database) -> dict[int, int]:

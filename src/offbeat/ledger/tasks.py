@@ -62,8 +62,9 @@ def lease(db: Database, asking: Asking, bound: int, groups_per_step: int | None)
                 (step, group, step),
             )
     db.execute(
-        "UPDATE tasks SET state = 'leased', worker = ?, fence = fence + 1 WHERE id IN (SELECT value FROM json_each(?))",
-        (worker, json.dumps([task.id for task in tasks])),
+        "UPDATE tasks SET state = 'leased', worker = ?, fence = fence + 1, leased_at = ? "
+        "WHERE id IN (SELECT value FROM json_each(?))",
+        (worker, db.wall_clock(), json.dumps([task.id for task in tasks])),
     )
     return tasks
 
