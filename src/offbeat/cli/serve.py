@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from offbeat.launch.folder import RunFolder
     from offbeat.watch.sinks import check_sinks
 
-    tether.hold()
+    is_supervised = tether.hold()
     check(config, resume)
     check_sinks(config.log.sinks)
     with RunFolder.open(resume, config) if resume else RunFolder.create(config) as folder:
@@ -41,7 +41,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             from offbeat.launch.serve import serve
 
         try:
-            return status_of(asyncio.run(serve(folder)))
+            summary = asyncio.run(serve(folder))
+            return status_of(summary, tell=not is_supervised)  # then the supervisor has the last word
         except RunStopped as error:
             folder.event("error", error=str(error))
             print(f"offbeat: {error}", file=sys.stderr)

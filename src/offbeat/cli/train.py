@@ -69,16 +69,17 @@ def _supervise(config: Config, resume: Path | None, file: str | None, overrides:
     return status_of(asyncio.run(Supervisor(config, first, again).run_to_the_end()))
 
 
-def status_of(summary: Mapping[str, Any]) -> int:
+def status_of(summary: Mapping[str, Any], *, tell: bool = True) -> int:
     """A run that a signal stopped is not done: whatever waits for it must not take it for a finished one."""
     name = summary["stopped_by"]
     if name not in signal.Signals.__members__:
         return 0
-    print(
-        f"offbeat: stopped by {name} after step {summary['steps']}, with a checkpoint; go on with offbeat train "
-        f"--resume {summary['run']}",
-        file=sys.stderr,
-    )
+    if tell:
+        print(
+            f"offbeat: stopped by {name} after step {summary['steps']}, with a checkpoint; go on with offbeat train "
+            f"--resume {summary['run']}",
+            file=sys.stderr,
+        )
     return 128 + signal.Signals[name]
 
 

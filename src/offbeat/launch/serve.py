@@ -24,6 +24,8 @@ from offbeat.launch.office import Office, open_office, prepare, report_evaluatio
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.serve.http.desk import Served
 from offbeat.serve.http.server import Address, HttpServer
+from offbeat.watch.console import held_out
+from offbeat.watch.history import read_metrics
 from offbeat.weights.folder import WeightFolder
 
 ADDRESS = "serve.json"
@@ -44,12 +46,15 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
         stopping = Stopping(office.reporter.stopping)
         stopping.listen()
         await office.coordinator.start(keep_leases=True)
+        saved = folder.last_event("checkpoint")
+        if saved is not None:  # told to our predecessor, perhaps by a trainer that is done and will not tell it again
+            await office.coordinator.checkpointed(saved["step"])
         server = HttpServer(_served(folder, office), _address(config, folder.path))
         await server.start()
         stack.push_async_callback(server.stop)
         server.open()
         _tell(folder, server.url, office)
-        is_finished = await _until_over(config, office, stopping)
+        is_finished = await _until_over(folder, office, stopping)
         summary = office.reporter.finish(
             seconds=time.monotonic() - start_s,
             stopped_by=None if is_finished else stopping.why,
@@ -99,14 +104,13 @@ def _how_to_join(run: Path, url: str) -> str:
     return f"OFFBEAT_TOKEN=$(offbeat worker token {run}) offbeat worker --join {url}"
 
 
-async def _until_over(config: Config, office: Office, stopping: Stopping) -> bool:
+async def _until_over(folder: RunFolder, office: Office, stopping: Stopping) -> bool:
     """Waits for the end of the run; True if it was its last step."""
-    coordinator = office.coordinator
-    latest = await coordinator.call(office.ledger.latest_version)
+    config, coordinator = folder.config, office.coordinator
     try:
         async with asyncio.TaskGroup() as parts:
             broken = parts.create_task(coordinator.until_broken())
-            judging = parts.create_task(report_evaluations(config, office, latest.step if latest else 0))
+            judging = parts.create_task(report_evaluations(config, office, _first_to_judge(folder)))
             clock = parts.create_task(stopping.after(config.run.max_hours))
             asked = parts.create_task(stopping.requested.wait())
             saved = parts.create_task(coordinator.until_checkpointed(config.run.steps))
@@ -119,6 +123,12 @@ async def _until_over(config: Config, office: Office, stopping: Stopping) -> boo
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return is_finished
+
+
+def _first_to_judge(folder: RunFolder) -> int:
+    """The step after the last whose evaluation is in the metrics: our predecessor may have died with one under way."""
+    judged = [row["step"] for row in read_metrics(folder.metrics_file) if held_out(row) is not None]
+    return max(judged, default=-1) + 1
 
 
 async def _say_goodbye(office: Office) -> None:

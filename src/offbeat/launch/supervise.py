@@ -3,7 +3,7 @@
 Each child is the command that a user could start by hand, with a join token of its own. One that dies is started again
 (`offbeat.control.restarts`); each goes on from what the ledger, its checkpoint or its spool remember. The children are
 tied to this process: when it ends, however it ends, they end. The coordinator writes to this terminal, the others to
-files in the run's logs/.
+files in the run's logs/, where supervisor.jsonl tells which process was started when and how it ended.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from offbeat.serve.http.credentials import TOKEN_VARIABLE
 READY_WITHIN_S = 300.0
 END_WITHIN_S = 90.0
 """How long children that were asked to end may take before they are killed."""
+LINGER_S = 10.0
+"""The same once the run is over and saved."""
+DIARY = "supervisor.jsonl"
 
 
 @dataclass(eq=False)
@@ -70,6 +73,7 @@ class Supervisor:
         self.workers: list[Child] = []
         self.run = Path()
         self.url = ""
+        self._is_finished = False
         self._read, self._write = os.pipe()
         self._environment = {**os.environ, **_threads(config)}
 
@@ -95,26 +99,28 @@ class Supervisor:
         asked = asyncio.ensure_future(self._stop_when(stopping))
         try:
             async with asyncio.TaskGroup() as group:
-                for child in (self.trainer, *self.workers):
-                    group.create_task(self._keep(child))
+                others = [group.create_task(self._keep(child)) for child in (self.trainer, *self.workers)]
                 await self._keep(self.coordinator)
-                for child in (self.trainer, *self.workers):
-                    child.keeps_going = False
-                    child.tell(signal.SIGTERM)
+                self._is_finished = True
+                for keeping in others:
+                    keeping.cancel()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
             asked.cancel()
 
     async def _stop_when(self, stopping: Stopping) -> None:
-        """A request to stop goes to the trainer, which ends with a checkpoint; then the coordinator ends the run."""
+        """A request to stop goes to the trainer, which ends with a checkpoint; then the coordinator ends the run, as
+        asked by the same signal. Until then it is kept going: the trainer has something to tell."""
         await stopping.requested.wait()
-        for child in (self.trainer, self.coordinator, *self.workers):
+        assert stopping.why is not None
+        for child in (self.trainer, *self.workers):
             child.keeps_going = False
         self.trainer.tell(signal.SIGTERM)
         if self.trainer.process is not None:
             await self.trainer.process.wait()
-        self.coordinator.tell(signal.SIGTERM)
+        self.coordinator.keeps_going = False
+        self.coordinator.tell(signal.Signals[stopping.why])
 
     async def _keep(self, child: Child) -> None:
         """Starts a child, again and again, until it is done or to be given up."""
@@ -124,6 +130,7 @@ class Supervisor:
             assert child.process is not None
             status = await child.process.wait()
             verdict, pause_s = child.restarts.ended(status)
+            self._note("ended", child, status=status)
             if verdict is Verdict.DONE or not child.keeps_going:
                 return
             if verdict is Verdict.GIVE_UP:
@@ -152,6 +159,7 @@ class Supervisor:
             return  # `_keep` sees that it ended
         ready = json.loads(told)
         self.url, self.run = ready["url"], Path(ready["run"])
+        self._note("started", child)
 
     def _resumed(self) -> list[str]:
         port = self.url.rsplit(":", 1)[1]
@@ -170,6 +178,7 @@ class Supervisor:
         more = {} if child.role is None else {TOKEN_VARIABLE: await asyncio.to_thread(new_token, self.run, child.role)}
         child.restarts.started()
         child.process = await self._spawn(child.arguments, child.log, more, ())
+        self._note("started", child)
 
     async def _spawn(
         self, arguments: Sequence[str], log: Path | None, more: dict[str, str], descriptors: tuple[int, ...]
@@ -197,12 +206,20 @@ class Supervisor:
             child.tell(signal.SIGTERM if self.coordinator.is_alive or child is self.trainer else signal.SIGKILL)
         waits = [asyncio.ensure_future(child.process.wait()) for child in children if child.process is not None]
         if waits:
-            await asyncio.wait(waits, timeout=END_WITHIN_S)
+            await asyncio.wait(waits, timeout=LINGER_S if self._is_finished else END_WITHIN_S)
         for child in children:
             child.tell(signal.SIGKILL)
         for child in children:
             if child.process is not None:
-                await child.process.wait()
+                self._note("ended", child, status=await child.process.wait())
+
+    def _note(self, event: str, child: Child, **fields: Any) -> None:
+        """For whoever wants to know later; a disk that is full ends no process."""
+        assert child.process is not None
+        when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        row = {"event": event, "time": when, "process": child.name, "pid": child.process.pid, **fields}
+        with suppress(OSError), (self.run / "logs" / DIARY).open("a") as diary:
+            print(json.dumps(row), file=diary)
 
 
 def _line(descriptor: int) -> bytes:

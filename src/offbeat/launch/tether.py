@@ -15,12 +15,14 @@ VARIABLE = "OFFBEAT_TETHER"
 GRACE_S = 10.0
 
 
-def hold() -> None:
-    """Called by a child: from now on it ends with whoever started it, if that tied it to itself."""
+def hold() -> bool:
+    """Called by a child: from now on it ends with whoever started it, if that tied it to itself; tells whether."""
     descriptor = os.environ.pop(VARIABLE, None)
-    if descriptor is not None:
-        os.set_inheritable(int(descriptor), False)  # our own children are not the supervisor's
-        threading.Thread(target=_watch, args=(int(descriptor),), name="tether", daemon=True).start()
+    if descriptor is None:
+        return False
+    os.set_inheritable(int(descriptor), False)  # our own children are not the supervisor's
+    threading.Thread(target=_watch, args=(int(descriptor),), name="tether", daemon=True).start()
+    return True
 
 
 def _watch(descriptor: int) -> None:

@@ -15,6 +15,7 @@ from offbeat.launch.joining import Invitation, joined
 from offbeat.launch.report import EVENT, step_row
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.serve.http.client import RemoteTrainer
+from offbeat.serve.http.connection import Connection
 from offbeat.watch.trace import Trace
 
 
@@ -32,18 +33,12 @@ async def train(invitation: Invitation, overrides: Sequence[str], run: Path | No
 
             models.set_threads(config)
             policy, reference = models.make_policy(config)
-        client = RemoteTrainer(member.connection, shares_disk=run is not None)
+        client = _Client(member.connection, shares_disk=run is not None)
         trace = Trace(folder / "trainer-trace.json")
         stack.callback(trace.close)
-        events: list[dict[str, Any]] = []
-
-        async def tell_events() -> None:
-            while events:
-                await client.report(events[0])
-                del events[0]
 
         async def on_step(report: StepReport) -> None:
-            await tell_events()
+            await client.tell_events()
             await client.report(step_row(report, trace.spans_since_last()))
             trace.flush()
 
@@ -55,12 +50,28 @@ async def train(invitation: Invitation, overrides: Sequence[str], run: Path | No
             models.trainer_settings(config),
             reference=reference,
             span=trace.span,
-            event=lambda kind, **fields: events.append({EVENT: kind, **fields}),
+            event=lambda kind, **fields: client.events.append({EVENT: kind, **fields}),
             on_step=on_step,
         )
         stopping = Stopping(lambda why: None)
         stopping.listen()
         await trainer.start()
         await trainer.run(stopping.requested)
-        await tell_events()
         return stopping.why if trainer.step < config.run.steps else None
+
+
+class _Client(RemoteTrainer):
+    """Tells what happened before it tells of a checkpoint: that may be the end of the run, and of its coordinator."""
+
+    def __init__(self, connection: Connection, *, shares_disk: bool):
+        super().__init__(connection, shares_disk=shares_disk)
+        self.events: list[dict[str, Any]] = []
+
+    async def tell_events(self) -> None:
+        while self.events:
+            await self.report(self.events[0])
+            del self.events[0]
+
+    async def checkpointed(self, step: int) -> None:
+        await self.tell_events()
+        await super().checkpointed(step)

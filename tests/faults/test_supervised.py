@@ -1,0 +1,75 @@
+"""A supervised run goes on by itself when its processes are killed, and takes them along when it ends itself."""
+
+import json
+import re
+import shutil
+import signal
+
+import pytest
+from supervised import PACED, TINY, Supervised, check_whole, until
+
+from offbeat.learn.checkpoint import Checkpoints
+from offbeat.model.loading import TINY_FOLDER
+
+OVERLAP = ("--schedule.mode=overlap", "--schedule.max-staleness=2", "--rollout.workers=2")
+
+
+@pytest.mark.timeout(400)
+def test_a_run_whose_every_process_is_killed_in_turn_finishes_by_itself(tmp_path):
+    killed = ["worker-1", "coordinator", "worker-2", "trainer", "coordinator"]
+    num_steps = 12
+    run = Supervised(tmp_path, *TINY, *PACED, *OVERLAP, f"--run.steps={num_steps}", "--checkpoint.every=3")
+    for step, name in enumerate(killed, start=1):
+        run.until_step(step)
+        run.kill(name)
+    assert run.finish() == ""
+    check_whole(run.run, num_steps)
+    ends = [(row["process"], row["status"]) for row in run.diary() if row["event"] == "ended"]
+    assert sorted(name for name, status in ends if status == -signal.SIGKILL and name in killed)[:2] == [
+        "coordinator",
+        "coordinator",
+    ]
+    assert {name for name, status in ends if status == -signal.SIGKILL} >= set(killed)
+
+
+@pytest.mark.timeout(400)
+def test_killing_the_supervisor_leaves_nobody_behind_and_the_run_can_be_resumed(tmp_path):
+    run = Supervised(tmp_path, *TINY, *PACED, *OVERLAP, "--run.steps=500", "--checkpoint.every=1")
+    run.until_step(2)
+    run.process.kill()
+    run.process.wait()
+    assert len(run.living()) >= 4, "nobody was there to be left behind"
+    until(lambda: not run.living(), "orphans to end", 30.0)
+
+    steps = Checkpoints(run.run / "checkpoints").steps()[-1] + 3
+    again = Supervised(tmp_path, "--resume", "runs/a", f"--run.steps={steps}")
+    assert again.finish() == ""
+    check_whole(again.run, steps)
+
+
+@pytest.mark.timeout(400)
+def test_ctrl_c_ends_with_a_checkpoint_a_summary_and_its_status(tmp_path):
+    run = Supervised(tmp_path, *TINY, *PACED, *OVERLAP, "--run.steps=500")
+    run.until_step(2)
+    run.process.send_signal(signal.SIGINT)
+    told = run.finish(status=130)
+    (step,) = re.fullmatch(r"offbeat: stopped by SIGINT after step (\d+), with a checkpoint; .*runs/a\n", told).groups()
+    summary = json.loads((run.run / "summary.json").read_text())
+    assert (summary["finished"], summary["stopped_by"], summary["steps"]) == (False, "SIGINT", int(step))
+    assert Checkpoints(run.run / "checkpoints").steps() == [int(step)]
+    assert all(row["status"] == 0 for row in run.diary() if row["process"] == "worker-1" and row["event"] == "ended")
+
+
+@pytest.mark.timeout(400)
+def test_what_the_user_must_mend_ends_the_run_with_one_line(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(TINY_FOLDER, model)
+    run = Supervised(tmp_path, *TINY, *PACED, *OVERLAP, "--run.steps=500", f"--model.path={model}")
+    run.until_step(1)
+    shutil.rmtree(model)
+    run.kill("trainer")
+    told = run.finish(status=1)
+    line = r"offbeat: trainer: ended with status 2: offbeat: model\.path = '.*': no such folder; .*trainer\.log\)\n"
+    assert re.fullmatch(line, told), told
+    starts = [row for row in run.diary() if row["process"] == "trainer" and row["event"] == "started"]
+    assert len(starts) == 2, "it was started again in vain"
