@@ -123,8 +123,8 @@ AnyTask = Annotated[ArithmeticTask | GymTask | FileTask | FunctionTask, Field(di
 
 
 class RewardConfig(Section):
-    processes: int = free(1, ge=1, le=256)
-    """Rewards computed at a time."""
+    processes: int = free(1, ge=0, le=256)
+    """Rewards computed at a time where the coordinator runs; 0: only by judges that join from elsewhere."""
     timeout_s: float = free(10.0, gt=0)
     """Longest wait for one reward; then its process is killed and the reward counts as failed."""
     max_failure_share: float = free(0.2, ge=0, le=1)

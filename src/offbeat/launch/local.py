@@ -38,6 +38,7 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None, resume: P
 
 async def _run(folder: RunFolder, reward: Callable[..., Any] | None) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
+        sources.need_processes(folder.config, "all is one process, which nobody can join")
         mixture = sources.make_mixture(folder.config, reward)
         pool = await sources.open_pool(folder.config, mixture, folder.logs / "rewards.log")
         stack.push_async_callback(pool.close)

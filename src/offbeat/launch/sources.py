@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.config.models import Config
+from offbeat.errors import UserError
 from offbeat.reward.pool import RewardInput, RewardPool
 from offbeat.tasks.mixture import Mixture, build_mixture
 
@@ -16,8 +17,10 @@ def make_mixture(config: Config, reward: Callable[..., Any] | None) -> Mixture:
 
 
 async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
-    """A pool whose rewards were each tried on a problem of theirs."""
+    """A pool whose rewards were each tried on a problem of theirs; one without processes has judges elsewhere try."""
     pool = RewardPool(config.reward.processes, config.reward.timeout_s, mixture.rewards, log)
+    if not config.reward.processes:
+        return pool
     trials = {}
     for member in mixture.members.values():
         problem = member.problem(0)
@@ -28,3 +31,9 @@ async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
         await pool.close()
         raise
     return pool
+
+
+def need_processes(config: Config, why: str) -> None:
+    """Refuses to leave all rewards to judges elsewhere where there can be none."""
+    if not config.reward.processes:
+        raise UserError(f"reward.processes = 0: allowed 1 or more here, because {why}; set it, or use offbeat serve")

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from offbeat.serve.http import metrics, refusals, trainer_calls, worker_calls
+from offbeat.serve.http import judge_calls, metrics, refusals, trainer_calls, worker_calls
 from offbeat.serve.http.access import address, is_loopback
 from offbeat.serve.http.desk import Desk, Doors, Route, sent_away
 
@@ -39,7 +39,7 @@ class App:
             exception_handlers={HTTPException: _unrouted},
         )
         self._direct: dict[tuple[str, str], Endpoint] = {}
-        for route in (*worker_calls.ROUTES, *trainer_calls.ROUTES):
+        for route in (*worker_calls.ROUTES, *judge_calls.ROUTES, *trainer_calls.ROUTES):
             self._add(route.method, route.path, _counted(desk, route.path, _guarded(desk, route)))
         self._add("POST", "/v1/join", _counted(desk, "/v1/join", _stranger(desk)))
         self._add("GET", "/healthz", _counted(desk, "/healthz", _health(desk)))

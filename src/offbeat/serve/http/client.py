@@ -1,7 +1,7 @@
-"""Workers and trainers that reach their coordinator over HTTP.
+"""Workers, trainers and judges that reach their coordinator over HTTP.
 
-`join` exchanges a token for credentials; `RemoteWorker` and `RemoteTrainer` then are what `offbeat.serve.client` asks
-of a coordinator, and raise the very errors that it raises.
+`join` exchanges a token for credentials; `RemoteWorker`, `RemoteTrainer` and `RemoteJudge` then are what
+`offbeat.serve.client` asks of a coordinator, and raise the very errors that it raises.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from blake3 import blake3
 from offbeat.errors import DeadlineError, UserError
 from offbeat.ledger.errors import Forbidden, LedgerError
 from offbeat.ledger.records import Batch, Outcome, Reconciled
-from offbeat.serve.client import Heartbeat, Lease
+from offbeat.reward.pool import RewardResult
+from offbeat.serve.client import Heartbeat, Lease, RewardLease
 from offbeat.serve.http import coding, wire
 from offbeat.serve.http.connection import Connection
 from offbeat.serve.http.credentials import Credentials
@@ -172,6 +173,30 @@ class RemoteTrainer:
         }
         async with self._connection.open("PUT", f"/v1/weights/{number}/{path.name}", headers, lambda: _pieces(path)):
             pass
+
+
+class RemoteJudge:
+    """Implements `JudgeClient` over a connection that has joined as a judge."""
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
+
+    async def lease_rewards(self, capacity: int, wait_s: float) -> RewardLease:
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            poll_s = min(left_s, POLL_S)
+            call = wire.LeaseRewardsCall(capacity=capacity, wait_s=poll_s)
+            lease = await self._connection.call("/v1/rewards/lease", call, RewardLease, wait_s=poll_s)
+            if lease.ticket or lease.is_over or left_s <= poll_s:
+                return lease
+
+    async def submit_rewards(self, ticket: str, results: Sequence[RewardResult]) -> None:
+        bodies = [wire.result_body(result, MAX_REASON) for result in results]
+        await self._connection.tell("/v1/rewards", wire.SubmitRewardsCall(ticket=ticket, results=bodies))
+
+    async def leave(self) -> None:
+        await self._connection.tell("/v1/leave", wire.Nothing())
 
 
 async def _pieces(path: Path) -> AsyncIterator[bytes]:

@@ -17,8 +17,9 @@ from msgspec import Meta
 
 from offbeat.ledger.records import Outcome
 from offbeat.ledger.workers import Role
+from offbeat.reward.pool import RewardResult
 from offbeat.serve.http.coding import Malformed
-from offbeat.trajectory import End, Origin, Segment, Trajectory
+from offbeat.trajectory import End, Origin, Reward, Segment, Trajectory
 from offbeat.weights.version import Version
 
 T = TypeVar("T")
@@ -63,6 +64,29 @@ class FailCall(Call):
 class NewerCall(Call):
     have_version: Count | None
     wait_s: Seconds
+
+
+class LeaseRewardsCall(Call):
+    capacity: Annotated[int, Meta(ge=1, le=100_000)]
+    wait_s: Seconds
+
+
+class RewardBody(Call):
+    value: float
+    name: Name
+    position: Annotated[int, Meta(ge=-1, le=2**31)]
+
+
+class ResultBody(Call):
+    """A reward's parts, or why there are none."""
+
+    rewards: Annotated[list[RewardBody], Meta(max_length=1000)] = []
+    error: Annotated[str, Meta(max_length=10_000)] | None = None
+
+
+class SubmitRewardsCall(Call):
+    ticket: Annotated[str, Meta(max_length=64)]
+    results: Annotated[list[ResultBody], Meta(max_length=100_000)]
 
 
 class ReconcileCall(Call):
@@ -182,6 +206,20 @@ def trajectory(data: bytes) -> Trajectory:
     if body.end is not None:
         made.finish(body.end)
     return made
+
+
+def reward_result(body: ResultBody) -> RewardResult:
+    """What a judge said; whether that is a reward is for the coordinator to find out."""
+    if body.error is not None:
+        return RewardResult(error=body.error)
+    rewards = tuple(Reward(part.value, part.name, part.position) for part in body.rewards)
+    return RewardResult(sum(reward.value for reward in rewards), rewards=rewards)
+
+
+def result_body(result: RewardResult, max_reason: int) -> ResultBody:
+    if result.error is not None:
+        return ResultBody(error=result.error[:max_reason])
+    return ResultBody(rewards=[RewardBody(value=r.value, name=r.name, position=r.position) for r in result.rewards])
 
 
 def _segment(body: _SegmentBody) -> Segment:

@@ -38,11 +38,16 @@ async def submit(desk: Desk, worker: Worker, request: Request) -> Response:
 
 async def lease(desk: Desk, worker: Worker, request: Request) -> Response:
     call = await desk.bodies.record(request, wire.LeaseCall)
-    if worker.state is WorkerState.LEFT:  # it is back
-        await desk.coordinator.call(desk.coordinator.ledger.move_worker, worker.name, WorkerState.ACTIVE)
+    await welcome_back(desk, worker)
     wait_s = min(call.wait_s, desk.settings.max_wait_s)
     work = desk.coordinator.lease(worker.name, call.capacity, call.have_version, wait_s)
     return await reply(request, await desk.patiently(request, work))
+
+
+async def welcome_back(desk: Desk, worker: Worker) -> None:
+    """One that had said goodbye asks for work again."""
+    if worker.state is WorkerState.LEFT:
+        await desk.coordinator.call(desk.coordinator.ledger.move_worker, worker.name, WorkerState.ACTIVE)
 
 
 async def heartbeat(desk: Desk, worker: Worker, request: Request) -> Response:

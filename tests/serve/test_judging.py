@@ -1,0 +1,459 @@
+"""Samples on their way to a reward: the books alone, in any order of events, and then with a ledger and a pool."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from offbeat.config import from_dict
+from offbeat.errors import DeadlineError, UserError
+from offbeat.launch import sources, wiring
+from offbeat.ledger.errors import Fenced, Forbidden, Refused, Unknown
+from offbeat.ledger.records import Purpose, Unscored
+from offbeat.reward.pool import RewardResult
+from offbeat.serve import judging
+from offbeat.serve.portions import Portions
+from offbeat.trajectory import End, Reward, Segment
+from offbeat.weights.folder import WeightFolder
+from offbeat.weights.version import Version
+
+SOON_S = 60.0
+SAMPLE_S, SLACK_S = 2.0, 10.0
+REWARDS = ("exact", "number", "judge.py:slow")
+JUDGES = ("a", "b", "c")
+GOOD = RewardResult(1.0, rewards=(Reward(1.0),))
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def sample(number: int, reward: str = "exact") -> Unscored:
+    return Unscored(number, 0, Purpose.TRAIN, {}, reward, np.array([1, 2, 3]), End.STOP, number)
+
+
+def portions(max_samples: int = 100, clock: Clock | None = None) -> Portions:
+    return Portions(max_samples, SAMPLE_S, SLACK_S, clock or Clock())
+
+
+def ids(portion) -> list[int]:
+    return [found.task for found in portion.samples]
+
+
+# --- the books ---
+
+
+def test_a_portion_has_one_reward_and_no_more_than_the_judge_can_take():
+    books = portions()
+    books.add([sample(1), sample(2, "number"), sample(3), sample(4), sample(5)])
+    first = books.lease("a", 2, REWARDS)
+    second = books.lease("a", 9, REWARDS)
+    assert (first.reward, ids(first)) == ("exact", [1, 3])
+    assert (second.reward, ids(second)) == ("number", [2])  # fewer of these are out
+    assert ids(books.lease("b", 9, ["exact"])) == [4, 5]
+    assert books.lease("b", 9, REWARDS) is None
+
+
+def test_what_is_overdue_goes_back_to_the_front_and_its_ticket_is_over():
+    clock = Clock()
+    books = portions(clock=clock)
+    books.add([sample(n) for n in range(1, 7)])
+    first, second = books.lease("a", 2, REWARDS), books.lease("b", 2, REWARDS)
+    clock.now_s = 2 * SAMPLE_S + SLACK_S - 0.1
+    assert books.expire() == 0
+    assert books.next_deadline_s() == 2 * SAMPLE_S + SLACK_S
+    clock.now_s += 0.2
+    assert books.expire() == 4
+    assert ids(books.lease("c", 9, REWARDS)) == [1, 2, 3, 4, 5, 6]
+    for judge, portion in (("a", first), ("b", second)):
+        with pytest.raises(Fenced, match="over"):
+            books.answer(judge, portion.ticket)
+
+
+def test_a_judge_has_time_for_all_that_it_holds():
+    clock = Clock()
+    books = portions(clock=clock)
+    books.add([sample(n) for n in range(6)])
+    assert books.lease("a", 2, REWARDS).deadline_s == 2 * SAMPLE_S + SLACK_S
+    assert books.lease("a", 4, REWARDS).deadline_s == 6 * SAMPLE_S + SLACK_S
+
+
+def test_a_ticket_is_good_once_and_for_its_own_judge_alone():
+    books = portions()
+    books.add([sample(1)])
+    ticket = books.lease("a", 1, REWARDS).ticket
+    with pytest.raises(Forbidden):
+        books.answer("b", ticket)
+    assert ids(books.answer("a", ticket)) == [1]
+    with pytest.raises(Fenced):
+        books.answer("a", ticket)
+
+
+def test_a_ticket_of_an_earlier_coordinator_is_nobodys():
+    before, after = portions(), portions()
+    for books in (before, after):
+        books.add([sample(1)])
+    old = before.lease("a", 1, REWARDS).ticket
+    after.lease("a", 1, REWARDS)
+    forged = [old, "", "-", old.partition("-")[0], f"{after._name}-2", f"{after._name}-0", f"{after._name}-" + "9" * 50]
+    for ticket in forged:
+        with pytest.raises(Unknown):
+            after.answer("a", ticket)
+    assert after.held == {"a": 1}
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever the order, a sample waits, is out once, or was answered once."""
+
+    def __init__(self):
+        super().__init__()
+        self.clock = Clock()
+        self.books = portions(max_samples=12, clock=self.clock)
+        self.num_added = 0
+        self.answered: list[int] = []
+        self.open: dict[str, tuple[str, list[int]]] = {}
+        """By ticket: judge and samples."""
+        self.deadlines: dict[str, float] = {}
+        self.over: list[tuple[str, str]] = []
+        self.returned: list[int] = []
+        """Taken back and not leased again since."""
+
+    @rule(count=st.integers(1, 5), reward=st.sampled_from(REWARDS))
+    def add(self, count, reward):
+        count = min(count, self.books.room)
+        self.books.add([sample(self.num_added + n, reward) for n in range(count)])
+        self.num_added += count
+
+    @rule(judge=st.sampled_from(JUDGES), capacity=st.integers(1, 4), rewards=st.sets(st.sampled_from(REWARDS)))
+    def lease(self, judge, capacity, rewards):
+        waits = bool(set(self.books.rewards) & rewards)
+        portion = self.books.lease(judge, capacity, rewards)
+        assert (portion is not None) == waits
+        if portion is not None:
+            assert portion.reward in rewards
+            assert 1 <= len(portion.samples) <= capacity
+            assert {found.reward for found in portion.samples} == {portion.reward}
+            assert not set(ids(portion)) & set(self.answered)
+            same = [found.task for found in self.books._waiting[portion.reward]]
+            assert not set(self.returned) & set(same) or set(ids(portion)) <= set(self.returned)  # those come first
+            self.returned = [task for task in self.returned if task not in ids(portion)]
+            self.open[portion.ticket] = judge, ids(portion)
+            self.deadlines[portion.ticket] = portion.deadline_s
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def answer(self, data):
+        ticket = data.draw(st.sampled_from(sorted(self.open)))
+        judge, tasks = self.open.pop(ticket)
+        assert ids(self.books.answer(judge, ticket)) == tasks
+        self.answered += tasks
+        self.over.append((judge, ticket))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def answer_for_another(self, data):
+        ticket = data.draw(st.sampled_from(sorted(self.open)))
+        with pytest.raises(Forbidden):
+            self.books.answer("stranger", ticket)
+
+    @precondition(lambda self: self.over)
+    @rule(data=st.data())
+    def answer_again_or_late(self, data):
+        with pytest.raises(Fenced):
+            self.books.answer(*data.draw(st.sampled_from(self.over)))
+
+    @rule(judge=st.sampled_from(JUDGES))
+    def leave(self, judge):
+        gone = [ticket for ticket, (holder, _) in self.open.items() if holder == judge]
+        assert self.books.leave(judge) == self.take_back(gone)
+
+    @rule(seconds=st.floats(0, 40))
+    def time_passes(self, seconds):
+        self.clock.now_s += seconds
+        late = [ticket for ticket in self.open if self.deadlines[ticket] <= self.clock.now_s]
+        assert self.books.expire() == self.take_back(late)
+        next_s = self.books.next_deadline_s()
+        assert next_s == min((self.deadlines[ticket] for ticket in self.open), default=None)
+
+    def take_back(self, tickets) -> int:
+        taken = [(*self.open.pop(ticket), ticket) for ticket in tickets]
+        self.over += [(judge, ticket) for judge, _, ticket in taken]
+        back = [task for _, tasks, _ in taken for task in tasks]
+        self.returned += back
+        return len(back)
+
+    @invariant()
+    def nothing_is_lost_or_doubled(self):
+        waiting = [found.task for queue in self.books._waiting.values() for found in queue]
+        out = [task for _, tasks in self.open.values() for task in tasks]
+        assert sorted(waiting + out + self.answered) == list(range(self.num_added))
+        assert self.books.room == 12 - len(waiting) - len(out) >= 0
+        assert sum(self.books.held.values()) == len(out)
+        assert self.books.num_waiting == len(waiting)
+
+
+TestAnyOrder = AnyOrder.TestCase
+
+
+# --- with a ledger, a pool and time ---
+
+SLOW = """
+import os, time
+from pathlib import Path
+
+def gated(response):
+    while not Path(os.environ["GATE"]).exists():
+        time.sleep(0.01)
+    return 1.0
+"""
+
+
+@asynccontextmanager
+async def coordinator(folder: Path, function=None, **sections):
+    given = {"run": {"steps": 3}, "batch": {"groups_per_step": 2, "group_size": 4}, "eval": {"every": 0}, **sections}
+    config = from_dict(given)
+    tokens, mixture = wiring.load_tokens(config), sources.make_mixture(config, function)
+    ledger = wiring.open_ledger(config, folder / "ledger.sqlite")
+    pool = await sources.open_pool(config, mixture, folder / "rewards.log")
+    issuer = wiring.make_issuer(config, mixture, tokens)
+    try:
+        made = wiring.make_coordinator(config, ledger, issuer, pool, tokens, WeightFolder(folder / "weights"))
+        try:
+            await made.start()
+            await made.publish(Version(0, 0, None, "digest", Path("nowhere")))
+            yield made
+        finally:
+            await made.close()
+    finally:
+        await pool.close()
+        ledger.close()
+
+
+async def generate(made, count: int) -> int:
+    """Answers up to so many tasks as an engine would; returns how many there were."""
+    tasks = (await made.lease("w", count, 0, 0.0)).tasks
+    for task in tasks:
+        trajectory = task.new_trajectory()
+        trajectory.append(Segment(0, np.array([5, 6]), logprobs=np.full(2, -0.1), version=0, kv_version=0), End.STOP)
+        await made.submit("w", trajectory, task.fence)
+    return len(tasks)
+
+
+NOBODY_HERE = {"reward": {"processes": 0, "timeout_s": 1.0}}
+
+
+def test_without_local_processes_a_judge_elsewhere_judges_all_and_is_told_what_it_needs(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, **NOBODY_HERE) as made:
+            waiting = asyncio.create_task(made.judging.lease("j", 100, SOON_S))
+            assert await generate(made, 100) == 8
+            num_judged = 0
+            lease = await waiting
+            while num_judged < 8:
+                assert (lease.reward, lease.timeout_s) == ("number", 1.0)
+                for given in lease.inputs:
+                    assert given.prompt.endswith("=")
+                    assert given.answer is not None
+                    assert given.tokens == [5, 6]
+                await made.judging.submit("j", lease.ticket, [GOOD] * len(lease.inputs))
+                num_judged += len(lease.inputs)
+                lease = await made.judging.lease("j", 100, 0.0 if num_judged == 8 else SOON_S)
+            batch = await made.claim(0, SOON_S)
+            assert {member.reward for group in batch.groups for member in group.members} == {1.0}
+
+    asyncio.run(scenario())
+
+
+def test_a_step_without_a_judge_ends_with_how_to_start_one(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, **NOBODY_HERE) as made:
+            await generate(made, 100)
+            with pytest.raises(DeadlineError, match=r"reward\.processes = 0: start one with offbeat worker --role"):
+                await made.claim(0, 0.1)
+            await made.judging.lease("j", 1, SOON_S)
+            with pytest.raises(DeadlineError, match=r"rewards asked for: 1 with j"):
+                await made.claim(0, 0.1)
+
+    asyncio.run(scenario())
+
+
+def test_what_a_judge_did_not_answer_in_time_another_gets_and_the_late_answer_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(judging, "SLACK_S", 0.5)
+    monkeypatch.setattr(judging, "RESTART_S", 0.0)
+
+    async def scenario():
+        async with coordinator(tmp_path, reward={"processes": 0, "timeout_s": 0.01}) as made:
+            await generate(made, 1)
+            late = await made.judging.lease("late", 4, SOON_S)
+            other = await made.judging.lease("other", 4, SOON_S)  # waits until the first is overdue
+            assert other.ticket != late.ticket
+            with pytest.raises(Fenced):
+                await made.judging.submit("late", late.ticket, [GOOD] * len(late.inputs))
+            await made.judging.submit("other", other.ticket, [GOOD] * len(other.inputs))
+
+    asyncio.run(scenario())
+
+
+def test_what_a_judge_held_when_it_left_another_gets_at_once(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, **NOBODY_HERE) as made:
+            await generate(made, 1)
+            first = await made.judging.lease("first", 4, SOON_S)
+            waiting = asyncio.create_task(made.judging.lease("second", 4, SOON_S))
+            await asyncio.sleep(0)
+            await made.leave("first")
+            second = await waiting
+            assert second.inputs == first.inputs
+            assert made.judging.present() == ["second"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "told, why",
+    [
+        (RewardResult(math.nan, rewards=(Reward(math.nan),)), "nan, no finite number"),
+        (RewardResult(math.inf, rewards=(Reward(1.0), Reward(math.inf, "style"))), "'style' is inf"),
+        (RewardResult(math.inf, rewards=(Reward(1e308), Reward(1e308, "b"))), "no finite sum"),
+        (RewardResult(0.0, rewards=()), "says nothing"),
+        (RewardResult(1.0, rewards=(Reward(1.0, position=2),)), "stands at 2 of 2 tokens"),
+    ],
+)
+def test_a_result_that_is_no_reward_fails_its_sample_alone_and_is_never_a_value(tmp_path, told, why):
+    async def scenario():
+        async with coordinator(tmp_path, **NOBODY_HERE) as made:
+            await generate(made, 100)
+            leases = []
+            while sum(len(lease.inputs) for lease in leases) < 8:
+                leases.append(await made.judging.lease("j", 100, SOON_S))
+            lease, *others = leases
+            with pytest.raises(Refused, match=why):
+                await made.judging.submit("j", lease.ticket, [told] + [GOOD] * (len(lease.inputs) - 1))
+            for other in others:
+                await made.judging.submit("j", other.ticket, [GOOD] * len(other.inputs))
+            rows = await made.call(lambda: made.ledger._db.execute("SELECT value, error FROM rewards").fetchall())
+            assert sorted(value for value, _ in rows if value is not None) == [1.0] * 7
+            (error,) = [error for _, error in rows if error is not None]
+            assert why in error
+            assert made.judging.scorer.num_failed == 1
+            with pytest.raises(Fenced):
+                await made.judging.submit("j", lease.ticket, [GOOD] * len(lease.inputs))
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_with_too_few_results_is_refused_and_may_be_given_again(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, **NOBODY_HERE) as made:
+            await generate(made, 1)
+            lease = await made.judging.lease("j", 1, SOON_S)
+            with pytest.raises(Refused, match="0 results for 1 samples"):
+                await made.judging.submit("j", lease.ticket, [])
+            await made.judging.submit("j", lease.ticket, [GOOD])
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_reward_holds_no_engine_and_the_queue_keeps_its_bound(tmp_path, monkeypatch):
+    """All that may be generated ahead is handed in while not one reward has come, and then all are judged."""
+    monkeypatch.setattr(judging, "MAX_SAMPLES", 10)
+    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
+    (tmp_path / "slow.py").write_text(SLOW)
+    gate = tmp_path / "gate"
+
+    async def scenario():
+        gate.touch()  # for the first try
+        sections = {
+            "schedule": {"mode": "overlap", "max_staleness": 4},
+            "task": [{"source": "arithmetic", "reward": f"{tmp_path / 'slow.py'}:gated"}],
+        }
+        async with coordinator(tmp_path, **sections) as made:
+            os.unlink(gate)
+            num_generated = 0
+            while count := await generate(made, 5):
+                num_generated += count
+                assert made.judging.portions.room >= 0
+            assert num_generated == 3 * 2 * 4  # every step of the run
+            assert (await made.call(made.ledger.counts)).groups == {"open": 6}
+            gate.touch()
+            for step in range(2):
+                assert len((await made.claim(step, SOON_S)).groups) == 2
+
+    asyncio.run(scenario())
+
+
+def test_local_processes_and_judges_elsewhere_share_the_work_and_no_sample_is_judged_twice(tmp_path, monkeypatch):
+    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
+    (tmp_path / "slow.py").write_text(SLOW)
+    gate = tmp_path / "gate"
+
+    async def scenario():
+        gate.touch()
+        sections = {
+            "batch": {"groups_per_step": 6, "group_size": 4},
+            "task": [{"source": "arithmetic", "reward": f"{tmp_path / 'slow.py'}:gated"}],
+        }
+        async with coordinator(tmp_path, **sections) as made:
+            os.unlink(gate)
+            assert (await made.judging.lease("j", 1, 0.0)).ticket == ""  # it is there before the work is
+            await generate(made, 100)
+            two = RewardResult(2.0, rewards=(Reward(2.0),))
+            num_elsewhere = 0
+            while num_elsewhere < 24 - judging.SMALL:
+                lease = await made.judging.lease("j", 100, SOON_S)
+                await made.judging.submit("j", lease.ticket, [two] * len(lease.inputs))
+                num_elsewhere += len(lease.inputs)
+            gate.touch()
+            batch = await made.claim(0, SOON_S)
+            values = sorted(member.reward for group in batch.groups for member in group.members)
+            assert values == [1.0] * (24 - num_elsewhere) + [2.0] * num_elsewhere
+
+    asyncio.run(scenario())
+
+
+def test_a_reward_from_python_stays_here_and_says_so(tmp_path):
+    def own(response):
+        return 1.0
+
+    async def scenario():
+        async with coordinator(tmp_path, own) as made:
+            with pytest.raises(Refused, match=r"reward own was handed in from Python and cannot leave its process"):
+                await made.judging.lease("j", 1, SOON_S)
+            await generate(made, 100)
+            assert len((await made.claim(0, SOON_S)).groups) == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_reward_from_python_with_judges_elsewhere_alone_is_refused_before_training(tmp_path):
+    async def scenario():
+        with pytest.raises(UserError, match=r"reward\.processes = 0: allowed 1 or more, because reward <lambda> was"):
+            async with coordinator(tmp_path, lambda response: 1.0, **NOBODY_HERE):
+                pass
+
+    asyncio.run(scenario())
+
+
+def test_when_the_run_is_over_judges_are_told(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, **NOBODY_HERE) as made:
+            waiting = asyncio.create_task(made.judging.lease("j", 1, SOON_S))
+            await asyncio.sleep(0)
+            made.end()
+            assert (await waiting).is_over
+            assert made.present(SOON_S) == ["j"]
+            await made.leave("j")
+            assert made.present(SOON_S) == []
+
+    asyncio.run(scenario())
