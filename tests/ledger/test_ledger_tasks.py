@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
-from ledger_run import answer, eval_groups, full_step, handed, new_groups, score_all, version, work
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ledger_run import answer, eval_groups, full_step, handed, new_groups, quick_folder, score_all, version, work
 
 from offbeat.control.leases import Held
+from offbeat.ledger import tasks
 from offbeat.ledger.errors import Fenced, Forbidden, Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Outcome, TaskState
@@ -264,3 +269,29 @@ def test_what_arrives_for_a_dropped_group_is_kept_as_wasted(ledger: Ledger):
     counts = ledger.counts()
     assert counts.tokens.wasted == {"failed": trajectory.num_tokens}
     assert (counts.trajectories.accepted, counts.trajectories.dropped) == (1, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_near=st.integers(0, 4),
+    capacity=st.integers(1, 12),
+    total_slots=st.one_of(st.none(), st.integers(1, 60)),
+    have_version=st.integers(0, 1),
+    num_lost=st.integers(0, 4),
+    groups_per_step=st.integers(1, 4),
+)
+def test_a_worker_is_given_the_same_tasks_however_few_groups_are_looked_at_first(
+    num_near, capacity, total_slots, have_version, num_lost, groups_per_step
+):
+    def given_when_looking_at(num_groups: int) -> list[int]:
+        pace = {"max_staleness": 1, "groups_per_step": groups_per_step}
+        with quick_folder() as folder, Ledger(folder / "l.sqlite", **pace) as ledger:
+            ledger.publish(version(0, 0))
+            ledger.admit(new_groups(ledger, 9, size=3, require_version=None))
+            early = ledger.lease("early", 4, 0)
+            ledger.lose([Held(task.id, task.fence, "early") for task in early[:num_lost]])
+            ledger.admit(new_groups(ledger, 2, size=3, require_version=0))
+            with mock.patch.object(tasks, "NUM_NEAR", num_groups):
+                return [task.id for task in ledger.lease("w", capacity, have_version, total_slots=total_slots)]
+
+    assert given_when_looking_at(num_near) == given_when_looking_at(1000)

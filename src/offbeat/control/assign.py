@@ -55,13 +55,23 @@ class Asker:
     """Tasks that it has already."""
     suspects: Mapping[int, int] = field(default_factory=dict)
     """How many of those saw so many losses; without those that saw none."""
+    num_open: int | None = None
+    """Open tasks in all, where only the first groups are at hand; None: those of the groups that are."""
+
+    def share(self, num_open: int) -> int:
+        """How many of the open tasks are its fair part, as far as it has room."""
+        num_slots = self.capacity + self.num_held
+        if self.total_slots is None or self.total_slots <= num_slots:
+            return self.capacity
+        return min(self.capacity, -(-num_open * num_slots // self.total_slots))
 
 
 def assign(groups: Iterable[OpenGroup], asker: Asker) -> list[tuple[int, int]]:
     """How many open tasks of which groups fill a worker's capacity, in the order to hand them out."""
     given: list[tuple[int, int]] = []
     groups = sorted(groups, key=lambda g: g.order)
-    left, suspects, num_begun = _share(groups, asker), dict(asker.suspects), 0
+    num_open = sum(group.num_open for group in groups) if asker.num_open is None else asker.num_open
+    left, suspects, num_begun = asker.share(num_open), dict(asker.suspects), 0
     for group in groups:
         if left <= 0:
             break
@@ -77,15 +87,6 @@ def assign(groups: Iterable[OpenGroup], asker: Asker) -> list[tuple[int, int]]:
             left -= count
             num_begun += begins
     return given
-
-
-def _share(groups: Iterable[OpenGroup], asker: Asker) -> int:
-    """How many of the open tasks are this worker's fair part, as far as it has room."""
-    num_slots = asker.capacity + asker.num_held
-    if asker.total_slots is None or asker.total_slots <= num_slots:
-        return asker.capacity
-    num_open = sum(group.num_open for group in groups)
-    return min(asker.capacity, -(-num_open * num_slots // asker.total_slots))
 
 
 def _suits(group: OpenGroup, asker: Asker) -> bool:

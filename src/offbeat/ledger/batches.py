@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,29 +54,50 @@ def _living_batch(db: Database, step: int) -> dict[str, Any] | None:
 def _choose(
     db: Database, bodies: Bodies, step: int, from_version: int | None, count: int, bound: int, in_order: bool
 ) -> Batch | None:
-    query = """SELECT id, ordinal, state, require_step, first_step FROM groups WHERE state IN ('open', 'ready')
-               AND purpose = 'train' AND (require_step IS NULL OR require_step <= ?)"""
-    groups = db.execute(query, (step,)).fetchall()
-    stretches = _stretches(db, [group for group, _, state, *_ in groups if state == GroupState.READY])
-    candidates = [
-        Candidate(
-            group=group,
-            ordinal=ordinal,
-            ready=state == GroupState.READY,
-            require_step=require_step,
-            first_step=first_step,
-            stretches=tuple(s for _, s, _ in stretches.get(group, ())),
-        )
-        for group, ordinal, state, require_step, first_step in groups
-    ]
-    selection = select(candidates, step, count, bound, in_order=in_order)
-    drop(db, selection.stale, Drop.STALE)
-    reissue(db, selection.stale, with_new_seed=False, for_step=step)
+    stale: list[int] = []
+    while True:
+        groups = _eligible(db, step, count, bound, in_order)
+        stretches = _stretches(db, [group for group, _, state, *_ in groups if state == GroupState.READY])
+        candidates = [
+            Candidate(
+                group=group,
+                ordinal=ordinal,
+                ready=state == GroupState.READY,
+                require_step=require_step,
+                first_step=first_step,
+                stretches=tuple(s for _, s, _ in stretches.get(group, ())),
+            )
+            for group, ordinal, state, require_step, first_step in groups
+        ]
+        selection = select(candidates, step, count, bound, in_order=in_order)
+        drop(db, selection.stale, Drop.STALE)
+        stale += selection.stale
+        if selection.take or not selection.stale:  # otherwise those behind the ones dropped are to be looked at
+            break
+    reissue(db, stale, with_new_seed=False, for_step=step)
     if not selection.take:
         return None
     batch = _store(db, step, from_version, bound, selection.take, stretches)
     crash_here("claim-chosen")
     return load(db, bodies, batch)
+
+
+def _eligible(db: Database, step: int, count: int, bound: int, in_order: bool) -> list[tuple[Any, ...]]:
+    """The groups that selection has to see: the unfinished, the first `count` of the ready ones in the order in which
+    they are taken, and all whose tokens may be too old or of an abandoned version. The rest could not be in the batch:
+    however much waits, what is read is about as much as is trained."""
+    asked = {"step": step, "oldest": step - bound, "count": count}
+    columns, due = "id, ordinal, state, require_step, first_step", "(require_step IS NULL OR require_step <= :step)"
+    unfinished = f"SELECT {columns} FROM groups WHERE state = 'open' AND purpose = 'train' AND {due}"
+    ready = f"""SELECT {columns} FROM groups INDEXED BY groups_ready
+                WHERE state = 'ready' AND purpose = 'train' AND {due}"""
+    if db.execute("SELECT 1 FROM versions WHERE abandoned = 1 LIMIT 1").fetchone():
+        chosen = [ready]
+    else:
+        order = "ordinal, id" if in_order else "first_step, ordinal, id"
+        first_ones = f"{ready} AND first_step >= :oldest ORDER BY {order} LIMIT :count"
+        chosen = [first_ones, f"{ready} AND first_step < :oldest", f"{ready} AND first_step IS NULL"]
+    return [row for query in (unfinished, *chosen) for row in db.execute(query, asked)]
 
 
 def _stretches(db: Database, groups: Sequence[int]) -> Stretches:
@@ -135,23 +157,25 @@ def load(db: Database, bodies: Bodies, batch: int) -> Batch:
     trajectories = bodies.load((row[3], row[5]) for row in rows)
     numbers = {s.version for trajectory in trajectories.values() for s in trajectory.segments if s.version is not None}
     steps = {number: version.living_step for number, version in versions.lineage(db, numbers).items()}
+    parts = {text: msgspec.json.decode(text, type=tuple[Reward, ...]) for text in {row[6] for row in rows}}
     groups = []
-    for (group, ordinal, source), members in itertools.groupby(rows, key=lambda row: row[:3]):
-        loaded = [_member(row, trajectories[row[3]], steps, step, bound) for row in members]
+    for (group, ordinal, source), members in itertools.groupby(rows, key=operator.itemgetter(0, 1, 2)):
+        loaded = [
+            Member(task, member, trajectories[task], parts[text], value, _ages(trajectories[task], steps, step, bound))
+            for *_, task, member, _, text, value in members
+        ]
         groups.append(BatchGroup(group, ordinal, source, tuple(loaded)))
     return Batch(step, from_version, tuple(groups))
 
 
-def _member(
-    row: tuple[Any, ...], trajectory: Trajectory, steps: dict[int, int | None], step: int, bound: int
-) -> Member:
-    task, member, _, parts, value = row[3:]
+def _ages(trajectory: Trajectory, steps: dict[int, int | None], step: int, bound: int) -> np.ndarray:
+    """The staleness of each response token; -1 where it may not be trained."""
     ages = np.full(trajectory.num_tokens, -1, np.int32)
     for s in trajectory.segments:
         if s.origin is Origin.SAMPLED and s.version is not None:
             age = staleness(steps[s.version], step)
             ages[s.start : s.end] = -1 if age is None or age > bound else age
-    return Member(task, member, trajectory, msgspec.json.decode(parts, type=tuple[Reward, ...]), value, ages)
+    return ages
 
 
 def commit(db: Database, step: int, version: Version, audited: Sequence[int] = ()) -> None:

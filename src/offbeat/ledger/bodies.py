@@ -70,7 +70,7 @@ class Bodies:
             for task, digest, body, is_pruned in self._db.execute(query, (json.dumps(missing),)).fetchall():
                 if is_pruned:
                     raise LedgerError(f"task {task}: its trajectory was pruned")
-                found[task] = Trajectory.decode(read(self._db, digest, body))
+                found[task] = Trajectory.restore(read(self._db, digest, body))
         return found
 
 

@@ -237,6 +237,11 @@ CREATE TABLE join_tokens (
 ) WITHOUT ROWID;
 """
 
+INDEXES = """
+CREATE INDEX IF NOT EXISTS groups_ready ON groups (first_step, ordinal) WHERE state = 'ready' AND purpose = 'train';
+"""
+"""What a file of this schema may have been made without."""
+
 
 class Database:
     """One connection, its clock for people, and its transactions."""
@@ -341,6 +346,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool) -> Non
     connection.execute("PRAGMA synchronous = FULL")
     if found is None:
         connection.executescript(f"BEGIN IMMEDIATE; {TABLES} INSERT INTO meta VALUES ('schema', '{SCHEMA}'); COMMIT;")
+    connection.executescript(INDEXES)
 
 
 def _schema_of(connection: sqlite3.Connection, path: Path) -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -27,9 +27,14 @@ from offbeat.ledger.records import WORKER_LOST, Purpose, TaskState
 from offbeat.ledger.schema import Database
 from offbeat.trajectory import Sampling, Task
 
+OPEN = "state = 'open' AND num_open > 0 AND (require_step IS NULL OR require_version IS NOT NULL)"
+"""Groups with a task that a worker could be given."""
+NUM_NEAR = 32
+"""Groups looked at first, besides one per task wanted: with hundreds open, the rest seldom matters."""
+
 
 def wanted_version(db: Database) -> int | None:
-    return first_wanted(_open_groups(db))
+    return first_wanted(_open_groups(db, 1))
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,15 @@ class Asking:
 def lease(db: Database, asking: Asking, bound: int, groups_per_step: int | None) -> list[Task]:
     """`groups_per_step` paces what may be begun; None: everything may."""
     worker, have_version = asking.worker, asking.have_version
-    groups = _open_groups(db)
-    if not groups or asking.capacity <= 0:
+    if asking.capacity <= 0:
+        return []
+    groups = _open_groups(db, NUM_NEAR + asking.capacity)
+    if not groups:
         return []
     step = _living_step(db, have_version)
     asker = _asker(db, asking, step, None if step is None else _num_begin(db, step, bound, groups_per_step))
     tasks: list[Task] = []
-    for group, count in assign(groups, asker):
+    for group, count in _assigned(db, groups, asker):
         found = _open_tasks(db, group, count, have_version)
         tasks += found
         db.execute("UPDATE groups SET num_open = num_open - ? WHERE id = ?", (len(found), group))
@@ -67,6 +74,17 @@ def lease(db: Database, asking: Asking, bound: int, groups_per_step: int | None)
         (worker, db.wall_clock(), json.dumps([task.id for task in tasks])),
     )
     return tasks
+
+
+def _assigned(db: Database, groups: Sequence[OpenGroup], asker: Asker) -> list[tuple[int, int]]:
+    """What the worker is given of the first groups; where they do not suit it and there are more, of all."""
+    if len(groups) < NUM_NEAR + asker.capacity:
+        return assign(groups, asker)
+    num_open = int(db.execute(f"SELECT SUM(num_open) FROM groups WHERE {OPEN}").fetchone()[0])
+    given = assign(groups, replace(asker, num_open=num_open))
+    if sum(count for _, count in given) == asker.share(num_open):
+        return given
+    return assign(_open_groups(db), asker)
 
 
 def _living_step(db: Database, version: int | None) -> int | None:
@@ -103,9 +121,10 @@ def _num_begin(db: Database, step: int, bound: int, groups_per_step: int | None)
     return may_begin(step, begun, max(newest.step if newest else 0, claimed or 0), groups_per_step, bound)
 
 
-def _open_groups(db: Database) -> list[OpenGroup]:
-    query = """SELECT id, ordinal, purpose, size, num_open, require_version, first_step FROM groups
-               WHERE state = 'open' AND num_open > 0 AND (require_step IS NULL OR require_version IS NOT NULL)"""
+def _open_groups(db: Database, limit: int = -1) -> list[OpenGroup]:
+    """Groups with open tasks, by `OpenGroup.order`; all of them, or the first ones."""
+    query = f"""SELECT id, ordinal, purpose, size, num_open, require_version, first_step FROM groups WHERE {OPEN}
+                ORDER BY purpose <> 'eval', num_open = size, +ordinal, id LIMIT ?"""
     losses = dict(
         db.execute(
             "SELECT group_id, MAX(num_losses) FROM tasks WHERE state = 'open' AND num_losses > 0 GROUP BY group_id"
@@ -113,7 +132,7 @@ def _open_groups(db: Database) -> list[OpenGroup]:
     )
     return [
         OpenGroup(group, ordinal, purpose == Purpose.EVAL, size, num_open, required, losses.get(group, 0), first_step)
-        for group, ordinal, purpose, size, num_open, required, first_step in db.execute(query)
+        for group, ordinal, purpose, size, num_open, required, first_step in db.execute(query, (limit,))
     ]
 
 
