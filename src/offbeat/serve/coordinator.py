@@ -27,7 +27,7 @@ from offbeat.ledger.workers import WorkerState
 from offbeat.serve.client import Heartbeat, Lease
 from offbeat.serve.issuing import Issuer
 from offbeat.serve.judging import Judging
-from offbeat.serve.waiting import Bell
+from offbeat.serve.waiting import Bell, News
 from offbeat.serve.writer import Writer
 from offbeat.trajectory import Task, Trajectory
 from offbeat.weights.folder import WeightFolder
@@ -91,13 +91,17 @@ class Coordinator:
         self.leases = Leases(settings.lease_ttl_s, time.monotonic)
         self._times = self._claimed_times = StepTimes()
         self._writer, self._bell = Writer(ledger), Bell()
-        self._admitting = asyncio.Lock()
+        self._work, self._versions = News(), News()
+        """For those who wait for tasks, and for those who wait for a version."""
+        self._admitting, self._may_admit = asyncio.Lock(), True
         self._is_over = False
         self._heard: dict[str, float] = {}
         """When each worker asked for something last."""
         self._slots: dict[str, int] = {}
         """How many tasks each can hold: the most that it ever asked for."""
         self._checkpointed_step = -1
+        self._newest: int | None = None
+        """The version announced last."""
 
     async def start(self, *, keep_leases: bool = False) -> None:
         """After a restart trajectories may be waiting for their reward. Leases are kept where their workers can have
@@ -106,7 +110,7 @@ class Coordinator:
             self.leases.grant(await self.call(self.ledger.leased))
         else:
             await self.call(self.ledger.release)
-        self.judging.start(self.ledger, self.call, self._bell)
+        self.judging.start(self.ledger, self.call, self._bell, self._tell_workers)
         self._bell.spawn(self._expire())
 
     async def close(self) -> None:
@@ -123,7 +127,7 @@ class Coordinator:
         deadline_s, ttl_s = time.monotonic() + wait_s, self.settings.lease_ttl_s
         self._hear(worker, capacity)
         while True:
-            changed = self._bell.changed
+            changed = self._work.changed
             if self._is_over:
                 return Lease(ttl_s=ttl_s, is_over=True)
             await self._admit()
@@ -141,7 +145,14 @@ class Coordinator:
         """Leases tasks and starts their clocks: to its end, also if whoever asked is gone; or they would never end."""
         tasks = await self.call(self.ledger.lease, worker, capacity, have_version, total_slots=self._total_slots())
         self.leases.grant(Held(task.id, task.fence, worker) for task in tasks)
+        if any(task.require_version not in (None, self._newest) for task in tasks):
+            self._versions.ring()  # an evaluation of an older version is under way: the others may go on to the newest
         return tasks
+
+    def _tell_workers(self) -> None:
+        """There may be tasks that were not there before, or could not be begun, or room for more of them."""
+        self._may_admit = True
+        self._work.ring()
 
     def _hear(self, worker: str, capacity: int) -> None:
         self._heard[worker] = time.monotonic()
@@ -172,7 +183,7 @@ class Coordinator:
         if outcome is Outcome.STORED:
             self.judging.arrived()
         elif outcome is Outcome.PARTIAL:
-            self._bell.ring()
+            self._tell_workers()
         return outcome
 
     def _check_tokens(self, trajectory: Trajectory) -> None:
@@ -185,11 +196,12 @@ class Coordinator:
         self.judging.scorer.failed(reason)
         self.leases.end([task])
         self._bell.ring()
+        self._tell_workers()
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
         deadline_s = time.monotonic() + wait_s
         while True:
-            changed = self._bell.changed
+            changed = self._versions.changed
             version = await self._version_to_serve()
             if version is not None and version.number != have_version:
                 return version
@@ -202,7 +214,7 @@ class Coordinator:
         self.leases.end(held.task for held in leases)
         self._heard.pop(worker, None)
         self.judging.leave(worker)
-        self._bell.ring()
+        self._tell_workers()
 
     def present(self, within_s: float) -> list[str]:
         """Workers and judges that were heard of in this time and have not left."""
@@ -228,19 +240,29 @@ class Coordinator:
                 continue
             if await self.call(self.ledger.lose, expired):
                 self._bell.ring()
+                self._tell_workers()
 
     async def _admit(self) -> None:
-        """Draws as many groups as the schedule allows now."""
+        """Draws as many groups as the schedule allows now, if anything happened that may allow more than before."""
         async with self._admitting:
-            standing = await self.call(self.ledger.standing)
-            count = admit(standing, self.pace)
-            if count:
-                version = await self.call(self.ledger.latest_version)
-                assert version is not None
-                cursor = await self.call(self.ledger.cursor)
-                required = None if self.settings.overlap else version.number
-                groups = await asyncio.to_thread(self.issuer.draw, cursor, count, required)
-                await self.call(self.ledger.admit, groups)
+            if not self._may_admit:
+                return
+            self._may_admit = False
+            try:
+                await self._draw()
+            except BaseException:
+                self._may_admit = True
+                raise
+
+    async def _draw(self) -> None:
+        count = admit(await self.call(self.ledger.standing), self.pace)
+        if count:
+            version = await self.call(self.ledger.latest_version)
+            assert version is not None
+            cursor = await self.call(self.ledger.cursor)
+            required = None if self.settings.overlap else version.number
+            groups = await asyncio.to_thread(self.issuer.draw, cursor, count, required)
+            await self.call(self.ledger.admit, groups)
 
     # --- trainer ---
 
@@ -268,6 +290,7 @@ class Coordinator:
                 crash_here("claim-stored")
                 self._times.claimed_s = time.monotonic()
                 self._claimed_times, self._times = self._times, StepTimes()
+                self._tell_workers()
                 return batch
             if not await self._bell.wait(changed, deadline_s):
                 raise DeadlineError(
@@ -324,13 +347,17 @@ class Coordinator:
         self._is_over = True
         self.judging.end()
         self._bell.ring()
+        self._tell_workers()
 
     async def report(self, row: Mapping[str, Any]) -> None:
         self.on_report(row)
 
     async def _announce(self, version: Version) -> None:
         await self._open_evaluation(version)
+        self._newest = version.number
         self._bell.ring()
+        self._tell_workers()
+        self._versions.ring()
         if self.weights is not None:
             await asyncio.to_thread(self.weights.keep, await self.call(self.ledger.versions_in_use))
 

@@ -19,6 +19,7 @@ from offbeat.errors import UserError
 from offbeat.ledger.errors import Refused
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Scored, Unscored
+from offbeat.ledger.scoring import error_of
 from offbeat.reward.pool import RewardPool, RewardResult, RewardSpec
 from offbeat.serve.client import RewardLease
 from offbeat.serve.portions import Portion, Portions
@@ -70,9 +71,16 @@ class Judging:
         """More may wait in the ledger than there was room for."""
         self._is_over = False
 
-    def start(self, ledger: Ledger, call: Callable[..., Awaitable[Any]], bell: Bell) -> None:
-        """Begins to judge what waits in the ledger; `call` runs a ledger call."""
-        self._bell = bell
+    def start(
+        self,
+        ledger: Ledger,
+        call: Callable[..., Awaitable[Any]],
+        bell: Bell,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begins to judge what waits in the ledger; `call` runs a ledger call. Rings the bell whenever rewards were
+        stored, and calls `on_failure` where some of them failed: their groups may have been issued again."""
+        self._bell, self._on_failure = bell, on_failure
         bell.spawn(self._feed(ledger, call))
         bell.spawn(self._store(ledger, call))
         bell.spawn(self._expire())
@@ -187,8 +195,9 @@ class Judging:
             await self._store_now.wait()
             self._store_now.clear()
             answers, self._answers = self._answers, []
+            results = [scored for portion, _ in answers for scored in portion]
             try:
-                await call(ledger.score, [scored for portion, _ in answers for scored in portion])
+                await call(ledger.score, results)
             except Exception as error:
                 for _, stored in answers:
                     stored.set_exception(error)
@@ -197,6 +206,8 @@ class Judging:
             for _, stored in answers:
                 stored.set_result(None)
             self._bell.ring()
+            if any(error_of(scored) for scored in results):
+                self._on_failure()
 
     async def _expire(self) -> None:
         """Takes back what judges did not answer in time."""

@@ -13,17 +13,25 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-class Bell:
-    """Take `changed` before looking, then `wait` on it: nothing that happens in between is missed."""
+class News:
+    """One kind of change. Take `changed` before looking, then `wait` on it at a bell: nothing that happens in between
+    is missed. Where hundreds wait, each is woken only by what concerns it."""
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
-        self._parts: set[asyncio.Task[None]] = set()
-        self._broken: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def ring(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
+
+
+class Bell(News):
+    """Whatever changes, and whoever fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: set[asyncio.Task[None]] = set()
+        self._broken: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     async def wait(self, changed: asyncio.Event, deadline_s: float) -> bool:
         """Waits until something changed since `changed` was taken; False at the deadline. Raises what broke us."""
