@@ -47,6 +47,11 @@ def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
         case ["offbeat", "ledger", "verify" | "show" as action, "runs/NAME"]:
             assert reader.run.is_dir()
             assert "trajectories" in reader.succeed("ledger", action, "runs/NAME")
+        case ["offbeat", "show", "runs/NAME", *words]:
+            assert reader.run.is_dir()
+            if "--parquet" in words:
+                pytest.importorskip("pyarrow")
+            assert reader.succeed("show", "runs/NAME", *words)
         case ["offbeat", "export", "runs/NAME", "my-model"]:
             assert (reader.model / "model.safetensors").is_file()
         case _:

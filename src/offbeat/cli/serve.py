@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 
 from offbeat.cli.parser import Parser
@@ -37,6 +38,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     check(config, resume)
     check_sinks(config.log.sinks)
     with RunFolder.open(resume, config) if resume else RunFolder.create(config) as folder:
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing is no news to us
         with hidden("torch"):  # transformers would load it wherever it is installed, and a tokenizer needs none
             from offbeat.launch.serve import serve
 
