@@ -42,7 +42,7 @@ def evaluate(config: Config, *, reward: Callable[..., Any] | None = None, log: P
 
 async def _evaluate(config: Config, reward: Callable[..., Any] | None, log: Path) -> dict[str, float]:
     async with AsyncExitStack() as stack:
-        sources.need_processes(config, "nobody can join an evaluation")
+        sources.need_processes(config, "nobody can join an evaluation; add --reward.processes 1")
         mixture = sources.make_mixture(config, reward)
         pool = await sources.open_pool(config, mixture, log)
         stack.push_async_callback(pool.close)

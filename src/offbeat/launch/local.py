@@ -24,6 +24,7 @@ from offbeat.watch.sinks import check_sinks
 def train(config: Config, *, reward: Callable[..., Any] | None = None, resume: Path | None = None) -> dict[str, Any]:
     """Runs a configuration to its end and returns the summary that is also in the run's folder."""
     check_sinks(config.log.sinks)
+    sources.need_processes(config, "nobody can join a run of one process; set rollout.workers, or use offbeat serve")
     with RunFolder.open(resume, config) if resume else RunFolder.create(config) as folder:
         try:
             return asyncio.run(_run(folder, reward))
@@ -38,7 +39,6 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None, resume: P
 
 async def _run(folder: RunFolder, reward: Callable[..., Any] | None) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
-        sources.need_processes(folder.config, "all is one process, which nobody can join")
         mixture = sources.make_mixture(folder.config, reward)
         pool = await sources.open_pool(folder.config, mixture, folder.logs / "rewards.log")
         stack.push_async_callback(pool.close)

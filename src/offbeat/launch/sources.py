@@ -36,4 +36,4 @@ async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
 def need_processes(config: Config, why: str) -> None:
     """Refuses to leave all rewards to judges elsewhere where there can be none."""
     if not config.reward.processes:
-        raise UserError(f"reward.processes = 0: allowed 1 or more here, because {why}; set it, or use offbeat serve")
+        raise UserError(f"reward.processes = 0: allowed 1 or more here, because {why}")
