@@ -273,6 +273,13 @@ class CheckpointConfig(Section):
     """The newest so many stay."""
 
 
+class LedgerConfig(Section):
+    keep_bodies: int | None = free(None, ge=0)
+    """Steps before the last checkpoint whose answers are kept to look at; without it, those of all steps."""
+    backup: str | None = free(None)
+    """A folder, or a URL such as s3://bucket/run, that gets a copy of the ledger with every checkpoint."""
+
+
 class LogConfig(Section):
     console: Literal["auto", "rich", "plain", "quiet"] = free("auto")
     """auto: rich on a terminal, plain elsewhere."""
@@ -298,6 +305,7 @@ class Config(Section):
     loss: LossConfig = LossConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    ledger: LedgerConfig = LedgerConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")

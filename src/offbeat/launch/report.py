@@ -40,6 +40,8 @@ class Reporter:
                 f"step {fields['step']}: engine and trainer disagree by {fields['gap']:.2g} about fresh tokens, "
                 f"over loss.max_logprob_gap = {fields['limit']:g}"
             )
+        elif kind == "backup_failed":
+            self.console.alarm(f"the ledger was not copied to {fields['target']}: {fields['error']}")
         elif kind == "quarantine":
             self.console.alarm(f"worker {fields['worker']} is shut out: {fields['why']}")
         elif kind == "resume":

@@ -19,6 +19,7 @@ from offbeat.reward.pool import RewardPool
 from offbeat.serve.coordinator import Coordinator, CoordinatorSettings
 from offbeat.serve.issuing import EvalPlan, Issuer
 from offbeat.serve.judging import Judging
+from offbeat.serve.keeping import KeepSettings
 from offbeat.serve.scoring import Scorer
 from offbeat.tasks.mixture import Mixture
 from offbeat.tasks.prompts import Renderer
@@ -125,6 +126,7 @@ def make_coordinator(
             overlap=config.schedule.mode == "overlap",
             lease_ttl_s=config.rollout.lease_s,
             vocab_size=tokens.vocab_size,
+            keep=KeepSettings(config.ledger.keep_bodies, config.ledger.backup),
         ),
         weights,
     )

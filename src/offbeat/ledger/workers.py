@@ -176,8 +176,8 @@ def _worker(row: tuple[Any, ...], num_leased: int = 0) -> Worker:
 
 
 def _free_name(db: Database, wanted: str) -> str:
-    """`wanted`, or with the first free number behind it. A name that was given a task is taken, also where it belongs to
-    an engine beside the coordinator that never joined: tasks are known by their worker's name."""
+    """`wanted`, or with the first free number behind it. A name that was given a task is taken, also where it belongs
+    to an engine beside the coordinator that never joined: tasks are known by their worker's name."""
     if NAME.fullmatch(wanted) is None:
         raise UserError(f"worker name {wanted!r}: allowed are up to 63 letters, digits, '.', '_' and '-'")
     query = """SELECT EXISTS (SELECT 1 FROM workers WHERE name = :name)

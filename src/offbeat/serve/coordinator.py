@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from offbeat.control.admit import Pace, admit
@@ -27,6 +27,7 @@ from offbeat.ledger.workers import WorkerState
 from offbeat.serve.client import Heartbeat, Lease
 from offbeat.serve.issuing import Issuer
 from offbeat.serve.judging import Judging
+from offbeat.serve.keeping import Keeper, KeepSettings
 from offbeat.serve.waiting import Bell, News
 from offbeat.serve.writer import Writer
 from offbeat.trajectory import Task, Trajectory
@@ -50,6 +51,7 @@ class CoordinatorSettings:
     overlap: bool = False
     """Whether workers go on while the trainer trains; otherwise every task requires the version of its step."""
     lease_ttl_s: float = 60.0
+    keep: KeepSettings = field(default_factory=KeepSettings)
     vocab_size: int | None = None
     """Tokens beyond it are refused; None: not looked at."""
 
@@ -91,6 +93,7 @@ class Coordinator:
         self.leases = Leases(settings.lease_ttl_s, time.monotonic)
         self._times = self._claimed_times = StepTimes()
         self._writer, self._bell = Writer(ledger), Bell()
+        self._keeper = Keeper(ledger, settings.keep, self.call, lambda row: self.on_report(row))
         self._work, self._versions = News(), News()
         """For those who wait for tasks, and for those who wait for a version."""
         self._admitting, self._may_admit = asyncio.Lock(), True
@@ -330,6 +333,7 @@ class Coordinator:
 
     async def checkpointed(self, step: int) -> None:
         self._checkpointed_step = max(self._checkpointed_step, step)
+        self._bell.spawn(self._keeper.after_checkpoint(step))
         self._bell.ring()
 
     async def until_checkpointed(self, step: int) -> None:
