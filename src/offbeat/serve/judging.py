@@ -34,7 +34,7 @@ LOCAL = ""
 """The local pool's name; no worker has it."""
 RESTART_S = 2.0
 """Beside reward.timeout_s, for each sample: what it takes to start a process in place of one that hung."""
-SLACK_S = 30.0
+SLACK_S = 20.0
 """For the way there and back, and for a judge that is yet to import the reward."""
 PRESENT_S = 60.0
 """A judge that holds nothing and asked for nothing for so long has gone."""
