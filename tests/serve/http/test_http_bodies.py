@@ -172,6 +172,13 @@ def test_a_second_head_that_drips_is_hung_up_too(run, worker):
         assert status(line) == 408
 
 
+def test_empty_lines_after_a_request_do_not_keep_a_line_open(run):
+    with run.connect() as line:
+        line.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert status(line) == 200
+        wait_until(lambda: is_broken(line, b"\r\n"), every_s=QUICK_S / 10)  # too few bytes to be a long head
+
+
 def test_a_head_without_end_is_431(run):
     assert converse(run, b"GET / HTTP/1.1\r\n", *[b"X: " + b"y" * 5000 + b"\r\n"] * 4) == 431
 
@@ -284,16 +291,16 @@ def status(line: socket.socket) -> int | None:
     return int(data.split(b" ")[1])
 
 
-def is_broken(line: socket.socket) -> bool:
+def is_broken(line: socket.socket, drip: bytes = b"x") -> bool:
     try:
-        line.sendall(b"x")
+        line.sendall(drip)
     except OSError:
         return True
     return False
 
 
-def wait_until(condition) -> None:
+def wait_until(condition, every_s: float = 0.01) -> None:
     deadline_s = time.monotonic() + SOON_S
     while not condition():
         assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+        time.sleep(every_s)

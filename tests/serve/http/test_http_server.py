@@ -10,6 +10,7 @@ from http_run import SOON_S, LiveRun
 from offbeat.errors import UserError
 from offbeat.serve.client import Lease
 from offbeat.serve.http import wire
+from offbeat.serve.http.limits import ServerSettings
 from offbeat.serve.http.server import Address
 
 LONG_LEASE = wire.LeaseCall(capacity=1, have_version=99, wait_s=30.0)
@@ -96,10 +97,10 @@ def test_stopping_hangs_up_on_those_who_send_nothing(tmp_path):
 
 
 def test_a_caller_that_goes_away_while_it_waits_is_given_nothing(tmp_path):
-    with LiveRun(tmp_path) as run:
+    with LiveRun(tmp_path, settings=ServerSettings(max_wait_s=10 * SOON_S)) as run:
         holder, gone = run.secret("holder"), run.secret("gone")
         tasks = run.lease(holder, capacity=1000)
-        call = wire.encode(wire.LeaseCall(capacity=1, have_version=0, wait_s=30.0))
+        call = wire.encode(wire.LeaseCall(capacity=1, have_version=0, wait_s=10 * SOON_S))
         head = (
             f"POST /v1/lease HTTP/1.1\r\nHost: x\r\nContent-Type: {wire.MSGPACK}\r\n"
             f"Authorization: Bearer {gone}\r\nContent-Length: {len(call)}\r\n\r\n"
