@@ -22,7 +22,7 @@ hand out, take and drop is decided by `offbeat.control`; the ledger loads the ca
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
@@ -34,6 +34,7 @@ from offbeat.ledger import (
     batches,
     counts,
     groups,
+    look,
     prune,
     resume,
     scoring,
@@ -60,7 +61,7 @@ from offbeat.ledger.records import (
     Unscored,
 )
 from offbeat.ledger.schema import Database
-from offbeat.trajectory import Task
+from offbeat.trajectory import Task, Trajectory
 from offbeat.weights.version import Version
 
 
@@ -284,6 +285,22 @@ class Ledger:
     def story(self) -> story.Story:
         """Everything that a person may want to know; see `offbeat.ledger.story`."""
         return story.story(self._db)
+
+    def rows(self, limit: int, order: str = "latest", step: int | None = None) -> list[look.Row]:
+        """Trajectories as a list for people: the latest, the best or the worst, of a step or of all."""
+        return look.rows(self._db, limit, order, step)
+
+    def trajectories_of(self, rows: list[look.Row]) -> list[Trajectory | None]:
+        """What the rows stand for; None where it was pruned."""
+        return look.load(self._db, self._bodies, rows)
+
+    def walk(self, step: int | None = None) -> Iterator[tuple[look.Row, Trajectory | None]]:
+        """Every trajectory, in order of acceptance; of a step or of all."""
+        return look.walk(self._db, self._bodies, step)
+
+    def look(self, task: int) -> look.Look:
+        """One task with its trajectory and its history."""
+        return look.look(self._db, self._bodies, task)
 
     def verify(self, *, with_bodies: bool = True) -> verify.Report:
         """Checks everything that must always hold; see `offbeat.ledger.verify`."""
