@@ -10,7 +10,7 @@ process, on another core. Measured are
 - how long an acknowledgement takes, at that load and at a load that leaves air;
 - whether the coordinator's memory stays flat over five minutes at that lighter load.
 
-A quick run looks at memory for seconds, so it cannot decide that.
+A quick run has one short round, in which connections are still being opened, and decides nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
-from benchmarks.crowd.workers import NUM_SLOTS, Phase, crowd
+from benchmarks.crowd.workers import NUM_SLOTS, Crowd, Phase
 from benchmarks.load import TICKS_PER_S, Load
 from offbeat.errors import OffbeatError
 
@@ -47,6 +47,11 @@ LIGHT_ANSWER_S = 8.0
 """A hundred and seventy answers a second: a fraction of what it can take."""
 SERVER_CORE, WORKERS_CORE = 0, 1
 MEMORY_EVERY_S = 1.0
+WARMUP_ANSWERS = 2 * NUM_SLOTS
+"""From each worker, on average, before anything is measured: by then all connections are open."""
+
+MemoryLog = list[tuple[float, float]]
+"""Seconds, and the megabytes that the server had resident then."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,13 @@ class Lengths:
 
     rounds: int
     warmup_s: float
+    """At most."""
     loaded_s: float
     memory_s: float
 
 
-FULL = Lengths(rounds=5, warmup_s=8.0, loaded_s=20.0, memory_s=300.0)
-QUICK = Lengths(rounds=1, warmup_s=4.0, loaded_s=6.0, memory_s=6.0)
+FULL = Lengths(rounds=5, warmup_s=60.0, loaded_s=20.0, memory_s=300.0)
+QUICK = Lengths(rounds=1, warmup_s=8.0, loaded_s=6.0, memory_s=6.0)
 
 
 class Server:
@@ -123,26 +129,37 @@ class Loaded:
     workers_share: float
 
 
-def put_under_load(server: Server, answer_s: float, warmup_s: float, seconds: float) -> Loaded:
+def put_under_load(server: Server, answer_s: float, lengths: Lengths, seconds: float) -> tuple[Loaded, MemoryLog]:
+    """Lets a crowd work at a server; its memory is looked at meanwhile."""
     gc.collect()
+    memory: MemoryLog = []
+
+    async def sample() -> None:
+        start_s = time.monotonic()
+        while True:
+            memory.append((round(time.monotonic() - start_s, 1), round(server.memory_bytes() / 1e6, 1)))
+            await asyncio.sleep(MEMORY_EVERY_S)
 
     async def phase() -> tuple[Phase, float, float]:
-        working = asyncio.create_task(crowd(server.url, server.secrets, answer_s, warmup_s, seconds))
-        await asyncio.sleep(warmup_s)
-        server_s, ours_s = server.cpu_s(), _cpu_s()
-        await asyncio.sleep(seconds)
-        server_s, ours_s = server.cpu_s() - server_s, _cpu_s() - ours_s
-        return await working, server_s, ours_s
+        async with Crowd(server.url, server.secrets, answer_s) as crowd:
+            await crowd.warm_up(WARMUP_ANSWERS * len(server.secrets), lengths.warmup_s)
+            sampling = asyncio.create_task(sample())
+            server_s, ours_s = server.cpu_s(), _cpu_s()
+            done = await crowd.work(seconds)
+            server_s, ours_s = server.cpu_s() - server_s, _cpu_s() - ours_s
+            sampling.cancel()
+            return done, server_s, ours_s
 
     done, server_s, ours_s = asyncio.run(phase())
-    return Loaded(
+    loaded = Loaded(
         rate=done.rate,
-        per_cpu_s=done.rate * seconds / max(server_s, 1e-9),
+        per_cpu_s=done.num_submissions / max(server_s, 1e-9),
         p50_ms=done.percentile_ms(50),
         p99_ms=done.percentile_ms(99),
-        server_share=server_s / seconds,
-        workers_share=ours_s / seconds,
+        server_share=server_s / done.seconds,
+        workers_share=ours_s / done.seconds,
     )
+    return loaded, memory
 
 
 def _cpu_s() -> float:
@@ -150,56 +167,14 @@ def _cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-@dataclass(frozen=True)
-class Memory:
-    """A coordinator's memory over time, and what was asked of it meanwhile."""
-
-    seconds: Sequence[float]
-    megabytes: Sequence[float]
-    loaded: Loaded
-
-    @property
-    def growth(self) -> float:
-        """By which share of itself memory would grow in five minutes, by the line that fits it best."""
-        slope = np.polyfit(self.seconds, self.megabytes, 1)[0]
-        return float(300.0 * slope / statistics.fmean(self.megabytes))
+def growth(memory: MemoryLog) -> float:
+    """By which share of itself memory would grow in five minutes, by the line that fits it best."""
+    seconds, megabytes = zip(*memory, strict=True)
+    return float(300.0 * np.polyfit(seconds, megabytes, 1)[0] / statistics.fmean(megabytes))
 
 
-def watch_memory(server: Server, warmup_s: float, seconds: float) -> Memory:
-    taken: list[tuple[float, float]] = []
-    start_s = time.monotonic()
-
-    async def sample() -> None:
-        while True:
-            taken.append((time.monotonic() - start_s, server.memory_bytes() / 1e6))
-            await asyncio.sleep(MEMORY_EVERY_S)
-
-    async def both() -> Phase:
-        working = asyncio.create_task(crowd(server.url, server.secrets, LIGHT_ANSWER_S, warmup_s, seconds))
-        await asyncio.sleep(warmup_s)
-        sampling = asyncio.create_task(sample())
-        try:
-            return await working
-        finally:
-            sampling.cancel()
-
-    server_s, ours_s = server.cpu_s(), _cpu_s()
-    done = asyncio.run(both())
-    whole_s = time.monotonic() - start_s
-    server_s, ours_s = server.cpu_s() - server_s, _cpu_s() - ours_s
-    loaded = Loaded(
-        rate=done.rate,
-        per_cpu_s=done.rate * whole_s / max(server_s, 1e-9),
-        p50_ms=done.percentile_ms(50),
-        p99_ms=done.percentile_ms(99),
-        server_share=server_s / whole_s,
-        workers_share=ours_s / whole_s,
-    )
-    times, megabytes = zip(*taken, strict=True)
-    return Memory([round(t, 1) for t in times], [round(m, 1) for m in megabytes], loaded)
-
-
-def measure(folder: Path, lengths: Lengths) -> tuple[dict[str, list[Loaded]], Memory, dict[str, Any]]:
+def measure(folder: Path, lengths: Lengths) -> tuple[dict[str, list[Loaded]], MemoryLog, dict[str, Any]]:
+    """Both servers overloaded in turn, then the ledger's lightly loaded, and what it holds in the end."""
     loads: dict[str, list[Loaded]] = {"ledger": [], "stand-in": []}
     with ExitStack() as stack:
         servers = {name: stack.enter_context(started(folder / name, stand_in=name == "stand-in")) for name in loads}
@@ -207,10 +182,11 @@ def measure(folder: Path, lengths: Lengths) -> tuple[dict[str, list[Loaded]], Me
             os.sched_setaffinity(0, {WORKERS_CORE})
         for number in range(lengths.rounds):
             for name, server in servers.items():
-                loads[name].append(put_under_load(server, ANSWER_S, lengths.warmup_s, lengths.loaded_s))
+                loads[name].append(put_under_load(server, ANSWER_S, lengths, lengths.loaded_s)[0])
                 say(f"round {number + 1}, {name}: {told(loads[name][-1])}")
-        memory = watch_memory(servers["ledger"], lengths.warmup_s, lengths.memory_s)
-        say(f"light load: {told(memory.loaded)}")
+        light, memory = put_under_load(servers["ledger"], LIGHT_ANSWER_S, lengths, lengths.memory_s)
+        loads["light"] = [light]
+        say(f"light load: {told(light)}")
         held = servers["ledger"].stop()
         servers["stand-in"].stop()
     if held["violations"]:
@@ -229,17 +205,17 @@ def told(loaded: Loaded) -> str:
     )
 
 
-def bars_of(loads: dict[str, list[Loaded]], memory: Memory, quick: bool) -> dict[str, report.Bar]:
+def bars_of(loads: dict[str, list[Loaded]], memory: MemoryLog, quick: bool) -> dict[str, report.Bar]:
     pairs = list(zip(loads["ledger"], loads["stand-in"], strict=True))
     ratios = [min(ours.rate / other.rate, ours.per_cpu_s / other.per_cpu_s) for ours, other in pairs]
-    flat = report.at_most(GROWTH_TARGET, [memory.growth], quick=quick)
-    return {
+    bars = {
         "submissions/s over a server without a ledger": report.at_least(RATE_TARGET, ratios, quick=quick),
-        "memory growth in five minutes": replace(flat, holds=None) if quick else flat,
+        "memory growth in five minutes": report.at_most(GROWTH_TARGET, [growth(memory)], quick=quick),
     }
+    return {name: replace(bar, holds=None) if quick else bar for name, bar in bars.items()}
 
 
-def rows_of(loads: dict[str, list[Loaded]], memory: Memory) -> list[tuple[str, ...]]:
+def rows_of(loads: dict[str, list[Loaded]]) -> list[tuple[str, ...]]:
     def row(name: str, values: Sequence[Loaded]) -> tuple[str, ...]:
         def median(figure: str) -> float:
             return statistics.median(getattr(value, figure) for value in values)
@@ -254,10 +230,8 @@ def rows_of(loads: dict[str, list[Loaded]], memory: Memory) -> list[tuple[str, .
             f"{median('workers_share'):.0%}",
         )
 
-    return [
-        *(row(f"{name}, overloaded", values) for name, values in loads.items()),
-        row("ledger, light load", [memory.loaded]),
-    ]
+    names = {"ledger": "ledger, overloaded", "stand-in": "stand-in, overloaded", "light": "ledger, light load"}
+    return [row(names[name], values) for name, values in loads.items()]
 
 
 def main() -> None:
@@ -272,7 +246,7 @@ def main() -> None:
     report.show(
         "swarm",
         ("server", "submissions/s", "per CPU s", "p50 ms", "p99 ms", "its core", "workers' core"),
-        rows_of(loads, memory),
+        rows_of(loads),
         bars_of(loads, memory, options.quick),
         quick=options.quick,
         num_workers=NUM_WORKERS,
@@ -280,9 +254,7 @@ def main() -> None:
         num_accepted=held["accepted"],
         **load.shares(),
         loads={name: [vars(value) for value in values] for name, values in loads.items()},
-        light_load=vars(memory.loaded),
-        memory_seconds=memory.seconds,
-        memory_megabytes=memory.megabytes,
+        memory_megabytes=memory,
     )
 
 

@@ -21,9 +21,11 @@ BARS = {
         "seconds of a lease, large over small": 1.3,
         "seconds of a claim, large over small": 1.3,
     },
+    "swarm": {"submissions/s over a server without a ledger": 0.5, "memory growth in five minutes": 0.05},
 }
 DECIDES_NOTHING = {
     "ledger": ["seconds of a claim over bare SQLite", "seconds of a claim, large over small"],
+    "swarm": ["submissions/s over a server without a ledger", "memory growth in five minutes"],
 }
 """Bars that no quick run may call reached or missed."""
 
