@@ -15,8 +15,9 @@ from offbeat.ledger.records import TokenCounts, derive_seed
 
 
 class Oracle(TaskOracle):
-    def __init__(self, min_group: int, max_attempts: int, bound: int):
+    def __init__(self, min_group: int, max_attempts: int, bound: int, groups_per_step: int | None = None):
         self.min_group, self.max_attempts, self.bound = min_group, max_attempts, bound
+        self.groups_per_step = groups_per_step
         self.groups: list[OracleGroup] = []
         self.versions: dict[int, tuple[int, bool]] = {}
         """Step and whether abandoned, by number."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -81,6 +82,14 @@ class OracleGroup:
     reissue_of: int | None = None
     tasks: list[OracleTask] = field(default_factory=list)
 
+    @property
+    def is_paced(self) -> bool:
+        return self.require_step is None and not self.is_eval
+
+    @property
+    def is_begun(self) -> bool:
+        return self.first_step is not None
+
     def having(self, *states: str) -> list[OracleTask]:
         return [task for task in self.tasks if task.state in states]
 
@@ -91,6 +100,8 @@ class TaskOracle:
     bound: int
     max_attempts: int
     step: int
+    batches: dict[int, tuple[str, list[OracleGroup]]]
+    groups_per_step: int | None
 
     def task(self, number: int) -> tuple[OracleGroup, OracleTask]:
         return next((group, task) for group in self.groups for task in group.tasks if task.id == number)
@@ -109,13 +120,37 @@ class TaskOracle:
         tasks = [task for group in self.groups for task in group.having("leased")]
         return [task for task in tasks if worker is None or task.worker == worker]
 
-    def lease(self, worker: str, capacity: int, have: int | None) -> list[OracleTask]:
+    def may_begin(self, step: int) -> int:
+        """How many groups may be begun with a version of a step: by trying, until one would be trained too late."""
+        if self.groups_per_step is None:
+            return 1000
+        begun = [g.first_step for g in self.groups if g.state in ("open", "ready") and g.is_paced and g.is_begun]
+        next_step = max([self.step, *(claimed + 1 for claimed in self.batches)])
+        for number in range(1000):
+            firsts = [*begun, *[step] * (number + 1)]
+            for last in {first for first in firsts if first >= step}:
+                room = (last + self.bound - next_step + 1) * self.groups_per_step
+                if sum(first <= last for first in firsts) > room:
+                    return number
+        return 1000
+
+    def lease(self, worker: str, capacity: int, have: int | None, total_slots: int | None = None) -> list[OracleTask]:
         """Hands out open tasks: a group at a time, few where workers vanished with one of them."""
         step = None if have is None or have not in self.versions else self.token_step(have)
         held = [task.num_losses for task in self.leased(worker)]
         num_slots = len(held) + capacity
+        waiting = [g for g in self.groups if g.having("open") and g.state == "open"]
+        waiting = [g for g in waiting if g.require_step is None or g.require_version is not None]
+        if total_slots is not None and total_slots > num_slots:
+            num_open = sum(len(group.having("open")) for group in waiting)
+            capacity = min(capacity, math.ceil(num_open * num_slots / total_slots))
+        num_begin = 0 if step is None else self.may_begin(step)
         given: list[OracleTask] = []
-        for group in sorted((g for g in self.groups if g.having("open") and g.state == "open"), key=_order):
+        for group in sorted(waiting, key=_order):
+            if capacity <= 0:
+                break
+            if group.is_paced and not group.is_begun and num_begin == 0:
+                continue
             if group.require_step is None and (step is None or step < (group.first_step or 0)):
                 continue
             if group.require_step is not None and (group.require_version is None or group.require_version != have):
@@ -125,6 +160,7 @@ class TaskOracle:
             for level in range(1, most + 1):
                 allowed = max(1, num_slots // 8**level)
                 count = min(count, max(0, allowed - sum(losses >= level for losses in held)))
+            num_begin -= group.is_paced and not group.is_begun and count > 0
             held += [most] * count
             capacity -= count
             fit = [t for t in group.having("open") if t.prefix is None or int(t.prefix.versions[-1]) <= (have or 0)]
