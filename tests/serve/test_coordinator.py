@@ -265,7 +265,7 @@ def test_with_overlap_work_goes_on_while_a_step_is_trained_and_the_next_batch_ca
         async with coordinator(tmp_path, **sections) as made:
             await made.publish(version(0, 0))
             lease = await made.lease("w", 100, 0, SOON_S)
-            assert len(lease.tasks) == (2 + 1) * 2 * 4
+            assert len(lease.tasks) == (1 + 1) * 2 * 4
             assert {task.require_version for task in lease.tasks} == {None}
             for i, task in enumerate(lease.tasks):
                 await made.submit("w", answer(made, task, 0, right=i % 2 == 0), task.fence)

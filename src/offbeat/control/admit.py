@@ -31,7 +31,7 @@ class Pace:
     num_steps: int | None = None
     """Steps of the whole run; None: no end."""
     ahead: int = 0
-    """Further steps whose groups may be under way: 0 for `alternate`, the bound for `overlap`."""
+    """Further steps whose groups may be under way: 0 for `alternate`; for `overlap` up to the bound, see `depth`."""
 
 
 def admit(standing: Standing, pace: Pace) -> int:

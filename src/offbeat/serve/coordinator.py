@@ -12,10 +12,11 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
 from offbeat.control.admit import Pace, admit
+from offbeat.control.depth import Depth
 from offbeat.control.leases import Held, Leases
 from offbeat.control.trust import is_believable
 from offbeat.crash import crash_here
@@ -28,6 +29,7 @@ from offbeat.serve.client import Heartbeat, Lease
 from offbeat.serve.issuing import Issuer
 from offbeat.serve.judging import Judging
 from offbeat.serve.keeping import Keeper, KeepSettings
+from offbeat.serve.timing import StepTimes
 from offbeat.serve.waiting import Bell, News
 from offbeat.serve.writer import Writer
 from offbeat.trajectory import Task, Trajectory
@@ -56,23 +58,6 @@ class CoordinatorSettings:
     """Tokens beyond it are refused; None: not looked at."""
 
 
-@dataclass
-class StepTimes:
-    """When a step's generation began and ended, on the monotonic clock; for the time split."""
-
-    first_lease_s: float | None = None
-    last_submit_s: float | None = None
-    claimed_s: float | None = None
-
-    def split(self) -> dict[str, float]:
-        if self.first_lease_s is None or self.last_submit_s is None or self.claimed_s is None:
-            return {}
-        return {
-            "generate": self.last_submit_s - self.first_lease_s,
-            "reward": max(self.claimed_s - self.last_submit_s, 0.0),
-        }
-
-
 class Coordinator:
     """Serves workers and a trainer from one ledger; `offbeat.serve.inside` binds it to one of them."""
 
@@ -87,11 +72,9 @@ class Coordinator:
     ):
         self.ledger, self.issuer, self.judging, self.settings = ledger, issuer, judging, settings
         self.weights, self.on_report = weights, on_report
-        self.pace = Pace(
-            settings.groups_per_step, settings.num_steps, ahead=settings.max_staleness if settings.overlap else 0
-        )
+        self._pace = Pace(settings.groups_per_step, settings.num_steps)
         self.leases = Leases(settings.lease_ttl_s, time.monotonic)
-        self._times = self._claimed_times = StepTimes()
+        self._times, self._depth = StepTimes(), Depth(settings.max_staleness)
         self._writer, self._bell = Writer(ledger), Bell()
         self._keeper = Keeper(ledger, settings.keep, self.call, lambda row: self.on_report(row))
         self._work, self._versions = News(), News()
@@ -136,7 +119,7 @@ class Coordinator:
             await self._admit()
             tasks = await asyncio.shield(self._hand_out(worker, capacity, have_version))
             if tasks:
-                self._times.first_lease_s = self._times.first_lease_s or time.monotonic()
+                self._times.leased()
                 return Lease(tuple(tasks), ttl_s=ttl_s)
             version = await self._version_to_serve()
             if version is not None and version.number != have_version:
@@ -182,7 +165,7 @@ class Coordinator:
             raise
         crash_here("submission-stored")
         self.leases.end([trajectory.task])
-        self._times.last_submit_s = time.monotonic()
+        self._times.submitted()
         if outcome is Outcome.STORED:
             self.judging.arrived()
         elif outcome is Outcome.PARTIAL:
@@ -258,7 +241,8 @@ class Coordinator:
                 raise
 
     async def _draw(self) -> None:
-        count = admit(await self.call(self.ledger.standing), self.pace)
+        pace = replace(self._pace, ahead=self._depth.steps if self.settings.overlap else 0)
+        count = admit(await self.call(self.ledger.standing), pace)
         if count:
             version = await self.call(self.ledger.latest_version)
             assert version is not None
@@ -291,8 +275,7 @@ class Coordinator:
             )
             if batch is not None:
                 crash_here("claim-stored")
-                self._times.claimed_s = time.monotonic()
-                self._claimed_times, self._times = self._times, StepTimes()
+                self._times.claimed(step)
                 self._tell_workers()
                 return batch
             if not await self._bell.wait(changed, deadline_s):
@@ -310,10 +293,12 @@ class Coordinator:
 
     def time_split(self) -> dict[str, float]:
         """Seconds that the batch claimed last took to generate, and then to score."""
-        return self._claimed_times.split()
+        return self._times.split()
 
     async def commit(self, step: int, version: Version, audited: Sequence[int] = ()) -> None:
         await self.call(self.ledger.commit, step, version, audited)
+        if (took := self._times.committed(step)) is not None:
+            self._depth.trained(*took)
         crash_here("step-committed")
         if audited:
             await self._quarantine()
