@@ -7,8 +7,8 @@ nothing was lost, nothing trained twice, nothing drawn anew.
 import os
 
 import pytest
-from supervised import TINY, Supervised, check_whole, final_digest, rows
 
+from benchmarks.faults.supervised import TINY, Supervised, check_whole, final_digest, rows
 from offbeat import crash
 
 NUM_STEPS = 4

@@ -6,8 +6,8 @@ import shutil
 import signal
 
 import pytest
-from supervised import PACED, TINY, Supervised, check_whole, until
 
+from benchmarks.faults.supervised import PACED, TINY, Supervised, check_whole, until
 from offbeat.learn.checkpoint import Checkpoints
 from offbeat.model.loading import TINY_FOLDER
 

@@ -151,15 +151,18 @@ class Supervisor:
             child.process = await self._spawn(arguments, None, {READY: str(write)}, (write,))
         finally:
             os.close(write)
+        if self.url:
+            self._note("started", child)
         told = await asyncio.wait_for(asyncio.to_thread(_line, read), READY_WITHIN_S)
         if not told:
             status = await child.process.wait()
             if not self.url:
                 raise SystemExit(status or 1)  # it has said why, on this terminal
             return  # `_keep` sees that it ended
-        ready = json.loads(told)
+        ready, is_first = json.loads(told), not self.url
         self.url, self.run = ready["url"], Path(ready["run"])
-        self._note("started", child)
+        if is_first:  # until now there was no folder to write to
+            self._note("started", child)
 
     def _resumed(self) -> list[str]:
         port = self.url.rsplit(":", 1)[1]

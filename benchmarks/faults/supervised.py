@@ -1,4 +1,4 @@
-"""A supervised run for tests that hurt it: its processes by name, witnessed kills, and what must hold afterwards."""
+"""A supervised run to be hurt: its processes by name, witnessed kills, and what must hold afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from offbeat.ledger.ledger import Ledger
 
@@ -47,12 +47,12 @@ class Supervised:
         self.folder, self.run = folder, folder / "runs" / "a"
         self.mark = uuid.uuid4().hex
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
-        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: self.mark, **(environment or {})}
+        self.environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: self.mark, **(environment or {})}
         with (folder / "errors").open("ab") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "offbeat", "train", *words],
                 cwd=folder,
-                env={**os.environ, **own},
+                env={**os.environ, **self.environment},
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
             )
@@ -63,7 +63,7 @@ class Supervised:
         lines = (self.folder / "errors").read_text().splitlines(keepends=True)
         return "".join(line for line in lines if line.startswith(("offbeat:", "Traceback", "warning:")))
 
-    def diary(self) -> list[dict]:
+    def diary(self) -> list[dict[str, Any]]:
         return rows(self.run / "logs" / "supervisor.jsonl")
 
     def pid(self, name: str) -> int | None:
@@ -71,14 +71,26 @@ class Supervised:
         told = [row for row in self.diary() if row["process"] == name]
         return told[-1]["pid"] if told and told[-1]["event"] == "started" else None
 
-    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Kills whoever plays a role, and waits until the supervisor has seen it."""
-        pid = until(lambda: self.pid(name), f"a {name}")
-        os.kill(pid, number)
-        until(lambda: self.was_killed(pid, number), f"the end of {name}")
+    def playing(self, name: str) -> int:
+        """The same, as soon as there is one."""
+        found = until(lambda: self.pid(name), f"a {name}")
+        assert found is not None
+        return found
 
-    def was_killed(self, pid: int, number: signal.Signals = signal.SIGKILL) -> bool:
-        return any(row["pid"] == pid and row.get("status") == -number for row in self.diary())
+    def port(self) -> int:
+        """Where the coordinator listens, now and after every restart."""
+        self.playing("coordinator")
+        return int(json.loads((self.run / "serve.json").read_text())["port"])
+
+    def kill(self, name: str) -> int:
+        """Kills whoever plays a role, and waits until the supervisor has seen it; returns the number of the dead."""
+        pid = self.playing(name)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: self.was_killed(pid), f"the end of {name}")
+        return pid
+
+    def was_killed(self, pid: int) -> bool:
+        return any(row["pid"] == pid and row.get("status") == -signal.SIGKILL for row in self.diary())
 
     def until_step(self, step: int) -> None:
         """Returns once a row of this step or a later one is written."""
@@ -94,10 +106,15 @@ class Supervised:
         try:
             ended = self.process.wait(WITHIN_S)
         finally:
-            self.process.kill()
+            self.end()
         assert ended == status, f"status {ended}: {self.errors}"
         until(lambda: not self.living(), "the last process to end", 30.0)
         return self.errors
+
+    def end(self) -> None:
+        """However it stands; its processes go with it."""
+        self.process.kill()
+        self.process.wait()
 
     def living(self) -> list[int]:
         """Processes of this run, however they came to be."""
@@ -112,7 +129,7 @@ class Supervised:
         return found
 
 
-def rows(file: Path) -> list[dict]:
+def rows(file: Path) -> list[dict[str, Any]]:
     """Whole lines of a file that may be written to at the moment."""
     text = file.read_text() if file.is_file() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
