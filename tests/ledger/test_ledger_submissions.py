@@ -195,3 +195,10 @@ def test_memory_that_is_used_again_after_submission_changes_nothing(ledger: Ledg
 
 def replace_length(sampling, max_new_tokens: int):
     return msgspec.structs.replace(sampling, max_new_tokens=max_new_tokens)
+
+
+def test_a_worker_cannot_allow_itself_to_go_back_in_versions(ledger: Ledger, task):
+    trajectory = answer(task, [0])
+    trajectory.max_version_drop = 1
+    with pytest.raises(Refused, match="max_version_drop = 1; allowed 0"):
+        send(ledger, trajectory, "w")

@@ -7,10 +7,15 @@ import asyncio
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offbeat.cli.parser import Parser
 from offbeat.cli.serve import STOPPED
 from offbeat.errors import RunStopped
+
+if TYPE_CHECKING:
+    from offbeat.launch.joining import Invitation
+    from offbeat.ledger.workers import Role
 
 
 def add_join_arguments(parser: Parser, what: str) -> None:
@@ -22,9 +27,28 @@ def add_join_arguments(parser: Parser, what: str) -> None:
     parser.add_argument(
         "--patience", metavar="SECONDS", type=float, help="how long to look for a coordinator; without it, for ever"
     )
+    parser.add_argument(
+        "--allow-plain", action="store_true", help="let secrets cross a network without TLS, as within a private one"
+    )
     parser.epilog = (
         "Keys that are this machine's own affair can be given as --section.key value, such as --model.device cuda:1, "
         "--model.path /models/here or --run.threads 8."
+    )
+
+
+def invitation_of(arguments: argparse.Namespace, role: Role, folder: Path, name: str) -> Invitation:
+    """What the arguments say about joining."""
+    from offbeat.launch.joining import Invitation
+
+    return Invitation(
+        url=arguments.join,
+        role=role,
+        folder=folder,
+        name=name,
+        token_file=arguments.token_file,
+        ca_file=arguments.ca_file,
+        patience_s=arguments.patience,
+        allow_plain=arguments.allow_plain,
     )
 
 
@@ -34,21 +58,13 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from offbeat.launch import tether
-    from offbeat.launch.joining import Invitation, own_folder
+    from offbeat.launch.joining import own_folder
     from offbeat.launch.trainer import train
     from offbeat.ledger.workers import Role
 
     tether.hold()
     with own_folder(arguments.dir, arguments.name or "trainer", arguments.join, "trainer.lock") as (folder, name):
-        invitation = Invitation(
-            url=arguments.join,
-            role=Role.TRAINER,
-            folder=folder,
-            name=name,
-            token_file=arguments.token_file,
-            ca_file=arguments.ca_file,
-            patience_s=arguments.patience,
-        )
+        invitation = invitation_of(arguments, Role.TRAINER, folder, name)
         run_folder = folder if (folder / "ledger.sqlite").is_file() else None  # the coordinator's own: one disk
         try:
             return told("trainer", asyncio.run(train(invitation, overrides, run_folder)))

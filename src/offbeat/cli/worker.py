@@ -7,7 +7,7 @@ import argparse
 import asyncio
 
 from offbeat.cli.parser import Parser
-from offbeat.cli.trainer import add_join_arguments, told
+from offbeat.cli.trainer import add_join_arguments, invitation_of, told
 
 ROLES = ("rollout", "reward")
 
@@ -22,20 +22,12 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from offbeat.launch import tether
-    from offbeat.launch.joining import Invitation, own_folder
+    from offbeat.launch.joining import own_folder
     from offbeat.ledger.workers import Role
 
     tether.hold()
     with own_folder(arguments.dir, arguments.name, arguments.join) as (folder, name):
-        invitation = Invitation(
-            url=arguments.join,
-            role=Role(arguments.role),
-            folder=folder,
-            name=name,
-            token_file=arguments.token_file,
-            ca_file=arguments.ca_file,
-            patience_s=arguments.patience,
-        )
+        invitation = invitation_of(arguments, Role(arguments.role), folder, name)
         if invitation.role is Role.REWARD:
             from offbeat.launch.judge import judge
 

@@ -46,6 +46,8 @@ class Invitation:
     ca_file: Path | None = None
     patience_s: float | None = None
     """How long to look for a coordinator that does not answer; None: for ever."""
+    allow_plain: bool = False
+    """Whether the secret may cross a network in the clear."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,12 @@ def new_token(run: Path, role: str) -> str:
 @asynccontextmanager
 async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncIterator[Joined]:
     """Joins, or comes back; `overrides` say what is different on this machine."""
-    connection = Connection(invitation.url, ca_file=invitation.ca_file, patience_s=invitation.patience_s)
+    connection = Connection(
+        invitation.url,
+        ca_file=invitation.ca_file,
+        patience_s=invitation.patience_s,
+        allow_plain=invitation.allow_plain,
+    )
     try:
         member = await _membership(invitation, connection)
         file = invitation.folder / f"{member.credentials.role.value}-{CONFIG}"

@@ -107,6 +107,8 @@ class Desk:
 
         if trajectory.index != 0:
             raise refuse(f"trajectory index {trajectory.index}; allowed 0, a task has one trajectory")
+        if trajectory.max_version_drop != 0:
+            raise refuse(f"max_version_drop = {trajectory.max_version_drop}; allowed 0, versions only rise")
         if trajectory.prompt.tobytes() != task.prompt:
             raise refuse("its prompt is not the one that was issued")
         if trajectory.max_new_tokens != task.max_new_tokens:
