@@ -1,5 +1,7 @@
 """Workers are as far ahead of the trainer as they must be, and no farther."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +33,7 @@ def test_a_trainer_that_stands_still_gets_more_until_it_does_not():
 def test_after_calm_less_is_tried_and_what_was_too_little_is_tried_ever_more_seldom():
     seen = run(Depth(6), needed=3, num_steps=400)
     trials = [i for i in range(1, len(seen)) if seen[i] < seen[i - 1]]
-    pauses = [b - a for a, b in zip(trials, trials[1:], strict=False)]
+    pauses = [b - a for a, b in itertools.pairwise(trials)]
     assert trials[0] >= FIRST_PATIENCE
     assert pauses == sorted(pauses)
     assert pauses[-1] > 4 * pauses[0]

@@ -13,6 +13,7 @@ from offbeat.errors import DeadlineError, RunStopped
 from offbeat.launch import sources, wiring
 from offbeat.ledger.errors import Fenced, LedgerError
 from offbeat.ledger.records import Outcome, Submission
+from offbeat.ledger.workers import Role, WorkerState
 from offbeat.tasks.arithmetic import worked_answer
 from offbeat.trajectory import End, Segment, Task
 from offbeat.weights.folder import WeightFolder
@@ -302,5 +303,29 @@ def test_when_the_run_is_over_workers_are_told(tmp_path):
             await asyncio.sleep(0)
             made.end()
             assert (await waiting).is_over
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_whose_answers_fail_the_audit_is_shut_out_and_the_tokens_count_as_such(tmp_path):
+    async def scenario():
+        told = []
+        async with coordinator(tmp_path, batch={"groups_per_step": 4, "group_size": 4}, eval={"every": 0}) as made:
+            made.on_report = told.append
+            await made.publish(version(0, 0))
+            token = await made.call(made.ledger.issue_token, Role.ROLLOUT, 5.0)
+            liar = (await made.call(made.ledger.redeem, token, "liar", {})).name
+            lease = await made.lease(liar, 100, 0, SOON_S)
+            for i, task in enumerate(lease.tasks):
+                await made.submit(liar, answer(made, task, 0, right=i % 2 == 0), task.fence)
+            batch = await made.claim(0, SOON_S)
+            audited = [member.task for group in batch.groups for member in group.members][:10]
+            await made.commit(0, version(1, 1, 0), audited)
+            (worker,) = await made.call(made.ledger.list_workers)
+            assert (worker.state, worker.num_audited, worker.num_audit_failures) == (WorkerState.QUARANTINED, 16, 10)
+            assert [row["event"] for row in told] == ["quarantine"]
+            counts = await made.call(made.ledger.counts)
+            assert counts.tokens.masked["audit"] > 0
+            assert made.ledger.verify().violations == ()
 
     asyncio.run(scenario())
