@@ -52,6 +52,13 @@ def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
             if "--parquet" in words:
                 pytest.importorskip("pyarrow")
             assert reader.succeed("show", "runs/NAME", *words)
+        case [token, "worker", "token", "runs/NAME", "--role", "reward)", "offbeat", "worker", *words]:
+            assert reader.run.is_dir()
+            assert token == "OFFBEAT_TOKEN=$(offbeat"
+            (reader.folder / "token").write_text(reader.succeed("worker", "token", "runs/NAME", "--role", "reward"))
+            nowhere = [word.replace(":8700", ":9") for word in words]  # tests/faults has judges that find somebody
+            said = reader.offbeat("worker", *nowhere, "--token-file=token", "--dir=judge", "--patience=0.1")
+            assert (said.status, "POST /v1/join: not answered" in said.err) == (1, True), said
         case ["offbeat", "export", "runs/NAME", "my-model"]:
             assert (reader.model / "model.safetensors").is_file()
         case _:

@@ -98,6 +98,9 @@ def _tell(folder: RunFolder, url: str, office: Office) -> None:
         with open(int(descriptor), "w") as pipe:
             print(json.dumps({"url": url, "run": str(folder.path)}), file=pipe)
     office.console.note(f"serving {url}; workers join with: {_how_to_join(folder.path, url)}")
+    if not folder.config.reward.processes:
+        how = f"OFFBEAT_TOKEN=$(offbeat worker token {folder.path} --role reward) offbeat worker --role reward"
+        office.console.note(f"reward.processes = 0: judges join with: {how} --join {url}")
 
 
 def _how_to_join(run: Path, url: str) -> str:
