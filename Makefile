@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOG := $(VENV)/install.log
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraints.txt
-WITHOUT_GYM := .[math,data,smollm2,plot,tensorboard,dev]
+WITHOUT_GYM := .[math,data,smollm2,plot,tensorboard,remote,dev]
 FAILED := { tail -n 5 $(LOG) >&2; echo "make: the installation failed; all of its output is in $(LOG)" >&2; exit 1; }
 
 .PHONY: demo test lint bench clean

@@ -16,6 +16,10 @@ class Ledger:
         self.calls.append(("prune", step, keep))
         return SimpleNamespace(num_bodies=3, num_bytes=300)
 
+    def sweep(self) -> int:
+        self.calls.append(("sweep",))
+        return 0
+
     def backup(self, target: str) -> SimpleNamespace:
         self.calls.append(("backup", target))
         if target == "nowhere://":
@@ -37,7 +41,7 @@ def after_checkpoint(settings: KeepSettings) -> tuple[list[tuple], list[str]]:
 
 
 def test_nothing_is_forgotten_unless_someone_asks_for_it():
-    assert after_checkpoint(KeepSettings()) == ([], [])
+    assert after_checkpoint(KeepSettings()) == ([("sweep",)], [])
 
 
 def test_bodies_go_before_the_copy_is_made():

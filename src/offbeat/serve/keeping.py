@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.errors import OffbeatError
 from offbeat.ledger.ledger import Ledger
 
 log = logging.getLogger(__name__)
@@ -41,13 +40,15 @@ class Keeper:
                 pruned = await self._call(self.ledger.prune, step, self.settings.num_steps)
                 if pruned.num_bodies:
                     self._tell({"event": "prune", "step": step, "bodies": pruned.num_bodies, "bytes": pruned.num_bytes})
+            else:
+                await self._call(self.ledger.sweep)  # large partials that something has continued
             if self.settings.backup is not None:
                 await self._copy(step, self.settings.backup)
 
     async def _copy(self, step: int, target: str) -> None:
         try:
             made = await asyncio.to_thread(self.ledger.backup, target)  # it has a connection of its own
-        except (OffbeatError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  # every store has errors of its own, and none may end the run
             log.warning("the ledger was not copied to %s: %s", target, error)
             self._tell({"event": "backup_failed", "step": step, "target": target, "error": str(error)})
         else:
