@@ -25,7 +25,7 @@ COMMANDS = {
     "eval": "score a model on held-out prompts",
     "export": "write a run's model as a Hugging Face folder",
     "model": "write a model that comes in a Python package as a Hugging Face folder",
-    "ledger": "check a run's ledger",
+    "ledger": "check a run's ledger, or tell what is in it",
     "show": "look at what a run generated: the latest answers, the best, the worst, or one with its history",
 }
 """Each is a module of this package with `add_arguments(parser)` and `run(arguments, overrides)`."""

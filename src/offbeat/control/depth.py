@@ -10,7 +10,7 @@ from __future__ import annotations
 
 MAX_STILL = 0.05
 """The share of a step for which a trainer may stand still."""
-FIRST_PATIENCE, MAX_PATIENCE = 8, 128
+FIRST_PATIENCE, MAX_PATIENCE = 4, 128
 """Calm steps before less is tried."""
 
 
