@@ -75,7 +75,10 @@ class Connection:
             raise UserError(f"{url!r}: not the URL of a coordinator; it looks like https://host:port")
         self.is_local = _is_loopback(parts.hostname)
         if parts.scheme == "http" and not self.is_local and not allow_plain:
-            raise UserError(f"{url}: the secret would cross the network in the clear; use https, or --allow-plain within a private network")
+            raise UserError(
+                f"{url}: the secret would cross the network in the clear; use https, or --allow-plain within a private "
+                "network"
+            )
         self._tls = _tls(ca_file) if parts.scheme == "https" else True
         self._session: aiohttp.ClientSession | None = None
 
