@@ -8,11 +8,12 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
-from supervised import MARK, PACED, TINY, WITHIN_S, Supervised, check_whole, rows, until
 
+from benchmarks.faults.supervised import MARK, PACED, TINY, WITHIN_S, Supervised, check_whole, rows, until
 from offbeat.launch.joining import new_token
 from offbeat.serve.http.credentials import TOKEN_VARIABLE
 
@@ -28,17 +29,29 @@ def reward(prompt, tokens):
     return 1.0 + len(tokens) % 2
 """
 NUM_STEPS = 4
-NUM_AHEAD = 3 * 2 * 4
-"""Samples that may be generated before the first is trained: the bound is 2, a step takes two groups of four."""
+NUM_AHEAD = 2 * 2 * 4
+"""Samples that may be generated before the first is trained: two steps of two groups of four."""
 
 
-def start_run(folder: Path, timeout_s: float) -> Supervised:
-    (folder / "judge.py").write_text(REWARD)
-    elsewhere = ("--task.reward=judge.py:reward", "--reward.processes=0", f"--reward.timeout-s={timeout_s}")
-    overlap = ("--schedule.mode=overlap", "--schedule.max-staleness=2", "--rollout.workers=1")
-    run = Supervised(folder, *TINY, *PACED, *overlap, *elsewhere, f"--run.steps={NUM_STEPS}")
-    until(lambda: (run.run / "serve.json").is_file(), "the coordinator to listen")
-    return run
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., Supervised]]:
+    """Starts a run without reward processes of its own; whatever a test leaves behind is ended."""
+    started: list[Supervised] = []
+
+    def begin(timeout_s: float) -> Supervised:
+        (tmp_path / "judge.py").write_text(REWARD)
+        elsewhere = ("--task.reward=judge.py:reward", "--reward.processes=0", f"--reward.timeout-s={timeout_s}")
+        overlap = ("--schedule.mode=overlap", "--schedule.max-staleness=2", "--rollout.workers=1")
+        run = Supervised(tmp_path, *TINY, *PACED, *overlap, *elsewhere, f"--run.steps={NUM_STEPS}")
+        started.append(run)
+        until(lambda: (run.run / "serve.json").is_file(), "the coordinator to listen")
+        return run
+
+    yield begin
+    for run in started:
+        for pid in run.living():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 class RemoteJudge:
@@ -82,8 +95,8 @@ def count(run: Supervised, what: str) -> int:
 
 
 @pytest.mark.timeout(400)
-def test_what_a_judge_held_when_it_was_killed_another_judges(tmp_path):
-    run = start_run(tmp_path, timeout_s=5)
+def test_what_a_judge_held_when_it_was_killed_another_judges(start):
+    run = start(timeout_s=5)
     doomed = RemoteJudge(run, "doomed", HANGS="yes")
     doomed.until_begun()
     doomed.process.kill()
@@ -98,8 +111,8 @@ def test_what_a_judge_held_when_it_was_killed_another_judges(tmp_path):
 
 
 @pytest.mark.timeout(400)
-def test_a_judge_that_hangs_holds_no_engine_and_one_that_is_asked_to_stop_gives_back_at_once(tmp_path):
-    run = start_run(tmp_path, timeout_s=3600)
+def test_a_judge_that_hangs_holds_no_engine_and_one_that_is_asked_to_stop_gives_back_at_once(start):
+    run = start(timeout_s=3600)
     hung = RemoteJudge(run, "hung", HANGS="yes")
     hung.until_begun()
     until(lambda: count(run, "trajectories") == NUM_AHEAD, "the engines to generate all that they may")
