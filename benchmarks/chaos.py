@@ -166,12 +166,12 @@ async def chaos(folder: Path, num_kills: int, seed: int) -> tuple[Chaos, Audit, 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, help="how many (200; with --quick 12)")
+    parser.add_argument("--kills", type=int, help="how many (200; with --quick 8)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a few kills: shows that it works, decides little")
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="leave the run there")
     arguments = parser.parse_args()
-    num_kills = arguments.kills or (12 if arguments.quick else 200)
+    num_kills = arguments.kills or (8 if arguments.quick else 200)
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
         folder.mkdir(exist_ok=True)

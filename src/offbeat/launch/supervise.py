@@ -124,9 +124,9 @@ class Supervisor:
 
     async def _keep(self, child: Child) -> None:
         """Starts a child, again and again, until it is done or to be given up."""
+        if child.process is None:
+            await self._start(child)
         while True:
-            if not child.is_alive:
-                await self._start(child)
             assert child.process is not None
             status = await child.process.wait()
             verdict, pause_s = child.restarts.ended(status)
@@ -138,8 +138,7 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             if not child.keeps_going:
                 return
-            if child is self.coordinator:
-                await self._start_coordinator()
+            await self._start(child)
 
     async def _start_coordinator(self) -> None:
         """The first start tells where the run lies; later ones take up the same run at the same address."""
@@ -178,6 +177,8 @@ class Supervisor:
             self.workers.append(Child(name, ["worker", *join, *place], logs / f"{name}.log", "rollout"))
 
     async def _start(self, child: Child) -> None:
+        if child is self.coordinator:
+            return await self._start_coordinator()
         more = {} if child.role is None else {TOKEN_VARIABLE: await asyncio.to_thread(new_token, self.run, child.role)}
         child.restarts.started()
         child.process = await self._spawn(child.arguments, child.log, more, ())
