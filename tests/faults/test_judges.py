@@ -96,12 +96,12 @@ def count(run: Supervised, what: str) -> int:
 
 @pytest.mark.timeout(400)
 def test_what_a_judge_held_when_it_was_killed_another_judges(start):
-    run = start(timeout_s=5)
+    run = start(timeout_s=3600)
     doomed = RemoteJudge(run, "doomed", HANGS="yes")
     doomed.until_begun()
     doomed.process.kill()
     assert doomed.process.wait(WITHIN_S) == -signal.SIGKILL
-    assert count(run, "rewards") == 0, "it was killed too late: its samples count as failed"
+    assert count(run, "rewards") == 0
     other = RemoteJudge(run, "other")
     assert run.finish() == ""
     assert other.process.wait(WITHIN_S) == 0, other.errors.read_text()

@@ -305,6 +305,23 @@ def test_what_a_judge_did_not_answer_in_time_another_gets_and_the_late_answer_is
     asyncio.run(scenario())
 
 
+def test_a_judge_that_falls_silent_loses_what_it_holds_and_one_that_is_heard_of_keeps_it(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, **NOBODY_HERE) as made:
+            await generate(made, 2)
+            clock = made.judging._clock = Clock()
+            for judge in ("silent", "busy"):
+                assert len((await made.judging.lease(judge, 1, SOON_S)).inputs) == 1
+            clock.now_s += judging.SILENT_S
+            assert (await made.judging.lease("busy", 0, SOON_S)).ticket == ""
+            clock.now_s += 1.0
+            assert made.judging._silent() == ["silent"]
+            assert len((await made.judging.lease("other", 2, SOON_S)).inputs) == 1
+            assert made.judging.portions.held == {"busy": 1, "other": 1}
+
+    asyncio.run(scenario())
+
+
 def test_what_a_judge_held_when_it_left_another_gets_at_once(tmp_path):
     async def scenario():
         async with coordinator(tmp_path, **NOBODY_HERE) as made:

@@ -1,8 +1,10 @@
 """A judge in a process of its own: `offbeat worker --role reward --join URL`.
 
-It leases samples, has its own killable processes judge them, and answers, until the run is over. Asked to stop, it
-gives back at once what it has not answered. Rewards are found by name on this machine; one that cannot be loaded here
-is this machine's trouble and no sample's, so the judge gives everything back, leaves, and says so.
+It leases samples, has its own killable processes judge them, and answers, until the run is over; busy or not, it lets
+the coordinator hear of it. Asked to stop, it gives back at once what it has not answered.
+
+Rewards are found by name on this machine. One that cannot be loaded here is this machine's trouble and no sample's: the
+judge gives everything back, leaves, and says so.
 """
 
 from __future__ import annotations
@@ -41,12 +43,17 @@ class Judge:
 
     async def run(self) -> None:
         await self.client.leave()  # what this judge held when it was killed, someone may have at once
+        parts = [asyncio.ensure_future(self._beat())]
+        for _ in range(self.processes + 1):  # one more than can be judged: no process waits for the way there
+            parts.append(asyncio.ensure_future(self._seat()))
         try:
-            async with asyncio.TaskGroup() as seats:
-                for _ in range(self.processes + 1):  # one more than can be judged: no process waits for the way there
-                    seats.create_task(self._seat())
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            for part in done:
+                part.result()
+        finally:  # what is still being judged, nobody wants any more, or we can not
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
 
     async def close(self) -> None:
         """Gives back what is not answered, and ends every process."""
@@ -56,6 +63,14 @@ class Judge:
                     await self.client.leave()
         finally:
             await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+
+    async def _beat(self) -> None:
+        """Says that we are there, until the run is over."""
+        while True:
+            told = await self.client.lease_rewards(0, 0.0)
+            if told.is_over:
+                return
+            await asyncio.sleep(told.ttl_s / 3)
 
     async def _seat(self) -> None:
         """Leases, judges and answers, one portion after the other."""

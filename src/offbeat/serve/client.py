@@ -51,6 +51,8 @@ class RewardLease:
     inputs: tuple[RewardInput, ...] = ()
     timeout_s: float = 0.0
     """The longest that one sample may take; then it counts as failed."""
+    ttl_s: float = 0.0
+    """How long samples are this judge's without a word from it."""
     is_over: bool = False
     """The run has ended: there will be nothing further to judge."""
 
@@ -124,7 +126,8 @@ class JudgeClient(Protocol):
     """What a judge needs; it is bound to one judge's name."""
 
     async def lease_rewards(self, capacity: int, wait_s: float) -> RewardLease:
-        """Up to `capacity` samples that share a reward, as soon as there are any; nothing after `wait_s`."""
+        """Up to `capacity` samples that share a reward, as soon as there are any; nothing after `wait_s`. One that has
+        enough to do asks for 0 now and then, to be heard of."""
         ...
 
     async def submit_rewards(self, ticket: str, results: Sequence[RewardResult]) -> None:

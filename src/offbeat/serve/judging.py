@@ -36,6 +36,8 @@ RESTART_S = 2.0
 """Beside reward.timeout_s, for each sample: what it takes to start a process in place of one that hung."""
 SLACK_S = 20.0
 """For the way there and back, and for a judge that is yet to import the reward."""
+SILENT_S = 30.0
+"""A judge that is not heard of for so long loses what it holds, however much time it would have had."""
 PRESENT_S = 60.0
 """A judge that holds nothing and asked for nothing for so long has gone."""
 MAX_SLEEP_S = 1.0
@@ -97,7 +99,7 @@ class Judging:
     # --- judges elsewhere ---
 
     async def lease(self, judge: str, capacity: int, wait_s: float) -> RewardLease:
-        """Samples that share a reward, as soon as there are any; nothing after `wait_s`."""
+        """Samples that share a reward, as soon as there are any; nothing after `wait_s`, or where none are wanted."""
         if self._stay_here and not self._specs:
             raise Refused(f"{_cannot_leave(self._stay_here)}; put it in a file and write file.py:function")
         deadline_s = time.monotonic() + wait_s
@@ -109,9 +111,9 @@ class Judging:
             portion = self.portions.lease(judge, capacity, self._specs)
             if portion is not None:
                 inputs = tuple(self.scorer.inputs(portion.samples))
-                return RewardLease(portion.ticket, self._specs[portion.reward], inputs, self.timeout_s)
-            if not await self._news.wait(changed, deadline_s):
-                return RewardLease()
+                return RewardLease(portion.ticket, self._specs[portion.reward], inputs, self.timeout_s, SILENT_S)
+            if not capacity or not await self._news.wait(changed, deadline_s):
+                return RewardLease(ttl_s=SILENT_S)
 
     async def submit(self, judge: str, ticket: str, results: Sequence[RewardResult]) -> None:
         """Takes a judge's answer; returns once it is stored. What is no reward counts as failed, and is refused."""
@@ -210,13 +212,17 @@ class Judging:
                 self._on_failure()
 
     async def _expire(self) -> None:
-        """Takes back what judges did not answer in time."""
+        """Takes back what judges did not answer in time, and what those hold that fell silent."""
         while True:
             next_s = self.portions.next_deadline_s()
             left_s = MAX_SLEEP_S if next_s is None else min(max(next_s - self._clock(), 0.0), MAX_SLEEP_S)
             await asyncio.sleep(left_s)
-            if self.portions.expire():
+            if self.portions.expire() + sum(self.portions.leave(judge) for judge in self._silent()):
                 self._hand_out()
+
+    def _silent(self) -> list[str]:
+        since_s = self._clock() - SILENT_S
+        return [judge for judge in self.portions.held if judge != LOCAL and self._heard[judge] < since_s]
 
 
 def _cannot_leave(rewards: Sequence[str]) -> str:

@@ -156,7 +156,7 @@ def test_strangers_are_401_and_what_cannot_be_read_is_400(run, judge, unchanged)
     bad_results = [[{"rewards": [{"value": "1", "name": "r", "position": -1}]}], [{"value": 1.0}], [7], None]
     for body in ({}, {**good, "more": 1}, {**good, "ticket": "x" * 65}, *({**good, "results": r} for r in bad_results)):
         assert run.post(ANSWER, body, judge).status == 400, body
-    for body in ({}, {"capacity": 0, "wait_s": 0.0}, {"capacity": 1, "wait_s": -1.0}):
+    for body in ({}, {"capacity": -1, "wait_s": 0.0}, {"capacity": 1, "wait_s": -1.0}):
         assert run.post(LEASE, body, judge).status == 400, body
 
 
@@ -201,6 +201,7 @@ def test_the_client_raises_what_the_coordinator_raises(run):
             assert given.inputs == held.inputs
             await b.submit_rewards(given.ticket, [RewardResult(error="raised: " + "x" * 100_000)])
             assert (await a.lease_rewards(1, 0.0)).ticket == ""
+            assert 0.0 < (await a.lease_rewards(0, SOON_S)).ttl_s < SOON_S  # answered at once
 
     asyncio.run(scenario())
     states = {worker.name: worker.state for worker in run.ledger.list_workers()}

@@ -188,7 +188,7 @@ class RemoteJudge:
             poll_s = min(left_s, POLL_S)
             call = wire.LeaseRewardsCall(capacity=capacity, wait_s=poll_s)
             lease = await self._connection.call("/v1/rewards/lease", call, RewardLease, wait_s=poll_s)
-            if lease.ticket or lease.is_over or left_s <= poll_s:
+            if lease.ticket or lease.is_over or left_s <= poll_s or not capacity:
                 return lease
 
     async def submit_rewards(self, ticket: str, results: Sequence[RewardResult]) -> None:

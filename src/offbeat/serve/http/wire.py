@@ -67,7 +67,7 @@ class NewerCall(Call):
 
 
 class LeaseRewardsCall(Call):
-    capacity: Annotated[int, Meta(ge=1, le=100_000)]
+    capacity: Annotated[int, Meta(ge=0, le=100_000)]
     wait_s: Seconds
 
 
