@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from offbeat.config import from_dict
 from offbeat.launch import sources, wiring
+from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role
 from offbeat.rollout.engines.paced import LogNormalLength, PacedEngine, PacedSettings
 from offbeat.rollout.spool import Spool
@@ -90,7 +92,13 @@ async def until(look: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def serving(
-    folder: Path, num_steps: int, *, lease_s: float, max_attempts: int = 3, min_group: int = 2
+    folder: Path,
+    num_steps: int,
+    *,
+    lease_s: float,
+    max_attempts: int = 3,
+    min_group: int = 2,
+    wall_clock: Callable[[], float] = time.time,
 ) -> AsyncIterator[Swarm]:
     """In the end the ledger's laws must hold."""
     config = from_dict(
@@ -105,7 +113,16 @@ async def serving(
     async with AsyncExitStack() as stack:
         tokens = wiring.load_tokens(config)
         mixture = sources.make_mixture(config, None)
-        ledger = stack.enter_context(wiring.open_ledger(config, folder / "ledger.sqlite"))
+        ledger = stack.enter_context(
+            Ledger(
+                folder / "ledger.sqlite",
+                min_group=min_group,
+                max_attempts=max_attempts,
+                max_staleness=config.schedule.bound,
+                groups_per_step=GROUPS_PER_STEP,
+                wall_clock=wall_clock,
+            )
+        )
         pool = await sources.open_pool(config, mixture, folder / "rewards.log")
         stack.push_async_callback(pool.close)
         weights = WeightFolder(folder / "weights")
