@@ -30,11 +30,20 @@ SMOOTHED = 3
 class HeldOut:
     """Judges weights of one model."""
 
-    def __init__(self, model: str, tail: float, max_new_tokens: int):
+    def __init__(
+        self,
+        model: str,
+        tail: float,
+        max_new_tokens: int,
+        *,
+        level: int = 2,
+        num_problems: int = NUM_PROBLEMS,
+        samples_per_problem: int = SAMPLES_PER_PROBLEM,
+    ):
         self.model: Any = load_model(model, torch.float32, torch.device("cpu"))
         self.tokenizer = load_tokenizer(model)
-        self.problems = Arithmetic(tail=tail).held_out(NUM_PROBLEMS)
-        self.max_new_tokens = max_new_tokens
+        self.problems = Arithmetic(level=level, tail=tail).held_out(num_problems)
+        self.max_new_tokens, self.samples_per_problem = max_new_tokens, samples_per_problem
 
     def reward(self, weights: Mapping[str, Tensor] | None = None) -> float:
         """The mean held-out reward of the weights; without any, of the model as it was loaded."""
@@ -47,7 +56,7 @@ class HeldOut:
             tokens = self.model.generate(
                 **padded,
                 max_new_tokens=self.max_new_tokens,
-                num_return_sequences=SAMPLES_PER_PROBLEM,
+                num_return_sequences=self.samples_per_problem,
                 do_sample=True,
                 temperature=1.0,
                 top_k=0,
@@ -55,7 +64,7 @@ class HeldOut:
                 use_cache=True,
             )
         texts = self.tokenizer.batch_decode(tokens[:, padded["input_ids"].shape[1] :], skip_special_tokens=True)
-        answers = [problem.answer for problem in self.problems for _ in range(SAMPLES_PER_PROBLEM)]
+        answers = [problem.answer for problem in self.problems for _ in range(self.samples_per_problem)]
         return float(np.mean([number(text, answer) for text, answer in zip(texts, answers, strict=True)]))
 
 

@@ -46,6 +46,8 @@ class Job:
     groups_per_step: int = 32
     group_size: int = 8
     lr: float = 3e-4
+    schedule: str = "alternate"
+    """Of Offbeat alone."""
     save_every: int = 0
     """Steps between weights that are kept; 0 keeps none."""
     trl: Mapping[str, Any] = field(default_factory=dict)
@@ -92,7 +94,7 @@ class Run:
 def train_with_trl(job: Job, folder: Path, python: Path) -> Run:
     folder.mkdir(parents=True)
     rows = folder / "rows.jsonl"
-    spec = {key: value for key, value in asdict(job).items() if key not in ("save_every", "trl")}
+    spec = {key: value for key, value in asdict(job).items() if key not in ("save_every", "trl", "schedule")}
     spec |= {
         "model": str(resolve(job.model)),
         "save_at": job.save_at,
@@ -131,6 +133,7 @@ def _toml(job: Job, folder: Path) -> str:
             "max_grad_norm": 1.0,
         },
         "loss": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0},
+        "schedule": {"mode": job.schedule},
         "eval": {"every": 0},
         "checkpoint": {"every": job.save_every, "keep": max(len(job.save_at), 1)},
         "log": {"console": "quiet"},

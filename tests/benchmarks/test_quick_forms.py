@@ -22,10 +22,16 @@ BARS = {
         "seconds of a claim, large over small": 1.3,
     },
     "swarm": {"submissions/s over a server without a ledger": 0.5, "memory growth in five minutes": 0.05},
+    "async_vs_sequential": {
+        "trained samples/s, overlap over alternate": 1.3,
+        "idle share of the fast worker, overlap": 0.05,
+        "samples to 80% of the gain, overlap over alternate": 1.1,
+    },
 }
 DECIDES_NOTHING = {
     "ledger": ["seconds of a claim over bare SQLite", "seconds of a claim, large over small"],
     "swarm": ["submissions/s over a server without a ledger", "memory growth in five minutes"],
+    "async_vs_sequential": ["samples to 80% of the gain, overlap over alternate"],
 }
 """Bars that no quick run may call reached or missed."""
 
