@@ -12,10 +12,10 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from offbeat.control.admit import Pace, admit
+from offbeat.control.admit import Pace
 from offbeat.control.depth import Depth
 from offbeat.control.leases import Held, Leases
 from offbeat.control.trust import is_believable
@@ -26,9 +26,11 @@ from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Batch, EvalRound, Outcome, Reconciled, Submission
 from offbeat.ledger.workers import WorkerState
 from offbeat.serve.client import Heartbeat, Lease
+from offbeat.serve.drawing import Drawing
 from offbeat.serve.issuing import Issuer
 from offbeat.serve.judging import Judging
 from offbeat.serve.keeping import Keeper, KeepSettings
+from offbeat.serve.presence import Presence
 from offbeat.serve.timing import StepTimes
 from offbeat.serve.waiting import Bell, News
 from offbeat.serve.writer import Writer
@@ -72,19 +74,16 @@ class Coordinator:
     ):
         self.ledger, self.issuer, self.judging, self.settings = ledger, issuer, judging, settings
         self.weights, self.on_report = weights, on_report
-        self._pace = Pace(settings.groups_per_step, settings.num_steps)
         self.leases = Leases(settings.lease_ttl_s, time.monotonic)
         self._times, self._depth = StepTimes(), Depth(settings.max_staleness)
         self._writer, self._bell = Writer(ledger), Bell()
         self._keeper = Keeper(ledger, settings.keep, self.call, lambda row: self.on_report(row))
         self._work, self._versions = News(), News()
         """For those who wait for tasks, and for those who wait for a version."""
-        self._admitting, self._may_admit = asyncio.Lock(), True
+        pace = Pace(settings.groups_per_step, settings.num_steps)
+        self._drawing = Drawing(ledger, issuer, self.call, pace, requires_version=not settings.overlap)
+        self._presence = Presence()
         self._is_over = False
-        self._heard: dict[str, float] = {}
-        """When each worker asked for something last."""
-        self._slots: dict[str, int] = {}
-        """How many tasks each can hold: the most that it ever asked for."""
         self._checkpointed_step = -1
         self._newest: int | None = None
         """The version announced last."""
@@ -111,12 +110,12 @@ class Coordinator:
 
     async def lease(self, worker: str, capacity: int, have_version: int | None, wait_s: float) -> Lease:
         deadline_s, ttl_s = time.monotonic() + wait_s, self.settings.lease_ttl_s
-        self._hear(worker, capacity)
+        self._presence.hear(worker, capacity)
         while True:
             changed = self._work.changed
             if self._is_over:
                 return Lease(ttl_s=ttl_s, is_over=True)
-            await self._admit()
+            await self._drawing.draw(self._depth.steps if self.settings.overlap else 0)
             tasks = await asyncio.shield(self._hand_out(worker, capacity, have_version))
             if tasks:
                 self._times.leased()
@@ -129,7 +128,8 @@ class Coordinator:
 
     async def _hand_out(self, worker: str, capacity: int, have_version: int | None) -> list[Task]:
         """Leases tasks and starts their clocks: to its end, also if whoever asked is gone; or they would never end."""
-        tasks = await self.call(self.ledger.lease, worker, capacity, have_version, total_slots=self._total_slots())
+        total = self._presence.total_slots(self.settings.lease_ttl_s)
+        tasks = await self.call(self.ledger.lease, worker, capacity, have_version, total_slots=total)
         self.leases.grant(Held(task.id, task.fence, worker) for task in tasks)
         if any(task.require_version not in (None, self._newest) for task in tasks):
             self._versions.ring()  # an evaluation of an older version is under way: the others may go on to the newest
@@ -137,18 +137,11 @@ class Coordinator:
 
     def _tell_workers(self) -> None:
         """There may be tasks that were not there before, or could not be begun, or room for more of them."""
-        self._may_admit = True
+        self._drawing.look_again()
         self._work.ring()
 
-    def _hear(self, worker: str, capacity: int) -> None:
-        self._heard[worker] = time.monotonic()
-        self._slots[worker] = max(capacity, self._slots.get(worker, 0))
-
-    def _total_slots(self) -> int:
-        return sum(self._slots.get(worker, 0) for worker in self.present(self.settings.lease_ttl_s))
-
     async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]]) -> Heartbeat:
-        self._heard[worker] = time.monotonic()
+        self._presence.hear(worker)
         still = await self.call(self.ledger.still_held, worker, held)
         self.leases.grant(still)
         known = {lease.task for lease in still}
@@ -198,15 +191,13 @@ class Coordinator:
         leases = [held for held in await self.call(self.ledger.leased) if held.worker == worker]
         await self.call(self.ledger.release, worker)
         self.leases.end(held.task for held in leases)
-        self._heard.pop(worker, None)
+        self._presence.left(worker)
         self.judging.leave(worker)
         self._tell_workers()
 
     def present(self, within_s: float) -> list[str]:
         """Workers and judges that were heard of in this time and have not left."""
-        since_s = time.monotonic() - within_s
-        workers = [worker for worker, heard_s in self._heard.items() if heard_s >= since_s]
-        return sorted([*workers, *self.judging.present(within_s)])
+        return sorted([*self._presence.present(within_s), *self.judging.present(within_s)])
 
     async def _version_to_serve(self) -> Version | None:
         """What the first open task requires: an evaluation of an older version too; otherwise the latest."""
@@ -227,29 +218,6 @@ class Coordinator:
             if await self.call(self.ledger.lose, expired):
                 self._bell.ring()
                 self._tell_workers()
-
-    async def _admit(self) -> None:
-        """Draws as many groups as the schedule allows now, if anything happened that may allow more than before."""
-        async with self._admitting:
-            if not self._may_admit:
-                return
-            self._may_admit = False
-            try:
-                await self._draw()
-            except BaseException:
-                self._may_admit = True
-                raise
-
-    async def _draw(self) -> None:
-        pace = replace(self._pace, ahead=self._depth.steps if self.settings.overlap else 0)
-        count = admit(await self.call(self.ledger.standing), pace)
-        if count:
-            version = await self.call(self.ledger.latest_version)
-            assert version is not None
-            cursor = await self.call(self.ledger.cursor)
-            required = None if self.settings.overlap else version.number
-            groups = await asyncio.to_thread(self.issuer.draw, cursor, count, required)
-            await self.call(self.ledger.admit, groups)
 
     # --- trainer ---
 
@@ -342,23 +310,13 @@ class Coordinator:
         self.on_report(row)
 
     async def _announce(self, version: Version) -> None:
-        await self._open_evaluation(version)
+        await self._drawing.open_evaluation(version)
         self._newest = version.number
         self._bell.ring()
         self._tell_workers()
         self._versions.ring()
         if self.weights is not None:
             await asyncio.to_thread(self.weights.keep, await self.call(self.ledger.versions_in_use))
-
-    # --- evaluation ---
-
-    async def _open_evaluation(self, version: Version) -> None:
-        if not self.issuer.eval_plan.is_due(version.step, self.settings.num_steps):
-            return
-        if await self.call(self.ledger.eval_round, version.step) is None:
-            groups = await asyncio.to_thread(self.issuer.held_out, version.number)
-            await self.call(self.ledger.admit, groups)
-            crash_here("evaluation-admitted")
 
     async def evaluation(self, step: int) -> EvalRound:
         """The evaluation of a step, once it is complete; deadlines are the trainer's, without which no step comes."""

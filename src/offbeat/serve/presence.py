@@ -1,0 +1,31 @@
+"""Who is there: workers that asked for something not long ago, and how many tasks each can hold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Presence:
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._heard: dict[str, float] = {}
+        """When each asked for something last."""
+        self._slots: dict[str, int] = {}
+        """How many tasks each can hold: the most that it ever asked for."""
+
+    def hear(self, worker: str, capacity: int = 0) -> None:
+        self._heard[worker] = self._clock()
+        self._slots[worker] = max(capacity, self._slots.get(worker, 0))
+
+    def left(self, worker: str) -> None:
+        self._heard.pop(worker, None)
+        self._slots.pop(worker, None)
+
+    def present(self, within_s: float) -> list[str]:
+        """Those that were heard of in this time and have not left."""
+        since_s = self._clock() - within_s
+        return sorted(worker for worker, heard_s in self._heard.items() if heard_s >= since_s)
+
+    def total_slots(self, within_s: float) -> int:
+        return sum(self._slots[worker] for worker in self.present(within_s))
