@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.faults.supervised import PACED, TINY, Supervised, check_whole, until
+from benchmarks.faults.supervised import PACED, TINY, Supervised, check_whole, rows, until
 from offbeat.learn.checkpoint import Checkpoints
 from offbeat.model.loading import TINY_FOLDER
 
@@ -71,3 +71,16 @@ def test_what_the_user_must_mend_ends_the_run_with_one_line(tmp_path):
     assert re.fullmatch(line, told), told
     starts = [row for row in run.diary() if row["process"] == "trainer" and row["event"] == "started"]
     assert len(starts) == 2, "it was started again in vain"
+
+
+@pytest.mark.timeout(400)
+def test_a_coordinator_killed_when_the_trainer_is_done_still_ends_the_run(tmp_path):
+    judging = ("--eval.every=2", "--eval.prompts=4", "--eval.samples=1", "--paced.base-s=0.3")
+    run = Supervised(tmp_path, *TINY, *PACED, *judging, "--rollout.workers=1", "--run.steps=2")
+    ended = {"process": "trainer", "status": 0}
+    until(lambda: any(row.items() >= ended.items() for row in run.diary()), "the trainer's end")
+    run.kill("coordinator")  # the last weights are being judged
+    assert run.finish() == ""
+    check_whole(run.run, 2)
+    judged = [row["step"] for row in rows(run.run / "metrics.jsonl") if "eval_prompts" in row]
+    assert judged == [0, 2], "an evaluation was forgotten, or told twice"
