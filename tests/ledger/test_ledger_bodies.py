@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from ledger_run import answer, handed, new_groups
 
-from offbeat.ledger.bodies import OVERHEAD_TOKENS, Bodies
+from offbeat.ledger.bodies import OVERHEAD_BYTES, Bodies
 from offbeat.ledger.ledger import Ledger
 
 
@@ -11,10 +11,11 @@ def test_what_is_kept_stays_within_its_room_and_the_rest_comes_from_the_file(led
     sent = {task.id: answer(task, [0]) for task in ledger.lease("w", 8, 0)}
     ledger.submit([handed(trajectory) for trajectory in sent.values()])
     digests = ledger._db.execute("SELECT task, digest FROM trajectories").fetchall()
-    bodies = Bodies(ledger._db, max_kept_tokens=3 * OVERHEAD_TOKENS)
+    bodies = Bodies(ledger._db, max_kept_bytes=3 * OVERHEAD_BYTES)
     for task, digest in digests:
-        bodies.keep(digest, sent[task])
-        bodies.keep(digest, sent[task])
+        bodies.keep(digest, sent[task].encode())
+        bodies.keep(digest, sent[task].encode())
     assert 0 < len(bodies._kept) < 3
     assert bodies.load(digests) == sent
+    assert bodies.load(digests) == sent, "also once they are objects"
     assert Bodies(ledger._db).load(digests) == sent

@@ -1,8 +1,8 @@
 """Trajectories as bytes and as objects, by the digest of their bytes.
 
 Short bodies lie in their row, long ones in a file (`offbeat.ledger.blobs`); `store` and `read` alone know which. What
-came in a moment ago is about to be scored and claimed, so a copy of it is kept; all else is decoded from where it lies.
-The key is the content and the arrays cannot be written to, so what is kept never differs from what is stored.
+came in a moment ago is about to be scored and claimed, so it is kept; all else is decoded from where it lies. The key
+is the content and the arrays cannot be written to, so what is kept never differs from what is stored.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable
 
-import numpy as np
-
 from offbeat.ledger.errors import LedgerError
 from offbeat.ledger.schema import Database
-from offbeat.trajectory import Segment, Trajectory
+from offbeat.trajectory import Trajectory
 
-MAX_KEPT_TOKENS = 2_000_000
-"""About twenty megabytes with their log-probs: a step of long answers, several of short ones."""
-OVERHEAD_TOKENS = 500
+MAX_KEPT_BYTES = 32_000_000
+"""A step of long answers, several of short ones."""
+OVERHEAD_BYTES = 4000
 """What the objects around the shortest trajectory weigh."""
 
 
@@ -41,26 +39,28 @@ def read(db: Database, digest: bytes, body: bytes | None) -> bytes:
 
 
 class Bodies:
-    def __init__(self, db: Database, max_kept_tokens: int = MAX_KEPT_TOKENS):
-        self._db, self._max_kept_tokens = db, max_kept_tokens
-        self._kept: OrderedDict[bytes, Trajectory] = OrderedDict()
-        self._num_kept_tokens = 0
+    def __init__(self, db: Database, max_kept_bytes: int = MAX_KEPT_BYTES):
+        self._db, self._max_kept_bytes = db, max_kept_bytes
+        self._kept: OrderedDict[bytes, tuple[int, bytes | Trajectory]] = OrderedDict()
+        """By digest: what it weighs, and the body; once it was asked for, the trajectory in its place."""
+        self._num_kept_bytes = 0
 
-    def keep(self, digest: bytes, trajectory: Trajectory) -> None:
+    def keep(self, digest: bytes, body: bytes) -> None:
         if digest in self._kept:
             return
-        self._kept[digest] = _copy(trajectory)
-        self._num_kept_tokens += _size(trajectory)
-        while self._num_kept_tokens > self._max_kept_tokens:
-            _, oldest = self._kept.popitem(last=False)
-            self._num_kept_tokens -= _size(oldest)
+        num_bytes = OVERHEAD_BYTES + len(body)
+        self._kept[digest] = num_bytes, body
+        self._num_kept_bytes += num_bytes
+        while self._num_kept_bytes > self._max_kept_bytes:
+            _, (num_bytes, _) = self._kept.popitem(last=False)
+            self._num_kept_bytes -= num_bytes
 
     def load(self, wanted: Iterable[tuple[int, bytes]]) -> dict[int, Trajectory]:
         """The trajectories of tasks, given the digests stored with them."""
         found: dict[int, Trajectory] = {}
         missing: list[int] = []
         for task, digest in wanted:
-            trajectory = self._kept.get(digest)
+            trajectory = self._find(digest)
             if trajectory is None:
                 missing.append(task)
             else:
@@ -73,39 +73,9 @@ class Bodies:
                 found[task] = Trajectory.restore(read(self._db, digest, body))
         return found
 
-
-def _copy(trajectory: Trajectory) -> Trajectory:
-    """The same trajectory with arrays of its own: an engine may go on to use the memory that it filled."""
-    return Trajectory(
-        task=trajectory.task,
-        prompt=_frozen(trajectory.prompt),
-        max_new_tokens=trajectory.max_new_tokens,
-        index=trajectory.index,
-        max_version_drop=trajectory.max_version_drop,
-        segments=tuple([_copy_segment(segment) for segment in trajectory.segments]),
-        end=trajectory.end,
-    )
-
-
-def _copy_segment(segment: Segment) -> Segment:
-    return Segment(
-        start=segment.start,
-        tokens=_frozen(segment.tokens),
-        origin=segment.origin,
-        logprobs=None if segment.logprobs is None else _frozen(segment.logprobs),
-        version=segment.version,
-        kv_version=segment.kv_version,
-        worker=segment.worker,
-        engine=segment.engine,
-        arrays={name: _frozen(array) for name, array in segment.arrays.items()},
-    )
-
-
-def _frozen(array: np.ndarray) -> np.ndarray:
-    copied = array.copy()
-    copied.flags.writeable = False
-    return copied
-
-
-def _size(trajectory: Trajectory) -> int:
-    return OVERHEAD_TOKENS + len(trajectory.prompt) + trajectory.num_tokens
+    def _find(self, digest: bytes) -> Trajectory | None:
+        num_bytes, kept = self._kept.get(digest, (0, None))
+        if isinstance(kept, bytes):
+            kept = Trajectory.restore(kept)
+            self._kept[digest] = num_bytes, kept
+        return kept

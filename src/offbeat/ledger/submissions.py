@@ -161,7 +161,7 @@ def submit(db: Database, bodies: Bodies, submissions: Sequence[Submission], boun
             partials.rescue(db, number)
     whole = [fresh for fresh in desk.fresh.values() if fresh.outcome is not Outcome.PARTIAL]
     for found in whole:
-        bodies.keep(found.digest, found.submission.trajectory)
+        bodies.keep(found.digest, found.body)
     _store(db, whole, desk.issued)
     for found in desk.fresh.values():
         if found.outcome is Outcome.PARTIAL:
