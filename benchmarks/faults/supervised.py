@@ -80,7 +80,7 @@ class Supervised:
     def port(self) -> int:
         """Where the coordinator listens, now and after every restart."""
         self.playing("coordinator")
-        return int(json.loads((self.run / "serve.json").read_text())["port"])
+        return int(json.loads((self.run / "serve.json").read_text())["near_url"].rsplit(":", 1)[1])
 
     def kill(self, name: str) -> int:
         """Kills whoever plays a role, and waits until the supervisor has seen it; returns the number of the dead."""

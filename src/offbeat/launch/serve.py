@@ -10,7 +10,8 @@ import asyncio
 import json
 import os
 import time
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,12 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
         saved = folder.last_event("checkpoint")
         if saved is not None:  # told to our predecessor, perhaps by a trainer that is done and will not tell it again
             await office.coordinator.checkpointed(saved["step"])
-        server = HttpServer(_served(folder, office), _address(config, folder.path))
-        await server.start()
-        stack.push_async_callback(server.stop)
-        server.open()
-        _tell(folder, server.url, office)
+        served = _served(folder, office)
+        server = await stack.enter_async_context(_serving(served, _address(config, folder.path)))
+        near = server
+        if server.address.has_tls or not server.address.is_loopback:
+            near = await stack.enter_async_context(_serving(served, _near_address(folder.path)))
+        _tell(folder, server.url, near.url, office)
         is_finished = await _until_over(folder, office, stopping)
         summary = office.reporter.finish(
             seconds=time.monotonic() - start_s,
@@ -74,29 +76,48 @@ def _served(folder: RunFolder, office: Office) -> Served:
     )
 
 
+@asynccontextmanager
+async def _serving(served: Served, address: Address) -> AsyncIterator[HttpServer]:
+    server = HttpServer(served, address)
+    await server.start()
+    try:
+        server.open()
+        yield server
+    finally:
+        await server.stop()
+
+
 def _address(config: Config, run: Path) -> Address:
     """Where the configuration says; with any port, the one that the run had before, where callers expect us."""
-    wanted, port = config.serve, config.serve.port
-    if port == 0:
-        with suppress(OSError, ValueError, KeyError):
-            port = int(json.loads((run / ADDRESS).read_text())["port"])
+    wanted = config.serve
     return Address(
         host=wanted.host,
-        port=port,
+        port=wanted.port or _port_before(run, "url"),
         certificate=None if wanted.certificate is None else Path(wanted.certificate),
         key=None if wanted.key is None else Path(wanted.key),
         behind_proxy=wanted.behind_proxy,
     )
 
 
-def _tell(folder: RunFolder, url: str, office: Office) -> None:
-    port = int(url.rsplit(":", 1)[1])
-    write_atomic(folder.path / ADDRESS, json.dumps({"url": url, "port": port}).encode())
+def _near_address(run: Path) -> Address:
+    """For those on this machine, who need no certificate to trust it, where the world comes in by another door."""
+    return Address(port=_port_before(run, "near_url"))
+
+
+def _port_before(run: Path, which: str) -> int:
+    """The port that the run had when it was served last; 0, which means any, if it was not."""
+    with suppress(OSError, ValueError, KeyError):
+        return int(json.loads((run / ADDRESS).read_text())[which].rsplit(":", 1)[1])
+    return 0
+
+
+def _tell(folder: RunFolder, url: str, near_url: str, office: Office) -> None:
+    write_atomic(folder.path / ADDRESS, json.dumps({"url": url, "near_url": near_url}).encode())
     folder.event("serve", url=url)
     descriptor = os.environ.pop(READY, None)
     if descriptor is not None:
         with open(int(descriptor), "w") as pipe:
-            print(json.dumps({"url": url, "run": str(folder.path)}), file=pipe)
+            print(json.dumps({"url": near_url, "run": str(folder.path)}), file=pipe)
     office.console.note(f"serving {url}; workers join with: {_how_to_join(folder.path, url)}")
     if not folder.config.reward.processes:
         how = f"OFFBEAT_TOKEN=$(offbeat worker token {folder.path} --role reward) offbeat worker --role reward"

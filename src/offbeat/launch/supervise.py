@@ -143,7 +143,7 @@ class Supervisor:
     async def _start_coordinator(self) -> None:
         """The first start tells where the run lies; later ones take up the same run at the same address."""
         read, write = os.pipe()
-        arguments = self.coordinator.arguments if not self.url else self._resumed()
+        arguments = self.coordinator.arguments if not self.url else [*self._resume, "--resume", str(self.run)]
         try:
             child = self.coordinator
             child.restarts.started()
@@ -162,10 +162,6 @@ class Supervisor:
         self.url, self.run = ready["url"], Path(ready["run"])
         if is_first:  # until now there was no folder to write to
             self._note("started", child)
-
-    def _resumed(self) -> list[str]:
-        port = self.url.rsplit(":", 1)[1]
-        return [*self._resume, "--resume", str(self.run), f"--serve.port={port}"]
 
     def _name_children(self) -> None:
         logs = self.run / "logs"

@@ -47,6 +47,11 @@ class Address:
     def has_tls(self) -> bool:
         return self.certificate is not None
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether nobody but this machine can come here."""
+        return _is_this_machine(self.host)
+
     def check(self) -> None:
         """Refuses what would send secrets in the clear, and certificates that do not work."""
         if (self.certificate is None) != (self.key is None):
