@@ -329,3 +329,34 @@ def test_a_worker_whose_answers_fail_the_audit_is_shut_out_and_the_tokens_count_
             assert made.ledger.verify().violations == ()
 
     asyncio.run(scenario())
+
+
+def test_a_worker_that_begins_a_new_life_loses_at_once_what_it_does_not_name(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, rollout={"max_attempts": 1}, eval={"every": 0}) as made:
+            await made.publish(version(0, 0))
+            first, second = (await made.lease("w", 2, 0, SOON_S)).tasks
+            assert (await made.heartbeat("w", [(first.id, 1), (second.id, 1)], life="one")).lost == ()
+            assert (await made.heartbeat("w", [(first.id, 1)], life="two")).lost == ()  # that one is in its spool
+            counts = await made.call(made.ledger.counts)
+            assert counts.failed_tasks == {"lost": 1}  # alone to blame, at its only attempt
+            assert made.ledger.verify().violations == ()
+
+    asyncio.run(scenario())
+
+
+def test_a_task_that_a_living_worker_never_heard_of_goes_to_another_and_nobody_is_blamed(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, rollout={"lease_s": 0.3, "max_attempts": 1}) as made:
+            await made.publish(version(0, 0))
+            (unheard,) = (await made.lease("w", 1, 0, SOON_S)).tasks  # and the answer is lost on its way
+            for _ in range(40):
+                await made.heartbeat("w", [])
+                await asyncio.sleep(0.05)
+                if not await made.call(made.ledger.leased):
+                    break
+            again = (await made.lease("other", 1, 0, SOON_S)).tasks[0]
+            assert (again.id, again.fence) == (unheard.id, 2)
+            assert (await made.call(made.ledger.counts)).failed_tasks == {}
+
+    asyncio.run(scenario())

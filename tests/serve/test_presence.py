@@ -28,3 +28,12 @@ def test_a_workers_slots_are_the_most_that_it_ever_asked_for():
     presence.hear("a")
     presence.hear("b", 4)
     assert presence.total_slots(within_s=10) == 12
+
+
+def test_a_worker_begins_anew_when_it_speaks_from_another_life():
+    presence = Presence(Clock())
+    assert not presence.begins_anew("a", "one")  # we may have been restarted ourselves
+    assert not presence.begins_anew("a", "one")
+    assert presence.begins_anew("a", "two")
+    assert not presence.begins_anew("a", "two")
+    assert not presence.begins_anew("b", "two")

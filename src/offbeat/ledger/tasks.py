@@ -183,6 +183,14 @@ def release(db: Database, worker: str | None) -> int:
     return len(tasks)
 
 
+def give_back(db: Database, leases: Sequence[Held]) -> int:
+    """Opens those of the tasks that are still leased as named."""
+    query = "SELECT id, group_id FROM tasks WHERE id = ? AND fence = ? AND worker = ? AND state = 'leased'"
+    found = [row for held in leases for row in db.execute(query, (held.task, held.fence, held.worker))]
+    _reopen(db, found)
+    return len(found)
+
+
 def lose(db: Database, leases: Sequence[Held], min_group: int, max_attempts: int) -> int:
     """Takes back leases whose workers have vanished; returns how many were still held."""
     by_worker: dict[str, list[Held]] = {}

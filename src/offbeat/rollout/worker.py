@@ -125,6 +125,7 @@ class Worker:
 
     async def _work(self, group: asyncio.TaskGroup) -> None:
         await self._outbox.resend(group)
+        await self.client.heartbeat([*self.running, *self._outbox.unsent])  # what an earlier life held is not ours now
         while True:
             await self._changes.until(self._num_free)
             async with self._switch:  # a version that a lease asked for stays until its tasks had a chance to come

@@ -65,7 +65,7 @@ class WorkerClient(Protocol):
         ...
 
     async def heartbeat(self, held: Sequence[tuple[int, int]]) -> Heartbeat:
-        """Renews the leases named by task and fence."""
+        """Renews the leases named by task and fence. The first of a worker's life tells that it knows of no others."""
         ...
 
     async def submit(self, trajectory: Trajectory, fence: int) -> Outcome:

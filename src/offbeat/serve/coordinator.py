@@ -140,12 +140,23 @@ class Coordinator:
         self._drawing.look_again()
         self._work.ring()
 
-    async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]]) -> Heartbeat:
+    async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str = "") -> Heartbeat:
         self._presence.hear(worker)
+        if self._presence.begins_anew(worker, life):
+            await self._lose_all_but(worker, held)
         still = await self.call(self.ledger.still_held, worker, held)
         self.leases.grant(still)
         known = {lease.task for lease in still}
         return Heartbeat(lost=tuple(task for task, _ in held if task not in known))
+
+    async def _lose_all_but(self, worker: str, held: Sequence[tuple[int, int]]) -> None:
+        """A worker died and was started again: what it does not name it had in its earlier life."""
+        named, leased = set(held), await self.call(self.ledger.leased)
+        gone = [lease for lease in leased if lease.worker == worker and (lease.task, lease.fence) not in named]
+        self.leases.end(lease.task for lease in gone)
+        if await self.call(self.ledger.lose, gone):
+            self._bell.ring()
+            self._tell_workers()
 
     async def submit(self, worker: str, trajectory: Trajectory, fence: int) -> Outcome:
         self._check_tokens(trajectory)
@@ -207,7 +218,8 @@ class Coordinator:
         return await self.call(self.ledger.version, wanted)
 
     async def _expire(self) -> None:
-        """Takes tasks back from workers that have not been heard of for the time of a lease."""
+        """Takes tasks back from workers that have not been heard of for the time of a lease. One that was heard of has
+        lost the task from sight, or never got our answer: then nobody is to blame."""
         while True:
             next_s = self.leases.next_deadline_s()
             left_s = MAX_SLEEP_S if next_s is None else min(max(next_s - time.monotonic(), 0.0), MAX_SLEEP_S)
@@ -215,7 +227,10 @@ class Coordinator:
             expired = self.leases.expired()
             if not expired:
                 continue
-            if await self.call(self.ledger.lose, expired):
+            heard = set(self._presence.present(self.settings.lease_ttl_s))
+            num_lost = await self.call(self.ledger.lose, [held for held in expired if held.worker not in heard])
+            num_lost += await self.call(self.ledger.give_back, [held for held in expired if held.worker in heard])
+            if num_lost:
                 self._bell.ring()
                 self._tell_workers()
 

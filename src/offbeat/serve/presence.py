@@ -1,4 +1,5 @@
-"""Who is there: workers that asked for something not long ago, and how many tasks each can hold."""
+"""Who is there: workers that asked for something not long ago, how many tasks each can hold, and which of its lives a
+worker is in: one that was killed and started again is the same worker in another life, and has forgotten everything."""
 
 from __future__ import annotations
 
@@ -13,6 +14,14 @@ class Presence:
         """When each asked for something last."""
         self._slots: dict[str, int] = {}
         """How many tasks each can hold: the most that it ever asked for."""
+
+        self._lives: dict[str, str] = {}
+
+    def begins_anew(self, worker: str, life: str) -> bool:
+        """Whether a worker that we knew in another life speaks from this one for the first time."""
+        before = self._lives.get(worker, life)
+        self._lives[worker] = life
+        return before != life
 
     def hear(self, worker: str, capacity: int = 0) -> None:
         self._heard[worker] = self._clock()

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class RemoteWorker:
         where they lie."""
         self._connection, self._shares_disk = connection, shares_disk
         self._cache = WeightCache(cache, connection)
+        self._life = secrets.token_hex(8)
 
     async def lease(self, capacity: int, have_version: int | None, wait_s: float) -> Lease:
         deadline_s = time.monotonic() + wait_s
@@ -86,7 +88,8 @@ class RemoteWorker:
                 return lease
 
     async def heartbeat(self, held: Sequence[tuple[int, int]]) -> Heartbeat:
-        return await self._connection.call("/v1/heartbeat", wire.HeartbeatCall(held=list(held)), Heartbeat)
+        call = wire.HeartbeatCall(held=list(held), life=self._life)
+        return await self._connection.call("/v1/heartbeat", call, Heartbeat)
 
     async def submit(self, trajectory: Trajectory, fence: int) -> Outcome:
         path = f"/v1/trajectories/{trajectory.task}/{fence}"

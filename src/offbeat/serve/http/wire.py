@@ -53,6 +53,7 @@ class LeaseCall(Call):
 
 class HeartbeatCall(Call):
     held: Annotated[list[tuple[Count, Count]], Meta(max_length=100_000)]
+    life: Name = ""
 
 
 class FailCall(Call):

@@ -52,7 +52,7 @@ async def welcome_back(desk: Desk, worker: Worker) -> None:
 
 async def heartbeat(desk: Desk, worker: Worker, request: Request) -> Response:
     call = await desk.bodies.record(request, wire.HeartbeatCall)
-    return await reply(request, await desk.coordinator.heartbeat(worker.name, call.held))
+    return await reply(request, await desk.coordinator.heartbeat(worker.name, call.held, call.life))
 
 
 async def fail(desk: Desk, worker: Worker, request: Request) -> Response:
