@@ -72,7 +72,7 @@ class StandIn:
     async def submit(self, worker: str, trajectory: Trajectory, fence: int) -> Outcome:
         return Outcome.STORED
 
-    async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]]) -> Heartbeat:
+    async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str = "") -> Heartbeat:
         return Heartbeat()
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
