@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
 
 from offbeat.crash import crash_here
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
@@ -20,8 +21,9 @@ log = logging.getLogger(__name__)
 
 REFUSALS = (Fenced, Refused, Conflict, Forbidden, Unknown)
 """What the coordinator will answer again and again to the same submission."""
-MAX_SENDS = 8
-"""Enough to fill the coordinator's commits, few enough not to crowd out heartbeats."""
+MAX_SENDS = 32
+"""Over a line: enough to fill the coordinator's commits, few enough not to crowd out heartbeats. Without one there is no
+limit: what is handed in at one moment shares one commit."""
 
 
 class Outbox:
@@ -31,7 +33,7 @@ class Outbox:
         self.worker, self.client, self.spool, self._changes = worker, client, spool, changes
         self.unsent: dict[tuple[int, int], Unsent] = {}
         """By task and fence: these leases are still to be renewed."""
-        self._sends = asyncio.Semaphore(MAX_SENDS)
+        self._sends = nullcontext() if spool is None else asyncio.Semaphore(MAX_SENDS)
 
     def __len__(self) -> int:
         return len(self.unsent)

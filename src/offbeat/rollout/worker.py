@@ -58,6 +58,8 @@ class Worker:
         self.name, self.engine, self.client = name, engine, client
         self.running: dict[tuple[int, int], Running] = {}
         """By task and fence: a lost task may come back under a new fence before the loss is told."""
+        self._fences: dict[int, int] = {}
+        """Under which each task was begun last."""
         self._changes = Changes()
         self._outbox = Outbox(name, client, spool, self._changes)
         self._versions = Versions(name, client)
@@ -155,8 +157,11 @@ class Worker:
 
     async def _start(self, task: Task, group: asyncio.TaskGroup) -> None:
         running = begin(task)
-        await self._end([other for other in self.running.values() if other.task.id == task.id], Fate.LOST)
+        before = self.running.get((task.id, self._fences.get(task.id, 0)))
+        if before is not None:
+            await self._end([before], Fate.LOST)
         self.running[running.key] = running
+        self._fences[task.id] = task.fence
         self._changes.tell()
         group.create_task(self._carry_on(running, group))
 
@@ -235,6 +240,8 @@ class Worker:
             await self._fail(running.task, str(error))
         finally:
             del self.running[running.key]
+            if self._fences.get(running.task.id) == running.task.fence:
+                del self._fences[running.task.id]
             self._changes.tell()
         if is_wanted:
             crash_here("generated")
