@@ -169,17 +169,16 @@ def _believable(
     """1 for each token whose sample's log-probs can be believed, otherwise 0; None where all can."""
     if settings.max_sample_gap is None:
         return None
-    fresh = [samples[i].is_fresh for i in batch.samples]
-    ends = np.cumsum([len(part) for part in fresh])
-    gaps = (start - _flat([samples[i].logprobs for i in batch.samples], start.device)).abs().cpu().numpy()
-    wrong = [
-        bool(part.any()) and float(gap[part].mean()) > settings.max_sample_gap
-        for part, gap in zip(fresh, np.split(gaps, ends[:-1]), strict=True)
-    ]
-    if not any(wrong):
+    fresh = np.concatenate([samples[i].is_fresh for i in batch.samples])
+    owner = np.repeat(np.arange(len(batch.samples)), [samples[i].num_tokens for i in batch.samples])
+    behaviour = np.concatenate([samples[i].logprobs for i in batch.samples])
+    gaps = np.abs(start.cpu().numpy() - behaviour) * fresh
+    num_fresh = np.bincount(owner, fresh, len(batch.samples))
+    wrong = np.bincount(owner, gaps, len(batch.samples)) > settings.max_sample_gap * num_fresh
+    if not wrong.any():
         return None
     sums.audited += [i for i, is_wrong in zip(batch.samples, wrong, strict=True) if is_wrong]
-    return _flat([np.full(len(part), not is_wrong) for part, is_wrong in zip(fresh, wrong, strict=True)], start.device)
+    return _flat([~wrong[owner]], start.device)
 
 
 def _measure(

@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 REFUSALS = (Fenced, Refused, Conflict, Forbidden, Unknown)
 """What the coordinator will answer again and again to the same submission."""
 MAX_SENDS = 32
-"""Over a line: enough to fill the coordinator's commits, few enough not to crowd out heartbeats. Without one there is no
-limit: what is handed in at one moment shares one commit."""
+"""Over a line: enough to fill the coordinator's commits, few enough not to crowd out heartbeats. Without one there is
+no limit: what is handed in at one moment shares one commit."""
 
 
 class Outbox:

@@ -178,7 +178,8 @@ class Coordinator:
 
     def _check_tokens(self, trajectory: Trajectory) -> None:
         size = self.settings.vocab_size
-        if size is not None and trajectory.num_tokens and (highest := int(trajectory.tokens.max())) >= size:
+        highest = max((int(segment.tokens.max()) for segment in trajectory.segments), default=0)
+        if size is not None and highest >= size:
             raise Refused(f"task {trajectory.task}: token {highest} is none of the model's {size}")
 
     async def fail(self, worker: str, task: int, fence: int, reason: str) -> None:
