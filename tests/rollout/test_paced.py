@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual_time import in_virtual_time, now_s
 
+from benchmarks.schedules.clock import in_modelled_time, now_s
 from offbeat.errors import UserError
 from offbeat.rollout.engine import EngineDied, EngineError, Finish, Generation, Request, Version
 from offbeat.rollout.engines.paced import FixedLength, LogNormalLength, PacedEngine, PacedSettings, noise
@@ -50,7 +50,7 @@ def test_a_lone_request_takes_its_steps():
     async def scenario():
         return await timed(open_engine(prefill_s=0.25), ask(8, max_new_tokens=10))
 
-    end_s, generation = in_virtual_time(scenario())
+    end_s, generation = in_modelled_time(scenario())
     assert end_s == pytest.approx(8 * 0.25 + 10 * 1.5)
     assert (generation.finish, num_tokens(generation)) == (Finish.LENGTH, 10)
 
@@ -59,7 +59,7 @@ def test_speed_divides_steps_and_prefill():
     async def scenario():
         return await timed(open_engine(prefill_s=0.25, speed=4.0), ask(8, max_new_tokens=10))
 
-    assert in_virtual_time(scenario())[0] == pytest.approx((8 * 0.25 + 10 * 1.5) / 4)
+    assert in_modelled_time(scenario())[0] == pytest.approx((8 * 0.25 + 10 * 1.5) / 4)
 
 
 def test_rows_share_steps_and_leave_when_they_are_done():
@@ -68,7 +68,7 @@ def test_rows_share_steps_and_leave_when_they_are_done():
         requests = [ask(max_new_tokens=length) for length in (2, 5, 9)]
         return await asyncio.gather(*(timed(engine, request) for request in requests))
 
-    ends_s = [end_s for end_s, _ in in_virtual_time(scenario())]
+    ends_s = [end_s for end_s, _ in in_modelled_time(scenario())]
     assert ends_s == pytest.approx([2 * 2.5, 2 * 2.5 + 3 * 2.0, 2 * 2.5 + 3 * 2.0 + 4 * 1.5])
 
 
@@ -78,7 +78,7 @@ def test_a_request_that_comes_during_a_step_begins_with_the_next():
         first, second = ask(10, max_new_tokens=4), ask(20, max_new_tokens=2)
         return await asyncio.gather(timed(engine, first), timed(engine, second, after_s=3.0))
 
-    (first_s, _), (second_s, _) = in_virtual_time(scenario())
+    (first_s, _), (second_s, _) = in_modelled_time(scenario())
     begin_s = 1.0 + 2 * 1.5  # the step that is under way at 3 ends at 4
     assert second_s == pytest.approx(begin_s + 2.0 + 2 * 2.0)
     assert first_s == pytest.approx(second_s)
@@ -89,7 +89,7 @@ def test_waiting_requests_take_the_slots_that_get_free():
         engine = open_engine(num_slots=1)
         return await asyncio.gather(*(timed(engine, ask(max_new_tokens=2)) for _ in range(3)))
 
-    assert [end_s for end_s, _ in in_virtual_time(scenario())] == pytest.approx([3.0, 6.0, 9.0])
+    assert [end_s for end_s, _ in in_modelled_time(scenario())] == pytest.approx([3.0, 6.0, 9.0])
 
 
 def test_a_load_stops_all_steps_and_feeds_again_what_runs():
@@ -101,7 +101,7 @@ def test_a_load_stops_all_steps_and_feeds_again_what_runs():
         loaded_s = now_s()
         return loaded_s, await running
 
-    loaded_s, (end_s, generation) = in_virtual_time(scenario())
+    loaded_s, (end_s, generation) = in_modelled_time(scenario())
     assert loaded_s == pytest.approx(1.0 + 2 * 1.5 + 10.0)
     assert end_s == pytest.approx(loaded_s + (10 + 2) * 0.1 + 4 * 1.5)
     assert [(s.version, s.kv_version, s.start, s.end) for s in generation.segments] == [(1, 1, 0, 2), (2, 2, 2, 6)]
@@ -115,7 +115,7 @@ def test_an_abort_is_done_at_the_end_of_the_step_and_keeps_its_token():
         await engine.abort()
         return now_s(), await running
 
-    aborted_s, (end_s, generation) = in_virtual_time(scenario())
+    aborted_s, (end_s, generation) = in_modelled_time(scenario())
     assert aborted_s == end_s == pytest.approx(4.5)
     assert (generation.finish, num_tokens(generation)) == (Finish.ABORT, 3)
 
@@ -132,7 +132,7 @@ def test_close_ends_all_at_once_with_the_tokens_of_whole_steps():
         await engine.close()
         return await asyncio.gather(*running)
 
-    first, waiting = in_virtual_time(scenario())
+    first, waiting = in_modelled_time(scenario())
     assert (first.finish, num_tokens(first)) == (Finish.ABORT, 2)
     assert (waiting.finish, num_tokens(waiting)) == (Finish.ABORT, 0)
 
@@ -145,7 +145,7 @@ def test_a_cancelled_request_frees_its_slot():
         running.cancel()
         return await timed(engine, ask(max_new_tokens=2))
 
-    assert in_virtual_time(scenario())[0] == pytest.approx(1.5 + 2 * 1.5)
+    assert in_modelled_time(scenario())[0] == pytest.approx(1.5 + 2 * 1.5)
 
 
 def test_a_clock_that_breaks_fails_all_who_wait():
@@ -167,7 +167,7 @@ def test_a_coarse_clock_makes_nothing_late():
         engine = PacedEngine(PacedSettings(base_s=0.3, per_row_s=0.0), version=1, clock=lambda: float(int(now_s())))
         return await timed(engine, ask(max_new_tokens=11))
 
-    assert in_virtual_time(scenario())[0] == pytest.approx(3.3)
+    assert in_modelled_time(scenario())[0] == pytest.approx(3.3)
 
 
 def test_an_id_may_be_used_again_once_its_request_ended():
@@ -181,7 +181,7 @@ def test_an_id_may_be_used_again_once_its_request_ended():
         again = await engine.generate(replace(first, sampling=Sampling(max_new_tokens=12)))
         return num_tokens(again), num_tokens(await running[1])
 
-    assert in_virtual_time(scenario()) == (12, 3)
+    assert in_modelled_time(scenario()) == (12, 3)
 
 
 def test_waking_costs_events_not_tokens():
@@ -196,7 +196,7 @@ def test_waking_costs_events_not_tokens():
         engine = PacedEngine(PacedSettings(max_context_tokens=10**6), version=1, clock=now_s, sleep=sleep)
         return await engine.generate(ask(max_new_tokens=100_000))
 
-    assert num_tokens(in_virtual_time(scenario())) == 100_000
+    assert num_tokens(in_modelled_time(scenario())) == 100_000
     assert num_sleeps <= 2
 
 
@@ -205,7 +205,7 @@ def test_a_response_ends_by_its_stop_token_where_the_length_model_says_so():
         engine = open_engine(vocab_size=16)
         return [await engine.generate(ask(max_new_tokens=n, stop_token_ids=(STOP,))) for n in (5, 6, 50)]
 
-    cut, exact, free = in_virtual_time(scenario())
+    cut, exact, free = in_modelled_time(scenario())
     assert [(g.finish, num_tokens(g)) for g in (cut, exact, free)] == [
         (Finish.LENGTH, 5),
         (Finish.STOP, 6),
@@ -247,7 +247,7 @@ def test_an_engine_that_cannot_split_refuses_to_load_under_requests():
         await engine.load(version(2))
         return engine.version
 
-    assert in_virtual_time(scenario()) == 2
+    assert in_modelled_time(scenario()) == 2
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_at_random_moments_tokens_are_conserved_segments_tile_and_versions_are_t
         assert engine._answers == {}
         return [(request, *answer.result()) for request, answer in zip(all_requests, answers, strict=True)]
 
-    answers = in_virtual_time(scenario())
+    answers = in_modelled_time(scenario())
     loaded_s = {1: 0.0} | {number: at_s for _, at_s, number in in_force}
     for (begin_s, *_), (request, end_s, generation) in zip(asked, answers, strict=True):
         trajectory = Trajectory(0, request.tokens, request.sampling.max_new_tokens)

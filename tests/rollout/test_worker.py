@@ -15,8 +15,8 @@ import torch
 from desk import TTL_S, Desk, a_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_time import in_virtual_time, now_s
 
+from benchmarks.schedules.clock import in_modelled_time, now_s
 from offbeat.rollout.engine import EngineDied, Generation, Request
 from offbeat.rollout.engines.paced import FixedLength, PacedEngine, PacedSettings, noise
 from offbeat.rollout.spool import Spool
@@ -70,7 +70,7 @@ def scene(script: Callable[[Desk], Awaitable[None]]) -> Desk:
         await script(desk)
         return desk
 
-    return in_virtual_time(scenario())
+    return in_modelled_time(scenario())
 
 
 def assert_is_true(trajectory: Trajectory) -> None:

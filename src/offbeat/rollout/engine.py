@@ -26,7 +26,17 @@ from offbeat.errors import OffbeatError
 from offbeat.trajectory import Sampling, Segment
 from offbeat.weights.version import Version
 
-__all__ = ["Capabilities", "Engine", "EngineDied", "EngineError", "Finish", "Generation", "Request", "Version"]
+__all__ = [
+    "Capabilities",
+    "Engine",
+    "EngineDied",
+    "EngineError",
+    "Finish",
+    "Generation",
+    "Request",
+    "Version",
+    "problem_of",
+]
 
 
 class EngineError(OffbeatError):
@@ -112,3 +122,20 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def problem_of(request: Request, version: int | None, max_context_tokens: int) -> str | None:
+    """Why no engine that serves `version` could run a request; None where it could."""
+    sampling, num_tokens = request.sampling, len(request.tokens)
+    if version is None:
+        return "no version is loaded yet; call load first"
+    if not 0 <= request.position < num_tokens:
+        return f"{num_tokens} tokens with {request.position} of them sampled before: the prompt is empty"
+    if sampling.max_new_tokens < 1:
+        return f"max_new_tokens = {sampling.max_new_tokens}: allowed 1 or more"
+    if num_tokens + sampling.max_new_tokens > max_context_tokens:
+        return (
+            f"{num_tokens} tokens and max_new_tokens = {sampling.max_new_tokens} need "
+            f"{num_tokens + sampling.max_new_tokens} of the context's {max_context_tokens} tokens"
+        )
+    return None

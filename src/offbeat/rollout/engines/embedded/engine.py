@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from offbeat.rollout.engine import Capabilities, EngineDied, EngineError, Generation, Request, Version
+from offbeat.rollout.engine import Capabilities, EngineDied, EngineError, Generation, Request, Version, problem_of
 from offbeat.rollout.engines.embedded.stepper import MIN_EXACT_ROWS, Stepper
 
 CLOSE_WITHIN_S = 60.0
@@ -132,22 +132,13 @@ class EmbeddedEngine:
 
     def _check(self, request: Request) -> None:
         """Refuses what could not run, before it reaches the others."""
-        sampling, num_tokens, room = request.sampling, len(request.tokens), self.capabilities.max_context_tokens
+        sampling = request.sampling
 
         def refuse(why: str) -> EngineError:
             return EngineError(f"engine {self.worker}, request {request.id}: {why}")
 
-        if self.version is None:
-            raise refuse("no version is loaded yet; call load first")
-        if not 0 <= request.position < num_tokens:
-            raise refuse(f"{num_tokens} tokens with {request.position} of them sampled before: the prompt is empty")
-        if sampling.max_new_tokens < 1:
-            raise refuse(f"max_new_tokens = {sampling.max_new_tokens}: allowed 1 or more")
-        if num_tokens + sampling.max_new_tokens > room:
-            raise refuse(
-                f"{num_tokens} tokens and max_new_tokens = {sampling.max_new_tokens} need "
-                f"{num_tokens + sampling.max_new_tokens} of the context's {room} tokens"
-            )
+        if problem := problem_of(request, self.version, self.capabilities.max_context_tokens):
+            raise refuse(problem)
         first, last = int(request.tokens.min()), int(request.tokens.max())
         if first < 0 or last >= self._vocab_size:
             raise refuse(f"token ids from {first} to {last}: allowed 0 to {self._vocab_size - 1}")
