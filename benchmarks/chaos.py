@@ -4,9 +4,11 @@
 
 Coordinator, trainer and two workers are the supervisor's; two more workers join over a bad line, which sends one call
 in ten twice, up to two seconds late, and is cut now and then for longer than a lease. Workers have paced engines, so
-that they start in no time and the disk and the protocol do the work. A kill counts when whoever started the process saw
-it die of it; a cut when it was longer than a lease. In the end the run is asked to stop, and its ledger is held against
-what crossed the line: what was acknowledged must be there, nothing may have been trained twice or too late.
+that they start in no time and the disk and the protocol do the work. Weights travel as what changed: the two outside
+fetch them from each other and over the line, the others from the coordinator. A kill counts when whoever started the
+process saw it die of it; a cut when it was longer than a lease. In the end the run is asked to stop, and its ledger is
+held against what crossed the line: what was acknowledged must be there, nothing may have been trained twice or too
+late.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ SETTINGS = (
     *("--batch.groups-per-step=4", "--batch.group-size=4", "--rollout.max-new-tokens=24", "--rollout.slots=8"),
     *("--schedule.mode=overlap", f"--schedule.max-staleness={BOUND}", "--rollout.workers=2"),
     *(f"--rollout.lease-s={LEASE_S}", "--eval.every=25", "--eval.prompts=4", "--log.console=quiet"),
+    *("--weights.deltas=always", "--weights.anchor-every=5", "--model.dtype=bfloat16"),
 )
 
 
@@ -62,6 +65,7 @@ class Outside:
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "offbeat", "worker", "--join", self.url),
                 *("--name", self.name, "--dir", str(folder)),
+                *("--fetch-weights", "--site", "outside", "--peer-address", "127.0.0.1:0"),
                 env={**os.environ, **self.run.environment, "OFFBEAT_TOKEN": token},
                 stdout=log,
                 stderr=log,

@@ -34,6 +34,16 @@ class Bar:
     """Smallest and largest of the repetitions."""
 
 
+@dataclass(frozen=True)
+class Unmeasured:
+    """A bar for which this machine lacks something."""
+
+    target: float
+    value: None = None
+    holds: None = None
+    spread: None = None
+
+
 QUICK_FACTOR = 1.6
 """By how much all repetitions of a quick run must clear or miss the target to decide: on busy cores, two quick runs
 gave 9.2 and 5.8 for one and the same ratio."""
@@ -71,7 +81,13 @@ def machine() -> dict[str, Any]:
     }
 
 
-def show(name: str, header: Sequence[str], rows: Sequence[Sequence[str]], bars: Mapping[str, Bar], **raw: Any) -> None:
+def show(
+    name: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    bars: Mapping[str, Bar | Unmeasured],
+    **raw: Any,
+) -> None:
     """Prints the table, the bars, and everything again as one line of JSON."""
     console = Console()
     table = Table(title=name, title_justify="left")
@@ -81,6 +97,9 @@ def show(name: str, header: Sequence[str], rows: Sequence[Sequence[str]], bars: 
         table.add_row(*row)
     console.print(table)
     for bar_name, bar in bars.items():
+        if isinstance(bar, Unmeasured):
+            console.print(f"{bar_name}: not measured, target {bar.target:g}", highlight=False)
+            continue
         verdict = {True: "holds", False: "missed", None: "undecided"}[bar.holds]
         low, high = bar.spread
         console.print(

@@ -17,7 +17,9 @@ from pydantic.fields import FieldInfo
 from offbeat.config.describe import describe
 from offbeat.config.explain import range_in_words, show
 from offbeat.config.keys import TASK_MODELS, is_free
-from offbeat.config.models import DEMO, Config, Section, TaskConfig
+from offbeat.config.models import DEMO, Config
+from offbeat.config.section import Section
+from offbeat.config.tasks import TaskConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 MARKER = "<!-- Everything below is made by scripts/make_configuration_page.py. -->\n"
@@ -125,7 +127,7 @@ def _allowed(field: FieldInfo) -> str:
 def _choices(annotation: Any) -> tuple[Any, ...]:
     if get_origin(annotation) is Literal:
         return get_args(annotation)
-    return _choices(get_args(annotation)[0]) if get_origin(annotation) is list else ()
+    return _choices(get_args(annotation)[0]) if get_origin(annotation) in (list, Union, UnionType) else ()
 
 
 if __name__ == "__main__":

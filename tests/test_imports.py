@@ -32,6 +32,9 @@ MAY_NOT_IMPORT = {
 }
 """Modules from outside, by our own package or module."""
 
+WITHOUT_TORCH = ("version", "folder", "verify", "manifest", "pieces", "signing", "sources", "receive", "collect")
+"""What of the weights a coordinator may touch."""
+
 KNOWS: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "trajectory": set(),
@@ -40,13 +43,13 @@ KNOWS: dict[str, set[str]] = {
     "plan": {"config", "control"},
     "simulate": {"config", "control", "plan", "trajectory"},
     "model": set(),
-    "weights": {"model"},
+    "weights": {"model", "control.chain"},
     "ledger": {"trajectory", "control", "weights.version"},
     "tasks": {"config", "trajectory"},
     "reward": {"config", "trajectory", "tasks"},
-    "serve": {"config", "trajectory", "control", "ledger", "tasks", "reward", "weights.version", "weights.folder"},
-    "rollout": {"trajectory", "model", "weights", "serve.client", "ledger.errors"},
-    "learn": {"trajectory", "model", "weights", "ledger.records", "serve.client"},
+    "serve": {"config", "trajectory", "control", "ledger", "tasks", "reward", *(f"weights.{m}" for m in WITHOUT_TORCH)},
+    "rollout": {"trajectory", "control.health", "model", "weights", "serve.client", "ledger.errors"},
+    "learn": {"trajectory", "control.settle", "model", "weights", "ledger.records", "serve.client"},
     "watch": {"config"},
 }
 """Our own packages that a package may know, besides itself and the base; `a.b` allows that module alone."""

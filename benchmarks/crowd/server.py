@@ -29,6 +29,7 @@ from offbeat.launch import sources, wiring
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Outcome
 from offbeat.ledger.workers import Role
+from offbeat.serve.clearing import Clearing
 from offbeat.serve.client import Heartbeat, Lease
 from offbeat.serve.coordinator import Coordinator
 from offbeat.serve.http.desk import Served
@@ -110,7 +111,9 @@ async def real(config: Config, folder: Path, ledger: Ledger, core: int | None) -
         stack.push_async_callback(pool.close)
         bind_to(core)  # after the pool, whose process is free to run elsewhere
         issuer = wiring.make_issuer(config, mixture, tokens)
-        coordinator = wiring.make_coordinator(config, ledger, issuer, pool, tokens, WeightFolder(folder / "none"))
+        coordinator = wiring.make_coordinator(
+            config, ledger, issuer, pool, tokens, Clearing(WeightFolder(folder / "none"))
+        )
         stack.push_async_callback(coordinator.close)
         await coordinator.start()
         first = await asyncio.to_thread(write_weights, folder / "weights")

@@ -12,12 +12,13 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from blake3 import blake3
+
+from benchmarks.links.bucket import Bucket
+from benchmarks.links.listener import Listener
 
 PIECE_BYTES = 4096
 ENDS = (OSError, EOFError, asyncio.LimitOverrunError)
@@ -62,24 +63,15 @@ class Seen:
     submissions: list[Call] = field(default_factory=list)
 
 
-class FaultProxy:
+class FaultProxy(Listener):
+    limit_bytes = 2**26
+
     def __init__(self, port: int, line: Line | None = None, seed: int = 0):
-        self.target, self.line, self.seen = port, line or Line(), Seen()
-        self._rng, self._free_s = random.Random(seed), 0.0
+        super().__init__(port)
+        self.line, self.seen = line or Line(), Seen()
+        self._rng, self._bucket = random.Random(seed), Bucket()
         self._healthy = asyncio.Event()
         self._healthy.set()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> FaultProxy:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=2**26)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def cut(self) -> None:
         self._healthy.clear()
@@ -107,14 +99,6 @@ class FaultProxy:
             return _status(head)
         finally:
             writer.close()
-
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._spawn(self._converse(reader, writer))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         back: asyncio.StreamWriter | None = None
@@ -174,9 +158,7 @@ class FaultProxy:
         await self._healthy.wait()
         await asyncio.sleep(self.line.delay_s)
         if self.line.bytes_per_s is not None:
-            now_s = time.monotonic()
-            self._free_s = max(self._free_s, now_s) + num_bytes / self.line.bytes_per_s
-            await asyncio.sleep(self._free_s - now_s)
+            await self._bucket.take(num_bytes, self.line.bytes_per_s)
         await self._healthy.wait()
 
     def _note(self, call: Call, status: int) -> None:

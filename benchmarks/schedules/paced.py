@@ -24,6 +24,7 @@ from offbeat.reward.pool import RewardInput, RewardPool, RewardResult
 from offbeat.rollout.engine import Generation, Request
 from offbeat.rollout.engines.paced import LogNormalLength, PacedEngine, PacedSettings
 from offbeat.rollout.worker import Worker
+from offbeat.serve.clearing import Clearing
 from offbeat.serve.client import Lease
 from offbeat.serve.coordinator import Coordinator
 from offbeat.serve.inside import InsideWorker
@@ -140,7 +141,7 @@ async def coordinator_of(config: Config, folder: Path) -> AsyncIterator[Coordina
     pool, nowhere = cast(RewardPool, AtOnce()), WeightFolder(folder / "none")
     with wiring.open_ledger(config, folder / "ledger.sqlite") as ledger:
         issuer = wiring.make_issuer(config, mixture, tokens)
-        coordinator = wiring.make_coordinator(config, ledger, issuer, pool, tokens, nowhere)
+        coordinator = wiring.make_coordinator(config, ledger, issuer, pool, tokens, Clearing(nowhere))
         await coordinator.start()
         try:
             yield coordinator

@@ -38,6 +38,13 @@ POINTS: dict[str, tuple[str, ...]] = {
         "spooled",  # not sent
         "acknowledged",  # still in the spool
     ),
+    "receiver": (
+        "manifest-kept",  # believed, and no piece of it here
+        "piece-arrived",  # whole, without its name
+        "pieces-fetched",  # all of them, the version not built
+        "version-built",  # and nobody told
+        "half-forgotten",  # old versions are gone, their pieces are not
+    ),
 }
 """Every place, by the role that comes by."""
 

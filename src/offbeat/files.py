@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 from pathlib import Path
+
+NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+"""What file systems say that know no second name for a file."""
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -19,6 +24,35 @@ def write_atomic(path: Path, data: bytes) -> None:
         draft.unlink(missing_ok=True)
         raise
     fsync_folder(path.parent)
+
+
+def create_atomic(path: Path, data: bytes, mode: int = 0o666) -> bool:
+    """Gives a new file its content in one go; False: there is one, and it stays. Of several that try, one does."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        is_new = _link(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    fsync_folder(path.parent)  # also where it is not ours: whoever made it may have died before this
+    return is_new
+
+
+def _link(draft: Path, path: Path) -> bool:
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        if path.exists():
+            return False
+        os.replace(draft, path)  # which leaves two a moment to do so both
+    return True
 
 
 def replace_folder(draft: Path, final: Path) -> None:

@@ -27,11 +27,42 @@ BARS = {
         "idle share of the fast worker, overlap": 0.05,
         "samples to 80% of the gain, overlap over alternate": 1.1,
     },
+    "weights": {
+        "sparse bytes over entropy, real updates": 1.35,
+        "bytes over the best rival's, real updates": 1.0,
+        "delta over full at lr 1e-6, real updates": 0.03,
+        "sparse bytes over entropy, made up": 1.35,
+        "bytes over the best rival's, made up": 1.0,
+    },
+    "relay": {"seconds by relays over one copy": 1.15},
+    "wan": {
+        "samples to 80% of the gain, far over near": 1.1,
+        "share of a step that generation stands still, far": 0.02,
+    },
+    "staleness": {
+        "samples to 80% of the gain, held back 4 and corrected, over fresh": 1.15,
+        "the same, held back 8, uncorrected over corrected (the set-up counts)": 1.15,
+        "held-out reward at the end on fresh data, at least": 0.5,
+        "held-out reward at the end on fresh data, at most": 0.85,
+    },
 }
 DECIDES_NOTHING = {
     "ledger": ["seconds of a claim over bare SQLite", "seconds of a claim, large over small"],
     "swarm": ["submissions/s over a server without a ledger", "memory growth in five minutes"],
     "async_vs_sequential": ["samples to 80% of the gain, overlap over alternate"],
+    "weights": [
+        "sparse bytes over entropy, real updates",
+        "bytes over the best rival's, real updates",
+        "delta over full at lr 1e-6, real updates",
+    ],
+    "relay": ["seconds by relays over one copy"],
+    "wan": ["samples to 80% of the gain, far over near", "share of a step that generation stands still, far"],
+    "staleness": [
+        "samples to 80% of the gain, held back 4 and corrected, over fresh",
+        "the same, held back 8, uncorrected over corrected (the set-up counts)",
+        "held-out reward at the end on fresh data, at least",
+        "held-out reward at the end on fresh data, at most",
+    ],
 }
 """Bars that no quick run may call reached or missed."""
 

@@ -1,5 +1,6 @@
 """Bad input through the command line: one line, status 2, no traceback; mostly in this process, to be quick."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -74,6 +75,8 @@ def test_a_second_process_on_the_same_run_is_refused_by_the_real_command():
         ("[run]\nsteps = \n", "run.toml:2: is not TOML near 'steps =': invalid value"),
         ("[[task]]\nsource = 'file'\npath = 'x.jsonl'\n", 'task.path = "x.jsonl": no such file or folder; relative'),
         ("[[task]]\nsource = 'arithmetic'\nreward = 'r.py:f'\n", 'task.reward = "r.py": no such file or folder'),
+        ("[loss]\nname = 'l.py:f'\n", 'loss.name = "l.py": no such file or folder'),
+        ("[loss]\nadvantage = 'a.py:f'\n", 'loss.advantage = "a.py": no such file or folder'),
         ("[model]\npath = 'nowhere'\n", "model.path = 'nowhere': no such folder"),
     ],
 )
@@ -172,3 +175,12 @@ def test_answers_that_need_no_torch_do_not_import_it():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == ""
+
+
+def test_a_checkout_that_is_not_installed_says_so_instead_of_a_version(monkeypatch, capsys):
+    def not_there(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", not_there)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "offbeat from a folder, not installed\n"

@@ -53,3 +53,14 @@ def _plan_by_hand(groups: int, group_size: int, prompt: int, new: int, tokens_pe
                 count, room, cost = count + 1, tokens_per_microbatch, prompt + new - 1
             room, last = room - cost, group
     return count
+
+
+def test_what_the_name_of_a_loss_stands_for_is_told():
+    def told(*given: str) -> str:
+        return next(line for line in arithmetic(load(None, list(given))) if line.startswith("learning"))
+
+    assert "grpo: advantage group, clip 0.2 below and 0.2 above, sequence_mean, correction off" in told()
+    dapo = told("--loss.name=dapo", "--schedule.mode=overlap", "--loss.clip-low=0.1")
+    assert "clip 0.1 below and 0.28 above, token_mean, correction tis up to 2, groups without signal" in dapo
+    assert "correction icepop from 0.5 to 5" in told("--loss.correction=icepop")
+    assert "ratios up to 3" in told("--loss.name=cispo", "--loss.ratio-max=3")

@@ -139,6 +139,41 @@ def test_batch_arithmetic_that_cannot_hold_is_refused_by_name(toml, text, told):
     assert refusal(toml(text)).startswith(told)
 
 
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        (
+            '[run]\nexact = true\n[rollout]\nengine = "vllm"\n',
+            'run.toml:4: rollout.engine = "vllm": allowed "embedded" with run.exact = true, because',
+        ),
+        (
+            '[rollout]\nkv = "stale"\n[schedule]\nmode = "overlap"\n',
+            'run.toml:2: rollout.kv = "stale": allowed "same", "refill" with rollout.engine = "embedded", which',
+        ),
+        (
+            '[rollout]\nengine = "sglang"\nkv = "stale"\n',
+            'run.toml:3: rollout.kv = "stale": allowed "same", "refill" with schedule.mode = "alternate", where',
+        ),
+        (
+            '[engine]\nurl = "http://there:8000"\n',
+            'run.toml:2: engine.url = "http://there:8000": rollout.engine = "embedded" has no server; add '
+            "--rollout.engine vllm or sglang",
+        ),
+        ("[rollout]\nkv_lag = 0\n", "run.toml:2: rollout.kv_lag = 0: allowed 1 or more"),
+        ("[engine]\nmemory_share = 1.0\n", "run.toml:2: engine.memory_share = 1.0: allowed more than 0 and less"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused_by_name(toml, text, told):
+    with pytest.raises(UserError) as caught:
+        load(toml(text))
+    assert str(caught.value).startswith(told)
+
+
+def test_a_server_may_be_handed_more_words_for_its_command_line():
+    words = ["--rollout.engine", "vllm", "--engine.arguments=--enforce-eager,--swap-space,4"]
+    assert load(None, words).engine.arguments == ["--enforce-eager", "--swap-space", "4"]
+
+
 def test_of_several_mistakes_the_first_is_told_and_the_others_are_counted(toml):
     text = refusal(toml("[optimizer]\nlr = 0\n[batch]\ngroup_size = 0\ngroups = 3\n"))
     assert text == "run.toml:2: optimizer.lr = 0: allowed more than 0 (and 2 more)"

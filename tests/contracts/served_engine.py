@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ MAX_CONTEXT_TOKENS = 2048
 class Served:
     """An engine to test: how to open it, and which versions it may be told to load."""
 
-    open: Callable[[], Engine]
+    open: Callable[[], Awaitable[Engine]]
     versions: tuple[Version, Version]
     logprobs: Callable[[int, Request, np.ndarray], np.ndarray]
     """The log-probs of a response under a version, after the request's temperature."""
@@ -30,7 +30,7 @@ class Served:
     """The versions as models, where the engine has one."""
 
 
-def tiny_llama(seed: int) -> LlamaForCausalLM:
+def tiny_llama(seed: int, *, tied: bool = False) -> LlamaForCausalLM:
     """Weights large enough that two versions disagree clearly about every token."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -44,6 +44,7 @@ def tiny_llama(seed: int) -> LlamaForCausalLM:
         initializer_range=0.15,
         bos_token_id=None,
         eos_token_id=None,
+        tie_word_embeddings=tied,
     )
     return LlamaForCausalLM(config).eval()
 

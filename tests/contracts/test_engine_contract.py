@@ -13,9 +13,10 @@ import pytest
 import torch
 from served_engine import MAX_CONTEXT_TOKENS, VOCAB_SIZE, Served
 
-from offbeat.rollout.engine import Engine, EngineError, Finish, Generation, Request
+from offbeat.rollout.engine import Engine, EngineError, Finish, Generation, KvMode, Request
 from offbeat.trajectory import Sampling
 
+pytestmark = pytest.mark.timeout(900)  # the first test of a server starts it, which takes minutes on busy cores
 Result = TypeVar("Result")
 IDS = count()
 LONG = 1500
@@ -35,7 +36,7 @@ def prompt(seed: int, num_tokens: int = 9) -> np.ndarray:
 
 def with_engine(served: Served, scenario: Callable[[Engine], Awaitable[Result]]) -> Result:
     async def run() -> Result:
-        engine = served.open()
+        engine = await served.open()
         try:
             await engine.load(served.versions[0])
             return await asyncio.wait_for(scenario(engine), timeout=120)
@@ -111,10 +112,15 @@ def test_a_stop_token_ends_a_generation_and_is_its_last_token(served):
 
 
 def test_seeds_reproduce_tokens_and_other_seeds_do_not(served):
-    first, second = ([ask(prompt(6), seed=seed) for seed in (1, 1, 2)] for _ in range(2))
-    a, b, c = map(tokens_of, generate(served, *first))
-    again = [tokens_of(g) for g in generate(served, *second)]
-    assert a.tolist() == b.tolist() == again[0].tolist() != c.tolist() == again[2].tolist()
+    async def scenario(engine: Engine) -> list[list[int]]:
+        if not engine.capabilities.is_seeded:
+            pytest.skip("this engine takes no seeds")
+        asked = [ask(prompt(6), seed=seed) for _ in range(2) for seed in (1, 1, 2)]
+        first = await asyncio.gather(*map(engine.generate, asked[:3]))
+        return [tokens_of(answer).tolist() for answer in (*first, *[await engine.generate(r) for r in asked[3:]])]
+
+    a, b, c, *again = with_engine(served, scenario)
+    assert a == b == again[0] == again[1] != c == again[2]
 
 
 def test_a_group_of_equal_prompts_gives_different_answers_with_right_logprobs(served):
@@ -255,3 +261,60 @@ def test_an_empty_prompt_is_refused(served):
         generate(served, ask([]))
     with pytest.raises(EngineError, match="empty"):
         generate(served, ask(prompt(1, 4), position=4))
+
+
+def test_a_refilled_answer_is_the_one_that_a_shared_prefix_gives(served):
+    shared = [ask(prompt(14, 40), seed=seed, temperature=0.0) for seed in range(3)]
+    anew = [replace(again(request), kv=KvMode.REFILL) for request in shared]
+    answers = generate(served, *shared, *anew)
+    assert [tokens_of(answer).tolist() for answer in answers[:3]] == [tokens_of(a).tolist() for a in answers[3:]]
+    for request, answer in zip((*shared, *anew), answers, strict=True):
+        assert_logprobs_are_the_models(served, request, answer)
+
+
+def test_a_way_with_kv_that_an_engine_does_not_have_is_refused(served):
+    async def scenario(engine: Engine) -> None:
+        for mode in KvMode:
+            request = replace(ask(prompt(1)), kv=mode, kv_lag=1)
+            if mode in engine.capabilities.kv_modes:
+                assert (await engine.generate(request)).finish is Finish.LENGTH
+            else:
+                with pytest.raises(EngineError, match=f"kv = {mode.value}: .* can do "):
+                    await engine.generate(request)
+
+    with_engine(served, scenario)
+
+
+def test_kept_kv_is_told_and_given_up_when_it_lags_too_far(served):
+    request = replace(ask(prompt(15, 30), seed=7, max_new_tokens=LONG), kv=KvMode.STALE, kv_lag=1)
+
+    async def scenario(engine: Engine) -> Generation | None:
+        if KvMode.STALE not in engine.capabilities.kv_modes:
+            return None
+        for delay_s in DELAYS_S:
+            await engine.load(served.versions[0])
+            task = asyncio.create_task(engine.generate(again(request)))
+            for version in (served.versions[1], served.flat):
+                await asyncio.sleep(delay_s)
+                await engine.load(version)
+            await asyncio.sleep(delay_s)
+            await engine.abort()
+            generation = await task
+            # A request that has no token yet has no KV to keep: then the next, longer wait is tried.
+            if [s.kv_version for s in generation.segments[1:2]] == [0] and len(generation.segments) == 3:
+                return generation
+        raise AssertionError("nothing was kept")
+
+    generation = with_engine(served, scenario)
+    if generation is None:
+        pytest.skip("this engine cannot keep KV across a load")
+    assert [(s.version, s.kv_version) for s in generation.segments] == [(0, 0), (1, 0), (2, 2)]
+    first, kept, refilled = generation.segments
+    response = tokens_of(generation)
+    np.testing.assert_allclose(
+        first.logprobs, served.logprobs(0, request, response)[: first.end], atol=served.logprob_tolerance
+    )
+    for version in (0, 1):  # neither version alone would have said so: the KV is one's, the weights are the other's
+        alone = served.logprobs(version, request, response)[kept.start : kept.end]
+        assert np.abs(kept.logprobs - alone).max() > 10 * served.logprob_tolerance
+    np.testing.assert_allclose(refilled.logprobs, -np.log(VOCAB_SIZE), atol=served.logprob_tolerance)

@@ -204,3 +204,37 @@ def take(worker, held, num_slots, open_tasks, losses, group_size):
     for number, count in assign(waiting, asker):
         held[worker] |= set(groups[number][:count])
         open_tasks -= set(groups[number][:count])
+
+
+GROUPS = st.lists(
+    st.builds(
+        OpenGroup,
+        group=st.integers(1, 99),
+        ordinal=st.integers(0, 9),
+        is_eval=st.booleans(),
+        size=st.just(4),
+        num_open=st.integers(1, 4),
+        require_version=st.sampled_from([None, None, 7, 8]),
+        num_losses=st.sampled_from([0, 0, 0, 1, 2]),
+        first_step=st.sampled_from([None, 0, 1]),
+    ),
+    max_size=12,
+    unique_by=lambda group: group.group,
+)
+
+
+@given(GROUPS, st.integers(1, 20), st.sampled_from([None, 5, 40]), st.integers(0, 1), st.integers(0, 4))
+def test_groups_behind_those_that_fill_a_share_and_pacing_before_any_is_begun_change_nothing(
+    groups, capacity, total_slots, step, num_begin
+):
+    groups.sort(key=lambda group: group.order)
+    num_open = sum(group.num_open for group in groups)
+    asker = Asker(capacity, 7, step=step, num_begin=num_begin, total_slots=total_slots, num_open=num_open)
+    given_of_all = assign(groups, asker)
+    for count in range(len(groups) + 1):
+        first_ones = groups[:count]
+        given_of_them = assign(first_ones, asker)
+        if sum(num for _, num in given_of_them) == asker.share(num_open):
+            assert given_of_them == given_of_all
+        if not any(group.begins for group in first_ones):
+            assert assign(first_ones, replace(asker, num_begin=None)) == given_of_them

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from offbeat.control.settle import Verdict, settle
+from offbeat.control.settle import Verdict, settle, settle_ready
 
 
 def test_a_group_is_ready_when_every_member_ended():
@@ -20,3 +20,16 @@ def test_a_group_fails_as_soon_as_too_few_can_remain():
 def test_a_group_smaller_than_the_minimum_needs_all_of_its_members():
     assert settle(1, num_scored=1, num_failed=0, min_group=2) is Verdict.READY
     assert settle(1, num_scored=0, num_failed=1, min_group=2) is Verdict.FAILED
+
+
+def test_a_group_whose_rewards_are_all_equal_has_no_signal():
+    assert settle_ready(spread=0.0, num_before=0, max_no_signal=4) is Verdict.NO_SIGNAL
+    assert settle_ready(spread=1e-8, num_before=0, max_no_signal=4) is Verdict.NO_SIGNAL
+    assert settle_ready(spread=1.1e-8, num_before=0, max_no_signal=4) is Verdict.READY
+
+
+def test_a_step_that_has_seen_enough_takes_what_has_no_signal():
+    assert settle_ready(spread=0.0, num_before=3, max_no_signal=4) is Verdict.NO_SIGNAL
+    assert settle_ready(spread=0.0, num_before=4, max_no_signal=4) is Verdict.READY
+    assert settle_ready(spread=0.0, num_before=1, max_no_signal=1.5) is Verdict.NO_SIGNAL
+    assert settle_ready(spread=0.0, num_before=0, max_no_signal=0) is Verdict.READY

@@ -42,8 +42,12 @@ def commands(page: Path) -> list[str]:
     return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
 
 
-SWARM = commands(ROOT / "docs" / "swarm.md")
-"""What `test_swarm` types into several terminals."""
+SWARM = [*commands(ROOT / "docs" / "swarm.md"), *commands(ROOT / "docs" / "weights.md")]
+"""What `test_swarm` and `test_weights_page` type into several terminals."""
+ATTACHING = [line for line in commands(ROOT / "docs" / "engines.md") if "127.0.0.1:8700" in line or "--host" in line]
+"""What `test_engines_page` types, or compares with what a worker would start."""
+RUN_BY_ENGINE_TESTS = (ROOT / "tests" / "engines" / "test_vllm_runs.py").read_text()
+"""Commands that need a vLLM are typed there, in `make test-engines`."""
 
 
 def train_small(*arguments: Any, **overrides: Any) -> dict[str, Any]:
@@ -98,6 +102,16 @@ class Reader:
         assert self.run.is_dir()
         self.succeed("export", "runs/NAME", "my-model")
         return self.folder / "my-model"
+
+    @cached_property
+    def broken(self) -> str:
+        """A batch that a step broke on."""
+        code = "import torch\n\ndef loss(tokens, settings):\n    return tokens.logprobs * torch.nan\n"
+        (self.folder / "sour.py").write_text(code)
+        said = self.offbeat("train", *SMALL_WORDS, "--name=sour", "--loss.name=sour.py:loss", "--eval.every=0")
+        file = "runs/sour/broken/step-00000000.batch"
+        assert (said.status, f"kept as {file}" in said.err) == (1, True), said
+        return file
 
     def without(self, name: str) -> None:
         """Makes room for a command that wants a new folder."""

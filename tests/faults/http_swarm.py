@@ -18,13 +18,14 @@ from offbeat.ledger.workers import Role
 from offbeat.rollout.engines.paced import LogNormalLength, PacedEngine, PacedSettings
 from offbeat.rollout.spool import Spool
 from offbeat.rollout.worker import Worker
+from offbeat.serve.clearing import Clearing
 from offbeat.serve.coordinator import Coordinator
 from offbeat.serve.http.client import RemoteWorker, join
 from offbeat.serve.http.connection import Connection
 from offbeat.serve.http.desk import Served
 from offbeat.serve.http.server import Address, HttpServer
 from offbeat.weights.folder import WeightFolder
-from offbeat.weights.store import WeightStore
+from offbeat.weights.publish import Publisher
 from offbeat.weights.version import Version
 
 GROUPS_PER_STEP, GROUP_SIZE = 3, 4
@@ -62,7 +63,7 @@ class Swarm:
 
     async def train(self, num_steps: int, pause_s: float = 0.0) -> None:
         """Claims, publishes, commits; then ends the run."""
-        store, made = WeightStore(self.folder / "weights"), self.coordinator
+        store, made = Publisher(self.folder / "weights"), self.coordinator
 
         def write(number: int, step: int, parent: int | None) -> Version:
             return store.write(number, step, parent, {"w": torch.full((self.num_weights,), float(number))})
@@ -127,7 +128,7 @@ async def serving(
         stack.push_async_callback(pool.close)
         weights = WeightFolder(folder / "weights")
         issuer = wiring.make_issuer(config, mixture, tokens)
-        made = wiring.make_coordinator(config, ledger, issuer, pool, tokens, weights)
+        made = wiring.make_coordinator(config, ledger, issuer, pool, tokens, Clearing(weights))
         stack.push_async_callback(made.close)
         await made.start(keep_leases=True)
         server = HttpServer(Served(made, "a", {}, str(folder / "ledger.sqlite"), weights), Address())
@@ -135,4 +136,4 @@ async def serving(
         stack.push_async_callback(server.stop)
         server.open()
         yield Swarm(folder, made, server, tokens.vocab_size)
-        assert ledger.verify().violations == ()
+        assert (await made.call(ledger.verify)).violations == ()  # on the thread that may still be writing

@@ -25,7 +25,7 @@ def calm(tmp_path_factory) -> str:
     return final_digest(run.run)
 
 
-@pytest.fixture(scope="module", params=list(crash.POINTS))
+@pytest.fixture(scope="module", params=list(NEEDS))
 def stormy(request, tmp_path_factory) -> tuple[str, Supervised]:
     folder = tmp_path_factory.mktemp(request.param)
     witnesses = folder / "witnesses"

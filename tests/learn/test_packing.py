@@ -47,7 +47,7 @@ def test_packed_logprobs_and_gradients_equal_those_of_samples_taken_one_by_one(
     policy = Policy(tiny_model(kind), AdamSettings(), temperature)
     batch = pack(samples, range(len(samples)), CPU)
     got = []
-    policy.forward_backward(batch, lambda logprobs: got.append(logprobs) or logprobs.sin().sum())
+    policy.forward_backward(batch, lambda found: got.append(found.logprobs) or found.logprobs.sin().sum())
 
     plain = tiny_model(kind)
     plain.set_attn_implementation("eager")

@@ -8,6 +8,7 @@ from models import KINDS, tiny_model
 from test_packing import make_samples
 
 from offbeat.learn import attention
+from offbeat.learn.losses import LossSettings
 from offbeat.learn.policy import AdamSettings, Policy
 from offbeat.learn.schedule import learning_rate
 from offbeat.learn.step import StepSettings, train_step
@@ -124,10 +125,10 @@ def test_a_right_answer_becomes_more_likely_and_a_wrong_one_less():
 def test_several_updates_per_step_split_by_whole_groups_and_clip_against_the_start():
     samples = make_samples(np.random.default_rng(0), SHAPE)
     policy = Policy(tiny_model("llama"), AdamSettings())
-    figures = train_step(policy, samples, StepSettings(updates_per_step=2, clip_low=1e-6, clip_high=1e-6), lr=1e-2)
+    figures = train_step(policy, samples, StepSettings(updates_per_step=2, loss=LossSettings(1e-6, 1e-6)), lr=1e-2)
     assert figures.clip_share > 0  # only the second update can be clipped
     policy = Policy(tiny_model("llama"), AdamSettings())
-    figures = train_step(policy, samples, StepSettings(clip_low=1e-6, clip_high=1e-6), lr=1e-2)
+    figures = train_step(policy, samples, StepSettings(loss=LossSettings(1e-6, 1e-6)), lr=1e-2)
     assert figures.clip_share == 0
 
 

@@ -10,6 +10,7 @@ from models import tiny_model
 from test_packing import make_samples
 from test_step import SHAPE, weights
 
+from offbeat.learn.corrections import CorrectionSettings
 from offbeat.learn.packing import pack, plan
 from offbeat.learn.policy import AdamSettings, Policy
 from offbeat.learn.step import StepSettings, train_step
@@ -70,7 +71,7 @@ def test_nothing_of_a_sample_that_was_left_out_reaches_the_weights():
 
 def test_old_tokens_are_no_evidence_against_anyone():
     policy = Policy(tiny_model("llama"), AdamSettings())
-    samples = [dataclasses.replace(lying(s), fresh=np.zeros_like(s.mask)) for s in honest_samples(policy)]
+    samples = [dataclasses.replace(lying(s), staleness=np.ones(s.num_tokens, np.int64)) for s in honest_samples(policy)]
     figures = train_step(policy, samples, AUDIT, lr=1e-2)
     assert figures.audited == ()
     assert math.isnan(figures.logprob_gap)
@@ -90,7 +91,17 @@ def test_a_token_weighs_as_much_more_as_it_became_likelier_up_to_the_limit():
     plain = gradient(samples, StepSettings())
     likelier = [lying(s, math.log(1.5)) for s in samples]  # half as likely again as when they were drawn
     much_likelier = [lying(s, math.log(50)) for s in samples]
-    correct = StepSettings(max_importance=2.0)
+    correct = StepSettings(correction=CorrectionSettings("tis", high=2.0))
     torch.testing.assert_close(gradient(samples, correct), plain, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(gradient(likelier, correct), 1.5 * plain, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(gradient(much_likelier, correct), 2.0 * plain, rtol=1e-3, atol=1e-6)
+
+
+def test_what_is_too_old_adds_nothing_and_makes_the_rest_weigh_no_more():
+    samples = honest_samples(Policy(tiny_model("llama"), AdamSettings()))
+    half = [dataclasses.replace(s, mask=np.arange(s.num_tokens) % 2 == 0, sampled=s.mask) for s in samples]
+    other = [dataclasses.replace(s, mask=np.arange(s.num_tokens) % 2 == 1, sampled=s.mask) for s in samples]
+    whole = gradient(samples, StepSettings())
+    torch.testing.assert_close(
+        gradient(half, StepSettings()) + gradient(other, StepSettings()), whole, rtol=1e-3, atol=1e-6
+    )

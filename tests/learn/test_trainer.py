@@ -14,7 +14,7 @@ from offbeat.learn.policy import AdamSettings, Policy
 from offbeat.learn.step import StepSettings
 from offbeat.learn.trainer import Trainer, TrainerSettings
 from offbeat.ledger.records import Reconciled
-from offbeat.weights.store import WeightStore
+from offbeat.weights.publish import Publisher
 
 SETTINGS = TrainerSettings(
     num_steps=9,
@@ -44,9 +44,9 @@ class Waiting:
 
 
 class SlowDisk(Checkpoints):
-    def save(self, *args):
+    def save(self, *args, **how):
         time.sleep(0.2)
-        super().save(*args)
+        super().save(*args, **how)
 
 
 def test_being_cancelled_again_while_saving_does_not_stop_the_checkpoint(tmp_path):
@@ -56,7 +56,7 @@ def test_being_cancelled_again_while_saving_does_not_stop_the_checkpoint(tmp_pat
         trainer = Trainer(
             Waiting(),
             Policy(tiny_model("llama"), AdamSettings()),
-            WeightStore(tmp_path / "weights"),
+            Publisher(tmp_path / "weights"),
             SlowDisk(tmp_path / "checkpoints"),
             SETTINGS,
             reference=None,

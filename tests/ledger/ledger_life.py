@@ -40,10 +40,11 @@ def live(
     saves_before_commit: bool,
     capacity: int,
     order: int,
+    max_no_signal: float = 0,
     open_ledger: Callable[..., Ledger] = Ledger,
 ) -> Iterator[None]:
     """One life of a run: a kill may come at each `yield`."""
-    with open_ledger(disk.path, min_group=2, max_attempts=2) as ledger:
+    with open_ledger(disk.path, min_group=2, max_attempts=2, max_no_signal=max_no_signal) as ledger:
         ledger.release()
         yield
         step, saved_version, weights = disk.checkpoint
@@ -93,8 +94,8 @@ def judge(waiting: Unscored) -> Scored:
     return Scored(waiting.task, [Reward(reward_of(waiting.response_tokens))])
 
 
-def undisturbed(path: Path) -> dict[int, list]:
+def undisturbed(path: Path, max_no_signal: float = 0) -> dict[int, list]:
     disk = Disk(path)
-    for _ in live(disk, save_every=2, saves_before_commit=False, capacity=100, order=1):
+    for _ in live(disk, save_every=2, saves_before_commit=False, capacity=100, order=1, max_no_signal=max_no_signal):
         pass
     return disk.trained

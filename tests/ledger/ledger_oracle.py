@@ -15,9 +15,16 @@ from offbeat.ledger.records import TokenCounts, derive_seed
 
 
 class Oracle(TaskOracle):
-    def __init__(self, min_group: int, max_attempts: int, bound: int, groups_per_step: int | None = None):
+    def __init__(
+        self,
+        min_group: int,
+        max_attempts: int,
+        bound: int,
+        groups_per_step: int | None = None,
+        max_no_signal: float = 0,
+    ):
         self.min_group, self.max_attempts, self.bound = min_group, max_attempts, bound
-        self.groups_per_step = groups_per_step
+        self.groups_per_step, self.max_no_signal = groups_per_step, max_no_signal
         self.groups: list[OracleGroup] = []
         self.versions: dict[int, tuple[int, bool]] = {}
         """Step and whether abandoned, by number."""
@@ -63,7 +70,7 @@ class Oracle(TaskOracle):
             for task in group.having(*UNFINISHED):
                 task.state, task.reason = "dropped", reason
         for group in again:
-            if group.is_eval or (reason == "failed" and group.retry == 1):
+            if group.is_eval or reason == "no_signal" or (reason == "failed" and group.retry == 1):
                 continue
             retry = group.retry + (reason == "failed")
             seed = derive_seed(group.seed, "retry", retry) if reason == "failed" else group.seed
@@ -83,7 +90,22 @@ class Oracle(TaskOracle):
                 failed.append(group)
             elif num_failed + num_scored == len(group.tasks):
                 group.state = "evaluated" if group.is_eval else "ready"
+                if not group.is_eval and self.lacks_signal(group):
+                    self.drop([group], "no_signal")
+                    group.dropped_at_step = self.next_step
         self.drop(failed, "failed")
+
+    def lacks_signal(self, group: OracleGroup) -> bool:
+        """Whether all earned the same, and not so many such groups came before it that it is taken all the same."""
+        if group.require_step is None:
+            before = [g.id for g in self.groups if g.reason == "no_signal" and g.dropped_at_step == self.next_step]
+        else:
+            of_step = [g for g in self.groups if not g.is_eval and g.require_step == group.require_step]
+            before = [g.ordinal for g in of_step if g.ordinal < group.ordinal]
+        return len({task.reward for task in group.having("scored")}) == 1 and len(set(before)) < self.max_no_signal
+
+    def num_dropped(self) -> int:
+        return sum(group.state == "dropped" for group in self.groups)
 
     # Batches
 

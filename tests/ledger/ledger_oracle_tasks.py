@@ -78,6 +78,7 @@ class OracleGroup:
     first_step: int | None = None
     state: str = "open"
     reason: str | None = None
+    dropped_at_step: int | None = None
     batch: int | None = None
     reissue_of: int | None = None
     tasks: list[OracleTask] = field(default_factory=list)
@@ -103,6 +104,11 @@ class TaskOracle:
     batches: dict[int, tuple[str, list[OracleGroup]]]
     groups_per_step: int | None
 
+    @property
+    def next_step(self) -> int:
+        """The first without a batch."""
+        return max([self.step, *(claimed + 1 for claimed in self.batches)])
+
     def task(self, number: int) -> tuple[OracleGroup, OracleTask]:
         return next((group, task) for group in self.groups for task in group.tasks if task.id == number)
 
@@ -125,11 +131,10 @@ class TaskOracle:
         if self.groups_per_step is None:
             return 1000
         begun = [g.first_step for g in self.groups if g.state in ("open", "ready") and g.is_paced and g.is_begun]
-        next_step = max([self.step, *(claimed + 1 for claimed in self.batches)])
         for number in range(1000):
             firsts = [*begun, *[step] * (number + 1)]
             for last in {first for first in firsts if first >= step}:
-                room = (last + self.bound - next_step + 1) * self.groups_per_step
+                room = (last + self.bound - self.next_step + 1) * self.groups_per_step
                 if sum(first <= last for first in firsts) > room:
                     return number
         return 1000

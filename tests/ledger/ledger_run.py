@@ -161,12 +161,11 @@ def send(ledger: Ledger, trajectory: Trajectory, worker: str = "w", fence: int =
 def score_all(ledger: Ledger, *, failing: Iterable[int] = ()) -> int:
     """Scores all that waits; the tasks named fail."""
     bad = set(failing)
-    return ledger.score(
-        [
-            Scored(u.task, error="raised") if u.task in bad else Scored(u.task, [Reward(reward_of(u.response_tokens))])
-            for u in ledger.unscored(10_000)
-        ]
-    )
+    results = [
+        Scored(u.task, error="raised") if u.task in bad else Scored(u.task, [Reward(reward_of(u.response_tokens))])
+        for u in ledger.unscored(10_000)
+    ]
+    return ledger.score(results).num_tasks
 
 
 def full_step(ledger: Ledger, step: int, *, count: int = 2, size: int = 2) -> Batch:

@@ -7,7 +7,7 @@ import pytest
 from ledger_run import full_step, new_groups, version
 
 from offbeat.errors import UserError
-from offbeat.ledger import schema
+from offbeat.ledger import database
 from offbeat.ledger.ledger import Ledger
 
 
@@ -33,7 +33,7 @@ def test_a_newer_schema_is_refused_in_one_line(tmp_path: Path):
     Ledger(path).close()
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
-    with pytest.raises(UserError, match=r"written by a newer Offbeat \(schema 99; this one reads 2\)"):
+    with pytest.raises(UserError, match=r"written by a newer Offbeat \(schema 99; this one reads 4\)"):
         Ledger(path)
 
 
@@ -82,7 +82,7 @@ def test_network_file_systems_are_told_by_the_deepest_mount(tmp_path: Path):
     )
 
     def kind(path: str) -> str | None:
-        return schema.network_file_system(Path(path), mounts)
+        return database.network_file_system(Path(path), mounts)
 
     assert kind("/home/run/ledger.sqlite") is None
     assert kind("/data/run/ledger.sqlite") == "nfs4"
@@ -90,11 +90,11 @@ def test_network_file_systems_are_told_by_the_deepest_mount(tmp_path: Path):
     assert kind("/database/ledger.sqlite") is None
     assert kind("/my share/ledger.sqlite") == "cifs"
     assert kind("/twice/ledger.sqlite") is None
-    assert schema.network_file_system(Path("/data/x"), tmp_path / "no such file") is None
+    assert database.network_file_system(Path("/data/x"), tmp_path / "no such file") is None
 
 
 def test_a_ledger_on_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(schema, "network_file_system", lambda path: "nfs4")
+    monkeypatch.setattr(database, "network_file_system", lambda path: "nfs4")
     with pytest.raises(UserError, match=r"lies on a network file system \(nfs4\)"):
         Ledger(tmp_path / "ledger.sqlite")
     assert list(tmp_path.iterdir()) == []
@@ -105,5 +105,5 @@ def test_an_older_schema_is_refused_in_one_line(tmp_path: Path):
     Ledger(path).close()
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE meta SET value = '1' WHERE key = 'schema'")
-    with pytest.raises(UserError, match=r"written by an older Offbeat \(schema 1; this one reads 2\)"):
+    with pytest.raises(UserError, match=r"written by an older Offbeat \(schema 1; this one reads 4\)"):
         Ledger(path)

@@ -24,11 +24,13 @@ CHANCE = st.integers(0, 2**32).map(random.Random)
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    @initialize(bound=st.integers(0, 2), groups_per_step=st.sampled_from([None, 2]))
-    def begin(self, bound: int, groups_per_step: int | None):
+    @initialize(
+        bound=st.integers(0, 2), groups_per_step=st.sampled_from([None, 2]), max_no_signal=st.sampled_from([0, 1.5, 3])
+    )
+    def begin(self, bound: int, groups_per_step: int | None, max_no_signal: float):
         self._folder = quick_folder()
         self.path = self._folder.__enter__() / "ledger.sqlite"
-        self.oracle = Oracle(min_group=2, max_attempts=2, bound=bound, groups_per_step=groups_per_step)
+        self.oracle = Oracle(2, 2, bound, groups_per_step, max_no_signal)
         self.given: list[tuple[Task, str]] = []
         """Every lease that was ever given, and to whom."""
         self.sent: list[Submission] = []
@@ -44,6 +46,7 @@ class LedgerMachine(RuleBasedStateMachine):
             max_attempts=2,
             max_staleness=self.oracle.bound,
             groups_per_step=self.oracle.groups_per_step,
+            max_no_signal=self.oracle.max_no_signal,
         )
 
     def teardown(self):
@@ -205,9 +208,10 @@ class LedgerMachine(RuleBasedStateMachine):
             task.reward = rng.choice([0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, None])
             task.state, task.reason = ("failed", "reward") if task.reward is None else ("scored", None)
             results.append(Scored(u.task, None if task.reward is None else [Reward(task.reward)], None))
-        assert self.ledger.score(results) == len(results)
-        assert self.ledger.score(results) == 0
+        num_dropped = self.oracle.num_dropped()
         self.oracle.settle()
+        assert self.ledger.score(results) == (len(results), self.oracle.num_dropped() - num_dropped)
+        assert self.ledger.score(results) == (0, 0)
 
     # Batches and resumes
 
@@ -221,6 +225,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         assert batch is not None
         assert (batch.step, batch.from_version) == (step, self.oracle.latest if step == self.oracle.step else None)
+        assert batch.num_no_signal == sum(group.dropped_at_step == step for group in self.oracle.groups)
         assert [group.group for group in batch.groups] == [group.id for group in expected]
         for got, group in zip(batch.groups, expected, strict=True):
             scored = group.having("scored")
@@ -281,7 +286,10 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         groups, query = self.oracle.groups, self.ledger._db.execute
-        columns = "id, ordinal, seed, retry, reissue_of, require_step, require_version, first_step, state, reason"
+        columns = (
+            "id, ordinal, seed, retry, reissue_of, require_step, require_version, first_step, state, reason, "
+            "dropped_at_step"
+        )
         assert query(f"SELECT {columns} FROM groups ORDER BY id").fetchall() == [
             tuple(getattr(group, name) for name in columns.split(", ")) for group in groups
         ]
@@ -366,7 +374,7 @@ def test_the_ledger_agrees_with_its_oracle_on_a_long_walk(seed: int, monkeypatch
     monkeypatch.setattr(tasks, "NUM_NEAR", 0 if seed % 2 else tasks.NUM_NEAR)
     rng = random.Random(seed)
     machine = LedgerMachine()
-    machine.begin(bound=seed % 3, groups_per_step=None if seed < 4 else 2)
+    machine.begin(bound=seed % 3, groups_per_step=None if seed < 4 else 2, max_no_signal=(0, 1, 2.5, 4)[seed % 4])
     try:
         for at in range(150):
             (name,) = rng.choices(list(CALLS), [weight for weight, _ in CALLS.values()])
@@ -378,5 +386,6 @@ def test_the_ledger_agrees_with_its_oracle_on_a_long_walk(seed: int, monkeypatch
             if at % 10 == 9:
                 machine.every_law_holds()
         assert machine.ledger.verify().violations == ()
+        assert ("no_signal" in machine.ledger.counts().dropped_groups) == (seed % 4 > 0)
     finally:
         machine.teardown()

@@ -229,12 +229,17 @@ def test_an_evaluation_under_way_goes_on_after_a_resume(ledger: Ledger):
 # A whole run, killed anywhere any number of times, trains the same data in the same order.
 
 
+MAX_NO_SIGNAL = 2
+
+
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list]:
-    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "ledger.sqlite")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[float, dict[int, list]]:
+    """By the groups without a signal that a step drops."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return {most: undisturbed(folder / f"{most}.sqlite", most) for most in (0, MAX_NO_SIGNAL)}
 
 
-def test_the_example_run_has_failures_and_retries_to_survive(expected, tmp_path: Path):
+def test_the_example_run_has_failures_and_retries_to_survive(tmp_path: Path):
     undisturbed(tmp_path / "ledger.sqlite")
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         counts = ledger.counts()
@@ -244,8 +249,24 @@ def test_the_example_run_has_failures_and_retries_to_survive(expected, tmp_path:
         assert counts.dropped_groups["failed"] > 2 * num_dead > 0, "some failed once, some twice"
 
 
-@settings(max_examples=15, deadline=None)
+def test_the_example_run_drops_groups_without_a_signal_up_to_its_limit(expected, tmp_path: Path):
+    undisturbed(tmp_path / "ledger.sqlite", MAX_NO_SIGNAL)
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        dropped = "SELECT COUNT(*) FROM groups WHERE reason = 'no_signal' GROUP BY dropped_at_step"
+        most_in_a_step = max(count for (count,) in ledger._db.execute(dropped))
+    groups: dict[tuple[int, int], set[float]] = {}
+    for step in range(NUM_STEPS):
+        for ordinal, _, _, reward in expected[MAX_NO_SIGNAL][step]:
+            groups.setdefault((step, ordinal), set()).add(reward)
+    num_without_signal = sum(len(rewards) == 1 for rewards in groups.values())
+    assert most_in_a_step == MAX_NO_SIGNAL
+    assert 0 < num_without_signal < len(groups), "some were taken as they are"
+    assert expected[0] != expected[MAX_NO_SIGNAL]
+
+
+@settings(max_examples=25, deadline=None)
 @given(
+    max_no_signal=st.sampled_from([0, MAX_NO_SIGNAL]),
     lives=st.lists(st.integers(0, 60), max_size=6),
     save_every=st.integers(1, 4),
     saves_before_commit=st.booleans(),
@@ -253,9 +274,15 @@ def test_the_example_run_has_failures_and_retries_to_survive(expected, tmp_path:
     order=st.integers(1, 1000),
 )
 def test_a_run_killed_anywhere_trains_the_same_data_in_the_same_order(
-    expected, lives, save_every, saves_before_commit, capacity, order
+    expected, max_no_signal, lives, save_every, saves_before_commit, capacity, order
 ):
-    how = {"save_every": save_every, "saves_before_commit": saves_before_commit, "capacity": capacity, "order": order}
+    how = {
+        "save_every": save_every,
+        "saves_before_commit": saves_before_commit,
+        "capacity": capacity,
+        "order": order,
+        "max_no_signal": max_no_signal,
+    }
     with quick_folder() as folder:
         disk = Disk(folder / "ledger.sqlite")
         for num_events in lives:
@@ -265,4 +292,4 @@ def test_a_run_killed_anywhere_trains_the_same_data_in_the_same_order(
             life.close()
         for _ in live(disk, **how):
             pass
-        assert disk.trained == expected
+        assert disk.trained == expected[max_no_signal]

@@ -37,9 +37,9 @@ def test_a_reward_is_stored_once_and_never_changed(ledger: Ledger):
     ledger.admit(new_groups(ledger, 1, size=2))
     tasks = work(ledger, 0)
     parts = [Reward(0.5, "right"), Reward(-0.25, "length", position=0)]
-    assert ledger.score([Scored(task.id, parts) for task in tasks]) == 2
-    assert ledger.score([Scored(task.id, [Reward(9.0)]) for task in tasks]) == 0
-    assert ledger.score([Scored(task.id, error="late") for task in tasks]) == 0
+    assert ledger.score([Scored(task.id, parts) for task in tasks]).num_tasks == 2
+    assert ledger.score([Scored(task.id, [Reward(9.0)]) for task in tasks]).num_tasks == 0
+    assert ledger.score([Scored(task.id, error="late") for task in tasks]).num_tasks == 0
     batch = ledger.claim(0, 1, 0)
     assert batch is not None
     assert [member.reward for member in batch.groups[0].members] == [0.25, 0.25]

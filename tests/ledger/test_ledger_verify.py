@@ -104,6 +104,14 @@ EDITS = {
         f"DROP INDEX groups_drawn; UPDATE groups SET reissue_of = NULL WHERE id = {REISSUED}",
         "was dropped as abandoned, but its prompt was never issued again",
     ),
+    "signal dropped": (
+        "UPDATE groups SET reason = 'no_signal', dropped_at_step = 2 WHERE reason = 'abandoned'",
+        "was dropped for want of a signal, but its 3 rewards lie",
+    ),
+    "no signal, but issued again": (
+        f"UPDATE groups SET reason = 'no_signal', dropped_at_step = 2 WHERE id = {DROPPED}",
+        "was dropped for want of a signal, but its prompt was issued again as group",
+    ),
     "re-issue of a living group": (
         f"DROP INDEX groups_reissued; UPDATE groups SET reissue_of = {TRAINED} WHERE id = {REISSUED}",
         "which is trained",
@@ -219,6 +227,10 @@ EDITS = {
     "failure without a lease": (
         f"UPDATE tasks SET num_failures = 9 WHERE id = {LEASED}",
         "has 9 failures, but 1 leases",
+    ),
+    "pruned and not counted": (
+        f"UPDATE trajectories SET pruned = 1, body = NULL WHERE task = {SCORED}",
+        "0 of its trajectories count as pruned, but 1 are",
     ),
     "pruned too soon": (
         "UPDATE trajectories SET pruned = 1, body = NULL WHERE task IN (SELECT t.id FROM tasks t JOIN groups g "

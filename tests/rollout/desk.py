@@ -13,7 +13,7 @@ import numpy as np
 
 from offbeat.ledger.errors import Fenced, Refused
 from offbeat.ledger.records import Outcome
-from offbeat.serve.client import Heartbeat, Lease
+from offbeat.serve.client import Heartbeat, Lease, verified
 from offbeat.trajectory import Sampling, Task, Trajectory
 from offbeat.weights.version import Version
 
@@ -152,7 +152,7 @@ class Desk:
     async def fetch(self, version: Version) -> Version:
         self._note("fetch", version.number)
         await asyncio.sleep(self.fetch_s)
-        return version
+        return await verified(version)
 
     async def leave(self) -> None:
         self._note("leave")

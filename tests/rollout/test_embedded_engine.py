@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from tiny_models import ask, tiny_model, tokens
 
 from offbeat.rollout.engine import EngineError, Finish, Version
 from offbeat.rollout.engines.embedded import EmbeddedEngine
+from offbeat.rollout.engines.embedded.weights import stage
 
 torch.set_num_threads(1)
 Result = TypeVar("Result")
@@ -68,6 +70,28 @@ def test_a_failure_while_loading_reaches_the_loader_and_those_who_run(tmp_path):
         engine._stepper._fill_again = lambda: 1 / 0
         results = await asyncio.gather(engine.load(version_in(tmp_path)), task, return_exceptions=True)
         assert [str(r) for r in results] == ["engine w7 failed: ZeroDivisionError: division by zero"] * 2
+
+    with_engine(scenario)
+
+
+def test_generation_goes_on_while_the_files_of_a_version_are_read(tmp_path, monkeypatch):
+    tiny_model(seed=3).save_pretrained(tmp_path)
+    may_go_on = threading.Event()
+
+    def slowly(*args: object) -> object:
+        assert may_go_on.wait(30)
+        return stage(*args)
+
+    monkeypatch.setattr("offbeat.rollout.engines.embedded.engine.stage", slowly)
+
+    async def scenario(engine: EmbeddedEngine) -> None:
+        loading = asyncio.create_task(engine.load(version_in(tmp_path, 5)))
+        generation = await engine.generate(ask(tokens(1, 4), max_new_tokens=8))
+        assert {segment.version for segment in generation.segments} == {0}
+        assert (engine.version, engine.seconds_still, loading.done()) == (0, 0.0, False)
+        may_go_on.set()
+        await loading
+        assert (engine.version, engine.seconds_still > 0.0) == (5, True)
 
     with_engine(scenario)
 

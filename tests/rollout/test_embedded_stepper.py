@@ -15,6 +15,7 @@ from tiny_models import CONTEXT_TOKENS, ask, tiny_model, tokens
 from offbeat.rollout.engine import Finish, Generation, Request, Version
 from offbeat.rollout.engines.embedded.recorded import DecodeForward
 from offbeat.rollout.engines.embedded.stepper import Stepper
+from offbeat.rollout.engines.embedded.weights import stage
 
 torch.set_num_threads(1)
 
@@ -199,7 +200,7 @@ def test_a_load_makes_the_kv_of_every_live_request_anew(exact, tmp_path):
             stepper.submit(submitted)
         for _ in range(15):
             assert stepper.step() == []
-        stepper.load(Version(7, step=1, parent=0, digest="", path=tmp_path))
+        stepper.load(7, stage(old, Version(7, step=1, parent=0, digest="", path=tmp_path)))
     before, after = run(stepper)[request.id].segments
     assert [(s.start, s.end, s.version, s.kv_version) for s in (before, after)] == [(0, 15, 0, 0), (15, 40, 7, 7)]
 

@@ -22,7 +22,7 @@ from offbeat.rollout.engines.paced import PacedEngine, PacedSettings
 from offbeat.rollout.spool import Spool, Unsent
 from offbeat.rollout.worker import Worker
 from offbeat.trajectory import End, Segment, Trajectory
-from offbeat.weights.store import WeightStore
+from offbeat.weights.publish import Publisher
 
 SCRIPT = Path(__file__).with_name("killable_worker.py")
 
@@ -94,7 +94,7 @@ def test_a_spool_that_cannot_be_written_is_refused_in_a_line(tmp_path):
 
 
 def test_a_worker_killed_between_writing_and_the_answer_sends_it_when_it_starts_again(tmp_path):
-    version = WeightStore(tmp_path / "weights").write(1, 1, None, {"w": torch.ones(2)})
+    version = Publisher(tmp_path / "weights").write(1, 1, None, {"w": torch.ones(2)})
     folder = tmp_path / "spool"
     paths = os.pathsep.join([str(SCRIPT.parent), *filter(None, sys.path)])
     command = [sys.executable, str(SCRIPT), str(folder), json.dumps([1, version.digest, str(version.path)])]

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from whole_coordinator import opened
 
 from offbeat.config import from_dict
-from offbeat.launch import sources, wiring
 from offbeat.rollout.engines.paced import LogNormalLength, PacedEngine, PacedSettings
 from offbeat.rollout.worker import Worker
 from offbeat.serve.coordinator import Coordinator
 from offbeat.serve.inside import InsideWorker
-from offbeat.weights.folder import WeightFolder
-from offbeat.weights.store import WeightStore
+from offbeat.weights.publish import Publisher
 from offbeat.weights.version import Version
 
 NUM_STEPS = 4
@@ -34,19 +33,8 @@ async def coordinator(folder: Path, **schedule):
             "schedule": schedule,
         }
     )
-    tokens = wiring.load_tokens(config)
-    mixture = sources.make_mixture(config, None)
-    ledger = wiring.open_ledger(config, folder / "ledger.sqlite")
-    pool = await sources.open_pool(config, mixture, folder / "rewards.log")
-    issuer = wiring.make_issuer(config, mixture, tokens)
-    made = wiring.make_coordinator(config, ledger, issuer, pool, tokens, WeightFolder(folder / "weights"))
-    try:
-        await made.start()
+    async with opened(config, folder) as (made, tokens):
         yield made, tokens.vocab_size
-    finally:
-        await made.close()
-        await pool.close()
-        ledger.close()
 
 
 def worker(made: Coordinator, name: str, vocab_size: int, **settings) -> Worker:
@@ -55,7 +43,7 @@ def worker(made: Coordinator, name: str, vocab_size: int, **settings) -> Worker:
     return Worker(name, PacedEngine(paced, worker=name), InsideWorker(made, name))
 
 
-async def train(made: Coordinator, store: WeightStore) -> list[int]:
+async def train(made: Coordinator, store: Publisher) -> list[int]:
     """A trainer that learns nothing: claims, publishes, commits; returns the staleness of all that it was given."""
 
     def write(number: int, step: int, parent: int | None) -> Version:
@@ -81,7 +69,7 @@ async def train(made: Coordinator, store: WeightStore) -> list[int]:
 def test_a_run_goes_on_while_workers_leave_and_come_and_no_token_is_lost_from_sight(mode, splits, tmp_path):
     async def scenario():
         async with coordinator(tmp_path, mode=mode) as (made, vocab_size):
-            training = asyncio.create_task(train(made, WeightStore(tmp_path / "weights")))
+            training = asyncio.create_task(train(made, Publisher(tmp_path / "weights")))
             first, second, third = (worker(made, name, vocab_size, splits_by_version=splits) for name in "abc")
 
             async def leave_and_replace() -> None:
@@ -96,7 +84,7 @@ def test_a_run_goes_on_while_workers_leave_and_come_and_no_token_is_lost_from_si
                 seen = await training
                 made.end()
             counts = await made.call(made.ledger.counts)
-            assert made.ledger.verify().violations == ()
+            assert (await made.call(made.ledger.verify)).violations == ()
             return seen, counts
 
     seen, counts = asyncio.run(scenario())

@@ -2,77 +2,16 @@
 
 import asyncio
 import sqlite3
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
+from coordinator_scenes import SOON_S, answer, answer_all, coordinator, version
 
-from offbeat.config import from_dict
 from offbeat.errors import DeadlineError, RunStopped
-from offbeat.launch import sources, wiring
-from offbeat.ledger.errors import Fenced, LedgerError
+from offbeat.ledger.errors import LedgerError
 from offbeat.ledger.records import Outcome, Submission
 from offbeat.ledger.workers import Role, WorkerState
-from offbeat.tasks.arithmetic import worked_answer
-from offbeat.trajectory import End, Segment, Task
-from offbeat.weights.folder import WeightFolder
-from offbeat.weights.version import Version
-
-SOON_S = 60.0
-
-
-@asynccontextmanager
-async def coordinator(tmp_path: Path, keep_leases: bool = False, **sections):
-    config = from_dict(
-        {
-            "run": {"steps": 3},
-            "batch": {"groups_per_step": 2, "group_size": 4},
-            "eval": {"every": 2, "prompts": 3},
-            **sections,
-        }
-    )
-    tokens = wiring.load_tokens(config)
-    mixture = sources.make_mixture(config, None)
-    ledger = wiring.open_ledger(config, tmp_path / "ledger.sqlite")
-    pool = await sources.open_pool(config, mixture, tmp_path / "rewards.log")
-    issuer = wiring.make_issuer(config, mixture, tokens)
-    made = wiring.make_coordinator(config, ledger, issuer, pool, tokens, WeightFolder(tmp_path / "weights"))
-    made.tokens = tokens
-    try:
-        await made.start(keep_leases=keep_leases)
-        yield made
-    finally:
-        await made.close()
-        await pool.close()
-        ledger.close()
-
-
-def version(number: int, step: int, parent: int | None = None) -> Version:
-    return Version(number, step, parent, f"digest of step {step}", Path("nowhere"))
-
-
-def answer(made, task: Task, number: int, right: bool):
-    tokenizer = made.tokens.tokenizer
-    text = worked_answer(tokenizer.decode(task.prompt)) if right else "no idea"
-    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-    trajectory = task.new_trajectory()
-    trajectory.append(
-        Segment(0, np.array(ids), logprobs=np.full(len(ids), -0.1), version=number, kv_version=number), End.STOP
-    )
-    return trajectory
-
-
-async def answer_all(made, number: int, count: int) -> list[Task]:
-    lease = await made.lease("w", 100, number, SOON_S)
-    assert len(lease.tasks) == count
-    await asyncio.gather(
-        *(
-            made.submit("w", answer(made, task, number, right=i % 2 == 0), task.fence)
-            for i, task in enumerate(lease.tasks)
-        )
-    )
-    return list(lease.tasks)
+from offbeat.trajectory import End, Segment
 
 
 def test_a_worker_is_given_the_version_first_and_then_the_tasks_that_require_it(tmp_path):
@@ -103,7 +42,7 @@ def test_a_batch_is_claimed_trained_and_committed_and_the_next_step_wants_its_ve
             assert (await made.lease("w", 8, 0, SOON_S)).version == version(1, 1, 0)
             await answer_all(made, 1, 8)
             assert (await made.claim(1, SOON_S)).from_version == 1
-            assert made.ledger.verify().violations == ()
+            assert (await made.call(made.ledger.verify)).violations == ()
 
     asyncio.run(scenario())
 
@@ -195,71 +134,6 @@ def test_an_error_behind_the_scenes_reaches_whoever_waits(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_worker_that_falls_silent_loses_its_tasks_to_another(tmp_path):
-    async def scenario():
-        async with coordinator(tmp_path, rollout={"lease_s": 0.2}) as made:
-            await made.publish(version(0, 0))
-            silent = await made.lease("silent", 100, 0, SOON_S)
-            other = await made.lease("other", 1, 0, SOON_S)  # waits until the leases are over
-            task = other.tasks[0]
-            assert task.fence == 2
-            beat = await made.heartbeat("silent", [(task.id, task.fence - 1)])
-            assert beat.lost == (task.id,)
-            before = next(t for t in silent.tasks if t.id == task.id)
-            with pytest.raises(Fenced):
-                await made.submit("silent", answer(made, before, 0, True), before.fence)
-            assert await made.submit("other", answer(made, task, 0, True), task.fence) is Outcome.STORED
-
-    asyncio.run(scenario())
-
-
-def test_a_worker_that_goes_on_beating_keeps_its_tasks(tmp_path):
-    async def scenario():
-        async with coordinator(tmp_path, rollout={"lease_s": 0.6}) as made:
-            await made.publish(version(0, 0))
-            lease = await made.lease("w", 100, 0, SOON_S)
-            held = [(task.id, task.fence) for task in lease.tasks]
-            for _ in range(8):
-                assert (await made.heartbeat("w", held)).lost == ()
-                await asyncio.sleep(0.15)
-            assert (await made.lease("other", 100, 0, 0.0)).tasks == ()
-
-    asyncio.run(scenario())
-
-
-def test_after_a_restart_workers_find_their_leases_as_they_left_them(tmp_path):
-    async def before():
-        async with coordinator(tmp_path) as made:
-            await made.publish(version(0, 0))
-            return (await made.lease("w", 100, 0, SOON_S)).tasks
-
-    async def after(tasks):
-        async with coordinator(tmp_path, keep_leases=True) as made:
-            assert (await made.lease("other", 100, 0, 0.0)).tasks == ()
-            assert (await made.heartbeat("w", [(task.id, task.fence) for task in tasks])).lost == ()
-            assert await made.submit("w", answer(made, tasks[0], 0, True), 1) is Outcome.STORED
-
-    asyncio.run(after(asyncio.run(before())))
-
-
-def test_a_worker_that_leaves_gives_its_tasks_back_at_once_and_a_partial_is_carried_on(tmp_path):
-    async def scenario():
-        async with coordinator(tmp_path) as made:
-            await made.publish(version(0, 0))
-            first, *rest = (await made.lease("a", 100, 0, SOON_S)).tasks
-            partial = first.new_trajectory()
-            partial.append(Segment(0, np.array([5, 6]), logprobs=np.full(2, -0.1), version=0, kv_version=0))
-            assert await made.submit("a", partial, 1) is Outcome.PARTIAL
-            await made.leave("a")
-            lease = await made.lease("b", 100, 0, SOON_S)
-            assert len(lease.tasks) == 1 + len(rest)
-            again = next(task for task in lease.tasks if task.id == first.id)
-            assert again.prefix == partial
-            assert again.fence == 2
-
-    asyncio.run(scenario())
-
-
 def test_with_overlap_work_goes_on_while_a_step_is_trained_and_the_next_batch_can_be_claimed_ahead(tmp_path):
     async def scenario():
         sections = {"schedule": {"mode": "overlap", "max_staleness": 2}, "eval": {"every": 0}}
@@ -276,7 +150,33 @@ def test_with_overlap_work_goes_on_while_a_step_is_trained_and_the_next_batch_ca
             assert {int(a) for g in ahead.groups for m in g.members for a in m.staleness} == {1}
             await made.commit(0, version(1, 1, 0))
             assert (await made.newer(0, SOON_S)) == version(1, 1, 0)
-            assert made.ledger.verify().violations == ()
+            assert (await made.call(made.ledger.verify)).violations == ()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["alternate", "overlap"])
+def test_a_group_without_a_signal_gives_its_place_to_another_that_whoever_waits_is_handed_at_once(tmp_path, mode):
+    async def scenario():
+        batch = {"groups_per_step": 2, "group_size": 4, "drop_no_signal": True, "max_redraws": 1.0}
+        schedule = {"mode": mode, "max_staleness": int(mode == "overlap")}
+        async with coordinator(tmp_path, batch=batch, schedule=schedule, eval={"every": 0}, run={"steps": 1}) as made:
+            await made.publish(version(0, 0))
+            tasks = (await made.lease("w", 100, 0, SOON_S)).tasks
+            assert len(tasks) == 8
+            claim = asyncio.create_task(made.claim(0, SOON_S))
+            for _ in range(2):
+                waiting = asyncio.create_task(made.lease("w", 100, 0, SOON_S))
+                for task in tasks[:4]:
+                    await made.submit("w", answer(made, task, 0, right=True), task.fence)
+                tasks = [*tasks[4:], *(await waiting).tasks]
+                assert len(tasks) == 8
+                assert {task.require_version for task in tasks} == {0 if mode == "alternate" else None}
+            for task in tasks:  # two were dropped: now what comes is taken
+                await made.submit("w", answer(made, task, 0, right=True), task.fence)
+            batch = await claim
+            assert ([group.ordinal for group in batch.groups], batch.num_no_signal) == ([2, 3], 2)
+            assert (await made.call(made.ledger.verify)).violations == ()
 
     asyncio.run(scenario())
 
@@ -326,37 +226,6 @@ def test_a_worker_whose_answers_fail_the_audit_is_shut_out_and_the_tokens_count_
             assert [row["event"] for row in told] == ["quarantine"]
             counts = await made.call(made.ledger.counts)
             assert counts.tokens.masked["audit"] > 0
-            assert made.ledger.verify().violations == ()
-
-    asyncio.run(scenario())
-
-
-def test_a_worker_that_begins_a_new_life_loses_at_once_what_it_does_not_name(tmp_path):
-    async def scenario():
-        async with coordinator(tmp_path, rollout={"max_attempts": 1}, eval={"every": 0}) as made:
-            await made.publish(version(0, 0))
-            first, second = (await made.lease("w", 2, 0, SOON_S)).tasks
-            assert (await made.heartbeat("w", [(first.id, 1), (second.id, 1)], life="one")).lost == ()
-            assert (await made.heartbeat("w", [(first.id, 1)], life="two")).lost == ()  # that one is in its spool
-            counts = await made.call(made.ledger.counts)
-            assert counts.failed_tasks == {"lost": 1}  # alone to blame, at its only attempt
-            assert made.ledger.verify().violations == ()
-
-    asyncio.run(scenario())
-
-
-def test_a_task_that_a_living_worker_never_heard_of_goes_to_another_and_nobody_is_blamed(tmp_path):
-    async def scenario():
-        async with coordinator(tmp_path, rollout={"lease_s": 0.3, "max_attempts": 1}) as made:
-            await made.publish(version(0, 0))
-            (unheard,) = (await made.lease("w", 1, 0, SOON_S)).tasks  # and the answer is lost on its way
-            for _ in range(40):
-                await made.heartbeat("w", [])
-                await asyncio.sleep(0.05)
-                if not await made.call(made.ledger.leased):
-                    break
-            again = (await made.lease("other", 1, 0, SOON_S)).tasks[0]
-            assert (again.id, again.fence) == (unheard.id, 2)
-            assert (await made.call(made.ledger.counts)).failed_tasks == {}
+            assert (await made.call(made.ledger.verify)).violations == ()
 
     asyncio.run(scenario())

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from test_coordinator import SOON_S, answer, coordinator, version
+from coordinator_scenes import SOON_S, answer, coordinator, version
 
 from offbeat.reward.pool import RewardResult
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.config.models import ArithmeticTask, FileTask, FunctionTask, GymTask
+from offbeat.config.tasks import ArithmeticTask, FileTask, FunctionTask, GymTask
 from offbeat.errors import OffbeatError, UserError
 from offbeat.tasks.arithmetic import Arithmetic
 from offbeat.tasks.mixture import Member, Mixture, build_mixture

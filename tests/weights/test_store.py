@@ -3,7 +3,10 @@ import torch
 from blake3 import blake3
 
 from offbeat.weights.digest import PIECE_BYTES, file_digest, tensor_digest, weights_digest
-from offbeat.weights.store import FILE_NAME, WeightsError, WeightStore, read
+from offbeat.weights.folder import FILE_NAME
+from offbeat.weights.publish import Publisher
+from offbeat.weights.store import read
+from offbeat.weights.verify import WeightsError
 
 
 def tensors(seed=0):
@@ -16,14 +19,14 @@ def tensors(seed=0):
 
 
 def test_a_version_is_read_back_as_it_was_written(tmp_path):
-    store = WeightStore(tmp_path)
+    store = Publisher(tmp_path)
     version = store.write(4, 2, 3, tensors())
     again = read(version)
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors().items())
 
 
 def test_one_flipped_bit_is_refused(tmp_path):
-    store = WeightStore(tmp_path)
+    store = Publisher(tmp_path)
     version = store.write(4, 2, 3, tensors())
     file = version.path / FILE_NAME
     data = bytearray(file.read_bytes())
@@ -34,7 +37,7 @@ def test_one_flipped_bit_is_refused(tmp_path):
 
 
 def test_a_missing_version_is_named(tmp_path):
-    store = WeightStore(tmp_path)
+    store = Publisher(tmp_path)
     version = store.write(4, 2, 3, tensors())
     store.keep([5])
     with pytest.raises(WeightsError, match=r"version 4: .* is missing"):
@@ -57,14 +60,14 @@ def test_a_tensors_digest_is_made_of_its_pieces():
 
 
 def test_the_digest_of_a_file_is_that_of_its_tensors(tmp_path):
-    store = WeightStore(tmp_path)
+    store = Publisher(tmp_path)
     some = {**tensors(), "empty": torch.zeros(0, 3), "half": torch.ones(2).half(), "many": torch.arange(9)}
     assert file_digest(store.write(0, 0, None, some).path / FILE_NAME) == weights_digest(some)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 7, 8, 40, -1])
 def test_a_file_that_is_cut_short_is_refused(tmp_path, num_bytes):
-    version = WeightStore(tmp_path).write(4, 2, 3, tensors())
+    version = Publisher(tmp_path).write(4, 2, 3, tensors())
     file = version.path / FILE_NAME
     file.write_bytes(file.read_bytes()[:num_bytes])
     with pytest.raises(WeightsError, match="version 4"):

@@ -11,14 +11,21 @@ from offbeat.cli.parser import Parser
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's folder")
     parser.add_argument("folder", metavar="DIR", help="where to write; must not hold anything yet")
+    parser.add_argument("--adapter", action="store_true", help="write the run's adapter alone, in peft's format")
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from offbeat.launch.folder import stored_config
 
     stored_config(Path(arguments.run))
-    from offbeat.launch.export import export_run
+    from offbeat.launch.export import adapter_folder, export_run
 
-    step = export_run(Path(arguments.run), Path(arguments.folder))
-    print(f"{arguments.folder}: the model of {arguments.run} after {step} steps; try offbeat eval {arguments.folder}")
+    source, folder = Path(arguments.run), arguments.folder
+    step = export_run(source, Path(folder), adapter_alone=arguments.adapter)
+    if arguments.adapter:
+        print(f"{folder}: the adapter of {source} after {step} steps, for peft and vLLM; it stands on model.path")
+        return 0
+    print(f"{folder}: the model of {source} after {step} steps; try offbeat eval {folder}")
+    if adapter := adapter_folder(source):
+        print(f"{adapter}: its adapter, which is merged into it; for a copy: offbeat export {source} DIR --adapter")
     return 0

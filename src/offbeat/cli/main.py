@@ -26,12 +26,15 @@ COMMANDS = {
     "export": "write a run's model as a Hugging Face folder",
     "model": "write a model that comes in a Python package as a Hugging Face folder",
     "ledger": "check a run's ledger, or tell what is in it",
+    "doctor": "say what will work on this machine, and what to install or change",
+    "replay": "repeat a step that met NaN or infinity, and say what was not finite first",
+    "check-loss": "try whether a loss or an advantage of your own keeps to what training relies on",
     "show": "look at what a run generated: the latest answers, the best, the worst, or one with its history",
 }
 """Each is a module of this package with `add_arguments(parser)` and `run(arguments, overrides)`."""
 ACCESS = ("token", "list", "revoke")
 """`offbeat worker` with one of these is about who may join; a module of its own."""
-TAKES_OVERRIDES = ("train", "serve", "trainer", "worker", "eval")
+TAKES_OVERRIDES = ("train", "serve", "trainer", "worker", "eval", "doctor")
 HELP_WORDS = ("-h", "--help", "help")
 
 
@@ -58,9 +61,7 @@ def _run(argv: list[str]) -> int:
         print(_help())
         return 0
     if argv[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"offbeat {version('offbeat')}")
+        print(f"offbeat {_version()}")
         return 0
     name, words = argv[0], argv[1:]
     if name not in COMMANDS:
@@ -73,14 +74,23 @@ def _run(argv: list[str]) -> int:
     is_access = name == "worker" and words[:1] != [] and words[0] in ACCESS
     if name in TAKES_OVERRIDES and not is_access:
         words, overrides = split(words)
-    command = importlib.import_module(f"offbeat.cli.{'access' if is_access else name}")
+    command = importlib.import_module(f"offbeat.cli.{'access' if is_access else name.replace('-', '_')}")
     parser = Parser(prog=f"offbeat {name}", description=f"{COMMANDS[name]}.")
     command.add_arguments(parser)
     return command.run(parser.parse_args(words), overrides)
 
 
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("offbeat")
+    except PackageNotFoundError:
+        return "from a folder, not installed"
+
+
 def _help() -> str:
-    commands = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
+    commands = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
     return f"usage: offbeat COMMAND ...\n\n{commands}\n\noffbeat COMMAND --help tells more."
 
 

@@ -11,7 +11,7 @@ from offbeat.config import Config, arithmetic, resolved
 from offbeat.config.describe import describe
 from offbeat.config.explain import show
 from offbeat.config.keys import dotted, leaves, value_at
-from offbeat.config.models import FileTask
+from offbeat.config.tasks import FileTask
 from offbeat.errors import UserError
 from offbeat.launch.folder import refuse_used
 from offbeat.model.loading import HUB_ID, TINY
@@ -35,9 +35,9 @@ def check(config: Config, resume: Path | None = None) -> None:
     for index, task in enumerate(config.task):
         if isinstance(task, FileTask) and task.source == "file":
             _must_exist(dotted(("task", index, "path"), data), task.path)
-        file, colon, _ = (task.reward or "").rpartition(":")
-        if colon and file.endswith(".py"):
-            _must_exist(dotted(("task", index, "reward"), data), file)
+        _function_must_exist(dotted(("task", index, "reward"), data), task.reward)
+    _function_must_exist("loss.name", config.loss.name)
+    _function_must_exist("loss.advantage", config.loss.advantage)
 
 
 def preview(config: Config, resume: Path | None = None) -> list[str]:
@@ -72,6 +72,13 @@ def _must_exist(key: str, path: str | None) -> None:
     if path is None or Path(path).expanduser().exists() or (key == "model.tokenizer" and not _is_local(path)):
         return
     raise UserError(f"{key} = {show(path)}: no such file or folder; relative paths start at {Path.cwd()}")
+
+
+def _function_must_exist(key: str, spec: str | None) -> None:
+    """Of a function of the user's own, `file.py:function`, the file."""
+    file, colon, _ = (spec or "").rpartition(":")
+    if colon and file.endswith(".py"):
+        _must_exist(key, file)
 
 
 def _num_parameters(config: Config) -> int | None:

@@ -62,7 +62,10 @@ def as_data(look: Look, words: Words, with_tokens: bool) -> dict[str, Any]:
         "is_pruned": look.is_pruned,
         "segments": told,
         "reward": look.reward,
-        "rewards": [{"name": part.name, "value": part.value, "position": part.position} for part in look.rewards],
+        "rewards": [
+            {"name": part.name, "value": part.value, "position": part.position, "weight": part.weight}
+            for part in look.rewards
+        ],
         "error": look.error,
         "history": [{"at": event.at, "what": event.what} for event in look.history],
     }
@@ -166,10 +169,12 @@ def _reward(look: Look) -> list[str]:
     if look.reward is None:
         return ["  none yet"]
     parts = [
-        f"    {part.value:g} {part.name}" + ("" if part.position < 0 else f" at {part.position}")
+        f"    {part.value:g} {part.name}"
+        + ("" if part.position < 0 else f" at {part.position}")
+        + ("" if part.weight == 1 else f", counts {part.weight:g} times")
         for part in look.rewards
     ]
-    return [f"  {look.reward:g}", *(parts if len(parts) > 1 else [])]
+    return [f"  {look.reward:g}", *(parts if len(parts) > 1 or look.rewards[0].weight != 1 else [])]
 
 
 def _moment(at: float | None) -> str:

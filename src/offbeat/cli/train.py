@@ -42,7 +42,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         overrides = [*overrides, f"--run.name={arguments.name}"]
     config, resume = resolve(arguments.config, overrides, arguments.resume)
     from offbeat.cli.preview import check, preview
+    from offbeat.launch.engines import check_engine
 
+    check_engine(config, config.rollout.workers)
     check(config, resume)
     if arguments.dry_run:
         print("\n".join(preview(config, resume)))

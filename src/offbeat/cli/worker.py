@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from pathlib import Path
 
 from offbeat.cli.parser import Parser
 from offbeat.cli.trainer import add_join_arguments, invitation_of, told
+from offbeat.errors import UserError
 
 ROLES = ("rollout", "reward")
 
@@ -17,6 +19,21 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--role", choices=ROLES, default="rollout", help="rollout: generate (the default); reward: judge answers"
     )
+    parser.add_argument(
+        "--site", default="", help="workers of one site fetch weights from each other, so that a slow link is used once"
+    )
+    parser.add_argument(
+        "--peer-address", metavar="HOST:PORT", help="where this worker hands weights on to others of its --site"
+    )
+    parser.add_argument(
+        "--fetch-weights", action="store_true", help="also where the coordinator's disk could be read from here"
+    )
+    parser.add_argument(
+        "--engine-url", metavar="URL", help="a vLLM or SGLang server for this worker alone, the same as --engine.url"
+    )
+    parser.add_argument(
+        "--engine-log", metavar="FILE", type=Path, help="what a server that it starts prints; else engine.log in --dir"
+    )
     parser.epilog = f"{parser.epilog}\n\nSee also: offbeat worker token --help."
 
 
@@ -25,6 +42,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from offbeat.launch.joining import own_folder
     from offbeat.ledger.workers import Role
 
+    if arguments.engine_url:
+        overrides = [*overrides, f"--engine.url={arguments.engine_url}"]
     tether.hold()
     with own_folder(arguments.dir, arguments.name, arguments.join) as (folder, name):
         invitation = invitation_of(arguments, Role(arguments.role), folder, name)
@@ -32,6 +51,12 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             from offbeat.launch.judge import judge
 
             return told(f"judge {name}", asyncio.run(judge(invitation, overrides)))
+        from offbeat.launch.peers import Site, read_address
         from offbeat.launch.worker import work
 
-        return told(f"worker {name}", asyncio.run(work(invitation, overrides)))
+        if arguments.peer_address and not arguments.site:
+            raise UserError("--peer-address: needs --site, the name of those that it serves")
+        site = Site(arguments.site, read_address(arguments.peer_address) if arguments.peer_address else None)
+        shares_disk = not arguments.fetch_weights
+        working = work(invitation, overrides, site, shares_disk=shares_disk, engine_log=arguments.engine_log)
+        return told(f"worker {name}", asyncio.run(working))

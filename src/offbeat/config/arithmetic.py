@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from offbeat.config.learning import recipe
 from offbeat.config.models import Config
 
 BYTES_PER_PARAMETER = {"auto": 4, "float32": 4, "bfloat16": 2}
@@ -37,10 +38,29 @@ def arithmetic(config: Config, num_parameters: int | None = None) -> list[str]:
         f"{count(math.ceil(samples / config.rollout.slots), 'wave')} or fewer",
         f"the run      {count(steps, 'step')} = {count(steps * groups, 'group')} = "
         f"{count(steps * samples, 'sample')}, at most {new_tokens * steps:,} new tokens",
+        _learning(config),
         _evaluation(config),
         _checkpoints(config),
     ]
-    return [*lines, _disk(config, steps * samples, num_parameters)]
+    return [*lines, _disk(config, num_parameters)]
+
+
+def _learning(config: Config) -> str:
+    """What the loss's name stands for here."""
+    chosen, loss = recipe(config), config.loss
+    held = {
+        "clip": f"clip {chosen.clip_low:g} below and {chosen.clip_high:g} above",
+        "sequence_clip": f"sequences' clip {chosen.clip_low:g} below and {chosen.clip_high:g} above",
+        "cispo": f"ratios up to {loss.ratio_max:g}",
+    }
+    bounds = {"off": "", "decoupled": "", "tis": f" up to {chosen.max_importance:g}"}
+    bounds["sequence_tis"] = bounds["tis"]
+    between = f" from {chosen.min_importance:g} to {chosen.max_importance:g}"
+    parts = [f"advantage {chosen.advantage}", held.get(chosen.policy, ""), f"{chosen.aggregate}"]
+    parts.append(f"correction {chosen.correction}{bounds.get(chosen.correction, between)}")
+    if chosen.drop_no_signal:
+        parts.append("groups without signal are drawn anew")
+    return f"learning     {loss.name}: {', '.join(part for part in parts if part)}"
 
 
 def count(number: int, noun: str) -> str:
@@ -90,19 +110,27 @@ def _checkpoints(config: Config) -> str:
     return f"checkpoints  {written:,}, {when}; the newest {min(kept, written)} kept"
 
 
-def _disk(config: Config, num_samples: int, num_parameters: int | None) -> str:
+def disk_bytes(config: Config, num_parameters: int | None) -> dict[str, int]:
+    """The most that each kind of file takes; weights and checkpoints only where the model's size is known."""
+    num_samples = config.run.steps * config.batch.groups_per_step * config.batch.group_size
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     trajectories = num_samples * (TRAJECTORY_BYTES + TRAJECTORY_BYTES_PER_TOKEN * longest)
-    if num_parameters is None:
-        return f"disk         at most {size(trajectories)} of trajectories, besides weights and checkpoints"
+    if num_parameters is None or config.model.lora_rank:  # adapters are small, by how much its layers' sizes tell
+        return {"trajectories": trajectories}
     kept = min(config.checkpoint.keep, num_checkpoints(config)) + 1  # a new one is whole before an old one goes
-    checkpoints = kept * CHECKPOINT_BYTES_PER_PARAMETER * num_parameters
-    versions = VERSIONS_ON_DISK * BYTES_PER_PARAMETER[config.model.dtype] * num_parameters
-    total = trajectories + checkpoints + versions
-    return (
-        f"disk         at most {size(total)}: trajectories {size(trajectories)}, checkpoints {size(checkpoints)}, "
-        f"weights {size(versions)}"
-    )
+    return {
+        "trajectories": trajectories,
+        "checkpoints": kept * CHECKPOINT_BYTES_PER_PARAMETER * num_parameters,
+        "weights": VERSIONS_ON_DISK * BYTES_PER_PARAMETER[config.model.dtype] * num_parameters,
+    }
+
+
+def _disk(config: Config, num_parameters: int | None) -> str:
+    kinds = disk_bytes(config, num_parameters)
+    if "weights" not in kinds:
+        return f"disk         at most {size(kinds['trajectories'])} of trajectories, besides weights and checkpoints"
+    parts = ", ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in kinds.items())
+    return f"disk         at most {size(sum(kinds.values()))}: {parts}"
 
 
 def size(num_bytes: int) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from functools import cache
 
-from offbeat.config import models
 from offbeat.config.explain import show
 from offbeat.config.keys import TASK_MODELS
-from offbeat.config.models import Config, Section
+from offbeat.config.models import Config
+from offbeat.config.section import Section
 
 
 def describe() -> list[tuple[str, list[tuple[str, str, str]]]]:
@@ -26,7 +27,7 @@ def describe() -> list[tuple[str, list[tuple[str, str, str]]]]:
 
 
 def _keys(model: type[Section]) -> list[tuple[str, str, str]]:
-    meanings = {name: text for parent in reversed(model.__mro__) for name, text in _docs().get(parent.__name__, ())}
+    meanings = {name: text for parent in reversed(model.__mro__) for name, text in _docs_of(parent)}
     rows = []
     for name, field in model.model_fields.items():
         default = "-" if field.is_required() else "none" if field.default is None else show(field.default)
@@ -34,11 +35,15 @@ def _keys(model: type[Section]) -> list[tuple[str, str, str]]:
     return rows
 
 
+def _docs_of(parent: type) -> list[tuple[str, str]]:
+    return _docs(parent.__module__).get(parent.__name__, []) if issubclass(parent, Section) else []
+
+
 @cache
-def _docs() -> dict[str, list[tuple[str, str]]]:
-    """The text below each field of each class of the models' source."""
+def _docs(module: str) -> dict[str, list[tuple[str, str]]]:
+    """The text below each field of each class of a module's source."""
     found: dict[str, list[tuple[str, str]]] = {}
-    for node in ast.parse(inspect.getsource(models)).body:
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
         if isinstance(node, ast.ClassDef):
             found[node.name] = [
                 (field.target.id, " ".join(text.value.value.split()))

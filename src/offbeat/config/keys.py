@@ -12,7 +12,9 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from offbeat.config.lines import Path
-from offbeat.config.models import AnyTask, Config, Section, TaskConfig
+from offbeat.config.models import Config
+from offbeat.config.section import Section
+from offbeat.config.tasks import AnyTask, TaskConfig
 from offbeat.spelling import nearest
 
 MISSING = object()

@@ -19,7 +19,8 @@ from pydantic import ValidationError
 from offbeat.config.explain import Origin, explain
 from offbeat.config.keys import accepts, dotted, field_at, is_switch, leaves, value_at
 from offbeat.config.lines import Path, key_lines
-from offbeat.config.models import DEMO, ArithmeticTask, Config
+from offbeat.config.models import DEMO, Config
+from offbeat.config.tasks import ArithmeticTask
 from offbeat.errors import UserError
 
 SWITCH_VALUES = ("true", "false", "none")

@@ -6,22 +6,17 @@ run, unless marked `free()`, which `--resume` may change. Errors name the key, t
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-def free(default: Any, **constraints: Any) -> Any:
-    """A field whose value may change when a run is resumed."""
-    return Field(default, json_schema_extra={"free": True}, **constraints)
-
+from offbeat.config.checks import CHECKS
+from offbeat.config.learning import LossConfig, OptimizerConfig
+from offbeat.config.section import Section, free
+from offbeat.config.tasks import AnyTask, ArithmeticTask
 
 DEFAULT_BOUND = 4
 """Steps of staleness at which quality is known to hold; it still does at 6, and no longer at 11."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -54,72 +49,12 @@ class ModelConfig(Section):
     """`cpu`, `cuda`, `cuda:1`, `mps`. auto: the fastest there is."""
     gradient_checkpointing: bool = free(False)
     """Compute activations twice instead of keeping them: slower, in less memory."""
-
-
-class TaskConfig(Section):
-    """What every source of prompts can be told."""
-
-    weight: float = Field(1.0, gt=0)
-    """How often this source is drawn from, beside the others."""
-    reward: str | None = None
-    """`exact`, `number`, `math`, `module:function` or `file.py:function`; without it, the source's own."""
-    system: str | None = None
-    """A system message, for models with a chat template."""
-
-
-class ArithmeticTask(TaskConfig):
-    source: Literal["arithmetic"] = "arithmetic"
-    level: int = Field(2, ge=1, le=5)
-    """How hard: from two digits to eight terms of up to three digits."""
-    tail: float = Field(0.0, ge=0, le=1)
-    """The share of problems whose worked answer is long."""
-    tail_median: int = Field(6, ge=2, le=64)
-    """Lines in the median long answer."""
-    tail_sigma: float = Field(0.8, ge=0, le=2)
-    """Spread of their log-normal law."""
-    tail_cap: int = Field(40, ge=2, le=64)
-    """Lines in the longest."""
-
-
-class GymTask(TaskConfig):
-    source: Literal["reasoning-gym"]
-    name: str
-    """The data set's name in reasoning-gym, such as `chain_sum`."""
-    options: dict[str, Any] = {}
-    """Passed to its configuration."""
-    chat: bool | None = None
-    """Put the question through the chat template; without it, whenever the model has one."""
-
-
-class FileTask(TaskConfig):
-    source: Literal["file", "dataset"]
-    path: str
-    """A .jsonl or .parquet file (`file`), or the name or folder of a Hugging Face dataset (`dataset`)."""
-    split: str = "train"
-    """Of a dataset."""
-    prompt: str = "prompt"
-    """The column with the prompt as text."""
-    messages: str | None = None
-    """The column with the prompt as chat messages, instead of `prompt`."""
-    answer: str | None = "answer"
-    """The column with the right answer, handed to the reward."""
-    chat: bool | None = None
-    """Put a text prompt through the chat template; without it, whenever the model has one."""
-    held_out: float = Field(0.05, ge=0, lt=1)
-    """The share of rows kept for evaluation, chosen by their content."""
-    shuffle: bool = True
-    """Another order in every epoch, drawn from run.seed."""
-
-
-class FunctionTask(TaskConfig):
-    source: Literal["function"]
-    path: str
-    """`module:function` or `file.py:function`, called with (ordinal, seed, held_out), returning a problem as a dict."""
-    chat: bool | None = None
-    """Put a text prompt through the chat template; without it, whenever the model has one."""
-
-
-AnyTask = Annotated[ArithmeticTask | GymTask | FileTask | FunctionTask, Field(discriminator="source")]
+    lora_rank: int = Field(0, ge=0)
+    """Train adapters of this rank beside frozen weights (LoRA), and publish them alone; 0: all weights are trained."""
+    lora_alpha: float | None = Field(None, gt=0)
+    """What adapters are multiplied by, times the rank; without it, twice the rank."""
+    lora_targets: list[str] = Field([])
+    """Layers that get an adapter, by the end of their names, such as q_proj; without it, all linear ones."""
 
 
 class RewardConfig(Section):
@@ -129,6 +64,12 @@ class RewardConfig(Section):
     """Longest wait for one reward; then its process is killed and the reward counts as failed."""
     max_failure_share: float = free(0.2, ge=0, le=1)
     """The run stops when a larger share of the latest rewards failed."""
+    weights: dict[str, float] = Field({})
+    """What each named part of a reward counts; those not named count 1."""
+    overlong_tokens: int = Field(0, ge=0)
+    """Answers that come this close to rollout.max_new_tokens lose reward, more the closer they come; 0: none does."""
+    overlong_penalty: float = Field(1.0, gt=0)
+    """What the longest answers lose."""
 
 
 class BatchConfig(Section):
@@ -138,6 +79,10 @@ class BatchConfig(Section):
     """Answers per prompt, which are judged against each other."""
     min_group: int = Field(2, ge=2)
     """A group trains while this many members remain."""
+    drop_no_signal: bool | None = None
+    """Drop groups whose rewards are all equal, which teach nothing, and draw others; without it, for dapo alone."""
+    max_redraws: float = Field(4.0, ge=0)
+    """At most so many groups, times groups_per_step, are dropped for a step; then they are taken as they are."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer updates that a step's groups are dealt to."""
     tokens_per_microbatch: int = free(16384, ge=1)
@@ -174,8 +119,14 @@ class ServeConfig(Section):
 class RolloutConfig(Section):
     workers: int | None = free(None, ge=0, le=64)
     """Worker processes on this machine, beside those that join from elsewhere; without it, one process does all."""
-    engine: Literal["embedded", "paced"] = "embedded"
-    """What generates. embedded: the model itself. paced: no model, random tokens at a modelled pace, to try a swarm."""
+    engine: Literal["embedded", "paced", "vllm", "sglang"] = "embedded"
+    """What generates. embedded: the model itself. vllm, sglang: a server beside each worker, see [engine]. paced: no
+    model, random tokens at a modelled pace, to try a swarm."""
+    kv: Literal["same", "refill", "stale"] = "same"
+    """Keys and values that tokens attend to. same: the sampling version's own. refill: also computed anew for every
+    request. stale: those of a request that runs across a load are kept (overlap; vllm, sglang)."""
+    kv_lag: int = Field(1, ge=1)
+    """Versions that kept keys and values may lag behind (kv = "stale")."""
     slots: int = free(256, ge=1)
     """Requests that the engine runs at a time."""
     temperature: float = Field(1.0, gt=0)
@@ -192,6 +143,25 @@ class RolloutConfig(Section):
     """A worker that is not heard of for so long loses its tasks to others."""
     deadline_s: float = free(1800.0, gt=0)
     """Longest wait for a batch before the run stops and says whom it waited for."""
+
+
+class EngineConfig(Section):
+    """The server of an engine that has one (vllm, sglang)."""
+
+    url: str | None = free(None)
+    """A server to use, for one worker alone; without it, every worker starts one of its own on this machine."""
+    python: str | None = free(None)
+    """The Python of the environment that has the engine; without it, the one that runs Offbeat."""
+    tensor_parallel: int = free(1, ge=1)
+    """GPUs that one server spreads the model over."""
+    memory_share: float = free(0.85, gt=0, lt=1)
+    """Of each GPU's memory, what the server may take."""
+    arguments: list[str] = free([])
+    """More words for its command line, handed on as they are."""
+    start_within_s: float = free(600.0, gt=0)
+    """Longest wait for a server that was started to answer."""
+    weights: Literal["auto", "path", "ipc"] = free("auto")
+    """How versions get into it. path: it reads files. ipc: by way of the GPU's memory. auto: ipc on a GPU."""
 
 
 class PacedConfig(Section):
@@ -211,44 +181,6 @@ class PacedConfig(Section):
     """Half of the answers are longer."""
     sigma: float = free(0.8, ge=0, le=3)
     """Spread of their log-normal law; near 1 there is a long tail."""
-
-
-class OptimizerConfig(Section):
-    lr: float = free(1e-6, gt=0)
-    """Learning rate, at its highest."""
-    schedule: Literal["constant", "linear", "cosine"] = free("constant")
-    """How it falls towards run.steps."""
-    warmup_steps: int = free(0, ge=0)
-    """Steps in which it rises from 0."""
-    beta1: float = free(0.9, ge=0, lt=1)
-    """Of AdamW: how slowly the mean of gradients forgets."""
-    beta2: float = free(0.999, ge=0, lt=1)
-    """The same for their squares."""
-    eps: float = free(1e-8, gt=0)
-    """Added to the root of that mean, so that nothing is divided by 0."""
-    weight_decay: float = free(0.0, ge=0)
-    """The share of every weight, times lr, that an update takes away."""
-    max_grad_norm: float = free(1.0, gt=0)
-    """Longer gradients are shortened to this."""
-
-
-class LossConfig(Section):
-    name: Literal["grpo"] = "grpo"
-    """grpo: advantages within each group, clipped probability ratios."""
-    clip_low: float = free(0.2, gt=0, lt=1)
-    """How far below 1 a probability ratio still counts."""
-    clip_high: float = free(0.2, gt=0)
-    """How far above 1."""
-    kl_coef: float = Field(0.0, ge=0)
-    """Weight of the k3 estimate of the KL divergence to the starting model; 0 loads no reference."""
-    max_logprob_gap: float = free(0.05, gt=0)
-    """Alarm when engine and trainer disagree by more than this, on average, about fresh tokens."""
-    stop_logprob_gap: float | None = free(None, gt=0)
-    """Stop the run at this gap."""
-    max_sample_gap: float = free(1.0, gt=0)
-    """An answer whose log-probs are off by more than this, on average over fresh tokens, is not learnt from."""
-    max_importance: float = free(2.0, ge=1)
-    """The most that a token of older weights counts (overlap)."""
 
 
 class EvalConfig(Section):
@@ -280,6 +212,15 @@ class LedgerConfig(Section):
     """A folder, or a URL such as s3://bucket/run, that gets a copy of the ledger with every checkpoint."""
 
 
+class WeightsConfig(Section):
+    deltas: Literal["auto", "always", "never"] = free("auto")
+    """Publish what changed, in signed pieces; auto: where workers elsewhere can join; always: for all workers."""
+    anchor_every: int = free(10, ge=1)
+    """Versions from one whole one to the next; workers that join late start from the newest."""
+    store: str | None = free(None)
+    """A folder or URL such as s3://bucket/run that trainer and workers reach; without it, the coordinator has all."""
+
+
 class LogConfig(Section):
     console: Literal["auto", "rich", "plain", "quiet"] = free("auto")
     """auto: rich on a terminal, plain elsewhere."""
@@ -299,6 +240,7 @@ class Config(Section):
     batch: BatchConfig = BatchConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
     serve: ServeConfig = ServeConfig()
     paced: PacedConfig = PacedConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -306,49 +248,13 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     ledger: LedgerConfig = LedgerConfig()
+    weights: WeightsConfig = WeightsConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
-    def batch_arithmetic_holds(self) -> Self:
-        batch, rollout = self.batch, self.rollout
-        if batch.min_group > batch.group_size:
-            raise ValueError(f"batch.min_group = {batch.min_group}: allowed 2 to batch.group_size = {batch.group_size}")
-        if batch.groups_per_step % batch.updates_per_step:
-            raise ValueError(
-                f"batch.updates_per_step = {batch.updates_per_step}: must divide batch.groups_per_step = "
-                f"{batch.groups_per_step}, because each update trains whole groups"
-            )
-        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-        if batch.tokens_per_microbatch < longest:
-            raise ValueError(
-                f"batch.tokens_per_microbatch = {batch.tokens_per_microbatch}: allowed {longest} or more, because one "
-                f"sample may hold rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens"
-            )
-        if self.optimizer.warmup_steps > self.run.steps:
-            raise ValueError(
-                f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: allowed 0 to run.steps = {self.run.steps}"
-            )
-        mode, bound = self.schedule.mode, self.schedule.max_staleness
-        if mode == "alternate" and bound:
-            raise ValueError(
-                f'schedule.max_staleness = {bound}: allowed 0 with schedule.mode = "alternate", where nothing is '
-                'generated while training; set schedule.mode = "overlap"'
-            )
-        if mode == "overlap" and bound == 0:
-            raise ValueError(
-                'schedule.max_staleness = 0: allowed 1 or more with schedule.mode = "overlap", where tokens wait for '
-                "the step under way"
-            )
-        if self.run.exact and mode == "overlap":
-            raise ValueError(
-                'schedule.mode = "overlap": allowed "alternate" with run.exact = true, because what is trained next '
-                "would depend on who was faster"
-            )
-        if self.run.exact and rollout.slots < 16:
-            raise ValueError(
-                f"rollout.slots = {rollout.slots}: allowed 16 or more with run.exact = true, because below 16 rows "
-                "a matrix product takes another path and results depend on their number"
-            )
+    def fields_agree(self) -> Self:
+        for check in CHECKS:
+            check(self)
         return self
 
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class OpenGroup:
-    """A group with open tasks."""
+class OpenGroup(NamedTuple):
+    """A group with open tasks. A tuple, because every call for tasks makes dozens."""
 
     group: int
     ordinal: int
@@ -36,6 +36,11 @@ class OpenGroup:
     @property
     def order(self) -> tuple[bool, bool, int, int]:
         return not self.is_eval, self.num_open == self.size, self.ordinal, self.group
+
+    @property
+    def begins(self) -> bool:
+        """Whether to give one of its tasks is to begin it, for which pacing is asked."""
+        return self.require_version is None and self.first_step is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ def assign(groups: Iterable[OpenGroup], asker: Asker) -> list[tuple[int, int]]:
     for group in groups:
         if left <= 0:
             break
-        begins = group.require_version is None and group.first_step is None
+        begins = group.begins
         if not _suits(group, asker) or (begins and asker.num_begin is not None and num_begun >= asker.num_begin):
             continue
         count = min(left, group.num_open)

@@ -15,8 +15,10 @@ from offbeat.errors import OffbeatError, UserError
 from offbeat.launch import sources
 from offbeat.launch.stopping import interruptible
 from offbeat.ledger.records import EvalGroup, EvalRound, GroupState, NewGroup, derive_seed
+from offbeat.ledger.scoring import total
 from offbeat.reward.failures import FailureWatch
 from offbeat.reward.pool import RewardInput, RewardPool
+from offbeat.reward.shaping import Shaping
 from offbeat.rollout.engine import Engine, Request
 from offbeat.serve.evaluation import eval_figures
 
@@ -57,7 +59,9 @@ async def _evaluate(config: Config, reward: Callable[..., Any] | None, log: Path
             engine = models.make_embedded(config, "eval", version=0)
         stack.push_async_callback(engine.close)
         watch = FailureWatch(config.reward.max_failure_share, window=sum(group.size for group in groups), min_count=1)
-        judged = await asyncio.gather(*(_judge(group, engine, pool, tokens, watch) for group in groups))
+        judged = await asyncio.gather(
+            *(_judge(group, engine, pool, sources.make_shaping(config), tokens, watch) for group in groups)
+        )
     if reason := watch.verdict():
         raise OffbeatError(f"{reason}; mend it (see {log})")
     figures = eval_figures(EvalRound(step=0, is_abandoned=False, groups=tuple(judged)))
@@ -67,7 +71,7 @@ async def _evaluate(config: Config, reward: Callable[..., Any] | None, log: Path
 
 
 async def _judge(
-    group: NewGroup, engine: Engine, pool: RewardPool, tokens: wiring.Tokens, watch: FailureWatch
+    group: NewGroup, engine: Engine, pool: RewardPool, shaping: Shaping, tokens: wiring.Tokens, watch: FailureWatch
 ) -> EvalGroup:
     requests = [
         Request(
@@ -88,7 +92,7 @@ async def _judge(
     results = await pool.score(group.reward, inputs)
     for result in results:
         watch.record(failed=result.error is not None, reason=result.error)
-    values = tuple(sum(reward.value for reward in result.rewards) for result in results if result.rewards is not None)
+    values = tuple(total(shaping.weighted(result.rewards)) for result in results if result.error is None)
     return EvalGroup(
         group=group.ordinal,
         ordinal=group.ordinal,

@@ -16,6 +16,7 @@ from typing import Any
 from offbeat.config.models import Config
 from offbeat.errors import OffbeatError
 from offbeat.launch import sources
+from offbeat.launch.engines import check_engine
 from offbeat.launch.folder import RunFolder
 from offbeat.launch.stopping import interruptible
 from offbeat.watch.sinks import check_sinks
@@ -24,6 +25,7 @@ from offbeat.watch.sinks import check_sinks
 def train(config: Config, *, reward: Callable[..., Any] | None = None, resume: Path | None = None) -> dict[str, Any]:
     """Runs a configuration to its end and returns the summary that is also in the run's folder."""
     check_sinks(config.log.sinks)
+    check_engine(config, num_workers=None)
     sources.need_processes(config, "nobody can join a run of one process; set rollout.workers, or use offbeat serve")
     with RunFolder.open(resume, config) if resume else RunFolder.create(config) as folder:
         try:

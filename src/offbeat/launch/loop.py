@@ -20,10 +20,11 @@ from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.learn.checkpoint import Checkpoints
 from offbeat.learn.trainer import StepReport, Trainer
 from offbeat.reward.pool import RewardPool
+from offbeat.rollout.engine import KvMode
 from offbeat.rollout.worker import Worker
 from offbeat.serve.inside import InsideWorker
 from offbeat.tasks.mixture import Mixture
-from offbeat.weights.store import WeightStore
+from offbeat.weights.publish import Publisher
 
 WORKER = "local"
 
@@ -36,6 +37,7 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
             models.set_threads(config)
             prepared = prepare(config, mixture)
             policy, reference = models.make_policy(config)
+            adapter = models.make_adapter(config, policy)
             engine = make_engine(config, WORKER)
         stack.push_async_callback(engine.close)
         office = await stack.enter_async_context(open_office(folder, mixture, pool, prepared))
@@ -47,8 +49,8 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
         trainer = Trainer(
             coordinator,
             policy,
-            WeightStore(folder.weights),
-            Checkpoints(folder.checkpoints, config.checkpoint.keep),
+            Publisher(folder.weights, adapter=adapter),
+            Checkpoints(folder.checkpoints, config.checkpoint.keep, adapter),
             models.trainer_settings(config),
             reference=reference,
             span=folder.span,
@@ -60,7 +62,8 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
         await coordinator.start()
         if await trainer.start() >= config.run.steps:
             office.console.note(f"the run is at step {trainer.step} already; raise run.steps to go on")
-        await _work(config, office, Worker(WORKER, engine, InsideWorker(coordinator, WORKER)), trainer, stopping)
+        worker = Worker(WORKER, engine, InsideWorker(coordinator, WORKER), kv=KvMode(config.rollout.kv))
+        await _work(config, office, worker, trainer, stopping)
         is_finished = trainer.step >= config.run.steps
         return reporter.finish(
             seconds=time.monotonic() - start_s,

@@ -17,6 +17,7 @@ from offbeat.launch.folder import RunFolder
 from offbeat.launch.report import Reporter
 from offbeat.ledger.ledger import Ledger
 from offbeat.reward.pool import RewardPool
+from offbeat.serve.clearing import Clearing
 from offbeat.serve.coordinator import Coordinator
 from offbeat.serve.issuing import Issuer
 from offbeat.tasks.mixture import Mixture
@@ -55,8 +56,8 @@ async def open_office(
     config, issuer = folder.config, prepared.issuer
     async with AsyncExitStack() as stack:
         ledger = stack.enter_context(wiring.open_ledger(config, folder.ledger))
-        weights = WeightFolder(folder.weights)
-        coordinator = wiring.make_coordinator(config, ledger, issuer, pool, prepared.tokens, weights)
+        clearing = Clearing(WeightFolder(folder.weights), wiring.open_pieces(config, folder.weights))
+        coordinator = wiring.make_coordinator(config, ledger, issuer, pool, prepared.tokens, clearing)
         stack.push_async_callback(coordinator.close)
         rewards = {name: member.reward for name, member in mixture.members.items()}
         _hold(folder, "model.chat_template", "template_hash", issuer.renderer.template_hash)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offbeat.launch.folder import RunFolder
-from offbeat.ledger.records import Counts, EvalRound
+from offbeat.ledger.records import Counts, EvalRound, Member
 from offbeat.serve.evaluation import eval_figures
 from offbeat.watch.console import Console, held_out
 from offbeat.watch.history import read_metrics
@@ -17,6 +17,7 @@ from offbeat.watch.sinks import Sink
 
 if TYPE_CHECKING:
     from offbeat.learn.trainer import StepReport
+    from offbeat.weights.publish import Figures
 
 EVENT = "event"
 """The key that tells an event of the trainer from the figures of a step."""
@@ -40,6 +41,8 @@ class Reporter:
                 f"step {fields['step']}: engine and trainer disagree by {fields['gap']:.2g} about fresh tokens, "
                 f"over loss.max_logprob_gap = {fields['limit']:g}"
             )
+        elif kind == "unused_weights":
+            self.console.alarm(f"reward.weights: no reward has given {', '.join(fields['names'])} so far")
         elif kind == "backup_failed":
             self.console.alarm(f"the ledger was not copied to {fields['target']}: {fields['error']}")
         elif kind == "quarantine":
@@ -136,14 +139,41 @@ def step_row(report: StepReport, spans: Mapping[str, float]) -> dict[str, Any]:
         "staleness_max": int(ages.max(initial=0)),
         "samples": len(members),
         "tokens": int(lengths.sum()),
+        "dropped_no_signal": report.batch.num_no_signal,
         **{f"time_{name}_s": value for name, value in spans.items()},
+        **_weights_row(report.weights),
     }
     by_source = {group.source for group in report.batch.groups}
     if len(by_source) > 1:
         for source in sorted(by_source):
             own = [m.reward for g in report.batch.groups if g.source == source for m in g.members]
             row[f"reward/{source}"] = float(np.mean(own))
-    return row
+    return row | _parts_row(members)
+
+
+def _parts_row(members: Sequence[Member]) -> dict[str, float]:
+    """Means of a reward's parts, before their weights; nothing where all rewards are one number."""
+    values: dict[str, list[float]] = {}
+    for member in members:
+        own: dict[str, float] = {}
+        for reward in member.rewards:
+            own[reward.name] = own.get(reward.name, 0.0) + reward.value
+        for name, value in own.items():
+            values.setdefault(name, []).append(value)
+    return {f"part/{name}": float(np.mean(found)) for name, found in sorted(values.items())} if len(values) > 1 else {}
+
+
+def _weights_row(figures: Figures | None) -> dict[str, Any]:
+    """What publishing the step's version took; nothing where it was one whole file."""
+    if figures is None or not figures.coded_bytes:
+        return {}
+    return {
+        "weights_kind": figures.kind.value,
+        "weights_bytes": sum(figures.coded_bytes.values()),
+        "weights_density": figures.density,
+        "weights_encode_s": figures.encode_s,
+        "weights_flush_s": figures.flush_s,
+    }
 
 
 def _seconds_before(rows: Sequence[Mapping[str, Any]], attempt: int) -> float:

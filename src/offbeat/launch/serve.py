@@ -18,7 +18,7 @@ from typing import Any
 from offbeat.config import resolved
 from offbeat.config.models import Config
 from offbeat.files import write_atomic
-from offbeat.launch import sources
+from offbeat.launch import sources, wiring
 from offbeat.launch.folder import RunFolder
 from offbeat.launch.joining import READY
 from offbeat.launch.office import Office, open_office, prepare, report_evaluations
@@ -73,6 +73,7 @@ def _served(folder: RunFolder, office: Office) -> Served:
         config=resolved(folder.config),
         ledger_path=str(folder.ledger),
         weights=WeightFolder(folder.weights),
+        pieces=wiring.open_pieces(folder.config, folder.weights),
     )
 
 

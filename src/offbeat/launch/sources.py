@@ -9,11 +9,17 @@ from typing import Any
 from offbeat.config.models import Config
 from offbeat.errors import UserError
 from offbeat.reward.pool import RewardInput, RewardPool
+from offbeat.reward.shaping import Shaping
 from offbeat.tasks.mixture import Mixture, build_mixture
 
 
 def make_mixture(config: Config, reward: Callable[..., Any] | None) -> Mixture:
     return build_mixture(config.task, seed=config.run.seed, reward=reward)
+
+
+def make_shaping(config: Config) -> Shaping:
+    reward = config.reward
+    return Shaping(reward.weights, config.rollout.max_new_tokens, reward.overlong_tokens, reward.overlong_penalty)
 
 
 async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
@@ -26,7 +32,7 @@ async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
         problem = member.problem(0)
         trials[member.reward] = RewardInput(problem.answer or "", problem.answer, problem.prompt, problem.info)
     try:
-        await pool.check(trials)
+        make_shaping(config).check_names(await pool.check(trials))
     except BaseException:
         await pool.close()
         raise

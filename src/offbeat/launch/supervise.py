@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from offbeat.config.checks import SERVED
 from offbeat.config.models import Config
 from offbeat.control.restarts import Restarts, Verdict
 from offbeat.errors import OffbeatError, RunStopped
@@ -170,6 +171,10 @@ class Supervisor:
         for number in range(1, (self.config.rollout.workers or 0) + 1):
             name = f"worker-{number}"
             place = ["--name", name, "--dir", str(self.run / "workers" / name)]
+            if self.config.weights.deltas == "always":
+                place.append("--fetch-weights")
+            if self.config.rollout.engine in SERVED:
+                place += ["--engine-log", str(logs / f"{name}-engine.log")]
             self.workers.append(Child(name, ["worker", *join, *place], logs / f"{name}.log", "rollout"))
 
     async def _start(self, child: Child) -> None:

@@ -17,6 +17,10 @@ from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.serve.http.client import RemoteTrainer
 from offbeat.serve.http.connection import Connection
 from offbeat.watch.trace import Trace
+from offbeat.weights.pieces import PieceStore
+
+KEY = "signing.key"
+"""In the trainer's folder: what its manifests are signed with."""
 
 
 async def train(invitation: Invitation, overrides: Sequence[str], run: Path | None) -> str | None:
@@ -29,11 +33,13 @@ async def train(invitation: Invitation, overrides: Sequence[str], run: Path | No
             from offbeat.launch import models
             from offbeat.learn.checkpoint import Checkpoints
             from offbeat.learn.trainer import StepReport, Trainer
-            from offbeat.weights.store import WeightStore
 
             models.set_threads(config)
             policy, reference = models.make_policy(config)
-        client = _Client(member.connection, shares_disk=run is not None)
+            adapter = models.make_adapter(config, policy)
+        weights = models.make_publisher(config, (run or folder) / "weights", folder / KEY, adapter, is_away=run is None)
+        own = None if config.weights.store else weights.store  # a store that all reach needs no sending
+        client = _Client(member.connection, shares_disk=run is not None, store=own)
         trace = Trace(folder / "trainer-trace.json")
         stack.callback(trace.close)
 
@@ -45,8 +51,8 @@ async def train(invitation: Invitation, overrides: Sequence[str], run: Path | No
         trainer = Trainer(
             client,
             policy,
-            WeightStore((run or folder) / "weights"),
-            Checkpoints(folder / "checkpoints", config.checkpoint.keep),
+            weights,
+            Checkpoints(folder / "checkpoints", config.checkpoint.keep, adapter),
             models.trainer_settings(config),
             reference=reference,
             span=trace.span,
@@ -55,6 +61,8 @@ async def train(invitation: Invitation, overrides: Sequence[str], run: Path | No
         )
         stopping = Stopping(lambda why: None)
         stopping.listen()
+        if weights.key is not None:
+            await client.introduce(weights.key.public)
         await trainer.start()
         await trainer.run(stopping.requested)
         return stopping.why if trainer.step < config.run.steps else None
@@ -63,8 +71,8 @@ async def train(invitation: Invitation, overrides: Sequence[str], run: Path | No
 class _Client(RemoteTrainer):
     """Tells what happened before it tells of a checkpoint: that may be the end of the run, and of its coordinator."""
 
-    def __init__(self, connection: Connection, *, shares_disk: bool):
-        super().__init__(connection, shares_disk=shares_disk)
+    def __init__(self, connection: Connection, *, shares_disk: bool, store: PieceStore | None):
+        super().__init__(connection, shares_disk=shares_disk, store=store)
         self.events: list[dict[str, Any]] = []
 
     async def tell_events(self) -> None:

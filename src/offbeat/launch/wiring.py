@@ -10,13 +10,17 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from offbeat.config.learning import recipe
 from offbeat.config.models import Config
 from offbeat.errors import UserError
+from offbeat.launch.sources import make_shaping
 from offbeat.ledger.ledger import Ledger
 from offbeat.model.loading import context_window, load_tokenizer, resolve, stop_token_ids
 from offbeat.reward.failures import MIN_COUNT, FailureWatch
 from offbeat.reward.pool import RewardPool
+from offbeat.serve.clearing import Clearing
 from offbeat.serve.coordinator import Coordinator, CoordinatorSettings
+from offbeat.serve.hosts import is_this_machine
 from offbeat.serve.issuing import EvalPlan, Issuer
 from offbeat.serve.judging import Judging
 from offbeat.serve.keeping import KeepSettings
@@ -24,7 +28,7 @@ from offbeat.serve.scoring import Scorer
 from offbeat.tasks.mixture import Mixture
 from offbeat.tasks.prompts import Renderer
 from offbeat.trajectory import Sampling
-from offbeat.weights.folder import WeightFolder
+from offbeat.weights.pieces import PieceStore, open_store
 
 
 @dataclass(frozen=True)
@@ -110,11 +114,12 @@ def make_issuer(config: Config, mixture: Mixture, tokens: Tokens) -> Issuer:
 
 
 def make_coordinator(
-    config: Config, ledger: Ledger, issuer: Issuer, pool: RewardPool, tokens: Tokens, weights: WeightFolder
+    config: Config, ledger: Ledger, issuer: Issuer, pool: RewardPool, tokens: Tokens, clearing: Clearing
 ) -> Coordinator:
     samples_per_step = config.batch.groups_per_step * config.batch.group_size
     watch = FailureWatch(config.reward.max_failure_share, window=max(samples_per_step, MIN_COUNT))
-    scorer = Scorer(tokens.decode, watch, pool.log_path)
+    untried = () if pool.num_processes else config.reward.weights
+    scorer = Scorer(tokens.decode, watch, pool.log_path, make_shaping(config), untried)
     return Coordinator(
         ledger,
         issuer,
@@ -128,15 +133,30 @@ def make_coordinator(
             vocab_size=tokens.vocab_size,
             keep=KeepSettings(config.ledger.keep_bodies, config.ledger.backup),
         ),
-        weights,
+        clearing,
     )
 
 
+def publishes_pieces(config: Config, *, is_away: bool) -> bool:
+    """Whether a trainer, on the coordinator's machine or away, cuts versions into pieces for workers elsewhere."""
+    if config.weights.deltas != "auto":
+        return config.weights.deltas == "always"
+    serve = config.serve
+    return is_away or config.weights.store is not None or serve.behind_proxy or not is_this_machine(serve.host)
+
+
+def open_pieces(config: Config, folder: Path) -> PieceStore:
+    """Where the run's pieces lie: a place that all machines reach, or the coordinator's `folder` of weights."""
+    return open_store(config.weights.store or folder)
+
+
 def open_ledger(config: Config, path: Path) -> Ledger:
+    batch = config.batch
     return Ledger(
         path,
-        min_group=config.batch.min_group,
+        min_group=batch.min_group,
+        max_no_signal=batch.max_redraws * batch.groups_per_step if recipe(config).drop_no_signal else 0,
         max_attempts=config.rollout.max_attempts,
         max_staleness=config.schedule.bound,
-        groups_per_step=config.batch.groups_per_step,
+        groups_per_step=batch.groups_per_step,
     )

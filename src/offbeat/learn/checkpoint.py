@@ -1,5 +1,8 @@
 """Checkpoints: masters, moments, random state and step; nothing that the ledger knows.
 
+Of a policy that trains an adapter they hold the adapter alone, and what it stands on by its digest: with another base,
+or another kind of adapter, they are refused.
+
 A checkpoint is a folder of per-rank files and a manifest, written beside its place, flushed and renamed: it is whole or
 not there, and an earlier one stays untouched until a later one is on disk. Files carry their digests, so a damaged one
 is refused by name instead of being trained from.
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from offbeat.errors import OffbeatError, UserError
 from offbeat.files import fsync_file, replace_folder
+from offbeat.weights.adapter import Adapter
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -34,17 +38,21 @@ class Manifest:
     """The version whose weights these are."""
     files: dict[str, str]
     """File name to blake3 digest."""
+    adapter: dict[str, str] | None = None
+    """Of an adapter, the digest of its base and how the two are put together."""
 
 
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, keep: int = 2):
+    def __init__(self, folder: Path, keep: int = 2, adapter: Adapter | None = None):
         self.folder, self.keep = folder, keep
+        self._adapter = None if adapter is None else {"base": adapter.base, "config": adapter.config}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def save(self, step: int, version: int, state: dict[str, Tensor]) -> Path:
-        """Writes a checkpoint; when the disk fills up, the draft is removed and the earlier ones are intact."""
+    def save(self, step: int, version: int, state: dict[str, Tensor], *, keeps_all: bool = False) -> Path:
+        """Writes a checkpoint; when the disk fills up, the draft is removed and the earlier ones are intact. With
+        `keeps_all` none of them goes for it: someone may want to go back further."""
         final = self.folder / f"{step:08d}"
         draft = final.with_name(f".{final.name}.draft")
         try:
@@ -54,7 +62,7 @@ class Checkpoints:
             tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
             save_file({**tensors, RNG: torch.get_rng_state()}, draft / name)
             fsync_file(draft / name)
-            manifest = Manifest(FORMAT, step, version, {name: _digest(draft / name)})
+            manifest = Manifest(FORMAT, step, version, {name: _digest(draft / name)}, self._adapter)
             (draft / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
             fsync_file(draft / MANIFEST)
             shutil.rmtree(final, ignore_errors=True)
@@ -62,7 +70,8 @@ class Checkpoints:
         except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise OffbeatError(self._cannot_write(step, error)) from error
-        self._drop_old()
+        if not keeps_all:
+            self._drop_old()
         return final
 
     def _cannot_write(self, step: int, error: Exception) -> str:
@@ -86,6 +95,8 @@ class Checkpoints:
             raise _damaged(folder / MANIFEST) from error
         if manifest.format != FORMAT:
             raise UserError(f"{folder}: format {manifest.format}; this Offbeat reads format {FORMAT}")
+        if problem := _other_adapter(manifest.adapter, self._adapter):
+            raise UserError(f"{folder}: {problem}")
         tensors: dict[str, Tensor] = {}
         for name, digest in manifest.files.items():
             file = folder / name
@@ -98,6 +109,25 @@ class Checkpoints:
     def _drop_old(self) -> None:
         for step in self.steps()[: -self.keep]:
             shutil.rmtree(self.folder / f"{step:08d}", ignore_errors=True)
+
+
+def _other_adapter(saved: dict[str, str] | None, now: dict[str, str] | None) -> str | None:
+    """Why what was saved cannot be carried on with the model that there is now."""
+    if saved == now:
+        return None
+    if saved is None or now is None:
+        was, is_now = ("all weights", "an adapter") if saved is None else ("an adapter", "all weights")
+        return f"holds {was}, and {is_now} would be trained; set model.lora_rank back"
+    before, after = json.loads(saved["config"]), json.loads(now["config"])
+    for key, name in (("r", "lora_rank"), ("lora_alpha", "lora_alpha"), ("target_modules", "lora_targets")):
+        if before.get(key) != after.get(key):
+            return f"was trained with model.{name} = {before.get(key)}, which is {after.get(key)} now; set it back"
+    if saved["base"] != now["base"]:
+        return (
+            f"its adapter stands on a model with digest {saved['base'][:12]}, and model.path holds {now['base'][:12]}; "
+            "give it the model that the run began with, in the same dtype"
+        )
+    return "holds another kind of adapter than would be trained; use the Offbeat that wrote it"
 
 
 def _damaged(file: Path) -> UserError:

@@ -1,62 +1,79 @@
-"""Policy losses per token, and the one rule by which tokens add up to a batch's loss.
+"""Policy losses: what each token costs.
 
-Every loss is a sum of token losses times weights whose denominators were fixed for the whole update beforehand, so any
-split into micro-batches gives the same loss and the same gradient. Notation: `logprobs` of the policy being trained,
-`proximal` of the policy at the start of the step, `advantages` one per token.
+A loss takes `Tokens` and gives a value per token, which is minimised; corrections multiply it, aggregation adds it up
+(see `corrections`, `aggregation`). Notation: r is a token's probability over the one at the start of the step, A its
+advantage. With one update per step r is 1 in value, so that every clip rests and only corrections see older weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""exp(20) is beyond any ratio that a clip lets through; a larger exponent would turn a gradient into NaN."""
+from offbeat.learn.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    """The most that r counts where A < 0; None: no limit."""
+    ratio_max: float = 5.0
+    """CISPO: the most that r counts, as itself and not as a distance from 1."""
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Token losses and what the metrics want to know of them; all of one shape."""
+    """What tokens cost, and where the loss holds them back so that they have no gradient."""
 
     loss: Tensor
     clipped: Tensor
-    """True where the clip holds the token back, so that it has no gradient."""
-    kl: Tensor
-    """Divergence to the reference, before its coefficient; 0 without a reference."""
 
 
-def clipped_policy_loss(
-    logprobs: Tensor,
-    proximal: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    reference: Tensor | None = None,
-    kl_coef: float = 0.0,
-) -> TokenLoss:
-    """PPO's clip as GRPO uses it: -min(r A, clip(r, 1 - low, 1 + high) A), plus kl_coef times k3 to a reference."""
-    ratio = (logprobs - proximal).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    loss = -torch.minimum(unclipped, clipped)
-    kl = k3(logprobs, reference) if reference is not None else torch.zeros_like(loss)
-    return TokenLoss(loss + kl_coef * kl, (clipped < unclipped).detach(), kl)
+PolicyLoss = Callable[[Tokens, LossSettings], TokenLoss]
 
 
-def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """An unbiased estimate of KL(policy || reference) that is never negative: e^x - x - 1, x = log ref - log policy."""
-    x = (reference - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return x.exp() - x - 1
+def clip(tokens: Tokens, settings: LossSettings) -> TokenLoss:
+    """PPO's clip, as GRPO, Dr.GRPO and DAPO use it: -min(r A, clip(r, 1 - low, 1 + high) A)."""
+    return _clipped(tokens.log_ratio.exp(), tokens.advantages, settings)
 
 
-def sequence_mean_weights(masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Weights of the sequence mean of token means: 1 / (sequences x trainable tokens of this one).
+def sequence_clip(tokens: Tokens, settings: LossSettings) -> TokenLoss:
+    """GSPO: the same with the whole sequence's ratio, the geometric mean of its tokens', for each of its tokens."""
+    ratio = tokens.per_token(tokens.means(tokens.log_ratio).exp())
+    return _clipped(ratio, tokens.advantages, settings)
 
-    Sequences without a trainable token add nothing and stay in the count.
-    """
-    count = max(len(masks), 1)
-    return [mask.astype(np.float32) / (count * max(int(mask.sum()), 1)) for mask in masks]
+
+def cispo(tokens: Tokens, settings: LossSettings) -> TokenLoss:
+    """-sg(min(r, ratio_max)) A log p: a ratio over the limit is cut, and its token still learns."""
+    weight = tokens.log_ratio.detach().exp().clamp(max=settings.ratio_max)
+    loss = -weight * tokens.advantages * tokens.logprobs
+    return TokenLoss(loss, torch.zeros_like(tokens.mask))
+
+
+def reinforce(tokens: Tokens, settings: LossSettings) -> TokenLoss:
+    """-A log p."""
+    return TokenLoss(-tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.mask))
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> TokenLoss:
+    free = -ratio * advantages
+    held = -ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
+    loss, is_held = torch.maximum(free, held), held.detach() > free.detach()
+    if settings.dual_clip is not None:
+        most = -settings.dual_clip * advantages
+        is_over = (advantages < 0) & (loss.detach() > most)
+        loss, is_held = torch.where(is_over, most, loss), is_held | is_over
+    return TokenLoss(loss, is_held)
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "clip": clip,
+    "sequence_clip": sequence_clip,
+    "cispo": cispo,
+    "reinforce": reinforce,
+}

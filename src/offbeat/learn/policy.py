@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from offbeat.learn import attention
+from offbeat.learn.finite import NotFinite
 from offbeat.learn.packing import Microbatch
+from offbeat.learn.value import ValueHead
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,22 @@ class AdamSettings:
     max_grad_norm: float = 1.0
 
 
-LossFunction = Callable[[Tensor], Tensor]
-"""From the targets' log-probs under the policy to a scalar whose gradient is wanted."""
+class Forward(NamedTuple):
+    """What a forward pass says of every target of a micro-batch, in float32."""
+
+    logprobs: Tensor
+    """After temperature."""
+    values: Tensor | None = None
+    """What the value head expects before the token is chosen; None without a head."""
 
 
-def packed_logprobs(model: PreTrainedModel, microbatch: Microbatch, temperature: float) -> Tensor:
-    """The log-prob of every target after temperature, float32."""
+LossFunction = Callable[[Forward], Tensor]
+"""From what the policy says of the targets to a scalar whose gradient is wanted."""
+
+
+def packed_forward(
+    model: PreTrainedModel, microbatch: Microbatch, temperature: float, head: ValueHead | None = None
+) -> Forward:
     output = model(
         input_ids=microbatch.tokens[None],
         position_ids=microbatch.positions[None],
@@ -44,14 +57,20 @@ def packed_logprobs(model: PreTrainedModel, microbatch: Microbatch, temperature:
     if temperature != 1.0:
         logits = logits / temperature
     chosen = logits[microbatch.target_row, microbatch.targets]
-    return chosen - torch.logsumexp(logits, dim=-1)[microbatch.target_row]
+    logprobs = chosen - torch.logsumexp(logits, dim=-1)[microbatch.target_row]
+    return Forward(logprobs, None if head is None else head.values()[microbatch.target_row])
 
 
 class Policy:
     """One model and its optimizer on one device."""
 
     def __init__(
-        self, model: PreTrainedModel, adam: AdamSettings, temperature: float = 1.0, gradient_checkpointing: bool = False
+        self,
+        model: PreTrainedModel,
+        adam: AdamSettings,
+        temperature: float = 1.0,
+        gradient_checkpointing: bool = False,
+        has_value_head: bool = False,
     ):
         attention.use(model)
         self.model, self.temperature, self.adam = model, temperature, adam
@@ -60,8 +79,11 @@ class Policy:
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()  # checkpointing is active only then; dropout was set to 0 when the model was loaded
-        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.head = ValueHead(model) if has_value_head else None
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if self.head is not None:
+            trained += [(f"value_head.{name}", p) for name, p in self.head.linear.named_parameters()]
+        self.names, self.parameters = [name for name, _ in trained], [p for _, p in trained]
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.parameters]
         self.optimizer = torch.optim.AdamW(
             self.masters,
@@ -82,20 +104,31 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, microbatch: Microbatch, model: PreTrainedModel | None = None) -> Tensor:
         """The targets' log-probs under this policy, or under another model that uses packed rows."""
-        return packed_logprobs(model or self.model, microbatch, self.temperature)
+        return packed_forward(model or self.model, microbatch, self.temperature).logprobs
+
+    @torch.no_grad()
+    def look(self, microbatch: Microbatch) -> Forward:
+        """What the policy says as it is now."""
+        return packed_forward(self.model, microbatch, self.temperature, self.head)
 
     def forward_backward(self, microbatch: Microbatch, loss: LossFunction) -> Tensor:
         """Adds one micro-batch's gradient; returns the targets' log-probs, detached."""
-        logprobs = packed_logprobs(self.model, microbatch, self.temperature)
-        loss(logprobs).backward()
-        return logprobs.detach()
+        found = packed_forward(self.model, microbatch, self.temperature, self.head)
+        loss(found).backward()
+        return found.logprobs.detach()
 
     def update(self, lr: float) -> float:
-        """One optimizer update from the gradients gathered so far; returns their norm before clipping."""
+        """One optimizer update from the gradients gathered so far; returns their norm before clipping. A gradient that
+        is not finite is refused: nothing is changed, and nothing of it is kept."""
         for master in self.masters:
             if master.grad is None:  # nothing was sent backward; momentum goes on all the same
                 master.grad = torch.zeros_like(master)
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.adam.max_grad_norm)
+        norm = torch.nn.utils.get_total_norm([master.grad for master in self.masters if master.grad is not None])
+        if not norm.isfinite():  # looked at before clipping, which would spread NaN over all gradients
+            wrong = [name for name, m in zip(self.names, self.masters, strict=True) if not _is_finite(m.grad)]
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NotFinite(f"the gradient of {wrong[0] if wrong else 'all weights together'}")
+        torch.nn.utils.clip_grads_with_norm_(self.masters, self.adam.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -130,6 +163,10 @@ class Policy:
                 rest = {key: value.to(self.device, copy=True) for key, value in restored.items() if key != "step"}
                 self.optimizer.state[master] = {**step, **rest}
         self._round_into_model()
+
+
+def _is_finite(gradient: Tensor | None) -> bool:
+    return gradient is None or bool(gradient.isfinite().all())
 
 
 def _add_to(master: Tensor) -> Callable[[Tensor], None]:

@@ -23,17 +23,35 @@ class Sample:
     mask: np.ndarray
     """True where a response token may be trained on."""
     reward: float
-    fresh: np.ndarray | None = None
-    """True where a token was sampled from the very weights that the step begins with; None: wherever `mask` is."""
+    """All that was earned, weighted and added up."""
+    staleness: np.ndarray | None = None
+    """Steps since a token's version, where `mask` is; None: 0 everywhere."""
+    sampled: np.ndarray | None = None
+    """True where a token was sampled, even if it is too old to be trained on; None: wherever `mask` is."""
+    rewards: tuple[tuple[int, float], ...] = ()
+    """The same reward as (position, value), already weighted; empty: all of it at the last token."""
 
     def __post_init__(self) -> None:
-        lengths = {len(self.response), len(self.logprobs), len(self.mask), len(self.is_fresh)}
+        lengths = {len(self.response), len(self.logprobs), len(self.mask), len(self.ages)}
         assert len(lengths) == 1, f"group {self.group}: tokens, log-probs and mask disagree in length: {lengths}"
         assert len(self.prompt) > 0, f"group {self.group}: a prompt needs a token to predict the first response from"
 
     @property
+    def ages(self) -> np.ndarray:
+        """The staleness of each token; -1 where it is not trained on."""
+        if self.staleness is None:
+            return np.where(self.mask, 0, -1)
+        return np.where(self.mask, self.staleness, -1)
+
+    @property
     def is_fresh(self) -> np.ndarray:
-        return self.mask if self.fresh is None else self.fresh
+        """True where a token was sampled from the very weights that the step begins with."""
+        return self.ages == 0
+
+    @property
+    def counted(self) -> np.ndarray:
+        """True where a token counts in denominators: rejecting some must not make the others weigh more."""
+        return self.mask if self.sampled is None else self.sampled | self.mask
 
     @property
     def num_tokens(self) -> int:

@@ -2,84 +2,61 @@
 
 The batch is cut into `updates_per_step` parts by whole groups, in order; each part is one optimizer update.
 Denominators are fixed per update before its first micro-batch. With one update the policy at the start of the step is
-the policy itself, so its log-probs come for free; with several they are computed once before the first update.
+the policy itself, so its log-probs come for free; with several they are computed once before the first update, as are
+a value head's guesses.
 
 Samples are audited on the way: where the log-probs that came with fresh tokens are far from those of the very weights
-that they are said to come from, nothing of the sample is learnt from. Tokens of older weights weigh by how much
-likelier the policy at the start of the step makes them, up to a limit.
+that they are said to come from, nothing of the sample is learnt from.
 
-A sample without an advantage has no gradient (unless a KL term gives it one), so it is not sent backward: late in a run
-that is most of them. It is still measured, and still counts in every denominator.
+A sample without an advantage has no gradient (unless a KL term or a value head gives it one), so it is not sent
+backward: late in a run that is most of them. It is still measured, and still counts in every denominator.
+
+Numbers that are not finite raise `NotFinite` before the update that they would have been part of.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from offbeat.learn.advantages import group_normalised
-from offbeat.learn.losses import MAX_LOG_RATIO, clipped_policy_loss, sequence_mean_weights
+from offbeat.learn.advantages import Advantage, group_normalised
+from offbeat.learn.aggregation import Totals, token_weights
+from offbeat.learn.audit import believable
+from offbeat.learn.corrections import CorrectionSettings, correct
+from offbeat.learn.credit import Credit, GaeSettings, credit
+from offbeat.learn.divergence import Divergence, k3
+from offbeat.learn.figures import StepFigures, Sums
+from offbeat.learn.finite import NotFinite
+from offbeat.learn.losses import LossSettings, PolicyLoss, clip
 from offbeat.learn.packing import Microbatch, pack, plan
-from offbeat.learn.policy import Policy
+from offbeat.learn.policy import Forward, Policy
 from offbeat.learn.samples import Sample
+from offbeat.learn.tokens import Tokens, clean
 
 
 @dataclass(frozen=True)
 class StepSettings:
     updates_per_step: int = 1
     tokens_per_microbatch: int = 16384
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    advantage: Advantage = group_normalised
+    gae: GaeSettings | None = None
+    """Advantages from a value head, instead of `advantage`."""
+    policy_loss: PolicyLoss = clip
+    is_own: bool = False
+    """The loss is the user's: a sample without an advantage may have a gradient all the same."""
+    loss: LossSettings = field(default_factory=LossSettings)
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
+    aggregate: str = "sequence_mean"
+    aggregate_tokens: int = 1
     kl_coef: float = 0.0
-    max_importance: float | None = None
-    """The most that a token of older weights may count; None: every token counts once."""
+    divergence: Divergence = k3
     max_sample_gap: float | None = None
     """Samples whose fresh tokens' log-probs are off by more than this on average are left out; None: no audit."""
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """What a step did; means are over trainable tokens."""
-
-    loss: float
-    grad_norm: float
-    clip_share: float
-    kl: float
-    logprob_gap: float
-    """Mean absolute difference between the engine's log-probs and the trainer's before the first update, of tokens
-    that were sampled from the same weights; NaN where there is none."""
-    entropy: float
-    """Estimated by the sampled tokens' own log-probs."""
-    num_trained_tokens: int
-    num_row_tokens: int
-    num_microbatches: int
-    signal_share: float
-    """Share of samples whose advantage is not 0."""
-    audited: tuple[int, ...] = ()
-    """Samples that were left out because their log-probs are not those of their version."""
-
-    def row(self) -> dict[str, float]:
-        return {**asdict(self), "audited": len(self.audited)}
-
-
-@dataclass
-class _Sums:
-    loss: float = 0.0
-    clipped: float = 0.0
-    kl: float = 0.0
-    gap: float = 0.0
-    entropy: float = 0.0
-    tokens: int = 0
-    fresh_tokens: int = 0
-    row_tokens: int = 0
-    microbatches: int = 0
-    audited: list[int] = field(default_factory=list)
 
 
 def train_step(
@@ -91,147 +68,202 @@ def train_step(
 ) -> StepFigures:
     """Trains on a batch; `reference` is the frozen starting model where a KL term is wanted."""
     policy.use_threads()
-    rewards = np.array([s.reward for s in samples])
-    groups = np.array([s.group for s in samples])
-    advantages = group_normalised(rewards, groups)
-    sums, norms = _Sums(), []
-    parts = _parts(groups, settings.updates_per_step)
-    proximal = _proximal(policy, samples, parts, settings) if len(parts) > 1 else None
-    for part in parts:
-        weights = dict(zip(part, sequence_mean_weights([samples[i].mask for i in part]), strict=True))
-        learning = [i for i in part if advantages[i] != 0 or settings.kl_coef]
-        silent = sorted(set(part) - set(learning))
-        for batch in _microbatches(policy, samples, learning, settings):
-            old = _known(proximal, batch, policy)
-            _train_microbatch(policy, samples, batch, advantages, weights, old, settings, reference, sums)
-        for batch in _microbatches(policy, samples, silent, settings):
-            old = _known(proximal, batch, policy)
-            start = policy.logprobs(batch) if old is None else old
-            _measure(samples, batch, start, _believable(samples, batch, start, settings, sums), sums)
-        norms.append(policy.update(lr))
-    tokens = max(sums.tokens, 1)
-    return StepFigures(
-        loss=sums.loss / len(parts),
-        grad_norm=float(np.mean(norms)),
-        clip_share=sums.clipped / tokens,
-        kl=sums.kl / tokens,
-        logprob_gap=sums.gap / sums.fresh_tokens if sums.fresh_tokens else math.nan,
-        entropy=sums.entropy / tokens,
-        num_trained_tokens=sums.tokens,
-        num_row_tokens=sums.row_tokens,
-        num_microbatches=sums.microbatches,
-        signal_share=float(np.mean(advantages != 0)) if len(advantages) else 0.0,
-        audited=tuple(sorted(sums.audited)),
-    )
+    parts = parts_of(samples, settings.updates_per_step)
+    step = StepUnderWay(policy, samples, settings, reference)
+    step.begin(parts)
+    norms: list[float] = []
+    try:
+        for part in parts:
+            step.gather(part)
+            norms.append(policy.update(lr))
+    except NotFinite as error:
+        error.num_updates = len(norms)
+        policy.optimizer.zero_grad(set_to_none=True)
+        raise
+    return step.sums.figures(norms, step.credit.signal_share, has_values=settings.gae is not None)
 
 
-def _train_microbatch(
-    policy: Policy,
-    samples: Sequence[Sample],
-    batch: Microbatch,
-    advantages: np.ndarray,
-    weights: dict[int, np.ndarray],
-    old: Tensor | None,
-    settings: StepSettings,
-    reference: PreTrainedModel | None,
-    sums: _Sums,
-) -> None:
-    device = policy.device
-    weight = _flat([weights[i] for i in batch.samples], device)
-    mask = _flat([samples[i].mask for i in batch.samples], device)
-    behaviour = _flat([samples[i].logprobs for i in batch.samples], device)
-    lengths = [samples[i].num_tokens for i in batch.samples]
-    advantage = _flat([np.repeat(advantages[list(batch.samples)], lengths)], device)
-    ref = policy.logprobs(batch, reference) if reference is not None else None
-    believable: list[Tensor | None] = [None]
+class StepUnderWay:
+    """What the micro-batches of a step share."""
 
-    def loss(logprobs: Tensor) -> Tensor:
-        proximal = logprobs.detach() if old is None else old
-        believable[0] = _believable(samples, batch, proximal, settings, sums)
-        token = clipped_policy_loss(
-            logprobs, proximal, advantage, settings.clip_low, settings.clip_high, ref, settings.kl_coef
+    def __init__(
+        self,
+        policy: Policy,
+        samples: Sequence[Sample],
+        settings: StepSettings,
+        reference: PreTrainedModel | None,
+    ):
+        self.policy, self.samples, self.settings, self.reference = policy, samples, settings, reference
+        self.proximal: dict[int, np.ndarray] = {}
+        """Log-probs at the step's start, by sample, where they were computed before it."""
+        self.values: dict[int, np.ndarray] = {}
+        self.credit = Credit((), None, 0.0)
+        self.sums = Sums()
+
+    def begin(self, parts: Sequence[Sequence[int]]) -> None:
+        """Takes down what is needed of the policy as it is now, and finds the advantages."""
+        settings = self.settings
+        if len(parts) > 1 or settings.gae is not None:
+            self.look(parts)
+        values = [self.values.get(i) for i in range(len(self.samples))]
+        self.credit = credit(self.samples, settings.advantage, settings.gae, values)
+
+    def look(self, parts: Sequence[Sequence[int]]) -> None:
+        """Computes what every sample's log-probs and values are under the policy as it is now."""
+        for part in parts:
+            for batch in self._microbatches(part):
+                found = self.policy.look(batch)
+                ends = np.cumsum([self.samples[i].num_tokens for i in batch.samples])[:-1]
+                self.proximal.update(zip(batch.samples, np.split(found.logprobs.cpu().numpy(), ends), strict=True))
+                if found.values is not None:
+                    self.values.update(zip(batch.samples, np.split(found.values.cpu().numpy(), ends), strict=True))
+        for i, values in self.values.items():
+            wrong = np.flatnonzero(~np.isfinite(values) & self.samples[i].mask)
+            if len(wrong):  # one of them would spoil the advantages of all
+                raise NotFinite("the value head's guess", i, int(wrong[0]))
+
+    def gather(self, part: Sequence[int], only: Sequence[int] | None = None) -> None:
+        """Adds up the gradient of one update, or what some of its samples are of it."""
+        settings, masks = self.settings, [self.samples[i].mask for i in part]
+        counted = [self.samples[i].counted for i in part]
+        totals = Totals.of(counted)
+        weighed = token_weights(masks, totals, settings.aggregate, settings.aggregate_tokens, counted)
+        weights = dict(zip(part, weighed, strict=True))
+        learns_all = settings.kl_coef > 0 or settings.gae is not None or settings.is_own
+        chosen = part if only is None else only
+        learning = [i for i in chosen if learns_all or self.credit.advantages[i].any()]
+        silent = sorted(set(chosen) - set(learning))
+        for batch in self._microbatches(learning):
+            self._learn(batch, weights, totals)
+        for batch in self._microbatches(silent):
+            self._measure(batch)
+
+    def _learn(self, batch: Microbatch, weights: dict[int, np.ndarray], totals: Totals) -> None:
+        settings, sums = self.settings, self.sums
+        weight = self._flat([weights[i] for i in batch.samples])
+        reference = self.policy.logprobs(batch, self.reference) if self.reference is not None else None
+
+        def loss(found: Forward) -> Tensor:
+            tokens = self._tokens(batch, found.logprobs, reference)
+            token = settings.policy_loss(tokens, settings.loss)
+            correction = correct(tokens, settings.correction)
+            costs = token.loss * correction.weight * weight * tokens.mask
+            total = costs.sum()
+            kl_sum = value = total.new_zeros(())
+            if reference is not None:
+                assert tokens.reference is not None
+                kl = settings.divergence(tokens.logprobs, tokens.reference)
+                total = total + settings.kl_coef * (kl * weight * tokens.mask).sum()
+                kl_sum = (kl.detach() * tokens.mask).sum()
+            if settings.gae is not None:
+                value = self._value_loss(batch, found, tokens, totals)
+                total = total + settings.gae.value_coef * value
+            sums.add(tokens, correction, token.clipped)
+            told = torch.stack([total.detach(), kl_sum, value.detach()]).tolist()
+            if not np.isfinite(told[0]):
+                wrong = (~costs.detach().isfinite()).nonzero()  # none: their sum, or another term, is at fault
+                raise NotFinite("the loss", *(self._place(batch, int(wrong[0])) if len(wrong) else ()))
+            sums.loss, sums.kl, sums.value_loss = sums.loss + told[0], sums.kl + told[1], sums.value_loss + told[2]
+            return total
+
+        self.policy.forward_backward(batch, loss)
+        self._count(batch)
+
+    def _measure(self, batch: Microbatch) -> None:
+        """Says what can be said of samples that have no gradient."""
+        start = self._start(batch)
+        tokens = self._tokens(batch, self.policy.logprobs(batch) if start is None else start, None)
+        self.sums.add(tokens, correct(tokens, self.settings.correction), None)
+        self._count(batch)
+
+    def _tokens(self, batch: Microbatch, logprobs: Tensor, reference: Tensor | None) -> Tokens:
+        """A micro-batch as losses see it: audited, and refused where a number is not finite."""
+        chosen = [self.samples[i] for i in batch.samples]
+        start = self._start(batch)
+        proximal = logprobs.detach() if start is None else start
+        mask = np.concatenate([sample.mask for sample in chosen])
+        if self.settings.max_sample_gap is not None:
+            wrong, believed = believable(chosen, proximal.cpu().numpy(), self.settings.max_sample_gap)
+            self.sums.audited += [i for i, is_wrong in zip(batch.samples, wrong, strict=True) if is_wrong]
+            mask &= believed
+        lengths = [sample.num_tokens for sample in chosen]
+        tokens, wrong_tokens = clean(
+            Tokens(
+                logprobs=logprobs,
+                proximal=proximal,
+                behaviour=self._flat([sample.logprobs for sample in chosen]),
+                advantages=self._flat([self.credit.advantages[i] for i in batch.samples]),
+                mask=torch.as_tensor(mask, device=logprobs.device),
+                sequence=self._whole([np.repeat(np.arange(len(chosen)), lengths)]),
+                num_sequences=len(chosen),
+                staleness=self._whole([sample.ages for sample in chosen]),
+                reference=reference,
+            )
         )
-        counted = weight if believable[0] is None else weight * believable[0]
-        if settings.max_importance is not None:
-            counted = counted * (proximal - behaviour).clamp(max=MAX_LOG_RATIO).exp().clamp(max=settings.max_importance)
-        total = (token.loss * counted).sum()
-        figures = torch.stack([total, (token.clipped * mask).sum(), (token.kl * mask).sum()]).tolist()
-        sums.loss, sums.clipped, sums.kl = sums.loss + figures[0], sums.clipped + figures[1], sums.kl + figures[2]
-        return total
+        if bool(wrong_tokens.any()):
+            self._refuse(batch, wrong_tokens.cpu().numpy(), logprobs, proximal, reference)
+        return tokens
 
-    logprobs = policy.forward_backward(batch, loss)
-    _measure(samples, batch, logprobs if old is None else old, believable[0], sums)
+    def _refuse(
+        self, batch: Microbatch, wrong: np.ndarray, logprobs: Tensor, proximal: Tensor, reference: Tensor | None
+    ) -> None:
+        first = int(np.flatnonzero(wrong)[0])
+        sample, token = self._place(batch, first)
+        if not bool(logprobs[first].isfinite()):
+            what = "the trainer's log-prob"
+        elif not bool(proximal[first].isfinite()):
+            what = "the trainer's log-prob at the start of the step"
+        elif not np.isfinite(self.samples[sample].logprobs[token]):
+            what = "the engine's log-prob"
+        elif reference is not None and not bool(reference[first].isfinite()):
+            what = "the reference's log-prob"
+        else:
+            what = "the advantage"
+        raise NotFinite(what, sample, token)
 
+    def _place(self, batch: Microbatch, target: int) -> tuple[int, int]:
+        """The sample, and which of its tokens, that a micro-batch's target is."""
+        ends = np.cumsum([self.samples[i].num_tokens for i in batch.samples])
+        sample = batch.samples[int(np.searchsorted(ends, target, side="right"))]
+        return sample, target - int(ends[batch.samples.index(sample)] - self.samples[sample].num_tokens)
 
-def _believable(
-    samples: Sequence[Sample], batch: Microbatch, start: Tensor, settings: StepSettings, sums: _Sums
-) -> Tensor | None:
-    """1 for each token whose sample's log-probs can be believed, otherwise 0; None where all can."""
-    if settings.max_sample_gap is None:
-        return None
-    fresh = np.concatenate([samples[i].is_fresh for i in batch.samples])
-    owner = np.repeat(np.arange(len(batch.samples)), [samples[i].num_tokens for i in batch.samples])
-    behaviour = np.concatenate([samples[i].logprobs for i in batch.samples])
-    gaps = np.abs(start.cpu().numpy() - behaviour) * fresh
-    num_fresh = np.bincount(owner, fresh, len(batch.samples))
-    wrong = np.bincount(owner, gaps, len(batch.samples)) > settings.max_sample_gap * num_fresh
-    if not wrong.any():
-        return None
-    sums.audited += [i for i, is_wrong in zip(batch.samples, wrong, strict=True) if is_wrong]
-    return _flat([~wrong[owner]], start.device)
+    def _value_loss(self, batch: Microbatch, found: Forward, tokens: Tokens, totals: Totals) -> Tensor:
+        """PPO's: the larger of the squared errors with and without the clip, over all trained tokens of the update."""
+        assert self.settings.gae is not None
+        assert self.credit.returns is not None
+        assert found.values is not None
+        values = torch.where(tokens.mask, found.values, 0.0)
+        before = self._flat([self.values[i] for i in batch.samples])
+        wanted = self._flat([self.credit.returns[i] for i in batch.samples])
+        reach = self.settings.gae.value_clip
+        clipped = before + (values - before).clamp(-reach, reach)
+        errors = torch.maximum((values - wanted).square(), (clipped - wanted).square()) / 2
+        return torch.where(tokens.mask, errors, 0.0).sum() / max(totals.num_tokens, 1)
 
+    def _start(self, batch: Microbatch) -> Tensor | None:
+        return self._flat([self.proximal[i] for i in batch.samples]) if self.proximal else None
 
-def _measure(
-    samples: Sequence[Sample], batch: Microbatch, start: Tensor, believable: Tensor | None, sums: _Sums
-) -> None:
-    """Adds up what can be said of a micro-batch from the log-probs at the step's start."""
-    mask = _flat([samples[i].mask for i in batch.samples], start.device)
-    fresh = _flat([samples[i].is_fresh for i in batch.samples], start.device)
-    if believable is not None:
-        mask, fresh = mask * believable, fresh * believable
-    behaviour = _flat([samples[i].logprobs for i in batch.samples], start.device)
-    sums.gap += float(((start - behaviour).abs() * fresh).sum())
-    sums.entropy -= float((behaviour * mask).sum())
-    sums.tokens += int(mask.sum())
-    sums.fresh_tokens += int(fresh.sum())
-    sums.row_tokens += batch.num_tokens
-    sums.microbatches += 1
+    def _count(self, batch: Microbatch) -> None:
+        self.sums.row_tokens += batch.num_tokens
+        self.sums.microbatches += 1
 
+    def _microbatches(self, chosen: Sequence[int]) -> Iterator[Microbatch]:
+        for local in plan([self.samples[i] for i in chosen], self.settings.tokens_per_microbatch):
+            yield pack(self.samples, [chosen[i] for i in local], self.policy.device)
 
-def _microbatches(
-    policy: Policy, samples: Sequence[Sample], chosen: Sequence[int], settings: StepSettings
-) -> Iterator[Microbatch]:
-    for local in plan([samples[i] for i in chosen], settings.tokens_per_microbatch):
-        yield pack(samples, [chosen[i] for i in local], policy.device)
+    def _flat(self, parts: Sequence[np.ndarray]) -> Tensor:
+        return torch.as_tensor(np.concatenate(parts).astype(np.float32), device=self.policy.device)
 
-
-def _known(proximal: dict[int, np.ndarray] | None, batch: Microbatch, policy: Policy) -> Tensor | None:
-    """The log-probs at the step's start, where they were computed before it."""
-    return None if proximal is None else _flat([proximal[i] for i in batch.samples], policy.device)
-
-
-def _proximal(
-    policy: Policy, samples: Sequence[Sample], parts: Sequence[Sequence[int]], settings: StepSettings
-) -> dict[int, np.ndarray]:
-    """Log-probs of every sample under the policy as it is now."""
-    found: dict[int, np.ndarray] = {}
-    for part in parts:
-        for batch in _microbatches(policy, samples, part, settings):
-            logprobs = policy.logprobs(batch).cpu().numpy()
-            ends = np.cumsum([samples[i].num_tokens for i in batch.samples])
-            found.update(zip(batch.samples, np.split(logprobs, ends[:-1]), strict=True))
-    return found
+    def _whole(self, parts: Sequence[np.ndarray]) -> Tensor:
+        return torch.as_tensor(np.concatenate(parts).astype(np.int64), device=self.policy.device)
 
 
-def _parts(groups: np.ndarray, count: int) -> list[list[int]]:
+def parts_of(samples: Sequence[Sample], count: int) -> list[list[int]]:
     """Cuts a batch by whole groups, in the order in which they appear, into `count` parts as even as can be."""
-    ids = list(dict.fromkeys(groups.tolist()))
+    groups = [sample.group for sample in samples]
+    ids = list(dict.fromkeys(groups))
     part_of = {group: i * count // len(ids) for i, group in enumerate(ids)}
     parts: list[list[int]] = [[] for _ in range(count)]
-    for i, group in enumerate(groups.tolist()):
+    for i, group in enumerate(groups):
         parts[part_of[group]].append(i)
     return [part for part in parts if part]
-
-
-def _flat(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    return torch.as_tensor(np.concatenate(parts).astype(np.float32), device=device)

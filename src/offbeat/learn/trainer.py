@@ -2,31 +2,33 @@
 
 The work is in the parts; `run` shows the order. A step's version is on disk before its commit makes it known, and a
 checkpoint holds what the ledger does not. Whatever is killed in between, a restart claims the same batch for the same
-step.
+step. A step that meets NaN or infinity ends the run before the update: its batch is kept, and nothing of the step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from offbeat.crash import crash_here
-from offbeat.errors import DeadlineError, RunStopped
+from offbeat.errors import DeadlineError, OffbeatError, RunStopped
+from offbeat.learn import broken
 from offbeat.learn.checkpoint import Checkpoints
+from offbeat.learn.finite import NotFinite
 from offbeat.learn.policy import Policy
 from offbeat.learn.samples import Sample
 from offbeat.learn.step import StepFigures, StepSettings, train_step
 from offbeat.ledger.records import Batch
-from offbeat.model.loading import state_tensors
+from offbeat.model.lora import published_tensors
 from offbeat.serve.client import TrainerClient
-from offbeat.weights.store import WeightStore
+from offbeat.weights.publish import Figures, Publisher
 from offbeat.weights.version import Version
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ class TrainerSettings:
     stop_logprob_gap: float | None = None
     claim_ahead: bool = False
     """Whether the next step's batch is fetched while a step is trained; pointless where nothing is generated then."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The whole configuration, to be kept with a batch that a step broke on."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class StepReport:
     batch: Batch
     figures: StepFigures
     lr: float
+    weights: Figures | None = None
+    """What publishing the version that came of it took."""
 
 
 class Trainer:
@@ -65,7 +71,7 @@ class Trainer:
         self,
         client: TrainerClient,
         policy: Policy,
-        weights: WeightStore,
+        weights: Publisher,
         checkpoints: Checkpoints,
         settings: TrainerSettings,
         *,
@@ -127,10 +133,12 @@ class Trainer:
             crash_here("batch-claimed")
             lr = self.settings.learning_rate(self.step)
             with self.span("train"):
-                samples = samples_of(batch)
-                figures = await asyncio.to_thread(
-                    train_step, self.policy, samples, self.settings.step, lr, self.reference
-                )
+                try:
+                    figures = await asyncio.to_thread(
+                        train_step, self.policy, samples_of(batch), self.settings.step, lr, self.reference
+                    )
+                except NotFinite as error:
+                    raise await self._broken(error, batch, lr) from error
             self._watch_gap(figures)
             with self.span("publish"):
                 assert self.version is not None
@@ -142,22 +150,75 @@ class Trainer:
             self.step += 1
             async with self._between_steps(stop):
                 # First, because a checkpoint would bury a lost row.
-                await self.on_step(StepReport(self.step - 1, batch, figures, lr))
+                await self.on_step(StepReport(self.step - 1, batch, figures, lr, self.weights.figures))
             if self.settings.checkpoint_every and self.step % self.settings.checkpoint_every == 0:
                 await self.save()
 
-    async def save(self) -> None:
+    async def save(self, *, keeps_all: bool = False) -> None:
         if self.saved_step == self.step:
             return
         assert self.version is not None
         with self.span("checkpoint"):
-            await asyncio.to_thread(self.checkpoints.save, self.step, self.version.number, self.policy.state())
+            await asyncio.to_thread(
+                self.checkpoints.save, self.step, self.version.number, self.policy.state(), keeps_all=keeps_all
+            )
         crash_here("checkpoint-saved")
         self.saved_step = self.step
         self.event("checkpoint", step=self.step, version=self.version.number)
         with suppress(TimeoutError):  # it is told again at the next start
             async with asyncio.timeout(TELL_WITHIN_S):
                 await self.client.checkpointed(self.step)
+
+    async def _broken(self, error: NotFinite, batch: Batch, lr: float) -> RunStopped:
+        """Keeps the batch that the step broke on, and all that was learnt before it; says what to do.
+
+        After an update of the same step the policy is half a step on, which no checkpoint may hold. Whatever of this
+        fails, as on a full disk, the run stops with its first reason.
+        """
+        assert self.version is not None
+        folder = self.checkpoints.folder.parent / "broken"
+        task, where = broken.place(error, batch)
+        found = broken.Broken(
+            format=broken.FORMAT,
+            batch=batch,
+            version=self.version.number,
+            lr=lr,
+            tensor=error.tensor,
+            sample=error.sample,
+            token=error.token,
+            num_updates=error.num_updates,
+            config=dict(self.settings.config),
+        )
+        try:
+            file = await asyncio.to_thread(broken.save, folder, found, self.version.path)
+            kept = f"kept as {file}: offbeat replay {file} says more"
+        except OSError as problem:
+            file, kept = None, f"could not be kept in {folder}: {problem.strerror}"
+        told = {"task": task, "token": error.token, "file": None if file is None else str(file)}
+        with suppress(OffbeatError):
+            self.event("not_finite", step=self.step, version=self.version.number, tensor=error.tensor, **told)
+        if error.num_updates == 0:
+            try:
+                await self.save(keeps_all=True)
+            except OffbeatError as problem:
+                log.warning("step %d: %s", self.step, problem)
+        return RunStopped(
+            f"step {self.step}: {error}{f' ({where})' if where else ''}; its batch (step {batch.step}, from version "
+            f"{self.version.number}) is {kept}; {self._way_back(error)}"
+        )
+
+    def _way_back(self, error: NotFinite) -> str:
+        last = self.saved_step
+        if error.num_updates:
+            begin = "the start" if last is None else f"the checkpoint of step {last}"
+            return f"--resume goes back to {begin}; resume with a smaller optimizer.lr, or look at the data"
+        if last != self.step:
+            return "resume with a smaller optimizer.lr, or look at the data"
+        own: Path = self.checkpoints.folder / f"{last:08d}"
+        return (
+            "--resume tries the same batch again: mend the data or the loss first, or remove "
+            f"{own} and resume from before it with a smaller optimizer.lr"
+        )
 
     @asynccontextmanager
     async def _between_steps(self, stop: asyncio.Event) -> AsyncIterator[None]:
@@ -196,16 +257,11 @@ class Trainer:
 
     async def _write_version(self, step: int, parent: int | None) -> Version:
         number = await self.client.next_version()
-        tensors = state_tensors(self.policy.model)
+        tensors = published_tensors(self.policy.model)
         return await asyncio.to_thread(self.weights.write, number, step, parent, tensors)
 
     def _watch_gap(self, figures: StepFigures) -> None:
         gap, settings = figures.logprob_gap, self.settings
-        if not np.isfinite(figures.loss) or not np.isfinite(figures.grad_norm):
-            raise RunStopped(
-                f"step {self.step}: loss {figures.loss} with gradient norm {figures.grad_norm} is not finite; "
-                "resume from the last checkpoint with a smaller optimizer.lr"
-            )
         if settings.stop_logprob_gap is not None and gap > settings.stop_logprob_gap:
             raise RunStopped(
                 f"step {self.step}: engine and trainer disagree by {gap:.3g} on average about fresh tokens, over "
@@ -240,7 +296,9 @@ def samples_of(batch: Batch) -> Sequence[Sample]:
             logprobs=member.trajectory.logprobs,
             mask=member.mask,
             reward=member.reward,
-            fresh=member.staleness == 0,
+            staleness=member.staleness,
+            sampled=member.trajectory.sampled_mask,
+            rewards=tuple((part.position, part.weight * part.value) for part in member.rewards),
         )
         for group in batch.groups
         for member in group.members

@@ -8,9 +8,7 @@ idempotent by step. No token above the bound, given, or of an abandoned version 
 from __future__ import annotations
 
 import itertools
-import json
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,15 +18,19 @@ from offbeat.control.select import Candidate, Stretch, is_trainable, select, sta
 from offbeat.crash import crash_here
 from offbeat.ledger import versions, workers
 from offbeat.ledger.bodies import Bodies
+from offbeat.ledger.database import Database, array
 from offbeat.ledger.errors import Conflict, Refused, Unknown
-from offbeat.ledger.groups import drop, reissue
+from offbeat.ledger.groups import drop, num_without_signal, reissue
 from offbeat.ledger.records import Batch, BatchGroup, BatchState, Drop, GroupState, Member
-from offbeat.ledger.schema import Database
+from offbeat.ledger.versions import Lineage
 from offbeat.trajectory import Origin, Reward, Trajectory
 from offbeat.weights.version import Version
 
-Stretches = dict[int, list[tuple[int, Stretch, bool]]]
-"""By group: task, stretch, and whether its version is abandoned."""
+Piece = tuple[int, int, int, int | None]
+"""A segment of a scored member: group, task, number of tokens, and version."""
+Pieces = dict[int, list[Piece]]
+"""By group."""
+_PARTS = msgspec.json.Decoder(tuple[Reward, ...])
 
 
 def claim(db: Database, bodies: Bodies, step: int, count: int, bound: int, *, in_order: bool) -> Batch | None:
@@ -54,10 +56,13 @@ def _living_batch(db: Database, step: int) -> dict[str, Any] | None:
 def _choose(
     db: Database, bodies: Bodies, step: int, from_version: int | None, count: int, bound: int, in_order: bool
 ) -> Batch | None:
+    if not _is_worth_a_look(db, step, count, bound):
+        return None
     stale: list[int] = []
     while True:
         groups = _eligible(db, step, count, bound, in_order)
-        stretches = _stretches(db, [group for group, _, state, *_ in groups if state == GroupState.READY])
+        pieces = _pieces(db, [group for group, _, state, *_ in groups if state == GroupState.READY])
+        known = versions.lineage(db, {piece[3] for found in pieces.values() for piece in found if piece[3] is not None})
         candidates = [
             Candidate(
                 group=group,
@@ -65,7 +70,7 @@ def _choose(
                 ready=state == GroupState.READY,
                 require_step=require_step,
                 first_step=first_step,
-                stretches=tuple(s for _, s, _ in stretches.get(group, ())),
+                stretches=_stretches(pieces.get(group, ()), known),
             )
             for group, ordinal, state, require_step, first_step in groups
         ]
@@ -77,9 +82,21 @@ def _choose(
     reissue(db, stale, with_new_seed=False, for_step=step)
     if not selection.take:
         return None
-    batch = _store(db, step, from_version, bound, selection.take, stretches)
+    batch = _store(db, step, from_version, bound, {group: pieces[group] for group in selection.take}, known)
     crash_here("claim-chosen")
     return load(db, bodies, batch)
+
+
+def _is_worth_a_look(db: Database, step: int, count: int, bound: int) -> bool:
+    """False where too few groups are ready and none can be too old: then nothing is to be taken, and nothing to be
+    dropped. The trainer asks again with every reward that is stored, so that this is what a claim mostly costs."""
+    ready = "SELECT 1 FROM groups INDEXED BY groups_alive WHERE state = 'ready' AND purpose = 'train'"
+    query = f"""SELECT (SELECT COUNT(*) FROM ({ready} LIMIT :count)) = :count
+                    OR EXISTS ({ready} AND first_step IS NULL) OR EXISTS ({ready} AND first_step < :oldest)
+                    OR EXISTS (SELECT 1 FROM groups INDEXED BY groups_required
+                               WHERE state = 'open' AND require_step < :oldest)
+                    OR EXISTS (SELECT 1 FROM versions WHERE abandoned = 1)"""
+    return bool(db.execute(query, {"count": count, "oldest": step - bound}).fetchone()[0])
 
 
 def _eligible(db: Database, step: int, count: int, bound: int, in_order: bool) -> list[tuple[Any, ...]]:
@@ -89,93 +106,104 @@ def _eligible(db: Database, step: int, count: int, bound: int, in_order: bool) -
     asked = {"step": step, "oldest": step - bound, "count": count}
     columns, due = "id, ordinal, state, require_step, first_step", "(require_step IS NULL OR require_step <= :step)"
     unfinished = f"SELECT {columns} FROM groups WHERE state = 'open' AND purpose = 'train' AND {due}"
-    ready = f"""SELECT {columns} FROM groups INDEXED BY groups_ready
+    ready = f"""SELECT {columns} FROM groups INDEXED BY groups_alive
                 WHERE state = 'ready' AND purpose = 'train' AND {due}"""
     if db.execute("SELECT 1 FROM versions WHERE abandoned = 1 LIMIT 1").fetchone():
         chosen = [ready]
     else:
-        order = "ordinal, id" if in_order else "first_step, ordinal, id"
+        order = "ordinal" if in_order else "first_step, ordinal"  # nothing living shares an ordinal
         first_ones = f"{ready} AND first_step >= :oldest ORDER BY {order} LIMIT :count"
         chosen = [first_ones, f"{ready} AND first_step < :oldest", f"{ready} AND first_step IS NULL"]
     return [row for query in (unfinished, *chosen) for row in db.execute(query, asked)]
 
 
-def _stretches(db: Database, groups: Sequence[int]) -> Stretches:
-    """The segments of the groups' scored members, with the steps of their versions."""
-    query = """SELECT t.group_id, t.id, s.num_tokens, v.step, v.abandoned
-               FROM tasks t JOIN segments s ON s.task = t.id LEFT JOIN versions v ON v.number = s.version
-               WHERE t.state = 'scored' AND t.group_id IN (SELECT value FROM json_each(?))
-               ORDER BY t.id, s.start"""
-    found: Stretches = {}
-    for group, task, num_tokens, step, is_abandoned in db.execute(query, (json.dumps(list(groups)),)):
-        stretch = Stretch(num_tokens, None if is_abandoned else step)
-        found.setdefault(group, []).append((task, stretch, bool(is_abandoned)))
+def _pieces(db: Database, groups: Sequence[int]) -> Pieces:
+    query = """SELECT t.group_id, t.id, s.num_tokens, s.version
+               FROM json_each(?) e CROSS JOIN tasks t ON t.group_id = e.value CROSS JOIN segments s ON s.task = t.id
+               WHERE t.state = 'scored'"""
+    found: Pieces = {}
+    for piece in db.execute(query, (array(groups),)):
+        found.setdefault(piece[0], []).append(piece)
     return found
 
 
+def _stretches(pieces: Iterable[Piece], known: Mapping[int, Lineage]) -> tuple[Stretch, ...]:
+    """A group as selection sees it: one stretch for all tokens of a version."""
+    num_tokens: dict[int | None, int] = {}
+    for _, _, count, version in pieces:
+        num_tokens[version] = num_tokens.get(version, 0) + count
+    return tuple(
+        Stretch(count, None if version is None else known[version].living_step) for version, count in num_tokens.items()
+    )
+
+
 def _store(
-    db: Database, step: int, from_version: int | None, bound: int, groups: Sequence[int], stretches: Stretches
+    db: Database, step: int, from_version: int | None, bound: int, pieces: Pieces, known: Mapping[int, Lineage]
 ) -> int:
-    """Writes a batch and what becomes of each of its sampled tokens."""
+    """Writes a batch and what becomes of each of its sampled tokens: trained, stale or abandoned."""
+    fates = {
+        number: 0 if is_trainable(version.living_step, step, bound) else 2 if version.is_abandoned else 1
+        for number, version in known.items()
+    }
     sums: dict[int, list[int]] = {}
-    oldest = 0
-    for task, stretch, is_abandoned in itertools.chain.from_iterable(stretches[group] for group in groups):
+    taken: set[int] = set()
+    for _, task, num_tokens, number in itertools.chain.from_iterable(pieces.values()):
         tokens = sums.setdefault(task, [0, 0, 0])
-        if is_trainable(stretch.step, step, bound):
-            tokens[0] += stretch.num_tokens
-            oldest = max(oldest, staleness(stretch.step, step) or 0)
-        elif stretch.step is not None:
-            tokens[1] += stretch.num_tokens
-        elif is_abandoned:
-            tokens[2] += stretch.num_tokens
+        if number is not None:
+            tokens[fates[number]] += num_tokens
+            taken.add(number)
+    ages = (staleness(known[number].living_step, step) or 0 for number in taken if fates[number] == 0)
     totals = [sum(column) for column in zip(*sums.values(), strict=True)]
     batch = db.execute(
         "INSERT INTO batches (step, bound, state, from_version, num_trained_tokens, num_stale_tokens, "
         "num_abandoned_tokens, max_staleness, claimed_at) VALUES (?, ?, 'claimed', ?, ?, ?, ?, ?, ?)",
-        (step, bound, from_version, *totals, oldest, db.wall_clock()),
+        (step, bound, from_version, *totals, max(ages, default=0), db.wall_clock()),
     ).lastrowid
     assert batch is not None
-    db.executemany(
-        "INSERT INTO batch_members (batch, task, num_trained_tokens, num_stale_tokens, num_abandoned_tokens) "
-        "VALUES (?, ?, ?, ?, ?)",
+    db.insert(
+        "batch_members (batch, task, num_trained_tokens, num_stale_tokens, num_abandoned_tokens)",
         [(batch, task, *tokens) for task, tokens in sums.items()],
     )
-    db.executemany("UPDATE groups SET state = 'claimed', batch = ? WHERE id = ?", [(batch, g) for g in groups])
+    query = "UPDATE groups SET state = 'claimed', batch = ? WHERE id IN (SELECT value FROM json_each(?))"
+    db.execute(query, (batch, array(pieces)))
     return batch
 
 
 def load(db: Database, bodies: Bodies, batch: int) -> Batch:
     """A batch as it was claimed, by ordinal and member."""
-    step, from_version, bound = db.execute(
-        "SELECT step, from_version, bound FROM batches WHERE id = ?", (batch,)
-    ).fetchone()
-    query = """SELECT g.id, g.ordinal, g.source, t.id, t.member, j.digest, r.parts, r.value
-               FROM batch_members m JOIN tasks t ON t.id = m.task JOIN groups g ON g.id = t.group_id
-               JOIN trajectories j ON j.task = t.id JOIN rewards r ON r.task = t.id
-               WHERE m.batch = ? ORDER BY g.ordinal, t.member"""
-    rows = db.execute(query, (batch,)).fetchall()
-    trajectories = bodies.load((row[3], row[5]) for row in rows)
-    numbers = {s.version for trajectory in trajectories.values() for s in trajectory.segments if s.version is not None}
-    steps = {number: version.living_step for number, version in versions.lineage(db, numbers).items()}
-    parts = {text: msgspec.json.decode(text, type=tuple[Reward, ...]) for text in {row[6] for row in rows}}
-    groups = []
-    for (group, ordinal, source), members in itertools.groupby(rows, key=operator.itemgetter(0, 1, 2)):
-        loaded = [
-            Member(task, member, trajectories[task], parts[text], value, _ages(trajectories[task], steps, step, bound))
-            for *_, task, member, _, text, value in members
-        ]
-        groups.append(BatchGroup(group, ordinal, source, tuple(loaded)))
-    return Batch(step, from_version, tuple(groups))
+    query = "SELECT step, from_version, bound FROM batches WHERE id = ?"
+    step, from_version, bound = db.execute(query, (batch,)).fetchone()
+    query = """SELECT t.group_id, t.member, t.id, j.seq, j.digest, r.parts, r.value
+               FROM batch_members m CROSS JOIN tasks t ON t.id = m.task CROSS JOIN trajectories j ON j.task = t.id
+               CROSS JOIN rewards r ON r.task = t.id WHERE m.batch = ?"""
+    rows = sorted(db.execute(query, (batch,)))
+    trajectories = bodies.load([(row[3], row[4]) for row in rows])
+    ages = _ages(db, list(trajectories.values()), step, bound)
+    parts = {text: _PARTS.decode(text) for text in {row[5] for row in rows}}
+    members: dict[int, list[Member]] = {}
+    for (group, member, task, seq, _, text, value), age in zip(rows, ages, strict=True):
+        members.setdefault(group, []).append(Member(task, member, trajectories[seq], parts[text], value, age))
+    query = "SELECT ordinal, id, source FROM groups WHERE batch = ?"
+    groups = [
+        BatchGroup(group, ordinal, source, tuple(members[group]))
+        for ordinal, group, source in sorted(db.execute(query, (batch,)))
+    ]
+    return Batch(step, from_version, tuple(groups), num_without_signal(db, step))
 
 
-def _ages(trajectory: Trajectory, steps: dict[int, int | None], step: int, bound: int) -> np.ndarray:
-    """The staleness of each response token; -1 where it may not be trained."""
-    ages = np.full(trajectory.num_tokens, -1, np.int32)
-    for s in trajectory.segments:
-        if s.origin is Origin.SAMPLED and s.version is not None:
-            age = staleness(steps[s.version], step)
-            ages[s.start : s.end] = -1 if age is None or age > bound else age
-    return ages
+def _ages(db: Database, trajectories: Sequence[Trajectory], step: int, bound: int) -> list[np.ndarray]:
+    """The staleness of each response token; -1 where it may not be trained. Made as one array for all trajectories,
+    because most of them are short."""
+    segments = [segment for trajectory in trajectories for segment in trajectory.segments]
+    known = versions.lineage(db, {s.version for s in segments if s.version is not None})
+    ages: dict[int | None, int] = {}
+    for number, version in known.items():
+        age = staleness(version.living_step, step)
+        ages[number] = -1 if age is None or age > bound else age
+    values = [ages[s.version] if s.origin is Origin.SAMPLED else -1 for s in segments]
+    of_all = np.repeat(np.array(values, np.int32), [len(s.tokens) for s in segments])
+    ends = itertools.accumulate(trajectory.num_tokens for trajectory in trajectories)
+    return [of_all[start:end] for start, end in itertools.pairwise((0, *ends))]
 
 
 def commit(db: Database, step: int, version: Version, audited: Sequence[int] = ()) -> None:
@@ -202,11 +230,11 @@ def commit(db: Database, step: int, version: Version, audited: Sequence[int] = (
 
 def _leave_out(db: Database, batch: int, tasks: Sequence[int]) -> None:
     """The trainer could not believe these members' log-probs and gave them no part in the update."""
-    unique = json.dumps(sorted(set(tasks)))
+    unique = sorted(set(tasks))
     query = """UPDATE batch_members SET num_audit_tokens = num_trained_tokens, num_trained_tokens = 0
                WHERE batch = ? AND task IN (SELECT value FROM json_each(?))"""
-    found = db.execute(query, (batch, unique)).rowcount
-    if found != len(set(tasks)):
+    found = db.execute(query, (batch, array(unique))).rowcount
+    if found != len(unique):
         raise Refused(f"audit of tasks {unique}: not all of them are in this batch")
     if found:
         sum_up(db, batch)

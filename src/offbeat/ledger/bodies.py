@@ -7,12 +7,11 @@ is the content and the arrays cannot be written to, so what is kept never differ
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 
+from offbeat.ledger.database import Database, array
 from offbeat.ledger.errors import LedgerError
-from offbeat.ledger.schema import Database
 from offbeat.trajectory import Trajectory
 
 MAX_KEPT_BYTES = 32_000_000
@@ -55,22 +54,22 @@ class Bodies:
             _, (num_bytes, _) = self._kept.popitem(last=False)
             self._num_kept_bytes -= num_bytes
 
-    def load(self, wanted: Iterable[tuple[int, bytes]]) -> dict[int, Trajectory]:
-        """The trajectories of tasks, given the digests stored with them."""
+    def load(self, wanted: Sequence[tuple[int, bytes]]) -> dict[int, Trajectory]:
+        """Trajectories by their `seq`, in the order asked for, given the digests stored with them."""
+        kept = [self._find(digest) for _, digest in wanted]
+        others = self._read([seq for (seq, _), found in zip(wanted, kept, strict=True) if found is None])
+        return {seq: found or others[seq] for (seq, _), found in zip(wanted, kept, strict=True)}
+
+    def _read(self, wanted: Sequence[int]) -> dict[int, Trajectory]:
+        if not wanted:
+            return {}
         found: dict[int, Trajectory] = {}
-        missing: list[int] = []
-        for task, digest in wanted:
-            trajectory = self._find(digest)
-            if trajectory is None:
-                missing.append(task)
-            else:
-                found[task] = trajectory
-        if missing:
-            query = "SELECT task, digest, body, pruned FROM trajectories WHERE task IN (SELECT value FROM json_each(?))"
-            for task, digest, body, is_pruned in self._db.execute(query, (json.dumps(missing),)).fetchall():
-                if is_pruned:
-                    raise LedgerError(f"task {task}: its trajectory was pruned")
-                found[task] = Trajectory.restore(read(self._db, digest, body))
+        query = """SELECT seq, task, digest, body, pruned FROM trajectories
+                   WHERE seq IN (SELECT value FROM json_each(?))"""
+        for seq, task, digest, body, is_pruned in self._db.execute(query, (array(wanted),)):
+            if is_pruned:
+                raise LedgerError(f"task {task}: its trajectory was pruned")
+            found[seq] = Trajectory.restore(read(self._db, digest, body))
         return found
 
     def _find(self, digest: bytes) -> Trajectory | None:

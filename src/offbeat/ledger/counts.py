@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from offbeat.ledger.database import Database
 from offbeat.ledger.records import (
     Counts,
     EvalGroup,
@@ -12,7 +13,6 @@ from offbeat.ledger.records import (
     TokenCounts,
     TrajectoryCounts,
 )
-from offbeat.ledger.schema import Database
 
 
 def counts(db: Database) -> Counts:
@@ -21,8 +21,9 @@ def counts(db: Database) -> Counts:
     trajectories: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     wasted: Counter[str] = Counter()
-    query = """SELECT state, purpose, reason, COUNT(*), SUM(num_trajectories), SUM(num_scored), SUM(num_sampled_tokens)
-               FROM groups GROUP BY state, purpose, reason"""
+    columns = "state, purpose, reason, COUNT(*), SUM(num_trajectories), SUM(num_scored), SUM(num_sampled_tokens)"
+    query = f"""SELECT {columns} FROM groups WHERE state <> 'open' GROUP BY state, purpose, reason
+                UNION ALL SELECT {columns} FROM groups WHERE state = 'open' GROUP BY state, purpose, reason"""
     for state, purpose, reason, num_groups, num_trajectories, num_scored, num_tokens in db.execute(query):
         tokens["generated"] += num_tokens
         if purpose == "eval":
@@ -79,7 +80,9 @@ def counts(db: Database) -> Counts:
 
 def waiting_for(db: Database) -> str:
     """What the groups of the step trained next still need, in words."""
-    states = dict(db.execute("SELECT state, COUNT(*) FROM groups WHERE purpose = 'train' GROUP BY state"))
+    query = """SELECT state, COUNT(*) FROM groups WHERE (state = 'open' OR state = 'ready') AND purpose = 'train'
+               GROUP BY state"""
+    states = dict(db.execute(query))
     open_tasks, unscored = db.execute(
         "SELECT SUM(t.state = 'open'), SUM(t.state = 'accepted') FROM groups g JOIN tasks t ON t.group_id = g.id "
         "WHERE g.state = 'open'"

@@ -1,7 +1,8 @@
 """Groups from the draw to their end: admission, the data cursor, readiness, dropping and re-issuing.
 
 Guarantees: every ordinal is drawn once; at most one group of an ordinal is alive or trained (the schema holds it);
-nothing is reset in place: a prompt that is tried again is a new group with new tasks.
+nothing is reset in place: a prompt that is tried again is a new group with new tasks. A group without a signal is
+dropped and not issued again: its place is free for the next prompt.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import msgspec
 import numpy as np
 
 from offbeat.control.admit import Standing
-from offbeat.control.settle import MAX_RETRIES, Verdict, settle
+from offbeat.control.settle import MAX_RETRIES, Terms, Verdict, settle, settle_ready
 from offbeat.ledger import partials, versions
+from offbeat.ledger.database import Database, array
 from offbeat.ledger.errors import Refused
 from offbeat.ledger.records import Cursor, Drop, NewGroup, Purpose, derive_seed
-from offbeat.ledger.schema import Database
 
 INSERT_GROUP = """
 INSERT INTO groups (id, purpose, eval, ordinal, retry, reissue_of, source, source_ordinal, seed, size, num_open,
@@ -45,8 +46,8 @@ def standing(db: Database) -> Standing:
     newest = versions.latest(db)
     if newest is None:
         return Standing(step=None, num_alive=0)
-    query = """SELECT COUNT(*) FROM groups WHERE state IN ('open', 'ready', 'claimed') AND purpose = 'train'
-               AND (require_step IS NULL OR require_step <= ?)"""
+    query = """SELECT COUNT(*) FROM groups WHERE (state = 'open' OR state = 'ready' OR state = 'claimed')
+               AND purpose = 'train' AND (require_step IS NULL OR require_step <= ?)"""
     return Standing(step=newest.step, num_alive=int(db.execute(query, (newest.step,)).fetchone()[0]))
 
 
@@ -133,15 +134,15 @@ def _insert(db: Database, rows: Sequence[dict[str, Any]]) -> list[int]:
     return [row["id"] for row in rows]
 
 
-def settle_groups(db: Database, groups: Iterable[int], min_group: int) -> None:
-    """Ends those of the groups whose members have ended, or too few of which remain."""
+def settle_groups(db: Database, groups: Iterable[int], terms: Terms) -> int:
+    """Ends those of the groups whose members have ended, or too few of which remain; returns how many it dropped."""
     query = """SELECT id, purpose, size, num_scored, num_failed, retry FROM groups
-               WHERE state = 'open' AND id IN (SELECT value FROM json_each(?)) ORDER BY id"""
+               WHERE +state = 'open' AND id IN (SELECT value FROM json_each(?)) ORDER BY id"""  # by id, not by state
     ended: list[tuple[str, float, int]] = []
     failed: list[tuple[int, bool]] = []
-    for group, purpose, size, num_scored, num_failed, retry in db.execute(query, (json.dumps(sorted(set(groups))),)):
+    for group, purpose, size, num_scored, num_failed, retry in db.execute(query, (array(sorted(set(groups))),)):
         is_train = purpose == Purpose.TRAIN
-        match settle(size, num_scored, num_failed, min_group if is_train else 1):
+        match settle(size, num_scored, num_failed, terms.min_group if is_train else 1):
             case Verdict.READY:
                 ended.append(("ready" if is_train else "evaluated", db.wall_clock(), group))
             case Verdict.FAILED:
@@ -149,20 +150,65 @@ def settle_groups(db: Database, groups: Iterable[int], min_group: int) -> None:
     db.executemany("UPDATE groups SET state = ?, ended_at = ? WHERE id = ?", ended)
     drop(db, [group for group, _ in failed], Drop.FAILED)
     reissue(db, [group for group, again in failed if again], with_new_seed=True)
+    num_dropped = len(failed)
+    if terms.max_no_signal > 0:
+        num_dropped += _drop_without_signal(db, [group for state, _, group in ended if state == "ready"], terms)
+    return num_dropped
 
 
-def drop(db: Database, groups: Sequence[int], reason: Drop) -> None:
-    """Ends groups without training, and with them their tasks that have not ended."""
+def _drop_without_signal(db: Database, groups: Sequence[int], terms: Terms) -> int:
+    """Drops those of the groups, which have just become ready, that there is nothing to learn from."""
+    query = """SELECT g.id, g.ordinal, g.require_step, (
+                   SELECT MAX(r.value) - MIN(r.value) FROM tasks t CROSS JOIN rewards r ON r.task = t.id
+                   WHERE t.group_id = g.id AND t.state = 'scored')
+               FROM json_each(?) e CROSS JOIN groups g ON g.id = e.value"""
+    next_step = _next_step(db)
+    num_dropped = num_without_signal(db, next_step)
+    dropped = []
+    for group, ordinal, require_step, spread in db.execute(query, (array(groups),)).fetchall():
+        num_before = num_dropped if require_step is None else _num_drawn_before(db, require_step, ordinal)
+        if settle_ready(spread, num_before, terms.max_no_signal) is Verdict.NO_SIGNAL:
+            dropped.append(group)
+            num_dropped += 1
+    drop(db, dropped, Drop.NO_SIGNAL, at_step=next_step)
+    return len(dropped)
+
+
+def _next_step(db: Database) -> int:
+    """The first step without a batch."""
+    query = """SELECT MAX(COALESCE((SELECT step FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 1), 0),
+                          COALESCE((SELECT MAX(step) + 1 FROM batches WHERE state <> 'undone'), 0))"""
+    return int(db.execute(query).fetchone()[0])
+
+
+def num_without_signal(db: Database, step: int) -> int:
+    """Groups without a signal that were dropped while the batch of a step was waited for."""
+    query = "SELECT COUNT(*) FROM groups WHERE dropped_at_step = ?"
+    return int(db.execute(query, (step,)).fetchone()[0])
+
+
+def _num_drawn_before(db: Database, step: int, ordinal: int) -> int:
+    """Prompts of lower ordinals that were drawn for a step, however often they were issued."""
+    query = """SELECT COUNT(DISTINCT ordinal) FROM groups
+               WHERE purpose = 'train' AND require_step = ? AND ordinal < ?"""
+    return int(db.execute(query, (step, ordinal)).fetchone()[0])
+
+
+def drop(db: Database, groups: Sequence[int], reason: Drop, at_step: int | None = None) -> None:
+    """Ends groups without training, and with them their tasks that have not ended. `at_step` is the step whose batch
+    they were meant for, told where they had no signal."""
+    if not groups:
+        return
     query = """SELECT p.task FROM tasks t JOIN partials p ON p.task = t.id AND p.state = 'kept'
                WHERE t.group_id IN (SELECT value FROM json_each(?))"""
-    partials.waste(db, [task for (task,) in db.execute(query, (json.dumps(list(groups)),))], reason.value)
+    partials.waste(db, [task for (task,) in db.execute(query, (array(groups),))], reason.value)
     db.executemany(
         "UPDATE tasks SET state = 'dropped', reason = ? WHERE group_id = ? AND state IN ('open', 'leased', 'accepted')",
         [(reason.value, group) for group in groups],
     )
     db.executemany(
-        "UPDATE groups SET state = 'dropped', reason = ?, num_open = 0, ended_at = ? WHERE id = ?",
-        [(reason.value, db.wall_clock(), group) for group in groups],
+        "UPDATE groups SET state = 'dropped', reason = ?, dropped_at_step = ?, num_open = 0, ended_at = ? WHERE id = ?",
+        [(reason.value, at_step, db.wall_clock(), group) for group in groups],
     )
 
 

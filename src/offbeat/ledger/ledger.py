@@ -29,6 +29,7 @@ from typing import Any, Self
 
 from offbeat.control.admit import Standing
 from offbeat.control.leases import Held
+from offbeat.control.settle import Terms
 from offbeat.ledger import (
     backup,
     batches,
@@ -46,6 +47,7 @@ from offbeat.ledger import (
     workers,
 )
 from offbeat.ledger.bodies import Bodies
+from offbeat.ledger.database import Database
 from offbeat.ledger.errors import LedgerError, Unknown
 from offbeat.ledger.records import (
     Batch,
@@ -56,11 +58,11 @@ from offbeat.ledger.records import (
     Outcome,
     Reconciled,
     Scored,
+    Scores,
     Submission,
     TaskState,
     Unscored,
 )
-from offbeat.ledger.schema import Database
 from offbeat.trajectory import Task, Trajectory
 from offbeat.weights.version import Version
 
@@ -73,14 +75,16 @@ class Ledger:
         path: Path | str,
         *,
         min_group: int = 1,
+        max_no_signal: float = 0,
         max_attempts: int = 3,
         max_staleness: int = 0,
         groups_per_step: int | None = None,
         read_only: bool = False,
         wall_clock: Callable[[], float] = time.time,
     ):
-        self.min_group, self.max_attempts, self.max_staleness = min_group, max_attempts, max_staleness
-        self.groups_per_step = groups_per_step
+        """`max_no_signal` is how many groups whose rewards are all equal may be dropped for a step."""
+        self.terms = Terms(min_group, max_no_signal)
+        self.max_attempts, self.max_staleness, self.groups_per_step = max_attempts, max_staleness, groups_per_step
         self._db = Database(Path(path), read_only=read_only, wall_clock=wall_clock)
         self._bodies = Bodies(self._db)
 
@@ -90,6 +94,21 @@ class Ledger:
     def naming_damage(self) -> AbstractContextManager[None]:
         """Inside, a full disk or a damaged file is a `LedgerError` that names the ledger and says what to do."""
         return self._db.naming_damage()
+
+    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Makes calls in one transaction, which is on disk when this returns: each one's result, or its error, which
+        has changed nothing. Raises what no call could do anything about, and then nothing was changed at all."""
+        results: list[Any] = []
+        with self._db.transaction():
+            for call in calls:
+                try:
+                    with self.naming_damage():
+                        results.append(call())
+                except Exception as error:
+                    if not self._db.connection.in_transaction:  # as when the disk is full
+                        raise
+                    results.append(error)
+        return results
 
     def __enter__(self) -> Self:
         return self
@@ -130,6 +149,10 @@ class Ledger:
         """Every lease, those of before a restart too."""
         return tasks.leased(self._db)
 
+    def suspects(self) -> list[int]:
+        """Tasks under way that workers have vanished with."""
+        return tasks.suspects(self._db)
+
     def still_held(self, worker: str, leases: Sequence[tuple[int, int]]) -> list[Held]:
         """Of the leases that a worker believes to hold, by task and fence, those that it does."""
         return tasks.still_held(self._db, worker, leases)
@@ -148,12 +171,12 @@ class Ledger:
     def lose(self, leases: Sequence[Held]) -> int:
         """Takes back the leases of workers that have vanished; what is to blame counts as a failed attempt."""
         with self._db.transaction():
-            return tasks.lose(self._db, leases, self.min_group, self.max_attempts)
+            return tasks.lose(self._db, leases, self.terms, self.max_attempts)
 
     def fail(self, worker: str, task: int, fence: int, reason: str, detail: str | None = None) -> TaskState:
         """An attempt failed. The task is opened again, or ends as failed after `max_attempts`."""
         with self._db.transaction():
-            return tasks.fail(self._db, worker, task, fence, reason, detail, self.min_group, self.max_attempts)
+            return tasks.fail(self._db, worker, task, fence, reason, detail, self.terms, self.max_attempts)
 
     def submit(self, submitted: Sequence[Submission]) -> list[Outcome | LedgerError]:
         """Stores trajectories and partials; those that may not be stored are answered with the error, and the others
@@ -167,10 +190,10 @@ class Ledger:
         """Trajectories that wait for their reward, in order of acceptance, past the `seq` given."""
         return scoring.unscored(self._db, self._bodies, limit, after)
 
-    def score(self, results: Sequence[Scored]) -> int:
-        """Stores rewards and failures; returns how many tasks were waiting for theirs."""
+    def score(self, results: Sequence[Scored]) -> Scores:
+        """Stores rewards and failures, and ends groups whose last they were."""
         with self._db.transaction():
-            return scoring.score(self._db, results, self.min_group)
+            return scoring.score(self._db, results, self.terms)
 
     def failure_share(self, window: int) -> float:
         """The share of failures among the latest `window` rewards."""
@@ -209,6 +232,10 @@ class Ledger:
     def versions_in_use(self) -> list[int]:
         """Versions whose weights somebody may still ask for."""
         return versions.in_use(self._db)
+
+    def versions_needed(self, checkpoint_step: int) -> list[int]:
+        """Versions whose pieces somebody may still ask for; see `offbeat.ledger.versions`."""
+        return versions.needed(self._db, checkpoint_step)
 
     def next_version_number(self) -> int:
         return versions.next_number(self._db)
@@ -256,10 +283,28 @@ class Ledger:
         """Who a secret belongs to; what another process revoked a moment ago is seen as revoked."""
         return workers.find(self._db, secret)
 
+    def num_worker_moves(self) -> int:
+        """Grows whenever a worker's state changes, whichever process changed it."""
+        return workers.num_moves(self._db)
+
     def move_worker(self, name: str, state: workers.WorkerState, reason: str | None = None) -> workers.WorkerState:
         """Revokes, quarantines, sends away or brings back a worker; returns its state then."""
         with self._db.transaction():
             return workers.move(self._db, name, state, reason)
+
+    def add_signer(self, key: str, worker: str) -> None:
+        """A trainer names the public key with which it signs manifests."""
+        with self._db.transaction():
+            workers.add_signer(self._db, key, worker)
+
+    def signers(self) -> list[str]:
+        """Keys whose manifests are to be believed."""
+        return workers.signers(self._db)
+
+    def peer_key(self) -> str:
+        """What workers of this run show each other; made when it is first asked for."""
+        with self._db.transaction():
+            return workers.peer_key(self._db)
 
     def list_workers(self) -> list[workers.Worker]:
         """Everyone who ever joined, with how many tasks they hold."""

@@ -17,8 +17,8 @@ import numpy as np
 from offbeat.control.select import is_trainable, staleness
 from offbeat.ledger import partials, versions
 from offbeat.ledger.bodies import Bodies
+from offbeat.ledger.database import Database, array
 from offbeat.ledger.errors import Unknown
-from offbeat.ledger.schema import Database
 from offbeat.trajectory import Reward, Trajectory
 
 ROWS = """
@@ -134,23 +134,23 @@ def walk(db: Database, bodies: Bodies, step: int | None = None) -> Iterator[tupl
 
 def load(db: Database, bodies: Bodies, found: list[Row]) -> list[Trajectory | None]:
     """The trajectories of rows; None where one was pruned."""
-    wanted = json.dumps([row.task for row in found if not row.is_pruned])
-    query = "SELECT task, digest FROM trajectories WHERE task IN (SELECT value FROM json_each(?))"
+    wanted = array([row.seq for row in found if not row.is_pruned])
+    query = "SELECT seq, digest FROM trajectories WHERE seq IN (SELECT value FROM json_each(?))"
     loaded = bodies.load(db.execute(query, (wanted,)).fetchall())
-    return [loaded.get(row.task) for row in found]
+    return [loaded.get(row.seq) for row in found]
 
 
 def look(db: Database, bodies: Bodies, task: int) -> Look:
     query = """SELECT g.id, g.ordinal, t.member, g.purpose, g.source, t.state, t.reason, g.state, g.reason, g.prompt,
-                      g.problem, j.digest, j.pruned, r.value, r.parts, r.error, b.step, b.bound
+                      g.problem, j.seq, j.digest, j.pruned, r.value, r.parts, r.error, b.step, b.bound
                FROM tasks t JOIN groups g ON g.id = t.group_id LEFT JOIN trajectories j ON j.task = t.id
                LEFT JOIN rewards r ON r.task = t.id LEFT JOIN batches b ON b.id = g.batch WHERE t.id = ?"""
     row = db.execute(query, (task,)).fetchone()
     if row is None:
         (last,) = db.execute("SELECT MAX(id) FROM tasks").fetchone()
         raise Unknown(f"task {task}: there are 1 to {last}" if last else f"task {task}: there are none yet")
-    prompt, problem, digest, is_pruned, value, parts, error, step, bound = row[9:]
-    trajectory = None if digest is None or is_pruned else bodies.load([(task, digest)])[task]
+    prompt, problem, seq, digest, is_pruned, value, parts, error, step, bound = row[9:]
+    trajectory = None if digest is None or is_pruned else bodies.load([(seq, digest)])[seq]
     if digest is None:
         query = "SELECT digest, body FROM partials WHERE task = ? AND state = 'kept'"
         trajectory = partials.load(db, *(db.execute(query, (task,)).fetchone() or (None, None)))

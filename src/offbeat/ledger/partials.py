@@ -8,14 +8,13 @@ still carried it on is none that was wasted, once what it became arrives.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 
 from blake3 import blake3
 
 from offbeat.ledger import bodies
-from offbeat.ledger.schema import Database
+from offbeat.ledger.database import Database, array
 from offbeat.trajectory import Trajectory
 
 
@@ -50,7 +49,7 @@ def carry_on(db: Database, tasks: Iterable[int]) -> None:
     db.execute(
         "UPDATE partials SET state = 'continued', body = NULL "
         "WHERE state = 'kept' AND task IN (SELECT value FROM json_each(?))",
-        (json.dumps(list(tasks)),),
+        (array(tasks),),
     )
 
 
@@ -77,7 +76,7 @@ def waste(db: Database, tasks: Iterable[int], reason: str) -> None:
     db.execute(
         "UPDATE partials SET state = 'wasted', reason = ?, body = NULL "
         "WHERE state = 'kept' AND task IN (SELECT value FROM json_each(?))",
-        (reason, json.dumps(list(tasks))),
+        (reason, array(tasks)),
     )
 
 

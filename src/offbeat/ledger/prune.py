@@ -8,17 +8,20 @@ checkpoint, whose batch has lost its bytes, is refused.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-from offbeat.ledger.schema import Database
+from offbeat.ledger.database import Database
 
 SLICE = 1000
 """Bodies removed in one transaction: others that write wait for a slice, not for all."""
 
 NEEDLESS = """
-SELECT j.seq FROM trajectories j JOIN tasks t ON t.id = j.task JOIN groups g ON g.id = t.group_id
+SELECT j.seq, g.id, LENGTH(j.body) FROM groups g INDEXED BY groups_unpruned CROSS JOIN tasks t ON t.group_id = g.id
+CROSS JOIN trajectories j ON j.task = t.id
 LEFT JOIN batches b ON b.id = g.batch LEFT JOIN evals e ON e.id = g.eval
-WHERE j.pruned = 0 AND (
+WHERE (g.state = 'trained' OR g.state = 'evaluated' OR g.state = 'dropped') AND g.num_pruned < g.num_trajectories
+AND j.pruned = 0 AND (
     (g.state = 'trained' AND b.step < :before)
     OR (g.purpose = 'eval' AND g.state IN ('evaluated', 'dropped') AND e.step < :before)
     OR (g.purpose = 'train' AND g.state = 'dropped' AND MAX(g.ended_at, j.accepted_at) <= (
@@ -38,10 +41,14 @@ class Pruned:
 
 def prune_slice(db: Database, before: int) -> Pruned:
     """Forgets the bytes of some trajectories that ended before a step; those in files are removed by `sweep`."""
-    query = f"SELECT seq, LENGTH(body) FROM trajectories WHERE seq IN ({NEEDLESS})"
-    rows = db.execute(query, {"before": before, "slice": SLICE}).fetchall()
-    db.executemany("UPDATE trajectories SET body = NULL, pruned = 1 WHERE seq = ?", [(seq,) for seq, _ in rows])
-    return Pruned(len(rows), sum(size or 0 for _, size in rows))
+    rows = db.execute(NEEDLESS, {"before": before, "slice": SLICE}).fetchall()
+    db.executemany("UPDATE trajectories SET body = NULL, pruned = 1 WHERE seq = ?", [(seq,) for seq, _, _ in rows])
+    num_pruned = Counter(group for _, group, _ in rows)
+    db.executemany(
+        "UPDATE groups SET num_pruned = num_pruned + ? WHERE id = ?",
+        [(count, group) for group, count in num_pruned.items()],
+    )
+    return Pruned(len(rows), sum(size or 0 for _, _, size in rows))
 
 
 def sweep(db: Database) -> int:

@@ -48,6 +48,8 @@ class Drop(StrEnum):
     """No token was left that may be trained; re-issued."""
     ABANDONED = "abandoned"
     """A resume left its version behind; re-issued with the same seed, so that equal weights give equal tokens."""
+    NO_SIGNAL = "no_signal"
+    """Its members all earned the same; another prompt takes its place."""
 
 
 class TaskState(StrEnum):
@@ -147,6 +149,15 @@ class Scored:
     error: str | None = None
 
 
+class Scores(NamedTuple):
+    """What became of results that were handed in."""
+
+    num_tasks: int
+    """Tasks that were waiting for them."""
+    num_dropped: int
+    """Groups that were dropped on them, whose places are free."""
+
+
 @dataclass(frozen=True)
 class Member:
     task: int
@@ -154,7 +165,7 @@ class Member:
     trajectory: Trajectory
     rewards: tuple[Reward, ...]
     reward: float
-    """The sum of the rewards' values."""
+    """The sum of the rewards, each by its weight."""
     staleness: np.ndarray
     """Of each response token; -1 where it may not be trained: given, past the bound, or of an abandoned version."""
 
@@ -178,6 +189,8 @@ class Batch:
     from_version: int | None
     """None where the step was claimed ahead of its version."""
     groups: tuple[BatchGroup, ...]
+    num_no_signal: int = 0
+    """Groups that were dropped for want of a signal while it was waited for."""
 
 
 @dataclass(frozen=True)

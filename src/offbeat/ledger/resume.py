@@ -8,6 +8,9 @@ the checkpoint's step is taken back, so that the surviving history trains nothin
 - later batches are undone. Groups that hold nothing but abandoned tokens, or wait for an abandoned version, are dropped
   and re-issued with the same ordinal and seed for the same step; they wait until its version is published again.
 
+Groups that later steps dropped for want of a signal stay dropped: the same weights would give them the same rewards.
+They still count as drawn for their step, so that what is left of it is judged as before.
+
 So with exact generation the replayed steps see the same groups in the same order with the same tokens. Doing it twice
 changes nothing more.
 """
@@ -17,9 +20,9 @@ from __future__ import annotations
 from offbeat.errors import UserError
 from offbeat.ledger import partials, versions
 from offbeat.ledger.batches import mark_trained, sum_up
+from offbeat.ledger.database import Database
 from offbeat.ledger.groups import drop, reissue
 from offbeat.ledger.records import Drop, Purpose, Reconciled
-from offbeat.ledger.schema import Database
 from offbeat.weights.version import Version
 
 
@@ -129,7 +132,7 @@ def _undo_batches_after(db: Database, step: int) -> tuple[int, ...]:
 def _drop_abandoned_groups(db: Database) -> int:
     """Drops what can only be generated anew, and re-issues the prompts among it that are trained on."""
     waiting = """SELECT g.id, g.purpose FROM groups g JOIN versions v ON v.number = g.require_version
-                 WHERE g.state IN ('open', 'ready') AND v.abandoned = 1"""
+                 WHERE (g.state = 'open' OR g.state = 'ready') AND v.abandoned = 1"""
     without_living_token = """
         SELECT g.id, g.purpose FROM groups g WHERE g.state = 'ready' AND g.require_version IS NULL AND NOT EXISTS (
             SELECT 1 FROM tasks t JOIN segments s ON s.task = t.id JOIN versions v ON v.number = s.version
@@ -147,7 +150,7 @@ def _begin_again(db: Database, step: int) -> None:
     db.execute(
         """UPDATE groups SET first_step = IIF(state = 'open' AND NOT EXISTS (
                SELECT 1 FROM tasks WHERE group_id = groups.id AND state = 'leased'), NULL, :step)
-           WHERE state IN ('open', 'ready') AND first_step > :step""",
+           WHERE (state = 'open' OR state = 'ready') AND first_step > :step""",
         {"step": step},
     )
 

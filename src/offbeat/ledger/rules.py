@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from offbeat.control.settle import EQUAL_WITHIN
+
 
 class Rule(NamedTuple):
     says: str
@@ -91,8 +93,21 @@ GROUPS = (
     Rule(
         "group {0} (ordinal {1}) was dropped as {2}, but its prompt was never issued again",
         """SELECT g.id, g.ordinal, g.reason FROM groups g LEFT JOIN groups n ON n.reissue_of = g.id
-           WHERE g.purpose = 'train' AND g.state = 'dropped' AND (g.reason <> 'failed' OR g.retry = 0) AND n.id IS NULL
-        """,
+           WHERE g.purpose = 'train' AND g.state = 'dropped' AND g.reason <> 'no_signal'
+               AND (g.reason <> 'failed' OR g.retry = 0) AND n.id IS NULL""",
+    ),
+    Rule(
+        "group {0} (ordinal {1}) was dropped for want of a signal, but its prompt was issued again as group {2}",
+        "SELECT g.id, g.ordinal, n.id FROM groups g JOIN groups n ON n.reissue_of = g.id WHERE g.reason = 'no_signal'",
+    ),
+    Rule(
+        "group {0} serves {1} and was dropped for want of a signal, but its {2} rewards lie {3} apart, or a member has "
+        "not ended",
+        f"""SELECT g.id, g.purpose, g.num_scored, MAX(r.value) - MIN(r.value) AS spread FROM groups g
+            JOIN tasks t ON t.group_id = g.id LEFT JOIN rewards r ON r.task = t.id AND t.state = 'scored'
+            WHERE g.reason = 'no_signal' GROUP BY g.id
+            HAVING g.purpose <> 'train' OR spread IS NULL OR spread > {EQUAL_WITHIN}
+                OR g.num_scored + g.num_failed <> g.size""",
     ),
     Rule(
         "group {0} re-issues group {1}, which is {2}",
@@ -255,6 +270,12 @@ TRAJECTORIES = (
 )
 
 PRUNED = (
+    Rule(
+        "group {0}: {1} of its trajectories count as pruned, but {2} are",
+        """SELECT g.id, g.num_pruned, COALESCE(SUM(j.pruned), 0) AS n
+           FROM groups g JOIN tasks t ON t.group_id = g.id LEFT JOIN trajectories j ON j.task = t.id
+           GROUP BY g.id HAVING g.num_pruned <> n""",
+    ),
     Rule(
         "the trajectory of task {0} was pruned, but its group {1} is {2}",
         """SELECT t.id, g.id, g.state FROM trajectories j JOIN tasks t ON t.id = j.task

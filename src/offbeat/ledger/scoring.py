@@ -8,31 +8,35 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
+from offbeat.control.settle import Terms
 from offbeat.ledger.bodies import Bodies
+from offbeat.ledger.database import Database, array
 from offbeat.ledger.errors import Unknown
 from offbeat.ledger.groups import settle_groups
-from offbeat.ledger.records import REWARD_FAILED, Purpose, Scored, TaskState, Unscored
-from offbeat.ledger.schema import Database
+from offbeat.ledger.records import REWARD_FAILED, Purpose, Scored, Scores, TaskState, Unscored
 from offbeat.trajectory import Reward
 
 
 def unscored(db: Database, bodies: Bodies, limit: int, after: int) -> list[Unscored]:
+    if not after:
+        after = _before_first(db)
     query = """SELECT j.seq, j.task, j.digest, t.group_id, g.purpose, g.reward, g.problem
-               FROM tasks t JOIN trajectories j ON j.task = t.id JOIN groups g ON g.id = t.group_id
+               FROM trajectories j CROSS JOIN tasks t ON t.id = j.task CROSS JOIN groups g ON g.id = t.group_id
                WHERE t.state = 'accepted' AND j.seq > ? ORDER BY j.seq LIMIT ?"""
     problems: dict[int, dict] = {}
     found: list[Unscored] = []
     rows = db.execute(query, (after, limit)).fetchall()
-    trajectories = bodies.load((task, digest) for _, task, digest, *_ in rows)
+    trajectories = bodies.load([(seq, digest) for seq, _, digest, *_ in rows])
     for seq, task, _, group, purpose, reward, problem in rows:
         if group not in problems:
             problems[group] = json.loads(problem)
-        trajectory = trajectories[task]
+        trajectory = trajectories[seq]
         assert trajectory.end is not None
         found.append(
             Unscored(task, group, Purpose(purpose), problems[group], reward, trajectory.tokens, trajectory.end, seq)
@@ -40,10 +44,18 @@ def unscored(db: Database, bodies: Bodies, limit: int, after: int) -> list[Unsco
     return found
 
 
-def score(db: Database, results: Sequence[Scored], min_group: int) -> int:
-    """Stores rewards; returns how many tasks were waiting for them."""
+def _before_first(db: Database) -> int:
+    """The `seq` before the first trajectory that waits; what waits belongs to an open group."""
+    query = """SELECT MIN(j.seq) - 1 FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
+               CROSS JOIN trajectories j ON j.task = t.id WHERE g.state = 'open' AND t.state = 'accepted'"""
+    (before,) = db.execute(query).fetchone()
+    return int(before) if before is not None else sys.maxsize
+
+
+def score(db: Database, results: Sequence[Scored], terms: Terms) -> Scores:
+    """Stores rewards, and settles the groups that they were waited for."""
     query = "SELECT id, state, group_id FROM tasks WHERE id IN (SELECT value FROM json_each(?))"
-    known = {task: (state, group) for task, state, group in db.execute(query, (json.dumps([r.task for r in results]),))}
+    known = {task: (state, group) for task, state, group in db.execute(query, (array([r.task for r in results]),))}
     stored: dict[int, Scored] = {}
     for result in results:
         if result.task not in known:
@@ -59,8 +71,7 @@ def score(db: Database, results: Sequence[Scored], min_group: int) -> int:
         "UPDATE groups SET num_scored = num_scored + ?, num_failed = num_failed + ? WHERE id = ?",
         [(num_scored[group], num_failed[group], group) for group in touched],
     )
-    settle_groups(db, touched, min_group)
-    return len(stored)
+    return Scores(len(stored), settle_groups(db, touched, terms))
 
 
 def error_of(result: Scored) -> str | None:
@@ -72,33 +83,33 @@ def error_of(result: Scored) -> str | None:
     for reward in result.rewards:
         if not math.isfinite(reward.value):
             return f"the reward {reward.name!r} is {reward.value}, which is not a finite number"
-    return None
+    return None if math.isfinite(total(result.rewards)) else "the parts of the reward have no finite sum"
 
 
 def total(rewards: Sequence[Reward]) -> float:
-    return float(sum(reward.value for reward in rewards))
+    """What a member earned: the sum of its rewards, each by its weight."""
+    return float(sum(reward.weight * reward.value for reward in rewards))
 
 
 def _parts(rewards: Sequence[Reward]) -> str:
     """Rewards as JSON; a reward function may well answer with numbers of numpy."""
-    return msgspec.json.encode([Reward(float(r.value), r.name, int(r.position)) for r in rewards]).decode()
+    plain = [Reward(float(r.value), r.name, int(r.position), float(r.weight)) for r in rewards]
+    return msgspec.json.encode(plain).decode()
 
 
 def _store(db: Database, results: Sequence[Scored], errors: dict[int, str | None]) -> None:
     now = db.wall_clock()
     good = [(r.task, r.rewards) for r in results if errors[r.task] is None and r.rewards is not None]
-    db.executemany(
-        "INSERT INTO rewards (task, value, parts, scored_at) VALUES (?, ?, ?, ?)",
+    db.insert(
+        "rewards (task, value, parts, scored_at)",
         [(task, total(rewards), _parts(rewards), now) for task, rewards in good],
     )
     db.execute(
         "UPDATE tasks SET state = 'scored' WHERE id IN (SELECT value FROM json_each(?))",
-        (json.dumps([task for task, _ in good]),),
+        (array([task for task, _ in good]),),
     )
     bad = [(task, error) for task, error in errors.items() if error is not None]
-    db.executemany(
-        "INSERT INTO rewards (task, error, scored_at) VALUES (?, ?, ?)", [(task, error, now) for task, error in bad]
-    )
+    db.insert("rewards (task, error, scored_at)", [(task, error, now) for task, error in bad])
     db.executemany(
         "UPDATE tasks SET state = 'failed', reason = ?, detail = ? WHERE id = ?",
         [(REWARD_FAILED, error, task) for task, error in bad],

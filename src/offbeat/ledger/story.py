@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from offbeat.ledger import counts, versions
+from offbeat.ledger.database import Database
 from offbeat.ledger.records import Counts
-from offbeat.ledger.schema import Database
 
 MAX_VERSIONS = 8
 

@@ -9,9 +9,11 @@ cost no attempt: otherwise a run that is killed often enough would train on othe
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -20,16 +22,18 @@ from offbeat.control.admit import may_begin
 from offbeat.control.assign import Asker, OpenGroup, assign, culprit
 from offbeat.control.assign import wanted_version as first_wanted
 from offbeat.control.leases import Held
-from offbeat.ledger import partials, versions
+from offbeat.control.settle import Terms
+from offbeat.ledger import partials
+from offbeat.ledger.database import Database, array
 from offbeat.ledger.errors import Fenced, Forbidden, Unknown
 from offbeat.ledger.groups import settle_groups
-from offbeat.ledger.records import WORKER_LOST, Purpose, TaskState
-from offbeat.ledger.schema import Database
+from offbeat.ledger.records import WORKER_LOST, TaskState
 from offbeat.trajectory import Sampling, Task
 
-OPEN = "state = 'open' AND num_open > 0 AND (require_step IS NULL OR require_version IS NOT NULL)"
+OPEN = """groups INDEXED BY groups_open
+          WHERE state = 'open' AND num_open > 0 AND (require_step IS NULL OR require_version IS NOT NULL)"""
 """Groups with a task that a worker could be given."""
-NUM_NEAR = 32
+NUM_NEAR = 8
 """Groups looked at first, besides one per task wanted: with hundreds open, the rest seldom matters."""
 
 
@@ -50,103 +54,124 @@ class Asking:
 
 def lease(db: Database, asking: Asking, bound: int, groups_per_step: int | None) -> list[Task]:
     """`groups_per_step` paces what may be begun; None: everything may."""
-    worker, have_version = asking.worker, asking.have_version
     if asking.capacity <= 0:
         return []
-    groups = _open_groups(db, NUM_NEAR + asking.capacity)
-    if not groups:
+    near = _open_groups(db, NUM_NEAR + asking.capacity)
+    if not near:
         return []
-    step = _living_step(db, have_version)
-    asker = _asker(db, asking, step, None if step is None else _num_begin(db, step, bound, groups_per_step))
+    step, next_step = _steps(db, asking.have_version)
+    asker = _asker(db, asking, step)
+
+    def num_begin() -> int | None:
+        return None if step is None else _num_begin(db, step, next_step, bound, groups_per_step)
+
     tasks: list[Task] = []
-    for group, count in _assigned(db, groups, asker):
-        found = _open_tasks(db, group, count, have_version)
+    begun, carried_on = [], []
+    for group, count in _assigned(db, near, asker, num_begin):
+        found, first_step = _open_tasks(db, group, count, asking.have_version)
+        if not found:
+            continue
         tasks += found
-        db.execute("UPDATE groups SET num_open = num_open - ? WHERE id = ?", (len(found), group))
-        if found and step is not None:
-            db.execute(
-                "UPDATE groups SET first_step = ? WHERE id = ? AND (first_step IS NULL OR first_step > ?)",
-                (step, group, step),
-            )
+        if step is not None and (first_step is None or first_step > step):
+            begun.append((len(found), step, group))
+        else:
+            carried_on.append((len(found), group))
+    # What an update does not name it need not look up in the indices.
+    db.executemany("UPDATE groups SET num_open = num_open - ?, first_step = ? WHERE id = ?", begun)
+    db.executemany("UPDATE groups SET num_open = num_open - ? WHERE id = ?", carried_on)
     db.execute(
         "UPDATE tasks SET state = 'leased', worker = ?, fence = fence + 1, leased_at = ? "
         "WHERE id IN (SELECT value FROM json_each(?))",
-        (worker, db.wall_clock(), json.dumps([task.id for task in tasks])),
+        (asking.worker, db.wall_clock(), array([task.id for task in tasks])),
     )
     return tasks
 
 
-def _assigned(db: Database, groups: Sequence[OpenGroup], asker: Asker) -> list[tuple[int, int]]:
-    """What the worker is given of the first groups; where they do not suit it and there are more, of all."""
-    if len(groups) < NUM_NEAR + asker.capacity:
-        return assign(groups, asker)
-    num_open = int(db.execute(f"SELECT SUM(num_open) FROM groups WHERE {OPEN}").fetchone()[0])
-    given = assign(groups, replace(asker, num_open=num_open))
-    if sum(count for _, count in given) == asker.share(num_open):
+def _assigned(
+    db: Database, near: Sequence[OpenGroup], asker: Asker, num_begin: Callable[[], int | None]
+) -> list[tuple[int, int]]:
+    """What the worker is given of the open groups, of which the first ones are at hand. Their number, how many may be
+    begun and the groups further on are asked for only where the answer depends on it."""
+    is_all = len(near) < NUM_NEAR + asker.capacity
+    num_open = sum(group.num_open for group in near)
+    if not is_all and asker.share(num_open) < asker.capacity:
+        num_open = int(db.execute(f"SELECT SUM(num_open) FROM {OPEN}").fetchone()[0])
+    asker = replace(asker, num_open=num_open)
+
+    def is_filled(given: Sequence[tuple[int, int]]) -> bool:
+        return sum(count for _, count in given) == asker.share(num_open)
+
+    given = assign(itertools.takewhile(lambda group: not group.begins, near), asker)
+    if is_filled(given):
         return given
-    return assign(_open_groups(db), asker)
+    asker = replace(asker, num_begin=num_begin())
+    given = assign(near, asker)
+    return given if is_all or is_filled(given) else assign(_open_groups(db), asker)
 
 
-def _living_step(db: Database, version: int | None) -> int | None:
-    known = None if version is None else versions.lineage(db, [version]).get(version)
-    return None if known is None else known.living_step
+def _steps(db: Database, version: int | None) -> tuple[int | None, int]:
+    """The step of a version if it lives, and the first step without a batch."""
+    query = """SELECT (SELECT step FROM versions WHERE number = ? AND abandoned = 0),
+                      (SELECT step FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 1),
+                      (SELECT MAX(step) + 1 FROM batches WHERE state <> 'undone')"""
+    step, newest, claimed = db.execute(query, (version,)).fetchone()
+    return step, max(newest or 0, claimed or 0)
 
 
-def _asker(db: Database, asking: Asking, step: int | None, num_begin: int | None) -> Asker:
+def _asker(db: Database, asking: Asking, step: int | None) -> Asker:
     query = "SELECT num_losses, COUNT(*) FROM tasks WHERE state = 'leased' AND worker = ? GROUP BY num_losses"
     held = dict(db.execute(query, (asking.worker,)))
     return Asker(
         asking.capacity,
         asking.have_version,
         step=step,
-        num_begin=num_begin,
         total_slots=asking.total_slots,
         num_held=sum(held.values()),
         suspects={losses: count for losses, count in held.items() if losses},
     )
 
 
-def _num_begin(db: Database, step: int, bound: int, groups_per_step: int | None) -> int | None:
+def _num_begin(db: Database, step: int, next_step: int, bound: int, groups_per_step: int | None) -> int | None:
     """How many groups pacing lets a worker begin that has a version of `step`."""
     if groups_per_step is None:
         return None
-    begun = dict(
-        db.execute(
-            "SELECT first_step, COUNT(*) FROM groups WHERE state IN ('open', 'ready') AND purpose = 'train' "
-            "AND require_step IS NULL AND first_step IS NOT NULL GROUP BY first_step"
-        )
-    )
-    newest = versions.latest(db)
-    claimed = db.execute("SELECT MAX(step) + 1 FROM batches WHERE state <> 'undone'").fetchone()[0]
-    return may_begin(step, begun, max(newest.step if newest else 0, claimed or 0), groups_per_step, bound)
+    begun: Counter[int] = Counter()
+    for state in ("open", "ready"):
+        query = f"""SELECT first_step, COUNT(*) FROM groups WHERE state = '{state}' AND purpose = 'train'
+                    AND require_step IS NULL AND first_step IS NOT NULL GROUP BY first_step"""
+        begun.update(dict(db.execute(query)))
+    return may_begin(step, begun, next_step, groups_per_step, bound)
 
 
 def _open_groups(db: Database, limit: int = -1) -> list[OpenGroup]:
     """Groups with open tasks, by `OpenGroup.order`; all of them, or the first ones."""
-    query = f"""SELECT id, ordinal, purpose, size, num_open, require_version, first_step FROM groups WHERE {OPEN}
-                ORDER BY purpose <> 'eval', num_open = size, +ordinal, id LIMIT ?"""
+    query = f"""SELECT id, ordinal, purpose = 'eval', size, num_open, require_version, first_step FROM {OPEN}
+                ORDER BY purpose <> 'eval', num_open = size, ordinal, id LIMIT ?"""
     losses = dict(
         db.execute(
             "SELECT group_id, MAX(num_losses) FROM tasks WHERE state = 'open' AND num_losses > 0 GROUP BY group_id"
         )
     )
     return [
-        OpenGroup(group, ordinal, purpose == Purpose.EVAL, size, num_open, required, losses.get(group, 0), first_step)
-        for group, ordinal, purpose, size, num_open, required, first_step in db.execute(query, (limit,))
+        OpenGroup(group, ordinal, bool(is_eval), size, num_open, required, losses.get(group, 0), first_step)
+        for group, ordinal, is_eval, size, num_open, required, first_step in db.execute(query, (limit,))
     ]
 
 
-def _open_tasks(db: Database, group: int, count: int, have_version: int | None) -> list[Task]:
-    """A group's open tasks, but those begun with a newer version than the worker has: versions only rise."""
-    prompt, sampling, require_version = db.execute(
-        "SELECT prompt, sampling, require_version FROM groups WHERE id = ?", (group,)
-    ).fetchone()
-    prompt_tokens, how = np.frombuffer(prompt, np.int32), msgspec.json.decode(sampling, type=Sampling)
-    query = """SELECT t.id, t.seed, t.fence + 1, p.digest, p.body
-               FROM tasks t LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
-               WHERE t.group_id = ? AND t.state = 'open' AND (p.task IS NULL OR p.last_version <= ?)
+def _open_tasks(db: Database, group: int, count: int, have_version: int | None) -> tuple[list[Task], int | None]:
+    """A group's open tasks, but those begun with a newer version than the worker has: versions only rise. And the step
+    that the group was begun with."""
+    query = """SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.prompt, g.sampling, g.require_version, g.first_step
+               FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
+               LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
+               WHERE g.id = ? AND t.state = 'open' AND (p.task IS NULL OR p.last_version <= ?)
                ORDER BY t.member LIMIT ?"""
-    return [
+    rows = db.execute(query, (group, have_version, count)).fetchall()
+    if not rows:
+        return [], None
+    *_, prompt, sampling, require_version, first_step = rows[0]
+    prompt_tokens, how = np.frombuffer(prompt, np.int32), sampling_of(sampling)
+    tasks = [
         Task(
             id=task,
             group=group,
@@ -157,8 +182,9 @@ def _open_tasks(db: Database, group: int, count: int, have_version: int | None) 
             prefix=partials.load(db, digest, body),
             fence=fence,
         )
-        for task, seed, fence, digest, body in db.execute(query, (group, have_version, count)).fetchall()
+        for task, seed, fence, digest, body, *_ in rows
     ]
+    return tasks, first_step
 
 
 def leased(db: Database) -> list[Held]:
@@ -166,12 +192,17 @@ def leased(db: Database) -> list[Held]:
     return [Held(*row) for row in db.execute("SELECT id, fence, worker FROM tasks WHERE state = 'leased'")]
 
 
+def suspects(db: Database) -> list[int]:
+    query = "SELECT id FROM tasks WHERE num_losses > 0 AND state IN ('open', 'leased')"
+    return [task for (task,) in db.execute(query)]
+
+
 def still_held(db: Database, worker: str, leases: Iterable[tuple[int, int]]) -> list[Held]:
     """Of the leases that a worker believes to hold, those that it does."""
     wanted = dict(leases)
     query = """SELECT id, fence, worker FROM tasks
                WHERE state = 'leased' AND worker = ? AND id IN (SELECT value FROM json_each(?))"""
-    rows = db.execute(query, (worker, json.dumps(list(wanted))))
+    rows = db.execute(query, (worker, array(wanted)))
     return [Held(task, fence, name) for task, fence, name in rows if wanted[task] == fence]
 
 
@@ -191,23 +222,23 @@ def give_back(db: Database, leases: Sequence[Held]) -> int:
     return len(found)
 
 
-def lose(db: Database, leases: Sequence[Held], min_group: int, max_attempts: int) -> int:
+def lose(db: Database, leases: Sequence[Held], terms: Terms, max_attempts: int) -> int:
     """Takes back leases whose workers have vanished; returns how many were still held."""
     by_worker: dict[str, list[Held]] = {}
     for held in leases:
         by_worker.setdefault(held.worker, []).append(held)
-    return sum(_lose_one(db, worker, held, min_group, max_attempts) for worker, held in by_worker.items())
+    return sum(_lose_one(db, worker, held, terms, max_attempts) for worker, held in by_worker.items())
 
 
-def _lose_one(db: Database, worker: str, leases: Sequence[Held], min_group: int, max_attempts: int) -> int:
+def _lose_one(db: Database, worker: str, leases: Sequence[Held], terms: Terms, max_attempts: int) -> int:
     query = "SELECT id, num_losses FROM tasks WHERE id = ? AND fence = ? AND worker = ? AND state = 'leased'"
     lost = dict(row for held in leases for row in db.execute(query, (held.task, held.fence, held.worker)))
     db.executemany("UPDATE tasks SET num_losses = num_losses + 1 WHERE id = ?", [(task,) for task in lost])
     blamed = culprit(lost)
     if blamed is not None:
-        _fail(db, [blamed], WORKER_LOST, f"worker {worker}", min_group, max_attempts)
+        _fail(db, [blamed], WORKER_LOST, f"worker {worker}", terms, max_attempts)
     query = "SELECT id, group_id FROM tasks WHERE state = 'leased' AND id IN (SELECT value FROM json_each(?))"
-    _reopen(db, db.execute(query, (json.dumps(list(lost)),)).fetchall())  # without a group that was dropped just now
+    _reopen(db, db.execute(query, (array(lost),)).fetchall())  # without a group that was dropped just now
     return len(lost)
 
 
@@ -218,7 +249,7 @@ def fail(
     fence: int,
     reason: str,
     detail: str | None,
-    min_group: int,
+    terms: Terms,
     max_attempts: int,
 ) -> TaskState:
     """One attempt at a task failed: it is tried again, or ends as failed."""
@@ -231,8 +262,14 @@ def fail(
         return state  # told twice, or too late to matter
     if state not in (TaskState.OPEN, TaskState.LEASED):
         raise Fenced(f"task {task}: cannot fail, its trajectory is stored ({state.value})")
-    _fail(db, [task], reason, detail, min_group, max_attempts)
+    _fail(db, [task], reason, detail, terms, max_attempts)
     return TaskState(db.execute("SELECT state FROM tasks WHERE id = ?", (task,)).fetchone()[0])
+
+
+@lru_cache(maxsize=256)
+def sampling_of(text: str) -> Sampling:
+    """How a group's answers are drawn, as its row says; most groups of a run say the same."""
+    return msgspec.json.decode(text, type=Sampling)
 
 
 def check_lease(task: int, worker: str, fence: int, *, holder: str | None, newest: int) -> None:
@@ -245,11 +282,9 @@ def check_lease(task: int, worker: str, fence: int, *, holder: str | None, newes
         raise Forbidden(f"task {task}: leased by {holder}, not by {worker}")
 
 
-def _fail(
-    db: Database, tasks: Sequence[int], reason: str, detail: str | None, min_group: int, max_attempts: int
-) -> None:
+def _fail(db: Database, tasks: Sequence[int], reason: str, detail: str | None, terms: Terms, max_attempts: int) -> None:
     query = "SELECT id, group_id, state, num_failures + 1 FROM tasks WHERE id IN (SELECT value FROM json_each(?))"
-    rows = db.execute(query, (json.dumps(list(tasks)),)).fetchall()
+    rows = db.execute(query, (array(tasks),)).fetchall()
     db.executemany(
         "UPDATE tasks SET num_failures = ?, failed_fence = fence WHERE id = ?", [(n, task) for task, _, _, n in rows]
     )
@@ -264,7 +299,7 @@ def _fail(
         "UPDATE groups SET num_failed = num_failed + 1, num_open = num_open - ? WHERE id = ?",
         [(state == TaskState.OPEN, group) for _, group, state in ended],
     )
-    settle_groups(db, [group for _, group, _ in ended], min_group)
+    settle_groups(db, [group for _, group, _ in ended], terms)
 
 
 def _reopen(db: Database, tasks: Sequence[tuple[int, int]]) -> None:

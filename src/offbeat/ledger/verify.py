@@ -16,9 +16,9 @@ from blake3 import blake3
 from offbeat.errors import OffbeatError
 from offbeat.ledger.bodies import read
 from offbeat.ledger.counts import counts
+from offbeat.ledger.database import Database
 from offbeat.ledger.records import Counts, derive_seed
 from offbeat.ledger.rules import RULES
-from offbeat.ledger.schema import Database
 from offbeat.trajectory import Trajectory
 
 MAX_EXAMPLES = 5

@@ -7,16 +7,15 @@ the same weights: what requires one of them is served as well by another.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from offbeat.ledger.database import Database, array
 from offbeat.ledger.errors import Conflict, Refused
-from offbeat.ledger.schema import Database
 from offbeat.weights.version import Version
 
-COLUMNS = "number, step, parent, digest, path"
+COLUMNS = "number, step, parent, digest, path, manifest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ def latest(db: Database) -> Version | None:
 def find(db: Database, number: int) -> tuple[Version, bool] | None:
     """A version by its number, and whether it is abandoned."""
     row = db.execute(f"SELECT {COLUMNS}, abandoned FROM versions WHERE number = ?", (number,)).fetchone()
-    return None if row is None else (_version(row[:5]), bool(row[5]))
+    return None if row is None else (_version(row[:6]), bool(row[6]))
 
 
 def living_at(db: Database, step: int) -> Version | None:
@@ -57,6 +56,20 @@ def in_use(db: Database) -> list[int]:
     return [number for (number,) in db.execute(query)]
 
 
+def needed(db: Database, checkpoint_step: int) -> list[int]:
+    """Versions that somebody may still ask for: from the oldest on that a group was begun with and is not trained yet,
+    or that a checkpoint knows, up to the newest; and those that open tasks require."""
+    query = """SELECT MIN(first_step) FROM groups WHERE state IN ('open', 'ready', 'claimed')"""
+    begun = db.execute(query).fetchone()[0]
+    latest_two = "SELECT step FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 2"
+    steps = [step for (step,) in db.execute(latest_two)] + ([] if begun is None else [begun])
+    if checkpoint_step >= 0:
+        steps.append(checkpoint_step)
+    query = "SELECT number FROM versions WHERE step >= ? ORDER BY number"
+    recent = [number for (number,) in db.execute(query, (min(steps, default=0),))]
+    return sorted({*recent, *in_use(db)})
+
+
 def next_number(db: Database) -> int:
     return int(db.execute("SELECT COALESCE(MAX(number) + 1, 0) FROM versions").fetchone()[0])
 
@@ -64,8 +77,19 @@ def next_number(db: Database) -> int:
 def lineage(db: Database, numbers: Iterable[int]) -> dict[int, Lineage]:
     """Step and fate of the versions asked for; an unknown one is missing."""
     query = "SELECT number, step, abandoned FROM versions WHERE number IN (SELECT value FROM json_each(?))"
-    rows = db.execute(query, (json.dumps(sorted(set(numbers))),))
+    rows = db.execute(query, (array(set(numbers)),))
     return {number: Lineage(step, bool(abandoned)) for number, step, abandoned in rows}
+
+
+def lineage_and_step(db: Database, numbers: Iterable[int]) -> tuple[dict[int, Lineage], int]:
+    """The same, with the newest living version beside them, and the step that the run is at."""
+    query = """SELECT number, step, abandoned FROM versions WHERE number IN (
+                   SELECT value FROM json_each(?) UNION ALL SELECT * FROM (
+                       SELECT number FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 1))"""
+    rows = db.execute(query, (array(numbers),))
+    known = {number: Lineage(step, bool(abandoned)) for number, step, abandoned in rows}
+    newest = max((number for number, line in known.items() if not line.is_abandoned), default=None)
+    return known, 0 if newest is None else known[newest].step
 
 
 def publish(db: Database, version: Version) -> None:
@@ -120,7 +144,8 @@ def is_recorded(db: Database, version: Version) -> bool:
     if found is None:
         return False
     stored = found[0]
-    if (stored.step, stored.parent, stored.digest) != (version.step, version.parent, version.digest):
+    told = (version.step, version.parent, version.digest, version.manifest)
+    if (stored.step, stored.parent, stored.digest, stored.manifest) != told:
         raise Conflict(
             f"version {version.number} was published as step {stored.step}, parent {stored.parent}, digest "
             f"{stored.digest}; a number is never reused"
@@ -134,8 +159,16 @@ def record(db: Database, version: Version) -> None:
     if version.number < smallest:
         raise Refused(f"version {version.number}: numbers only grow, the next is {smallest}")
     db.execute(
-        "INSERT INTO versions (number, step, parent, digest, path, published_at) VALUES (?, ?, ?, ?, ?, ?)",
-        (version.number, version.step, version.parent, version.digest, str(version.path), db.wall_clock()),
+        f"INSERT INTO versions ({COLUMNS}, published_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (
+            version.number,
+            version.step,
+            version.parent,
+            version.digest,
+            str(version.path),
+            version.manifest,
+            db.wall_clock(),
+        ),
     )
     db.execute(
         "UPDATE batches SET to_version = ?, from_version = ? "
@@ -151,6 +184,6 @@ def record(db: Database, version: Version) -> None:
     )
 
 
-def _version(row: tuple[int, int, int | None, str, str]) -> Version:
-    number, step, parent, digest, path = row
-    return Version(number=number, step=step, parent=parent, digest=digest, path=Path(path))
+def _version(row: tuple[int, int, int | None, str, str, str]) -> Version:
+    number, step, parent, digest, path, manifest = row
+    return Version(number=number, step=step, parent=parent, digest=digest, path=Path(path), manifest=manifest)

@@ -4,8 +4,8 @@ A join token is issued to a person, lives a short time and is exchanged once for
 secrets are 256 random bits and are kept as hashes alone: whoever reads the file cannot speak for anyone. The exchange
 is one transaction, so that a token used twice, in however many processes, makes exactly one worker.
 
-A worker is looked up by its secret at every call, on a connection that reads nothing else in a transaction: so a
-revocation by another process holds from its commit on.
+Every move of a worker from one state to another is counted, so that whoever remembers workers sees at a glance, in
+whichever process it was made, that there was one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 from blake3 import blake3
 
 from offbeat.errors import UserError
+from offbeat.ledger.database import Database
 from offbeat.ledger.errors import Forbidden, Unknown
-from offbeat.ledger.schema import Database
 
 SECRET_BYTES = 32
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -157,7 +157,35 @@ def move(db: Database, name: str, state: WorkerState, reason: str | None = None)
     if state not in MOVES[now]:
         return now
     db.execute("UPDATE workers SET state = ?, reason = ? WHERE name = ?", (state.value, reason, name))
+    db.execute(
+        "INSERT INTO meta VALUES ('worker_moves', '1') "
+        "ON CONFLICT (key) DO UPDATE SET value = CAST(value AS INTEGER) + 1"
+    )
     return state
+
+
+def num_moves(db: Database) -> int:
+    """How often any worker's state has changed."""
+    found = db.execute("SELECT value FROM meta WHERE key = 'worker_moves'").fetchone()
+    return 0 if found is None else int(found[0])
+
+
+def add_signer(db: Database, key: str, worker: str) -> None:
+    """A trainer names the key with which it signs; told twice, it changes nothing."""
+    db.execute("INSERT OR IGNORE INTO signers VALUES (?, ?, ?)", (key, worker, db.wall_clock()))
+
+
+def signers(db: Database) -> list[str]:
+    """The keys of all trainers that ever took part and were not revoked since, the latest first."""
+    query = """SELECT s.key FROM signers s LEFT JOIN workers w ON w.name = s.worker
+               WHERE w.state IS NULL OR w.state <> 'revoked' ORDER BY s.added_at DESC, s.key"""
+    return [key for (key,) in db.execute(query)]
+
+
+def peer_key(db: Database) -> str:
+    """What workers of this run show each other before they hand on weights."""
+    db.execute("INSERT OR IGNORE INTO meta VALUES ('peer_key', ?)", (secrets.token_urlsafe(SECRET_BYTES),))
+    return str(db.execute("SELECT value FROM meta WHERE key = 'peer_key'").fetchone()[0])
 
 
 def _worker(row: tuple[Any, ...], num_leased: int = 0) -> Worker:

@@ -81,6 +81,16 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
     return model.to(device).eval()
 
 
+def load_shape(path: str | Path) -> PreTrainedModel:
+    """The model without its weights, at once: for whoever asks about its layers."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _one_line(f"model.path = {str(path)!r}: transformers cannot load it"), torch.device("meta"):
+        config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
 def load_tokenizer(path: str | Path, template: str | Path | None = None) -> PreTrainedTokenizerBase:
     """The folder's tokenizer, with the chat template in the file `template` instead of its own, if given."""
     from transformers import AutoTokenizer

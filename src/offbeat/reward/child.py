@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, BinaryIO
 
 from offbeat.errors import UserError
@@ -49,6 +49,8 @@ HAND_BACK_AFTER_S = 0.1
 """Then a process hands back what it has not begun, for whoever is free: slow samples are shared out one by one, quick
 ones travel in the largest messages."""
 MAX_ERROR_CHARS = 400
+LAST = -1
+"""The position of the last token."""
 SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
 
@@ -90,7 +92,7 @@ class RewardServer:
                 value = function(**sample)
                 if inspect.isawaitable(value):
                     value = self.loop.run(_finish(value))
-                answers.append(Answer(index, values_of(value)))
+                answers.append(Answer(index, parts_of(value)))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything; it is reported
                 answers.append(Answer(index, error=_report(work.reward, error)))
         self._send(answers, last=True)
@@ -105,7 +107,7 @@ class RewardServer:
     async def _judge_async(self, reward: str, function: Function, index: int, sample: Mapping[str, Any]) -> None:
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
-                answer = Answer(index, values_of(await function(**sample)))
+                answer = Answer(index, parts_of(await function(**sample)))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
             hung = isinstance(error, TimeoutError) and limit.expired()
             answer = Answer(index, error=timeout_error(self.timeout_s) if hung else _report(reward, error))
@@ -120,26 +122,44 @@ class BadValue(ValueError):
     """A reward returned something that is no reward."""
 
 
-def values_of(value: Any) -> dict[str, float]:
-    """Checks what a reward returned: one finite number, or several by name."""
+def parts_of(value: Any) -> list[tuple[float, str, int]]:
+    """Checks what a reward returned: one finite number, several by name, or several with position and name."""
+    if isinstance(value, list | tuple):
+        if not value:
+            raise BadValue("the reward returned an empty list; return a number, or (position, value, name) for each")
+        return [_placed(entry) for entry in value]
     if not isinstance(value, Mapping):
-        return {"reward": _finite(value, "")}
+        return [(_finite(value, ""), "reward", LAST)]
     if not value:
         raise BadValue("the reward returned an empty dict; return a number, or numbers by name")
     for name in value:
         if not isinstance(name, str):
             raise BadValue(f"the reward returned a dict with the key {name!r} of type {type(name).__name__}; use str")
-    return {name: _finite(number, f" as {name!r}") for name, number in value.items()}
+    return [(_finite(number, f" as {name!r}"), name, LAST) for name, number in value.items()]
+
+
+def _placed(entry: Any) -> tuple[float, str, int]:
+    match entry:
+        case [Integral() as position, number, str() as name] if type(position) is not bool and int(position) >= LAST:
+            return _finite(number, f" as {name!r} at {position}"), name, int(position)
+    raise BadValue(
+        f"the reward returned a list with {_shown(entry)}; its entries are (position, value, name), with a position "
+        "from 0 on, or -1 for the last token"
+    )
 
 
 def _finite(value: Any, place: str) -> float:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    shown = _shown(value)
     if not isinstance(value, Real):  # bool is Real, and so are numpy's scalars
         raise BadValue(f"the reward returned {shown}{place}, a {type(value).__name__}; return a finite number")
     if not math.isfinite(value):
         raise BadValue(f"the reward returned {shown}{place}; return a finite number")
     return float(value)
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 async def _finish(value: Awaitable[Any]) -> Any:

@@ -54,7 +54,7 @@ class RewardResult:
     """A reward, or why there is none: exactly one of `value` and `error` is None."""
 
     value: float | None = None
-    """The sum of `rewards`."""
+    """The sum of `rewards`, before any weights."""
     error: str | None = None
     """Begins with its kind: `timeout`, `raised`, `value`, `crash` or `start`."""
     rewards: tuple[Reward, ...] = ()
@@ -108,18 +108,22 @@ class RewardPool:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def check(self, trials: Mapping[str, RewardInput] | None = None) -> None:
-        """Loads every reward and runs it once, so that what is wrong with one is known before training."""
+    async def check(self, trials: Mapping[str, RewardInput] | None = None) -> set[str]:
+        """Loads every reward and runs it once, so that what is wrong with one is known before training; returns the
+        names of the parts that they gave."""
         try:
             self._ready.append(await self._start())
         except UserError:
             raise
         except OffbeatError as error:
             raise UserError(f"{error}; see {self.log_path}") from error
+        parts: set[str] = set()
         for name in self._queues:
             (result,) = await self.score(name, [(trials or {}).get(name, TRIAL)])
             if result.error is not None:
                 raise UserError(f"reward {name}: a first try failed, {result.error}; see {self.log_path}")
+            parts |= {reward.name for reward in result.rewards}
+        return parts
 
     async def score(self, name: str, batch: Sequence[RewardInput]) -> list[RewardResult]:
         """The batch's results, in order. Raises only if the pool is closed or broken."""
@@ -281,7 +285,7 @@ def _plain(sample: RewardInput, argument: str) -> Any:
 
 
 def _result(answer: Answer) -> RewardResult:
-    if answer.values is None:
+    if answer.parts is None:
         return RewardResult(error=answer.error)
-    rewards = tuple(Reward(value, name) for name, value in answer.values.items())
+    rewards = tuple(Reward(value, name, position) for value, name, position in answer.parts)
     return RewardResult(sum(reward.value for reward in rewards), rewards=rewards)

@@ -56,10 +56,10 @@ class Work(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """Named values, or why there are none."""
+    """Values, each with its name and position, or why there are none."""
 
     index: int
-    values: dict[str, float] | None = None
+    parts: list[tuple[float, str, int]] | None = None
     error: str | None = None
 
 

@@ -7,9 +7,10 @@ weights may change under them, and how steps are taken is the engine's own affai
 - each token is stamped with the version that sampled it: a `load` in flight splits the generation into segments;
 - `abort` makes `generate` return what was sampled so far, with `Finish.ABORT`;
 - the noise of a token is a function of the request's seed and the token's position in the response, or, where an engine
-  takes only one seed per request, of `Request.engine_seed`: a continuation never replays its prefix's noise;
+  takes only one seed per request, of `Request.engine_seed`; where it takes none (`Capabilities.is_seeded`), its own. A
+  continuation never replays its prefix's noise;
 - after `load` returns, no token is sampled from older weights and no KV of older weights is reused, unless the request
-  asked for that.
+  asked for that; a mode that an engine cannot do is refused.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ __all__ = [
     "EngineError",
     "Finish",
     "Generation",
+    "KvMode",
     "Request",
     "Version",
     "problem_of",
@@ -58,6 +60,17 @@ class Finish(StrEnum):
     """The model handed the word to its environment."""
 
 
+class KvMode(StrEnum):
+    """What a request's tokens may attend to: keys and values that were computed when."""
+
+    SAME = "same"
+    """By the version that samples; where the engine holds a prefix already, it is not computed again."""
+    REFILL = "refill"
+    """By this very request: nothing that another left behind is used."""
+    STALE = "stale"
+    """As `SAME`, but a request that runs across a load keeps what it has, while `Request.kv_lag` allows."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One generation: `tokens` are the prompt and, from `position` > 0 on, the response so far."""
@@ -68,6 +81,9 @@ class Request:
     sampling: Sampling
     position: int = 0
     """Response position of the first token to sample; `sampling.max_new_tokens` counts from here."""
+    kv: KvMode = KvMode.SAME
+    kv_lag: int = 0
+    """How many versions kept keys and values may lag behind (`KvMode.STALE`)."""
 
     @property
     def engine_seed(self) -> int:
@@ -96,6 +112,9 @@ class Capabilities:
     max_context_tokens: int
     splits_by_version: bool
     """Whether a generation in flight survives a load, split into segments."""
+    kv_modes: frozenset[KvMode] = frozenset({KvMode.SAME, KvMode.REFILL})
+    is_seeded: bool = True
+    """Whether the same request brings the same noise."""
     exact: bool = False
     """Whether a token depends on weights, prompt and seed alone, to the bit."""
 
@@ -111,6 +130,11 @@ class Engine(Protocol):
         """The number of the version that is served; None before the first load."""
         ...
 
+    @property
+    def seconds_still(self) -> float:
+        """How long generation has stood still for loads, all of them together."""
+        ...
+
     async def generate(self, request: Request) -> Generation: ...
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
@@ -124,9 +148,9 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-def problem_of(request: Request, version: int | None, max_context_tokens: int) -> str | None:
-    """Why no engine that serves `version` could run a request; None where it could."""
-    sampling, num_tokens = request.sampling, len(request.tokens)
+def problem_of(request: Request, version: int | None, capabilities: Capabilities) -> str | None:
+    """Why an engine that serves `version` cannot run a request; None where it can."""
+    sampling, num_tokens, max_context_tokens = request.sampling, len(request.tokens), capabilities.max_context_tokens
     if version is None:
         return "no version is loaded yet; call load first"
     if not 0 <= request.position < num_tokens:
@@ -138,4 +162,7 @@ def problem_of(request: Request, version: int | None, max_context_tokens: int) -
             f"{num_tokens} tokens and max_new_tokens = {sampling.max_new_tokens} need "
             f"{num_tokens + sampling.max_new_tokens} of the context's {max_context_tokens} tokens"
         )
+    if request.kv not in capabilities.kv_modes:
+        allowed = ", ".join(sorted(capabilities.kv_modes))
+        return f"kv = {request.kv.value}: {capabilities.fingerprint} can do {allowed}"
     return None

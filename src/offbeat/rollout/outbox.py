@@ -54,6 +54,12 @@ class Outbox:
             group.create_task(self._send(unsent))
         await self._changes.until(lambda: not any(unsent.key in self.unsent for unsent in left))
 
+    async def send_all(self) -> None:
+        """Sends what no loop sends any more, because the worker's life has ended; returns once it is answered."""
+        async with asyncio.TaskGroup() as group:
+            for unsent in self.unsent.values():
+                group.create_task(self._send(unsent))
+
     async def _deliver(self, unsent: Unsent) -> None:
         if self.spool is not None:
             try:

@@ -8,7 +8,7 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
-from offbeat.rollout.engine import EngineError, Finish, Generation, Request
+from offbeat.rollout.engine import EngineError, Finish, Generation, KvMode, Request
 from offbeat.trajectory import End, Task, Trajectory
 
 
@@ -56,7 +56,7 @@ def begin(task: Task) -> Running:
     return Running(task, task.new_trajectory() if task.prefix is None else replace(task.prefix))
 
 
-def request_for(running: Running) -> Request:
+def request_for(running: Running, kv: KvMode = KvMode.SAME, kv_lag: int = 0) -> Request:
     """What the engine is asked: the prompt with the tokens so far, and the budget that is left."""
     task, trajectory = running.task, running.trajectory
     done = trajectory.num_tokens
@@ -66,6 +66,8 @@ def request_for(running: Running) -> Request:
         seed=task.seed,
         sampling=msgspec.structs.replace(task.sampling, max_new_tokens=task.sampling.max_new_tokens - done),
         position=done,
+        kv=kv,
+        kv_lag=kv_lag if kv is KvMode.STALE else 0,
     )
 
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partial
 
 from offbeat.crash import crash_here
-from offbeat.rollout.engine import Engine, EngineDied, EngineError, Version
+from offbeat.rollout.engine import Engine, EngineDied, EngineError, KvMode, Version
 from offbeat.rollout.outbox import REFUSALS, Outbox
 from offbeat.rollout.refresh import Versions
 from offbeat.rollout.running import Fate, Running, append, begin, request_for
@@ -54,8 +54,19 @@ class _GaveUp(Exception):
 class Worker:
     """One engine at work for one coordinator; `run` it once. Without a spool nothing outlives the process."""
 
-    def __init__(self, name: str, engine: Engine, client: WorkerClient, *, spool: Spool | None = None):
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        client: WorkerClient,
+        *,
+        spool: Spool | None = None,
+        kv: KvMode = KvMode.SAME,
+        kv_lag: int = 0,
+    ):
+        """`kv` and `kv_lag` go into every request."""
         self.name, self.engine, self.client = name, engine, client
+        self._kv, self._kv_lag = kv, kv_lag
         self.running: dict[tuple[int, int], Running] = {}
         """By task and fence: a lost task may come back under a new fence before the loss is told."""
         self._fences: dict[int, int] = {}
@@ -103,6 +114,10 @@ class Worker:
         self._drain_within_s = within_s
         self._draining.set()
         await self._over.wait()
+
+    async def send_finished(self) -> None:
+        """After an engine's death has ended `run`: sends what was finished before. The rest is lost with the engine."""
+        await self._outbox.send_all()
 
     async def _wind_down(self, loops: set[asyncio.Task[None]]) -> None:
         try:
@@ -257,7 +272,7 @@ class Worker:
             if not await self._may_begin(running):
                 return True  # its prefix, for someone with newer weights
             if running.fate is None:  # otherwise it was aborted before it began
-                generation = await self.engine.generate(request_for(running))
+                generation = await self.engine.generate(request_for(running, self._kv, self._kv_lag))
                 if append(trajectory, generation):
                     return running.fate is not Fate.LOST
             fate, running.fate = running.fate, None

@@ -7,6 +7,7 @@ durations are told, never times of day.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 from offbeat.ledger.records import Batch, Outcome, Reconciled
 from offbeat.reward.pool import RewardInput, RewardResult
 from offbeat.trajectory import Task, Trajectory
+from offbeat.weights.verify import verify
 from offbeat.weights.version import Version
 
 
@@ -81,7 +83,7 @@ class WorkerClient(Protocol):
         ...
 
     async def fetch(self, version: Version) -> Version:
-        """The same version with its files on this machine."""
+        """The same version with its files on this machine, and their digest verified."""
         ...
 
     async def leave(self) -> None:
@@ -137,3 +139,9 @@ class JudgeClient(Protocol):
     async def leave(self) -> None:
         """Gives up what is not answered yet, without blame."""
         ...
+
+
+async def verified(version: Version) -> Version:
+    """A version that is here, once its files were found to be the published ones."""
+    await asyncio.to_thread(verify, version)
+    return version

@@ -25,17 +25,18 @@ from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Batch, EvalRound, Outcome, Reconciled, Submission
 from offbeat.ledger.workers import WorkerState
+from offbeat.serve.clearing import Clearing
 from offbeat.serve.client import Heartbeat, Lease
 from offbeat.serve.drawing import Drawing
 from offbeat.serve.issuing import Issuer
 from offbeat.serve.judging import Judging
 from offbeat.serve.keeping import Keeper, KeepSettings
 from offbeat.serve.presence import Presence
+from offbeat.serve.relaying import Relaying
 from offbeat.serve.timing import StepTimes
 from offbeat.serve.waiting import Bell, News
 from offbeat.serve.writer import Writer
 from offbeat.trajectory import Task, Trajectory
-from offbeat.weights.folder import WeightFolder
 from offbeat.weights.version import Version
 
 P = ParamSpec("P")
@@ -69,20 +70,24 @@ class Coordinator:
         issuer: Issuer,
         judging: Judging,
         settings: CoordinatorSettings,
-        weights: WeightFolder | None = None,
+        clearing: Clearing | None = None,
         on_report: Callable[[Mapping[str, Any]], None] = lambda row: None,
     ):
         self.ledger, self.issuer, self.judging, self.settings = ledger, issuer, judging, settings
-        self.weights, self.on_report = weights, on_report
+        self.on_report = on_report
+        self._clearing = clearing or Clearing(None)
         self.leases = Leases(settings.lease_ttl_s, time.monotonic)
         self._times, self._depth = StepTimes(), Depth(settings.max_staleness)
         self._writer, self._bell = Writer(ledger), Bell()
+        self._share = self._writer.call
         self._keeper = Keeper(ledger, settings.keep, self.call, lambda row: self.on_report(row))
         self._work, self._versions = News(), News()
         """For those who wait for tasks, and for those who wait for a version."""
         pace = Pace(settings.groups_per_step, settings.num_steps)
-        self._drawing = Drawing(ledger, issuer, self.call, pace, requires_version=not settings.overlap)
-        self._presence = Presence()
+        self._drawing = Drawing(ledger, issuer, self._share, pace, requires_version=not settings.overlap)
+        self._presence, self.relaying = Presence(), Relaying()
+        self._suspects: set[int] = set()
+        """Tasks that workers vanished with: of these each worker gets few at a time, see `control.assign`."""
         self._is_over = False
         self._checkpointed_step = -1
         self._newest: int | None = None
@@ -92,19 +97,20 @@ class Coordinator:
         """After a restart trajectories may be waiting for their reward. Leases are kept where their workers can have
         gone on without us, and have their whole time again; otherwise nobody can hold one."""
         if keep_leases:
-            self.leases.grant(await self.call(self.ledger.leased))
+            self.leases.grant(await self._share(self.ledger.leased))
         else:
-            await self.call(self.ledger.release)
-        self.judging.start(self.ledger, self.call, self._bell, self._tell_workers)
+            await self._share(self.ledger.release)
+        self._suspects.update(await self._share(self.ledger.suspects))
+        self.judging.start(self.ledger, self._share, self._bell, self._tell_workers)
         self._bell.spawn(self._expire())
 
     async def close(self) -> None:
         await self._bell.close()
-        self._writer.close()
+        await self._writer.close()
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs a ledger call on the writer thread."""
-        return await self._writer.call(function, *args, **kwargs)
+        """Runs a ledger call, however long, on the writer thread."""
+        return await self._writer.alone(function, *args, **kwargs)
 
     # --- workers ---
 
@@ -129,7 +135,7 @@ class Coordinator:
     async def _hand_out(self, worker: str, capacity: int, have_version: int | None) -> list[Task]:
         """Leases tasks and starts their clocks: to its end, also if whoever asked is gone; or they would never end."""
         total = self._presence.total_slots(self.settings.lease_ttl_s)
-        tasks = await self.call(self.ledger.lease, worker, capacity, have_version, total_slots=total)
+        tasks = await self._share(self.ledger.lease, worker, capacity, have_version, total_slots=total)
         self.leases.grant(Held(task.id, task.fence, worker) for task in tasks)
         if any(task.require_version not in (None, self._newest) for task in tasks):
             self._versions.ring()  # an evaluation of an older version is under way: the others may go on to the newest
@@ -142,21 +148,26 @@ class Coordinator:
 
     async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str = "") -> Heartbeat:
         self._presence.hear(worker)
+        self.relaying.hear(worker)
         if self._presence.begins_anew(worker, life):
             await self._lose_all_but(worker, held)
-        still = await self.call(self.ledger.still_held, worker, held)
+        still = await self._share(self.ledger.still_held, worker, held)
         self.leases.grant(still)
         known = {lease.task for lease in still}
         return Heartbeat(lost=tuple(task for task, _ in held if task not in known))
 
     async def _lose_all_but(self, worker: str, held: Sequence[tuple[int, int]]) -> None:
         """A worker died and was started again: what it does not name it had in its earlier life."""
-        named, leased = set(held), await self.call(self.ledger.leased)
+        named, leased = set(held), await self._share(self.ledger.leased)
         gone = [lease for lease in leased if lease.worker == worker and (lease.task, lease.fence) not in named]
         self.leases.end(lease.task for lease in gone)
-        if await self.call(self.ledger.lose, gone):
+        if await self._lose(gone):
             self._bell.ring()
             self._tell_workers()
+
+    async def _lose(self, leases: Sequence[Held]) -> int:
+        self._suspects.update(held.task for held in leases)
+        return await self._share(self.ledger.lose, leases)
 
     async def submit(self, worker: str, trajectory: Trajectory, fence: int) -> Outcome:
         self._check_tokens(trajectory)
@@ -172,6 +183,9 @@ class Coordinator:
         self._times.submitted()
         if outcome is Outcome.STORED:
             self.judging.arrived()
+            if trajectory.task in self._suspects:
+                self._suspects.discard(trajectory.task)
+                self._work.ring()  # there is room for another suspect
         elif outcome is Outcome.PARTIAL:
             self._tell_workers()
         return outcome
@@ -183,7 +197,7 @@ class Coordinator:
             raise Refused(f"task {trajectory.task}: token {highest} is none of the model's {size}")
 
     async def fail(self, worker: str, task: int, fence: int, reason: str) -> None:
-        await self.call(self.ledger.fail, worker, task, fence, "engine", reason)
+        await self._share(self.ledger.fail, worker, task, fence, "engine", reason)
         self.judging.scorer.failed(reason)
         self.leases.end([task])
         self._bell.ring()
@@ -200,10 +214,11 @@ class Coordinator:
                 return None
 
     async def leave(self, worker: str) -> None:
-        leases = [held for held in await self.call(self.ledger.leased) if held.worker == worker]
-        await self.call(self.ledger.release, worker)
+        leases = [held for held in await self._share(self.ledger.leased) if held.worker == worker]
+        await self._share(self.ledger.release, worker)
         self.leases.end(held.task for held in leases)
         self._presence.left(worker)
+        self.relaying.leave(worker)
         self.judging.leave(worker)
         self._tell_workers()
 
@@ -213,10 +228,10 @@ class Coordinator:
 
     async def _version_to_serve(self) -> Version | None:
         """What the first open task requires: an evaluation of an older version too; otherwise the latest."""
-        wanted = await self.call(self.ledger.wanted_version)
+        wanted = await self._writer.read(self.ledger.wanted_version)
         if wanted is None:
-            return await self.call(self.ledger.latest_version)
-        return await self.call(self.ledger.version, wanted)
+            return await self._writer.read(self.ledger.latest_version)
+        return await self._share(self.ledger.version, wanted)
 
     async def _expire(self) -> None:
         """Takes tasks back from workers that have not been heard of for the time of a lease. One that was heard of has
@@ -229,8 +244,8 @@ class Coordinator:
             if not expired:
                 continue
             heard = set(self._presence.present(self.settings.lease_ttl_s))
-            num_lost = await self.call(self.ledger.lose, [held for held in expired if held.worker not in heard])
-            num_lost += await self.call(self.ledger.give_back, [held for held in expired if held.worker in heard])
+            num_lost = await self._lose([held for held in expired if held.worker not in heard])
+            num_lost += await self._share(self.ledger.give_back, [held for held in expired if held.worker in heard])
             if num_lost:
                 self._bell.ring()
                 self._tell_workers()
@@ -238,10 +253,10 @@ class Coordinator:
     # --- trainer ---
 
     async def next_version(self) -> int:
-        return await self.call(self.ledger.next_version_number)
+        return await self._share(self.ledger.next_version_number)
 
     async def publish(self, version: Version) -> None:
-        await self.call(self.ledger.publish, version)
+        await self._share(self.ledger.publish, version)
         await self._announce(version)
 
     async def claim(self, step: int, within_s: float) -> Batch:
@@ -250,7 +265,7 @@ class Coordinator:
         while True:
             changed = self._bell.changed
             self._stop_if_failing()
-            batch = await self.call(
+            batch = await self._share(
                 self.ledger.claim,
                 step,
                 settings.groups_per_step,
@@ -261,6 +276,8 @@ class Coordinator:
                 crash_here("claim-stored")
                 self._times.claimed(step)
                 self._tell_workers()
+                if names := self.judging.scorer.take_unseen():
+                    self.on_report({"event": "unused_weights", "names": names})
                 return batch
             if not await self._bell.wait(changed, deadline_s):
                 raise DeadlineError(
@@ -280,7 +297,7 @@ class Coordinator:
         return self._times.split()
 
     async def commit(self, step: int, version: Version, audited: Sequence[int] = ()) -> None:
-        await self.call(self.ledger.commit, step, version, audited)
+        await self._share(self.ledger.commit, step, version, audited)
         if (took := self._times.committed(step)) is not None:
             self._depth.trained(*took)
         crash_here("step-committed")
@@ -331,8 +348,10 @@ class Coordinator:
         self._bell.ring()
         self._tell_workers()
         self._versions.ring()
-        if self.weights is not None:
-            await asyncio.to_thread(self.weights.keep, await self.call(self.ledger.versions_in_use))
+        await self._clearing.files(await self.call(self.ledger.versions_in_use))
+        if self._clearing.is_due(version.number):
+            needed = await self.call(self.ledger.versions_needed, self._checkpointed_step)
+            self._bell.spawn(self._clearing.pieces(needed, await self.call(self.ledger.signers)))
 
     async def evaluation(self, step: int) -> EvalRound:
         """The evaluation of a step, once it is complete; deadlines are the trainer's, without which no step comes."""

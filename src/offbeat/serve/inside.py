@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offbeat.ledger.records import Outcome
-from offbeat.serve.client import Heartbeat, Lease
+from offbeat.serve.client import Heartbeat, Lease, verified
 from offbeat.serve.coordinator import Coordinator
 from offbeat.trajectory import Trajectory
 from offbeat.weights.version import Version
@@ -33,7 +33,7 @@ class InsideWorker:
         return await self._coordinator.newer(have_version, wait_s)
 
     async def fetch(self, version: Version) -> Version:
-        return version  # it lies on this machine
+        return await verified(version)
 
     async def leave(self) -> None:
         await self._coordinator.leave(self._name)

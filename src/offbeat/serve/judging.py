@@ -18,8 +18,7 @@ from typing import Any
 from offbeat.errors import UserError
 from offbeat.ledger.errors import Refused
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Scored, Unscored
-from offbeat.ledger.scoring import error_of
+from offbeat.ledger.records import Scored, Scores, Unscored
 from offbeat.reward.pool import RewardPool, RewardResult, RewardSpec
 from offbeat.serve.client import RewardLease
 from offbeat.serve.portions import Portion, Portions
@@ -78,11 +77,11 @@ class Judging:
         ledger: Ledger,
         call: Callable[..., Awaitable[Any]],
         bell: Bell,
-        on_failure: Callable[[], None] = lambda: None,
+        on_dropped: Callable[[], None] = lambda: None,
     ) -> None:
         """Begins to judge what waits in the ledger; `call` runs a ledger call. Rings the bell whenever rewards were
-        stored, and calls `on_failure` where some of them failed: their groups may have been issued again."""
-        self._bell, self._on_failure = bell, on_failure
+        stored, and calls `on_dropped` where groups were dropped on them: others may take their places."""
+        self._bell, self._on_dropped = bell, on_dropped
         bell.spawn(self._feed(ledger, call))
         bell.spawn(self._store(ledger, call))
         bell.spawn(self._expire())
@@ -179,7 +178,8 @@ class Judging:
 
     async def _judge_here(self, portion: Portion) -> None:
         results = await self.pool.score(portion.reward, self.scorer.inputs(portion.samples))
-        await self._answer(LOCAL, portion.ticket, results)
+        found = [admissible(sample, result) for sample, result in zip(portion.samples, results, strict=True)]
+        await self._answer(LOCAL, portion.ticket, found)
 
     async def _answer(self, judge: str, ticket: str, results: Sequence[RewardResult]) -> None:
         portion = self.portions.answer(judge, ticket)
@@ -199,17 +199,17 @@ class Judging:
             answers, self._answers = self._answers, []
             results = [scored for portion, _ in answers for scored in portion]
             try:
-                await call(ledger.score, results)
+                stored: Scores = await call(ledger.score, results)
             except Exception as error:
-                for _, stored in answers:
-                    stored.set_exception(error)
-                    stored.exception()  # looked at: whoever answered may have gone
+                for _, is_stored in answers:
+                    is_stored.set_exception(error)
+                    is_stored.exception()  # looked at: whoever answered may have gone
                 raise
-            for _, stored in answers:
-                stored.set_result(None)
+            for _, is_stored in answers:
+                is_stored.set_result(None)
             self._bell.ring()
-            if any(error_of(scored) for scored in results):
-                self._on_failure()
+            if stored.num_dropped:
+                self._on_dropped()
 
     async def _expire(self) -> None:
         """Takes back what judges did not answer in time, and what those hold that fell silent."""

@@ -14,7 +14,6 @@ class Presence:
         """When each asked for something last."""
         self._slots: dict[str, int] = {}
         """How many tasks each can hold: the most that it ever asked for."""
-
         self._lives: dict[str, str] = {}
 
     def begins_anew(self, worker: str, life: str) -> bool:
@@ -37,4 +36,5 @@ class Presence:
         return sorted(worker for worker, heard_s in self._heard.items() if heard_s >= since_s)
 
     def total_slots(self, within_s: float) -> int:
-        return sum(self._slots[worker] for worker in self.present(within_s))
+        since_s = self._clock() - within_s
+        return sum(self._slots[worker] for worker, heard_s in self._heard.items() if heard_s >= since_s)

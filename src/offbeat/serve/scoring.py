@@ -1,30 +1,41 @@
 """What judges are told about trajectories, and what becomes of what they say.
 
-A reward is computed once and stored. One that fails is a failure, with its reason; when too large a share of the latest
-rewards failed, the run stops and says so instead of training on what is left.
+A reward is computed once and stored, with what each part counts. One that fails is a failure, with its reason; when too
+large a share of the latest rewards failed, the run stops and says so instead of training on what is left.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from offbeat.errors import RunStopped
-from offbeat.ledger.records import Scored, Unscored
+from offbeat.ledger.records import Purpose, Scored, Unscored
 from offbeat.reward.failures import FailureWatch
 from offbeat.reward.pool import RewardInput, RewardResult
+from offbeat.reward.shaping import Shaping
+from offbeat.trajectory import Reward
 
 
 class Scorer:
     """Turns trajectories into what a reward is asked, and answers into what the ledger stores."""
 
-    def __init__(self, decode: Callable[[Sequence[np.ndarray]], list[str]], watch: FailureWatch, log_path: Path):
-        """`log_path` is where a user finds out more about failures."""
-        self.decode, self.watch, self.log_path = decode, watch, log_path
+    def __init__(
+        self,
+        decode: Callable[[Sequence[np.ndarray]], list[str]],
+        watch: FailureWatch,
+        log_path: Path,
+        shaping: Shaping | None = None,
+        untried: Collection[str] = (),
+    ):
+        """`log_path` is where a user finds out more about failures; `untried` are parts that have a weight, and that
+        nobody has seen a reward give yet."""
+        self.decode, self.watch, self.log_path, self.shaping = decode, watch, log_path, shaping or Shaping()
         self.num_failed = 0
+        self._unseen, self._has_seen_some = set(untried), False
 
     def inputs(self, samples: Sequence[Unscored]) -> list[RewardInput]:
         texts = self.decode([sample.response_tokens for sample in samples])
@@ -45,11 +56,25 @@ class Scorer:
         for sample, result in zip(samples, results, strict=True):
             if result.error is None:
                 self.watch.record(failed=False)
-                scored.append(Scored(sample.task, result.rewards))
+                scored.append(Scored(sample.task, self._shaped(sample, result.rewards)))
             else:
                 self.failed(result.error)
                 scored.append(Scored(sample.task, error=result.error))
         return scored
+
+    def _shaped(self, sample: Unscored, rewards: Sequence[Reward]) -> Sequence[Reward]:
+        self._has_seen_some = True
+        self._unseen -= {reward.name for reward in rewards}
+        if sample.purpose is Purpose.TRAIN:
+            return self.shaping.for_training(rewards, len(sample.response_tokens))
+        return self.shaping.weighted(rewards)
+
+    def take_unseen(self) -> list[str]:
+        """Parts that have a weight and that no reward has given so far; told once, and not before there are any."""
+        if not self._has_seen_some:
+            return []
+        unseen, self._unseen = sorted(self._unseen), set()
+        return unseen
 
     def failed(self, reason: str) -> None:
         """Counts a sample without a reward, whoever is to blame."""

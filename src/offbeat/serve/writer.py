@@ -1,8 +1,11 @@
 """The one thread that speaks to the ledger.
 
-Calls are made one after the other, in the order in which they came. Submissions that arrive while a commit is under way
-share the next, so that a disk which takes milliseconds to flush does not limit a swarm to hundreds a second; each is
-acknowledged once that commit is on disk, and one that is refused takes no other along.
+Calls that arrive while the thread is busy are made together next: one trip to the thread, one transaction, one flush.
+So a disk that takes milliseconds to flush does not limit a swarm to hundreds of calls a second. Each is answered once
+that transaction is on disk; one that fails has changed nothing and takes no other along. Submissions among them are one
+call to the ledger, before the others, which keep the order in which they came.
+
+Long calls, and those with transactions of their own, go through `alone`: whatever came before them is on disk then.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Outcome, Submission
@@ -19,51 +23,123 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MAX_SHARED = 256
-"""Submissions in one commit at most: those behind them need not wait for a longer one."""
+"""Calls in one transaction at most: those behind them need not wait for a longer one."""
+
+
+class _Call:
+    def __init__(self, work: Callable[[], Any], *, is_alone: bool = False):
+        self.work, self.is_alone = work, is_alone
+        self._answers: list[asyncio.Future[Any]] = []
+        """Of everyone who asked the same."""
+
+    def answer(self) -> asyncio.Future[Any]:
+        self._answers.append(asyncio.get_running_loop().create_future())
+        return self._answers[-1]
+
+    def tell(self, result: Any) -> None:
+        for answer in self._answers:
+            _tell(answer, result)
+
+
+class _Submit(_Call):
+    """Submissions, made as one call and answered one by one."""
+
+    def __init__(self, ledger: Ledger, submitted: Sequence[tuple[Submission, asyncio.Future[Any]]]):
+        super().__init__(lambda: ledger.submit([submission for submission, _ in submitted]))
+        self._answers = [answer for _, answer in submitted]
+
+    def tell(self, result: Any) -> None:
+        outcomes = [result] * len(self._answers) if isinstance(result, Exception) else result
+        for answer, outcome in zip(self._answers, outcomes, strict=True):
+            _tell(answer, outcome)
+
+
+def _tell(answer: asyncio.Future[Any], result: Any) -> None:
+    if answer.done():
+        return  # whoever asked has gone
+    if isinstance(result, Exception):
+        answer.set_exception(result)
+    else:
+        answer.set_result(result)
 
 
 class Writer:
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
-        self._inbox: list[tuple[Submission, asyncio.Future[Outcome]]] = []
-        self._committing: asyncio.Task[None] | None = None
+        self._submissions: list[tuple[Submission, asyncio.Future[Outcome]]] = []
+        self._calls: list[_Call] = []
+        self._reads: dict[Callable[..., Any], _Call] = {}
+        """Those of the calls that wait and only read, so that whoever asks the same shares the answer."""
+        self._writing: asyncio.Task[None] | None = None
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs a ledger call on the thread."""
+        """A short ledger call, in a transaction shared with others."""
+        return await self._add(_Call(partial(function, *args, **kwargs)))
 
-        def work() -> R:
-            with self.ledger.naming_damage():
-                return function(*args, **kwargs)
+    async def alone(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """A ledger call that shares no transaction."""
+        return await self._add(_Call(partial(function, *args, **kwargs), is_alone=True))
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def read(self, function: Callable[[], R]) -> R:
+        """A ledger call that only reads: however many ask at one moment, it is made once."""
+        waiting = self._reads.get(function)
+        if waiting is not None:
+            return await waiting.answer()
+        self._reads[function] = _Call(function)
+        return await self._add(self._reads[function])
 
     async def submit(self, submission: Submission) -> Outcome:
         """Returns once the submission is on disk, or raises why it may not be stored."""
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._inbox.append((submission, answer))
-        if self._committing is None:
-            self._committing = asyncio.get_running_loop().create_task(self._commit())
+        self._submissions.append((submission, answer))
+        self._begin()
         return await answer
 
-    async def _commit(self) -> None:
-        """Writes what has arrived, until nothing is left; callers that have gone are served all the same."""
-        await asyncio.sleep(0)  # lets every caller of this moment in
-        while self._inbox:
-            portion, self._inbox = self._inbox[:MAX_SHARED], self._inbox[MAX_SHARED:]
-            outcomes: Sequence[Outcome | Exception]
-            try:
-                outcomes = await self.call(self.ledger.submit, [submission for submission, _ in portion])
-            except Exception as error:  # noqa: BLE001  # each caller hears of it
-                outcomes = [error] * len(portion)
-            for (_, answer), outcome in zip(portion, outcomes, strict=True):
-                if answer.done():
-                    continue
-                if isinstance(outcome, Exception):
-                    answer.set_exception(outcome)
-                else:
-                    answer.set_result(outcome)
-        self._committing = None
+    def _add(self, call: _Call) -> asyncio.Future[Any]:
+        self._calls.append(call)
+        self._begin()
+        return call.answer()
 
-    def close(self) -> None:
+    def _begin(self) -> None:
+        if self._writing is None:
+            self._writing = asyncio.get_running_loop().create_task(self._write())
+
+    async def _write(self) -> None:
+        """Makes the calls that have come, until none is left; callers that have gone are served all the same."""
+        await asyncio.sleep(0)  # lets every caller of this moment in
+        while self._calls or self._submissions:
+            calls = self._next_calls()
+            try:
+                results = await asyncio.get_running_loop().run_in_executor(self._thread, self._make, calls)
+            except RuntimeError as error:  # closed
+                results = [error] * len(calls)
+            for call, result in zip(calls, results, strict=True):
+                call.tell(result)
+        self._writing = None
+
+    def _next_calls(self) -> list[_Call]:
+        """One that is to be alone, or submissions and the calls that may share their transaction."""
+        if self._calls and self._calls[0].is_alone:
+            return [self._calls.pop(0)]
+        count = next((i for i, call in enumerate(self._calls) if call.is_alone), len(self._calls))
+        calls, self._calls = self._calls[: min(count, MAX_SHARED)], self._calls[min(count, MAX_SHARED) :]
+        self._reads = {call.work: call for call in self._calls if call.work in self._reads}
+        submitted, self._submissions = self._submissions[:MAX_SHARED], self._submissions[MAX_SHARED:]
+        return [_Submit(self.ledger, submitted), *calls] if submitted else calls
+
+    def _make(self, calls: Sequence[_Call]) -> list[Any]:
+        """On the thread: each call's result, or its error."""
+        try:
+            with self.ledger.naming_damage():
+                if len(calls) == 1:
+                    return [calls[0].work()]
+                return self.ledger.together([call.work for call in calls])
+        except Exception as error:  # noqa: BLE001 - each caller hears of it
+            return [error] * len(calls)
+
+    async def close(self) -> None:
+        """Ends once every call is answered."""
+        while self._writing is not None:
+            await asyncio.wait({self._writing})
         self._thread.shutdown()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.config.models import AnyTask, ArithmeticTask, FileTask, FunctionTask, GymTask
+from offbeat.config.tasks import AnyTask, ArithmeticTask, FileTask, FunctionTask, GymTask
 from offbeat.errors import OffbeatError, UserError
 from offbeat.tasks.arithmetic import Arithmetic
 from offbeat.tasks.files import FileSource

@@ -8,20 +8,19 @@ to know, and a coordinator that only keeps weights, need none.
 
 from __future__ import annotations
 
-import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from blake3 import blake3
+
+from offbeat.weights.safetensor_file import read_layout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PIECE_BYTES = 16 * 1024 * 1024
-MAX_HEADER_BYTES = 100_000_000
-"""As the format's own library has it."""
 DTYPES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
     **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool", "U8": "uint8", "I8": "int8"},
@@ -45,7 +44,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
-    return _whole(
+    return whole_digest(
         {
             name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor_digest(tensor))
             for name, tensor in tensors.items()
@@ -55,31 +54,41 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
 
 def file_digest(path: Path) -> str:
     """The digest of the tensors in a safetensors file; raises ValueError if it is none, or is cut short."""
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        view = memoryview(mapped)
-        try:
-            return _file_digest(view)
-        finally:
-            view.release()
+    with open(path, "rb") as file:
+        return open_file_digest(file)
 
 
-def _file_digest(view: memoryview) -> str:
-    length = int.from_bytes(view[:8], "little")
-    if not 0 < length <= min(MAX_HEADER_BYTES, len(view) - 8):
-        raise ValueError("it has no safetensors header")
-    header = json.loads(bytes(view[8 : 8 + length]))
-    header.pop("__metadata__", None)
-    start, found = 8 + length, {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        if not 0 <= begin <= end <= len(view) - start:
-            raise ValueError(f"tensor {name} lies beyond the end of the file")
-        with view[start + begin : start + end] as data:
-            found[name] = (DTYPES[entry["dtype"]], list(entry["shape"]), bytes_digest(data))
-    return _whole(found)
+def files_digest(paths: Iterable[Path]) -> str:
+    """The same of several files, which hold parts of one model."""
+    found: dict[str, tuple[str, list[int], str]] = {}
+    for path in paths:
+        with open(path, "rb") as file:
+            found |= _tensors(file)
+    return whole_digest(found)
 
 
-def _whole(tensors: Mapping[str, tuple[str, list[int], str]]) -> str:
+def open_file_digest(file: BinaryIO) -> str:
+    return whole_digest(_tensors(file))
+
+
+def _tensors(file: BinaryIO) -> dict[str, tuple[str, list[int], str]]:
+    """By name, as `whole_digest` takes them."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+        found = {}
+        for name, stored in read_layout(view).items():
+            with view[stored.start : stored.stop] as data:
+                found[name] = (DTYPES[stored.dtype], stored.shape, bytes_digest(data))
+        return found
+
+
+def adapter_digest(base: str, tensors: str, config: str) -> str:
+    """Of an adapter on its base, given the digests of both and how the two are put together: none of the three alone
+    says what an engine serves."""
+    return blake3(f"adapter\0{base}\0{tensors}\0{config}".encode()).hexdigest()
+
+
+def whole_digest(tensors: Mapping[str, tuple[str, list[int], str]]) -> str:
+    """Of tensors by name: torch's name of the dtype, the shape, and the digest of the bytes."""
     whole = blake3()
     for name in sorted(tensors):
         dtype, shape, digest = tensors[name]

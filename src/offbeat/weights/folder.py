@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from offbeat.files import replace_folder
+
 FILE_NAME = "model.safetensors"
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""What an adapter's folder holds instead, as peft has it."""
+
+
+def weights_file(folder: Path) -> Path:
+    """The file with a version's tensors: an adapter's, where the version is one."""
+    adapter = folder / ADAPTER_FILE
+    return adapter if adapter.is_file() else folder / FILE_NAME
 
 
 class WeightFolder:
@@ -28,3 +40,17 @@ class WeightFolder:
         for folder in self.folder.glob("[0-9]*"):
             if folder.name not in wanted:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def put_in_place(draft: Path, final: Path) -> None:
+    """Gives a finished draft its name; what had it before loses it in one step, and only where the draft is there."""
+    try:
+        replace_folder(draft, final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        aside = final.with_name(f".{final.name}.old.draft")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(final, aside)
+        replace_folder(draft, final)
+        shutil.rmtree(aside, ignore_errors=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from offbeat.errors import OffbeatError
-from offbeat.weights.digest import file_digest
-from offbeat.weights.folder import FILE_NAME
+from offbeat.weights.adapter import folder_digest
+from offbeat.weights.folder import weights_file
 from offbeat.weights.version import Version
 
 
@@ -14,11 +14,11 @@ class WeightsError(OffbeatError):
 
 def verify(version: Version) -> None:
     """Raises `WeightsError` unless the version on disk is the one that was published."""
-    file = version.path / FILE_NAME
+    file = weights_file(version.path)
     if not file.is_file():
         raise WeightsError(f"version {version.number}: {file} is missing")
     try:
-        digest = file_digest(file)
+        digest = folder_digest(version.path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(
             f"version {version.number}: {file} cannot be read: {' '.join(str(error).split())}"

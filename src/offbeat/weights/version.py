@@ -16,3 +16,7 @@ class Version:
     parent: int | None
     digest: str
     path: Path
+    manifest: str = ""
+    """The digest of its manifest; none where it was published as a whole file alone."""
+    base: Path | None = None
+    """Where what an adapter stands on was put on this machine; None: nowhere, for whoever serves it has it already."""

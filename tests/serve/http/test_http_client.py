@@ -4,24 +4,28 @@ import asyncio
 import json
 import os
 import stat
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from http_run import SOON_S, LiveRun, answer
+from safetensors.numpy import load_file, save_file
 
 from offbeat.errors import DeadlineError, RunStopped, UserError
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.records import Outcome
 from offbeat.ledger.workers import Role, WorkerState
 from offbeat.serve.client import Heartbeat, TrainerClient, WorkerClient
+from offbeat.serve.http.access import KNOWN_S
 from offbeat.serve.http.client import RemoteTrainer, RemoteWorker, join, rejoin
 from offbeat.serve.http.connection import Connection
 from offbeat.serve.http.credentials import Credentials, load, read_token, save
 from offbeat.serve.http.limits import ServerSettings
 from offbeat.serve.http.server import Address
 from offbeat.trajectory import End, Segment
+from offbeat.weights.digest import file_digest
 from offbeat.weights.folder import FILE_NAME
 from offbeat.weights.version import Version
 
@@ -72,7 +76,7 @@ def test_a_step_from_lease_to_commit_over_the_wire(tmp_path):
                 newest = await worker.newer(0, SOON_S)
                 assert (newest.number, newest.step) == (number, 1)
                 here = await worker.fetch(newest)
-                assert (here.path / FILE_NAME).read_bytes() == b"weights of 1"
+                assert load_file(here.path / FILE_NAME)["w"].tolist() == [1.0, 1.0]
                 await worker.leave()
 
         asyncio.run(scenario())
@@ -84,8 +88,8 @@ def test_a_step_from_lease_to_commit_over_the_wire(tmp_path):
 def weights(folder: Path, number: int, step: int) -> Version:
     place = folder / "trainer's own" / f"{number}"
     place.mkdir(parents=True, exist_ok=True)
-    (place / FILE_NAME).write_bytes(f"weights of {number}".encode())
-    return Version(number, step, number - 1, f"digest of step {step}", place)
+    save_file({"w": np.full(2, number, np.float32)}, place / FILE_NAME)
+    return Version(number, step, number - 1, file_digest(place / FILE_NAME), place)
 
 
 def test_errors_are_those_of_the_coordinator(tmp_path):
@@ -176,6 +180,7 @@ def test_a_restarted_worker_keeps_its_name_until_it_is_revoked(tmp_path):
         assert asyncio.run(first()) == asyncio.run(second())
         assert run.ledger.num_leased() == {"box": 1}
         run.ask(run.coordinator.call(run.coordinator.ledger.move_worker, "box", WorkerState.REVOKED, "sold"))
+        time.sleep(KNOWN_S)
         with pytest.raises(UserError, match="worker box: revoked: sold"):
             asyncio.run(second())
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from http_run import WEIGHTS, LiveRun, answer
+from safetensors.torch import load
 
 from offbeat.errors import DeadlineError, OffbeatError
 from offbeat.ledger.errors import Conflict, Unknown
@@ -15,10 +16,13 @@ from offbeat.ledger.workers import Role
 from offbeat.serve.http import coding, wire
 from offbeat.serve.http.client import RemoteTrainer, RemoteWorker
 from offbeat.serve.http.connection import Connection
+from offbeat.weights.digest import weights_digest
 from offbeat.weights.folder import FILE_NAME
 from offbeat.weights.version import Version
 
 FILE = f"/v1/weights/0/{FILE_NAME}"
+DIGEST = weights_digest({"w": load(WEIGHTS)["w"]})
+"""Of what every version of step 0 has."""
 
 
 @pytest.fixture
@@ -38,7 +42,7 @@ def put(run, secret, data=b"weights", path=f"/v1/weights/1/{FILE_NAME}", **chang
 
 
 def version(number=1, step=0, parent=0):
-    return Version(number, step, parent, "digest of step 0", Path("wherever the trainer has it"))
+    return Version(number, step, parent, DIGEST, Path("wherever the trainer has it"))
 
 
 # --- reading ---
@@ -234,7 +238,7 @@ def test_a_fetch_goes_on_where_an_earlier_one_ended(run, worker, tmp_path):
 
     async def work(remote):
         found = await remote.newer(None, 1.0)
-        final = remote._cache._place(found)
+        final = remote._receiving._whole._place(found)
         draft = final.with_name(f".{final.name}.draft")
         draft.mkdir(parents=True)
         (draft / f"{FILE_NAME}.part").write_bytes(WEIGHTS[:2_000_000])
@@ -250,7 +254,7 @@ def test_a_fetch_goes_on_where_an_earlier_one_ended(run, worker, tmp_path):
 def test_what_an_earlier_fetch_left_damaged_is_fetched_again(run, worker, tmp_path, left):
     async def work(remote):
         found = await remote.newer(None, 1.0)
-        final = remote._cache._place(found)
+        final = remote._receiving._whole._place(found)
         draft = final.with_name(f".{final.name}.draft")
         draft.mkdir(parents=True)
         (draft / f"{FILE_NAME}.part").write_bytes(left)
@@ -278,7 +282,7 @@ def test_old_versions_are_forgotten(run, worker, tmp_path):
     async def work(remote):
         first = await remote.newer(None, 1.0)
         for number in range(5):
-            await remote.fetch(replace(first, digest=f"as if it were another {number}"))
+            await remote._receiving._whole.fetch(replace(first, digest=f"as if it were another {number}"))
 
     cache = tmp_path / "cache"
     with_worker(run, worker, cache, work)
@@ -306,8 +310,8 @@ def test_a_trainer_publishes_what_it_wrote_on_its_own_disk(run, trainer, tmp_pat
         connection = connected(run, trainer)
         remote = RemoteTrainer(connection)
         number = await remote.next_version()
-        await remote.publish(Version(number, 0, 0, "digest of step 0", place))
-        await remote.publish(Version(number, 0, 0, "digest of step 0", place))
+        await remote.publish(Version(number, 0, 0, DIGEST, place))
+        await remote.publish(Version(number, 0, 0, DIGEST, place))
         with pytest.raises(Conflict):
             await remote.publish(Version(number, 0, 0, "another digest", place))
         await connection.close()

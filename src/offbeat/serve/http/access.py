@@ -1,12 +1,14 @@
 """Who is calling, whether they may, and whether they call too often.
 
-A caller proves who it is with the secret that it was given when it joined. It is looked up in the ledger at every call,
-on a connection that only reads: what another process revoked is over at once. Secrets are never logged.
+A caller proves who it is with the secret that it was given when it joined. Who that is, is looked up in the ledger, on
+a connection that only reads, and remembered until some worker's state changes: what another process revoked is over
+within `KNOWN_S`. Secrets are never logged.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Callable, Collection
 
 from fastapi import Request
@@ -17,13 +19,19 @@ from offbeat.serve.http.limits import Buckets, ServerSettings
 from offbeat.serve.http.refusals import Refusal
 
 MAX_SECRET_CHARACTERS = 256
+KNOWN_S = 0.05
+"""How long we may not notice a change: a look at the ledger costs as much as the rest of a small call."""
+MAX_KNOWN = 10_000
 
 
 class Access:
     """Lets callers in, or says why not."""
 
     def __init__(self, reader: Ledger, settings: ServerSettings, clock: Callable[[], float]):
-        self.reader = reader
+        self.reader, self._clock = reader, clock
+        self._known: dict[str, Worker] = {}
+        """By secret."""
+        self._num_moves, self._looked_s = -1, -math.inf
         self._calls = Buckets(settings.requests_per_s, settings.request_burst, clock)
         self._joins = Buckets(settings.joins_per_s, max(settings.joins_per_s, 1.0), clock)
 
@@ -50,13 +58,33 @@ class Access:
             raise Refusal(401, "Authorization: missing; the secret that a worker was given when it joined is needed")
         if len(secret) > MAX_SECRET_CHARACTERS:
             raise Refusal(401, "Authorization: nobody's secret")
-        with self.reader.naming_damage():
-            worker = self.reader.worker_of(secret)
+        worker = self._worker_of(secret)
         if worker is None:
             raise Refusal(401, "Authorization: nobody's secret; join again with a new token")
         if worker.state is WorkerState.REVOKED:
             raise Refusal(401, f"worker {worker.name}: revoked: {worker.reason or 'no reason given'}")
         return worker
+
+    def look_again(self) -> None:
+        """Some worker's state may have changed just now."""
+        self._looked_s = -math.inf
+
+    def _worker_of(self, secret: str) -> Worker | None:
+        with self.reader.naming_damage():
+            self._forget_the_moved()
+            worker = self._known.get(secret) or self.reader.worker_of(secret)
+        if worker is not None and len(self._known) < MAX_KNOWN:
+            self._known[secret] = worker
+        return worker
+
+    def _forget_the_moved(self) -> None:
+        now_s = self._clock()
+        if now_s - self._looked_s < KNOWN_S:
+            return
+        num_moves, self._looked_s = self.reader.num_worker_moves(), now_s
+        if num_moves != self._num_moves:
+            self._known.clear()
+            self._num_moves = num_moves
 
 
 def address(request: Request) -> str:

@@ -54,6 +54,12 @@ class Bodies:
             raise Refusal(415, f"Content-Encoding: {encoding[:40]!r}; allowed {coding.ZSTD} or none")
         return await self._decompress(data)
 
+    async def octets(self, request: Request, limit_bytes: int) -> bytes:
+        """A body that is nothing but bytes, all of it in memory."""
+        check_type(request, wire.OCTETS)
+        refuse_large(request, limit_bytes)
+        return await self._receive(request, limit_bytes)
+
     async def _receive(self, request: Request, limit_bytes: int) -> bytes:
         parts: list[bytes] = []
         size, more = 0, True

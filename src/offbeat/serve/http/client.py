@@ -6,31 +6,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from blake3 import blake3
 
 from offbeat.errors import DeadlineError, UserError
 from offbeat.ledger.errors import Forbidden, LedgerError
 from offbeat.ledger.records import Batch, Outcome, Reconciled
 from offbeat.reward.pool import RewardResult
-from offbeat.serve.client import Heartbeat, Lease, RewardLease
-from offbeat.serve.http import coding, wire
+from offbeat.serve.client import Heartbeat, Lease, RewardLease, verified
+from offbeat.serve.http import wire
 from offbeat.serve.http.connection import Connection
 from offbeat.serve.http.credentials import Credentials
-from offbeat.serve.http.fetching import WeightCache
+from offbeat.serve.http.receiving import Receiving
+from offbeat.serve.http.sending import send_files, send_pieces
 from offbeat.trajectory import Trajectory
+from offbeat.weights.pieces import PieceStore
 from offbeat.weights.version import Version
 
 POLL_S = 20.0
 """The longest that one request waits; shorter than what stands between us and the coordinator may cut off."""
-PIECE_BYTES = 1024 * 1024
 MAX_REASON = 4000
 """Characters; a traceback's end says little that its beginning does not."""
 
@@ -70,11 +68,20 @@ async def rejoin(connection: Connection, credentials: Credentials) -> Membership
 class RemoteWorker:
     """Implements `WorkerClient` over a connection that has joined."""
 
-    def __init__(self, connection: Connection, cache: Path, *, shares_disk: bool = False):
-        """`cache` holds this worker's weights; with `shares_disk`, those of a coordinator on the same machine are read
-        where they lie."""
+    def __init__(
+        self,
+        connection: Connection,
+        cache: Path,
+        *,
+        shares_disk: bool = False,
+        receiving: Receiving | None = None,
+        figures: Callable[[], Mapping[str, float]] = dict,
+    ):
+        """`cache` holds this worker's weights, which `receiving` brings there; with `shares_disk`, those of a
+        coordinator on the same machine are read where they lie. `figures` are told with every heartbeat."""
         self._connection, self._shares_disk = connection, shares_disk
-        self._cache = WeightCache(cache, connection)
+        self._receiving = receiving or Receiving(connection, cache)
+        self._figures = figures
         self._life = secrets.token_hex(8)
 
     async def lease(self, capacity: int, have_version: int | None, wait_s: float) -> Lease:
@@ -88,7 +95,7 @@ class RemoteWorker:
                 return lease
 
     async def heartbeat(self, held: Sequence[tuple[int, int]]) -> Heartbeat:
-        call = wire.HeartbeatCall(held=list(held), life=self._life)
+        call = wire.HeartbeatCall(held=list(held), life=self._life, figures=dict(self._figures()))
         return await self._connection.call("/v1/heartbeat", call, Heartbeat)
 
     async def submit(self, trajectory: Trajectory, fence: int) -> Outcome:
@@ -111,8 +118,8 @@ class RemoteWorker:
 
     async def fetch(self, version: Version) -> Version:
         if self._shares_disk and version.path.is_dir():
-            return version
-        return await self._cache.fetch(version)
+            return await verified(version)
+        return await self._receiving.fetch(version)
 
     async def leave(self) -> None:
         await self._connection.tell("/v1/leave", wire.Nothing())
@@ -121,9 +128,16 @@ class RemoteWorker:
 class RemoteTrainer:
     """Implements `TrainerClient` over a connection that has joined as a trainer."""
 
-    def __init__(self, connection: Connection, *, shares_disk: bool = False):
-        """With `shares_disk`, versions are written where the coordinator keeps them, and need not be sent."""
-        self._connection, self._shares_disk = connection, shares_disk
+    def __init__(self, connection: Connection, *, shares_disk: bool = False, store: PieceStore | None = None):
+        """With `shares_disk`, versions are written where the coordinator keeps them, and need not be sent; otherwise
+        what has a manifest is sent from `store`, or not at all where all machines share the store."""
+        self._connection, self._shares_disk, self._store = connection, shares_disk, store
+        self._signer = ""
+
+    async def introduce(self, signer: str) -> None:
+        """Names the key that this trainer's manifests are signed with; comes before the first of them."""
+        await self._connection.tell("/v1/introduce", wire.IntroduceCall(key=signer))
+        self._signer = signer
 
     async def reconcile(self, step: int, version: int | None) -> Reconciled:
         return await self._connection.call("/v1/reconcile", wire.ReconcileCall(step=step, version=version), Reconciled)
@@ -164,18 +178,10 @@ class RemoteTrainer:
     async def _send_weights(self, version: Version) -> None:
         if self._shares_disk:
             return
-        for path in sorted(version.path.iterdir()):
-            await self._send_file(version.number, path)
-
-    async def _send_file(self, number: int, path: Path) -> None:
-        digest = await asyncio.to_thread(lambda: blake3(max_threads=blake3.AUTO).update_mmap(path).digest())
-        headers = {
-            "Content-Type": wire.OCTETS,
-            "Content-Length": str(path.stat().st_size),
-            coding.CONTENT_DIGEST: coding.digest_header(digest),
-        }
-        async with self._connection.open("PUT", f"/v1/weights/{number}/{path.name}", headers, lambda: _pieces(path)):
-            pass
+        if not version.manifest:
+            await send_files(self._connection, version)
+        elif self._store is not None:
+            await send_pieces(self._connection, self._store, version, self._signer)
 
 
 class RemoteJudge:
@@ -200,9 +206,3 @@ class RemoteJudge:
 
     async def leave(self) -> None:
         await self._connection.tell("/v1/leave", wire.Nothing())
-
-
-async def _pieces(path: Path) -> AsyncIterator[bytes]:
-    with await asyncio.to_thread(open, path, "rb") as file:
-        while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
-            yield piece

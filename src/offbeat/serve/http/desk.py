@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -18,15 +18,17 @@ from starlette.requests import ClientDisconnect
 
 from offbeat.ledger.errors import Unknown
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.workers import Role, Worker
+from offbeat.ledger.workers import Role, Worker, WorkerState
 from offbeat.serve.coordinator import Coordinator
 from offbeat.serve.http.access import Access
 from offbeat.serve.http.bodies import Bodies
 from offbeat.serve.http.limits import ServerSettings
 from offbeat.serve.http.metrics import CallFigures
+from offbeat.serve.http.pieces import Pieces
 from offbeat.serve.http.refusals import Refusal
-from offbeat.serve.http.weights import Shelf
+from offbeat.serve.http.weights import WholeFiles
 from offbeat.weights.folder import WeightFolder
+from offbeat.weights.pieces import FolderStore, PieceStore
 from offbeat.weights.version import Version
 
 T = TypeVar("T")
@@ -55,6 +57,8 @@ class Served:
     """As resolved; whoever joins is told all of it."""
     ledger_path: str
     weights: WeightFolder
+    pieces: PieceStore | None = None
+    """Without one, in the folder of weights."""
     behind_proxy: bool = False
     """Then every caller seems to be this machine, and being it proves nothing."""
 
@@ -68,7 +72,8 @@ class Desk:
         self.reader = Ledger(served.ledger_path, read_only=True)
         self.access = Access(self.reader, settings, clock)
         self.bodies = Bodies(settings)
-        self.shelf = Shelf(served.weights, self.published)
+        self.files = WholeFiles(served.weights, self.published)
+        self.pieces = Pieces(served.pieces or FolderStore(served.weights.folder), self.published, self.signers)
         self.figures = CallFigures()
         self.doors = Doors.STARTING
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -93,6 +98,22 @@ class Desk:
             return self.reader.version(number)
         except Unknown:
             return None
+
+    def signers(self) -> list[str]:
+        """The keys that manifests of this run are signed with."""
+        return self.reader.signers()
+
+    async def settle(self, version: Version) -> Version:
+        """A version that is about to be published, with its place here; refused unless all of it is there."""
+        if not version.manifest:
+            return await self.files.settle(version)
+        await self.pieces.check(version)
+        return replace(version, path=self.served.weights.path(version.number))
+
+    async def move(self, worker: Worker, state: WorkerState) -> None:
+        """Brings a worker to a state; its next call finds it there."""
+        await self.coordinator.call(self.coordinator.ledger.move_worker, worker.name, state)
+        self.access.look_again()
 
     async def patiently(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         """Awaits a call that may wait long. The request's body must have been read."""

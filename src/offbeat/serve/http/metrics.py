@@ -18,6 +18,8 @@ class CallFigures:
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int]] = Counter()
         self._seconds: Counter[str] = Counter()
+        self.workers: dict[str, Mapping[str, float]] = {}
+        """What each worker told of itself last: sums over its life."""
 
     def add(self, route: str, status: int, seconds: float) -> None:
         self._counts[route, status] += 1
@@ -30,6 +32,11 @@ class CallFigures:
         yield "# TYPE offbeat_request_seconds_total counter"
         for route, seconds in sorted(self._seconds.items()):
             yield f'offbeat_request_seconds_total{{route="{route}"}} {seconds:.6f}'
+        yield "# TYPE offbeat_worker_weights_total counter"
+        for worker, told in sorted(self.workers.items()):
+            for figure, value in sorted(told.items()):
+                labels = f'worker="{_escaped(worker)}",figure="{_escaped(figure)}"'
+                yield f"offbeat_worker_weights_total{{{labels}}} {value:.6f}"
 
 
 def text(counts: Counts, leased: Mapping[str, int], calls: CallFigures) -> str:

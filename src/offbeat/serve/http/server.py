@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import socket
 import ssl
@@ -25,6 +24,7 @@ from pathlib import Path
 import uvicorn
 
 from offbeat.errors import UserError
+from offbeat.serve.hosts import is_this_machine
 from offbeat.serve.http.app import App
 from offbeat.serve.http.connections import guarded
 from offbeat.serve.http.desk import Desk, Served
@@ -50,13 +50,13 @@ class Address:
     @property
     def is_loopback(self) -> bool:
         """Whether nobody but this machine can come here."""
-        return _is_this_machine(self.host)
+        return is_this_machine(self.host)
 
     def check(self) -> None:
         """Refuses what would send secrets in the clear, and certificates that do not work."""
         if (self.certificate is None) != (self.key is None):
             raise UserError("serve.certificate and serve.key: give both or neither")
-        if not self.has_tls and not self.behind_proxy and not _is_this_machine(self.host):
+        if not self.has_tls and not self.behind_proxy and not is_this_machine(self.host):
             raise UserError(
                 f"serve.host = {self.host!r}: reachable from other machines, where secrets need TLS; give "
                 "serve.certificate and serve.key, or set serve.behind_proxy if a proxy ends TLS, or listen on 127.0.0.1"
@@ -161,12 +161,3 @@ def _bind(address: Address) -> socket.socket:
             f"serve.host = {address.host!r}, serve.port = {address.port}: cannot listen there: {reason}; choose "
             "another, or port 0 for any"
         ) from error
-
-
-def _is_this_machine(host: str) -> bool:
-    """Whether every address that the name stands for is a loopback one; an empty name stands for all."""
-    try:
-        found = {place[4][0] for place in socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM)}
-    except OSError:
-        return False  # binding will say what is wrong with the name
-    return all(ipaddress.ip_address(str(name).partition("%")[0]).is_loopback for name in found)

@@ -12,6 +12,7 @@ from offbeat.ledger.workers import Role, Worker
 from offbeat.serve.http import coding, wire
 from offbeat.serve.http.bodies import check_type, reply
 from offbeat.serve.http.desk import Desk, Route, coordinate
+from offbeat.serve.http.pieces import MAX_MANIFEST_BYTES, MAX_PIECE_BYTES
 from offbeat.serve.http.refusals import Refusal
 
 TRAINER = frozenset({Role.TRAINER})
@@ -29,7 +30,7 @@ async def put_weights(desk: Desk, worker: Worker, request: Request) -> Response:
     if digest is None:
         raise Refusal(400, f"{coding.CONTENT_DIGEST}: missing; the blake3 digest of the file is needed")
     pieces = _pieces(request, desk.settings.body_within_s)
-    is_new = await desk.shelf.receive(coordinate(request, "number"), request.path_params["file"], pieces, digest)
+    is_new = await desk.files.receive(coordinate(request, "number"), request.path_params["file"], pieces, digest)
     return Response(status_code=201 if is_new else 200)
 
 
@@ -58,15 +59,37 @@ async def next_version(desk: Desk, worker: Worker, request: Request) -> Response
     return await reply(request, wire.NextVersion(await desk.coordinator.next_version()))
 
 
+async def introduce(desk: Desk, worker: Worker, request: Request) -> Response:
+    call = await desk.bodies.record(request, wire.IntroduceCall)
+    await desk.coordinator.call(desk.coordinator.ledger.add_signer, call.key, worker.name)
+    return Response(status_code=204)
+
+
+async def missing_pieces(desk: Desk, worker: Worker, request: Request) -> Response:
+    call = await desk.bodies.record(request, wire.MissingCall)
+    return await reply(request, wire.Missing(await desk.pieces.missing(call.pieces)))
+
+
+async def put_piece(desk: Desk, worker: Worker, request: Request) -> Response:
+    await desk.pieces.take_piece(request.path_params["digest"], await desk.bodies.octets(request, MAX_PIECE_BYTES))
+    return Response(status_code=201)
+
+
+async def put_manifest(desk: Desk, worker: Worker, request: Request) -> Response:
+    sealed = await desk.bodies.octets(request, MAX_MANIFEST_BYTES)
+    await desk.pieces.take_manifest(coordinate(request, "number"), request.path_params["digest"], sealed)
+    return Response(status_code=201)
+
+
 async def publish(desk: Desk, worker: Worker, request: Request) -> Response:
     call = await desk.bodies.record(request, wire.PublishCall)
-    await desk.coordinator.publish(await desk.shelf.settle(call.version))
+    await desk.coordinator.publish(await desk.settle(call.version))
     return Response(status_code=204)
 
 
 async def commit(desk: Desk, worker: Worker, request: Request) -> Response:
     call = await desk.bodies.record(request, wire.CommitCall)
-    await desk.coordinator.commit(call.step, await desk.shelf.settle(call.version), call.audited)
+    await desk.coordinator.commit(call.step, await desk.settle(call.version), call.audited)
     return Response(status_code=204)
 
 
@@ -85,6 +108,10 @@ async def report(desk: Desk, worker: Worker, request: Request) -> Response:
 ROUTES = (
     Route("POST", "/v1/claim", claim, TRAINER),
     Route("PUT", "/v1/weights/{number}/{file}", put_weights, TRAINER),
+    Route("POST", "/v1/introduce", introduce, TRAINER),
+    Route("POST", "/v1/pieces/missing", missing_pieces, TRAINER),
+    Route("PUT", "/v1/pieces/{digest}", put_piece, TRAINER),
+    Route("PUT", "/v1/manifests/{number}/{digest}", put_manifest, TRAINER),
     Route("POST", "/v1/reconcile", reconcile, TRAINER),
     Route("POST", "/v1/next-version", next_version, TRAINER),
     Route("POST", "/v1/publish", publish, TRAINER),

@@ -34,7 +34,7 @@ PIECE_BYTES = MIB
 MAX_DIGESTS = 256
 
 
-class Shelf:
+class WholeFiles:
     """The run's weights, as callers see them."""
 
     def __init__(self, folder: WeightFolder, published: Callable[[int], Version | None]):

@@ -20,6 +20,7 @@ from offbeat.ledger.workers import Role
 from offbeat.reward.pool import RewardResult
 from offbeat.serve.http.coding import Malformed
 from offbeat.trajectory import End, Origin, Reward, Segment, Trajectory
+from offbeat.weights.manifest import Digest
 from offbeat.weights.version import Version
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ DTYPE = re.compile(r"[<|][biuf][1248]|<f2")
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
 Name = Annotated[str, Meta(max_length=256)]
+Rate = Annotated[float, Meta(gt=0.0, le=1e15)]
 
 
 class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -54,6 +56,8 @@ class LeaseCall(Call):
 class HeartbeatCall(Call):
     held: Annotated[list[tuple[Count, Count]], Meta(max_length=100_000)]
     life: Name = ""
+    figures: Annotated[dict[Name, float], Meta(max_length=64)] = {}
+    """What it has done so far, in sums."""
 
 
 class FailCall(Call):
@@ -118,6 +122,22 @@ class ReportCall(Call):
     row: dict[str, Any]
 
 
+class IntroduceCall(Call):
+    key: Digest
+    """Public, of whoever signs this trainer's manifests."""
+
+
+class MissingCall(Call):
+    pieces: Annotated[list[Digest], Meta(max_length=100_000)]
+
+
+class SourcesCall(Call):
+    site: Name
+    url: Annotated[str, Meta(max_length=1024, pattern="^(https?://.*)?$")] = ""
+    up_bytes_per_s: Rate | None = None
+    root_bytes_per_s: Rate | None = None
+
+
 class Nothing(Call):
     """The call's name says it all."""
 
@@ -150,6 +170,23 @@ class Newer(msgspec.Struct, frozen=True):
 
 class NextVersion(msgspec.Struct, frozen=True):
     number: int
+
+
+class Signers(msgspec.Struct, frozen=True):
+    keys: list[str]
+
+
+class SourceList(msgspec.Struct, frozen=True):
+    urls: list[str]
+    key: str
+    """What peers of this run ask of each other."""
+
+    def __repr__(self) -> str:  # it is logged sooner or later
+        return f"SourceList(urls={self.urls!r})"
+
+
+class Missing(msgspec.Struct, frozen=True):
+    pieces: list[str]
 
 
 class WeightFile(msgspec.Struct, frozen=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -16,6 +18,7 @@ from offbeat.serve.http.bodies import reply
 from offbeat.serve.http.desk import Desk, Route, coordinate
 from offbeat.serve.http.refusals import Refusal
 from offbeat.serve.http.weights import byte_range, pieces_of
+from offbeat.serve.relaying import Place
 
 ROLLOUT = frozenset({Role.ROLLOUT})
 ANYONE = frozenset(Role)
@@ -47,11 +50,12 @@ async def lease(desk: Desk, worker: Worker, request: Request) -> Response:
 async def welcome_back(desk: Desk, worker: Worker) -> None:
     """One that had said goodbye asks for work again."""
     if worker.state is WorkerState.LEFT:
-        await desk.coordinator.call(desk.coordinator.ledger.move_worker, worker.name, WorkerState.ACTIVE)
+        await desk.move(worker, WorkerState.ACTIVE)
 
 
 async def heartbeat(desk: Desk, worker: Worker, request: Request) -> Response:
     call = await desk.bodies.record(request, wire.HeartbeatCall)
+    desk.figures.workers[worker.name] = call.figures
     return await reply(request, await desk.coordinator.heartbeat(worker.name, call.held, call.life))
 
 
@@ -70,7 +74,7 @@ async def newer(desk: Desk, worker: Worker, request: Request) -> Response:
 async def leave(desk: Desk, worker: Worker, request: Request) -> Response:
     await desk.bodies.record(request, wire.Nothing)
     await desk.coordinator.leave(worker.name)
-    await desk.coordinator.call(desk.coordinator.ledger.move_worker, worker.name, WorkerState.LEFT)
+    await desk.move(worker, WorkerState.LEFT)
     return Response(status_code=204)
 
 
@@ -79,22 +83,46 @@ async def run_info(desk: Desk, worker: Worker, request: Request) -> Response:
 
 
 async def weight_files(desk: Desk, worker: Worker, request: Request) -> Response:
-    return await reply(request, wire.WeightFiles(await desk.shelf.files(coordinate(request, "number"))))
+    return await reply(request, wire.WeightFiles(await desk.files.files(coordinate(request, "number"))))
 
 
 async def weight_file(desk: Desk, worker: Worker, request: Request) -> Response:
     number, name = coordinate(request, "number"), request.path_params["file"]
-    path, size, digest = await desk.shelf.find(number, name)
+    path, size, digest = await desk.files.find(number, name)
+    return _ranged(request, size, partial(pieces_of, path), {coding.WHOLE_DIGEST: coding.digest_header(digest)})
+
+
+async def signers(desk: Desk, worker: Worker, request: Request) -> Response:
+    return await reply(request, wire.Signers(desk.signers()))
+
+
+async def sources(desk: Desk, worker: Worker, request: Request) -> Response:
+    call = await desk.bodies.record(request, wire.SourcesCall)
+    place = Place(call.site, call.url, call.up_bytes_per_s, call.root_bytes_per_s)
+    key = await desk.coordinator.call(desk.coordinator.ledger.peer_key)
+    return await reply(request, wire.SourceList(desk.coordinator.relaying.sources(worker.name, place), key))
+
+
+async def manifest(desk: Desk, worker: Worker, request: Request) -> Response:
+    number, digest = coordinate(request, "number"), request.path_params.get("digest")
+    return Response(await desk.pieces.manifest(number, digest), media_type=wire.OCTETS)
+
+
+async def piece(desk: Desk, worker: Worker, request: Request) -> Response:
+    digest = request.path_params["digest"]
+    return _ranged(request, await desk.pieces.size(digest), partial(desk.pieces.bytes_of, digest), {})
+
+
+def _ranged(
+    request: Request, size: int, read: Callable[[int, int], AsyncIterator[bytes]], headers: dict[str, str]
+) -> Response:
+    """What a Range header asks for, or all."""
     wanted = byte_range(request.headers.get("range"), size)
     start, stop = wanted or (0, size)
-    headers = {
-        "Accept-Ranges": "bytes",
-        "Content-Length": str(stop - start),
-        coding.WHOLE_DIGEST: coding.digest_header(digest),
-    }
+    headers |= {"Accept-Ranges": "bytes", "Content-Length": str(stop - start)}
     if wanted is not None:
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-    return StreamingResponse(pieces_of(path, start, stop), 206 if wanted else 200, headers, wire.OCTETS)
+    return StreamingResponse(read(start, stop), 206 if wanted else 200, headers, wire.OCTETS)
 
 
 async def join(desk: Desk, request: Request) -> Response:
@@ -126,6 +154,11 @@ ROUTES = (
     Route("POST", "/v1/newer", newer, ROLLOUT),
     Route("POST", "/v1/leave", leave, ANYONE),
     Route("GET", "/v1/run", run_info, ANYONE),
+    Route("POST", "/v1/sources", sources, ROLLOUT),
+    Route("GET", "/v1/signers", signers, ANYONE),
+    Route("GET", "/v1/manifests/{number}", manifest, ANYONE),
+    Route("GET", "/v1/manifests/{number}/{digest}", manifest, ANYONE),
+    Route("GET", "/v1/pieces/{digest}", piece, ANYONE),
     Route("GET", "/v1/weights/{number}", weight_files, ANYONE),
     Route("GET", "/v1/weights/{number}/{file}", weight_file, ANYONE),
 )

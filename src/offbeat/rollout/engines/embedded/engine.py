@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 
 from offbeat.rollout.engine import Capabilities, EngineDied, EngineError, Generation, Request, Version, problem_of
 from offbeat.rollout.engines.embedded.stepper import MIN_EXACT_ROWS, Stepper
+from offbeat.rollout.engines.embedded.weights import stage
 
 CLOSE_WITHIN_S = 60.0
 """A step or a load ends well before this; only a stuck device does not."""
@@ -30,7 +32,8 @@ class EmbeddedEngine:
     """Implements `offbeat.rollout.engine.Engine`.
 
     `model` is on its device and in its dtype, and belongs to the engine from now on. `version` is the number of the
-    version that it already holds; without one, `load` must come before the first `generate`.
+    version that it already holds; without one, `load` must come before the first `generate`. A model that has adapters
+    serves versions that are adapters on the same base, whose digest is `base`.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class EmbeddedEngine:
         worker: str = "embedded",
         fingerprint: str | None = None,
         version: int | None = None,
+        base: str | None = None,
     ):
         if exact and num_slots < MIN_EXACT_ROWS:
             raise EngineError(
@@ -54,7 +58,7 @@ class EmbeddedEngine:
                 f"engine {worker}: num_slots = {num_slots}, max_context_tokens = {max_context_tokens}: allowed 1 and 2 "
                 "or more"
             )
-        self.worker = worker
+        self.worker, self.base = worker, base
         fingerprint = fingerprint or default_fingerprint(model, exact, num_slots)
         self._capabilities = Capabilities(
             fingerprint=fingerprint,
@@ -66,6 +70,7 @@ class EmbeddedEngine:
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         with torch.inference_mode():
             self._stepper = Stepper(model.eval(), num_slots, max_context_tokens, exact, worker, fingerprint, version)
+        self.seconds_still = 0.0
         self._answers: dict[object, _Answer] = {}
         """Who waits, by request id or as themselves; guarded, like the commands, by the condition's lock."""
         self._commands: deque[_Command] = deque()
@@ -104,7 +109,18 @@ class EmbeddedEngine:
         await self._do(lambda: self._abort(ids))
 
     async def load(self, version: Version) -> None:
-        await self._do(lambda: self._stepper.load(version))
+        """The files are read while generation goes on, which then stands still for a copy within the device."""
+        if self._ended is not None:
+            raise self._ended
+        staged = await asyncio.to_thread(stage, self._stepper.model, version, self.base)
+
+        def swap() -> None:
+            start_s = time.perf_counter()
+            self._stepper.load(version.number, staged)
+            self.base = staged.base
+            self.seconds_still += time.perf_counter() - start_s
+
+        await self._do(swap)
 
     async def close(self) -> None:
         """Aborts what runs and ends the thread; a second call does nothing."""
@@ -137,7 +153,7 @@ class EmbeddedEngine:
         def refuse(why: str) -> EngineError:
             return EngineError(f"engine {self.worker}, request {request.id}: {why}")
 
-        if problem := problem_of(request, self.version, self.capabilities.max_context_tokens):
+        if problem := problem_of(request, self.version, self.capabilities):
             raise refuse(problem)
         first, last = int(request.tokens.min()), int(request.tokens.max())
         if first < 0 or last >= self._vocab_size:

@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from offbeat.rollout.engine import Finish, Generation, Request, Version
+from offbeat.rollout.engine import Finish, Generation, KvMode, Request
 from offbeat.rollout.engines.embedded.attention import use_slot_attention
 from offbeat.rollout.engines.embedded.prompts import HeldPrompts
 from offbeat.rollout.engines.embedded.recorded import DecodeForward, recorded
 from offbeat.rollout.engines.embedded.rows import Rows
 from offbeat.rollout.engines.embedded.sampling import draw, is_filtered, is_greedy, uniform
 from offbeat.rollout.engines.embedded.slots import KeyValueSlots
-from offbeat.rollout.engines.embedded.weights import load_version
+from offbeat.rollout.engines.embedded.weights import Staged, swap
 from offbeat.trajectory import Segment
 
 READ_BUCKET_TOKENS = 16
@@ -114,13 +114,13 @@ class Stepper:
         self.waiting = deque(r for r in self.waiting if named is not None and r.id not in named)
         return ended
 
-    def load(self, version: Version) -> None:
+    def load(self, number: int, staged: Staged) -> None:
         """Changes the weights; the KV of whatever is running is made again under them."""
-        load_version(self.model, version)
+        swap(staged)
         for slot, running in self.running.items():
             assert self.version is not None
             running.close_span(self._num_tokens(slot), self.version)
-        self.version = version.number
+        self.version = number
         self.prompts.clear()
         self._fill_again()
 
@@ -270,7 +270,8 @@ class Stepper:
         for slot, tokens in zip(slots, wanted, strict=True):
             if len(tokens) == 0:
                 continue
-            source = self.prompts.find(tokens)
+            is_shared = self.running[slot].request.kv is not KvMode.REFILL
+            source = self.prompts.find(tokens) if is_shared else None
             if source is None:
                 missing.append((slot, tokens))
             else:

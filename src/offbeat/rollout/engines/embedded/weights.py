@@ -1,19 +1,32 @@
-"""Puts a published version's tensors in place of a model's own, all or none.
+"""Puts a published version's tensors in place of a model's own, all or none, in two steps.
 
-Every name, shape and dtype is checked against the file headers before the first byte is written: what is refused
-leaves the model as it was. Of tied tensors, which share their memory, the files need only hold one.
+`stage` reads the files and brings the tensors to the model's device while the model goes on; `swap` copies them over
+its own, and is all that generation has to stand still for. Every name, shape and dtype is checked before the first byte
+is written: what is refused leaves the model as it was. Of tied tensors, which share their memory, the files need only
+hold one.
+
+A version that is an adapter goes over the model's adapter, and is refused on another base than the one it was trained
+on, unless that base came with it and takes the place of the model's own.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from offbeat.model.lora import adapter_tensors, base_tensors, scale_of
 from offbeat.rollout.engine import EngineError, Version
+from offbeat.weights.adapter import base_digest
+from offbeat.weights.folder import ADAPTER_CONFIG
 
 DTYPES = {
     "F64": torch.float64,
@@ -27,12 +40,59 @@ DTYPES = {
 }
 
 
-def load_version(model: PreTrainedModel, version: Version) -> None:
-    """Reads all safetensors files of the version's folder into the model."""
-    paths = sorted(version.path.glob("*.safetensors"))
+@dataclass(frozen=True)
+class Staged:
+    """A version's tensors beside the model's own."""
+
+    base: str | None
+    """What the model stands on afterwards, where the version is an adapter."""
+    pairs: list[tuple[Tensor, Tensor]]
+    """The model's own tensors, each with what takes its place."""
+
+
+def stage(model: PreTrainedModel, version: Version, base: str | None = None) -> Staged:
+    """A version's tensors, ready for `swap`; any thread may call it. `base` is the digest of what the model's adapters
+    stand on, None for one without any."""
+    try:
+        wanted = base_digest(version.path)
+    except (OSError, ValueError) as error:
+        raise EngineError(f"version {version.number}: {version.path} cannot be read: {error}") from error
+    if (base is None) != (wanted is None):
+        is_one, without = ("is an adapter", "without any") if base is None else ("is no adapter", "with one")
+        raise EngineError(
+            f"version {version.number}: {is_one}, and the model was loaded {without}; give this worker the run's own "
+            "model.lora_rank"
+        )
+    if wanted is None:
+        return Staged(None, _read(model.state_dict(), version, version.path))
+    pairs = _read(adapter_tensors(model), version, version.path)
+    told = json.loads((version.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    if (scale := told["lora_alpha"] / told["r"]) != scale_of(model):
+        raise EngineError(
+            f"version {version.number}: its adapter is multiplied by {scale:g}, the model's by {scale_of(model):g}; "
+            "give this worker the run's own model.lora_alpha"
+        )
+    if wanted != base:
+        if version.base is None:
+            raise EngineError(
+                f"version {version.number}: stands on {wanted[:12]}, and model.path has {base:.12}; "
+                'give this worker the model that the run began with, or set weights.deltas = "always"'
+            )
+        pairs += _read(base_tensors(model), version, version.base)
+    return Staged(wanted, pairs)
+
+
+def swap(staged: Staged) -> None:
+    with torch.no_grad():
+        for own, tensor in staged.pairs:
+            own.copy_(tensor)
+
+
+def _read(state: Mapping[str, Tensor], version: Version, folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """Tensors by name, each with what the safetensors files of a folder have for it."""
+    paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise EngineError(f"version {version.number}: no *.safetensors file in {version.path}")
-    state = model.state_dict()
+        raise EngineError(f"version {version.number}: no *.safetensors file in {folder}")
     with ExitStack() as files:
         found: dict[str, Any] = {}
         for path in paths:
@@ -41,27 +101,31 @@ def load_version(model: PreTrainedModel, version: Version) -> None:
             except (OSError, SafetensorError) as error:
                 raise EngineError(f"version {version.number}: {path} cannot be read: {error}") from error
             found |= dict.fromkeys(opened.keys(), opened)
-        _check_names(version, state, found)
+        _check_names(version, state, found, folder)
         for name, file in found.items():
             _check_tensor(version, name, state[name], file.get_slice(name))
-        with torch.no_grad():
-            for name, file in found.items():
-                state[name].copy_(file.get_tensor(name))
+        return [(state[name], _beside(file.get_tensor(name), state[name])) for name, file in found.items()]
 
 
-def _check_names(version: Version, state: dict[str, torch.Tensor], found: dict[str, Any]) -> None:
+def _beside(tensor: Tensor, own: Tensor) -> Tensor:
+    """On the device of the model's own tensor, as far as there is room for both."""
+    try:
+        return tensor.to(own.device)
+    except torch.OutOfMemoryError:
+        return tensor
+
+
+def _check_names(version: Version, state: Mapping[str, Tensor], found: dict[str, Any], folder: Path) -> None:
     unknown = sorted(set(found) - set(state))
     if unknown:
         raise EngineError(f"version {version.number}: {unknown[0]} ({len(unknown)} in all) is no tensor of the model")
     covered = {_place(state[name]) for name in found}
     missing = sorted(name for name, tensor in state.items() if _place(tensor) not in covered)
     if missing:
-        raise EngineError(
-            f"version {version.number}: {missing[0]} ({len(missing)} in all) is missing in {version.path}"
-        )
+        raise EngineError(f"version {version.number}: {missing[0]} ({len(missing)} in all) is missing in {folder}")
 
 
-def _check_tensor(version: Version, name: str, tensor: torch.Tensor, stored: Any) -> None:
+def _check_tensor(version: Version, name: str, tensor: Tensor, stored: Any) -> None:
     shape, dtype = tuple(stored.get_shape()), DTYPES.get(stored.get_dtype())
     if shape != tuple(tensor.shape):
         raise EngineError(f"version {version.number}: {name} has shape {shape}, the model {tuple(tensor.shape)}")
@@ -72,6 +136,6 @@ def _check_tensor(version: Version, name: str, tensor: torch.Tensor, stored: Any
         )
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
+def _place(tensor: Tensor) -> tuple[int, int]:
     """Where a tensor lies: equal for tied ones."""
     return tensor.data_ptr(), tensor.numel()

@@ -41,6 +41,7 @@ class PacedEngine:
         )
         self._pace = Pace(self.settings, version, worker, FINGERPRINT)
         self._clock, self._sleep = clock, sleep
+        self.seconds_still = 0.0
         self._answers: dict[object, asyncio.Future[Any]] = {}
         """Who waits: under their request's id, or as a key of their own."""
         self._driver: asyncio.Task[None] | None = None
@@ -77,6 +78,7 @@ class PacedEngine:
             raise EngineError(f"engine {self.worker}: cannot load version {version.number} while requests run")
         key = object()
         await self._ask(Load(version.number, key), key)
+        self.seconds_still += self.settings.load_s
 
     async def close(self) -> None:
         """Aborts what runs, at once; a second call does nothing."""
@@ -157,7 +159,7 @@ class PacedEngine:
         def refuse(why: str) -> EngineError:
             return EngineError(f"engine {self.worker}, request {request.id}: {why}")
 
-        if problem := problem_of(request, self.version, self.capabilities.max_context_tokens):
+        if problem := problem_of(request, self.version, self.capabilities):
             raise refuse(problem)
         if len(set(sampling.stop_token_ids)) >= self.settings.vocab_size:
             raise refuse(f"{len(sampling.stop_token_ids)} stop tokens leave none of {self.settings.vocab_size} tokens")

@@ -1,43 +1,9 @@
-"""The ledger's file: its tables, how it is opened, and where it may lie.
-
-Guarantees: a committed transaction survives `kill -9` and a power cut (WAL, `synchronous=FULL`); a file of a newer
-schema, a file that is no ledger and a network file system are refused before anything is written.
-"""
+"""The ledger's tables and indices: what is where, and which rules SQLite itself holds."""
 
 from __future__ import annotations
 
-import re
-import sqlite3
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
-from offbeat.errors import UserError
-from offbeat.ledger.blobs import FOLDER, Blobs
-from offbeat.ledger.errors import LedgerError
-
-SCHEMA = 2
-BUSY_TIMEOUT_S = 10.0
-"""How long a write waits for another process, such as one that reads the ledger to verify it."""
-NETWORK_FILE_SYSTEMS = {
-    *("nfs", "nfs3", "nfs4", "cifs", "smb2", "smb3", "smbfs", "afs", "ncpfs", "coda", "davfs", "fuse.davfs2"),
-    *("ceph", "fuse.ceph", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.glusterfs", "orangefs", "pvfs2", "wekafs"),
-    *("gfs2", "ocfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.goofys", "fuse.juicefs"),
-}
-"""Their locks and shared memory do not carry SQLite's write-ahead log."""
-
-REMEDIES = {
-    "FULL": "free space on its disk",
-    "IOERR": "see that its disk works and has space",
-    "CORRUPT": "bring back a copy (offbeat ledger verify tells what is damaged)",
-    "NOTADB": "bring back a copy",
-    "BUSY": "end the process that holds it",
-    "LOCKED": "end the process that holds it",
-    "READONLY": "make it writable",
-    "CANTOPEN": "make its folder writable",
-}
-"""What to do, by the kind of error that SQLite reports about a file."""
+SCHEMA = 4
+"""Grows with every change of what follows; a file of another one is refused."""
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -48,11 +14,14 @@ CREATE TABLE versions (
     parent INTEGER REFERENCES versions (number) CHECK (parent < number),
     digest TEXT NOT NULL,
     path TEXT NOT NULL,
+    -- The digest of its manifest; empty where it was published as whole files.
+    manifest TEXT NOT NULL DEFAULT '',
     abandoned INTEGER NOT NULL DEFAULT 0 CHECK (abandoned IN (0, 1)),
     published_at REAL NOT NULL
 );
 
 CREATE INDEX versions_living ON versions (step) WHERE abandoned = 0;
+CREATE INDEX versions_abandoned ON versions (number) WHERE abandoned = 1;
 
 CREATE TABLE sources (name TEXT PRIMARY KEY, drawn INTEGER NOT NULL) WITHOUT ROWID;
 
@@ -82,7 +51,8 @@ CREATE TABLE batches (
 );
 CREATE UNIQUE INDEX batches_by_step ON batches (step) WHERE state <> 'undone';
 
--- The num_ columns sum up a group's tasks, so that no decision and no count has to read them all.
+-- The num_ columns sum up a group's tasks, so that no decision and no count has to read them all. States that often
+-- change are checked one by one: SQLite makes a table of a longer IN, at every statement anew.
 CREATE TABLE groups (
     id INTEGER PRIMARY KEY,
     purpose TEXT NOT NULL CHECK (purpose IN ('train', 'eval')),
@@ -98,13 +68,19 @@ CREATE TABLE groups (
     require_version INTEGER REFERENCES versions (number),
     -- Of the oldest version that a member was begun with; none before the first lease.
     first_step INTEGER,
-    state TEXT NOT NULL CHECK (state IN ('open', 'ready', 'claimed', 'trained', 'evaluated', 'dropped')),
+    state TEXT NOT NULL CHECK (
+        state = 'open' OR state = 'ready' OR state = 'claimed' OR state = 'trained' OR state = 'evaluated'
+        OR state = 'dropped'
+    ),
     reason TEXT CHECK ((state = 'dropped') = (reason IS NOT NULL)),
+    -- The first step without a batch, when it was dropped for want of a signal.
+    dropped_at_step INTEGER CHECK ((dropped_at_step IS NOT NULL) = (reason IS 'no_signal')),
     batch INTEGER REFERENCES batches (id),
     num_open INTEGER NOT NULL,
     num_scored INTEGER NOT NULL DEFAULT 0,
     num_failed INTEGER NOT NULL DEFAULT 0,
     num_trajectories INTEGER NOT NULL DEFAULT 0,
+    num_pruned INTEGER NOT NULL DEFAULT 0,
     num_sampled_tokens INTEGER NOT NULL DEFAULT 0,
     admitted_at REAL NOT NULL,
     ended_at REAL,
@@ -117,16 +93,36 @@ CREATE UNIQUE INDEX groups_living ON groups (ordinal) WHERE purpose = 'train' AN
 CREATE UNIQUE INDEX groups_drawn ON groups (source, source_ordinal) WHERE purpose = 'train' AND reissue_of IS NULL;
 CREATE UNIQUE INDEX groups_reissued ON groups (reissue_of) WHERE reissue_of IS NOT NULL;
 CREATE UNIQUE INDEX groups_of_eval ON groups (eval, ordinal) WHERE eval IS NOT NULL;
-CREATE INDEX groups_by_state ON groups (state, purpose, reason, num_trajectories, num_scored, num_sampled_tokens);
 CREATE INDEX groups_by_ordinal ON groups (purpose, ordinal);
 CREATE INDEX groups_by_batch ON groups (batch) WHERE batch IS NOT NULL;
+CREATE INDEX groups_of_step ON groups (purpose, require_step, ordinal) WHERE require_step IS NOT NULL;
+CREATE INDEX groups_without_signal ON groups (dropped_at_step) WHERE dropped_at_step IS NOT NULL;
+CREATE INDEX groups_required ON groups (require_step) WHERE state = 'open' AND require_step IS NOT NULL;
+-- Groups as decisions and counts ask for them, without a look at their rows, which hold prompts. What a submission
+-- changes stands in none of these while its group is open: an index that it touched would be one more page to write.
+-- With open tasks, in the order in which those are handed out (`OpenGroup.order`).
+CREATE INDEX groups_open ON groups (purpose <> 'eval', num_open = size, ordinal, id, purpose, size, num_open,
+                                    require_step, require_version, first_step, state)
+    WHERE state = 'open' AND num_open > 0;
+-- Not trained yet, in the order in which they are where age decides.
+CREATE INDEX groups_alive ON groups (state, purpose, first_step, ordinal, require_step)
+    WHERE state = 'open' OR state = 'ready' OR state = 'claimed';
+-- Not open any more, with their sums.
+CREATE INDEX groups_closed ON groups (state, purpose, reason, num_trajectories, num_scored, num_sampled_tokens)
+    WHERE state <> 'open';
+-- Over, but with the bytes of their trajectories.
+CREATE INDEX groups_unpruned ON groups (id)
+    WHERE (state = 'trained' OR state = 'evaluated' OR state = 'dropped') AND num_pruned < num_trajectories;
 
 CREATE TABLE tasks (
     id INTEGER PRIMARY KEY,
     group_id INTEGER NOT NULL REFERENCES groups (id),
     member INTEGER NOT NULL,
     seed INTEGER NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('open', 'leased', 'accepted', 'scored', 'failed', 'dropped')),
+    state TEXT NOT NULL CHECK (
+        state = 'open' OR state = 'leased' OR state = 'accepted' OR state = 'scored' OR state = 'failed'
+        OR state = 'dropped'
+    ),
     -- Who holds it, or held it last, and under which fence: the number of its leases so far.
     worker TEXT CHECK ((state = 'leased') <= (worker IS NOT NULL)),
     fence INTEGER NOT NULL DEFAULT 0,
@@ -141,9 +137,8 @@ CREATE TABLE tasks (
     detail TEXT,
     UNIQUE (group_id, member)
 );
-CREATE INDEX tasks_leased ON tasks (worker) WHERE state = 'leased';
+CREATE INDEX tasks_leased ON tasks (worker, num_losses, state) WHERE state = 'leased';
 CREATE INDEX tasks_lost ON tasks (group_id, num_losses) WHERE state = 'open' AND num_losses > 0;
-CREATE INDEX tasks_accepted ON tasks (id) WHERE state = 'accepted';
 CREATE INDEX tasks_failed ON tasks (reason) WHERE state = 'failed';
 
 CREATE TABLE trajectories (
@@ -163,6 +158,8 @@ CREATE TABLE trajectories (
     UNIQUE (task, trajectory_index)
 );
 
+CREATE INDEX trajectories_in_files ON trajectories (digest) WHERE body IS NULL AND pruned = 0;
+
 -- Beginnings that were handed back. One of a task is kept at most; when the task goes on from it, its tokens become the
 -- trajectory's or the next partial's.
 CREATE TABLE partials (
@@ -174,7 +171,7 @@ CREATE TABLE partials (
     last_version INTEGER NOT NULL REFERENCES versions (number),
     worker TEXT NOT NULL,
     fence INTEGER NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('kept', 'continued', 'wasted')),
+    state TEXT NOT NULL CHECK (state = 'kept' OR state = 'continued' OR state = 'wasted'),
     reason TEXT CHECK ((state = 'wasted') = (reason IS NOT NULL)),
     stored_at REAL NOT NULL,
     -- None where the body is a file, or nobody needs it any more.
@@ -182,8 +179,6 @@ CREATE TABLE partials (
 );
 CREATE UNIQUE INDEX partials_kept ON partials (task) WHERE state = 'kept';
 CREATE INDEX partials_by_task ON partials (task);
-
-CREATE INDEX trajectories_kept ON trajectories (task) WHERE pruned = 0;
 
 CREATE TABLE segments (
     task INTEGER NOT NULL,
@@ -226,6 +221,9 @@ CREATE TABLE workers (
     num_audit_failures INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 
+-- Public keys of the trainers that sign manifests.
+CREATE TABLE signers (key TEXT PRIMARY KEY, worker TEXT NOT NULL, added_at REAL NOT NULL) WITHOUT ROWID;
+
 -- The wall clock decides how long a token lives, because another process than the one that issued it asks.
 CREATE TABLE join_tokens (
     hash BLOB PRIMARY KEY,
@@ -236,124 +234,3 @@ CREATE TABLE join_tokens (
     used_at REAL
 ) WITHOUT ROWID;
 """
-
-INDEXES = """
-CREATE INDEX IF NOT EXISTS groups_ready ON groups (first_step, ordinal) WHERE state = 'ready' AND purpose = 'train';
-"""
-"""What a file of this schema may have been made without."""
-
-
-class Database:
-    """One connection, its clock for people, and its transactions."""
-
-    def __init__(self, path: Path, *, read_only: bool = False, wall_clock: Callable[[], float] = time.time):
-        self.path, self.wall_clock = path, wall_clock
-        self.blobs = Blobs(path.parent / FOLDER)
-        self.connection = _connect(path, read_only)
-        self.execute, self.executemany = self.connection.execute, self.connection.executemany
-
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """All of the block is on disk when it ends, or none of it."""
-        self.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self.execute("COMMIT")
-        except BaseException:
-            if self.connection.in_transaction:
-                self.execute("ROLLBACK")
-            raise
-
-    @contextmanager
-    def snapshot(self) -> Iterator[None]:
-        """All reads of the block see the same moment, whoever writes meanwhile."""
-        self.execute("BEGIN")
-        try:
-            yield
-        finally:
-            self.execute("ROLLBACK")
-
-    @contextmanager
-    def naming_damage(self) -> Iterator[None]:
-        """Turns what SQLite says of the disk or the file into a `LedgerError`; what it says of our queries is a bug."""
-        try:
-            yield
-        except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
-            raise
-        except sqlite3.DatabaseError as error:
-            kind = getattr(error, "sqlite_errorname", "").removeprefix("SQLITE_").partition("_")[0]
-            if kind not in REMEDIES:
-                raise
-            raise LedgerError(f"{self.path}: {error}; {REMEDIES[kind]}, then --resume the run") from error
-
-    def close(self) -> None:
-        self.connection.close()
-
-
-def network_file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
-    """The kind of network file system that `path` lies on; None where it is local, or where nobody can tell."""
-    if not mounts.exists():
-        return None
-    place = str(path.resolve())
-    best, kind = "", None
-    for line in mounts.read_text(errors="replace").splitlines():
-        fields = line.split(" ")
-        if len(fields) < 3:
-            continue
-        mount = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m.group(1), 8)), fields[1])
-        inside = place == mount or place.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):  # of two mounts on one place the later one hides the earlier
-            best, kind = mount, fields[2]
-    return kind if kind in NETWORK_FILE_SYSTEMS else None
-
-
-def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
-    kind = network_file_system(path)
-    if kind is not None:
-        raise UserError(
-            f"{path}: lies on a network file system ({kind}), where SQLite can lose data; set run.dir local"
-        )
-    if read_only and not path.exists():
-        raise UserError(f"{path}: no ledger here")
-    try:
-        # One thread writes, but it need not be the thread that opened the ledger.
-        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-        try:
-            _prepare(connection, path, read_only)
-        except BaseException:
-            connection.close()
-            raise
-    except sqlite3.DatabaseError as error:
-        raise UserError(f"{path}: cannot be used as a ledger: {error}") from error
-    return connection
-
-
-def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool) -> None:
-    found = _schema_of(connection, path)
-    if found is not None and found > SCHEMA:
-        raise UserError(f"{path}: written by a newer Offbeat (schema {found}; this one reads {SCHEMA}); upgrade")
-    if found is not None and found < SCHEMA:
-        raise UserError(
-            f"{path}: written by an older Offbeat (schema {found}; this one reads {SCHEMA}); finish the run with it"
-        )
-    connection.execute("PRAGMA foreign_keys = ON")
-    if read_only:
-        connection.execute("PRAGMA query_only = ON")
-        if found is None:
-            raise UserError(f"{path}: holds no ledger")
-        return
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
-    if found is None:
-        connection.executescript(f"BEGIN IMMEDIATE; {TABLES} INSERT INTO meta VALUES ('schema', '{SCHEMA}'); COMMIT;")
-    connection.executescript(INDEXES)
-
-
-def _schema_of(connection: sqlite3.Connection, path: Path) -> int | None:
-    """The file's schema; None where it is empty."""
-    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if not tables:
-        return None
-    if "meta" not in tables:
-        raise UserError(f"{path}: an SQLite file, but no ledger of Offbeat")
-    return int(connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()[0])

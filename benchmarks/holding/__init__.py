@@ -1,0 +1,1 @@
+"""Parts of `benchmarks.staleness`: lessons whose data is held back."""

@@ -1,0 +1,195 @@
+"""One lesson: a policy that learns from data that was held back for a fixed number of steps.
+
+The parts are those of a run: the embedded engine samples, `train_step` learns, the arithmetic task poses and judges.
+What a run leaves to its schedule is fixed here: the batch of a step was sampled from the weights of `held_back` steps
+before it, or from the first ones while there are none so old. Held-out problems are answered at temperature 1 by the
+weights themselves, with the same random numbers each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from offbeat.config.load import from_dict
+from offbeat.launch.models import step_settings
+from offbeat.learn.policy import AdamSettings, Policy
+from offbeat.learn.samples import Sample
+from offbeat.learn.step import StepSettings, train_step
+from offbeat.ledger.records import derive_seed
+from offbeat.model.loading import load_model, load_tokenizer, state_tensors, stop_token_ids
+from offbeat.reward.verifiers import number
+from offbeat.rollout.engine import Request
+from offbeat.rollout.engines.embedded import EmbeddedEngine
+from offbeat.tasks.arithmetic import Arithmetic
+from offbeat.tasks.source import Problem
+from offbeat.trajectory import Sampling
+from offbeat.weights.folder import WeightFolder
+from offbeat.weights.publish import Publisher
+
+MODEL = "offbeat-tiny"
+MAX_CONTEXT_TOKENS = 96
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is trained and judged."""
+
+    steps: int
+    judge_every: int
+    prompts: int
+    seeds: int
+    level: int = 3
+    lr: float = 2.5e-4
+    """So large that with small batches the policy drifts far in eight steps, and so small that it learns."""
+    beta2: float = 0.95
+    """Forgets a large gradient within twenty steps instead of a thousand, so that fresh data does not dip either."""
+    groups: int = 4
+    group_size: int = 8
+    max_new_tokens: int = 24
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.groups * self.group_size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One lesson to be given."""
+
+    held_back: int
+    correction: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What came of it: held-out reward by samples trained, and the effective sample size of its last steps."""
+
+    plan: Plan
+    samples: list[int]
+    rewards: list[float]
+    ess: float
+    seconds: float
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def settings_of(size: Size, correction: str) -> StepSettings:
+    """The very settings that a run with this correction gets."""
+    config = from_dict(
+        {
+            "batch": {"groups_per_step": size.groups, "group_size": size.group_size},
+            "rollout": {"max_new_tokens": size.max_new_tokens},
+            "schedule": {"mode": "overlap", "max_staleness": 8},
+            "loss": {"correction": correction, "allow_uncorrected": True},
+        }
+    )
+    return step_settings(config)
+
+
+def teach(plan: Plan, size: Size) -> Lesson:
+    """Gives one lesson, on one thread: several are given side by side."""
+    torch.set_num_threads(1)
+    start_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="offbeat-staleness-") as folder:
+        samples, rewards, ess = asyncio.run(_teach(plan, size, Path(folder)))
+    return Lesson(plan, samples, rewards, ess, time.monotonic() - start_s)
+
+
+async def _teach(plan: Plan, size: Size, folder: Path) -> tuple[list[int], list[float], float]:
+    model = load_model(MODEL, torch.float32, torch.device("cpu"))
+    policy, settings = Policy(model, AdamSettings(beta2=size.beta2)), settings_of(size, plan.correction)
+    room = _Room(size, folder, plan.seed)
+    held: deque[tuple[int, list[Sample]]] = deque()
+    samples, rewards, shares = [0], [], []
+    try:
+        await room.load(policy)
+        rewards.append(await room.judge())
+        for ordinal in range(plan.held_back):
+            held.append((0, await room.sample(ordinal)))
+        for step in range(size.steps):
+            held.append((step, await room.sample(step + plan.held_back)))
+            sampled_at, batch = held.popleft()
+            figures = train_step(policy, _aged(batch, step - sampled_at), settings, size.lr)
+            shares.append(figures.ess)
+            await room.load(policy)
+            if (step + 1) % size.judge_every == 0:
+                samples.append((step + 1) * size.samples_per_step)
+                rewards.append(await room.judge())
+    finally:
+        await room.engine.close()
+    return samples, rewards, float(np.mean(shares[len(shares) // 2 :]))
+
+
+def _aged(batch: Sequence[Sample], age: int) -> list[Sample]:
+    return [replace(sample, staleness=np.full(sample.num_tokens, age)) for sample in batch]
+
+
+class _Room:
+    """Engine, task and judge of one lesson."""
+
+    def __init__(self, size: Size, folder: Path, seed: int):
+        self.size, self.folder, self.seed = size, folder, seed
+        self.tokenizer = load_tokenizer(MODEL)
+        self.task = Arithmetic(seed=seed, level=size.level)
+        self.held_out = self.task.held_out(size.prompts)
+        model = load_model(MODEL, torch.float32, torch.device("cpu"))
+        self.engine = EmbeddedEngine(model, num_slots=256, max_context_tokens=MAX_CONTEXT_TOKENS)
+        self.publisher, self.version = Publisher(folder), 0
+        self.sampling = Sampling(
+            max_new_tokens=size.max_new_tokens, stop_token_ids=stop_token_ids(MODEL, self.tokenizer)
+        )
+
+    async def load(self, policy: Policy) -> None:
+        """Puts the policy's weights into the engine, as a version of their own."""
+        version = self.publisher.write(self.version, self.version, None, state_tensors(policy.model))
+        await self.engine.load(version)
+        WeightFolder(self.folder).keep([self.version])
+        self.version += 1
+
+    async def sample(self, ordinal: int) -> list[Sample]:
+        """A batch of fresh answers, judged; `ordinal` says which problems, the same for every plan."""
+        problems = [self.task.problem(ordinal * self.size.groups + i) for i in range(self.size.groups)]
+        asked = [(group, problem, derive_seed(self.seed, ordinal, group, member))
+                 for group, problem in enumerate(problems) for member in range(self.size.group_size)]  # fmt: skip
+        answers = await self._answer([(problem, seed) for _, problem, seed in asked])
+        return [
+            Sample(
+                group=group,
+                prompt=prompt,
+                response=segment.tokens,
+                logprobs=segment.logprobs,
+                mask=np.ones(len(segment.tokens), bool),
+                reward=reward,
+            )
+            for (group, _, _), (prompt, segment, reward) in zip(asked, answers, strict=True)
+        ]
+
+    async def judge(self) -> float:
+        """The mean reward on held-out problems."""
+        answers = await self._answer([(problem, derive_seed(0, i)) for i, problem in enumerate(self.held_out)])
+        return float(np.mean([reward for _, _, reward in answers]))
+
+    async def _answer(self, asked: Iterable[tuple[Problem, int]]) -> list[tuple[np.ndarray, Any, float]]:
+        pairs = list(asked)
+        prompts = [np.asarray(self.tokenizer(str(problem.prompt))["input_ids"], np.int32) for problem, _ in pairs]
+        requests = [
+            Request(id=str(i), tokens=prompt, seed=seed, sampling=self.sampling)
+            for i, (prompt, (_, seed)) in enumerate(zip(prompts, pairs, strict=True))
+        ]
+        generations = await asyncio.gather(*(self.engine.generate(request) for request in requests))
+        segments = [generation.segments[0] for generation in generations]
+        texts = self.tokenizer.batch_decode([s.tokens.tolist() for s in segments], skip_special_tokens=True)
+        rewards = [number(text, problem.answer) for text, (problem, _) in zip(texts, pairs, strict=True)]
+        return list(zip(prompts, segments, rewards, strict=True))

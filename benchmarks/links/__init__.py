@@ -1,0 +1,1 @@
+"""Slow lines on one machine, without privileges."""

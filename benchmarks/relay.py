@@ -1,0 +1,240 @@
+"""One version to six receivers behind one slow link, by relays: how near that comes to sending it once.
+
+The sender and the receivers run in this process, each with the server, the store and the sources that a worker has; all
+bytes go through real sockets. What the sender sends to anybody passes one line whose rate all share. Each receiver has
+an uplink three times as fast, which those that it feeds share (links of their own between any two would be easier).
+Who fetches from whom is decided as in a run, with nothing measured yet. Measured is the time until every receiver has
+every piece, verified and flushed,
+
+- by relays, over that of a receiver alone that fetches all over the slow link, in the same round: the bar;
+- with all six fetching from the sender, beside it.
+
+No way of sending can be faster than what the narrowest cut lets through, which is told, too. Processor time tells
+whether this machine was the bottleneck. A quick run is short of time to tell, and decides nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from blake3 import blake3
+
+from benchmarks import report
+from benchmarks.links.link import Link
+from benchmarks.load import Load
+from offbeat.control.relay import ROOT, Receiver, RelayTree, least_seconds
+from offbeat.errors import OffbeatError
+from offbeat.rollout.peer_server import PeerServer
+from offbeat.rollout.peers import PeerSources
+from offbeat.weights.incoming import Incoming
+from offbeat.weights.manifest import Coding, Kind, Manifest, Part, PieceEntry, TensorEntry, tensors_digest
+from offbeat.weights.pieces import FolderStore, PieceMissing
+
+TARGET = 1.15
+NUM_RECEIVERS = 6
+FASTER = 3.0
+KEY = "benchmark"
+WAYS = ("alone", "relays", "all from the sender")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    rounds: int
+    num_pieces: int
+    piece_bytes: int
+    slow_bytes_per_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pieces * self.piece_bytes
+
+
+# At such rates six receivers leave half a core free: it is lines that should be slow here, not machines.
+FULL = Sizes(rounds=5, num_pieces=40, piece_bytes=160 * 1024, slow_bytes_per_s=2e6)
+QUICK = Sizes(rounds=2, num_pieces=40, piece_bytes=80 * 1024, slow_bytes_per_s=2e6)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A version that was sent in one way."""
+
+    seconds: float
+    cpu_s: float
+    slow_link_copies: float
+    """Bytes that crossed the slow link, over those of the version."""
+    depth: int
+
+
+class Nowhere:
+    """Behind the sender there is nobody."""
+
+    async def manifest(self, number: int, digest: str) -> bytes:
+        raise PieceMissing(f"manifest {number}: the sender did not give it")
+
+    async def piece(self, digest: str, num_bytes: int, into: Path) -> None:
+        raise PieceMissing(f"piece {digest}: the sender did not give it")
+
+
+class Worker:
+    """What a worker has to receive versions and to hand them on."""
+
+    def __init__(self, folder: Path, sender: Link):
+        self._root = PeerSources(Nowhere(), KEY)
+        self._root.use([sender.url])
+        self.sources = PeerSources(self._root, KEY)
+        self.incoming = Incoming(folder, self.sources, [], self._arrived)
+        self.server = PeerServer(self.incoming.store, KEY, expects=lambda digest: digest in self.incoming.expected)
+
+    def _arrived(self) -> None:
+        self.server.tell()
+
+    async def __aenter__(self) -> Worker:
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.stop()
+        await self.sources.close()
+        await self._root.close()
+
+
+def version_of(sizes: Sizes, store: FolderStore) -> Manifest:
+    """A version of as many tensors as pieces, in the sender's store."""
+    tensors, pieces = [], []
+    for number in range(sizes.num_pieces):
+        data = os.urandom(sizes.piece_bytes)
+        digest = blake3(data).hexdigest()
+        store.put(digest, data)
+        pieces.append(PieceEntry(digest, len(data)))
+        part = Part(Coding.DENSE, digest, number, 0, len(data))
+        tensors.append(TensorEntry(f"tensor{number:04d}", "U8", [len(data)], [part]))
+    store.sync()
+    return Manifest(
+        number=1, step=0, parent=None, digest=tensors_digest(tensors), kind=Kind.FULL, tensors=tensors, pieces=pieces
+    )
+
+
+async def send(way: str, manifest: Manifest, server: PeerServer, folder: Path, sizes: Sizes) -> Sent:
+    num_receivers = 1 if way == "alone" else NUM_RECEIVERS
+    async with AsyncExitStack() as stack:
+        slow = await stack.enter_async_context(Link(server.port, sizes.slow_bytes_per_s))
+        workers, uplinks, tree = {}, {}, RelayTree()
+        for name in (f"receiver{number}" for number in range(num_receivers)):
+            workers[name] = await stack.enter_async_context(Worker(folder / name, slow))
+            port, rate = workers[name].server.port, FASTER * sizes.slow_bytes_per_s
+            uplinks[name] = await stack.enter_async_context(Link(port, rate))
+            tree.put(Receiver(name, "far away"))
+        if way == "relays":
+            for name, worker in workers.items():
+                worker.sources.use([uplinks[other].url for other in tree.sources(name) if other != ROOT])
+        start_s, cpu_s = time.monotonic(), _cpu_s()
+        await asyncio.gather(*(worker.incoming.pieces([manifest]) for worker in workers.values()))
+        seconds, cpu_s = time.monotonic() - start_s, _cpu_s() - cpu_s
+        for name, worker in workers.items():
+            if sorted(worker.incoming.store.list_pieces()) != sorted(piece.digest for piece in manifest.pieces):
+                raise OffbeatError(f"{way}: {name} has not all the pieces")
+        depth = max(len(tree.sources(name)) for name in workers) if way == "relays" else 1
+        return Sent(seconds, cpu_s, slow.num_bytes / sizes.num_bytes, depth)
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+async def measure(folder: Path, sizes: Sizes) -> dict[str, list[Sent]]:
+    """Each round sends a version of its own in each way, in turn."""
+    found: dict[str, list[Sent]] = {way: [] for way in WAYS}
+    warm_up = Sizes(1, 8, 64 * 1024, sizes.slow_bytes_per_s)
+    for number, at in enumerate([warm_up, *[sizes] * sizes.rounds]):
+        store = FolderStore(folder / "sender")
+        manifest = version_of(at, store)
+        server = PeerServer(store, KEY)
+        await server.start()
+        try:
+            for way in WAYS:
+                sent = await send(way, manifest, server, folder / way, at)
+                shutil.rmtree(folder / way)
+                if at is not warm_up:
+                    found[way].append(sent)
+                    say(f"round {number}, {way}: {sent.seconds:.2f} s, {sent.slow_link_copies:.2f} copies")
+        finally:
+            await server.stop()
+            shutil.rmtree(folder / "sender")
+    return found
+
+
+def bound_s(sizes: Sizes) -> float:
+    """What no way of sending to six receivers can beat."""
+    names, fast = [f"receiver{number}" for number in range(NUM_RECEIVERS)], FASTER * sizes.slow_bytes_per_s
+    links = {(ROOT, "slow link"): sizes.slow_bytes_per_s}
+    for name in names:
+        links[name, f"{name}'s uplink"] = fast
+        links["slow link", name] = sizes.slow_bytes_per_s
+        links |= {(f"{name}'s uplink", other): fast for other in names if other != name}
+    return least_seconds(sizes.num_bytes, links, names)
+
+
+def say(text: str) -> None:
+    print(f"relay: {text}", file=sys.stderr, flush=True)
+
+
+def ratios(found: dict[str, list[Sent]], way: str) -> list[float]:
+    return [sent.seconds / alone.seconds for sent, alone in zip(found[way], found["alone"], strict=True)]
+
+
+def rows_of(found: dict[str, list[Sent]]) -> list[tuple[str, ...]]:
+    def row(way: str) -> tuple[str, ...]:
+        def median(figure: str) -> float:
+            return statistics.median(getattr(sent, figure) for sent in found[way])
+
+        return (
+            way,
+            f"{median('seconds'):.2f}",
+            f"{statistics.median(ratios(found, way)):.3f}",
+            f"{median('slow_link_copies'):.2f}",
+            f"{median('depth'):.0f}",
+            f"{median('cpu_s') / median('seconds'):.0%}",
+        )
+
+    return [row(way) for way in WAYS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One version to six receivers behind one slow link.")
+    parser.add_argument("--quick", action="store_true", help="two short rounds: ends within a minute")
+    options = parser.parse_args()
+    sizes, load = QUICK if options.quick else FULL, Load()
+    cache = report.REPOSITORY / ".cache"
+    cache.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix="relay-") as folder:
+        found = asyncio.run(measure(Path(folder), sizes))
+    bar = report.at_most(TARGET, ratios(found, "relays"), quick=options.quick)
+    report.show(
+        "relay",
+        ("way", "seconds", "over one copy", "copies over the slow link", "depth", "CPU"),
+        rows_of(found),
+        {"seconds by relays over one copy": replace(bar, holds=None) if options.quick else bar},
+        quick=options.quick,
+        num_receivers=NUM_RECEIVERS,
+        faster=FASTER,
+        sizes=asdict(sizes),
+        least_seconds=bound_s(sizes),
+        **load.shares(),
+        sent={way: [asdict(sent) for sent in sents] for way, sents in found.items()},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Checks across fields: what each key allows by itself, and what they do not allow together.
+
+A check raises `ValueError` with one line that begins with the key to blame and its value.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offbeat.config.learning import ADVANTAGES, HAVE_LEAST, HAVE_MOST, PRESETS, recipe
+from offbeat.spelling import suggest
+
+if TYPE_CHECKING:
+    from offbeat.config.models import Config
+
+SERVED = ("vllm", "sglang")
+"""Engines that are servers of their own, in processes and perhaps an environment of their own."""
+
+
+def batch_arithmetic_holds(config: Config) -> None:
+    batch, rollout = config.batch, config.rollout
+    if batch.min_group > batch.group_size:
+        raise ValueError(f"batch.min_group = {batch.min_group}: allowed 2 to batch.group_size = {batch.group_size}")
+    if batch.groups_per_step % batch.updates_per_step:
+        raise ValueError(
+            f"batch.updates_per_step = {batch.updates_per_step}: must divide batch.groups_per_step = "
+            f"{batch.groups_per_step}, because each update trains whole groups"
+        )
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if batch.tokens_per_microbatch < longest:
+        raise ValueError(
+            f"batch.tokens_per_microbatch = {batch.tokens_per_microbatch}: allowed {longest} or more, because one "
+            f"sample may hold rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens"
+        )
+    if config.optimizer.warmup_steps > config.run.steps:
+        raise ValueError(
+            f"optimizer.warmup_steps = {config.optimizer.warmup_steps}: allowed 0 to run.steps = {config.run.steps}"
+        )
+    mode, bound = config.schedule.mode, config.schedule.max_staleness
+    if mode == "alternate" and bound:
+        raise ValueError(
+            f'schedule.max_staleness = {bound}: allowed 0 with schedule.mode = "alternate", where nothing is '
+            'generated while training; set schedule.mode = "overlap"'
+        )
+    if mode == "overlap" and bound == 0:
+        raise ValueError(
+            'schedule.max_staleness = 0: allowed 1 or more with schedule.mode = "overlap", where tokens wait for '
+            "the step under way"
+        )
+    if config.run.exact and mode == "overlap":
+        raise ValueError(
+            'schedule.mode = "overlap": allowed "alternate" with run.exact = true, because what is trained next '
+            "would depend on who was faster"
+        )
+    if config.run.exact and rollout.slots < 16:
+        raise ValueError(
+            f"rollout.slots = {rollout.slots}: allowed 16 or more with run.exact = true, because below 16 rows "
+            "a matrix product takes another path and results depend on their number"
+        )
+
+
+def engine_can_do_it(config: Config) -> None:
+    rollout, url = config.rollout, config.engine.url
+    if config.run.exact and rollout.engine in SERVED:
+        raise ValueError(
+            f'rollout.engine = "{rollout.engine}": allowed "embedded" with run.exact = true, because what a server '
+            "samples depends on what else it computes"
+        )
+    if rollout.kv == "stale" and rollout.engine not in SERVED:
+        raise ValueError(
+            f'rollout.kv = "stale": allowed "same", "refill" with rollout.engine = "{rollout.engine}", which keeps '
+            "no keys and values across a load"
+        )
+    if rollout.kv == "stale" and config.schedule.mode != "overlap":
+        raise ValueError(
+            'rollout.kv = "stale": allowed "same", "refill" with schedule.mode = "alternate", where no request '
+            'runs across a load; set schedule.mode = "overlap"'
+        )
+    if config.model.lora_rank and rollout.engine == "sglang":
+        raise ValueError(
+            'rollout.engine = "sglang": allowed "embedded", "vllm", "paced" with model.lora_rank, because adapters '
+            "are not loaded into SGLang yet"
+        )
+    if url is not None and rollout.engine not in SERVED:
+        raise ValueError(
+            f'engine.url = "{url}": rollout.engine = "{rollout.engine}" has no server; add --rollout.engine vllm '
+            "or sglang, whichever listens there"
+        )
+
+
+def loss_is_known(config: Config) -> None:
+    loss = config.loss
+    if not loss.is_own and loss.name not in PRESETS:
+        raise ValueError(
+            f'loss.name = "{loss.name}": no such loss; {suggest(loss.name, PRESETS)} '
+            "(your own: module:function or file.py:function)"
+        )
+    advantage = loss.advantage
+    if advantage is not None and ":" not in advantage and advantage not in ADVANTAGES:
+        raise ValueError(
+            f'loss.advantage = "{advantage}": no such advantage; {suggest(advantage, ADVANTAGES)} '
+            "(your own: module:function or file.py:function)"
+        )
+    chosen = recipe(config)
+    for key, users in (("min_importance", HAVE_LEAST), ("max_importance", HAVE_MOST)):
+        given = getattr(loss, key)
+        if given is not None and chosen.correction not in users:
+            raise ValueError(
+                f'loss.{key} = {given:g}: loss.correction = "{chosen.correction}" has no such limit; those that have: '
+                f"{', '.join(users)}"
+            )
+    if chosen.policy == "sequence_clip" and chosen.aggregate != "sequence_mean":
+        raise ValueError(
+            f'loss.aggregate = "{chosen.aggregate}": allowed "sequence_mean" with loss.name = "{loss.name}", whose '
+            "ratio is that of a whole answer: anything else would weigh answers by their length"
+        )
+    if config.reward.overlong_tokens >= config.rollout.max_new_tokens:
+        raise ValueError(
+            f"reward.overlong_tokens = {config.reward.overlong_tokens}: allowed less than rollout.max_new_tokens = "
+            f"{config.rollout.max_new_tokens}"
+        )
+    if chosen.drop_no_signal and chosen.advantage in ("batch", "gae"):
+        raise ValueError(
+            f'batch.drop_no_signal = true: loss.advantage = "{chosen.advantage}" learns from groups whose rewards are '
+            "all equal too"
+        )
+
+
+def stale_data_is_corrected(config: Config) -> None:
+    chosen, loss = recipe(config), config.loss
+    if chosen.correction == "off" and config.schedule.bound > 0 and not loss.allow_uncorrected:
+        raise ValueError(
+            'loss.correction = "off": tokens up to schedule.max_staleness = '
+            f"{config.schedule.bound} steps old would count like fresh ones; take another correction, or say "
+            "loss.allow_uncorrected = true"
+        )
+
+
+CHECKS = (batch_arithmetic_holds, engine_can_do_it, loss_is_known, stale_data_is_corrected)

@@ -1,0 +1,193 @@
+"""Low-rank adapters (LoRA) in a model whose own weights are frozen: put in, read out, left out, merged.
+
+The layers are peft's, put into the model itself, so that whatever runs the model runs them too: the trainer over packed
+rows, an engine over KV slots, with the same arithmetic. An adapter has the dtype of the layer that it stands beside. It
+starts as nothing: its second matrix is 0, so that the model is the one that was loaded, to the bit; its first is drawn
+from the run's seed alone.
+
+Outside the model an adapter is named and described as peft does it, so that peft and vLLM read what is published.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from offbeat.errors import OffbeatError, UserError
+from offbeat.extras import import_extra
+from offbeat.model.loading import load_model, load_shape, state_tensors
+from offbeat.spelling import suggest
+
+NAME = "default"
+"""peft lets a model have several adapters; ours has one."""
+PREFIX = "base_model.model."
+"""What peft puts before a layer's name."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What adapters are like."""
+
+    rank: int
+    alpha: float
+    """What they are multiplied by, times the rank."""
+    targets: tuple[str, ...] = ()
+    """The layers that get one, by the end of their names; none: all linear ones but the output layer."""
+
+
+def load_adapted(path: str | Path, dtype: torch.dtype, device: torch.device, lora: Lora, seed: int) -> PreTrainedModel:
+    """A frozen model with adapters that are to be trained; targets that do not exist are told before it is loaded."""
+    import_extra("peft", "lora", "model.lora_rank")
+    find_layers(load_shape(path), lora.targets)
+    model = load_model(path, dtype, device)
+    attach(model, lora, seed)
+    return model
+
+
+def attach(model: PreTrainedModel, lora: Lora, seed: int = 0) -> None:
+    """Freezes a model and gives it adapters."""
+    peft = import_extra("peft", "lora", "model.lora_rank")
+    model.requires_grad_(False)
+    layers = find_layers(model, lora.targets)
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=layers,
+        lora_dropout=0.0,
+        bias="none",
+        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in layers),
+    )
+    with torch.random.fork_rng(devices=[]):  # what peft draws is drawn again below
+        peft.inject_adapter_in_model(config, model, NAME)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in _layers(model).values():
+            first, second, own = layer.lora_A[NAME], layer.lora_B[NAME], layer.get_base_layer().weight
+            for half in (first, second):
+                half.to(device=own.device, dtype=own.dtype)
+            bound = 1 / math.sqrt(first.weight.shape[1])
+            first.weight.copy_(torch.rand(first.weight.shape, generator=random) * (2 * bound) - bound)
+            second.weight.zero_()
+
+
+def find_layers(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
+    """The full names of the layers that adapters can stand beside and whose names end as one of `targets` says."""
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    output = model.get_output_embeddings()
+    if not targets:
+        return [name for name, module in linear.items() if module is not output]
+    chosen = set()
+    for target in targets:
+        found = [name for name in linear if name == target or name.endswith(f".{target}")]
+        if not found:
+            ends = sorted({_end(name) for name, module in linear.items() if module is not output})
+            raise UserError(f"model.lora_targets = {target!r}: no linear layer is named so; {suggest(target, ends)}")
+        if any(linear[name] is output for name in found) and model.config.get_text_config().tie_word_embeddings:
+            raise UserError(
+                f"model.lora_targets = {target!r}: the output layer shares its weights with the input's; leave it out"
+            )
+        chosen.update(found)
+    return [name for name in linear if name in chosen]
+
+
+def is_adapted(model: nn.Module) -> bool:
+    return bool(_layers(model))
+
+
+def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a version of the model is made of (no copies): its adapter, where it has one, otherwise all there is."""
+    return adapter_tensors(model) or state_tensors(model)
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The adapter's own tensors (no copies), as peft names them in a file."""
+    halves = ("lora_A", "lora_B")
+    return {
+        f"{PREFIX}{name}.{half}.weight": getattr(layer, half)[NAME].weight.detach()
+        for name, layer in _layers(model).items()
+        for half in halves
+    }
+
+
+def base_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The frozen tensors (no copies), as they are named in a model without adapters."""
+    return {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in state_tensors(model).items()
+        if ".lora_A." not in name and ".lora_B." not in name
+    }
+
+
+def scale_of(model: nn.Module) -> float:
+    """What a model multiplies its adapters by."""
+    return float(next(iter(_layers(model).values())).scaling[NAME])
+
+
+class Bare:
+    """The model as it would be without its adapters, for whoever calls it: no second copy."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model, self._adapted = model, list(_layers(model).values())
+
+    def __call__(self, **inputs: Any) -> Any:
+        try:
+            for layer in self._adapted:
+                layer.enable_adapters(False)
+            return self.model(**inputs)
+        finally:
+            for layer in self._adapted:
+                layer.enable_adapters(True)
+
+
+def describe(model: PreTrainedModel, lora: Lora) -> str:
+    """peft's configuration file of a model's adapters; equal ones have equal text, wherever their base lies."""
+    layers = _layers(model)
+    told = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "target_modules": sorted({*lora.targets}) or sorted({_end(name) for name in layers}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": any(isinstance(layer.get_base_layer(), Conv1D) for layer in layers.values()),
+        "inference_mode": True,
+    }
+    return json.dumps(told, indent=1)
+
+
+@torch.no_grad()
+def merge(model: PreTrainedModel, adapter: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Adds an adapter, as peft's files have it, to the weights of a model without one, rounding once."""
+    scale, end = config["lora_alpha"] / config["r"], ".lora_A.weight"
+    for name, first in adapter.items():
+        if not name.endswith(end):
+            continue
+        layer = model.get_submodule(name.removeprefix(PREFIX).removesuffix(end))
+        second = adapter[f"{name.removesuffix(end)}.lora_B.weight"]
+        change = second.float() @ first.float() * scale
+        weight = layer.weight
+        assert isinstance(weight, Tensor)
+        change = change.T if isinstance(layer, Conv1D) else change
+        if change.shape != weight.shape:
+            raise OffbeatError(f"adapter {name}: is of shape {tuple(change.shape)}, its layer {tuple(weight.shape)}")
+        weight.copy_(weight.float() + change.to(weight.device))
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    """Layers with an adapter, by name, in the model's order. Told by what they have: peft may not be here."""
+    return {name: module for name, module in model.named_modules() if NAME in getattr(module, "lora_A", {})}
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,2 @@
+"""What runs within vLLM's own processes, in its environment: nothing of Offbeat can be imported there, and this folder
+is put on its path instead. See `offbeat_in_vllm`."""

@@ -1,0 +1,255 @@
+"""Hands the pieces and manifests that this worker has on to its peers.
+
+    GET /pieces/DIGEST               200 or 206 with a Range; 404: neither here nor on its way; 503: not here yet
+    GET /manifests/NUMBER/DIGEST     the same
+
+What is not here yet is waited for, as long as the caller asks (`?wait_s=`) and we allow, so that a version runs through
+a chain of relays piece by piece. Where it is not even expected, the wait is short: a relay may hear of a version a
+moment later than those that it feeds.
+
+Guarantees: every byte was verified, since a piece is read whole and checked against its name before its first byte is
+sent; nobody is answered without the run's key; callers, and the pieces held for them, are bounded; nobody but this
+machine is listened to unless we are told to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from aiohttp import web
+
+from offbeat.errors import UserError
+from offbeat.weights.pieces import PieceDamaged, PieceMissing, PieceStore, StoreError
+
+log = logging.getLogger(__name__)
+
+PATH = re.compile(r"/pieces/(?P<piece>[0-9a-f]{64})|/manifests/(?P<number>\d{1,16})/(?P<manifest>[0-9a-f]{64})")
+RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
+WAIT = re.compile(r"\d{1,4}(\.\d{1,3})?")
+WRITE_BYTES = 256 * 1024
+STOP_WITHIN_S = 0.1
+"""For answers that are being sent; 0 would mean for ever."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerLimits:
+    max_connections: int = 64
+    max_requests: int = 64
+    """That are being answered or waited with at one moment."""
+    max_sent: int = 8
+    """Pieces that are being sent, and so in memory, at one moment: of at most 32 MiB each."""
+    max_wait_s: float = 30.0
+    """Below what proxies cut off; callers ask again."""
+    unexpected_wait_s: float = 2.0
+    look_every_s: float = 0.1
+    """How often the store is looked at for what somebody waits for, where nobody says that something arrived."""
+    silence_s: float = 30.0
+    """Of a caller that should read, and of a connection on which nobody has proved who it is."""
+
+
+class PeerServer:
+    """One worker's face to its peers.
+
+    server = PeerServer(store, key, expects=lambda digest: digest in receiver.incoming.expected)
+    await server.start()
+    ...
+    server.tell()       # whenever something came into the store; who waits is answered sooner
+    await server.stop()
+    """
+
+    def __init__(
+        self,
+        store: PieceStore,
+        key: str,
+        *,
+        expects: Callable[[str], bool] = lambda digest: False,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        beyond_loopback: bool = False,
+        limits: PeerLimits | None = None,
+    ):
+        if not key:
+            raise UserError("peers: an empty key would let everybody in")
+        if not beyond_loopback and not _is_loopback(host):
+            raise UserError(
+                f"peers: host {host!r} can be reached from other machines; allow it where they are the run's own, "
+                "or listen on 127.0.0.1"
+            )
+        self._store, self._expects, self._limits = store, expects, limits or PeerLimits()
+        self._credentials = f"Bearer {key}".encode()
+        self.host, self.port = host, port
+        self.num_sent_bytes = 0
+        self._num_requests = 0
+        self._sending = asyncio.Semaphore(self._limits.max_sent)
+        self._arrival = asyncio.Event()
+        self._unproven: set[asyncio.BaseProtocol] = set()
+        """Connections of late on which nobody has shown the key."""
+
+    async def start(self) -> None:
+        self._http = web.Server(
+            self._answer, handler_cancellation=True, access_log=None, keepalive_timeout=self._limits.silence_s
+        )
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(self._connect, self.host, self.port)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(
+                f"peers: cannot listen at {self.host}, port {self.port}: {reason}; choose another port, or 0 for any"
+            ) from error
+        self.port = self._listener.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Hangs up on everybody; the port is free afterwards."""
+        self._listener.close()
+        await self._http.shutdown(timeout=STOP_WITHIN_S)
+        await self._listener.wait_closed()
+
+    @property
+    def url(self) -> str:
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+
+    def tell(self) -> None:
+        """Something came into the store, and is not expected any more; or it will not come. In the loop's thread."""
+        self._arrival.set()
+        self._arrival = asyncio.Event()
+
+    # --- who is let in ---
+
+    def _connect(self) -> asyncio.BaseProtocol:
+        if len(self._http.connections) >= self._limits.max_connections:
+            return _HangUp()
+        connection = self._http()
+        self._unproven.add(connection)
+        asyncio.get_running_loop().call_later(self._limits.silence_s, self._drop_unproven, connection)
+        return connection
+
+    def _drop_unproven(self, connection: web.RequestHandler) -> None:
+        if connection in self._unproven:
+            self._unproven.remove(connection)
+            connection.force_close()
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, self._credentials):
+            return _refusal(401, "Authorization: not the key of this run's workers")
+        self._unproven.discard(request.protocol)
+        found = PATH.fullmatch(request.path)
+        if request.method != "GET" or found is None:
+            return _refusal(404, "there are /pieces/DIGEST and /manifests/NUMBER/DIGEST, to GET")
+        if self._num_requests >= self._limits.max_requests:
+            return _refusal(429, "too many calls at a time")
+        self._num_requests += 1
+        try:
+            return await self._find(request, found)
+        finally:
+            self._num_requests -= 1
+
+    # --- what they get ---
+
+    async def _find(self, request: web.BaseRequest, found: re.Match[str]) -> web.StreamResponse:
+        asked = request.query.get("wait_s", "0")
+        if WAIT.fullmatch(asked) is None:
+            return _refusal(400, f"wait_s={asked[:20]}: not a number of seconds")
+        wait_s = min(float(asked), self._limits.max_wait_s)
+        wanted = _Wanted(found["piece"] or found["manifest"], int(found["number"]) if found["number"] else None)
+        if not await self._wait_for(wanted, wait_s):
+            if self._expects(wanted.digest):
+                return _refusal(503, f"{wanted.digest}: on its way to us; ask again")
+            return _refusal(404, f"{wanted.digest}: not here")
+        try:
+            await asyncio.wait_for(self._sending.acquire(), max(wait_s, 1.0))
+        except TimeoutError:
+            return _refusal(429, "too many pieces are being sent; ask again")
+        try:
+            return await self._send(request, await asyncio.to_thread(wanted.read, self._store))
+        except PieceMissing:  # deleted since we looked
+            return _refusal(404, f"{wanted.digest}: not here any more")
+        except (PieceDamaged, StoreError) as error:
+            log.warning("not handed on to a peer: %s", error)
+            return _refusal(404, f"{wanted.digest}: cannot be read here")
+        finally:
+            self._sending.release()
+
+    async def _wait_for(self, wanted: _Wanted, wait_s: float) -> bool:
+        start_s = time.monotonic()
+        while True:
+            arrival = self._arrival  # of what comes after we have looked
+            if await asyncio.to_thread(wanted.is_in, self._store):
+                return True
+            may_wait_s = wait_s if self._expects(wanted.digest) else min(wait_s, self._limits.unexpected_wait_s)
+            left_s = start_s + may_wait_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._change(wanted.digest, arrival), min(left_s, self._limits.look_every_s))
+
+    async def _change(self, digest: str, arrival: asyncio.Event) -> None:
+        """Waits until something came that may be what is wanted; what is still expected it was not."""
+        await arrival.wait()
+        while self._expects(digest):
+            await self._arrival.wait()
+
+    async def _send(self, request: web.BaseRequest, data: bytes) -> web.StreamResponse:
+        start, stop = 0, len(data)
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        if found := RANGE.fullmatch(request.headers.get("Range", "")):
+            start, stop = int(found[1]), min(int(found[2]) + 1, stop) if found[2] else stop
+            if start >= stop:
+                return _refusal(416, f"Range: it has {len(data)} bytes")
+            response.set_status(206)
+            response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+        response.content_length = stop - start
+        try:
+            await response.prepare(request)
+            for at in range(start, stop, WRITE_BYTES):
+                piece = memoryview(data)[at : min(at + WRITE_BYTES, stop)]
+                await asyncio.wait_for(response.write(piece), self._limits.silence_s)
+                self.num_sent_bytes += len(piece)
+        except TimeoutError:
+            request.protocol.force_close()
+        return response
+
+
+class _Wanted(NamedTuple):
+    """A piece; or a manifest, by its version's number, too."""
+
+    digest: str
+    number: int | None
+
+    def is_in(self, store: PieceStore) -> bool:
+        if self.number is None:
+            return store.size(self.digest) is not None
+        with contextlib.suppress(PieceMissing, PieceDamaged, StoreError):
+            return bool(store.get_manifest(self.number, self.digest))
+        return False
+
+    def read(self, store: PieceStore) -> bytes:
+        """All of it, verified."""
+        return store.get(self.digest) if self.number is None else store.get_manifest(self.number, self.digest)
+
+
+class _HangUp(asyncio.Protocol):
+    """For a caller too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+def _refusal(status: int, why: str) -> web.Response:
+    return web.Response(status=status, text=why)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

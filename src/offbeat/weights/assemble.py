@@ -1,0 +1,213 @@
+"""Builds a version's whole file from a base and a chain of manifests, in one pass over the parts.
+
+Each part goes from the base through every delta of the chain to its place in the new file, several parts at once. A
+part that some manifest of the chain changed is hashed and has to be what the last one says; one that none did is copied
+by the file system, unread: the base was verified when it was made.
+
+Guarantees: the file is in its place whole, flushed and verified, or not at all; whatever happens, the base stays as it
+is; the same call again does the same. What it takes in memory is a few parts, and the pieces that they lie in.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from threading import Lock
+from typing import BinaryIO, NamedTuple
+
+from blake3 import blake3
+
+from offbeat.files import fsync_file
+from offbeat.weights.adapter import BASE
+from offbeat.weights.codec import CodecError, decode
+from offbeat.weights.digest import PIECE_BYTES
+from offbeat.weights.folder import ADAPTER_CONFIG, ADAPTER_FILE, FILE_NAME, put_in_place
+from offbeat.weights.manifest import Coding, Kind, Manifest, Part, TensorEntry
+from offbeat.weights.parallel import in_parallel
+from offbeat.weights.positioned import copy_at, read_at, write_at
+from offbeat.weights.safetensor_file import Stored, file_layout, lay_out
+from offbeat.weights.verify import WeightsError
+
+GetPiece = Callable[[str], bytes | memoryview]
+
+
+class Step(NamedTuple):
+    """What one manifest of the chain does to a part."""
+
+    piece: str
+    part: Part
+
+
+@dataclass(frozen=True)
+class Job:
+    """How one part of the new file comes to be."""
+
+    tensor: TensorEntry
+    index: int
+    place: int
+    """Where its bytes begin in the new file."""
+    origin: int | None
+    """Where they begin in the base's; None: they do not depend on it."""
+    steps: list[Step]
+    """In order; none: the part is the base's."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.part_bytes(self.index)
+
+
+def assemble(chain: Sequence[Manifest], base: Path | None, piece: GetPiece, final: Path) -> None:
+    """Makes the folder of the chain's last version out of the folder of the version that its first one stands on.
+
+    `base` is not hashed: whoever calls has seen its digest. `piece` is asked once for each piece, by any thread; what
+    it returns is held as long as a part of it is wanted, so a memory map is the best answer. Raises `WeightsError`,
+    with the version and the tensor, where something is not what a manifest says. What `piece` raises passes through,
+    and so does an OSError.
+    """
+    _check_chain(chain, base)
+    draft = final.with_name(f".{final.name}.draft")
+    for left in (draft, final.with_name(f".{final.name}.old.draft")):
+        shutil.rmtree(left, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        for file in _fill(draft, chain, base, piece):
+            fsync_file(file)
+        put_in_place(draft, final)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _fill(folder: Path, chain: Sequence[Manifest], base: Path | None, piece: GetPiece) -> list[Path]:
+    """Writes the files of the chain's last version into a new folder."""
+    version = chain[-1]
+    if version.base is None or not isinstance(version.adapter, str):
+        _build(chain, base, piece, folder / FILE_NAME)
+        return [folder / FILE_NAME]
+    _build(chain, None, piece, folder / ADAPTER_FILE, {BASE: version.base.digest})
+    (folder / ADAPTER_CONFIG).write_text(version.adapter, encoding="utf-8")
+    return [folder / ADAPTER_FILE, folder / ADAPTER_CONFIG]
+
+
+def _check_chain(chain: Sequence[Manifest], base: Path | None) -> None:
+    if (chain[0].kind is Kind.DELTA) != (base is not None):
+        raise WeightsError(
+            f"version {chain[0].number}: is {chain[0].kind.value} and was given {'a' if base else 'no'} base"
+        )
+    for before, manifest in pairwise(chain):
+        stands_on = manifest.base
+        if manifest.kind is not Kind.DELTA or stands_on is None:
+            raise WeightsError(f"version {manifest.number}: is {manifest.kind.value} in the middle of a chain")
+        if (stands_on.number, stands_on.digest) != (before.number, before.digest):
+            raise WeightsError(
+                f"version {manifest.number}: stands on version {stands_on.number} with digest {stands_on.digest[:12]}, "
+                f"not on version {before.number} with digest {before.digest[:12]}"
+            )
+
+
+def _build(
+    chain: Sequence[Manifest], base: Path | None, piece: GetPiece, path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    version = chain[-1]
+    tensors = ((entry.name, entry.dtype, entry.shape, entry.num_bytes) for entry in version.tensors)
+    head, places = lay_out(tensors, metadata)
+    with ExitStack() as files:
+        old = None if base is None else files.enter_context(open(base / FILE_NAME, "rb"))
+        try:
+            origins = {} if old is None else file_layout(old)
+        except (ValueError, KeyError, TypeError) as error:
+            raise WeightsError(f"version {version.number}: its base {base} cannot be read: {error}") from error
+        jobs = list(_plan(chain, places, origins))
+        new = files.enter_context(open(path, "wb"))
+        new.truncate(max([len(head), *(place.stop for place in places.values())]))
+        write_at(new, 0, head)
+        builder = _Builder(version.number, old, new, _Pieces(piece, jobs))
+        for _ in in_parallel(builder.make, jobs):
+            pass
+
+
+def _plan(chain: Sequence[Manifest], places: dict[str, Stored], origins: dict[str, Stored]) -> Iterator[Job]:
+    """One job for every part of the last version's tensors, in order."""
+    tensors = [{entry.name: entry for entry in manifest.tensors} for manifest in chain]
+    for tensor in chain[-1].tensors:
+        for index in range(len(tensor.parts)):
+            steps: list[Step] = []
+            origin = None
+            for manifest, entries in zip(reversed(chain), reversed(tensors), strict=True):
+                entry = entries.get(tensor.name)
+                if entry is None or (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
+                    raise _unlike(chain[-1], tensor, f"version {manifest.number}")
+                part = entry.parts[index]
+                if part.coding is not Coding.SAME:
+                    steps.append(Step(manifest.pieces[part.piece].digest, part))
+                if part.coding is Coding.DENSE:  # what was before does not matter
+                    break
+            else:
+                stored = origins.get(tensor.name)
+                fits = stored is not None and (stored.dtype, stored.shape) == (tensor.dtype, tensor.shape)
+                if stored is None or not fits or stored.stop - stored.start != tensor.num_bytes:
+                    raise _unlike(chain[-1], tensor, "the base's file")
+                origin = stored.start + index * PIECE_BYTES
+            place = places[tensor.name].start + index * PIECE_BYTES
+            yield Job(tensor, index, place, origin, steps[::-1])
+
+
+def _unlike(version: Manifest, tensor: TensorEntry, place: str) -> WeightsError:
+    return WeightsError(
+        f"version {version.number}: tensor {tensor.name}: stands on one of dtype {tensor.dtype} and shape "
+        f"{tensor.shape}, which {place} does not have"
+    )
+
+
+class _Pieces:
+    """Pieces of which a part is still wanted, each got once."""
+
+    def __init__(self, get: GetPiece, jobs: Sequence[Job]):
+        self._get = get
+        self._num_uses = Counter(step.piece for job in jobs for step in job.steps)
+        self._locks = {digest: Lock() for digest in self._num_uses}
+        self._held: dict[str, memoryview] = {}
+
+    def take(self, step: Step) -> memoryview:
+        """The bytes of a part; to be called once for each step."""
+        with self._locks[step.piece]:
+            held = self._held.pop(step.piece, None)
+            if held is None:
+                held = memoryview(self._get(step.piece))
+            self._num_uses[step.piece] -= 1
+            if self._num_uses[step.piece]:
+                self._held[step.piece] = held
+        return held[step.part.start : step.part.start + step.part.num_bytes]
+
+
+class _Builder:
+    """Makes the parts of one new file."""
+
+    def __init__(self, number: int, old: BinaryIO | None, new: BinaryIO, pieces: _Pieces):
+        self.number, self.old, self.new, self.pieces = number, old, new, pieces
+
+    def make(self, job: Job) -> None:
+        data, name = None, job.tensor.name
+        if job.origin is not None:
+            assert self.old is not None
+            if not job.steps:
+                return copy_at(self.old, job.origin, self.new, job.place, job.num_bytes)
+            data = read_at(self.old, job.origin, job.num_bytes)
+        for step in job.steps:
+            try:
+                data = decode(step.part.coding, self.pieces.take(step), data, job.num_bytes, job.tensor.dtype)
+            except CodecError as error:
+                raise WeightsError(f"version {self.number}: tensor {name}: part {job.index}: {error}") from error
+        assert data is not None
+        digest, published = blake3(data.data).hexdigest(), job.tensor.parts[job.index].digest
+        if digest != published:
+            raise WeightsError(
+                f"version {self.number}: tensor {name}: part {job.index} has digest {digest[:12]}, "
+                f"not the published {published[:12]}"
+            )
+        write_at(self.new, job.place, data)

@@ -1,0 +1,208 @@
+"""What a published version consists of, as one document that its trainer signs.
+
+A tensor's bytes are cut into parts of at most 16 MiB, as its digest is. Each part is coded by itself, against the same
+part of the base or alone (`offbeat.weights.codec`), and the coded parts are packed into pieces, which are named by the
+blake3 digest of their bytes. So whoever has a manifest that it believes can check everything else, wherever it came
+from.
+
+Guarantees: `encode` is canonical, so that equal manifests have equal bytes and one digest; `decode` takes no other
+bytes, and nothing that contradicts itself: parts that do not fit their tensors or pieces, a digest that is not that of
+the tensors, a delta without its base.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import Annotated, Literal
+
+import msgspec
+from blake3 import blake3
+from msgspec import Meta
+
+from offbeat.errors import OffbeatError
+from offbeat.weights.digest import DTYPES, PIECE_BYTES, adapter_digest, whole_digest
+
+ITEM_BYTES = {
+    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1},
+    **{"I8": 1, "U8": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8},
+}
+"""How many bytes an element has, by the name that a safetensors file gives its type."""
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", max_length=64)]  # the pattern lets a newline follow
+MAX_PIECE_BYTES = 2 * PIECE_BYTES
+"""A receiver holds whole pieces in memory; a part that does not shrink takes a little more than its own 16 MiB."""
+
+
+class ManifestError(OffbeatError):
+    """A manifest that is none, or contradicts itself, or is not the one that was asked for."""
+
+
+class Kind(StrEnum):
+    FULL = "full"
+    """Everything, needing nothing else."""
+    DELTA = "delta"
+    """What differs from its base."""
+    ADAPTER = "adapter"
+    """Everything of an adapter, which is nothing without its base."""
+
+
+class Coding(StrEnum):
+    SAME = "same"
+    """The part is its base's; no bytes."""
+    SPARSE = "sparse"
+    """Where it differs from its base, and by how much."""
+    SHIFT = "shift"
+    """By how much each element differs from its base's."""
+    DENSE = "dense"
+    """All of it."""
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    coding: Coding
+    digest: Digest
+    """Of the bytes that it stands for."""
+    piece: Count = 0
+    """Which of the manifest's pieces holds it, where its bytes begin there, and how many they are; 0, 0, 0: none."""
+    start: Count = 0
+    num_bytes: Count = 0
+
+
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(min_length=1, max_length=1024)]
+    dtype: str
+    """As in a safetensors file."""
+    shape: Annotated[list[Count], Meta(max_length=16)]
+    parts: list[Part]
+    """In order: each but the last stands for 16 MiB. An empty tensor has one, of no bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+    @property
+    def digest(self) -> str:
+        pieces = blake3()
+        for part in self.parts:
+            pieces.update(bytes.fromhex(part.digest))
+        return pieces.hexdigest()
+
+    def part_bytes(self, index: int) -> int:
+        """How many bytes a part stands for."""
+        return min(PIECE_BYTES, self.num_bytes - index * PIECE_BYTES)
+
+
+class PieceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    digest: Digest
+    num_bytes: Count
+
+
+class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    number: Count
+    """Of a version; an adapter's base is no version itself, and lies beside the first that stands on it."""
+    digest: Digest
+    manifest: Digest | None = None
+    """Of the manifest of an adapter's base, which its number does not tell."""
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    format: Literal[1] = 1
+    number: Count
+    step: Count
+    parent: Count | None
+    digest: Digest
+    """The version's: of the tensors, or of base and adapter."""
+    kind: Kind
+    base: Base | None = None
+    delta: Digest | None = None
+    """Of a full version's twin: the manifest of the same version as what changed, for those that have its base."""
+    tensors: list[TensorEntry]
+    """By name."""
+    pieces: list[PieceEntry]
+    adapter: Annotated[str, Meta(max_length=65536)] | msgspec.UnsetType = msgspec.UNSET
+    """Of an adapter alone: its configuration file, which says how it and its base are put together."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What a whole copy of the tensors weighs."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def num_coded_bytes(self) -> int:
+        """What has to be fetched."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self, order="sorted")
+
+    @staticmethod
+    def decode(data: bytes) -> Manifest:
+        try:
+            found = msgspec.json.decode(data, type=Manifest)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ManifestError(f"not a manifest: {error}") from error
+        if problem := _problem(found):
+            raise ManifestError(f"manifest of version {found.number}: {problem}")
+        if found.encode() != data:
+            raise ManifestError(f"manifest of version {found.number}: not in its canonical form")
+        return found
+
+
+def manifest_digest(data: bytes) -> str:
+    """What the ledger knows a manifest by."""
+    return blake3(data).hexdigest()
+
+
+def tensors_digest(tensors: list[TensorEntry]) -> str:
+    return whole_digest({tensor.name: (DTYPES[tensor.dtype], list(tensor.shape), tensor.digest) for tensor in tensors})
+
+
+def _problem(manifest: Manifest) -> str | None:
+    if (manifest.kind is Kind.FULL) != (manifest.base is None):
+        return f"kind {manifest.kind.value} {'with' if manifest.base else 'without'} a base"
+    if manifest.delta is not None and manifest.kind is not Kind.FULL:
+        return f"kind {manifest.kind.value} with a twin, which only a full version has"
+    if (manifest.kind is Kind.ADAPTER) != (manifest.adapter is not msgspec.UNSET):
+        has = "without" if manifest.adapter is msgspec.UNSET else "with"
+        return f"kind {manifest.kind.value} {has} the configuration of an adapter"
+    if manifest.base is not None and manifest.base.number >= manifest.number + (manifest.kind is Kind.ADAPTER):
+        return f"its base is version {manifest.base.number}, which is not older"
+    if manifest.parent is not None and manifest.parent >= manifest.number:
+        return f"its parent is version {manifest.parent}, which is not older"
+    names = [tensor.name for tensor in manifest.tensors]
+    if names != sorted(set(names)):
+        return "its tensors are not in the order of their names, or one is there twice"
+    for index, piece in enumerate(manifest.pieces):
+        if piece.num_bytes > MAX_PIECE_BYTES:
+            return f"piece {index} has {piece.num_bytes} bytes; {MAX_PIECE_BYTES} are allowed"
+    for tensor in manifest.tensors:
+        if problem := _tensor_problem(tensor, manifest):
+            return f"tensor {tensor.name!r}: {problem}"
+    digest = tensors_digest(manifest.tensors)
+    if manifest.base is not None and isinstance(manifest.adapter, str):
+        digest = adapter_digest(manifest.base.digest, digest, manifest.adapter)
+    if digest != manifest.digest:
+        return f"its digest {manifest.digest[:12]} is not that of its tensors, {digest[:12]}"
+    return None
+
+
+def _tensor_problem(tensor: TensorEntry, manifest: Manifest) -> str | None:
+    if tensor.name == "__metadata__" or "\0" in tensor.name or "\n" in tensor.name:  # which digests and files set apart
+        return "a tensor cannot have this name"
+    if tensor.dtype not in ITEM_BYTES:
+        return f"dtype {tensor.dtype!r}; known are {', '.join(ITEM_BYTES)}"
+    num_parts = max(1, -(-tensor.num_bytes // PIECE_BYTES))
+    if len(tensor.parts) != num_parts:
+        return f"{len(tensor.parts)} parts; its {tensor.num_bytes} bytes have {num_parts}"
+    for part in tensor.parts:
+        if part.coding is Coding.SAME:
+            if (part.piece, part.start, part.num_bytes) != (0, 0, 0):
+                return "a part that is its base's has bytes of its own"
+        elif part.piece >= len(manifest.pieces):
+            return f"a part lies in piece {part.piece} of {len(manifest.pieces)}"
+        elif part.start + part.num_bytes > manifest.pieces[part.piece].num_bytes:
+            return f"a part lies beyond the end of piece {part.piece}"
+        if part.coding is not Coding.DENSE and manifest.kind is not Kind.DELTA:
+            return f"a part is coded as {part.coding.value} in a version of kind {manifest.kind.value}"
+    return None

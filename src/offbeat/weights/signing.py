@@ -1,0 +1,129 @@
+"""Who published a version: a trainer's Ed25519 key, and the manifests that it has signed.
+
+A sealed manifest is two lines: the canonical manifest, and the public key with its signature of that line. Guarantees:
+`open_sealed` returns bytes that the holder of a trusted key has signed, or raises; a key file is readable by its owner
+alone, whole or not there, and processes that create it at the same time end up with the same key.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from msgspec import Meta
+
+from offbeat.errors import UserError
+from offbeat.files import create_atomic
+from offbeat.weights.manifest import ManifestError
+
+log = logging.getLogger(__name__)
+
+KEY_BYTES = 32
+OTHERS = 0o077
+"""The rights of everyone but a file's owner."""
+
+
+class SigningKey:
+    """A private key; `public` is what others know it by."""
+
+    def __init__(self, secret: bytes):
+        self._secret = Ed25519PrivateKey.from_private_bytes(secret)
+        self.public = self._secret.public_key().public_bytes_raw().hex()
+
+    def __repr__(self) -> str:
+        return f"SigningKey(public={self.public!r})"
+
+    @staticmethod
+    def generate() -> SigningKey:
+        return SigningKey(_new_secret())
+
+    @staticmethod
+    def load_or_create(path: Path) -> SigningKey:
+        """The key in a file, which is made with a new one where there is none."""
+        try:
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                create_atomic(path, _new_secret().hex().encode() + b"\n", mode=0o600)
+            _hide(path)
+            return SigningKey(_parsed(path.read_bytes()))
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be used as the signing key's file: {error.strerror}; see who owns it, and its disk"
+            ) from error
+        except ValueError:  # whose message could quote the key
+            raise UserError(
+                f"{path}: not a signing key; bring back a copy, or delete it: a new one is made, which all must trust"
+            ) from None
+
+    def sign(self, data: bytes) -> str:
+        return self._secret.sign(data).hex()
+
+
+def verify(public: str, data: bytes, signature: str) -> bool:
+    """Whether the holder of a key has signed these very bytes."""
+    try:
+        Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)).verify(bytes.fromhex(signature), data)
+    except (InvalidSignature, ValueError):  # ValueError: not a key or a signature at all
+        return False
+    return True
+
+
+class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    key: Annotated[str, Meta(pattern="^[0-9a-f]{64}$", max_length=64)]
+    signature: Annotated[str, Meta(pattern="^[0-9a-f]{128}$", max_length=128)]
+
+
+def seal(manifest_bytes: bytes, key: SigningKey) -> bytes:
+    assert b"\n" not in manifest_bytes, "a canonical manifest is one line"
+    return b"%s\n%s\n" % (manifest_bytes, msgspec.json.encode(Seal(key.public, key.sign(manifest_bytes))))
+
+
+def open_sealed(data: bytes, trusted: Collection[str]) -> bytes:
+    """The manifest's bytes, which one of the trusted keys has signed; else raises `ManifestError`."""
+    assert not isinstance(trusted, str), "several keys, not the letters of one"
+    key = signer(data)
+    if key not in trusted:
+        known = ", ".join(each[:12] for each in sorted(trusted)) or "none"
+        raise ManifestError(f"the manifest is signed by key {key[:12]}, which is not trusted; trusted: {known}")
+    return bytes(data).partition(b"\n")[0]
+
+
+def signer(data: bytes) -> str:
+    """The key that has signed a sealed manifest, trusted or not; raises `ManifestError` unless it really has."""
+    lines = bytes(data).split(b"\n")
+    if len(lines) != 3 or lines[2]:
+        raise ManifestError("not a sealed manifest: those are two lines; it may have been cut short")
+    try:
+        found = msgspec.json.decode(lines[1], type=Seal)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"not a sealed manifest: {error}") from error
+    if msgspec.json.encode(found) != lines[1]:
+        raise ManifestError("not a sealed manifest: its second line is not in its canonical form")
+    if not verify(found.key, lines[0], found.signature):
+        raise ManifestError(f"the manifest is not what key {found.key[:12]} has signed: it was changed since")
+    return found.key
+
+
+def _new_secret() -> bytes:
+    return Ed25519PrivateKey.generate().private_bytes_raw()
+
+
+def _parsed(text: bytes) -> bytes:
+    secret = bytes.fromhex(text.decode("ascii").strip())
+    if len(secret) != KEY_BYTES:
+        raise ValueError("another length")
+    return secret
+
+
+def _hide(path: Path) -> None:
+    """A key that came with a copied folder may have lost its protection on the way."""
+    mode = path.stat().st_mode
+    if mode & OTHERS:
+        log.warning("%s: others could read this signing key; from now on its owner alone can", path)
+        os.chmod(path, mode & 0o700)

@@ -1,0 +1,276 @@
+"""What an algorithm's name stands for, and every refusal that keys which do not go together meet, in its own line."""
+
+import dataclasses
+
+import pytest
+
+from offbeat.config import from_dict, load
+from offbeat.config.learning import HAVE_LEAST, HAVE_MOST, IMPORTANCE, PRESETS, Recipe, recipe
+from offbeat.errors import UserError
+
+DEFAULT = Recipe(
+    policy="clip",
+    advantage="group",
+    aggregate="sequence_mean",
+    aggregate_tokens=32,
+    clip_low=0.2,
+    clip_high=0.2,
+    correction="off",
+    min_importance=0.0,
+    max_importance=1.0,
+    drop_no_signal=False,
+)
+RECIPES = {
+    "grpo": {},
+    "dr_grpo": {"advantage": "mean", "aggregate": "constant"},
+    "dapo": {"aggregate": "token_mean", "clip_high": 0.28, "drop_no_signal": True},
+    "gspo": {"policy": "sequence_clip", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"policy": "cispo", "aggregate": "token_mean"},
+    "rloo": {"advantage": "leave_one_out", "aggregate": "constant"},
+    "reinforce": {"policy": "reinforce", "advantage": "batch", "aggregate": "token_mean"},
+    "reinforce++": {"advantage": "batch", "aggregate": "token_mean"},
+    "ppo": {"advantage": "gae", "aggregate": "token_mean"},
+}
+OVERLAP = {"schedule.mode": "overlap"}
+
+
+def chosen(**keys) -> Recipe:
+    return recipe(from_dict({}, {name.replace("__", "."): value for name, value in keys.items()}))
+
+
+def test_without_a_word_a_run_learns_by_grpo():
+    assert chosen() == DEFAULT
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_name_stands_for_what_was_published_under_it(name):
+    assert chosen(loss__name=name) == dataclasses.replace(DEFAULT, **RECIPES[name])
+
+
+@pytest.mark.parametrize(
+    "key, value, field",
+    [
+        ("loss.advantage", "leave_one_out", "advantage"),
+        ("loss.advantage", "mine.py:advantage", "advantage"),
+        ("loss.aggregate", "constant", "aggregate"),
+        ("loss.aggregate_tokens", 7, "aggregate_tokens"),
+        ("loss.clip_low", 0.3, "clip_low"),
+        ("loss.clip_high", 0.4, "clip_high"),
+        ("loss.correction", "icepop", "correction"),
+        ("batch.drop_no_signal", False, "drop_no_signal"),
+    ],
+)
+def test_a_key_that_is_given_replaces_the_presets(key, value, field):
+    before, after = chosen(loss__name="dapo"), recipe(from_dict({}, {"loss.name": "dapo", key: value}))
+    assert getattr(after, field) == value
+    changed = {f.name for f in dataclasses.fields(Recipe) if getattr(before, f.name) != getattr(after, f.name)}
+    bounds = {"min_importance", "max_importance"} if field == "correction" else set()
+    assert changed == {field} | bounds
+
+
+def test_the_constant_of_an_aggregate_is_the_longest_answer_unless_it_is_given():
+    assert chosen(loss__name="dr_grpo", rollout__max_new_tokens=100).aggregate_tokens == 100
+
+
+@pytest.mark.parametrize("correction", IMPORTANCE)
+def test_every_correction_has_bounds_of_its_own(correction):
+    found = chosen(loss__correction=correction)
+    assert (found.correction, (found.min_importance, found.max_importance)) == (correction, IMPORTANCE[correction])
+
+
+@pytest.mark.parametrize("correction", IMPORTANCE)
+@pytest.mark.parametrize("key, value", [("min_importance", 0.25), ("max_importance", 3.0)])
+def test_a_limit_is_a_corrections_own_and_refused_where_it_has_none(key, value, correction):
+    keys = {"schedule.mode": "overlap", "loss.correction": correction, f"loss.{key}": value}
+    if correction == "off":
+        keys["loss.allow_uncorrected"] = True
+    if correction in {"min_importance": HAVE_LEAST, "max_importance": HAVE_MOST}[key]:
+        assert getattr(recipe(from_dict({}, keys)), key) == value
+    else:
+        assert f'loss.{key} = {value:g}: loss.correction = "{correction}" has no such limit' in refusal(keys)
+
+
+def test_a_bound_of_0_is_a_bound_that_was_given():
+    assert chosen(loss__correction="icepop", loss__min_importance=0.0).min_importance == 0
+
+
+def test_a_correction_is_on_wherever_data_may_be_of_other_weights_or_another_engine():
+    assert chosen().correction == "off"
+    assert chosen(schedule__mode="overlap").correction == "tis"
+    assert chosen(schedule__mode="overlap", loss__name="gspo").correction == "sequence_tis"
+    assert chosen(rollout__engine="vllm").correction == "tis"
+    assert chosen(rollout__engine="vllm", loss__name="gspo").correction == "sequence_tis"
+
+
+def test_a_loss_of_ones_own_has_a_recipe_too():
+    found = chosen(loss__name="mine.py:loss", loss__advantage="mean")
+    assert (found.policy, found.advantage, found.aggregate) == ("own", "mean", "token_mean")
+
+
+def refusal(keys: dict) -> str:
+    with pytest.raises(UserError) as caught:
+        from_dict({}, keys)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+REFUSALS = {
+    "group": (
+        {"batch.min_group": 9},
+        "batch.min_group = 9: allowed 2 to batch.group_size = 8",
+    ),
+    "updates": (
+        {"batch.updates_per_step": 5},
+        "batch.updates_per_step = 5: must divide batch.groups_per_step = 32, because each update trains whole groups",
+    ),
+    "microbatch": (
+        {"batch.tokens_per_microbatch": 95},
+        "batch.tokens_per_microbatch = 95: allowed 96 or more, because one sample may hold rollout.max_prompt_tokens "
+        "+ rollout.max_new_tokens = 96 tokens",
+    ),
+    "warmup": (
+        {"optimizer.warmup_steps": 301},
+        "optimizer.warmup_steps = 301: allowed 0 to run.steps = 300",
+    ),
+    "alternate": (
+        {"schedule.max_staleness": 2},
+        'schedule.max_staleness = 2: allowed 0 with schedule.mode = "alternate", where nothing is generated while '
+        'training; set schedule.mode = "overlap"',
+    ),
+    "overlap": (
+        {**OVERLAP, "schedule.max_staleness": 0},
+        'schedule.max_staleness = 0: allowed 1 or more with schedule.mode = "overlap", where tokens wait for the step '
+        "under way",
+    ),
+    "exact overlap": (
+        {**OVERLAP, "run.exact": True},
+        'schedule.mode = "overlap": allowed "alternate" with run.exact = true, because what is trained next would '
+        "depend on who was faster",
+    ),
+    "exact slots": (
+        {"rollout.slots": 15, "run.exact": True},
+        "rollout.slots = 15: allowed 16 or more with run.exact = true, because below 16 rows a matrix product takes "
+        "another path and results depend on their number",
+    ),
+    "exact server": (
+        {"rollout.engine": "vllm", "run.exact": True},
+        'rollout.engine = "vllm": allowed "embedded" with run.exact = true, because what a server samples depends on '
+        "what else it computes",
+    ),
+    "stale keys": (
+        {"rollout.kv": "stale"},
+        'rollout.kv = "stale": allowed "same", "refill" with rollout.engine = "embedded", which keeps no keys and '
+        "values across a load",
+    ),
+    "stale keys, alternate": (
+        {"rollout.kv": "stale", "rollout.engine": "vllm"},
+        'rollout.kv = "stale": allowed "same", "refill" with schedule.mode = "alternate", where no request runs across '
+        'a load; set schedule.mode = "overlap"',
+    ),
+    "no server": (
+        {"engine.url": "localhost:1"},
+        'engine.url = "localhost:1": rollout.engine = "embedded" has no server; add --rollout.engine vllm or sglang, '
+        "whichever listens there",
+    ),
+    "name": (
+        {"loss.name": "grpp"},
+        "loss.name = \"grpp\": no such loss; did you mean 'grpo'? (your own: module:function or file.py:function)",
+    ),
+    "advantage": (
+        {"loss.advantage": "grop"},
+        "loss.advantage = \"grop\": no such advantage; did you mean 'group'? (your own: module:function or "
+        "file.py:function)",
+    ),
+    "sequence ratio": (
+        {"loss.name": "gspo", "loss.aggregate": "token_mean"},
+        'loss.aggregate = "token_mean": allowed "sequence_mean" with loss.name = "gspo", whose ratio is that of a '
+        "whole answer: anything else would weigh answers by their length",
+    ),
+    "overlong": (
+        {"reward.overlong_tokens": 32},
+        "reward.overlong_tokens = 32: allowed less than rollout.max_new_tokens = 32",
+    ),
+    "no signal": (
+        {"loss.name": "reinforce", "batch.drop_no_signal": True},
+        'batch.drop_no_signal = true: loss.advantage = "batch" learns from groups whose rewards are all equal too',
+    ),
+    "no signal, gae": (
+        {"loss.name": "dapo", "loss.advantage": "gae"},
+        'batch.drop_no_signal = true: loss.advantage = "gae" learns from groups whose rewards are all equal too',
+    ),
+    "uncorrected": (
+        {**OVERLAP, "loss.correction": "off"},
+        'loss.correction = "off": tokens up to schedule.max_staleness = 4 steps old would count like fresh ones; take '
+        "another correction, or say loss.allow_uncorrected = true",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_keys_that_do_not_go_together_are_refused_in_one_line(case):
+    keys, line = REFUSALS[case]
+    assert refusal(keys) == line
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"batch.min_group": 8},
+        {"batch.updates_per_step": 4},
+        {"batch.tokens_per_microbatch": 96},
+        {"optimizer.warmup_steps": 300},
+        {**OVERLAP, "schedule.max_staleness": 1},
+        {"rollout.slots": 16, "run.exact": True},
+        {**OVERLAP, "rollout.kv": "stale", "rollout.engine": "sglang"},
+        {"engine.url": "localhost:1", "rollout.engine": "sglang"},
+        {"reward.overlong_tokens": 31},
+        {"loss.correction": "off"},
+        {**OVERLAP, "loss.correction": "off", "loss.allow_uncorrected": True},
+        {"loss.name": "gspo", "loss.aggregate": "sequence_mean"},
+        {"loss.name": "dapo", "loss.advantage": "gae", "batch.drop_no_signal": False},
+    ],
+)
+def test_what_stands_at_the_border_is_allowed(keys):
+    from_dict({}, keys)
+
+
+@pytest.mark.parametrize("value", [0.28, 0.999, 0])
+def test_a_cap_of_cispo_cannot_be_misread_as_a_distance_from_1(value):
+    text = refusal({"loss.name": "cispo", "loss.ratio_max": float(value)})
+    assert "loss.ratio_max" in text
+    assert "1" in text
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("loss.clip_low", 1.0),
+        ("loss.clip_low", 0.0),
+        ("loss.clip_high", 0.0),
+        ("loss.dual_clip", 1.0),
+        ("loss.kl_coef", -0.1),
+        ("loss.min_importance", 1.1),
+        ("loss.max_importance", 0.9),
+        ("loss.max_importance", float("inf")),
+        ("loss.gamma", 0.0),
+        ("loss.gamma", 1.1),
+        ("loss.gae_lambda", 1.1),
+        ("loss.value_coef", 0.0),
+        ("loss.value_clip", 0.0),
+        ("loss.aggregate_tokens", 0),
+        ("loss.correction", "some"),
+        ("loss.kl", "k4"),
+        ("loss.aggregate", "mean"),
+    ],
+)
+def test_a_number_or_word_out_of_its_range_is_refused_by_name(key, value):
+    assert key in refusal({key: value})
+
+
+def test_a_correction_is_turned_off_from_the_command_line_by_its_name_and_left_to_the_run_by_none():
+    assert recipe(load(None, ["--loss.correction", "off"])).correction == "off"
+    overlap = ["--schedule.mode", "overlap"]
+    assert recipe(load(None, [*overlap, "--loss.correction", "none"])).correction == "tis"
+    with pytest.raises(UserError, match="allow_uncorrected"):
+        load(None, [*overlap, "--loss.correction", "off"])

@@ -1,0 +1,97 @@
+"""A real server as a worker starts it: tied weights follow a load; killed or standing still, it is told in time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+from engine_servers import SERVERS, own_server
+from served_engine import forward_logprobs, tiny_llama
+from test_engine_contract import ask, prompt
+
+from offbeat.rollout.engine import EngineDied, Generation, Version
+from offbeat.rollout.engines.served.engine import ServedEngine
+from offbeat.rollout.engines.served.http import Server
+from offbeat.rollout.engines.vllm import VllmDialect
+
+pytestmark = pytest.mark.timeout(900)  # a busy machine takes minutes to start a server
+PYTHON = os.environ.get(SERVERS["vllm"][1])
+WITHIN_S = 45.0
+"""Well above the time after which a silent server is taken for dead."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One that may be killed, by the last test: starting one takes a minute."""
+    if not PYTHON:
+        pytest.skip("make test-engines has a vLLM")
+    tmp_path = tmp_path_factory.mktemp("server")
+    tiny_llama(seed=1, tied=True).save_pretrained(tmp_path / "model")
+    with own_server("vllm", PYTHON, tmp_path / "model", tmp_path / "engine.log") as (url, server):
+        yield url, server, Version(0, step=0, parent=None, digest="0", path=tmp_path / "model")
+
+
+def test_an_output_layer_that_shares_the_embeddings_weights_follows_them(server, tmp_path):
+    url, _, first = server
+    other = tiny_llama(seed=2, tied=True)
+    other.save_pretrained(tmp_path / "other")
+    second = Version(1, step=1, parent=0, digest="1", path=tmp_path / "other")
+    request = ask(prompt(1, 20), temperature=1.0)
+
+    async def scenario() -> Generation:
+        engine = await ServedEngine.attach(VllmDialect(Server(url)), worker="w", num_slots=16)
+        await engine.load(first)
+        await engine.load(second)
+        try:
+            return await engine.generate(request)
+        finally:
+            await engine.close()
+
+    (segment,) = asyncio.run(scenario()).segments
+    np.testing.assert_allclose(segment.logprobs, forward_logprobs(other, request, segment.tokens), atol=2e-2)
+
+
+def test_a_server_that_stands_still_is_dead_after_a_while(server):
+    url, process, version = server
+
+    async def scenario() -> None:
+        engine = await ServedEngine.attach(VllmDialect(Server(url)), worker="w", num_slots=16)
+        await engine.load(version)
+        running = asyncio.create_task(engine.generate(ask(prompt(1), max_new_tokens=1500)))
+        await asyncio.sleep(0.5)
+        os.killpg(process._group, signal.SIGSTOP)
+        try:
+            with pytest.raises(EngineDied, match="no answer within"):
+                await asyncio.wait_for(running, 2 * WITHIN_S)
+        finally:
+            os.killpg(process._group, signal.SIGCONT)
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_is_killed_mid_request_ends_every_call_in_time_and_by_name(server):
+    url, process, version = server
+
+    async def scenario() -> float:
+        engine = await ServedEngine.attach(VllmDialect(Server(url)), worker="w", num_slots=16)
+        await engine.load(version)
+        running = [asyncio.create_task(engine.generate(ask(prompt(i), max_new_tokens=1500))) for i in range(4)]
+        await asyncio.sleep(0.5)
+        os.killpg(process._group, signal.SIGKILL)
+        killed_s = time.monotonic()
+        for task in running:
+            with pytest.raises(EngineDied, match=rf"engine w \(vllm .*{url}"):
+                await task
+        took_s = time.monotonic() - killed_s
+        for call in (engine.generate(ask(prompt(1))), engine.load(version), engine.abort()):
+            with pytest.raises(EngineDied, match=url):
+                await call
+        await engine.close()
+        return took_s
+
+    assert asyncio.run(scenario()) < WITHIN_S

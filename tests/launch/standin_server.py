@@ -1,0 +1,64 @@
+"""A server that does nothing but answer /health, for tests of how processes are started and ended.
+
+    standin_server.py --port N [--child] [--deaf] [--stubborn] [--say TEXT --exit STATUS] [--killed-at-first FILE]
+
+--child: starts another process, as engines do, and prints which. --deaf: never listens. --stubborn: ignores SIGTERM.
+--killed-at-first: unless there is such a file, is killed as soon as it has made one. All other options are ignored.
+"""
+
+import argparse
+import asyncio
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+SLEEPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+
+
+async def serve(port: int) -> None:
+    from aiohttp import web
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/health", health)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--child", action="store_true")
+    parser.add_argument("--deaf", action="store_true")
+    parser.add_argument("--stubborn", action="store_true")
+    parser.add_argument("--say", default="")
+    parser.add_argument("--exit", type=int)
+    parser.add_argument("--killed-at-first", type=pathlib.Path)
+    arguments, _ = parser.parse_known_args()
+    print(f"server {os.getpid()} on {arguments.port}", flush=True)
+    if arguments.child:
+        child = subprocess.Popen([sys.executable, "-c", SLEEPER])
+        print(f"child {child.pid}", flush=True)
+    if arguments.say:
+        print(arguments.say, flush=True)
+    if arguments.exit is not None:
+        sys.exit(arguments.exit)
+    if arguments.killed_at_first and not arguments.killed_at_first.exists():
+        arguments.killed_at_first.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if arguments.stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if arguments.deaf:
+        time.sleep(600)
+    asyncio.run(serve(arguments.port))
+
+
+if __name__ == "__main__":
+    main()

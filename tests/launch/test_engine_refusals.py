@@ -1,0 +1,45 @@
+"""Engines that a run cannot have as it is configured: refused in one line, before anything is written or started."""
+
+import pytest
+
+import offbeat
+from offbeat.cli.main import main
+from offbeat.config import load
+from offbeat.errors import UserError
+
+ONE_PROCESS = (
+    'rollout.engine = "vllm": allowed "embedded", "paced" in a run of one process; use offbeat train with '
+    "rollout.workers = 1"
+)
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ([], ONE_PROCESS),
+        (
+            ["--rollout.workers=2", "--engine.url=http://there:8000"],
+            'engine.url = "http://there:8000": one server serves one worker, and rollout.workers = 2; set it to 1, or '
+            "leave engine.url out, so that each starts its own",
+        ),
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_what_its_processes_cannot_be_is_refused(words, told, more, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--rollout.engine", "vllm", *words, *more]) == 2
+    assert capsys.readouterr().err == f"offbeat: {told}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_from_python_a_run_is_one_process_whatever_it_says_about_workers(tmp_path):
+    with pytest.raises(UserError) as caught:
+        offbeat.train({"run": {"dir": str(tmp_path)}, "rollout": {"engine": "vllm", "workers": 1}})
+    assert str(caught.value) == ONE_PROCESS
+
+
+def test_a_worker_given_a_server_for_an_engine_that_has_none_is_told_what_to_add():
+    with pytest.raises(
+        UserError, match=r'^--engine\.url = "http://there:8000": .*; add --rollout\.engine vllm or sglang'
+    ):
+        load(None, ["--engine.url=http://there:8000"])  # what `offbeat worker --engine-url` adds

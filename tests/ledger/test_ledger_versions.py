@@ -1,0 +1,73 @@
+"""Which versions somebody may still ask for, and what stands in a version's row."""
+
+from dataclasses import replace
+
+import pytest
+from ledger_run import answer, new_groups, version
+
+from offbeat.ledger.errors import Conflict
+from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.records import Scored, Submission
+from offbeat.trajectory import Reward
+
+BOUND = 8
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    with Ledger(tmp_path / "ledger.sqlite", max_staleness=BOUND) as opened:
+        opened.publish(version(0, 0))
+        yield opened
+        assert opened.verify().violations == ()
+
+
+def train(ledger: Ledger, step: int) -> None:
+    """A step on a group of its own; version and step have the same number."""
+    ledger.admit(new_groups(ledger, 1, require_version=None))
+    tasks = ledger.lease("w", 2, step)
+    ledger.submit([Submission(answer(task, [step]), "w", task.fence) for task in tasks])
+    ledger.score([Scored(task.id, [Reward(1.0)]) for task in tasks])
+    assert ledger.claim(step, 1, BOUND, in_order=False)
+    ledger.commit(step, version(step + 1, step + 1, step))
+
+
+def test_with_everything_trained_the_last_two_are_needed(ledger):
+    for step in range(5):
+        train(ledger, step)
+    assert ledger.versions_needed(checkpoint_step=5) == [4, 5]
+
+
+def test_what_a_checkpoint_knows_is_needed_and_all_that_came_after(ledger):
+    for step in range(5):
+        train(ledger, step)
+    assert ledger.versions_needed(checkpoint_step=2) == [2, 3, 4, 5]
+    assert ledger.versions_needed(checkpoint_step=-1) == [4, 5]  # there is none
+
+
+def test_what_a_group_was_begun_with_is_needed_until_it_is_trained(ledger):
+    train(ledger, 0)
+    ledger.admit(new_groups(ledger, 1, require_version=None))
+    held = ledger.lease("slow", 2, 1)
+    for step in range(1, 4):
+        train(ledger, step)
+    assert ledger.versions_needed(checkpoint_step=4) == [1, 2, 3, 4]
+    ledger.submit([Submission(answer(task, [1], worker="slow"), "slow", task.fence) for task in held])
+    assert ledger.versions_needed(checkpoint_step=4) == [1, 2, 3, 4]
+    ledger.score([Scored(task.id, [Reward(1.0)]) for task in held])
+    assert ledger.claim(4, 1, BOUND, in_order=False)
+    assert ledger.versions_needed(checkpoint_step=4) == [1, 2, 3, 4]
+    ledger.commit(4, version(5, 5, 4))
+    assert ledger.versions_needed(checkpoint_step=5) == [4, 5]
+
+
+def test_a_version_is_known_by_its_manifest_too(ledger):
+    published = replace(version(1, 0, 0), digest=version(0, 0).digest, manifest="a" * 64)
+    ledger.publish(published)
+    ledger.publish(published)
+    assert ledger.version(1).manifest == "a" * 64
+    with pytest.raises(Conflict):
+        ledger.publish(replace(published, manifest="b" * 64))
+
+
+def test_peers_show_each_other_one_key_for_the_whole_run(ledger):
+    assert ledger.peer_key() == ledger.peer_key() != ""

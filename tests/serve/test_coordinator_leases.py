@@ -1,0 +1,124 @@
+"""Leases at a coordinator: who loses a task, who is given it next, and who is to blame."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from coordinator_scenes import SOON_S, answer, coordinator, version
+
+from offbeat.ledger.errors import Fenced
+from offbeat.ledger.records import Outcome
+from offbeat.trajectory import Segment
+
+
+def test_a_worker_that_falls_silent_loses_its_tasks_to_another(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, rollout={"lease_s": 0.2}) as made:
+            await made.publish(version(0, 0))
+            silent = await made.lease("silent", 100, 0, SOON_S)
+            other = await made.lease("other", 1, 0, SOON_S)  # waits until the leases are over
+            task = other.tasks[0]
+            assert task.fence == 2
+            beat = await made.heartbeat("silent", [(task.id, task.fence - 1)])
+            assert beat.lost == (task.id,)
+            before = next(t for t in silent.tasks if t.id == task.id)
+            with pytest.raises(Fenced):
+                await made.submit("silent", answer(made, before, 0, True), before.fence)
+            assert await made.submit("other", answer(made, task, 0, True), task.fence) is Outcome.STORED
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_goes_on_beating_keeps_its_tasks(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, rollout={"lease_s": 0.6}) as made:
+            await made.publish(version(0, 0))
+            lease = await made.lease("w", 100, 0, SOON_S)
+            held = [(task.id, task.fence) for task in lease.tasks]
+            for _ in range(8):
+                assert (await made.heartbeat("w", held)).lost == ()
+                await asyncio.sleep(0.15)
+            assert (await made.lease("other", 100, 0, 0.0)).tasks == ()
+
+    asyncio.run(scenario())
+
+
+def test_after_a_restart_workers_find_their_leases_as_they_left_them(tmp_path):
+    async def before():
+        async with coordinator(tmp_path) as made:
+            await made.publish(version(0, 0))
+            return (await made.lease("w", 100, 0, SOON_S)).tasks
+
+    async def after(tasks):
+        async with coordinator(tmp_path, keep_leases=True) as made:
+            assert (await made.lease("other", 100, 0, 0.0)).tasks == ()
+            assert (await made.heartbeat("w", [(task.id, task.fence) for task in tasks])).lost == ()
+            assert await made.submit("w", answer(made, tasks[0], 0, True), 1) is Outcome.STORED
+
+    asyncio.run(after(asyncio.run(before())))
+
+
+def test_a_worker_that_leaves_gives_its_tasks_back_at_once_and_a_partial_is_carried_on(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path) as made:
+            await made.publish(version(0, 0))
+            first, *rest = (await made.lease("a", 100, 0, SOON_S)).tasks
+            partial = first.new_trajectory()
+            partial.append(Segment(0, np.array([5, 6]), logprobs=np.full(2, -0.1), version=0, kv_version=0))
+            assert await made.submit("a", partial, 1) is Outcome.PARTIAL
+            await made.leave("a")
+            lease = await made.lease("b", 100, 0, SOON_S)
+            assert len(lease.tasks) == 1 + len(rest)
+            again = next(task for task in lease.tasks if task.id == first.id)
+            assert again.prefix == partial
+            assert again.fence == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_begins_a_new_life_loses_at_once_what_it_does_not_name(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, rollout={"max_attempts": 1}, eval={"every": 0}) as made:
+            await made.publish(version(0, 0))
+            first, second = (await made.lease("w", 2, 0, SOON_S)).tasks
+            assert (await made.heartbeat("w", [(first.id, 1), (second.id, 1)], life="one")).lost == ()
+            assert (await made.heartbeat("w", [(first.id, 1)], life="two")).lost == ()  # that one is in its spool
+            counts = await made.call(made.ledger.counts)
+            assert counts.failed_tasks == {"lost": 1}  # alone to blame, at its only attempt
+            assert (await made.call(made.ledger.verify)).violations == ()
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_for_another_suspect_is_handed_it_as_soon_as_one_ends(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, eval={"every": 0}) as made:
+            await made.publish(version(0, 0))
+            assert len((await made.lease("w", 100, 0, SOON_S)).tasks) == 8
+            await made.heartbeat("w", [], life="one")
+            await made.heartbeat("w", [], life="two")  # it died with all of them
+            (suspect,) = (await made.lease("w", 8, 0, SOON_S)).tasks  # few at a time
+            waiting = asyncio.create_task(made.lease("w", 7, 0, SOON_S))
+            while not made._work.changed._waiters:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await made.submit("w", answer(made, suspect, 0, True), suspect.fence)
+            assert len((await waiting).tasks) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_task_that_a_living_worker_never_heard_of_goes_to_another_and_nobody_is_blamed(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, rollout={"lease_s": 0.3, "max_attempts": 1}) as made:
+            await made.publish(version(0, 0))
+            (unheard,) = (await made.lease("w", 1, 0, SOON_S)).tasks  # and the answer is lost on its way
+            for _ in range(40):
+                await made.heartbeat("w", [])
+                await asyncio.sleep(0.05)
+                if not await made.call(made.ledger.leased):
+                    break
+            again = (await made.lease("other", 1, 0, SOON_S)).tasks[0]
+            assert (again.id, again.fence) == (unheard.id, 2)
+            assert (await made.call(made.ledger.counts)).failed_tasks == {}
+
+    asyncio.run(scenario())

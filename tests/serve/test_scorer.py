@@ -1,0 +1,48 @@
+"""What a scorer makes of the parts of a reward, and of weights that nobody asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from offbeat.ledger.records import Purpose, Unscored
+from offbeat.reward.failures import FailureWatch
+from offbeat.reward.pool import RewardResult
+from offbeat.reward.shaping import Shaping
+from offbeat.serve.scoring import Scorer
+from offbeat.trajectory import End, Reward
+
+SHAPING = Shaping({"right": 2.0, "brief": 0.5}, max_new_tokens=4, overlong_tokens=2)
+RIGHT = RewardResult(1.0, rewards=(Reward(1.0, "right"),))
+
+
+def scorer(**more) -> Scorer:
+    return Scorer(lambda tokens: [""] * len(tokens), FailureWatch(1.0, window=64), Path("rewards.log"), SHAPING, **more)
+
+
+def sample(purpose: Purpose) -> Unscored:
+    return Unscored(1, 0, purpose, {}, "own", np.array([1, 2, 3]), End.STOP, 1)
+
+
+def test_training_and_evaluation_share_weights_and_only_training_has_the_penalty():
+    (trained,) = scorer().scored([sample(Purpose.TRAIN)], [RIGHT])
+    (evaluated,) = scorer().scored([sample(Purpose.EVAL)], [RIGHT])
+    assert evaluated.rewards == (Reward(1.0, "right", weight=2.0),)
+    assert trained.rewards == (*evaluated.rewards, Reward(-0.5, "overlong"))
+
+
+def test_a_weight_that_no_reward_has_used_is_told_once_and_not_before_one_came():
+    made = scorer(untried=SHAPING.weights)
+    assert made.take_unseen() == []
+    made.scored([sample(Purpose.TRAIN)], [RewardResult(error="raised: no egg")])
+    assert made.take_unseen() == []
+    made.scored([sample(Purpose.TRAIN)], [RIGHT])
+    assert made.take_unseen() == ["brief"]
+    assert made.take_unseen() == []
+
+
+def test_weights_that_were_tried_before_training_are_not_told_again():
+    made = scorer()
+    made.scored([sample(Purpose.TRAIN)], [RIGHT])
+    assert made.take_unseen() == []

@@ -1,0 +1,166 @@
+"""The writer's promises, on a real ledger: what shares a transaction, what does not, and who hears of an error."""
+
+import asyncio
+import threading
+
+import pytest
+from blake3 import blake3
+
+from offbeat.ledger.errors import LedgerError, Unknown
+from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.workers import Role
+from offbeat.serve.writer import Writer
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        yield ledger
+
+
+def tokens(ledger: Ledger) -> int:
+    return ledger._db.execute("SELECT COUNT(*) FROM join_tokens").fetchone()[0]
+
+
+def issue(ledger: Ledger) -> bytes:
+    return blake3(ledger.issue_token(Role.ROLLOUT, 1).encode()).digest()
+
+
+def num_transactions(ledger: Ledger) -> list[str]:
+    """Grows with every transaction that is written from now on."""
+    seen: list[str] = []
+    ledger._db.connection.set_trace_callback(lambda text: seen.append(text) if text.startswith("COMMIT") else None)
+    return seen
+
+
+def use(ledger, body):
+    """Runs `body(writer)` and closes the writer behind it."""
+
+    async def run():
+        writer = Writer(ledger)
+        try:
+            return await body(writer)
+        finally:
+            await writer.close()
+
+    return asyncio.run(run())
+
+
+def test_calls_of_one_moment_share_one_transaction(ledger):
+    commits = num_transactions(ledger)
+
+    async def body(writer):
+        return await asyncio.gather(*(writer.call(issue, ledger) for _ in range(10)))
+
+    assert len(set(use(ledger, body))) == 10
+    assert (tokens(ledger), len(commits)) == (10, 1)
+
+
+def test_a_call_that_fails_changes_nothing_and_takes_no_other_along(ledger):
+    def fail_after_writing():
+        with ledger._db.transaction():
+            ledger.issue_token(Role.ROLLOUT, 1)
+            raise Unknown("task 7: never issued")
+
+    async def body(writer):
+        calls = [writer.call(issue, ledger), writer.call(fail_after_writing), writer.call(issue, ledger)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    first, failed, last = use(ledger, body)
+    assert isinstance(failed, Unknown)
+    assert isinstance(first, bytes)
+    assert isinstance(last, bytes)
+    assert tokens(ledger) == 2
+
+
+def test_where_the_transaction_itself_fails_nothing_is_kept_and_everyone_hears_of_it(ledger):
+    def end_the_transaction():
+        ledger._db.execute("ROLLBACK")  # what SQLite does on a full disk
+        raise LedgerError("disk full")
+
+    async def body(writer):
+        calls = [writer.call(issue, ledger), writer.call(end_the_transaction), writer.call(issue, ledger)]
+        told = await asyncio.gather(*calls, return_exceptions=True)
+        return told, await writer.call(issue, ledger)
+
+    told, after = use(ledger, body)
+    assert [str(error) for error in told] == ["disk full"] * 3
+    assert isinstance(after, bytes)
+    assert tokens(ledger) == 1
+
+
+def test_a_call_that_is_to_be_alone_shares_no_transaction_and_keeps_its_place(ledger):
+    order = []
+
+    def note(what):
+        order.append((what, ledger._db.connection.in_transaction))
+
+    async def body(writer):
+        await asyncio.gather(
+            writer.call(note, "a"), writer.call(note, "b"), writer.alone(note, "c"), writer.call(note, "d")
+        )
+
+    use(ledger, body)
+    assert order == [("a", True), ("b", True), ("c", False), ("d", False)]  # the last had nobody to share with
+
+
+def test_a_read_that_many_ask_for_at_one_moment_is_made_once(ledger):
+    made = []
+
+    def look():
+        made.append(threading.get_ident())
+        return len(made)
+
+    async def body(writer):
+        together = await asyncio.gather(*(writer.read(look) for _ in range(20)))
+        return together, await writer.read(look)
+
+    assert use(ledger, body) == ([1] * 20, 2)
+
+
+def test_a_read_sees_what_was_acknowledged_before_it_was_asked_for(ledger):
+    """A read that is under way may have looked too early: whoever asks now gets a look of its own."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def look():
+        found = tokens(ledger)
+        if not entered.is_set():
+            entered.set()
+            go_on.wait(10)
+        return found
+
+    async def body(writer):
+        early = asyncio.create_task(writer.read(look))
+        await asyncio.to_thread(entered.wait, 10)
+        issued = asyncio.create_task(writer.call(issue, ledger))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(writer.read(look))
+        await asyncio.sleep(0)
+        go_on.set()
+        await issued
+        return await early, await late
+
+    assert use(ledger, body) == (0, 1)
+
+
+def test_whoever_stops_waiting_keeps_nobody_else_from_an_answer(ledger):
+    async def body(writer):
+        gone, stays = (asyncio.create_task(writer.read(ledger.num_worker_moves)) for _ in range(2))
+        await asyncio.sleep(0)
+        gone.cancel()
+        return await stays
+
+    assert use(ledger, body) == 0
+
+
+def test_closing_answers_what_was_asked_and_refuses_what_comes_later(ledger):
+    async def run():
+        writer = Writer(ledger)
+        asked = [asyncio.create_task(writer.call(issue, ledger)) for _ in range(3)]
+        await asyncio.sleep(0)
+        await writer.close()
+        assert all(isinstance(task.result(), bytes) for task in asked)
+        with pytest.raises(RuntimeError):
+            await asyncio.wait_for(writer.call(issue, ledger), 10)
+
+    asyncio.run(run())
