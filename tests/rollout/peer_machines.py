@@ -12,7 +12,10 @@ from offbeat.rollout.peers import Patience, PeerSources
 from offbeat.weights.sources import StoreSources
 
 KEY = "the key of this run"
-QUICK = Patience(poll_s=0.2, answer_within_s=0.5, expected_s=20.0, slow_after_s=0.3)
+PATIENT = Patience(poll_s=0.2, answer_within_s=60.0, expected_s=60.0, slow_after_s=60.0)
+"""Bears with an honest peer on a machine that stands still for seconds."""
+HURRIED = Patience(poll_s=0.2, answer_within_s=0.5, expected_s=20.0, slow_after_s=0.3)
+"""Leaves one that is silent or slow, soon."""
 
 
 def name(data):
@@ -47,7 +50,7 @@ async def serving(store, **settings):
 
 @contextlib.asynccontextmanager
 async def asking(root, *urls, key=KEY, **settings):
-    sources = PeerSources(root, key, **{"patience": QUICK, **settings})
+    sources = PeerSources(root, key, **{"patience": PATIENT, **settings})
     sources.use(urls)
     try:
         yield sources

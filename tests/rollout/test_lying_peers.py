@@ -5,7 +5,7 @@ import os
 
 import pytest
 from aiohttp import web
-from peer_machines import Root, asking, lying, name, serving, until
+from peer_machines import HURRIED, Root, asking, lying, name, serving, until
 
 from offbeat.weights.pieces import PieceDamaged
 from offbeat.weights.signing import SigningKey, seal
@@ -78,7 +78,7 @@ def test_a_damaged_beginning_by_another_does_not_make_an_honest_peer_a_liar(stor
             response.content_length = len(data)
             await response.prepare(request)
             await response.write(bytes(2_000_000))
-            await until(lambda: part.stat().st_size)
+            await until(lambda: part.exists() and part.stat().st_size)
             request.transport.close()
             return response
 
@@ -122,7 +122,7 @@ def test_a_peer_that_drips_is_left_and_a_silent_one_too(root_store, tmp_path, da
 
         root = Root(root_store)
         async with lying(drip) as (slow, drips), lying(silence) as (dead, silences):
-            async with asking(root, slow, dead) as sources:
+            async with asking(root, slow, dead, patience=HURRIED) as sources:
                 await asyncio.wait_for(sources.piece(name(data), len(data), tmp_path / "piece"), 60)
                 assert sources.num_bytes[slow] > 0
             assert len(drips) == len(silences) == 1

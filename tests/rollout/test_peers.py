@@ -80,7 +80,7 @@ def test_what_one_began_another_ends(store, root_store, tmp_path):
             response.content_length = len(data) - 1000
             await response.prepare(request)
             await response.write(data[1000:2_000_000])
-            await until(lambda: part.stat().st_size > 1000)
+            await until(lambda: part.exists() and part.stat().st_size > 1000)
             request.transport.close()
             return response
 
