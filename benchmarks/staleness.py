@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import multiprocessing
 import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks import report
 from benchmarks.holding.lesson import Lesson, Plan, Size, teach
 from benchmarks.holding.picture import draw
+from benchmarks.lessons import give
 from benchmarks.load import Load
 from benchmarks.peers.learning import Curve, rounded
 from benchmarks.schedules.learning import Learned, interval, threshold_of
@@ -55,31 +54,17 @@ def plans_of(size: Size) -> list[Plan]:
 
 
 def lessons_of(size: Size, jobs: int, kept: Path | None) -> list[Lesson]:
-    """Gives every lesson that was not given before, several at a time, one thread each."""
-    given = _read(kept)
+    """Every lesson, one thread each; those that `kept` holds were given before."""
     wanted = plans_of(size)
-    left = [plan for plan in wanted if plan not in given]
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(teach, plan, size) for plan in left]):
-            lesson = done.result()
-            given[lesson.plan] = lesson
-            plan = lesson.plan
-            say(
-                f"held back {plan.held_back}, {plan.correction}, seed {plan.seed}: {lesson.rewards[0]:.3f} to "
-                f"{lesson.rewards[-1]:.3f}, effective samples {lesson.ess:.2f} ({len(given)} of {len(wanted)})"
-            )
-            if kept is not None:
-                with kept.open("a") as file:
-                    file.write(json.dumps(lesson.row()) + "\n")
-    return [given[plan] for plan in wanted]
 
+    def tell(lesson: Lesson, num_given: int) -> None:
+        plan = lesson.plan
+        say(
+            f"held back {plan.held_back}, {plan.correction}, seed {plan.seed}: {lesson.rewards[0]:.3f} to "
+            f"{lesson.rewards[-1]:.3f}, effective samples {lesson.ess:.2f} ({num_given} of {len(wanted)})"
+        )
 
-def _read(kept: Path | None) -> dict[Plan, Lesson]:
-    if kept is None or not kept.exists():
-        return {}
-    rows = [json.loads(line) for line in kept.read_text().splitlines()]
-    lessons = [Lesson(**{**row, "plan": Plan(**row["plan"])}) for row in rows]
-    return {lesson.plan: lesson for lesson in lessons}
+    return give(wanted, partial(teach, size=size), jobs, kept, Lesson.from_row, tell)
 
 
 def by_way(lessons: Sequence[Lesson]) -> Lessons:

@@ -12,7 +12,7 @@ import asyncio
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.desk import Desk
 from offbeat.config.load import from_dict
 from offbeat.launch.models import step_settings
 from offbeat.learn.policy import AdamSettings, Policy
 from offbeat.learn.samples import Sample
 from offbeat.learn.step import StepSettings, train_step
 from offbeat.ledger.records import derive_seed
-from offbeat.model.loading import load_model, load_tokenizer, state_tensors, stop_token_ids
-from offbeat.reward.verifiers import number
-from offbeat.rollout.engine import Request
-from offbeat.rollout.engines.embedded import EmbeddedEngine
+from offbeat.model.loading import load_model, state_tensors
 from offbeat.tasks.arithmetic import Arithmetic
-from offbeat.tasks.source import Problem
-from offbeat.trajectory import Sampling
-from offbeat.weights.folder import WeightFolder
-from offbeat.weights.publish import Publisher
 
 MODEL = "offbeat-tiny"
 MAX_CONTEXT_TOKENS = 96
@@ -84,6 +78,10 @@ class Lesson:
     def row(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> Lesson:
+        return cls(**{**row, "plan": Plan(**row["plan"])})
+
 
 def settings_of(size: Size, correction: str) -> StepSettings:
     """The very settings that a run with this correction gets."""
@@ -114,8 +112,8 @@ async def _teach(plan: Plan, size: Size, folder: Path) -> tuple[list[int], list[
     held: deque[tuple[int, list[Sample]]] = deque()
     samples, rewards, shares = [0], [], []
     try:
-        await room.load(policy)
-        rewards.append(await room.judge())
+        await room.desk.load(state_tensors(policy.model))
+        rewards.append(await room.desk.judge(room.held_out))
         for ordinal in range(plan.held_back):
             held.append((0, await room.sample(ordinal)))
         for step in range(size.steps):
@@ -123,12 +121,12 @@ async def _teach(plan: Plan, size: Size, folder: Path) -> tuple[list[int], list[
             sampled_at, batch = held.popleft()
             figures = train_step(policy, _aged(batch, step - sampled_at), settings, size.lr)
             shares.append(figures.ess)
-            await room.load(policy)
+            await room.desk.load(state_tensors(policy.model))
             if (step + 1) % size.judge_every == 0:
                 samples.append((step + 1) * size.samples_per_step)
-                rewards.append(await room.judge())
+                rewards.append(await room.desk.judge(room.held_out))
     finally:
-        await room.engine.close()
+        await room.desk.engine.close()
     return samples, rewards, float(np.mean(shares[len(shares) // 2 :]))
 
 
@@ -137,59 +135,28 @@ def _aged(batch: Sequence[Sample], age: int) -> list[Sample]:
 
 
 class _Room:
-    """Engine, task and judge of one lesson."""
+    """Task and desk of one lesson."""
 
     def __init__(self, size: Size, folder: Path, seed: int):
-        self.size, self.folder, self.seed = size, folder, seed
-        self.tokenizer = load_tokenizer(MODEL)
+        self.size, self.seed = size, seed
         self.task = Arithmetic(seed=seed, level=size.level)
         self.held_out = self.task.held_out(size.prompts)
-        model = load_model(MODEL, torch.float32, torch.device("cpu"))
-        self.engine = EmbeddedEngine(model, num_slots=256, max_context_tokens=MAX_CONTEXT_TOKENS)
-        self.publisher, self.version = Publisher(folder), 0
-        self.sampling = Sampling(
-            max_new_tokens=size.max_new_tokens, stop_token_ids=stop_token_ids(MODEL, self.tokenizer)
-        )
-
-    async def load(self, policy: Policy) -> None:
-        """Puts the policy's weights into the engine, as a version of their own."""
-        version = self.publisher.write(self.version, self.version, None, state_tensors(policy.model))
-        await self.engine.load(version)
-        WeightFolder(self.folder).keep([self.version])
-        self.version += 1
+        self.desk = Desk(MODEL, folder, size.max_new_tokens, MAX_CONTEXT_TOKENS)
 
     async def sample(self, ordinal: int) -> list[Sample]:
         """A batch of fresh answers, judged; `ordinal` says which problems, the same for every plan."""
         problems = [self.task.problem(ordinal * self.size.groups + i) for i in range(self.size.groups)]
         asked = [(group, problem, derive_seed(self.seed, ordinal, group, member))
                  for group, problem in enumerate(problems) for member in range(self.size.group_size)]  # fmt: skip
-        answers = await self._answer([(problem, seed) for _, problem, seed in asked])
+        answers = await self.desk.answer([(problem, seed) for _, problem, seed in asked])
         return [
             Sample(
                 group=group,
-                prompt=prompt,
-                response=segment.tokens,
-                logprobs=segment.logprobs,
-                mask=np.ones(len(segment.tokens), bool),
-                reward=reward,
+                prompt=answer.prompt,
+                response=answer.tokens,
+                logprobs=answer.logprobs,
+                mask=np.ones(len(answer.tokens), bool),
+                reward=answer.reward,
             )
-            for (group, _, _), (prompt, segment, reward) in zip(asked, answers, strict=True)
+            for (group, _, _), answer in zip(asked, answers, strict=True)
         ]
-
-    async def judge(self) -> float:
-        """The mean reward on held-out problems."""
-        answers = await self._answer([(problem, derive_seed(0, i)) for i, problem in enumerate(self.held_out)])
-        return float(np.mean([reward for _, _, reward in answers]))
-
-    async def _answer(self, asked: Iterable[tuple[Problem, int]]) -> list[tuple[np.ndarray, Any, float]]:
-        pairs = list(asked)
-        prompts = [np.asarray(self.tokenizer(str(problem.prompt))["input_ids"], np.int32) for problem, _ in pairs]
-        requests = [
-            Request(id=str(i), tokens=prompt, seed=seed, sampling=self.sampling)
-            for i, (prompt, (_, seed)) in enumerate(zip(prompts, pairs, strict=True))
-        ]
-        generations = await asyncio.gather(*(self.engine.generate(request) for request in requests))
-        segments = [generation.segments[0] for generation in generations]
-        texts = self.tokenizer.batch_decode([s.tokens.tolist() for s in segments], skip_special_tokens=True)
-        rewards = [number(text, problem.answer) for text, (problem, _) in zip(texts, pairs, strict=True)]
-        return list(zip(prompts, segments, rewards, strict=True))

@@ -72,7 +72,7 @@ class HeldOut:
 class Curve:
     """Held-out reward by samples trained, the first point before any training."""
 
-    samples: Sequence[int]
+    samples: Sequence[float]
     rewards: Sequence[float]
 
     @property

@@ -29,6 +29,9 @@ SCRIPT = Path(__file__).with_name("trl_grpo.py")
 RUN_WITHIN_S = 3600.0
 LOG_LINES = 20
 PROC_STAT = Path("/proc/stat")
+OFFBEATS_OWN = ("save_every", "trl", "schedule", "max_staleness", "loss", "task", "threads", "beta2")
+"""What a job says that TRL's script does not read."""
+TRL_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 MASTER = "master."
 """How a checkpoint of Offbeat names the weights; on a CPU they are the published ones."""
 
@@ -46,8 +49,14 @@ class Job:
     groups_per_step: int = 32
     group_size: int = 8
     lr: float = 3e-4
+    beta2: float = 0.999
     schedule: str = "alternate"
-    """Of Offbeat alone."""
+    """Of Offbeat alone, as are the next four."""
+    max_staleness: int | None = None
+    loss: str = "grpo"
+    task: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of the arithmetic task."""
+    threads: int | None = None
     save_every: int = 0
     """Steps between weights that are kept; 0 keeps none."""
     trl: Mapping[str, Any] = field(default_factory=dict)
@@ -94,7 +103,7 @@ class Run:
 def train_with_trl(job: Job, folder: Path, python: Path) -> Run:
     folder.mkdir(parents=True)
     rows = folder / "rows.jsonl"
-    spec = {key: value for key, value in asdict(job).items() if key not in ("save_every", "trl", "schedule")}
+    spec = {key: value for key, value in asdict(job).items() if key not in OFFBEATS_OWN}
     spec |= {
         "model": str(resolve(job.model)),
         "save_at": job.save_at,
@@ -119,7 +128,7 @@ def train_with_offbeat(job: Job, folder: Path) -> Run:
 
 def _toml(job: Job, folder: Path) -> str:
     sections: dict[str, dict[str, Any]] = {
-        "run": {"name": "run", "dir": str(folder), "seed": job.seed, "steps": job.steps},
+        "run": {"name": "run", "dir": str(folder), "seed": job.seed, "steps": job.steps} | _given(threads=job.threads),
         "model": {"path": job.model, "dtype": "float32", "device": "cpu"},
         "batch": {"groups_per_step": job.groups_per_step, "group_size": job.group_size},
         "rollout": {"temperature": 1.0, "max_new_tokens": job.max_new_tokens},
@@ -127,23 +136,28 @@ def _toml(job: Job, folder: Path) -> str:
             "lr": job.lr,
             "schedule": "constant",
             "beta1": 0.9,
-            "beta2": 0.999,
+            "beta2": job.beta2,
             "eps": 1e-8,
             "weight_decay": 0.0,
             "max_grad_norm": 1.0,
         },
-        "loss": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0},
-        "schedule": {"mode": job.schedule},
+        "loss": {"name": job.loss, **(TRL_CLIP if job.loss == "grpo" else {}), "kl_coef": 0.0},
+        "schedule": {"mode": job.schedule} | _given(max_staleness=job.max_staleness),
         "eval": {"every": 0},
         "checkpoint": {"every": job.save_every, "keep": max(len(job.save_at), 1)},
         "log": {"console": "quiet"},
-        "[task]": {"source": "arithmetic", "level": job.level, "tail": job.tail},
+        "[task]": {"source": "arithmetic", "level": job.level, "tail": job.tail, **job.task},
     }
     # A TOML value of these types is written as in JSON.
     return "\n\n".join(
         "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())])
         for name, keys in sections.items()
     )
+
+
+def _given(**keys: Any) -> dict[str, Any]:
+    """The keys that have a value."""
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def _call(command: list[str], folder: Path, environment: Mapping[str, str] | None = None) -> float:
