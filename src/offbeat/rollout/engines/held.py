@@ -24,7 +24,7 @@ FED_COST = 16
 and a step of waiting: about as much as so many tokens of a prefill, which computes them all at once."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Held:
     """A prefix of a request that was cut."""
 
