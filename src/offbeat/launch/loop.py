@@ -62,7 +62,8 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
         await coordinator.start()
         if await trainer.start() >= config.run.steps:
             office.console.note(f"the run is at step {trainer.step} already; raise run.steps to go on")
-        worker = Worker(WORKER, engine, InsideWorker(coordinator, WORKER), kv=KvMode(config.rollout.kv))
+        kv, kv_lag = KvMode(config.rollout.kv), config.rollout.kv_lag
+        worker = Worker(WORKER, engine, InsideWorker(coordinator, WORKER), kv=kv, kv_lag=kv_lag)
         await _work(config, office, worker, trainer, stopping)
         is_finished = trainer.step >= config.run.steps
         return reporter.finish(
