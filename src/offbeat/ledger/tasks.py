@@ -33,8 +33,8 @@ from offbeat.trajectory import Sampling, Task
 OPEN = """groups INDEXED BY groups_open
           WHERE state = 'open' AND num_open > 0 AND (require_step IS NULL OR require_version IS NOT NULL)"""
 """Groups with a task that a worker could be given."""
-OPEN_EVAL = f"{OPEN} AND (purpose <> 'eval') = 0"
-"""Those among them that judge a version; asked for as the index has it."""
+OPEN_EVAL = f"{OPEN} AND (purpose <> 'eval') < 1"
+"""Those among them that judge a version, asked for such that the index brings them in order."""
 NUM_NEAR = 8
 """Groups looked at first, besides one per task wanted: with hundreds open, the rest seldom matters."""
 
