@@ -10,12 +10,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from offbeat.config.describe import describe
-from offbeat.config.explain import range_in_words, show
+from offbeat.config.explain import alternatives_in_words, range_in_words, show
 from offbeat.config.keys import TASK_MODELS, is_free
 from offbeat.config.models import DEMO, Config
 from offbeat.config.section import Section
@@ -108,12 +108,16 @@ def _type(annotation: Any) -> str:
         return "none"
     if get_origin(annotation) is Literal:
         return _type(type(get_args(annotation)[0]))
+    if get_origin(annotation) is Annotated:
+        return _type(get_args(annotation)[0])
     if get_origin(annotation) is list:
         return "list of text"
     return TYPES[get_origin(annotation) or annotation]
 
 
 def _allowed(field: FieldInfo) -> str:
+    if told := alternatives_in_words(field):
+        return re.sub(r'("\w+")', r"`\1`", told)
     choices = _choices(field.annotation)
     if choices:
         return ", ".join(f"`{show(choice)}`" for choice in choices)

@@ -133,10 +133,28 @@ REFUSALS = {
         {"optimizer.warmup_steps": 301},
         "optimizer.warmup_steps = 301: allowed 0 to run.steps = 300",
     ),
-    "alternate": (
-        {"schedule.max_staleness": 2},
-        'schedule.max_staleness = 2: allowed 0 with schedule.mode = "alternate", where nothing is generated while '
-        'training; set schedule.mode = "overlap"',
+    "over-provision without staleness": (
+        {"schedule.over_provision": 1.5},
+        "schedule.over_provision = 1.5: allowed 1 with schedule.max_staleness = 0, where every token must be fresh and "
+        "nothing can be carried on; raise schedule.max_staleness",
+    ),
+    "over-provision beyond the bound": (
+        {"schedule.max_staleness": 1, "schedule.over_provision": 2.5},
+        "schedule.over_provision = 2.5: allowed 1 to 2 with schedule.max_staleness = 1, or some would be late; raise "
+        "schedule.max_staleness",
+    ),
+    "under-provision": (
+        {"schedule.over_provision": 0.5},
+        'schedule.over_provision = 0.5: allowed 1 or more, or "auto"',
+    ),
+    "misspelt factor": (
+        {"schedule.over_provision": "outo"},
+        'schedule.over_provision = "outo": allowed 1 or more, or "auto"',
+    ),
+    "finish, alternate": (
+        {"schedule.new_version": "finish"},
+        'schedule.new_version = "finish": allowed "interrupt" with schedule.mode = "alternate", where no request runs '
+        'across a load; set schedule.mode = "overlap"',
     ),
     "overlap": (
         {**OVERLAP, "schedule.max_staleness": 0},
@@ -147,6 +165,11 @@ REFUSALS = {
         {**OVERLAP, "run.exact": True},
         'schedule.mode = "overlap": allowed "alternate" with run.exact = true, because what is trained next would '
         "depend on who was faster",
+    ),
+    "exact staleness": (
+        {"schedule.max_staleness": 1, "run.exact": True},
+        "schedule.max_staleness = 1: allowed 0 with run.exact = true, because what is trained next would depend on who "
+        "was faster",
     ),
     "exact slots": (
         {"rollout.slots": 15, "run.exact": True},
@@ -226,6 +249,9 @@ def test_keys_that_do_not_go_together_are_refused_in_one_line(case):
         {"batch.tokens_per_microbatch": 96},
         {"optimizer.warmup_steps": 300},
         {**OVERLAP, "schedule.max_staleness": 1},
+        {"schedule.max_staleness": 1, "schedule.over_provision": 2.0},
+        {"schedule.over_provision": "auto"},
+        {**OVERLAP, "schedule.over_provision": 5.0, "schedule.new_version": "finish"},
         {"rollout.slots": 16, "run.exact": True},
         {**OVERLAP, "rollout.kv": "stale", "rollout.engine": "sglang"},
         {**OVERLAP, "rollout.kv": "stale", "rollout.engine": "embedded"},

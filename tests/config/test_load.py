@@ -230,3 +230,20 @@ def test_reading_a_configuration_imports_nothing_heavy():
     code = f"import sys, offbeat.config, offbeat.cli.main; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "words, factor, stops",
+    [
+        ([], 1.0, False),
+        (["--schedule.over-provision=auto"], 1.0, False),
+        (["--schedule.max-staleness=2"], "auto", True),
+        (["--schedule.max-staleness=2", "--schedule.over-provision=1.5"], 1.5, True),
+        (["--schedule.max-staleness=2", "--schedule.over-provision=3"], 3.0, True),
+        (["--schedule.mode=overlap"], "auto", False),
+        (["--schedule.mode=overlap", "--schedule.over-provision=2"], 2.0, False),
+    ],
+)
+def test_over_provision_is_a_number_or_left_to_the_run(words, factor, stops):
+    schedule = load(None, words).schedule
+    assert (schedule.factor, schedule.stops) == (factor, stops)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,14 +32,27 @@ def test_nothing_is_drawn_after_the_last_step():
     assert admit(Standing(step=10, num_alive=0), pace) == 0
 
 
+def test_over_provisioned_a_round_tops_up_what_was_carried_over():
+    pace = Pace(groups_per_step=10, over_provision=1.1)
+    assert admit(Standing(step=0, num_alive=0), pace) == 11
+    assert admit(Standing(step=1, num_alive=1), pace) == 10
+    assert admit(Standing(step=1, num_alive=0), Pace(groups_per_step=3, over_provision=1.5)) == 5
+
+
+def test_a_factor_that_falls_draws_nothing_until_what_is_under_way_has_fallen_too():
+    assert admit(Standing(step=4, num_alive=30), Pace(groups_per_step=10, over_provision=2)) == 0
+    assert admit(Standing(step=5, num_alive=20), Pace(groups_per_step=10, over_provision=2)) == 0
+    assert admit(Standing(step=6, num_alive=10), Pace(groups_per_step=10, over_provision=2)) == 10
+
+
 def test_with_overlap_as_much_is_under_way_as_the_bound_allows():
-    pace = Pace(groups_per_step=8, ahead=2)
+    pace = Pace(groups_per_step=8, over_provision=3)
     assert admit(Standing(step=5, num_alive=0), pace) == 24
     assert admit(Standing(step=5, num_alive=20), pace) == 4
 
 
 def test_towards_the_end_no_more_is_drawn_than_the_run_will_train():
-    pace = Pace(groups_per_step=8, num_steps=10, ahead=4)
+    pace = Pace(groups_per_step=8, num_steps=10, over_provision=5)
     assert admit(Standing(step=5, num_alive=0), pace) == 40
     assert admit(Standing(step=7, num_alive=0), pace) == 24
     assert admit(Standing(step=9, num_alive=0), pace) == 8
@@ -47,18 +62,21 @@ def test_towards_the_end_no_more_is_drawn_than_the_run_will_train():
 @given(
     groups_per_step=st.integers(1, 5),
     num_steps=st.integers(1, 8),
-    ahead=st.integers(0, 3),
+    factors=st.lists(st.floats(1, 4), min_size=1, max_size=8),
     drops=st.lists(st.integers(0, 3), max_size=30),
 )
-def test_a_run_trains_every_step_and_ends_with_nothing_left_over(groups_per_step, num_steps, ahead, drops):
-    """Whatever is dropped is drawn again; at the end exactly as much is alive as was wanted."""
-    pace, alive, drops = Pace(groups_per_step, num_steps, ahead), 0, list(drops)
+def test_a_run_trains_every_step_and_ends_with_nothing_left_over(groups_per_step, num_steps, factors, drops):
+    """Whatever is dropped is drawn again, so that every batch can be filled; at the end exactly as much is alive as was
+    wanted, whichever factor was in force when."""
+    alive, most, drops = 0, 0, list(drops)
     for step in range(num_steps):
+        pace = Pace(groups_per_step, num_steps, factors[step % len(factors)])
+        most = max(math.ceil(pace.over_provision * groups_per_step), alive)
         alive += admit(Standing(step, alive), pace)
         while drops and drops[-1] <= alive:
             alive -= drops.pop()
             alive += admit(Standing(step, alive), pace)
-        assert groups_per_step <= alive <= (ahead + 1) * groups_per_step
+        assert groups_per_step <= alive <= most
         assert alive <= (num_steps - step) * groups_per_step
         alive -= groups_per_step
     assert alive + admit(Standing(num_steps, alive), pace) == 0

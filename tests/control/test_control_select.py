@@ -130,14 +130,17 @@ def test_nobody_waits_where_waiting_wins_nothing():
 @given(
     bound=st.integers(0, 3),
     groups_per_step=st.integers(1, 3),
+    share=st.floats(0, 1),
+    stops=st.booleans(),
     claims_ahead=st.booleans(),
     lags=st.booleans(),
     rng=st.integers(0, 2**32).map(random.Random),
 )
-def test_with_pacing_no_token_ever_passes_the_bound(bound, groups_per_step, claims_ahead, lags, rng):
-    """A whole overlapping run: groups finish in any order, each is begun with the newest version, or with an older one
-    as far as pacing allows."""
-    pace = Pace(groups_per_step, ahead=bound)
+def test_with_pacing_no_token_ever_passes_the_bound(bound, groups_per_step, share, stops, claims_ahead, lags, rng):
+    """A whole run: groups finish in any order, each is begun with the newest version, or with an older one as far as
+    pacing allows. Work overlaps with training, or stops while a batch is trained and is carried on after."""
+    pace = Pace(groups_per_step, over_provision=1 + share * bound)
+    claims_ahead = claims_ahead and not stops
     begun: dict[int, int | None] = {}
     done: set[int] = set()
     claimed: dict[int, tuple[int, ...]] = {}
@@ -148,10 +151,12 @@ def test_with_pacing_no_token_ever_passes_the_bound(bound, groups_per_step, clai
         for _ in range(admit(Standing(newest, alive), pace)):
             begun[num_drawn] = None
             num_drawn += 1
-        for group in [g for g, step in begun.items() if step is None and rng.random() < 0.7]:
+        works = not (stops and newest in claimed)
+        for group in [g for g, step in begun.items() if works and step is None and rng.random() < 0.7]:
             have = newest - rng.randint(0, 3) if lags else newest
-            begun[group] = have if not lags or may_begin_with(have, begun, claimed, newest, pace) else None
-        may_end = [g for g, step in begun.items() if step is not None and g not in done]
+            is_in_time = not lags or may_begin_with(have, begun, claimed, newest, groups_per_step, bound)
+            begun[group] = have if is_in_time else None
+        may_end = [g for g, step in begun.items() if works and step is not None and g not in done]
         done |= {g for g in may_end if rng.random() < 0.3}
         step = newest + 1 if claims_ahead and newest in claimed else newest
         if step not in claimed:
@@ -176,11 +181,11 @@ def test_with_pacing_no_token_ever_passes_the_bound(bound, groups_per_step, clai
             newest += 1
 
 
-def may_begin_with(step, begun, claimed, newest, pace):
+def may_begin_with(step, begun, claimed, newest, groups_per_step, bound):
     taken = {g for groups in claimed.values() for g in groups}
     num_begun = Counter(at for g, at in begun.items() if at is not None and g not in taken)
     next_step = max([newest, *(step + 1 for step in claimed)])
-    return may_begin(step, num_begun, next_step, pace.groups_per_step, pace.ahead) > 0
+    return may_begin(step, num_begun, next_step, groups_per_step, bound) > 0
 
 
 def check_wait(candidates, selection, step, count, bound):

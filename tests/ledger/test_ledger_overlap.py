@@ -1,4 +1,5 @@
-"""Whole overlapping runs in small: whatever happens to workers and trainer, a run gets to its end within its bound."""
+"""Whole runs in small whose groups wait for their step: whatever happens to workers and trainer, a run gets to its end
+within its bound, whether work never stops or comes in rounds."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from ledger_run import answer, handed, new_groups, quick_folder, reward_of, version
 
 from offbeat.control.admit import Pace, admit
+from offbeat.control.leases import Held
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Outcome, Scored
 from offbeat.trajectory import End, Reward, Task
@@ -36,6 +38,8 @@ class Run:
     groups_per_step: int
     is_calm: bool
     """Nobody vanishes or fails, and the trainer never resumes."""
+    factor: float
+    """Groups under way over those that a step trains."""
     workers: list[Worker] = field(default_factory=list)
     claimed: set[int] = field(default_factory=set)
     num_resumes: int = 0
@@ -55,12 +59,15 @@ class Run:
             self.resume()
 
     def draw(self) -> None:
-        count = admit(self.ledger.standing(), Pace(self.groups_per_step, NUM_STEPS, ahead=self.bound))
+        count = admit(self.ledger.standing(), Pace(self.groups_per_step, NUM_STEPS, self.factor))
         self.ledger.admit(new_groups(self.ledger, count, size=2, require_version=None))
 
     def work(self, worker: Worker) -> None:
         latest = self.ledger.latest_version()
         assert latest is not None
+        if self.ledger.stops and self.ledger.current_round() is None:
+            self.stop(worker)
+            return
         if self.rng.random() < 0.3:
             worker.version = latest.number
         slots = sum(3 for _ in self.workers)
@@ -73,6 +80,25 @@ class Run:
         for task in [task for task in worker.tasks if self.rng.random() < 0.4]:
             worker.tasks.remove(task)
             self.hand_in(worker, task)
+
+    def stop(self, worker: Worker) -> None:
+        """The round is over: what has a token is handed back, what has none is given back, and nothing is begun."""
+        if self.rng.random() < 0.2:
+            return  # it has not heard of it yet
+        for task in worker.tasks:
+            if self.rng.random() < 0.3:
+                self.ledger.give_back([Held(task.id, task.fence, worker.name)])
+            else:
+                self.hand_back(worker, task)
+        worker.tasks.clear()
+        assert self.ledger.lease(worker.name, 3, worker.version) == []
+
+    def hand_back(self, worker: Worker, task: Task) -> None:
+        sent = answer(task, [worker.version], salt=str(self.rng.random()), worker=worker.name, end=None)
+        (outcome,) = self.ledger.submit([handed(sent, worker.name, task.fence)])
+        if not isinstance(outcome, Outcome):
+            assert not self.is_calm, outcome
+            self.ledger.release(worker.name)
 
     def hand_in(self, worker: Worker, task: Task) -> None:
         if not self.is_calm and self.rng.random() < 0.1:
@@ -97,7 +123,7 @@ class Run:
     def train(self) -> None:
         """Claims a step ahead where it can, and commits a step now and then."""
         step = self.step()
-        for wanted in (step, step + 1):
+        for wanted in (step,) if self.ledger.stops else (step, step + 1):
             if wanted not in self.claimed and wanted < NUM_STEPS and (wanted == step or step in self.claimed):
                 batch = self.ledger.claim(wanted, self.groups_per_step, self.bound, in_order=False)
                 self.claimed |= {wanted} if batch is not None else set()
@@ -117,15 +143,17 @@ class Run:
         self.claimed = {s for s in self.claimed if s < step} | ({step} if resumed.replays_batch else set())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     bound=st.integers(0, 3),
     groups_per_step=st.integers(1, 3),
     num_workers=st.integers(1, 3),
+    share=st.sampled_from([0.0, 0.4, 1.0]),
+    stops=st.booleans(),
     is_calm=st.booleans(),
     rng=st.integers(0, 2**32).map(random.Random),
 )
-def test_an_overlapping_run_ends_within_its_bound_whatever_happens(bound, groups_per_step, num_workers, is_calm, rng):
+def test_a_run_ends_within_its_bound_whatever_happens(bound, groups_per_step, num_workers, share, stops, is_calm, rng):
     with quick_folder() as folder:
         ledger = Ledger(
             folder / "ledger.sqlite",
@@ -133,10 +161,11 @@ def test_an_overlapping_run_ends_within_its_bound_whatever_happens(bound, groups
             max_attempts=3,
             max_staleness=bound,
             groups_per_step=groups_per_step,
+            stops=stops,
         )
         with ledger:
             ledger.publish(version(0, 0))
-            run = Run(ledger, rng, bound, groups_per_step, is_calm)
+            run = Run(ledger, rng, bound, groups_per_step, is_calm, 1 + share * bound)
             run.workers = [Worker(f"w{i}", 0) for i in range(num_workers)]
             for _ in range(MAX_TURNS):
                 run.turn()

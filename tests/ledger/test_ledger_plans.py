@@ -86,3 +86,9 @@ def test_rows_inserted_many_at_a_time_are_all_there_in_their_order(count: int):
             (f"{i:03}", i) for i in range(count)
         ]
         db.close()
+
+
+def test_where_only_evaluation_is_handed_out_training_groups_are_not_even_looked_at(busy: Ledger):
+    plans = plans_of(busy, lambda: busy.lease("w", 60, 0, only_eval=True))
+    assert ["SEARCH groups USING COVERING INDEX groups_open (<expr><?)"] in plans.values()
+    assert not [line for plan in plans.values() for line in plan if "TEMP B-TREE" in line or "SCAN groups" in line]

@@ -38,6 +38,10 @@ class Desk:
         self.fetch_s = self.submit_s = 0.0
         self.refuse: set[int] = set()
         self.is_over = False
+        self.round: int | None = None
+        """Of what is leased; None: there are no rounds, or none is under way and only evaluation is leased."""
+        self.has_rounds = False
+        self.given_back: list[int] = []
         self._changed = asyncio.Event()
 
     def add(self, *tasks: Task) -> None:
@@ -47,6 +51,14 @@ class Desk:
 
     def publish(self, version: Version) -> None:
         self.wanted = self.known[version.number] = version
+        self._changed.set()
+
+    def begin_round(self, version: Version) -> None:
+        self.has_rounds, self.round = True, version.number
+        self.publish(version)
+
+    def end_round(self) -> None:
+        self.round = None
         self._changed.set()
 
     def end(self) -> None:
@@ -88,7 +100,9 @@ class Desk:
             suiting = [
                 task
                 for task in self.open.values()
-                if have_version is not None and task.require_version in (None, have_version)
+                if have_version is not None
+                and task.require_version in (None, have_version)
+                and (task.require_version is not None or not self.has_rounds or self.round == have_version)
             ][:capacity]
             required = [t.require_version for t in self.open.values() if t.require_version is not None]
             wanted = self.known.get(required[0]) if required and not suiting else self.wanted
@@ -96,7 +110,7 @@ class Desk:
                 wanted = None
             if self.is_over:
                 return Lease(is_over=True)
-            return Lease(tuple(suiting), wanted, TTL_S) if suiting or wanted else None
+            return Lease(tuple(suiting), wanted, TTL_S, round=self.round) if suiting or wanted else None
 
         lease = await self._wait(find, wait_s) or Lease()
         for task in lease.tasks:
@@ -143,6 +157,17 @@ class Desk:
         del self.held[task]
         self.failures[task] = reason
         self._changed.set()
+
+    async def give_back(self, leases: Sequence[tuple[int, int]]) -> None:
+        self._note("give_back", tuple(leases))
+        for number, fence in leases:
+            if number in self.held and self.held[number].fence == fence:
+                self.given_back.append(number)
+                self.lose(number)
+
+    async def round_over(self, number: int, wait_s: float) -> bool:
+        self._note("round_over", number)
+        return await self._wait(lambda: True if self.round != number else None, wait_s) is True
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
         return await self._wait(

@@ -37,10 +37,10 @@ async def coordinator(folder: Path, **schedule):
         yield made, tokens.vocab_size
 
 
-def worker(made: Coordinator, name: str, vocab_size: int, **settings) -> Worker:
+def worker(made: Coordinator, name: str, vocab_size: int, *, finishes: bool = False, **settings) -> Worker:
     lengths = LogNormalLength(median_tokens=20, sigma=0.8, max_tokens=100)
     paced = PacedSettings(num_slots=6, vocab_size=vocab_size, base_s=0.002, load_s=0.01, lengths=lengths, **settings)
-    return Worker(name, PacedEngine(paced, worker=name), InsideWorker(made, name))
+    return Worker(name, PacedEngine(paced, worker=name), InsideWorker(made, name), finishes=finishes)
 
 
 async def train(made: Coordinator, store: Publisher) -> list[int]:
@@ -64,13 +64,27 @@ async def train(made: Coordinator, store: Publisher) -> list[int]:
     return seen
 
 
+SCHEDULES = {
+    "alternate": {"mode": "alternate"},
+    "overlap": {"mode": "overlap"},
+    "overlap, finish": {"mode": "overlap", "new_version": "finish"},
+    "rounds": {"mode": "alternate", "max_staleness": 1, "over_provision": 2.0},
+    "long rounds": {"mode": "alternate", "max_staleness": 3},
+}
+
+
 @pytest.mark.parametrize("splits", [True, False])
-@pytest.mark.parametrize("mode", ["alternate", "overlap"])
-def test_a_run_goes_on_while_workers_leave_and_come_and_no_token_is_lost_from_sight(mode, splits, tmp_path):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_goes_on_while_workers_leave_and_come_and_no_token_is_lost_from_sight(schedule, splits, tmp_path):
+    chosen = SCHEDULES[schedule]
+
     async def scenario():
-        async with coordinator(tmp_path, mode=mode) as (made, vocab_size):
+        async with coordinator(tmp_path, **chosen) as (made, vocab_size):
             training = asyncio.create_task(train(made, Publisher(tmp_path / "weights")))
-            first, second, third = (worker(made, name, vocab_size, splits_by_version=splits) for name in "abc")
+            first, second, third = (
+                worker(made, name, vocab_size, finishes="new_version" in chosen, splits_by_version=splits)
+                for name in "abc"
+            )
 
             async def leave_and_replace() -> None:
                 await asyncio.wait({training}, timeout=0.3)
@@ -90,5 +104,7 @@ def test_a_run_goes_on_while_workers_leave_and_come_and_no_token_is_lost_from_si
     seen, counts = asyncio.run(scenario())
     assert len(seen) >= NUM_STEPS * 3 * 4
     assert min(seen) >= 0
-    assert max(seen) <= (0 if mode == "alternate" else 4)
+    assert max(seen) <= chosen.get("max_staleness", 0 if chosen["mode"] == "alternate" else 4)
     assert counts.trajectories.trained == NUM_STEPS * 3 * 4
+    assert (counts.failed_tasks, counts.dropped_groups, counts.tokens.wasted) == ({}, {}, {})
+    assert counts.tokens.masked["stale"] == 0

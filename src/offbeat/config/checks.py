@@ -36,12 +36,16 @@ def batch_arithmetic_holds(config: Config) -> None:
         raise ValueError(
             f"optimizer.warmup_steps = {config.optimizer.warmup_steps}: allowed 0 to run.steps = {config.run.steps}"
         )
-    mode, bound = config.schedule.mode, config.schedule.max_staleness
-    if mode == "alternate" and bound:
+    if config.run.exact and rollout.slots < 16:
         raise ValueError(
-            f'schedule.max_staleness = {bound}: allowed 0 with schedule.mode = "alternate", where nothing is '
-            'generated while training; set schedule.mode = "overlap"'
+            f"rollout.slots = {rollout.slots}: allowed 16 or more with run.exact = true, because below 16 rows "
+            "a matrix product takes another path and results depend on their number"
         )
+
+
+def schedule_holds_together(config: Config) -> None:
+    schedule = config.schedule
+    mode, bound, factor = schedule.mode, schedule.bound, schedule.over_provision
     if mode == "overlap" and bound == 0:
         raise ValueError(
             'schedule.max_staleness = 0: allowed 1 or more with schedule.mode = "overlap", where tokens wait for '
@@ -52,10 +56,21 @@ def batch_arithmetic_holds(config: Config) -> None:
             'schedule.mode = "overlap": allowed "alternate" with run.exact = true, because what is trained next '
             "would depend on who was faster"
         )
-    if config.run.exact and rollout.slots < 16:
+    if config.run.exact and bound > 0:
         raise ValueError(
-            f"rollout.slots = {rollout.slots}: allowed 16 or more with run.exact = true, because below 16 rows "
-            "a matrix product takes another path and results depend on their number"
+            f"schedule.max_staleness = {bound}: allowed 0 with run.exact = true, because what is trained next would "
+            "depend on who was faster"
+        )
+    if isinstance(factor, float) and factor > bound + 1:
+        why = "where every token must be fresh and nothing can be carried on" if bound == 0 else "or some would be late"
+        raise ValueError(
+            f"schedule.over_provision = {factor:g}: allowed 1{f' to {bound + 1}' if bound else ''} with "
+            f"schedule.max_staleness = {bound}, {why}; raise schedule.max_staleness"
+        )
+    if schedule.new_version == "finish" and mode != "overlap":
+        raise ValueError(
+            'schedule.new_version = "finish": allowed "interrupt" with schedule.mode = "alternate", where no request '
+            'runs across a load; set schedule.mode = "overlap"'
         )
 
 
@@ -147,4 +162,4 @@ def stale_data_is_corrected(config: Config) -> None:
         )
 
 
-CHECKS = (batch_arithmetic_holds, engine_can_do_it, loss_is_known, stale_data_is_corrected)
+CHECKS = (batch_arithmetic_holds, schedule_holds_together, engine_can_do_it, loss_is_known, stale_data_is_corrected)

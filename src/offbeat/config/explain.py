@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
@@ -84,7 +84,8 @@ class Origin:
 
 def explain(error: ValidationError, data: Mapping[str, Any], origin: Origin) -> UserError:
     """The error to raise for a configuration that did not validate."""
-    found = [_Mistake(item, data, origin) for item in error.errors(include_url=False)]
+    mistakes = [_Mistake(item, data, origin) for item in error.errors(include_url=False)]
+    found = list({mistake.place: mistake for mistake in mistakes}.values())  # a key with alternatives has one for each
     found.sort(key=lambda mistake: mistake.order)
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return UserError(found[0].text() + more)
@@ -102,6 +103,8 @@ class _Mistake:
             place = (*place, "source")
         if self.kind == "value_error" and (key := LEADING_KEY.match(str(self.context["error"]))):
             place = tuple(key.group(1).split("."))
+        if len(place) == 3 and (known := field_at(place[:2], data)) and alternatives_in_words(known):
+            place, self.kind = place[:2], "alternatives"  # pydantic names the one that did not fit
         self.place = place
 
     @property
@@ -130,6 +133,8 @@ class _Mistake:
             return f"{what}; {suggest_key(self.place, self.data)}"
         if self.kind == "literal_error":
             return _choose(value, _choices(known if known else field_at(self.place[:-1], self.data)))
+        if self.kind == "alternatives" and known:
+            return f"allowed {alternatives_in_words(known)}"
         if self.kind == "union_tag_invalid":
             return _choose(value, list(TASK_MODELS))
         if self.kind == "union_tag_not_found":
@@ -182,6 +187,14 @@ def range_in_words(known: FieldInfo) -> str:
     if high:
         words.append(f"at most {high.le}" if isinstance(high, Le) else f"less than {high.lt}")
     return " and ".join(words)
+
+
+def alternatives_in_words(known: FieldInfo) -> str:
+    """What a field allows that takes numbers as well as words, such as `1 or more, or "auto"`; empty for others."""
+    arms = get_args(known.annotation)
+    ranges = [range_in_words(inner) for arm in arms if get_origin(arm) is Annotated for inner in arm.__metadata__]
+    words = [word for arm in arms if get_origin(arm) is Literal for word in get_args(arm)]
+    return f"{ranges[0]}, or {_quoted(words)}" if ranges and words else ""
 
 
 def _choices(known: FieldInfo | None) -> list[str]:

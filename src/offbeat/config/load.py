@@ -181,7 +181,7 @@ def _parse(place: Path, data: Mapping[str, Any], key: str, text: str | None) -> 
     except tomllib.TOMLDecodeError:
         parsed = {}
     value = parsed["value"] if set(parsed) == {"value"} else text
-    if accepts(known, str) and not isinstance(value, str):
+    if accepts(known, str) and not isinstance(value, str) and not accepts(known, float):
         return text
     if accepts(known, list) and isinstance(value, str):
         return [word.strip() for word in value.split(",") if word.strip()]

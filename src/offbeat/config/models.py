@@ -6,7 +6,7 @@ run, unless marked `free()`, which `--resume` may change. Errors name the key, t
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -91,9 +91,16 @@ class BatchConfig(Section):
 
 class ScheduleConfig(Section):
     mode: Literal["alternate", "overlap"] = "alternate"
-    """alternate: generate, then train. overlap: workers never stop, and the trainer takes what is finished."""
+    """alternate: generate, then train; with max_staleness, what is unfinished when a batch is complete is carried on
+    with the next weights. overlap: workers never stop, and the trainer takes what is finished."""
     max_staleness: int | None = Field(None, ge=0, le=64)
     """Steps that a token may be older than the weights it trains; without it, 0 for alternate and 4 for overlap."""
+    over_provision: Annotated[float, Field(ge=1)] | Literal["auto"] | None = free(None)
+    """Groups under way over groups that a step trains, at most max_staleness + 1. auto: as many as pay; without it,
+    auto where max_staleness is 1 or more, and 1 elsewhere."""
+    new_version: Literal["interrupt", "finish"] = free("interrupt")
+    """What new weights do to answers under way (overlap). interrupt: they go on with the new ones at once. finish: they
+    end as they began, and the worker begins nothing until it has the new ones: slow answers delay them."""
 
     @property
     def bound(self) -> int:
@@ -101,6 +108,18 @@ class ScheduleConfig(Section):
         if self.max_staleness is not None:
             return self.max_staleness
         return DEFAULT_BOUND if self.mode == "overlap" else 0
+
+    @property
+    def stops(self) -> bool:
+        """Whether generation stops when a batch is complete, and what is unfinished then is carried on later."""
+        return self.mode == "alternate" and self.bound > 0
+
+    @property
+    def factor(self) -> float | Literal["auto"]:
+        """Groups under way over groups that a step trains."""
+        if self.bound == 0:
+            return 1.0
+        return "auto" if self.over_provision is None else self.over_provision
 
 
 class ServeConfig(Section):

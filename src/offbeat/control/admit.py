@@ -1,14 +1,16 @@
 """How many groups may be drawn now.
 
-Duty: pacing. With the `alternate` schedule, work for a step is drawn once the version of that step is published, and
-only as much as the step trains. With `overlap`, as much is under way as the bound allows: when S + 1 steps' groups are
-alive at most, and steps take the longest begun first, none is trained more than S steps after it was begun. `may_begin`
-holds the same for workers whose version lags behind. Either way no more is drawn than the run will train. A group that
-was dropped gives its place back; one that was re-issued already holds it.
+Duty: pacing. Work for a step is drawn once the version of that step is published: as many groups as the step trains,
+times the over-provision factor r. With r = 1 all of them are wanted; with more, the step trains those that are finished
+first and the others are carried on. When S + 1 steps' groups are alive at most, and steps take the longest begun first,
+none is trained more than S steps after it was begun, so r is S + 1 at most. `may_begin` holds the same for workers
+whose version lags behind. No more is drawn than the run will train. A group that was dropped gives its place back; one
+that was re-issued already holds it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,18 +32,19 @@ class Pace:
     groups_per_step: int
     num_steps: int | None = None
     """Steps of the whole run; None: no end."""
-    ahead: int = 0
-    """Further steps whose groups may be under way: 0 for `alternate`; for `overlap` up to the bound, see `depth`."""
+    over_provision: float = 1.0
+    """Groups under way over groups that a step trains: from 1 to the bound + 1."""
 
 
 def admit(standing: Standing, pace: Pace) -> int:
     """The number of groups to draw now."""
     if standing.step is None:
         return 0
-    steps = 1 + pace.ahead
+    steps = pace.over_provision
     if pace.num_steps is not None:
         steps = min(steps, pace.num_steps - standing.step)
-    return max(0, steps * pace.groups_per_step - standing.num_alive)
+    wanted = math.ceil(round(steps * pace.groups_per_step, 6))  # 1.1 * 10 is a hair more than 11
+    return max(0, wanted - standing.num_alive)
 
 
 def may_begin(step: int, begun: Mapping[int, int], next_step: int, groups_per_step: int, bound: int) -> int:

@@ -62,8 +62,14 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
         await coordinator.start()
         if await trainer.start() >= config.run.steps:
             office.console.note(f"the run is at step {trainer.step} already; raise run.steps to go on")
-        kv, kv_lag = KvMode(config.rollout.kv), config.rollout.kv_lag
-        worker = Worker(WORKER, engine, InsideWorker(coordinator, WORKER), kv=kv, kv_lag=kv_lag)
+        worker = Worker(
+            WORKER,
+            engine,
+            InsideWorker(coordinator, WORKER),
+            kv=KvMode(config.rollout.kv),
+            kv_lag=config.rollout.kv_lag,
+            finishes=config.schedule.new_version == "finish",
+        )
         await _work(config, office, worker, trainer, stopping)
         is_finished = trainer.step >= config.run.steps
         return reporter.finish(

@@ -69,7 +69,9 @@ async def open_office(
             stack.callback(sink.close)
         reporter = Reporter(folder, console, sinks)
         scorer = coordinator.judging.scorer
-        coordinator.on_report = lambda row: reporter.told(row, coordinator.time_split(), scorer.num_failed)
+        coordinator.on_report = lambda row: reporter.told(
+            row, coordinator.time_split(), scorer.num_failed, coordinator.step_figures
+        )
         if config.eval.every and not issuer.eval_plan.every:
             console.note("no evaluation: no task has a held-out split")
         yield Office(ledger, coordinator, reporter, console)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,14 +55,23 @@ class Reporter:
         self.event("stop", why=why)
         self.console.note(f"stopping ({why}): finishing the step under way, then a checkpoint; once more to leave now")
 
-    def told(self, row: Mapping[str, Any], times: Mapping[str, float], num_failed: int = 0) -> None:
-        """Whatever the trainer reports: an event, or a finished step."""
+    def told(
+        self,
+        row: Mapping[str, Any],
+        times: Mapping[str, float],
+        num_failed: int,
+        carried: Callable[[], Mapping[str, float]],
+    ) -> None:
+        """Whatever the trainer reports: an event, or a finished step; `carried` tells what was carried on since the
+        last."""
         if EVENT in row:
             self.event(row[EVENT], **{key: value for key, value in row.items() if key != EVENT})
         else:
-            self.step(row, times, num_failed)
+            self.step(row, times, num_failed, carried())
 
-    def step(self, told: Mapping[str, Any], times: Mapping[str, float], num_failed: int = 0) -> None:
+    def step(
+        self, told: Mapping[str, Any], times: Mapping[str, float], num_failed: int, carried: Mapping[str, float]
+    ) -> None:
         """A finished step, as `step_row` tells it; `times` are the seconds that generation and rewards took,
         `num_failed` the failures so far of this attempt."""
         failures, self._num_failed = num_failed - self._num_failed, num_failed
@@ -76,6 +85,7 @@ class Reporter:
             {
                 **told,
                 "failures": failures,
+                **carried,
                 "seconds": seconds,
                 "tokens_per_second": told["tokens"] / seconds,
                 "samples_per_second": told["samples"] / seconds,
@@ -137,6 +147,7 @@ def step_row(report: StepReport, spans: Mapping[str, float]) -> dict[str, Any]:
         **report.figures.row(),
         "staleness": float(ages.mean()) if len(ages) else 0.0,
         "staleness_max": int(ages.max(initial=0)),
+        "off_policy_share": float((ages > 0).mean()) if len(ages) else 0.0,
         "samples": len(members),
         "tokens": int(lengths.sum()),
         "dropped_no_signal": report.batch.num_no_signal,

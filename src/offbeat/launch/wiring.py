@@ -129,6 +129,7 @@ def make_coordinator(
             num_steps=config.run.steps,
             max_staleness=config.schedule.bound,
             overlap=config.schedule.mode == "overlap",
+            over_provision=config.schedule.factor,
             lease_ttl_s=config.rollout.lease_s,
             vocab_size=tokens.vocab_size,
             keep=KeepSettings(config.ledger.keep_bodies, config.ledger.backup),
@@ -159,4 +160,5 @@ def open_ledger(config: Config, path: Path) -> Ledger:
         max_attempts=config.rollout.max_attempts,
         max_staleness=config.schedule.bound,
         groups_per_step=batch.groups_per_step,
+        stops=config.schedule.stops,
     )

@@ -104,9 +104,15 @@ class Lives:
         if self.num_deaths:
             newest = await client.newer(None, 0.0)
             self.engines.say("back; loading " + (f"version {newest.number}" if newest else "the next version"))
-        rollout = self.member.config.rollout
+        config = self.member.config
         return Worker(
-            self.member.worker, engine, client, spool=self.spool, kv=KvMode(rollout.kv), kv_lag=rollout.kv_lag
+            self.member.worker,
+            engine,
+            client,
+            spool=self.spool,
+            kv=KvMode(config.rollout.kv),
+            kv_lag=config.rollout.kv_lag,
+            finishes=config.schedule.new_version == "finish",
         )
 
     async def _hand_over(self, worker: Worker, client: WorkerClient) -> None:

@@ -47,6 +47,12 @@ def claim(db: Database, bodies: Bodies, step: int, count: int, bound: int, *, in
     return load(db, bodies, found["id"])
 
 
+def under_way(db: Database) -> bool:
+    """Whether a batch is claimed and not trained yet: it would be the one of the latest step that has any."""
+    row = db.execute("SELECT state FROM batches WHERE state <> 'undone' ORDER BY step DESC LIMIT 1").fetchone()
+    return row is not None and row[0] == BatchState.CLAIMED
+
+
 def _living_batch(db: Database, step: int) -> dict[str, Any] | None:
     query = "SELECT id, state, to_version FROM batches WHERE step = ? AND state <> 'undone'"
     row = db.execute(query, (step,)).fetchone()

@@ -79,12 +79,15 @@ class Ledger:
         max_attempts: int = 3,
         max_staleness: int = 0,
         groups_per_step: int | None = None,
+        stops: bool = False,
         read_only: bool = False,
         wall_clock: Callable[[], float] = time.time,
     ):
-        """`max_no_signal` is how many groups whose rewards are all equal may be dropped for a step."""
+        """`max_no_signal` is how many groups whose rewards are all equal may be dropped for a step. With `stops`, work
+        comes in rounds: from the publication of a version until the batch of its step is claimed."""
         self.terms = Terms(min_group, max_no_signal)
         self.max_attempts, self.max_staleness, self.groups_per_step = max_attempts, max_staleness, groups_per_step
+        self.stops = stops
         self._db = Database(Path(path), read_only=read_only, wall_clock=wall_clock)
         self._bodies = Bodies(self._db)
 
@@ -134,11 +137,19 @@ class Ledger:
     # Work
 
     def lease(
-        self, worker: str, capacity: int, have_version: int | None, *, total_slots: int | None = None
+        self,
+        worker: str,
+        capacity: int,
+        have_version: int | None,
+        *,
+        total_slots: int | None = None,
+        only_eval: bool = False,
     ) -> list[Task]:
-        """Hands open tasks to a worker: those that require the version it has; or none, as far as pacing allows."""
-        asking = tasks.Asking(worker, capacity, have_version, total_slots)
+        """Hands open tasks to a worker: those that require the version it has; or none, as far as pacing allows. Where
+        work comes in rounds there is nothing but evaluation between them."""
         with self._db.transaction():
+            is_between = self.stops and batches.under_way(self._db)
+            asking = tasks.Asking(worker, capacity, have_version, total_slots, only_eval or is_between)
             return tasks.lease(self._db, asking, self.max_staleness, self.groups_per_step)
 
     def wanted_version(self) -> int | None:
@@ -212,6 +223,11 @@ class Ledger:
         Repeating it changes nothing."""
         with self._db.transaction():
             batches.commit(self._db, step, version, audited)
+
+    def current_round(self) -> int | None:
+        """The version whose round is under way; None before the first, and while a batch is claimed and not trained."""
+        newest = self.latest_version()
+        return None if newest is None or batches.under_way(self._db) else newest.number
 
     def publish(self, version: Version) -> None:
         """Records a version without a batch: a run's first, or after a resume."""

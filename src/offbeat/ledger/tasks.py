@@ -33,6 +33,8 @@ from offbeat.trajectory import Sampling, Task
 OPEN = """groups INDEXED BY groups_open
           WHERE state = 'open' AND num_open > 0 AND (require_step IS NULL OR require_version IS NOT NULL)"""
 """Groups with a task that a worker could be given."""
+OPEN_EVAL = f"{OPEN} AND (purpose <> 'eval') < 1"
+"""Those among them that judge a version, asked for such that the index brings them in order."""
 NUM_NEAR = 8
 """Groups looked at first, besides one per task wanted: with hundreds open, the rest seldom matters."""
 
@@ -50,13 +52,20 @@ class Asking:
     have_version: int | None
     total_slots: int | None = None
     """Of all workers that ask these days; None: it is alone."""
+    only_eval: bool = False
+    """Whether nothing but evaluation is handed out."""
+
+    @property
+    def asked(self) -> str:
+        """The groups that it may be given tasks of."""
+        return OPEN_EVAL if self.only_eval else OPEN
 
 
 def lease(db: Database, asking: Asking, bound: int, groups_per_step: int | None) -> list[Task]:
     """`groups_per_step` paces what may be begun; None: everything may."""
     if asking.capacity <= 0:
         return []
-    near = _open_groups(db, NUM_NEAR + asking.capacity)
+    near = _open_groups(db, NUM_NEAR + asking.capacity, asking.asked)
     if not near:
         return []
     step, next_step = _steps(db, asking.have_version)
@@ -67,7 +76,7 @@ def lease(db: Database, asking: Asking, bound: int, groups_per_step: int | None)
 
     tasks: list[Task] = []
     begun, carried_on = [], []
-    for group, count in _assigned(db, near, asker, num_begin):
+    for group, count in _assigned(db, near, asker, num_begin, asking.asked):
         found, first_step = _open_tasks(db, group, count, asking.have_version)
         if not found:
             continue
@@ -88,14 +97,14 @@ def lease(db: Database, asking: Asking, bound: int, groups_per_step: int | None)
 
 
 def _assigned(
-    db: Database, near: Sequence[OpenGroup], asker: Asker, num_begin: Callable[[], int | None]
+    db: Database, near: Sequence[OpenGroup], asker: Asker, num_begin: Callable[[], int | None], asked: str
 ) -> list[tuple[int, int]]:
-    """What the worker is given of the open groups, of which the first ones are at hand. Their number, how many may be
-    begun and the groups further on are asked for only where the answer depends on it."""
+    """What the worker is given of the groups asked for, of which the first ones are at hand. Their number, how many may
+    be begun and the groups further on are asked for only where the answer depends on it."""
     is_all = len(near) < NUM_NEAR + asker.capacity
     num_open = sum(group.num_open for group in near)
     if not is_all and asker.share(num_open) < asker.capacity:
-        num_open = int(db.execute(f"SELECT SUM(num_open) FROM {OPEN}").fetchone()[0])
+        num_open = int(db.execute(f"SELECT SUM(num_open) FROM {asked}").fetchone()[0])
     asker = replace(asker, num_open=num_open)
 
     def is_filled(given: Sequence[tuple[int, int]]) -> bool:
@@ -106,7 +115,7 @@ def _assigned(
         return given
     asker = replace(asker, num_begin=num_begin())
     given = assign(near, asker)
-    return given if is_all or is_filled(given) else assign(_open_groups(db), asker)
+    return given if is_all or is_filled(given) else assign(_open_groups(db, asked=asked), asker)
 
 
 def _steps(db: Database, version: int | None) -> tuple[int | None, int]:
@@ -143,9 +152,9 @@ def _num_begin(db: Database, step: int, next_step: int, bound: int, groups_per_s
     return may_begin(step, begun, next_step, groups_per_step, bound)
 
 
-def _open_groups(db: Database, limit: int = -1) -> list[OpenGroup]:
+def _open_groups(db: Database, limit: int = -1, asked: str = OPEN) -> list[OpenGroup]:
     """Groups with open tasks, by `OpenGroup.order`; all of them, or the first ones."""
-    query = f"""SELECT id, ordinal, purpose = 'eval', size, num_open, require_version, first_step FROM {OPEN}
+    query = f"""SELECT id, ordinal, purpose = 'eval', size, num_open, require_version, first_step FROM {asked}
                 ORDER BY purpose <> 'eval', num_open = size, ordinal, id LIMIT ?"""
     losses = dict(
         db.execute(

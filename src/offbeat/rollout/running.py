@@ -23,6 +23,8 @@ class Fate(StrEnum):
     """Weights change under an engine that cannot split: its tokens are handed back; without one it begins anew."""
     LEAVE = "leave"
     """The worker leaves: new tokens are handed back, and what has none is given up with the lease."""
+    STOP = "stop"
+    """Its round is over: new tokens are handed back, and what has none is given back as it came."""
 
 
 @dataclass(eq=False)
@@ -34,6 +36,10 @@ class Running:
     fate: Fate | None = None
     is_waiting: bool = False
     """Leased, but not in the engine yet: its weights are on their way."""
+    round: int | None = None
+    """The one with which it ends at the latest; None: it goes on until it ends by itself."""
+    is_untouched: bool = False
+    """Stopped before it had a new token."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -51,9 +57,11 @@ class Running:
         return max(0, sampled[-1] - self.trajectory.max_version_drop) if sampled else 0
 
 
-def begin(task: Task) -> Running:
-    """What a task was handed out with is left as it is: others may hold the same prefix."""
-    return Running(task, task.new_trajectory() if task.prefix is None else replace(task.prefix))
+def begin(task: Task, round_number: int | None = None) -> Running:
+    """What a task was handed out with is left as it is: others may hold the same prefix. What requires a version is an
+    evaluation, and belongs to no round."""
+    trajectory = task.new_trajectory() if task.prefix is None else replace(task.prefix)
+    return Running(task, trajectory, round=round_number if task.require_version is None else None)
 
 
 def request_for(running: Running, kv: KvMode = KvMode.SAME, kv_lag: int = 0) -> Request:

@@ -1,11 +1,15 @@
 """A worker's loop: lease tasks, let the engine carry them on, hand in what came of them.
 
-Three loops run side by side. One leases as many tasks as the engine has free slots; one renews the leases, aborts what
-was lost and hands back what is asked for; one takes newer versions while generation goes on. Guarantees:
+Four loops run side by side. One leases as many tasks as the engine has free slots; one renews the leases, aborts what
+was lost and hands back what is asked for; one takes newer versions while generation goes on; and where work comes in
+rounds, one stops what is unfinished when a round is over. Guarantees:
 
 - a task that requires a version is sampled from it alone: no other is loaded while such a task runs, nor between the
   call for tasks and their start. All other tasks go on across a load, split into segments; where an engine cannot do
-  that, they are handed back as partials first. A version lower than the one served is loaded only when nothing runs;
+  that, they are handed back as partials first. A version lower than the one served is loaded only when nothing runs,
+  and so is every version where answers are to end as they began; nothing new is begun meanwhile;
+- when a round is over, what was sampled for it is handed back, what has no new token is given back, and nothing of it
+  begins any more. Evaluation goes on;
 - a trajectory leaves through the outbox, and its lease is renewed until it is answered;
 - a task whose generation fails is given back with the reason; anything else that goes wrong ends the worker with that
   error. Cancelled, it aborts what runs and hands nothing back; `drain` is the polite end.
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -23,6 +27,7 @@ from offbeat.crash import crash_here
 from offbeat.rollout.engine import Engine, EngineDied, EngineError, KvMode, Version
 from offbeat.rollout.outbox import REFUSALS, Outbox
 from offbeat.rollout.refresh import Versions
+from offbeat.rollout.rounds import Rounds
 from offbeat.rollout.running import Fate, Running, append, begin, request_for
 from offbeat.rollout.spool import Spool, Unsent
 from offbeat.rollout.waiting import Changes, to_its_end
@@ -63,17 +68,18 @@ class Worker:
         spool: Spool | None = None,
         kv: KvMode = KvMode.SAME,
         kv_lag: int = 0,
+        finishes: bool = False,
     ):
-        """`kv` and `kv_lag` go into every request."""
+        """`kv` and `kv_lag` go into every request. With `finishes`, what runs ends before other weights are loaded."""
         self.name, self.engine, self.client = name, engine, client
-        self._kv, self._kv_lag = kv, kv_lag
+        self._kv, self._kv_lag, self._finishes = kv, kv_lag, finishes
         self.running: dict[tuple[int, int], Running] = {}
         """By task and fence: a lost task may come back under a new fence before the loss is told."""
         self._fences: dict[int, int] = {}
         """Under which each task was begun last."""
         self._changes = Changes()
         self._outbox = Outbox(name, client, spool, self._changes)
-        self._versions = Versions(name, client)
+        self._versions, self._rounds = Versions(name, client), Rounds(client, self._changes)
         self._switch = asyncio.Lock()
         """Held from the call for tasks to their start, and while a version is loaded."""
         self._is_reloading = False
@@ -100,7 +106,7 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as group:
                 beating = group.create_task(self._renew())
-                loops = {group.create_task(self._work(group)), group.create_task(self._refresh())}
+                loops = {group.create_task(loop) for loop in (self._work(group), self._refresh(), self._stop_rounds())}
                 await self._draining.wait()
                 await self._wind_down(loops)
                 beating.cancel()
@@ -152,8 +158,7 @@ class Worker:
                     lease = await self._lease()
                 if lease.tasks:
                     crash_here("task-leased")
-                for task in lease.tasks:
-                    await self._start(task, group)
+                await self._begin(lease, group)
             if lease.is_over:
                 self._draining.set()  # as if someone had asked: what is finished is sent, and we leave
                 return
@@ -170,15 +175,43 @@ class Worker:
             self._ttl_s = lease.ttl_s
         return lease
 
-    async def _start(self, task: Task, group: asyncio.TaskGroup) -> None:
-        running = begin(task)
+    async def _begin(self, lease: Lease, group: asyncio.TaskGroup) -> None:
+        self._rounds.entered(lease.round)
+        late = []
+        for task in lease.tasks:
+            running = begin(task, lease.round)
+            if not await self._start(running, group):
+                late.append(running.key)
+        await self._give_back(late)
+
+    async def _start(self, running: Running, group: asyncio.TaskGroup) -> bool:
+        """False where the round is over that it belongs to."""
+        task = running.task
         before = self.running.get((task.id, self._fences.get(task.id, 0)))
         if before is not None:
             await self._end([before], Fate.LOST)
+        if self._rounds.is_over(running.round):
+            return False
         self.running[running.key] = running
         self._fences[task.id] = task.fence
         self._changes.tell()
         group.create_task(self._carry_on(running, group))
+        return True
+
+    async def _give_back(self, leases: Sequence[tuple[int, int]]) -> None:
+        if leases:
+            await self.client.give_back(leases)
+
+    async def _stop_rounds(self) -> None:
+        while True:
+            await self._rounds.next_over()
+            stopped = [running for running in self.running.values() if self._rounds.is_over(running.round)]
+            await self._end(stopped, Fate.STOP)
+            await self._changes.until(partial(self._have_ended, stopped))
+            await self._give_back([running.key for running in stopped if running.is_untouched])
+
+    def _have_ended(self, stopped: Sequence[Running]) -> bool:
+        return not any(self.running.get(running.key) is running for running in stopped)
 
     async def _renew(self) -> None:
         while True:
@@ -213,6 +246,11 @@ class Worker:
                 continue
             async with self._versions.unless_replaced(version, self.engine.version):
                 here = await self._versions.fetch(version)
+                if self._finishes:
+                    async with self._switch:  # so that nothing begins while what runs comes to its end
+                        if await self.client.newer(self.engine.version, 0.0) is not None:
+                            await self._load_when_it_may(here)
+                    continue
                 if not self._may_load(here):
                     await self._changes.until(partial(self._may_load, here))
                     continue  # that may have taken long: another one may be wanted by now
@@ -223,13 +261,19 @@ class Worker:
     async def _take(self, version: Version) -> None:
         """Takes a version that tasks wait for; call with the switch held, so that none is leased meanwhile."""
         async with self._versions.unless_replaced(version, self.engine.version):
-            here = await self._versions.fetch(version)
-            await self._changes.until(partial(self._may_load, here))
-            await self._load(here)
+            await self._load_when_it_may(await self._versions.fetch(version))
+
+    async def _load_when_it_may(self, here: Version) -> None:
+        await self._changes.until(partial(self._may_load, here))
+        if self._finishes:  # what ran to its end may have taken long
+            newest = await self.client.newer(self.engine.version, 0.0)
+            here = here if newest is None else await self._versions.fetch(newest)
+        await self._load(here)
 
     def _may_load(self, version: Version) -> bool:
-        if self.engine.version is not None and version.number < self.engine.version:
-            return all(running.is_waiting for running in self.running.values())  # versions rise along a trajectory
+        is_lower = self.engine.version is not None and version.number < self.engine.version
+        if self._finishes or is_lower:  # versions rise along a trajectory
+            return all(running.is_waiting for running in self.running.values())
         return all(running.task.require_version is None for running in self.running.values())
 
     async def _load(self, version: Version) -> None:
@@ -279,7 +323,8 @@ class Worker:
             has_more = trajectory.num_tokens > num_before
             if fate is Fate.LOST or fate is None:  # None: the engine ends, and this worker with it
                 return False
-            if has_more or fate is Fate.LEAVE or (fate is Fate.HAND_BACK and trajectory.num_tokens):
+            running.is_untouched = fate is Fate.STOP and not has_more
+            if has_more or fate in (Fate.LEAVE, Fate.STOP) or (fate is Fate.HAND_BACK and trajectory.num_tokens):
                 return has_more or fate is Fate.HAND_BACK
         trajectory.finish(End.LENGTH)
         return True

@@ -30,6 +30,9 @@ class Lease:
     """How long the tasks are this worker's without a heartbeat."""
     is_over: bool = False
     """The run has ended: there will be no further task."""
+    round: int | None = None
+    """The round that tasks without a required version belong to, by the version that began it; None: they go on until
+    they end."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,14 @@ class WorkerClient(Protocol):
 
     async def fail(self, task: int, fence: int, reason: str) -> None:
         """Gives a task back unfinished; it is tried again until its attempts are used up."""
+        ...
+
+    async def give_back(self, leases: Sequence[tuple[int, int]]) -> None:
+        """Gives tasks back, named by task and fence, of which there is no new token; nobody is blamed."""
+        ...
+
+    async def round_over(self, number: int, wait_s: float) -> bool:
+        """Whether a round is over, as soon as it is; False after `wait_s`."""
         ...
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:

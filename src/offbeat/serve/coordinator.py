@@ -13,10 +13,9 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from offbeat.control.admit import Pace
-from offbeat.control.depth import Depth
 from offbeat.control.leases import Held, Leases
 from offbeat.control.trust import is_believable
 from offbeat.crash import crash_here
@@ -25,6 +24,7 @@ from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Batch, EvalRound, Outcome, Reconciled, Submission
 from offbeat.ledger.workers import WorkerState
+from offbeat.serve.carrying import Carrying
 from offbeat.serve.clearing import Clearing
 from offbeat.serve.client import Heartbeat, Lease
 from offbeat.serve.drawing import Drawing
@@ -32,7 +32,9 @@ from offbeat.serve.issuing import Issuer
 from offbeat.serve.judging import Judging
 from offbeat.serve.keeping import Keeper, KeepSettings
 from offbeat.serve.presence import Presence
+from offbeat.serve.provisioning import Provisioning
 from offbeat.serve.relaying import Relaying
+from offbeat.serve.rounds import Rounds
 from offbeat.serve.timing import StepTimes
 from offbeat.serve.waiting import Bell, News
 from offbeat.serve.writer import Writer
@@ -53,8 +55,10 @@ class CoordinatorSettings:
     groups_per_step: int
     num_steps: int
     max_staleness: int
+    """Where it is 0, every task requires the version of its step."""
     overlap: bool = False
-    """Whether workers go on while the trainer trains; otherwise every task requires the version of its step."""
+    """Whether workers go on while the trainer trains."""
+    over_provision: float | Literal["auto"] = 1.0
     lease_ttl_s: float = 60.0
     keep: KeepSettings = field(default_factory=KeepSettings)
     vocab_size: int | None = None
@@ -77,14 +81,16 @@ class Coordinator:
         self.on_report = on_report
         self._clearing = clearing or Clearing(None)
         self.leases = Leases(settings.lease_ttl_s, time.monotonic)
-        self._times, self._depth = StepTimes(), Depth(settings.max_staleness)
+        self._times, self._carrying = StepTimes(), Carrying()
+        self._provisioning = Provisioning(settings.over_provision, settings.max_staleness, overlap=settings.overlap)
         self._writer, self._bell = Writer(ledger), Bell()
         self._share = self._writer.call
         self._keeper = Keeper(ledger, settings.keep, self.call, lambda row: self.on_report(row))
         self._work, self._versions = News(), News()
         """For those who wait for tasks, and for those who wait for a version."""
+        self._rounds = Rounds(ledger, self._writer.read, self._bell)
         pace = Pace(settings.groups_per_step, settings.num_steps)
-        self._drawing = Drawing(ledger, issuer, self._share, pace, requires_version=not settings.overlap)
+        self._drawing = Drawing(ledger, issuer, self._share, pace, requires_version=settings.max_staleness == 0)
         self._presence, self.relaying = Presence(), Relaying()
         self._suspects: set[int] = set()
         """Tasks that workers vanished with: of these each worker gets few at a time, see `control.assign`."""
@@ -121,22 +127,35 @@ class Coordinator:
             changed = self._work.changed
             if self._is_over:
                 return Lease(ttl_s=ttl_s, is_over=True)
-            await self._drawing.draw(self._depth.steps if self.settings.overlap else 0)
-            tasks = await asyncio.shield(self._hand_out(worker, capacity, have_version))
+            await self._drawing.draw(self._provisioning.factor())
+            number = await self._rounds.current()
+            tasks = await asyncio.shield(self._hand_out(worker, capacity, have_version, number))
             if tasks:
-                self._times.leased()
-                return Lease(tuple(tasks), ttl_s=ttl_s)
+                return Lease(tuple(tasks), ttl_s=ttl_s, round=number)
             version = await self._version_to_serve()
             if version is not None and version.number != have_version:
                 return Lease(version=version, ttl_s=ttl_s)
             if not await self._bell.wait(changed, deadline_s):
                 return Lease(ttl_s=ttl_s)
 
-    async def _hand_out(self, worker: str, capacity: int, have_version: int | None) -> list[Task]:
+    async def _hand_out(
+        self, worker: str, capacity: int, have_version: int | None, round_number: int | None
+    ) -> list[Task]:
         """Leases tasks and starts their clocks: to its end, also if whoever asked is gone; or they would never end."""
-        total = self._presence.total_slots(self.settings.lease_ttl_s)
-        tasks = await self._share(self.ledger.lease, worker, capacity, have_version, total_slots=total)
+        tasks = await self._share(
+            self.ledger.lease,
+            worker,
+            capacity,
+            have_version,
+            total_slots=self._presence.total_slots(self.settings.lease_ttl_s),
+            only_eval=not self._rounds.may_join(worker, round_number, have_version),
+        )
         self.leases.grant(Held(task.id, task.fence, worker) for task in tasks)
+        if tasks:
+            self._times.leased()
+            self._carrying.handed_out(tasks)
+        if any(task.require_version is None for task in tasks):
+            self._rounds.joined(worker, round_number, have_version)
         if any(task.require_version not in (None, self._newest) for task in tasks):
             self._versions.ring()  # an evaluation of an older version is under way: the others may go on to the newest
         return tasks
@@ -187,6 +206,7 @@ class Coordinator:
                 self._suspects.discard(trajectory.task)
                 self._work.ring()  # there is room for another suspect
         elif outcome is Outcome.PARTIAL:
+            self._carrying.handed_back(trajectory)
             self._tell_workers()
         return outcome
 
@@ -203,6 +223,15 @@ class Coordinator:
         self._bell.ring()
         self._tell_workers()
 
+    async def give_back(self, worker: str, leases: Sequence[tuple[int, int]]) -> None:
+        held = [Held(task, fence, worker) for task, fence in leases]
+        self.leases.end(lease.task for lease in held if self.leases.is_held(lease))
+        if await self._share(self.ledger.give_back, held):
+            self._tell_workers()
+
+    async def round_over(self, number: int, wait_s: float) -> bool:
+        return await self._rounds.is_over(number, wait_s)
+
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
         deadline_s = time.monotonic() + wait_s
         while True:
@@ -218,6 +247,7 @@ class Coordinator:
         await self._share(self.ledger.release, worker)
         self.leases.end(held.task for held in leases)
         self._presence.left(worker)
+        self._rounds.left(worker)
         self.relaying.leave(worker)
         self.judging.leave(worker)
         self._tell_workers()
@@ -270,11 +300,12 @@ class Coordinator:
                 step,
                 settings.groups_per_step,
                 settings.max_staleness,
-                in_order=not settings.overlap,
+                in_order=settings.max_staleness == 0,
             )
             if batch is not None:
                 crash_here("claim-stored")
                 self._times.claimed(step)
+                self._rounds.ring()
                 self._tell_workers()
                 if names := self.judging.scorer.take_unseen():
                     self.on_report({"event": "unused_weights", "names": names})
@@ -292,6 +323,10 @@ class Coordinator:
             self._bell.fail(error)
             raise
 
+    def step_figures(self) -> dict[str, float]:
+        """What was carried on from one version to the next since this was asked last, and how much is under way."""
+        return {**self._carrying.take(), "over_provision": self._provisioning.factor()}
+
     def time_split(self) -> dict[str, float]:
         """Seconds that the batch claimed last took to generate, and then to score."""
         return self._times.split()
@@ -299,7 +334,7 @@ class Coordinator:
     async def commit(self, step: int, version: Version, audited: Sequence[int] = ()) -> None:
         await self._share(self.ledger.commit, step, version, audited)
         if (took := self._times.committed(step)) is not None:
-            self._depth.trained(*took)
+            self._provisioning.trained(*took)
         crash_here("step-committed")
         if audited:
             await self._quarantine()
@@ -315,7 +350,9 @@ class Coordinator:
                 self.on_report({"event": "quarantine", "worker": worker.name, "why": why})
 
     async def reconcile(self, step: int, version: int | None) -> Reconciled:
-        return await self.call(self.ledger.reconcile, step, version)
+        reconciled = await self.call(self.ledger.reconcile, step, version)
+        self._rounds.ring()
+        return reconciled
 
     async def checkpointed(self, step: int) -> None:
         self._checkpointed_step = max(self._checkpointed_step, step)
@@ -345,6 +382,8 @@ class Coordinator:
     async def _announce(self, version: Version) -> None:
         await self._drawing.open_evaluation(version)
         self._newest = version.number
+        self._provisioning.began()
+        self._rounds.ring()
         self._bell.ring()
         self._tell_workers()
         self._versions.ring()

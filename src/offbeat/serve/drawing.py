@@ -32,14 +32,14 @@ class Drawing:
         """Something happened that may allow more groups than before."""
         self._may_draw = True
 
-    async def draw(self, ahead: int) -> None:
-        """Draws as many groups as may be under way now, `ahead` steps' beyond the next."""
+    async def draw(self, over_provision: float) -> None:
+        """Draws as many groups as may be under way now: those that a step trains, times `over_provision`."""
         async with self._drawing:
             if not self._may_draw:
                 return
             self._may_draw = False
             try:
-                await self._draw(replace(self._pace, ahead=ahead))
+                await self._draw(replace(self._pace, over_provision=over_provision))
             except BaseException:
                 self._may_draw = True
                 raise

@@ -29,6 +29,12 @@ class InsideWorker:
     async def fail(self, task: int, fence: int, reason: str) -> None:
         await self._coordinator.fail(self._name, task, fence, reason)
 
+    async def give_back(self, leases: Sequence[tuple[int, int]]) -> None:
+        await self._coordinator.give_back(self._name, leases)
+
+    async def round_over(self, number: int, wait_s: float) -> bool:
+        return await self._coordinator.round_over(number, wait_s)
+
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
         return await self._coordinator.newer(have_version, wait_s)
 
