@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from offbeat.control.step_time import Timing
 from offbeat.ledger.errors import Fenced, Refused
 from offbeat.ledger.records import Outcome
 from offbeat.serve.client import Heartbeat, Lease, verified
@@ -168,6 +169,9 @@ class Desk:
     async def round_over(self, number: int, wait_s: float) -> bool:
         self._note("round_over", number)
         return await self._wait(lambda: True if self.round != number else None, wait_s) is True
+
+    async def timed(self, timings: Sequence[Timing]) -> None:
+        self._note("timed", tuple(timings))
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
         return await self._wait(

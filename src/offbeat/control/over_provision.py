@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from offbeat.control.corrections import Corrections
 from offbeat.control.lengths import Lengths
 from offbeat.control.rounds import Outlook, Setting, Survivor, outlooks
-from offbeat.control.step_time import StepTimeFit
+from offbeat.control.step_time import StepTime
 
 NUM_FACTORS = 12
 MIN_ENDED = 32
@@ -46,6 +47,16 @@ BUSY = 0.8
 """Of the rate that no number of rows exceeds: the knee below which rows are refilled."""
 
 
+class Fit(Protocol):
+    """What is known of step times: an engine's, or a fleet's."""
+
+    @property
+    def model(self) -> StepTime | None: ...
+
+    @property
+    def error(self) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """For one version."""
@@ -64,7 +75,7 @@ class Decision:
 class OverProvision:
     """See the module. `decide` once a version, `outcome` once its round is over."""
 
-    def __init__(self, setting: Setting, lengths: Lengths, fit: StepTimeFit, *, seed: int = 0):
+    def __init__(self, setting: Setting, lengths: Lengths, fit: Fit, *, seed: int = 0):
         self.setting, self.lengths, self.fit = setting, lengths, fit
         self.factors = _factors(setting)
         self.last = Decision(1.0, "nothing was decided yet")

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from offbeat.config.learning import recipe
 from offbeat.config.models import Config
+from offbeat.control.rounds import Setting
 from offbeat.errors import UserError
 from offbeat.launch.sources import make_shaping
 from offbeat.ledger.ledger import Ledger
@@ -130,11 +131,23 @@ def make_coordinator(
             max_staleness=config.schedule.bound,
             overlap=config.schedule.mode == "overlap",
             over_provision=config.schedule.factor,
+            rounds=_rounds(config) if config.schedule.stops else None,
+            max_new_tokens=config.rollout.max_new_tokens,
             lease_ttl_s=config.rollout.lease_s,
             vocab_size=tokens.vocab_size,
             keep=KeepSettings(config.ledger.keep_bodies, config.ledger.backup),
         ),
         clearing,
+    )
+
+
+def _rounds(config: Config) -> Setting:
+    return Setting(
+        groups_per_step=config.batch.groups_per_step,
+        group_size=config.batch.group_size,
+        bound=config.schedule.bound,
+        resumes=config.rollout.kv == "stale",
+        pads=config.rollout.engine == "embedded",
     )
 
 

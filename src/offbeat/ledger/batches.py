@@ -21,7 +21,7 @@ from offbeat.ledger.bodies import Bodies
 from offbeat.ledger.database import Database, array
 from offbeat.ledger.errors import Conflict, Refused, Unknown
 from offbeat.ledger.groups import drop, num_without_signal, reissue
-from offbeat.ledger.records import Batch, BatchGroup, BatchState, Drop, GroupState, Member
+from offbeat.ledger.records import Batch, BatchGroup, BatchState, Drop, GroupState, Member, Surviving
 from offbeat.ledger.versions import Lineage
 from offbeat.trajectory import Origin, Reward, Trajectory
 from offbeat.weights.version import Version
@@ -51,6 +51,19 @@ def under_way(db: Database) -> bool:
     """Whether a batch is claimed and not trained yet: it would be the one of the latest step that has any."""
     row = db.execute("SELECT state FROM batches WHERE state <> 'undone' ORDER BY step DESC LIMIT 1").fetchone()
     return row is not None and row[0] == BatchState.CLAIMED
+
+
+def survivors(db: Database) -> list[Surviving]:
+    query = """SELECT g.id, g.first_step, COALESCE(j.num_tokens, p.num_sampled_tokens, 0), t.state
+               FROM groups g JOIN tasks t ON t.group_id = g.id LEFT JOIN trajectories j ON j.task = t.id
+               LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
+               WHERE g.purpose = 'train' AND g.state IN ('open', 'ready') AND g.first_step IS NOT NULL ORDER BY g.id"""
+    found = []
+    for _, rows in itertools.groupby(db.execute(query), key=lambda row: row[0]):
+        members = list(rows)
+        ended = tuple(state not in ("open", "leased") for *_, state in members)
+        found.append(Surviving(members[0][1], tuple(row[2] for row in members), ended))
+    return found
 
 
 def _living_batch(db: Database, step: int) -> dict[str, Any] | None:

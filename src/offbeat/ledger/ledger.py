@@ -60,6 +60,7 @@ from offbeat.ledger.records import (
     Scored,
     Scores,
     Submission,
+    Surviving,
     TaskState,
     Unscored,
 )
@@ -228,6 +229,10 @@ class Ledger:
         """The version whose round is under way; None before the first, and while a batch is claimed and not trained."""
         newest = self.latest_version()
         return None if newest is None or batches.under_way(self._db) else newest.number
+
+    def survivors(self) -> list[Surviving]:
+        """Training groups that were begun and are in no batch yet, whatever their members have so far."""
+        return batches.survivors(self._db)
 
     def publish(self, version: Version) -> None:
         """Records a version without a batch: a run's first, or after a resume."""

@@ -194,6 +194,17 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Surviving:
+    """A training group that was begun and is in no batch yet."""
+
+    first_step: int
+    """Of the oldest version that a member was begun with."""
+    num_tokens: tuple[int, ...]
+    """Of each member, as far as they were handed in."""
+    ended: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class Reconciled:
     """What a resume from a checkpoint changed."""
 

@@ -27,6 +27,11 @@ class Rounds:
             self._current = number if self._current is None else max(number, self._current)
             self._changes.tell()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round is, that work is done for."""
+        return self._current is not None
+
     def is_over(self, number: int | None) -> bool:
         return number is not None and number <= self._last_over
 

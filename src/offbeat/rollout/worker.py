@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from offbeat.crash import crash_here
 from offbeat.rollout.engine import Engine, EngineDied, EngineError, KvMode, Version
@@ -30,6 +31,7 @@ from offbeat.rollout.refresh import Versions
 from offbeat.rollout.rounds import Rounds
 from offbeat.rollout.running import Fate, Running, append, begin, request_for
 from offbeat.rollout.spool import Spool, Unsent
+from offbeat.rollout.timing import Timings
 from offbeat.rollout.waiting import Changes, to_its_end
 from offbeat.serve.client import Lease, WorkerClient
 from offbeat.trajectory import End, SegmentError, Task
@@ -42,6 +44,8 @@ NEWER_WAIT_S = 20.0
 """How long one call for a newer version may wait: nothing else waits for it."""
 FIRST_TTL_S = 30.0
 """Taken for the length of a lease until the first one tells, as when an earlier life's trajectories are sent."""
+TIMING_S, NUM_TIMINGS = 0.1, 10
+"""How often the engine is looked at while it works in rounds, and of how many looks the coordinator is told at once."""
 BEATS_PER_TTL = 3
 """One lost heartbeat must not cost a lease."""
 LOAD_WITHIN_S = 60.0
@@ -106,13 +110,16 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as group:
                 beating = group.create_task(self._renew())
-                loops = {group.create_task(loop) for loop in (self._work(group), self._refresh(), self._stop_rounds())}
+                loops = {group.create_task(loop) for loop in self._loops(group)}
                 await self._draining.wait()
                 await self._wind_down(loops)
                 beating.cancel()
         except BaseExceptionGroup as errors:  # an engine that dies fails all that runs: one of them says it
             return None if isinstance(errors.exceptions[0], _GaveUp) else errors.exceptions[0]
         return None
+
+    def _loops(self, group: asyncio.TaskGroup) -> tuple[Coroutine[Any, Any, None], ...]:
+        return self._work(group), self._refresh(), self._stop_rounds(), self._tell_timings()
 
     async def drain(self, within_s: float = DRAIN_WITHIN_S) -> None:
         """Leases no more, hands back what is unfinished, sends what is left, and ends `run`; gives up on the
@@ -209,6 +216,20 @@ class Worker:
             await self._end(stopped, Fate.STOP)
             await self._changes.until(partial(self._have_ended, stopped))
             await self._give_back([running.key for running in stopped if running.is_untouched])
+
+    async def _tell_timings(self) -> None:
+        """Where work comes in rounds, how many groups are under way depends on how long steps take."""
+        timings = Timings()
+        timings.follow(self.engine)
+        while True:
+            await self._changes.until(lambda: self._rounds.is_under_way and self.running)
+            told = []
+            for _ in range(NUM_TIMINGS):
+                await asyncio.sleep(TIMING_S)
+                if (timing := timings.take()) is not None:
+                    told.append(timing)
+            if told:
+                await self.client.timed(told)
 
     def _have_ended(self, stopped: Sequence[Running]) -> bool:
         return not any(self.running.get(running.key) is running for running in stopped)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from offbeat.control.step_time import Timing
 from offbeat.ledger.records import Batch, Outcome, Reconciled
 from offbeat.reward.pool import RewardInput, RewardResult
 from offbeat.trajectory import Task, Trajectory
@@ -87,6 +88,10 @@ class WorkerClient(Protocol):
 
     async def round_over(self, number: int, wait_s: float) -> bool:
         """Whether a round is over, as soon as it is; False after `wait_s`."""
+        ...
+
+    async def timed(self, timings: Sequence[Timing]) -> None:
+        """Tells how long the engine's steps took lately."""
         ...
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:

@@ -17,6 +17,9 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from offbeat.control.admit import Pace
 from offbeat.control.leases import Held, Leases
+from offbeat.control.over_provision import Decision
+from offbeat.control.rounds import Setting
+from offbeat.control.step_time import Timing
 from offbeat.control.trust import is_believable
 from offbeat.crash import crash_here
 from offbeat.errors import DeadlineError, RunStopped
@@ -28,11 +31,12 @@ from offbeat.serve.carrying import Carrying
 from offbeat.serve.clearing import Clearing
 from offbeat.serve.client import Heartbeat, Lease
 from offbeat.serve.drawing import Drawing
+from offbeat.serve.foresight import Foresight
 from offbeat.serve.issuing import Issuer
 from offbeat.serve.judging import Judging
 from offbeat.serve.keeping import Keeper, KeepSettings
 from offbeat.serve.presence import Presence
-from offbeat.serve.provisioning import Provisioning
+from offbeat.serve.provisioning import Overlapped, Provisioning
 from offbeat.serve.relaying import Relaying
 from offbeat.serve.rounds import Rounds
 from offbeat.serve.timing import StepTimes
@@ -59,6 +63,9 @@ class CoordinatorSettings:
     overlap: bool = False
     """Whether workers go on while the trainer trains."""
     over_provision: float | Literal["auto"] = 1.0
+    rounds: Setting | None = None
+    """What is known beforehand of rounds whose over-provision factor is chosen as the run goes on; None: 1."""
+    max_new_tokens: int = 1
     lease_ttl_s: float = 60.0
     keep: KeepSettings = field(default_factory=KeepSettings)
     vocab_size: int | None = None
@@ -82,7 +89,7 @@ class Coordinator:
         self._clearing = clearing or Clearing(None)
         self.leases = Leases(settings.lease_ttl_s, time.monotonic)
         self._times, self._carrying = StepTimes(), Carrying()
-        self._provisioning = Provisioning(settings.over_provision, settings.max_staleness, overlap=settings.overlap)
+        self._provisioning = self._provision()
         self._writer, self._bell = Writer(ledger), Bell()
         self._share = self._writer.call
         self._keeper = Keeper(ledger, settings.keep, self.call, lambda row: self.on_report(row))
@@ -98,6 +105,19 @@ class Coordinator:
         self._checkpointed_step = -1
         self._newest: int | None = None
         """The version announced last."""
+
+    def _provision(self) -> Provisioning:
+        settings = self.settings
+        if settings.over_provision != "auto":
+            return Provisioning(settings.over_provision)
+        if settings.overlap:
+            return Overlapped(settings.max_staleness)
+        if settings.rounds is None:
+            return Provisioning(1.0)
+        return Foresight(settings.rounds, settings.max_new_tokens, self._tell_choice)
+
+    def _tell_choice(self, decision: Decision) -> None:
+        self.on_report({"event": "over_provision", "factor": decision.factor, "why": decision.reason})
 
     async def start(self, *, keep_leases: bool = False) -> None:
         """After a restart trajectories may be waiting for their reward. Leases are kept where their workers can have
@@ -154,6 +174,7 @@ class Coordinator:
         if tasks:
             self._times.leased()
             self._carrying.handed_out(tasks)
+            self._provisioning.handed_out(tasks)
         if any(task.require_version is None for task in tasks):
             self._rounds.joined(worker, round_number, have_version)
         if any(task.require_version not in (None, self._newest) for task in tasks):
@@ -200,6 +221,8 @@ class Coordinator:
         crash_here("submission-stored")
         self.leases.end([trajectory.task])
         self._times.submitted()
+        if outcome is not Outcome.REPEATED:
+            self._provisioning.submitted(trajectory)
         if outcome is Outcome.STORED:
             self.judging.arrived()
             if trajectory.task in self._suspects:
@@ -232,6 +255,9 @@ class Coordinator:
     async def round_over(self, number: int, wait_s: float) -> bool:
         return await self._rounds.is_over(number, wait_s)
 
+    def timed(self, worker: str, timings: Sequence[Timing]) -> None:
+        self._provisioning.timed(worker, timings)
+
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
         deadline_s = time.monotonic() + wait_s
         while True:
@@ -248,6 +274,7 @@ class Coordinator:
         self.leases.end(held.task for held in leases)
         self._presence.left(worker)
         self._rounds.left(worker)
+        self._provisioning.left(worker)
         self.relaying.leave(worker)
         self.judging.leave(worker)
         self._tell_workers()
@@ -305,6 +332,7 @@ class Coordinator:
             if batch is not None:
                 crash_here("claim-stored")
                 self._times.claimed(step)
+                self._provisioning.claimed()
                 self._rounds.ring()
                 self._tell_workers()
                 if names := self.judging.scorer.take_unseen():
@@ -325,7 +353,7 @@ class Coordinator:
 
     def step_figures(self) -> dict[str, float]:
         """What was carried on from one version to the next since this was asked last, and how much is under way."""
-        return {**self._carrying.take(), "over_provision": self._provisioning.factor()}
+        return {**self._carrying.take(), **self._provisioning.figures()}
 
     def time_split(self) -> dict[str, float]:
         """Seconds that the batch claimed last took to generate, and then to score."""
@@ -382,7 +410,7 @@ class Coordinator:
     async def _announce(self, version: Version) -> None:
         await self._drawing.open_evaluation(version)
         self._newest = version.number
-        self._provisioning.began()
+        await self._begin_round(version)
         self._rounds.ring()
         self._bell.ring()
         self._tell_workers()
@@ -391,6 +419,11 @@ class Coordinator:
         if self._clearing.is_due(version.number):
             needed = await self.call(self.ledger.versions_needed, self._checkpointed_step)
             self._bell.spawn(self._clearing.pieces(needed, await self.call(self.ledger.signers)))
+
+    async def _begin_round(self, version: Version) -> None:
+        slots = self._presence.total_slots(self.settings.lease_ttl_s)
+        survivors = await self._share(self.ledger.survivors) if self._provisioning.wants_survivors else []
+        self._provisioning.began(version.step, slots, survivors)
 
     async def evaluation(self, step: int) -> EvalRound:
         """The evaluation of a step, once it is complete; deadlines are the trainer's, without which no step comes."""

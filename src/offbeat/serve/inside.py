@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offbeat.control.step_time import Timing
 from offbeat.ledger.records import Outcome
 from offbeat.serve.client import Heartbeat, Lease, verified
 from offbeat.serve.coordinator import Coordinator
@@ -34,6 +35,9 @@ class InsideWorker:
 
     async def round_over(self, number: int, wait_s: float) -> bool:
         return await self._coordinator.round_over(number, wait_s)
+
+    async def timed(self, timings: Sequence[Timing]) -> None:
+        self._coordinator.timed(self._name, timings)
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
         return await self._coordinator.newer(have_version, wait_s)

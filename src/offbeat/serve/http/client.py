@@ -9,10 +9,11 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from offbeat.control.step_time import Timing
 from offbeat.errors import DeadlineError, UserError
 from offbeat.ledger.errors import Forbidden, LedgerError
 from offbeat.ledger.records import Batch, Outcome, Reconciled
@@ -118,6 +119,10 @@ class RemoteWorker:
             found = await self._connection.call("/v1/round-over", call, wire.RoundOver, wait_s=poll_s)
             if found.is_over or left_s <= poll_s:
                 return found.is_over
+
+    async def timed(self, timings: Sequence[Timing]) -> None:
+        told = [astuple(timing) for timing in timings[-wire.MAX_TIMINGS :]]
+        await self._connection.tell("/v1/timings", wire.TimingsCall(timings=told))
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
         deadline_s = time.monotonic() + wait_s

@@ -29,6 +29,8 @@ MSGPACK = "application/msgpack"
 OCTETS = "application/octet-stream"
 MAX_SEGMENTS = 2048
 """Each is looked at in the light of those before it; a trajectory that crosses thousands of versions is not one."""
+MAX_TIMINGS = 256
+"""In one call; an engine's step times are known by far fewer."""
 DTYPE = re.compile(r"[<|][biuf][1248]|<f2")
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -73,6 +75,11 @@ class GiveBackCall(Call):
 class RoundOverCall(Call):
     number: Count
     wait_s: Seconds
+
+
+class TimingsCall(Call):
+    timings: Annotated[list[tuple[Count, Count, Count, Count, Seconds]], Meta(max_length=MAX_TIMINGS)]
+    """The fields of `offbeat.control.step_time.Timing`, in their order."""
 
 
 class NewerCall(Call):

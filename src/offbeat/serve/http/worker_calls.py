@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
+from offbeat.control.step_time import Timing
 from offbeat.ledger.errors import Forbidden
 from offbeat.ledger.records import Outcome
 from offbeat.ledger.workers import Role, Worker, WorkerState
@@ -75,6 +76,12 @@ async def round_over(desk: Desk, worker: Worker, request: Request) -> Response:
     call = await desk.bodies.record(request, wire.RoundOverCall)
     work = desk.coordinator.round_over(call.number, min(call.wait_s, desk.settings.max_wait_s))
     return await reply(request, wire.RoundOver(await desk.patiently(request, work)))
+
+
+async def timings(desk: Desk, worker: Worker, request: Request) -> Response:
+    call = await desk.bodies.record(request, wire.TimingsCall)
+    desk.coordinator.timed(worker.name, [Timing(*told) for told in call.timings])
+    return Response(status_code=204)
 
 
 async def newer(desk: Desk, worker: Worker, request: Request) -> Response:
@@ -166,6 +173,7 @@ ROUTES = (
     Route("POST", "/v1/newer", newer, ROLLOUT),
     Route("POST", "/v1/round-over", round_over, ROLLOUT),
     Route("POST", "/v1/give-back", give_back, ROLLOUT),
+    Route("POST", "/v1/timings", timings, ROLLOUT),
     Route("POST", "/v1/leave", leave, ANYONE),
     Route("GET", "/v1/run", run_info, ANYONE),
     Route("POST", "/v1/sources", sources, ROLLOUT),
