@@ -54,7 +54,9 @@ def rest_of(asked: Request, generation: Generation) -> Request:
     return replace(ask(), tokens=whole, position=num_tokens(generation), kv=asked.kv)
 
 
-def cut_and_carried_on(kv: KvMode = KvMode.SAME, load: bool = False, others: int = 0) -> tuple[float, EngineFigures]:
+def cut_and_carried_on(
+    *, kv: KvMode = KvMode.SAME, load: int | None = None, others: int = 0
+) -> tuple[float, EngineFigures]:
     """How long ten tokens take after a cut at two, and all figures by then."""
 
     async def scenario() -> tuple[float, EngineFigures]:
@@ -65,8 +67,8 @@ def cut_and_carried_on(kv: KvMode = KvMode.SAME, load: bool = False, others: int
         await engine.abort()
         rest = rest_of(asked, await running)
         assert rest.position == 2
-        if load:
-            await engine.load(paced_version(2))
+        if load is not None:
+            await engine.load(paced_version(load))
         await asyncio.gather(*(engine.generate(ask(1, max_new_tokens=1)) for _ in range(others)))
         start_s = now_s()
         end_s, _ = await timed(engine, rest)
@@ -81,7 +83,7 @@ def test_a_paced_request_that_was_cut_is_not_fed_again():
     assert (figures.num_prefilled_tokens, figures.num_resumed_tokens) == (8, 9)
 
 
-@pytest.mark.parametrize("how", [{"kv": KvMode.REFILL}, {"load": True}, {"others": 4}], ids=["refill", "load", "full"])
+@pytest.mark.parametrize("how", [{"kv": KvMode.REFILL}, {"load": 2}, {"load": 1}, {"others": 4}], ids=str)
 def test_a_paced_request_is_fed_again_after_a_load_or_where_its_slot_was_needed_or_it_wants_to(how):
     seconds, figures = cut_and_carried_on(**how)
     assert seconds == pytest.approx(10 * 0.25 + 10 * 1.5)
