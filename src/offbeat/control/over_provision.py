@@ -27,7 +27,7 @@ from offbeat.control.rounds import Outlook, Setting, Survivor, outlooks
 from offbeat.control.step_time import StepTime
 
 NUM_FACTORS = 12
-MIN_ENDED = 32
+MIN_ENDED = 24
 """Answers before lengths are believed: of fewer the tail is not seen."""
 MAX_FIT_ERROR = 0.15
 MIN_GAIN = 0.03
@@ -89,6 +89,9 @@ class OverProvision:
         self._index, self._leads = 0, np.zeros(len(self.factors))
         """The factor in force, and what the leads of each other over it add up to."""
         self._has_moved = False
+        """The first round at a new factor is neither the old one's nor the new one's: it corrects nothing."""
+        self._unpredicted: list[tuple[float, float]] = []
+        """Tokens and seconds of rounds at 1 before anything could be predicted: other factors are held against them."""
 
     @property
     def error(self) -> float:
@@ -108,6 +111,8 @@ class OverProvision:
             law = self.lengths.law()
             seed = self._seed + 1000 * self._num_decided
             seen = outlooks(setting, step_time, law, self.factors, seed=seed, survivors=survivors)
+            while self._unpredicted:
+                self.corrections.note(0, *self._unpredicted.pop(), seen[0].tokens_per_s)
             reason = self._choose(seen)
             min_rows = step_time.knee(BUSY, setting.prompt_tokens + law.mean_context)
             self.last = self._decision(seen[self._index], reason, min_rows)
@@ -117,9 +122,12 @@ class OverProvision:
     def outcome(self, tokens: float, seconds: float) -> None:
         """What the round gave: the tokens generated, and its seconds with those of the update after it."""
         predicted = self.last.predicted_tokens_per_s
-        if predicted is None or self._has_moved or tokens <= 0 or seconds <= 0:
-            return  # the first round at a new factor is neither the old one's nor the new one's
-        self.corrections.note(self._index, tokens / seconds, predicted)
+        if self._has_moved or tokens <= 0 or seconds <= 0:
+            return
+        if predicted is None:
+            self._unpredicted = [*self._unpredicted[-MEMORY:], (tokens, seconds)]
+        else:
+            self.corrections.note(self._index, tokens, seconds, predicted)
 
     def _why_not(self) -> str | None:
         if len(self.factors) == 1:
