@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from offbeat.launch.folder import RunFolder
-from offbeat.ledger.records import Counts, EvalRound, Member
+from offbeat.ledger.records import Batch, Counts, EvalRound, Member
 from offbeat.serve.evaluation import eval_figures
 from offbeat.watch.console import Console, held_out
 from offbeat.watch.history import read_metrics
@@ -141,6 +142,7 @@ def step_row(report: StepReport, spans: Mapping[str, float]) -> dict[str, Any]:
         "tokens": int(lengths.sum()),
         "dropped_no_signal": report.batch.num_no_signal,
         **{f"time_{name}_s": value for name, value in spans.items()},
+        **_siblings_row(report.batch),
         **_weights_row(report.weights),
     }
     by_source = {group.source for group in report.batch.groups}
@@ -149,6 +151,21 @@ def step_row(report: StepReport, spans: Mapping[str, float]) -> dict[str, Any]:
             own = [m.reward for g in report.batch.groups if g.source == source for m in g.members]
             row[f"reward/{source}"] = float(np.mean(own))
     return row | _parts_row(members)
+
+
+def _siblings_row(batch: Batch) -> dict[str, float]:
+    """How answers were released that were not to wait for their siblings; nothing where groups are claimed whole."""
+    released = [(group, member) for group in batch.groups if group.prompt is not None for member in group.members]
+    if not released:
+        return {}
+    num_here = Counter(group.prompt for group, _ in released)
+    is_lone = [num_here[group.prompt] == 1 and not group.earlier for group, _ in released]
+    is_early = np.array([group.is_early for group, _ in released])
+    lengths = np.array([member.trajectory.num_tokens for _, member in released])
+    row = {"lone_share": float(np.mean(is_lone)), "early_share": float(is_early.mean())}
+    if is_early.any():
+        row["early_length"] = float(lengths[is_early].mean() / lengths.mean())
+    return row
 
 
 def _parts_row(members: Sequence[Member]) -> dict[str, float]:
