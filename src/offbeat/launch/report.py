@@ -120,8 +120,9 @@ class Reporter:
             self.console.alarm(f"{picture}: cannot be written: {error.strerror}")
 
 
-def step_row(report: StepReport, spans: Mapping[str, float]) -> dict[str, Any]:
-    """What the trainer knows of a finished step; `spans` are the seconds that its parts took."""
+def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) -> dict[str, Any]:
+    """What the trainer knows of a finished step; `spans` are the seconds that its parts took, `num_siblings` the groups
+    that each prompt was drawn as."""
     members = [member for group in report.batch.groups for member in group.members]
     rewards = np.array([member.reward for member in members])
     lengths = np.array([member.trajectory.num_tokens for member in members])
@@ -142,7 +143,7 @@ def step_row(report: StepReport, spans: Mapping[str, float]) -> dict[str, Any]:
         "tokens": int(lengths.sum()),
         "dropped_no_signal": report.batch.num_no_signal,
         **{f"time_{name}_s": value for name, value in spans.items()},
-        **_siblings_row(report.batch),
+        **(_siblings_row(report.batch, num_siblings) if num_siblings > 1 else {}),
         **_weights_row(report.weights),
     }
     by_source = {group.source for group in report.batch.groups}
@@ -153,16 +154,13 @@ def step_row(report: StepReport, spans: Mapping[str, float]) -> dict[str, Any]:
     return row | _parts_row(members)
 
 
-def _siblings_row(batch: Batch) -> dict[str, float]:
-    """How answers were released that were not to wait for their siblings; nothing where groups are claimed whole."""
-    released = [(group, member) for group in batch.groups if group.prompt is not None for member in group.members]
-    if not released:
-        return {}
-    num_here = Counter(group.prompt for group, _ in released)
-    is_lone = [num_here[group.prompt] == 1 and not group.earlier for group, _ in released]
-    is_early = np.array([group.is_early for group, _ in released])
-    lengths = np.array([member.trajectory.num_tokens for _, member in released])
-    row = {"lone_share": float(np.mean(is_lone)), "early_share": float(is_early.mean())}
+def _siblings_row(batch: Batch, num_siblings: int) -> dict[str, float]:
+    """How far answers went without their siblings: those released early are the short ones."""
+    num_here = Counter(group.prompt for group in batch.groups)
+    num_known = np.array([num_here[group.prompt] + len(group.earlier) for group in batch.groups])
+    lengths = np.array([member.trajectory.num_tokens for group in batch.groups for member in group.members])
+    is_early = num_known < num_siblings
+    row = {"lone_share": float(np.mean(num_known == 1)), "early_share": float(is_early.mean())}
     if is_early.any():
         row["early_length"] = float(lengths[is_early].mean() / lengths.mean())
     return row

@@ -197,8 +197,6 @@ class BatchGroup:
     """Of an answer that was claimed without its siblings, what it has in common with them; None for a whole group."""
     earlier: tuple[float, ...] = ()
     """Rewards of siblings that are not in the batch, as far as they were known when it was claimed."""
-    is_early: bool = False
-    """Whether a sibling had not ended by then."""
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,18 @@ again with the same seed, and one answer would count twice. A group that was dro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from offbeat.control.settle import MAX_RETRIES
 from offbeat.ledger.database import Database
-from offbeat.ledger.records import Drop
 
-OF_PROMPT = """
-SELECT s.ordinal, s.id, o.id, s.batch IS :batch, s.reason, s.retry, r.value
+EARLIER = """
+SELECT s.ordinal, s.id, r.value
 FROM groups o INDEXED BY groups_drawn CROSS JOIN groups s ON s.purpose = 'train' AND s.ordinal = o.ordinal
-CROSS JOIN tasks t ON t.group_id = s.id LEFT JOIN rewards r ON r.task = t.id AND r.seq <= :last_reward
+CROSS JOIN tasks t ON t.group_id = s.id CROSS JOIN rewards r ON r.task = t.id
 WHERE o.purpose = 'train' AND o.reissue_of IS NULL AND o.source = :source AND o.source_ordinal = :source_ordinal
+    AND s.batch IS NOT :batch AND s.reason IS NOT 'abandoned' AND r.value IS NOT NULL AND r.seq <= :last_reward
 """
-"""All groups of a prompt, however often they were issued; a reward that failed has no value."""
+"""Rewards that a batch knows of a prompt's other groups, however often those were issued."""
 
 
 class Kin(NamedTuple):
@@ -32,31 +30,19 @@ class Kin(NamedTuple):
     """The group that the prompt was first drawn as."""
     earlier: tuple[float, ...]
     """By ordinal: who was scored first must not matter."""
-    is_early: bool
 
 
 def of_batch(db: Database, batch: int) -> dict[int, Kin]:
     """By group; without the groups that were claimed whole."""
-    prompts: dict[tuple[str, int], list[int]] = {}
-    query = "SELECT source, source_ordinal, id FROM groups WHERE batch = ? AND size = 1"
-    for source, source_ordinal, group in db.execute(query, (batch,)):
-        prompts.setdefault((source, source_ordinal), []).append(group)
+    query = """SELECT g.source, g.source_ordinal, g.id, o.id
+               FROM groups g CROSS JOIN groups o INDEXED BY groups_drawn ON o.purpose = 'train' AND o.reissue_of IS NULL
+                   AND o.source = g.source AND o.source_ordinal = g.source_ordinal AND o.sibling = 0
+               WHERE g.batch = ? AND g.size = 1"""
+    groups = db.execute(query, (batch,)).fetchall()
     (last_reward,) = db.execute("SELECT last_reward FROM batches WHERE id = ?", (batch,)).fetchone()
-    found: dict[int, Kin] = {}
-    for (source, source_ordinal), groups in prompts.items():
-        asked = {"source": source, "source_ordinal": source_ordinal, "batch": batch, "last_reward": last_reward}
-        found.update(dict.fromkeys(groups, _kin(sorted(db.execute(OF_PROMPT, asked)))))
-    return found
-
-
-def _kin(rows: Sequence[tuple[int, int, int, bool, str | None, int, float | None]]) -> Kin:
-    earlier: list[float] = []
-    ended: set[int] = set()
-    for ordinal, _, _, is_in_batch, reason, retry, reward in rows:
-        if reward is not None and reason != Drop.ABANDONED:
-            ended.add(ordinal)
-            if not is_in_batch:
-                earlier.append(reward)
-        elif reason == Drop.FAILED and retry == MAX_RETRIES:
-            ended.add(ordinal)
-    return Kin(rows[0][2], tuple(earlier), len(ended) < len({row[0] for row in rows}))
+    earlier: dict[int, tuple[float, ...]] = {}
+    for source, source_ordinal, _, prompt in groups:
+        if prompt not in earlier:
+            asked = {"source": source, "source_ordinal": source_ordinal, "batch": batch, "last_reward": last_reward}
+            earlier[prompt] = tuple(reward for _, _, reward in sorted(db.execute(EARLIER, asked)))
+    return {group: Kin(prompt, earlier[prompt]) for _, _, group, prompt in groups}
