@@ -12,6 +12,11 @@ def test_a_run_adds_up():
     assert "checkpoints 7.2 MB" in lines  # two kept and one being written, 12 bytes a parameter
 
 
+def test_answers_that_are_claimed_by_themselves_are_dealt_by_themselves():
+    lines = "\n".join(arithmetic(load(None, ["--batch.gate=release", "--batch.updates-per-step=4"])))
+    assert "32 groups × 8 = 256 samples, each claimed by itself, 4 updates of 64 samples" in lines
+
+
 def test_evaluations_and_checkpoints_are_counted_with_the_first_and_the_last():
     config = load(None, ["--run.steps=50", "--eval.every=20", "--checkpoint.every=20"])
     assert (num_evaluations(config), num_checkpoints(config)) == (4, 3)  # 0, 20, 40, 50 and 20, 40, 50
@@ -26,14 +31,16 @@ def test_evaluations_and_checkpoints_are_counted_with_the_first_and_the_last():
     prompt=st.integers(1, 20),
     new=st.integers(1, 20),
     room=st.integers(0, 200),
+    gate=st.sampled_from(["strict", "release"]),
 )
-def test_packing_never_needs_more_micro_batches_than_promised(groups, group_size, prompt, new, room):
+def test_packing_never_needs_more_micro_batches_than_promised(groups, group_size, prompt, new, room, gate):
     limit = prompt + new + room
     config = from_dict(
         {
             "batch": {
                 "groups_per_step": groups,
                 "group_size": group_size,
+                "gate": gate,
                 "tokens_per_microbatch": limit,
             },
             "rollout": {"max_prompt_tokens": prompt, "max_new_tokens": new},
@@ -41,6 +48,8 @@ def test_packing_never_needs_more_micro_batches_than_promised(groups, group_size
     )
     packed = _plan_by_hand(groups, group_size, prompt, new, limit)
     assert packed <= microbatches_per_update(config)
+    if gate == "release":  # each may be the answer to another prompt
+        assert _plan_by_hand(groups * group_size, 1, prompt, new, limit) <= microbatches_per_update(config)
 
 
 def _plan_by_hand(groups: int, group_size: int, prompt: int, new: int, tokens_per_microbatch: int) -> int:

@@ -227,6 +227,24 @@ REFUSALS = {
         {"loss.name": "dapo", "loss.advantage": "gae"},
         'batch.drop_no_signal = true: loss.advantage = "gae" learns from groups whose rewards are all equal too',
     ),
+    "released before its signal is known": (
+        {"batch.gate": "release", "loss.name": "dapo"},
+        'batch.drop_no_signal = true: allowed false with batch.gate = "release", where answers are trained before '
+        "anybody knows whether their group's rewards are all equal",
+    ),
+    "released from a group that must remain": (
+        {"batch.gate": "batch", "batch.min_group": 3},
+        'batch.min_group = 3: leave it out with batch.gate = "batch", where an answer waits for no other',
+    ),
+    "released for nothing": (
+        {"batch.gate": "release", "loss.name": "ppo"},
+        'batch.gate = "release": loss.advantage = "gae" does not look at siblings; set batch.gate = "batch"',
+    ),
+    "siblings within a batch": (
+        {"batch.gate": "batch", "loss.advantage": "mean"},
+        'loss.advantage = "mean": allowed batch, gae with batch.gate = "batch", because it compares siblings; leave it '
+        'out, or set batch.gate = "release"',
+    ),
     "uncorrected": (
         {**OVERLAP, "loss.correction": "off"},
         'loss.correction = "off": tokens up to schedule.max_staleness = 4 steps old would count like fresh ones; take '
@@ -261,10 +279,38 @@ def test_keys_that_do_not_go_together_are_refused_in_one_line(case):
         {**OVERLAP, "loss.correction": "off", "loss.allow_uncorrected": True},
         {"loss.name": "gspo", "loss.aggregate": "sequence_mean"},
         {"loss.name": "dapo", "loss.advantage": "gae", "batch.drop_no_signal": False},
+        {"batch.gate": "release", "loss.name": "dapo", "batch.drop_no_signal": False},
+        {"batch.gate": "release", "loss.advantage": "group"},
+        {"batch.gate": "release", "run.exact": True},
+        {"batch.gate": "batch", "loss.advantage": "mine.py:advantage"},
     ],
 )
 def test_what_stands_at_the_border_is_allowed(keys):
     from_dict({}, keys)
+
+
+@pytest.mark.parametrize(
+    "gate, name, advantage",
+    [
+        ("strict", "grpo", "group"),
+        ("release", "grpo", "siblings"),
+        ("release", "dr_grpo", "leave_one_out"),
+        ("release", "rloo", "leave_one_out"),
+        ("batch", "grpo", "batch"),
+        ("batch", "rloo", "batch"),
+        ("batch", "reinforce++", "batch"),
+        ("batch", "ppo", "gae"),
+    ],
+)
+def test_a_gate_that_does_not_wait_for_siblings_brings_a_baseline_that_does_without_them(gate, name, advantage):
+    assert chosen(batch__gate=gate, loss__name=name).advantage == advantage
+
+
+@pytest.mark.parametrize("gate, members, siblings", [("strict", 8, 1), ("release", 1, 8), ("batch", 1, 8)])
+def test_a_step_trains_as_many_answers_with_every_gate(gate, members, siblings):
+    batch = from_dict({}, {"batch.gate": gate, "batch.groups_per_step": 6}).batch
+    assert (batch.members, batch.siblings) == (members, siblings)
+    assert batch.claims_per_step * batch.members == 48
 
 
 @pytest.mark.parametrize("value", [0.28, 0.999, 0])

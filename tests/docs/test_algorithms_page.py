@@ -11,8 +11,17 @@ from doc_reader import ROOT, SMALL_WORDS, Reader, blocks
 
 from offbeat.cli.main import main
 from offbeat.config import load
-from offbeat.config.learning import ADVANTAGES, IMPORTANCE, OWN, PRESETS, Aggregate, Preset
-from offbeat.config.models import RewardConfig
+from offbeat.config.learning import (
+    ADVANTAGES,
+    BEYOND_SIBLINGS,
+    IMPORTANCE,
+    OWN,
+    PRESETS,
+    RELEASED,
+    Aggregate,
+    Preset,
+)
+from offbeat.config.models import BatchConfig, RewardConfig
 from offbeat.learn.advantages import ADVANTAGES as RULES
 from offbeat.learn.corrections import VETO
 from offbeat.learn.divergence import DIVERGENCES
@@ -68,10 +77,19 @@ def test_what_the_page_says_of_an_own_loss_is_its_preset():
 def test_every_advantage_is_on_the_page_with_its_value():
     rows = {bare(name): value for name, _, value in table("`loss.advantage`")}
     assert tuple(rows) == ADVANTAGES
-    for name in ("group", "mean", "leave_one_out"):
+    for name in ("group", "mean", "leave_one_out", "siblings"):
         best, others, count = re.fullmatch(r"(\S+), (\S+) x (\d)", rows[name]).groups()
         found = RULES[name](np.array([1.0, 0, 0, 0]), np.zeros(4, int))
         assert found == pytest.approx([float(best), *[float(others)] * int(count)], abs=1e-6)
+
+
+def test_every_gate_is_on_the_page_with_the_advantages_that_it_brings():
+    rows = {bare(row[0]): row[3] for row in table("`batch.gate`")}
+    assert list(rows) == list(BatchConfig.model_fields["gate"].annotation.__args__)
+    for preset, brought in RELEASED.items():
+        assert re.search(rf"`{brought}` for (the preset's )?`{preset}`", rows["release"])
+    for name in BEYOND_SIBLINGS:
+        assert f"`{name}`" in rows["batch"]
 
 
 def test_every_aggregation_and_every_divergence_is_on_the_page():

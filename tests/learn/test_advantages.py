@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.config.learning import ADVANTAGES as NAMES
-from offbeat.learn.advantages import ADVANTAGES, batch_normalised, group_centred, group_normalised, leave_one_out
+from offbeat.learn.advantages import (
+    ADVANTAGES,
+    batch_normalised,
+    group_centred,
+    group_normalised,
+    leave_one_out,
+    siblings_normalised,
+)
 
 ONE_RIGHT = np.array([1.0, 0, 0, 0])
 
@@ -18,10 +25,11 @@ def test_one_right_answer_in_four_gives_the_known_advantages():
     np.testing.assert_allclose(group_normalised(ONE_RIGHT, one), [1.499997] + [-0.499999] * 3, rtol=1e-6)
     np.testing.assert_allclose(group_centred(ONE_RIGHT, one), [0.75] + [-0.25] * 3)
     np.testing.assert_allclose(leave_one_out(ONE_RIGHT, one), [1] + [-1 / 3] * 3, rtol=1e-6)
+    np.testing.assert_allclose(siblings_normalised(ONE_RIGHT, one), [1.999996] + [-0.6666653] * 3, rtol=1e-6)
     np.testing.assert_allclose(batch_normalised(ONE_RIGHT, np.arange(4)), [1.499997] + [-0.499999] * 3, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["group", "mean", "leave_one_out"])
+@pytest.mark.parametrize("name", ["group", "mean", "leave_one_out", "siblings"])
 def test_a_singleton_has_no_advantage_and_takes_none_from_others(name):
     advantage = ADVANTAGES[name]
     got = advantage(np.array([1.0, 7.0, 0.0]), np.array([7, 3, 7]))
@@ -50,8 +58,8 @@ def one_by_one(name: str, rewards: np.ndarray, groups: np.ndarray) -> list[float
         mean = math.fsum(others) / len(others)
         spread = math.sqrt(math.fsum((r - mean) ** 2 for r in others) / (len(others) - 1))
         rest = (math.fsum(others) - reward) / (len(others) - 1)
-        scale = 1 / (spread + 1e-6) if name in ("group", "batch") else 1.0
-        found.append((reward - (rest if name == "leave_one_out" else mean)) * scale)
+        scale = 1 / (spread + 1e-6) if name in ("group", "siblings", "batch") else 1.0
+        found.append((reward - (rest if name in ("leave_one_out", "siblings") else mean)) * scale)
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 from test_packing import make_samples
 
 from offbeat.errors import UserError
-from offbeat.learn.advantages import group_centred
+from offbeat.learn.advantages import ADVANTAGES, group_centred
 from offbeat.learn.credit import GaeSettings, credit
 
 NOTHING = [None] * 4
@@ -37,6 +37,46 @@ def test_an_advantage_of_ones_own_is_given_rewards_and_groups_and_must_give_one_
     assert [a[0] for a in found.advantages] == [2, 0, 0, -1]
     with pytest.raises(UserError, match=r"^loss\.advantage: gave shape \(3,\) for 4 answers; one number each is want"):
         credit(some_samples(), lambda rewards, groups: rewards[:3], None, NOTHING)
+
+
+def released(rewards: list[float], prompts: list[int], earlier: dict[int, tuple[float, ...]]):
+    """Answers that were claimed one by one, with what is known of siblings that are not among them."""
+    made = make_samples(np.random.default_rng(0), [(2, [1])] * len(rewards))
+    return [
+        replace(sample, reward=reward, siblings=prompt, earlier=earlier.get(prompt, ()))
+        for sample, reward, prompt in zip(made, rewards, prompts, strict=True)
+    ]
+
+
+def recalled(name: str, samples) -> list[float]:
+    found = credit(samples, ADVANTAGES[name], None, [None] * len(samples), recalls_siblings=True)
+    return [float(a[0]) for a in found.advantages]
+
+
+def test_a_released_answer_is_judged_against_the_siblings_known_in_and_out_of_its_batch():
+    samples = released([1.0, 0.0, 1.0], [7, 7, 3], {7: (0.5, 0.5), 3: (0.25,)})
+    assert recalled("leave_one_out", samples) == pytest.approx([2 / 3, -2 / 3, 0.75])
+    spread = np.sqrt(np.var([1, 0, 0.5, 0.5], ddof=1)), np.sqrt(np.var([1, 0.25], ddof=1))
+    wanted = [2 / 3 / spread[0], -2 / 3 / spread[0], 0.75 / spread[1]]
+    assert recalled("siblings", samples) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_released_answer_without_a_known_sibling_has_no_advantage():
+    samples = released([1.0, 0.0, 1.0], [7, 7, 3], {})
+    assert recalled("siblings", samples)[2] == recalled("leave_one_out", samples)[2] == 0
+
+
+def test_where_all_siblings_are_in_the_batch_leaving_one_out_is_what_it_is_for_whole_groups():
+    whole = some_samples()
+    apart = [replace(s, group=10 + i, siblings=s.group) for i, s in enumerate(whole)]
+    found = credit(whole, ADVANTAGES["leave_one_out"], None, NOTHING)
+    assert recalled("leave_one_out", apart) == [a[0] for a in found.advantages]
+
+
+def test_the_mean_of_a_batch_is_that_of_the_batch_alone():
+    samples = released([1.0, 0.0], [7, 7], {7: (1.0,) * 50})
+    found = credit(samples, ADVANTAGES["batch"], None, NOTHING)
+    assert [float(a[0]) for a in found.advantages] == pytest.approx([np.sqrt(0.5), -np.sqrt(0.5)], rel=1e-5)
 
 
 def test_with_a_value_head_every_token_has_its_own_and_returns_are_what_it_should_have_said():

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -88,6 +90,13 @@ def test_a_sliding_window_is_kept_to(short_tokens, monkeypatch):
 def test_a_groups_prompt_stands_in_the_row_once():
     samples = make_samples(np.random.default_rng(0), [(10, [4, 4, 4])])
     assert pack(samples, range(3), CPU).num_tokens == 10 + 3 * 3
+
+
+def test_answers_that_were_claimed_apart_share_their_prompt_all_the_same():
+    samples = make_samples(np.random.default_rng(0), [(10, [4, 4, 4])])
+    apart = [replace(sample, group=group, siblings=7) for group, sample in zip([9, 2, 5], samples, strict=True)]
+    assert pack(apart, range(3), CPU).num_tokens == 10 + 3 * 3
+    assert plan(apart, 19) == [[0, 1, 2]]
 
 
 shapes = st.lists(

@@ -112,3 +112,27 @@ def test_the_order_of_samples_does_not_matter(name):
     policy = policy_for(how)
     train_step(policy, [SAMPLES[i] for i in (7, 2, 11, 0, 9, 4, 1, 10, 3, 6, 8, 5)], how, lr=1e-3)
     assert_same(gradient, policy.gradients[0])
+
+
+def test_answers_that_were_claimed_apart_are_trained_like_those_of_whole_groups():
+    """But for the updates, which they are dealt to one by one."""
+    how = preset_settings("grpo", "tis", recalls_siblings=True)
+    wanted, (gradient,) = whole(how)
+    apart = [replace(sample, group=100 - i, siblings=sample.group) for i, sample in enumerate(SAMPLES)]
+    policy = policy_for(how)
+    found = train_step(policy, apart, how, lr=1e-3)
+    assert found.loss == pytest.approx(wanted.loss, abs=1e-6)
+    assert found.num_row_tokens == wanted.num_row_tokens, "a prompt is packed once, whoever claimed its answers"
+    assert_same(gradient, policy.gradients[0])
+    assert [len(part) for part in parts_of(apart, 4)] == [3, 3, 3, 3]
+
+
+def test_a_sibling_outside_the_batch_moves_advantages_where_it_is_asked_for():
+    how = preset_settings("rloo")
+    recalling = [replace(sample, earlier=(9.0, 9.0)) for sample in SAMPLES]
+    told = {}
+    for recalls in (False, True):
+        step = StepUnderWay(policy_for(how), recalling, replace(how, recalls_siblings=recalls), None)
+        step.begin(parts_of(recalling, 1))
+        told[recalls] = [float(a[0]) for a in step.credit.advantages]
+    assert max(told[True]) < 0 <= max(told[False])

@@ -11,6 +11,7 @@ import random
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,18 @@ def new_groups(
             require_version=require_version,
         )
         for i in range(count)
+    ]
+
+
+def released_groups(
+    ledger: Ledger, count: int, num_siblings: int, *, require_version: int | None = 0
+) -> list[NewGroup]:
+    """The next groups of one answer each, `num_siblings` of them for every prompt."""
+    groups = new_groups(ledger, count, size=1, require_version=require_version)
+    prompts = [divmod(group.ordinal, num_siblings) for group in groups]
+    return [
+        replace(group, source_ordinal=prompt, sibling=sibling, prompt_tokens=prompt_of(prompt))
+        for group, (prompt, sibling) in zip(groups, prompts, strict=True)
     ]
 
 

@@ -9,14 +9,14 @@ from ledger_run import answer, eval_groups, full_step, handed, new_groups, versi
 from offbeat.control.admit import Standing
 from offbeat.ledger.errors import Refused
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Cursor, derive_seed
+from offbeat.ledger.records import Cursor, Drawn, derive_seed
 
 
 def test_the_cursor_counts_what_was_drawn_from_each_source(ledger: Ledger):
     assert ledger.cursor() == Cursor(0, {})
     ledger.admit(new_groups(ledger, 3, source="sums"))
     ledger.admit(new_groups(ledger, 2, source="words"))
-    assert ledger.cursor() == Cursor(5, {"sums": 3, "words": 2})
+    assert ledger.cursor() == Cursor(5, {"sums": 3, "words": 2}, Drawn("words", 1, 0))
 
 
 def test_a_source_may_skip_problems_but_never_repeat_one(ledger: Ledger):

@@ -33,7 +33,7 @@ def test_a_newer_schema_is_refused_in_one_line(tmp_path: Path):
     Ledger(path).close()
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
-    with pytest.raises(UserError, match=r"written by a newer Offbeat \(schema 99; this one reads 4\)"):
+    with pytest.raises(UserError, match=r"written by a newer Offbeat \(schema 99; this one reads 5\)"):
         Ledger(path)
 
 
@@ -105,5 +105,5 @@ def test_an_older_schema_is_refused_in_one_line(tmp_path: Path):
     Ledger(path).close()
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE meta SET value = '1' WHERE key = 'schema'")
-    with pytest.raises(UserError, match=r"written by an older Offbeat \(schema 1; this one reads 4\)"):
+    with pytest.raises(UserError, match=r"written by an older Offbeat \(schema 1; this one reads 5\)"):
         Ledger(path)

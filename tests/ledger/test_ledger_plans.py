@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_run import answer, handed, new_groups, quick_folder, version
+from ledger_run import answer, handed, new_groups, quick_folder, released_groups, version
 
 from offbeat.ledger.database import Database
 from offbeat.ledger.ledger import Ledger
@@ -52,6 +52,20 @@ def test_nothing_on_the_way_of_a_trajectory_scans_a_table_or_sorts_what_waits(bu
             assert not re.fullmatch(r"SCAN (groups|tasks|trajectories|segments|rewards|partials|[gtjsrp])", line), (
                 statement
             )
+
+
+def test_what_a_batch_knows_of_siblings_is_told_from_indices(tmp_path: Path):
+    with Ledger(tmp_path / "l.sqlite", max_staleness=2) as ledger:
+        ledger.publish(version(0, 0))
+        ledger.admit(released_groups(ledger, 30, 5, require_version=None))
+        ledger.submit([handed(answer(task, [0]), "w", task.fence) for task in ledger.lease("w", 30, 0)])
+        ledger.score([Scored(waiting.task, [Reward(1.0)]) for waiting in ledger.unscored(30)])
+        plans = plans_of(ledger, lambda: ledger.claim(0, 7, 2, in_order=False))
+    lines = [line for plan in plans.values() for line in plan]
+    assert "SEARCH s USING INDEX groups_by_ordinal (purpose=? AND ordinal=?)" in lines
+    assert not [
+        line for line in lines if "TEMP B-TREE" in line or re.fullmatch(r"SCAN (groups|tasks|rewards|[gtrso])", line)
+    ]
 
 
 @pytest.mark.parametrize("is_bound", [True, False])

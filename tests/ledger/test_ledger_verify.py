@@ -130,6 +130,10 @@ EDITS = {
         "but version 2, which is of step 2 or abandoned",
     ),
     "ordinal skipped": ("UPDATE groups SET ordinal = 99 WHERE ordinal = 0", "an ordinal is missing"),
+    "sibling renumbered": (
+        "UPDATE groups SET sibling = 1 WHERE ordinal = 0",
+        "prompt 0 of 'sums': its 1 groups are not siblings 0 to 1 - 1",
+    ),
     "cursor moved": ("UPDATE sources SET drawn = drawn + 1", "were drawn from 'sums', but the groups say"),
     "cursor lost": ("DELETE FROM sources", "source 'sums' was drawn from, but the cursor does not know it"),
     "trained twice": (
@@ -153,6 +157,10 @@ EDITS = {
     "abandoned tokens trained": (
         f"UPDATE segments SET version = 3 WHERE task = {SCORED}",
         "tokens count as trained or audited, 0 as stale, 0 as abandoned, but by their versions",
+    ),
+    "scored too late": (
+        "UPDATE batches SET last_reward = 0 WHERE step = 0",
+        "is in the batch of step 0, but was scored after the batch was claimed",
     ),
     "sum of a batch": ("UPDATE batches SET num_trained_tokens = 1", "its sums are not those of its members"),
     "oldest token": ("UPDATE batches SET max_staleness = 1, bound = 1 WHERE step = 1", "is of staleness 0, not 1"),

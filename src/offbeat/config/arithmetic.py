@@ -28,9 +28,11 @@ def arithmetic(config: Config, num_parameters: int | None = None) -> list[str]:
     samples = groups * batch.group_size
     new_tokens = samples * config.rollout.max_new_tokens
     updates = batch.updates_per_step
-    each = "one update" if updates == 1 else f"{updates} updates of {count(groups // updates, 'group')}"
+    dealt = (groups, "group") if batch.gate == "strict" else (samples, "sample")
+    each = "one update" if updates == 1 else f"{updates} updates of {count(dealt[0] // updates, dealt[1])}"
+    apart = "" if batch.gate == "strict" else ", each claimed by itself"
     lines = [
-        f"a step       {count(groups, 'group')} × {batch.group_size} = {count(samples, 'sample')}, {each}",
+        f"a step       {count(groups, 'group')} × {batch.group_size} = {count(samples, 'sample')}{apart}, {each}",
         f"tokens       at most {config.rollout.max_new_tokens:,} new per sample, {new_tokens:,} per step",
         f"micro-batch  {batch.tokens_per_microbatch:,} tokens; at most "
         f"{count(microbatches_per_update(config), 'micro-batch')} per update",
@@ -70,15 +72,16 @@ def count(number: int, noun: str) -> str:
 
 
 def microbatches_per_update(config: Config) -> int:
-    """How many there are when all answers are as long as allowed: a group's prompt is packed once per micro-batch."""
+    """How many there are when all answers are as long as allowed: a group's prompt is packed once per micro-batch.
+    Answers that are claimed by themselves may all have different prompts."""
     batch, rollout = config.batch, config.rollout
     own, prompt = rollout.max_new_tokens - 1, rollout.max_prompt_tokens
-    groups = batch.groups_per_step // batch.updates_per_step
-    whole_group = prompt + batch.group_size * own
+    groups = batch.claims_per_step // batch.updates_per_step
+    whole_group = prompt + batch.members * own
     if whole_group <= batch.tokens_per_microbatch:
         return math.ceil(groups / (batch.tokens_per_microbatch // whole_group))
     samples_at_a_time = max(1, (batch.tokens_per_microbatch - prompt) // max(own, 1))
-    return groups * math.ceil(batch.group_size / samples_at_a_time)
+    return groups * math.ceil(batch.members / samples_at_a_time)
 
 
 def num_evaluations(config: Config) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offbeat.config.learning import ADVANTAGES, HAVE_LEAST, HAVE_MOST, PRESETS, recipe
+from offbeat.config.learning import ADVANTAGES, BEYOND_SIBLINGS, HAVE_LEAST, HAVE_MOST, PRESETS, recipe
 from offbeat.spelling import suggest
 
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 SERVED = ("vllm", "sglang")
 """Engines that are servers of their own, in processes and perhaps an environment of their own."""
+MIN_GROUP = 2
+"""The least that batch.min_group can be, and its default."""
 
 
 def batch_arithmetic_holds(config: Config) -> None:
@@ -145,10 +147,35 @@ def loss_is_known(config: Config) -> None:
             f"reward.overlong_tokens = {config.reward.overlong_tokens}: allowed less than rollout.max_new_tokens = "
             f"{config.rollout.max_new_tokens}"
         )
-    if chosen.drop_no_signal and chosen.advantage in ("batch", "gae"):
+
+
+def gate_has_a_baseline(config: Config) -> None:
+    batch, chosen = config.batch, recipe(config)
+    if batch.gate == "strict":
+        if chosen.drop_no_signal and chosen.advantage in BEYOND_SIBLINGS:
+            raise ValueError(
+                f'batch.drop_no_signal = true: loss.advantage = "{chosen.advantage}" learns from groups whose rewards '
+                "are all equal too"
+            )
+        return
+    gate = f'batch.gate = "{batch.gate}"'
+    if chosen.drop_no_signal:
         raise ValueError(
-            f'batch.drop_no_signal = true: loss.advantage = "{chosen.advantage}" learns from groups whose rewards are '
-            "all equal too"
+            f"batch.drop_no_signal = true: allowed false with {gate}, where answers are trained before anybody knows "
+            "whether their group's rewards are all equal"
+        )
+    if batch.min_group != MIN_GROUP:
+        raise ValueError(
+            f"batch.min_group = {batch.min_group}: leave it out with {gate}, where an answer waits for no other"
+        )
+    if batch.gate == "release" and chosen.advantage in BEYOND_SIBLINGS:
+        raise ValueError(
+            f'{gate}: loss.advantage = "{chosen.advantage}" does not look at siblings; set batch.gate = "batch"'
+        )
+    if batch.gate == "batch" and chosen.advantage in set(ADVANTAGES) - set(BEYOND_SIBLINGS):
+        raise ValueError(
+            f'loss.advantage = "{chosen.advantage}": allowed {", ".join(BEYOND_SIBLINGS)} with {gate}, because it '
+            'compares siblings; leave it out, or set batch.gate = "release"'
         )
 
 
@@ -162,4 +189,11 @@ def stale_data_is_corrected(config: Config) -> None:
         )
 
 
-CHECKS = (batch_arithmetic_holds, schedule_holds_together, engine_can_do_it, loss_is_known, stale_data_is_corrected)
+CHECKS = (
+    batch_arithmetic_holds,
+    schedule_holds_together,
+    engine_can_do_it,
+    loss_is_known,
+    gate_has_a_baseline,
+    stale_data_is_corrected,
+)

@@ -20,8 +20,13 @@ Aggregate = Literal["token_mean", "sequence_mean", "constant"]
 Correction = Literal["off", "decoupled", "tis", "icepop", "sequence_tis", "sequence_mask"]
 Divergence = Literal["k1", "k2", "k3"]
 
-ADVANTAGES = ("group", "mean", "leave_one_out", "batch", "gae")
+ADVANTAGES = ("group", "mean", "leave_one_out", "siblings", "batch", "gae")
 """What `loss.advantage` may name besides a function of the user's own."""
+BEYOND_SIBLINGS = ("batch", "gae")
+"""Those that do not compare answers to one prompt."""
+RELEASED = {"group": "siblings", "mean": "leave_one_out"}
+"""What stands in for a preset's advantage where answers are trained without some of their siblings: a baseline without
+the answer itself counts the same with one known sibling as with all."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,8 @@ class LossConfig(Section):
     """grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce++, ppo; or a loss of your own as `module:function`
     or `file.py:function`. See docs/algorithms.md."""
     advantage: str | None = None
-    """group, mean, leave_one_out, batch, gae, or your own as `module:function`; without it, that of `name`."""
+    """group, mean, leave_one_out, siblings, batch, gae, or your own as `module:function`; without it, that of `name`,
+    or what batch.gate makes of it."""
     aggregate: Aggregate | None = None
     """How token losses add up: by token, by sequence, or divided by a constant; without it, as `name` does."""
     aggregate_tokens: int | None = Field(None, ge=1)
@@ -164,7 +170,7 @@ def recipe(config: Config) -> Recipe:
     chosen = config.batch.drop_no_signal
     return Recipe(
         policy=preset.policy,
-        advantage=loss.advantage or preset.advantage,
+        advantage=loss.advantage or _advantage(config),
         aggregate=loss.aggregate or preset.aggregate,
         aggregate_tokens=loss.aggregate_tokens or config.rollout.max_new_tokens,
         clip_low=preset.clip_low if loss.clip_low is None else loss.clip_low,
@@ -174,6 +180,14 @@ def recipe(config: Config) -> Recipe:
         max_importance=high if loss.max_importance is None else loss.max_importance,
         drop_no_signal=preset.drop_no_signal if chosen is None else chosen,
     )
+
+
+def _advantage(config: Config) -> str:
+    """The preset's, as far as it goes with the gate."""
+    preset, gate = config.loss.preset.advantage, config.batch.gate
+    if gate == "batch" and preset not in BEYOND_SIBLINGS:
+        return "batch"
+    return RELEASED.get(preset, preset) if gate == "release" else preset
 
 
 def _correction(config: Config) -> Correction:

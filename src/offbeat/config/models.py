@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from offbeat.config.checks import CHECKS
+from offbeat.config.checks import CHECKS, MIN_GROUP
 from offbeat.config.learning import LossConfig, OptimizerConfig
 from offbeat.config.section import Section, free
 from offbeat.config.tasks import AnyTask, ArithmeticTask
@@ -77,8 +77,11 @@ class BatchConfig(Section):
     """Prompts per step."""
     group_size: int = Field(8, ge=2)
     """Answers per prompt, which are judged against each other."""
-    min_group: int = Field(2, ge=2)
-    """A group trains while this many members remain."""
+    gate: Literal["strict", "release", "batch"] = "strict"
+    """When an answer may be trained on. strict: once its whole group is scored. release: once it is scored itself,
+    judged against the siblings known by then. batch: the same, judged against the batch's mean."""
+    min_group: int = Field(MIN_GROUP, ge=MIN_GROUP)
+    """A group trains while this many members remain (gate = "strict")."""
     drop_no_signal: bool | None = None
     """Drop groups whose rewards are all equal, which teach nothing, and draw others; without it, for dapo alone."""
     max_redraws: float = Field(4.0, ge=0)
@@ -87,6 +90,21 @@ class BatchConfig(Section):
     """Optimizer updates that a step's groups are dealt to."""
     tokens_per_microbatch: int = free(16384, ge=1)
     """Tokens in one forward and backward pass: less memory with fewer, the same result."""
+
+    @property
+    def members(self) -> int:
+        """Answers that the ledger claims together: a prompt's, or each one by itself."""
+        return self.group_size if self.gate == "strict" else 1
+
+    @property
+    def siblings(self) -> int:
+        """What the ledger has of each prompt, of so many members each."""
+        return self.group_size // self.members
+
+    @property
+    def claims_per_step(self) -> int:
+        """What the ledger has of a step: as many answers with every gate."""
+        return self.groups_per_step * self.siblings
 
 
 class ScheduleConfig(Section):

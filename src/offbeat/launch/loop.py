@@ -44,7 +44,7 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
         coordinator, reporter = office.coordinator, office.reporter
 
         async def on_step(report: StepReport) -> None:
-            await coordinator.report(step_row(report, folder.spans_since_last()))
+            await coordinator.report(step_row(report, folder.spans_since_last(), config.batch.siblings))
 
         trainer = Trainer(
             coordinator,

@@ -134,6 +134,7 @@ def step_settings(config: Config) -> StepSettings:
         updates_per_step=config.batch.updates_per_step,
         tokens_per_microbatch=config.batch.tokens_per_microbatch,
         advantage=own.load_advantage(chosen.advantage) if not uses_gae else group_normalised,
+        recalls_siblings=config.batch.gate == "release",
         gae=GaeSettings(loss.gamma, loss.gae_lambda, loss.value_coef, loss.value_clip) if uses_gae else None,
         policy_loss=own.load_loss(loss.name) if loss.is_own else POLICY_LOSSES[chosen.policy],
         is_own=loss.is_own,

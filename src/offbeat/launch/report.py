@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from offbeat.launch.folder import RunFolder
-from offbeat.ledger.records import Counts, EvalRound, Member
+from offbeat.ledger.records import Batch, Counts, EvalRound, Member
 from offbeat.serve.evaluation import eval_figures
 from offbeat.watch.console import Console, held_out
 from offbeat.watch.history import read_metrics
@@ -129,8 +130,9 @@ class Reporter:
             self.console.alarm(f"{picture}: cannot be written: {error.strerror}")
 
 
-def step_row(report: StepReport, spans: Mapping[str, float]) -> dict[str, Any]:
-    """What the trainer knows of a finished step; `spans` are the seconds that its parts took."""
+def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) -> dict[str, Any]:
+    """What the trainer knows of a finished step; `spans` are the seconds that its parts took, `num_siblings` the groups
+    that each prompt was drawn as."""
     members = [member for group in report.batch.groups for member in group.members]
     rewards = np.array([member.reward for member in members])
     lengths = np.array([member.trajectory.num_tokens for member in members])
@@ -152,6 +154,7 @@ def step_row(report: StepReport, spans: Mapping[str, float]) -> dict[str, Any]:
         "tokens": int(lengths.sum()),
         "dropped_no_signal": report.batch.num_no_signal,
         **{f"time_{name}_s": value for name, value in spans.items()},
+        **(_siblings_row(report.batch, num_siblings) if num_siblings > 1 else {}),
         **_weights_row(report.weights),
     }
     by_source = {group.source for group in report.batch.groups}
@@ -160,6 +163,18 @@ def step_row(report: StepReport, spans: Mapping[str, float]) -> dict[str, Any]:
             own = [m.reward for g in report.batch.groups if g.source == source for m in g.members]
             row[f"reward/{source}"] = float(np.mean(own))
     return row | _parts_row(members)
+
+
+def _siblings_row(batch: Batch, num_siblings: int) -> dict[str, float]:
+    """How far answers went without their siblings: those released early are the short ones."""
+    num_here = Counter(group.prompt for group in batch.groups)
+    num_known = np.array([num_here[group.prompt] + len(group.earlier) for group in batch.groups])
+    lengths = np.array([member.trajectory.num_tokens for group in batch.groups for member in group.members])
+    is_early = num_known < num_siblings
+    row = {"lone_share": float(np.mean(num_known == 1)), "early_share": float(is_early.mean())}
+    if is_early.any():
+        row["early_length"] = float(lengths[is_early].mean() / lengths.mean())
+    return row
 
 
 def _parts_row(members: Sequence[Member]) -> dict[str, float]:

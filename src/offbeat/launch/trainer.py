@@ -45,7 +45,7 @@ async def train(invitation: Invitation, overrides: Sequence[str], run: Path | No
 
         async def on_step(report: StepReport) -> None:
             await client.tell_events()
-            await client.report(step_row(report, trace.spans_since_last()))
+            await client.report(step_row(report, trace.spans_since_last(), config.batch.siblings))
             trace.flush()
 
         trainer = Trainer(

@@ -108,7 +108,8 @@ def make_issuer(config: Config, mixture: Mixture, tokens: Tokens) -> Issuer:
         mixture,
         make_renderer(config, tokens),
         seed=config.run.seed,
-        group_size=config.batch.group_size,
+        group_size=config.batch.members,
+        num_siblings=config.batch.siblings,
         sampling=train_sampling(config, tokens),
         eval_plan=plan,
     )
@@ -126,7 +127,7 @@ def make_coordinator(
         issuer,
         Judging(scorer, pool, issuer.mixture.rewards, config.reward.timeout_s),
         CoordinatorSettings(
-            groups_per_step=config.batch.groups_per_step,
+            groups_per_step=config.batch.claims_per_step,
             num_steps=config.run.steps,
             max_staleness=config.schedule.bound,
             overlap=config.schedule.mode == "overlap",
@@ -143,8 +144,8 @@ def make_coordinator(
 
 def _rounds(config: Config) -> Setting:
     return Setting(
-        groups_per_step=config.batch.groups_per_step,
-        group_size=config.batch.group_size,
+        groups_per_step=config.batch.claims_per_step,
+        group_size=config.batch.members,
         bound=config.schedule.bound,
         resumes=config.rollout.kv == "stale",
         pads=config.rollout.engine == "embedded",
@@ -172,6 +173,6 @@ def open_ledger(config: Config, path: Path) -> Ledger:
         max_no_signal=batch.max_redraws * batch.groups_per_step if recipe(config).drop_no_signal else 0,
         max_attempts=config.rollout.max_attempts,
         max_staleness=config.schedule.bound,
-        groups_per_step=batch.groups_per_step,
+        groups_per_step=batch.claims_per_step,
         stops=config.schedule.stops,
     )

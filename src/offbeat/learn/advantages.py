@@ -35,6 +35,14 @@ def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return _by_group(rewards, groups, lambda values: (values - values.mean()) * len(values) / (len(values) - 1))
 
 
+def siblings_normalised(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """(reward - mean of the group's others) / (std + 1e-6), with the standard deviation that `group_normalised` has.
+
+    Where only some of a group are known it counts as much as where all are: GRPO's own would be halved for two of them,
+    and those are the short ones."""
+    return _by_group(rewards, groups, lambda values: _normalised(values) * len(values) / (len(values) - 1))
+
+
 def batch_normalised(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """REINFORCE++: (reward - mean) / (std + 1e-6) over the whole batch, whatever the groups."""
     return _by_group(rewards, np.zeros(len(rewards), np.int64), _normalised)
@@ -66,5 +74,6 @@ ADVANTAGES: dict[str, Advantage] = {
     "group": group_normalised,
     "mean": group_centred,
     "leave_one_out": leave_one_out,
+    "siblings": siblings_normalised,
     "batch": batch_normalised,
 }

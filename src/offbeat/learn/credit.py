@@ -33,11 +33,17 @@ class Credit:
 
 
 def credit(
-    samples: Sequence[Sample], advantage: Advantage, settings: GaeSettings | None, values: Sequence[np.ndarray | None]
+    samples: Sequence[Sample],
+    advantage: Advantage,
+    settings: GaeSettings | None,
+    values: Sequence[np.ndarray | None],
+    *,
+    recalls_siblings: bool = False,
 ) -> Credit:
-    """The advantages of a batch: one for all tokens of an answer, or with a value head one for each."""
+    """The advantages of a batch: one for all tokens of an answer, or with a value head one for each. Siblings that are
+    not in the batch are recalled by their rewards, where that is asked for."""
     if settings is None:
-        found = _checked(advantage, samples)
+        found = _checked(advantage, samples, recalls_siblings)
         by_token = tuple(np.full(s.num_tokens, a, np.float32) for s, a in zip(samples, found, strict=True))
         return Credit(by_token, None, float(np.mean(found != 0)) if len(found) else 0.0)
     estimates = []
@@ -50,12 +56,18 @@ def credit(
     return Credit(advantages, returns, float(np.mean([a.any() for a in advantages])) if advantages else 0.0)
 
 
-def _checked(advantage: Advantage, samples: Sequence[Sample]) -> np.ndarray:
-    """Advantages as a function gave them, which may be the user's own."""
-    rewards = np.array([sample.reward for sample in samples], np.float64)
-    found = np.asarray(advantage(rewards, np.array([sample.group for sample in samples])), np.float32)
-    if found.shape != rewards.shape:
+def _checked(advantage: Advantage, samples: Sequence[Sample], recalls_siblings: bool) -> np.ndarray:
+    """Advantages as a function gave them, which may be the user's own. To the function a sibling that is recalled is an
+    answer like others; what it says of it is not needed."""
+    rewards = [sample.reward for sample in samples]
+    prompts = [sample.prompt_id for sample in samples]
+    if recalls_siblings:
+        for prompt, earlier in {sample.prompt_id: sample.earlier for sample in samples}.items():
+            rewards += earlier
+            prompts += [prompt] * len(earlier)
+    found = np.asarray(advantage(np.array(rewards, np.float64), np.array(prompts, np.int64)), np.float32)
+    if found.shape != (len(rewards),):
         raise UserError(
-            f"loss.advantage: gave shape {found.shape} for {len(samples)} answers; one number each is wanted"
+            f"loss.advantage: gave shape {found.shape} for {len(rewards)} answers; one number each is wanted"
         )
-    return found
+    return found[: len(samples)]

@@ -59,18 +59,18 @@ def plan(samples: Sequence[Sample], tokens_per_microbatch: int) -> list[list[int
     Order is by group and then by place in `samples`; it depends on nothing else. A sample that is alone over the limit
     gets a micro-batch of its own.
     """
-    order = sorted(range(len(samples)), key=lambda i: (samples[i].group, i))
+    order = sorted(range(len(samples)), key=lambda i: (samples[i].prompt_id, i))
     batches: list[list[int]] = []
-    room, group = 0, None
+    room, prompt_id = 0, None
     for i in order:
         sample = samples[i]
         own = max(sample.num_tokens - 1, 0)
-        cost = own if batches and sample.group == group else own + len(sample.prompt)
+        cost = own if batches and sample.prompt_id == prompt_id else own + len(sample.prompt)
         if not batches or cost > room:
             batches.append([])
             room, cost = tokens_per_microbatch, own + len(sample.prompt)
         batches[-1].append(i)
-        room, group = room - cost, sample.group
+        room, prompt_id = room - cost, sample.prompt_id
     return batches
 
 
@@ -79,11 +79,11 @@ def pack(samples: Sequence[Sample], chosen: Sequence[int], device: torch.device)
     row, positions, predict, target_row, targets = [], [], [], [], []
     sequences: list[np.ndarray] = []
     size = num_predict = 0
-    group, prompt_at, prompt_predicts = None, np.zeros(0, np.int64), 0
+    prompt_id, prompt_at, prompt_predicts = None, np.zeros(0, np.int64), 0
     for i in chosen:
         sample = samples[i]
-        if sample.group != group:
-            group = sample.group
+        if sample.prompt_id != prompt_id:
+            prompt_id = sample.prompt_id
             row.append(sample.prompt)
             positions.append(np.arange(len(sample.prompt)))
             prompt_at = np.arange(size, size + len(sample.prompt))

@@ -30,11 +30,20 @@ class Sample:
     """True where a token was sampled, even if it is too old to be trained on; None: wherever `mask` is."""
     rewards: tuple[tuple[int, float], ...] = ()
     """The same reward as (position, value), already weighted; empty: all of it at the last token."""
+    siblings: int | None = None
+    """What it has in common with other answers to its prompt that were claimed apart from it; None: its group."""
+    earlier: tuple[float, ...] = ()
+    """Rewards of such answers that are not in the batch."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response), len(self.logprobs), len(self.mask), len(self.ages)}
         assert len(lengths) == 1, f"group {self.group}: tokens, log-probs and mask disagree in length: {lengths}"
         assert len(self.prompt) > 0, f"group {self.group}: a prompt needs a token to predict the first response from"
+
+    @property
+    def prompt_id(self) -> int:
+        """The same for all answers to one prompt, which share its tokens and are judged against each other."""
+        return self.group if self.siblings is None else self.siblings
 
     @property
     def ages(self) -> np.ndarray:

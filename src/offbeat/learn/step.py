@@ -44,6 +44,8 @@ class StepSettings:
     updates_per_step: int = 1
     tokens_per_microbatch: int = 16384
     advantage: Advantage = group_normalised
+    recalls_siblings: bool = False
+    """Whether answers are also judged against siblings that are not in the batch."""
     gae: GaeSettings | None = None
     """Advantages from a value head, instead of `advantage`."""
     policy_loss: PolicyLoss = clip
@@ -106,7 +108,9 @@ class StepUnderWay:
         if len(parts) > 1 or settings.gae is not None:
             self.look(parts)
         values = [self.values.get(i) for i in range(len(self.samples))]
-        self.credit = credit(self.samples, settings.advantage, settings.gae, values)
+        self.credit = credit(
+            self.samples, settings.advantage, settings.gae, values, recalls_siblings=settings.recalls_siblings
+        )
 
     def look(self, parts: Sequence[Sequence[int]]) -> None:
         """Computes what every sample's log-probs and values are under the policy as it is now."""

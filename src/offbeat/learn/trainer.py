@@ -299,6 +299,8 @@ def samples_of(batch: Batch) -> Sequence[Sample]:
             staleness=member.staleness,
             sampled=member.trajectory.sampled_mask,
             rewards=tuple((part.position, part.weight * part.value) for part in member.rewards),
+            siblings=group.prompt,
+            earlier=group.earlier,
         )
         for group in batch.groups
         for member in group.members

@@ -16,7 +16,7 @@ import numpy as np
 
 from offbeat.control.select import Candidate, Stretch, is_trainable, select, staleness
 from offbeat.crash import crash_here
-from offbeat.ledger import versions, workers
+from offbeat.ledger import siblings, versions, workers
 from offbeat.ledger.bodies import Bodies
 from offbeat.ledger.database import Database, array
 from offbeat.ledger.errors import Conflict, Refused, Unknown
@@ -175,7 +175,8 @@ def _store(
     totals = [sum(column) for column in zip(*sums.values(), strict=True)]
     batch = db.execute(
         "INSERT INTO batches (step, bound, state, from_version, num_trained_tokens, num_stale_tokens, "
-        "num_abandoned_tokens, max_staleness, claimed_at) VALUES (?, ?, 'claimed', ?, ?, ?, ?, ?, ?)",
+        "num_abandoned_tokens, max_staleness, last_reward, claimed_at) "
+        "VALUES (?, ?, 'claimed', ?, ?, ?, ?, ?, (SELECT MAX(seq) FROM rewards), ?)",
         (step, bound, from_version, *totals, max(ages, default=0), db.wall_clock()),
     ).lastrowid
     assert batch is not None
@@ -203,8 +204,9 @@ def load(db: Database, bodies: Bodies, batch: int) -> Batch:
     for (group, member, task, seq, _, text, value), age in zip(rows, ages, strict=True):
         members.setdefault(group, []).append(Member(task, member, trajectories[seq], parts[text], value, age))
     query = "SELECT ordinal, id, source FROM groups WHERE batch = ?"
+    kin = siblings.of_batch(db, batch)
     groups = [
-        BatchGroup(group, ordinal, source, tuple(members[group]))
+        BatchGroup(group, ordinal, source, tuple(members[group]), *kin.get(group, ()))
         for ordinal, group, source in sorted(db.execute(query, (batch,)))
     ]
     return Batch(step, from_version, tuple(groups), num_without_signal(db, step))

@@ -1,8 +1,8 @@
 """Groups from the draw to their end: admission, the data cursor, readiness, dropping and re-issuing.
 
-Guarantees: every ordinal is drawn once; at most one group of an ordinal is alive or trained (the schema holds it);
-nothing is reset in place: a prompt that is tried again is a new group with new tasks. A group without a signal is
-dropped and not issued again: its place is free for the next prompt.
+Guarantees: every ordinal is drawn once, and the siblings of a prompt one after the other; at most one group of an
+ordinal is alive or trained (the schema holds it); nothing is reset in place: a prompt that is tried again is a new
+group with new tasks. A group without a signal is dropped and not issued again: its place is free for the next prompt.
 """
 
 from __future__ import annotations
@@ -19,22 +19,27 @@ from offbeat.control.settle import MAX_RETRIES, Terms, Verdict, settle, settle_r
 from offbeat.ledger import partials, versions
 from offbeat.ledger.database import Database, array
 from offbeat.ledger.errors import Refused
-from offbeat.ledger.records import Cursor, Drop, NewGroup, Purpose, derive_seed
+from offbeat.ledger.records import Cursor, Drawn, Drop, NewGroup, Purpose, derive_seed
 
 INSERT_GROUP = """
-INSERT INTO groups (id, purpose, eval, ordinal, retry, reissue_of, source, source_ordinal, seed, size, num_open,
-                    require_step, require_version, state, reward, sampling, prompt, problem, admitted_at)
-VALUES (:id, :purpose, :eval, :ordinal, :retry, :reissue_of, :source, :source_ordinal, :seed, :size, :size,
-        :require_step, :require_version, 'open', :reward, :sampling, :prompt, :problem, :admitted_at)
+INSERT INTO groups (id, purpose, eval, ordinal, retry, reissue_of, source, source_ordinal, sibling, seed, size,
+                    num_open, require_step, require_version, state, reward, sampling, prompt, problem, admitted_at)
+VALUES (:id, :purpose, :eval, :ordinal, :retry, :reissue_of, :source, :source_ordinal, :sibling, :seed, :size,
+        :size, :require_step, :require_version, 'open', :reward, :sampling, :prompt, :problem, :admitted_at)
 """
 COPIED = (
-    "purpose, eval, ordinal, retry, source, source_ordinal, seed, size, require_step, reward, sampling, prompt, problem"
+    "purpose, eval, ordinal, retry, source, source_ordinal, sibling, seed, size, require_step, reward, sampling, "
+    "prompt, problem"
 )
 """What a re-issued group takes over."""
 
 
 def cursor(db: Database) -> Cursor:
-    return Cursor(_next_ordinal(db), dict(db.execute("SELECT name, drawn FROM sources ORDER BY name")))
+    query = """SELECT source, source_ordinal, sibling FROM groups WHERE purpose = 'train'
+               ORDER BY ordinal DESC LIMIT 1"""
+    row = db.execute(query).fetchone()
+    drawn = dict(db.execute("SELECT name, drawn FROM sources ORDER BY name"))
+    return Cursor(_next_ordinal(db), drawn, None if row is None else Drawn(*row))
 
 
 def _next_ordinal(db: Database) -> int:
@@ -54,8 +59,8 @@ def standing(db: Database) -> Standing:
 def admit(db: Database, groups: Sequence[NewGroup]) -> list[int]:
     rows = [_row(group) for group in groups]
     known = versions.lineage(db, [g.require_version for g in groups if g.require_version is not None])
-    drawn = dict(cursor(db).drawn)
-    next_ordinal = _next_ordinal(db)
+    before = cursor(db)
+    drawn, next_ordinal, last = dict(before.drawn), before.next_ordinal, before.last
     for row in rows:
         number = row["require_version"]
         if number is not None:
@@ -67,10 +72,12 @@ def admit(db: Database, groups: Sequence[NewGroup]) -> list[int]:
             continue
         if row["ordinal"] != next_ordinal:
             raise Refused(f"group {row['ordinal']}: the next ordinal to draw is {next_ordinal}")
-        source, source_ordinal = row["source"], row["source_ordinal"]
-        if source_ordinal < drawn.get(source, 0):
+        source, source_ordinal, sibling = this = Drawn(row["source"], row["source_ordinal"], row["sibling"])
+        if sibling and this._replace(sibling=sibling - 1) != last:
+            raise Refused(f"group {row['ordinal']}: sibling {sibling} does not follow sibling {sibling - 1}")
+        if not sibling and source_ordinal < drawn.get(source, 0):
             raise Refused(f"source {source!r}: {source_ordinal} was drawn already; the next is {drawn[source]}")
-        next_ordinal, drawn[source] = next_ordinal + 1, source_ordinal + 1
+        next_ordinal, drawn[source], last = next_ordinal + 1, source_ordinal + 1, this
     db.executemany(
         "INSERT INTO sources VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET drawn = excluded.drawn", drawn.items()
     )
@@ -92,6 +99,7 @@ def _row(group: NewGroup) -> dict[str, Any]:
         "reissue_of": None,
         "source": group.source,
         "source_ordinal": group.source_ordinal,
+        "sibling": group.sibling,
         "seed": group.seed,
         "size": group.size,
         "require_step": None,

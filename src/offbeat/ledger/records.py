@@ -98,6 +98,14 @@ WORKER_LOST = "lost"
 """Reason of a task whose workers vanished `max_attempts` times."""
 
 
+class Drawn(NamedTuple):
+    """Where a group's prompt comes from, and which of the prompt's groups it is."""
+
+    source: str
+    source_ordinal: int
+    sibling: int
+
+
 @dataclass(frozen=True)
 class Cursor:
     """How far the data was drawn; re-issues are not counted."""
@@ -105,6 +113,8 @@ class Cursor:
     next_ordinal: int
     drawn: Mapping[str, int]
     """From each source, one past the highest ordinal drawn."""
+    last: Drawn | None = None
+    """The group drawn last, whose prompt may want more of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +131,8 @@ class NewGroup:
     seed: int
     size: int
     sampling: Sampling
+    sibling: int = 0
+    """Which of its prompt's groups it is: 0, unless the group drawn just before has the same prompt."""
     purpose: Purpose | str = Purpose.TRAIN
     require_version: int | None = None
 
@@ -181,6 +193,10 @@ class BatchGroup:
     ordinal: int
     source: str
     members: tuple[Member, ...]
+    prompt: int | None = None
+    """Of an answer that was claimed without its siblings, what it has in common with them; None for a whole group."""
+    earlier: tuple[float, ...] = ()
+    """Rewards of siblings that are not in the batch, as far as they were known when it was claimed."""
 
 
 @dataclass(frozen=True)

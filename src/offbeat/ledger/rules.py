@@ -116,8 +116,8 @@ GROUPS = (
     Rule(
         "group {0} re-issues group {1} with another prompt, ordinal or size",
         """SELECT n.id, g.id FROM groups n JOIN groups g ON g.id = n.reissue_of
-           WHERE (n.ordinal, n.source, n.source_ordinal, n.size, n.prompt, n.problem, n.reward, n.sampling)
-               <> (g.ordinal, g.source, g.source_ordinal, g.size, g.prompt, g.problem, g.reward, g.sampling)
+           WHERE (n.ordinal, n.source, n.source_ordinal, n.sibling, n.size, n.prompt, n.problem, n.reward, n.sampling)
+               <> (g.ordinal, g.source, g.source_ordinal, g.sibling, g.size, g.prompt, g.problem, g.reward, g.sampling)
                OR n.retry <> g.retry + (g.reason = 'failed')
                OR (g.reason = 'abandoned' AND n.seed <> g.seed)""",
     ),
@@ -130,6 +130,12 @@ GROUPS = (
         "{0} training groups were drawn, but the next ordinal is {1}: an ordinal is missing",
         """SELECT COUNT(*) AS n, COALESCE(MAX(ordinal) + 1, 0) AS next FROM groups
            WHERE purpose = 'train' AND reissue_of IS NULL HAVING n <> next""",
+    ),
+    Rule(
+        "prompt {1} of {0!r}: its {2} groups are not siblings 0 to {2} - 1, drawn one after the other with one prompt",
+        """SELECT source, source_ordinal, COUNT(*) AS n FROM groups WHERE purpose = 'train' AND reissue_of IS NULL
+           GROUP BY source, source_ordinal HAVING MIN(sibling) <> 0 OR MAX(sibling) <> n - 1
+               OR MIN(ordinal - sibling) <> MAX(ordinal - sibling) OR COUNT(DISTINCT prompt) > 1""",
     ),
     Rule(
         "the cursor says that {1} were drawn from {0!r}, but the groups say {2}",
@@ -172,6 +178,11 @@ BATCHES = (
            JOIN versions v ON v.number = s.version WHERE b.state <> 'undone' GROUP BY m.batch, m.task
            HAVING taken <> may_train OR m.num_stale_tokens <> too_old OR m.num_abandoned_tokens <> left_behind
                OR (m.num_audit_tokens > 0 AND m.num_trained_tokens > 0)""",
+    ),
+    Rule(
+        "task {0} is in the batch of step {1}, but was scored after the batch was claimed",
+        """SELECT m.task, b.step FROM batch_members m JOIN batches b ON b.id = m.batch JOIN rewards r ON r.task = m.task
+           WHERE r.seq > b.last_reward""",
     ),
     Rule(
         "the batch of step {0}: its sums are not those of its members",

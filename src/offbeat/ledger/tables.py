@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SCHEMA = 4
+SCHEMA = 5
 """Grows with every change of what follows; a file of another one is refused."""
 
 TABLES = """
@@ -46,6 +46,8 @@ CREATE TABLE batches (
     num_abandoned_tokens INTEGER NOT NULL,
     num_audit_tokens INTEGER NOT NULL DEFAULT 0,
     max_staleness INTEGER NOT NULL,
+    -- The reward stored last when it was claimed: later ones are not known to it, however often it is loaded.
+    last_reward INTEGER NOT NULL,
     claimed_at REAL NOT NULL,
     trained_at REAL
 );
@@ -62,6 +64,8 @@ CREATE TABLE groups (
     reissue_of INTEGER REFERENCES groups (id),
     source TEXT NOT NULL,
     source_ordinal INTEGER NOT NULL,
+    -- Which of its prompt's groups it is, where a prompt is drawn as several groups.
+    sibling INTEGER NOT NULL CHECK (sibling >= 0),
     seed INTEGER NOT NULL,
     size INTEGER NOT NULL CHECK (size >= 1),
     require_step INTEGER,
@@ -90,7 +94,8 @@ CREATE TABLE groups (
     problem TEXT NOT NULL
 );
 CREATE UNIQUE INDEX groups_living ON groups (ordinal) WHERE purpose = 'train' AND state <> 'dropped';
-CREATE UNIQUE INDEX groups_drawn ON groups (source, source_ordinal) WHERE purpose = 'train' AND reissue_of IS NULL;
+CREATE UNIQUE INDEX groups_drawn ON groups (source, source_ordinal, sibling)
+    WHERE purpose = 'train' AND reissue_of IS NULL;
 CREATE UNIQUE INDEX groups_reissued ON groups (reissue_of) WHERE reissue_of IS NOT NULL;
 CREATE UNIQUE INDEX groups_of_eval ON groups (eval, ordinal) WHERE eval IS NOT NULL;
 CREATE INDEX groups_by_ordinal ON groups (purpose, ordinal);

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.ledger.records import Cursor, NewGroup, Purpose, derive_seed
+from offbeat.ledger.records import Cursor, Drawn, NewGroup, Purpose, derive_seed
 from offbeat.tasks.mixture import Member, Mixture
 from offbeat.tasks.prompts import Renderer
 from offbeat.tasks.source import Problem
@@ -39,11 +39,12 @@ class Issuer:
         *,
         seed: int,
         group_size: int,
+        num_siblings: int = 1,
         sampling: Sampling,
         eval_plan: EvalPlan,
     ):
         self.mixture, self.renderer, self.eval_plan = mixture, renderer, eval_plan
-        self.seed, self.group_size, self.sampling = seed, group_size, sampling
+        self.seed, self.group_size, self.num_siblings, self.sampling = seed, group_size, num_siblings, sampling
 
     def try_out(self) -> None:
         """Renders a problem of every source and all that evaluation asks: what is wrong is told before training."""
@@ -53,17 +54,19 @@ class Issuer:
             self.held_out(version=0)
 
     def draw(self, cursor: Cursor, count: int, version: int | None) -> list[NewGroup]:
-        """The next `count` training groups after the cursor, which require a version or none."""
-        drawn, groups = dict(cursor.drawn), []
+        """The next `count` training groups after the cursor, which require a version or none; every prompt is drawn as
+        `num_siblings` of them, each with a seed of its own."""
+        drawn, last, groups = dict(cursor.drawn), cursor.last, []
         for ordinal in range(cursor.next_ordinal, cursor.next_ordinal + count):
-            source, source_ordinal = self.mixture.next(drawn)
-            drawn[source.name] = source_ordinal + 1
-            problem = source.problem(source_ordinal)
+            last = self._next(drawn, last)
+            drawn[last.source] = last.source_ordinal + 1
+            source = self.mixture.members[last.source]
             groups.append(
                 self._group(
                     source,
-                    problem,
-                    source_ordinal,
+                    source.problem(last.source_ordinal),
+                    last.source_ordinal,
+                    sibling=last.sibling,
                     ordinal=ordinal,
                     seed=derive_seed(self.seed, ordinal),
                     size=self.group_size,
@@ -72,6 +75,12 @@ class Issuer:
                 )
             )
         return groups
+
+    def _next(self, drawn: Mapping[str, int], last: Drawn | None) -> Drawn:
+        if last is not None and last.sibling + 1 < self.num_siblings:
+            return last._replace(sibling=last.sibling + 1)
+        source, source_ordinal = self.mixture.next(drawn)
+        return Drawn(source.name, source_ordinal, 0)
 
     def held_out(self, version: int) -> list[NewGroup]:
         """One evaluation round; the same problems and seeds each time, so that rounds can be compared."""

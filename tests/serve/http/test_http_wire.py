@@ -109,7 +109,8 @@ def test_a_lease_arrives_whole(lease):
 def test_a_batch_arrives_whole(made, size):
     mask = np.arange(made.num_tokens) % 2 == 0
     members = tuple(Member(i, i, made, (Reward(0.5), Reward(-1.0, "length", 3)), -0.5, mask) for i in range(size))
-    batch = Batch(3, 2, (BatchGroup(1, 7, "sums", members), BatchGroup(2, 8, "sums", ())))
+    released = BatchGroup(4, 9, "sums", members[:1], prompt=3, earlier=(0.5, -1.25))
+    batch = Batch(3, 2, (BatchGroup(1, 7, "sums", members), BatchGroup(2, 8, "sums", ()), released))
     assert same(crossed(batch), batch)
 
 
