@@ -48,7 +48,15 @@ KNOWS: dict[str, set[str]] = {
     "tasks": {"config", "trajectory"},
     "reward": {"config", "trajectory", "tasks"},
     "serve": {"config", "trajectory", "control", "ledger", "tasks", "reward", *(f"weights.{m}" for m in WITHOUT_TORCH)},
-    "rollout": {"trajectory", "control.health", "model", "weights", "serve.client", "ledger.errors"},
+    "rollout": {
+        "trajectory",
+        "control.health",
+        "control.step_time",
+        "model",
+        "weights",
+        "serve.client",
+        "ledger.errors",
+    },
     "learn": {"trajectory", "control.settle", "model", "weights", "ledger.records", "serve.client"},
     "watch": {"config"},
 }

@@ -182,14 +182,19 @@ REFUSALS = {
         "what else it computes",
     ),
     "stale keys": (
-        {"rollout.kv": "stale"},
-        'rollout.kv = "stale": allowed "same", "refill" with rollout.engine = "embedded", which keeps no keys and '
-        "values across a load",
+        {**OVERLAP, "rollout.kv": "stale", "rollout.engine": "paced"},
+        'rollout.kv = "stale": allowed "same", "refill" with rollout.engine = "paced", which keeps no keys and values '
+        "across a load",
     ),
-    "stale keys, alternate": (
-        {"rollout.kv": "stale", "rollout.engine": "vllm"},
-        'rollout.kv = "stale": allowed "same", "refill" with schedule.mode = "alternate", where no request runs across '
-        'a load; set schedule.mode = "overlap"',
+    "stale keys, no staleness": (
+        {"rollout.kv": "stale"},
+        'rollout.kv = "stale": allowed "same", "refill" with schedule.max_staleness = 0, where no answer is of more '
+        'than one version; set schedule.mode = "overlap"',
+    ),
+    "stale keys, exact": (
+        {"rollout.kv": "stale", "run.exact": True},
+        'rollout.kv = "stale": allowed "same", "refill" with run.exact = true, where an answer depends on weights, '
+        "task and seed alone",
     ),
     "no server": (
         {"engine.url": "localhost:1"},
@@ -249,6 +254,7 @@ def test_keys_that_do_not_go_together_are_refused_in_one_line(case):
         {**OVERLAP, "schedule.over_provision": 5.0, "schedule.new_version": "finish"},
         {"rollout.slots": 16, "run.exact": True},
         {**OVERLAP, "rollout.kv": "stale", "rollout.engine": "sglang"},
+        {**OVERLAP, "rollout.kv": "stale", "rollout.engine": "embedded"},
         {"engine.url": "localhost:1", "rollout.engine": "sglang"},
         {"reward.overlong_tokens": 31},
         {"loss.correction": "off"},

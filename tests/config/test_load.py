@@ -147,12 +147,12 @@ def test_batch_arithmetic_that_cannot_hold_is_refused_by_name(toml, text, told):
             'run.toml:4: rollout.engine = "vllm": allowed "embedded" with run.exact = true, because',
         ),
         (
-            '[rollout]\nkv = "stale"\n[schedule]\nmode = "overlap"\n',
-            'run.toml:2: rollout.kv = "stale": allowed "same", "refill" with rollout.engine = "embedded", which',
+            '[rollout]\nkv = "stale"\nengine = "paced"\n[schedule]\nmode = "overlap"\n',
+            'run.toml:2: rollout.kv = "stale": allowed "same", "refill" with rollout.engine = "paced", which',
         ),
         (
             '[rollout]\nengine = "sglang"\nkv = "stale"\n',
-            'run.toml:3: rollout.kv = "stale": allowed "same", "refill" with schedule.mode = "alternate", where',
+            'run.toml:3: rollout.kv = "stale": allowed "same", "refill" with schedule.max_staleness = 0, where',
         ),
         (
             '[engine]\nurl = "http://there:8000"\n',

@@ -81,16 +81,8 @@ def engine_can_do_it(config: Config) -> None:
             f'rollout.engine = "{rollout.engine}": allowed "embedded" with run.exact = true, because what a server '
             "samples depends on what else it computes"
         )
-    if rollout.kv == "stale" and rollout.engine not in SERVED:
-        raise ValueError(
-            f'rollout.kv = "stale": allowed "same", "refill" with rollout.engine = "{rollout.engine}", which keeps '
-            "no keys and values across a load"
-        )
-    if rollout.kv == "stale" and config.schedule.mode != "overlap":
-        raise ValueError(
-            'rollout.kv = "stale": allowed "same", "refill" with schedule.mode = "alternate", where no request '
-            'runs across a load; set schedule.mode = "overlap"'
-        )
+    if rollout.kv == "stale":
+        kept_kv_is_of_use(config)
     if config.model.lora_rank and rollout.engine == "sglang":
         raise ValueError(
             'rollout.engine = "sglang": allowed "embedded", "vllm", "paced" with model.lora_rank, because adapters '
@@ -100,6 +92,25 @@ def engine_can_do_it(config: Config) -> None:
         raise ValueError(
             f'engine.url = "{url}": rollout.engine = "{rollout.engine}" has no server; add --rollout.engine vllm '
             "or sglang, whichever listens there"
+        )
+
+
+def kept_kv_is_of_use(config: Config) -> None:
+    """Old keys and values need an engine that keeps them, and answers that may be of several versions."""
+    engine, refused = config.rollout.engine, 'rollout.kv = "stale": allowed "same", "refill"'
+    if engine == "paced":
+        raise ValueError(f'{refused} with rollout.engine = "paced", which keeps no keys and values across a load')
+    if config.run.exact:
+        raise ValueError(f"{refused} with run.exact = true, where an answer depends on weights, task and seed alone")
+    if config.schedule.bound < 1:
+        raise ValueError(
+            f"{refused} with schedule.max_staleness = 0, where no answer is of more than one version; "
+            'set schedule.mode = "overlap"'
+        )
+    if engine in SERVED and config.schedule.mode != "overlap":
+        raise ValueError(
+            f'{refused} with rollout.engine = "{engine}" and schedule.mode = "alternate", where no request runs '
+            'across a load; set schedule.mode = "overlap"'
         )
 
 

@@ -143,7 +143,7 @@ class RolloutConfig(Section):
     model, random tokens at a modelled pace, to try a swarm."""
     kv: Literal["same", "refill", "stale"] = "same"
     """Keys and values that tokens attend to. same: the sampling version's own. refill: also computed anew for every
-    request. stale: those of a request that runs across a load are kept (overlap; vllm, sglang)."""
+    request. stale: a request keeps those that it has across a load (max_staleness of 1 or more; not paced)."""
     kv_lag: int = Field(1, ge=1)
     """Versions that kept keys and values may lag behind (kv = "stale")."""
     slots: int = free(256, ge=1)

@@ -67,6 +67,7 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
             engine,
             InsideWorker(coordinator, WORKER),
             kv=KvMode(config.rollout.kv),
+            kv_lag=config.rollout.kv_lag,
             finishes=config.schedule.new_version == "finish",
         )
         await _work(config, office, worker, trainer, stopping)

@@ -10,7 +10,8 @@ weights may change under them, and how steps are taken is the engine's own affai
   takes only one seed per request, of `Request.engine_seed`; where it takes none (`Capabilities.is_seeded`), its own. A
   continuation never replays its prefix's noise;
 - after `load` returns, no token is sampled from older weights and no KV of older weights is reused, unless the request
-  asked for that; a mode that an engine cannot do is refused.
+  asked for that; a mode that an engine cannot do is refused;
+- `figures` tell what it has done, and None of what it cannot know.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from blake3 import blake3
@@ -32,6 +33,7 @@ __all__ = [
     "Engine",
     "EngineDied",
     "EngineError",
+    "EngineFigures",
     "Finish",
     "Generation",
     "KvMode",
@@ -64,11 +66,13 @@ class KvMode(StrEnum):
     """What a request's tokens may attend to: keys and values that were computed when."""
 
     SAME = "same"
-    """By the version that samples; where the engine holds a prefix already, it is not computed again."""
+    """By the version that samples; where the engine holds a prefix already, as that of a request which was cut, it is
+    not computed again."""
     REFILL = "refill"
     """By this very request: nothing that another left behind is used."""
     STALE = "stale"
-    """As `SAME`, but a request that runs across a load keeps what it has, while `Request.kv_lag` allows."""
+    """As `SAME`, but what a request has is kept across a load, while `Request.kv_lag` allows: where it runs, and, in an
+    engine that is able to, where it was cut before and is carried on after."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,35 @@ class Capabilities:
     """Whether a token depends on weights, prompt and seed alone, to the bit."""
 
 
+@dataclass(frozen=True)
+class EngineFigures:
+    """What an engine has done since it started: sums that only grow, each None in an engine that cannot know it."""
+
+    num_steps: int | None = 0
+    num_rows: int | None = 0
+    """Rows of these steps: requests that took part, and whatever else ran along with them."""
+    num_context_tokens: int | None = 0
+    """Context that these rows read: an engine that pads reads its longest in every row."""
+    num_prefilled_tokens: int | None = 0
+    """Computed before a step that samples, padding included."""
+    num_resumed_tokens: int | None = 0
+    """Prefix tokens that needed no prefill, because their keys and values were there: a cut request's, a sibling's."""
+    busy_seconds: float | None = 0.0
+    """Spent on steps and prefills."""
+
+    def __add__(self, other: EngineFigures) -> EngineFigures:
+        return EngineFigures(
+            *(
+                None if mine is None or more is None else mine + more
+                for mine, more in zip(_values(self), _values(other), strict=True)
+            )
+        )
+
+
+def _values(figures: EngineFigures) -> tuple[Any, ...]:
+    return tuple(figures.__dict__.values())
+
+
 class Engine(Protocol):
     """See the module's promises."""
 
@@ -134,6 +167,9 @@ class Engine(Protocol):
     def seconds_still(self) -> float:
         """How long generation has stood still for loads, all of them together."""
         ...
+
+    @property
+    def figures(self) -> EngineFigures: ...
 
     async def generate(self, request: Request) -> Generation: ...
 

@@ -179,7 +179,8 @@ class SglangDialect:
         spans = tuple(
             Span(span.version, span.start, span.end) for span in meta.weight_versions or () if span.end > span.start
         )
-        return Chunk([token for _, token, _ in sampled], logprobs, finish, spans if finish is not None else ())
+        tokens = [token for _, token, _ in sampled]
+        return Chunk(tokens, logprobs, finish, spans if finish is not None else (), meta.cached_tokens)
 
     def _finish(self, reason: _FinishReason | None, sampling: Sampling, num_tokens: int) -> Finish | None:
         if reason is None:
@@ -274,6 +275,7 @@ class _Meta(msgspec.Struct):
     finish_reason: _FinishReason | None = None
     completion_tokens: int = 0
     """All so far."""
+    cached_tokens: int | None = None
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     weight_versions: list[_Span] | None = None
 

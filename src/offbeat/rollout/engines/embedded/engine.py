@@ -20,8 +20,19 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from offbeat.rollout.engine import Capabilities, EngineDied, EngineError, Generation, Request, Version, problem_of
-from offbeat.rollout.engines.embedded.stepper import MIN_EXACT_ROWS, Stepper
+from offbeat.rollout.engine import (
+    Capabilities,
+    EngineDied,
+    EngineError,
+    EngineFigures,
+    Generation,
+    KvMode,
+    Request,
+    Version,
+    problem_of,
+)
+from offbeat.rollout.engines.embedded.prefill import MIN_EXACT_ROWS
+from offbeat.rollout.engines.embedded.stepper import Stepper
 from offbeat.rollout.engines.embedded.weights import stage
 
 CLOSE_WITHIN_S = 60.0
@@ -65,6 +76,7 @@ class EmbeddedEngine:
             num_slots=num_slots,
             max_context_tokens=max_context_tokens,
             splits_by_version=True,
+            kv_modes=frozenset(KvMode) - ({KvMode.STALE} if exact else set()),
             exact=exact,
         )
         self._vocab_size = int(model.config.get_text_config().vocab_size)
@@ -87,6 +99,10 @@ class EmbeddedEngine:
     @property
     def version(self) -> int | None:
         return self._stepper.version
+
+    @property
+    def figures(self) -> EngineFigures:
+        return self._stepper.figures
 
     async def generate(self, request: Request) -> Generation:
         self._check(request)

@@ -34,12 +34,13 @@ class Rows:
         self.ints = torch.zeros((num_slots, 7), dtype=torch.int64, device=device)
         self.floats = torch.ones((num_slots, 3), dtype=torch.float32, device=device)
         self.stops = torch.full((num_slots, 1), -1, dtype=torch.int64, device=device)
-        self.clear(list(range(num_slots)))
+        self.clear(range(num_slots), [0] * num_slots)
 
-    def clear(self, slots: Sequence[int]) -> None:
-        """Makes rows dead: they may run along, stay where they are and never end."""
+    def clear(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        """Makes rows dead: they may run along, stay at their positions, before which nothing changes, and never end."""
         rows = self.index(slots)
         self.ints[rows] = 0
+        self.ints[rows, POSITION] = self.index(positions)
         self.ints[rows, LIMIT] = NEVER
         self.floats[rows] = 1.0
         self.stops[rows] = -1

@@ -8,61 +8,42 @@ The first slots are the live ones: when one ends and nobody waits, the last live
 costs what its live rows cost. All but the last known token of a request is prefilled; the last is fed by the first
 decode step, so there is one way in which tokens are sampled.
 
+A request that is aborted leaves its keys and values in its slot, which is free. When it is carried on before somebody
+else needed that slot, it goes on there, and what it has beyond them is fed token by token (see `held`).
+
 With `exact`, a token depends on weights, prompt and seed alone, to the bit: every step runs all slots, prompts are
-prefilled one at a time, and a prefix that is carried on is fed token by token, in the shape in which it was sampled.
+prefilled one at a time, and a prefix that is carried on is fed token by token, in the shape in which it was sampled: so
+what is held is, to the bit, what would be computed again, and whether it is held changes nothing but time.
 (Alone, that is, for one number of threads and of slots: with several threads, a library may split a large product by
 its number of rows. On one thread the number of slots does not matter either.)
 """
 
 from __future__ import annotations
 
-import inspect
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from offbeat.rollout.engine import Finish, Generation, KvMode, Request
+from offbeat.rollout.engine import EngineFigures, Finish, Generation, KvMode, Request
 from offbeat.rollout.engines.embedded.attention import use_slot_attention
-from offbeat.rollout.engines.embedded.prompts import HeldPrompts
+from offbeat.rollout.engines.embedded.occupant import Occupant
+from offbeat.rollout.engines.embedded.prefill import Prefill, Wanted, round_up
 from offbeat.rollout.engines.embedded.recorded import DecodeForward, recorded
 from offbeat.rollout.engines.embedded.rows import Rows
 from offbeat.rollout.engines.embedded.sampling import draw, is_filtered, is_greedy, uniform
 from offbeat.rollout.engines.embedded.slots import KeyValueSlots
 from offbeat.rollout.engines.embedded.weights import Staged, swap
-from offbeat.trajectory import Segment
+from offbeat.rollout.engines.held import Held, HeldPrefixes, is_cheaper
 
 READ_BUCKET_TOKENS = 16
 """Slots are read in multiples of this: vector lanes stay full and the shapes of a step change seldom."""
-PREFILL_TOKENS = 4096
-"""Most tokens, padding included, in one prefill: bounds its memory and how long live slots wait for it."""
 SMALL_STEP_FLOPS = 1e9
 """A step with less arithmetic than this runs on one thread: several would mostly wait for one another."""
-MIN_EXACT_ROWS = 16
-"""Matrix products with fewer rows take other paths: their results would depend on the rows' number and on threads."""
-
-
-@dataclass
-class Running:
-    """A request in a slot, and which of its tokens which version sampled."""
-
-    request: Request
-    num_known: int
-    """Tokens that were there when the slot was last filled."""
-    step_offset: int
-    """The index of the token that step n feeds is n plus this."""
-    open_start: int
-    """Where the segment begins that is being sampled."""
-    spans: list[tuple[int, int, int]] = field(default_factory=list)
-    """Finished segments: start and end, by index into prompt + response, and version."""
-
-    def close_span(self, end: int, version: int) -> None:
-        if end > self.open_start:
-            self.spans.append((self.open_start, end, version))
-            self.open_start = end
 
 
 class Stepper:
@@ -77,23 +58,28 @@ class Stepper:
         worker: str,
         fingerprint: str,
         version: int | None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         use_slot_attention(model, max_context_tokens)
         self.model, self.num_slots, self.max_context_tokens, self.exact = model, num_slots, max_context_tokens, exact
         self.worker, self.fingerprint, self.version = worker, fingerprint, version
-        room = _round_up(max_context_tokens, READ_BUCKET_TOKENS)  # so that no read is ever cut short
+        self.figures = EngineFigures()
+        """Replaced as a whole, so that another thread may read it at any time."""
+        self._clock = clock
+        room = round_up(max_context_tokens, READ_BUCKET_TOKENS)  # so that no read is ever cut short
         self.kv = KeyValueSlots(num_slots, room)
         self.rows = Rows(num_slots, room, model.dtype, model.device)
-        self.prompts = HeldPrompts()
+        self.prefill = Prefill(model, self.kv, max_context_tokens, exact, self._use_threads)
+        self.held = HeldPrefixes()
+        """What free slots still hold."""
         self.waiting: deque[Request] = deque()
-        self.running: dict[int, Running] = {}
+        self.running: dict[int, Occupant] = {}
         self.free = list(range(num_slots))
         self.num_steps = 0
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.num_threads = self._threads_now = torch.get_num_threads()
-        keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._prefill_options = {"logits_to_keep": 1} if keeps_logits else {}
-        self._prefill([(0, np.zeros(1, np.int64))])  # allocates the KV, and fails here if the model cannot be served
+        first = Wanted(0, np.zeros(1, np.int64), is_shared=False)
+        self.prefill.compute([first])  # allocates the KV, and fails here if the model cannot be served
         forward = DecodeForward(model)
         self._forward = forward if exact else recorded(forward, self._decode_inputs_of_all_sizes())
         self._count()
@@ -115,31 +101,40 @@ class Stepper:
         return ended
 
     def load(self, number: int, staged: Staged) -> None:
-        """Changes the weights; the KV of whatever is running is made again under them."""
+        """Changes the weights; the KV of whatever is running is made again under them, unless it may be kept."""
         swap(staged)
         for slot, running in self.running.items():
             assert self.version is not None
             running.close_span(self._num_tokens(slot), self.version)
         self.version = number
-        self.prompts.clear()
-        self._fill_again()
+        self.prefill.prompts.clear()
+        self.held.load(number)
+        with self._busy():
+            self._fill_again(sorted(slot for slot, running in self.running.items() if not running.may_keep_kv(number)))
 
     def step(self) -> list[Generation]:
         """Fills free slots, then samples a token in every live one; returns what ended."""
-        if self.waiting and self.free:
-            self._admit()
-        if not self.exact:
-            self._compact()
-        if not self.running:
+        if self.is_idle:
             return []
-        return self._end(self._decode(), None)
+        with self._busy():
+            if self.waiting and self.free:
+                self._admit()
+            if not self.exact:
+                self._compact()
+            return self._end(self._decode(), None)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        start_s = self._clock()
+        yield
+        self.figures += EngineFigures(busy_seconds=self._clock() - start_s)
 
     def _decode(self) -> list[int]:
         """One token for every live row; returns the slots that are done."""
         num_rows = self.num_slots if self.exact else len(self.running)
         # How far slots are read decides how sums are split: with `exact` it must not depend on the neighbours.
         reach = self.max_context_tokens if self.exact else self.num_steps + self.largest_offset + 1
-        read_tokens = _round_up(reach, READ_BUCKET_TOKENS)
+        read_tokens = round_up(reach, READ_BUCKET_TOKENS)
         self._use_threads(num_rows)
         rows, tokens = self.rows, self.rows.feed(num_rows)
         mask = rows.mask[:num_rows, None, None, :read_tokens]
@@ -150,6 +145,7 @@ class Stepper:
         any_feeding = self.num_steps < self.feeding_until_step
         done = rows.advance(drawn, logprobs, any_stops=self.any_stops, any_feeding=any_feeding)
         self.num_steps += 1
+        self.figures += EngineFigures(num_steps=1, num_rows=num_rows, num_context_tokens=num_rows * read_tokens)
         slots: list[int] = done.nonzero().squeeze(1).tolist()
         return slots
 
@@ -178,28 +174,61 @@ class Stepper:
     # Slots
 
     def _admit(self) -> None:
-        self.free.sort()
+        assert self.version is not None
         num_started = min(len(self.free), len(self.waiting))
-        slots, self.free = self.free[:num_started], self.free[num_started:]
-        requests = [self.waiting.popleft() for _ in slots]
-        prefills = [self._to_prefill(request) for request in requests]
-        positions = [len(tokens) for tokens in prefills]
+        requests = [self.waiting.popleft() for _ in range(num_started)]
+        helds = [self._take_held(request) for request in requests]
+        slots = self._choose_slots(helds)
+        positions, wanted = [], []
+        for slot, request, held in zip(slots, requests, helds, strict=True):
+            if held is None:
+                tokens = self._to_prefill(request)
+                wanted.append(Wanted(slot, tokens, request.kv is not KvMode.REFILL))
+                position, kv_version = len(tokens), self.version
+            else:
+                position, kv_version = held.num_of_use(request), held.kv_version
+                self.figures += EngineFigures(num_resumed_tokens=position)
+            positions.append(position)
+            self.running[slot] = Occupant.of(request, position - self.num_steps, kv_version)
         self.rows.start(slots, requests, positions)
-        for slot, request, position in zip(slots, requests, positions, strict=True):
-            num_known = len(request.tokens)
-            self.running[slot] = Running(request, num_known, position - self.num_steps, num_known)
-        self._fill(slots, prefills)
+        self.figures += self.prefill.fill(wanted)
         self._count()
+
+    def _take_held(self, request: Request) -> Held | None:
+        """What free slots hold for a request, where using it costs less than making it anew."""
+        assert self.version is not None
+        held = self.held.find(request, self.version)
+        if held is None:
+            return None
+        num_held = held.num_of_use(request)
+        if not self.exact and not is_cheaper(num_held, len(request.tokens) - 1 - num_held):
+            return None
+        self.held.drop(held.place)
+        return held
+
+    def _choose_slots(self, helds: Sequence[Held | None]) -> list[int]:
+        """Free slots for new requests: its own for one that is held, for all others those that hold the least."""
+        own = {held.place for held in helds if held is not None}
+        others = iter(self.held.in_order_of_loss(slot for slot in self.free if slot not in own))
+        slots = [next(others) if held is None else held.place for held in helds]
+        for slot in slots:
+            self.held.drop(slot)
+        self.free = sorted(set(self.free) - set(slots))
+        return slots
 
     def _to_prefill(self, request: Request) -> np.ndarray:
         """All known tokens but the one that the first decode step feeds; with `exact`, only those of the prompt."""
         end = len(request.tokens) - (request.position if self.exact else 0)
         return request.tokens[: end - 1]
 
+    def _num_kept(self, slot: int) -> int:
+        """How many tokens of a live slot have their keys and values: the next one is fed by the next step."""
+        return self.num_steps + self.running[slot].step_offset
+
     def _num_tokens(self, slot: int) -> int:
         """How many tokens of a live slot are known: given, or sampled so far."""
         running = self.running[slot]
-        return max(running.num_known, self.num_steps + running.step_offset + 1)
+        return max(running.num_known, self._num_kept(slot) + 1)
 
     def _compact(self) -> None:
         """Moves the last live slots into the gaps before them."""
@@ -207,13 +236,22 @@ class Stepper:
         sources = [slot for slot in self.running if slot >= num_live]
         if not sources:
             return
-        targets = [slot for slot in self.free if slot < num_live]
+        targets = sorted(slot for slot in self.free if slot < num_live)
         self.rows.move(sources, targets)
-        self.kv.copy(sources, targets, max(map(self._num_tokens, sources)))
+        self._move_kv(sources, targets)
         for source, target in zip(sources, targets, strict=True):
             self.running[target] = self.running.pop(source)
-            self.prompts.move(source, target)
+            self.prefill.prompts.move(source, target)
         self.free = list(range(num_live, self.num_slots))
+
+    def _move_kv(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Moves the KV of live slots; what a gap holds changes places with it."""
+        swapped = [(source, target) for source, target in zip(sources, targets, strict=True) if target in self.held]
+        froms, tos = [*sources, *(target for _, target in swapped)], [*targets, *(source for source, _ in swapped)]
+        longest = max([*map(self._num_tokens, sources), *(self.held.num_tokens(target) for _, target in swapped)])
+        self.kv.copy(froms, tos, longest)
+        for source, target in swapped:
+            self.held.move(target, source)
 
     def _end(self, slots: Sequence[int], finish: Finish | None) -> list[Generation]:
         """Frees slots and returns what was generated there; without a finish, their last token tells it."""
@@ -222,34 +260,29 @@ class Stepper:
         tokens, logprobs = self.rows.read(slots, max(map(self._num_tokens, slots)))
         generations = []
         for row, slot in enumerate(slots):
-            num_tokens, running = self._num_tokens(slot), self.running.pop(slot)
             assert self.version is not None
+            if finish is Finish.ABORT:
+                self._hold(slot, tokens[row])
+            num_tokens, running = self._num_tokens(slot), self.running.pop(slot)
             running.close_span(num_tokens, self.version)
             stopped = int(tokens[row, num_tokens - 1]) in running.request.sampling.stop_token_ids
             why = finish or (Finish.STOP if stopped else Finish.LENGTH)
-            generations.append(self._generation(running, tokens[row], logprobs[row], why))
-            self.prompts.drop(slot)
+            generations.append(running.generation(tokens[row], logprobs[row], why, self.worker, self.fingerprint))
+            self.prefill.prompts.drop(slot)
         self.free.extend(slots)
-        if self.exact:
-            self.rows.clear(slots)  # the others are not stepped before a new request is written over them
+        if self.exact:  # the others are not stepped before a new request is written over them
+            self.rows.clear(slots, [self.held.num_tokens(slot) if slot in self.held else 0 for slot in slots])
         self._count()
         return generations
 
-    def _generation(self, running: Running, tokens: np.ndarray, logprobs: np.ndarray, finish: Finish) -> Generation:
-        prompt = len(running.request.tokens) - running.request.position
-        segments = tuple(
-            Segment(
-                start=start - prompt,
-                tokens=tokens[start:end],
-                logprobs=logprobs[start:end],
-                version=version,
-                kv_version=version,
-                worker=self.worker,
-                engine=self.fingerprint,
-            )
-            for start, end, version in running.spans
-        )
-        return Generation(running.request.id, segments, finish)
+    def _hold(self, slot: int, tokens: np.ndarray) -> None:
+        """Remembers what a slot that is being cut holds, for the request to be carried on."""
+        running = self.running[slot]
+        request, num_kept, num_prompt = running.request, self._num_kept(slot), running.num_prompt
+        if request.kv is KvMode.REFILL or num_kept < num_prompt:
+            return
+        lag = request.kv_lag if request.kv is KvMode.STALE else 0
+        self.held.hold(Held(slot, tokens[:num_kept].copy(), num_prompt, running.kv_version, lag))
 
     def _count(self) -> None:
         """What the host must know of the live slots before a step; it changes only when one starts or ends."""
@@ -260,76 +293,19 @@ class Stepper:
         self.largest_offset = max((running.step_offset for running in live), default=0)
         self.feeding_until_step = max((r.num_known - 1 - r.step_offset for r in live), default=0)
 
-    # Prefill
-
-    def _fill(self, slots: Sequence[int], wanted: Sequence[np.ndarray]) -> None:
-        """Makes the KV of these tokens in these slots, once for each different sequence."""
-        missing: list[tuple[int, np.ndarray]] = []
-        sources: list[int] = []
-        targets: list[int] = []
-        for slot, tokens in zip(slots, wanted, strict=True):
-            if len(tokens) == 0:
-                continue
-            is_shared = self.running[slot].request.kv is not KvMode.REFILL
-            source = self.prompts.find(tokens) if is_shared else None
-            if source is None:
-                missing.append((slot, tokens))
-            else:
-                sources.append(source)
-                targets.append(slot)
-            self.prompts.hold(slot, tokens)
-        for batch in self._prefill_batches(missing):
-            self._prefill(batch)
-        if sources:
-            self.kv.copy(sources, targets, max(len(tokens) for tokens in wanted))
-
-    def _prefill_batches(self, missing: list[tuple[int, np.ndarray]]) -> list[list[tuple[int, np.ndarray]]]:
-        """Sequences of like length together; with `exact`, one at a time."""
-        batches: list[list[tuple[int, np.ndarray]]] = []
-        for slot, tokens in sorted(missing, key=lambda pair: -len(pair[1])):
-            room = 1 if self.exact else max(1, PREFILL_TOKENS // len(batches[-1][0][1])) if batches else 0
-            if not batches or len(batches[-1]) >= room:
-                batches.append([])
-            batches[-1].append((slot, tokens))
-        return batches
-
-    def _prefill(self, batch: Sequence[tuple[int, np.ndarray]]) -> None:
-        longest = max(len(tokens) for _, tokens in batch)
-        if self.exact:
-            longest = _round_up(longest, MIN_EXACT_ROWS)
-        padded = np.zeros((len(batch), longest), np.int64)
-        for row, (_, tokens) in enumerate(batch):
-            padded[row, : len(tokens)] = tokens
-        self._use_threads(padded.size)
-        self.kv.begin_prefill(self.rows.index([slot for slot, _ in batch]))
-        device = self.rows.device
-        positions = torch.arange(longest, device=device).clamp_(max=self.max_context_tokens - 1)
-        self.model(
-            input_ids=torch.from_numpy(padded).to(device),
-            position_ids=positions.expand(len(batch), longest),
-            past_key_values=self.kv,
-            use_cache=True,
-            **self._prefill_options,
-        )
-
-    def _fill_again(self) -> None:
-        """Makes the KV of all live slots anew, after weights changed."""
-        if not self.running:
+    def _fill_again(self, slots: Sequence[int]) -> None:
+        """Makes the KV of live slots anew, after weights changed."""
+        if not slots:
             return
-        slots = sorted(self.running)
+        assert self.version is not None
         num_known = [self._num_tokens(slot) for slot in slots]
         tokens, _ = self.rows.read(slots, max(num_known))
         wanted = []
         for row, slot in enumerate(slots):
             running = self.running[slot]
-            prompt = len(running.request.tokens) - running.request.position
-            end = prompt if self.exact else num_known[row]
-            wanted.append(tokens[row, : end - 1])
-            running.num_known, running.step_offset = num_known[row], end - 1 - self.num_steps
-        self.rows.restart(slots, [len(known) for known in wanted], num_known)
-        self._fill(slots, wanted)
+            end = running.num_prompt if self.exact else num_known[row]
+            wanted.append(Wanted(slot, tokens[row, : end - 1], running.request.kv is not KvMode.REFILL))
+            running.refill(num_known[row], end - 1 - self.num_steps, self.version)
+        self.rows.restart(slots, [len(one.tokens) for one in wanted], num_known)
+        self.figures += self.prefill.fill(wanted)
         self._count()
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

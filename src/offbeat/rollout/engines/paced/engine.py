@@ -12,7 +12,16 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from offbeat.rollout.engine import Capabilities, EngineDied, EngineError, Generation, Request, Version, problem_of
+from offbeat.rollout.engine import (
+    Capabilities,
+    EngineDied,
+    EngineError,
+    EngineFigures,
+    Generation,
+    Request,
+    Version,
+    problem_of,
+)
 from offbeat.rollout.engines.paced.pace import Abort, Command, Load, Outcome, Pace, Submit
 from offbeat.rollout.engines.paced.settings import PacedSettings
 
@@ -56,6 +65,11 @@ class PacedEngine:
     @property
     def version(self) -> int | None:
         return self._pace.version
+
+    @property
+    def figures(self) -> EngineFigures:
+        """As of the last event: what steps since then have done is told with the next."""
+        return self._pace.figures
 
     async def generate(self, request: Request) -> Generation:
         self._check(request)

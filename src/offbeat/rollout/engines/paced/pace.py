@@ -3,7 +3,9 @@
 All rows take a step together. Between two steps, in this order: rows that are done leave, commands that came meanwhile
 are taken in the order in which they came, waiting requests take the free slots. While nothing of that happens all steps
 take the same time, so the next event is computed, never stepped towards: `due_s` names it, `advance` lets it happen. A
-load stops all steps for its time; afterwards what runs is fed again, because no KV of older weights may be used.
+load stops all steps for its time; afterwards what runs is fed again, because no KV of older weights may be used. So a
+request that was cut and is carried on is fed only what is new to it, unless a load came between: free slots hold the
+rest (see `held`).
 """
 
 from __future__ import annotations
@@ -13,8 +15,12 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
-from offbeat.rollout.engine import Finish, Generation, Request
+import numpy as np
+
+from offbeat.rollout.engine import EngineFigures, Finish, Generation, KvMode, Request
+from offbeat.rollout.engines.held import Held, HeldPrefixes
 from offbeat.rollout.engines.paced import noise
 from offbeat.rollout.engines.paced.settings import PacedSettings
 from offbeat.trajectory import Segment
@@ -60,6 +66,10 @@ class Row:
     def last_step(self) -> int:
         return self.first_step + self.num_tokens
 
+    def context_at(self, step: int) -> int:
+        """How many tokens it has after a step."""
+        return len(self.request.tokens) + step - self.first_step
+
 
 class Pace:
     """See the module. Times are of any clock that goes forward, the same one in all calls."""
@@ -74,7 +84,12 @@ class Pace:
         self._loading: tuple[float, Load] | None = None
         self._versions: list[tuple[int, int]] = [] if version is None else [(0, version)]
         """From which step on which version was in force."""
-        self._unfed: set[str] = set()
+        self._unfed: dict[str, int] = {}
+        """Rows that are fed before the next step, and how many tokens."""
+        self._held, self._places = HeldPrefixes(), count()
+        self._context = 0
+        """Tokens of all rows, after the last event."""
+        self.figures = EngineFigures()
         self._step, self._start_s, self._feed_s, self._step_s = 0, -math.inf, 0.0, 0.0
         """The last event: after which step, when, and how long feeding before and each step after it take."""
 
@@ -108,7 +123,7 @@ class Pace:
         """Ends all requests here and now, with the tokens of whole steps."""
         outcomes = self.advance(now_s)
         if self._rows and self._loading is None and now_s > self._start_s:
-            self._step += max(0, math.floor((now_s - self._start_s - self._feed_s) / self._step_s + SAME))
+            self._go_to(self._step + max(0, math.floor((now_s - self._start_s - self._feed_s) / self._step_s + SAME)))
         left = [command for _, command in self._commands]
         self._commands.clear()
         self._waiting |= {command.request.id: command.request for command in left if isinstance(command, Submit)}
@@ -136,9 +151,8 @@ class Pace:
 
     def _between_steps(self, now_s: float) -> list[Outcome]:
         step = self._next_step()
-        if step is not None and step > self._step:
-            self._step = step
-            self._unfed.clear()
+        if step is not None:
+            self._go_to(step)
         came = [command for at_s, command in self._commands if at_s <= now_s + SAME * self._step_s]
         self._start_s = now_s
         outcomes = list(self._leave())
@@ -150,10 +164,30 @@ class Pace:
         self._fill_slots()
         return outcomes
 
+    def _go_to(self, step: int) -> None:
+        """All steps up to this one are done, and what was to be fed before them."""
+        num_steps, num_rows = step - self._step, len(self._rows)
+        if not num_steps:
+            return
+        self.figures += EngineFigures(
+            num_steps=num_steps,
+            num_rows=num_steps * num_rows,
+            num_context_tokens=num_steps * self._context + num_rows * num_steps * (num_steps - 1) // 2,
+            num_prefilled_tokens=self._num_unfed,
+            busy_seconds=self._feed_s + num_steps * self._step_s,
+        )
+        self._context += num_steps * num_rows
+        self._step = step
+        self._unfed.clear()
+
+    @property
+    def _num_unfed(self) -> int:
+        return sum(num_tokens for name, num_tokens in self._unfed.items() if name in self._rows)
+
     def _leave(self) -> Iterator[Outcome]:
         while self._ends and self._ends[0][0] <= self._step:
             if self._is_live(self._ends[0]):
-                row = self._rows.pop(self._ends[0][1])
+                row = self._remove(self._ends[0][1])
                 yield row.request.id, self._generation(row, row.finish)
             heapq.heappop(self._ends)
 
@@ -176,7 +210,8 @@ class Pace:
         self._start_s, load = self._loading
         self._loading, self.version = None, load.version
         self._versions = [*(self._versions if self._rows else ()), (self._step, load.version)]
-        self._unfed = set(self._rows)
+        self._held.load(load.version)
+        self._unfed = {name: row.context_at(self._step) for name, row in self._rows.items()}
         self._fill_slots()
         return [(load.key, None)]
 
@@ -188,11 +223,22 @@ class Pace:
             name = next(iter(self._waiting))
             row = self._planned(self._waiting.pop(name))
             self._rows[name] = row
-            self._unfed.add(name)
+            self._unfed[name] = self._num_to_feed(row.request)
+            self._context += len(row.request.tokens)
             heapq.heappush(self._ends, (row.last_step, name))
-        fed = [self._rows[name] for name in self._unfed if name in self._rows]
-        self._feed_s = self.settings.fill_s(sum(len(row.request.tokens) + self._step - row.first_step for row in fed))
+        self._held.keep_newest(self.settings.num_slots - len(self._rows))
+        self._feed_s = self.settings.fill_s(self._num_unfed)
         self._step_s = self.settings.step_s(len(self._rows))
+
+    def _num_to_feed(self, request: Request) -> int:
+        """All tokens of a request, or those beyond what is held of it and the one that its first step takes."""
+        held = None if self.version is None else self._held.find(request, self.version)
+        if held is None:
+            return len(request.tokens)
+        self._held.drop(held.place)
+        num_resumed = held.num_of_use(request)
+        self.figures += EngineFigures(num_resumed_tokens=num_resumed)
+        return len(request.tokens) - 1 - num_resumed
 
     def _planned(self, request: Request) -> Row:
         budget = request.sampling.max_new_tokens
@@ -204,10 +250,27 @@ class Pace:
 
     def _abort(self, ids: Sequence[str] | None) -> Iterator[Outcome]:
         for name in [*self._rows, *self._waiting] if ids is None else ids:
-            if (row := self._rows.pop(name, None)) is not None:
-                yield name, self._generation(row, Finish.ABORT)
+            if name in self._rows:
+                row = self._remove(name)
+                generation = self._generation(row, Finish.ABORT)
+                self._hold(row.request, generation)
+                yield name, generation
             elif self._waiting.pop(name, None) is not None:
                 yield name, Generation(name, (), Finish.ABORT)
+
+    def _remove(self, name: str) -> Row:
+        row = self._rows.pop(name)
+        self._context -= row.context_at(self._step)
+        return row
+
+    def _hold(self, request: Request, generation: Generation) -> None:
+        """What a request that is being cut has computed: all of its tokens but the last."""
+        if request.kv is KvMode.REFILL or not generation.segments:
+            return
+        assert self.version is not None
+        tokens = np.concatenate([request.tokens, *(segment.tokens for segment in generation.segments)])
+        num_prompt = len(request.tokens) - request.position
+        self._held.hold(Held(next(self._places), tokens[:-1], num_prompt, self.version))
 
     def _generation(self, row: Row, finish: Finish) -> Generation:
         """What a row has sampled up to now, in segments by version."""

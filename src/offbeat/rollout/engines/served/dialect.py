@@ -73,6 +73,8 @@ class Chunk:
     """Says that this was the last."""
     spans: Sequence[Span] = ()
     """Of the whole answer, with its last chunk, where the server has spans."""
+    num_cached: int | None = None
+    """How many of the call's tokens were not computed, because the server had their KV; where it tells."""
 
 
 class Dialect(Protocol):

@@ -20,9 +20,19 @@ from typing import Any
 from uuid import uuid4
 
 from offbeat.control.health import Health, State
-from offbeat.rollout.engine import Capabilities, EngineDied, EngineError, Finish, Generation, Request, problem_of
+from offbeat.rollout.engine import (
+    Capabilities,
+    EngineDied,
+    EngineError,
+    EngineFigures,
+    Finish,
+    Generation,
+    Request,
+    problem_of,
+)
 from offbeat.rollout.engines.served.dialect import Dialect, Facts
 from offbeat.rollout.engines.served.http import ServerAway, ServerRefused
+from offbeat.rollout.engines.served.meter import Meter
 from offbeat.rollout.engines.served.running import Loaded, Running
 from offbeat.rollout.waiting import Changes
 from offbeat.weights.version import Version
@@ -55,6 +65,7 @@ class ServedEngine:
         )
         self.seconds_still = 0.0
         self.health = Health(time.monotonic, DEAD_AFTER_S)
+        self._meter = Meter(time.monotonic)
         self._life = uuid4().hex[:8]
         self._loaded: Loaded | None = None
         self._num_loads = 0
@@ -80,6 +91,11 @@ class ServedEngine:
     @property
     def version(self) -> int | None:
         return None if self._loaded is None else self._loaded.number
+
+    @property
+    def figures(self) -> EngineFigures:
+        """As far as answers told it up to now."""
+        return self._meter.figures
 
     # Requests
 
@@ -139,14 +155,16 @@ class ServedEngine:
         loaded = self._loaded
         call = running.begin(loaded, self._life)
         try:
-            async with aclosing(self.dialect.generate(call)) as chunks:  # type: ignore[type-var]
-                async for chunk in chunks:
-                    self._heard_s = time.monotonic()
-                    running.take(chunk)
-                    if chunk.finish is not None:
-                        await self._check_label(loaded)
-                        running.end(has_spans=self.facts.has_spans)
-                        return chunk.finish
+            with self._meter.inside(call):
+                async with aclosing(self.dialect.generate(call)) as chunks:  # type: ignore[type-var]
+                    async for chunk in chunks:
+                        self._heard_s = time.monotonic()
+                        running.take(chunk)
+                        self._meter.take(call, chunk)
+                        if chunk.finish is not None:
+                            await self._check_label(loaded)
+                            running.end(has_spans=self.facts.has_spans)
+                            return chunk.finish
         except EngineDied as error:
             raise self._die(str(error)) from error
         finally:
@@ -205,6 +223,7 @@ class ServedEngine:
         """Nothing is sent meanwhile; a failure in here leaves weights that nobody can vouch for."""
         start_s = time.monotonic()
         self._is_loading = True
+        self._meter.stand_still(True)
         try:
             with self._deadly():
                 yield
@@ -213,6 +232,7 @@ class ServedEngine:
             raise
         finally:
             self._is_loading = False
+            self._meter.stand_still(False)
             self._heard_s = time.monotonic()
             self.seconds_still += self._heard_s - start_s
             self._changes.tell()
@@ -233,6 +253,8 @@ class ServedEngine:
             for running in inside:
                 if running.call is not None:
                     running.load(loaded, keeps_kv=running in keeping)
+                    if running not in keeping:
+                        self._meter.refill(running.call)
             self._loaded = loaded
         finally:
             await self.dialect.resume()
