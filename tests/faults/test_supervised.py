@@ -13,13 +13,15 @@ from offbeat.learn.checkpoint import Checkpoints
 from offbeat.model.loading import TINY_FOLDER
 
 OVERLAP = ("--schedule.mode=overlap", "--schedule.max-staleness=2", "--rollout.workers=2")
+ROUNDS = ("--schedule.mode=alternate", "--schedule.max-staleness=2", "--rollout.workers=2", "--rollout.slots=4")
 
 
 @pytest.mark.timeout(400)
-def test_a_run_whose_every_process_is_killed_in_turn_finishes_by_itself(tmp_path):
+@pytest.mark.parametrize("schedule", [OVERLAP, ROUNDS], ids=["overlap", "rounds"])
+def test_a_run_whose_every_process_is_killed_in_turn_finishes_by_itself(tmp_path, schedule):
     killed = ["worker-1", "coordinator", "worker-2", "trainer", "coordinator"]
     num_steps = 12
-    run = Supervised(tmp_path, *TINY, *PACED, *OVERLAP, f"--run.steps={num_steps}", "--checkpoint.every=3")
+    run = Supervised(tmp_path, *TINY, *PACED, *schedule, f"--run.steps={num_steps}", "--checkpoint.every=3")
     for step, name in enumerate(killed, start=1):
         run.until_step(step)
         run.kill(name)

@@ -1,7 +1,7 @@
 """How many groups are under way, over those that a step trains: the one place that a coordinator takes it from.
 
-A number is in force as it was told. Otherwise it is chosen when a version is published and kept until the next: where
-work overlaps with training, by how long the trainer stood still (`control.depth`); where it comes in rounds, `IN_ROUNDS`.
+A number is in force as it was told. Otherwise it is chosen when a version is published and kept until the next. Where
+work overlaps with training it follows how long the trainer stood still (`control.depth`); in rounds it is `IN_ROUNDS`.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ WORKER_CALLS = {
     "/v1/heartbeat": wire.HeartbeatCall(held=[]),
     "/v1/fail": wire.FailCall(task=1, fence=1, reason="none"),
     "/v1/newer": wire.NewerCall(have_version=0, wait_s=0.0),
+    "/v1/round-over": wire.RoundOverCall(number=0, wait_s=0.0),
+    "/v1/give-back": wire.GiveBackCall(leases=[]),
 }
 TRAINER_CALLS = {
     "/v1/claim": wire.ClaimCall(step=0, wait_s=0.0),

@@ -85,6 +85,40 @@ def test_a_step_from_lease_to_commit_over_the_wire(tmp_path):
         assert run.ledger.list_workers()[0].state is WorkerState.LEFT
 
 
+def test_a_round_from_its_lease_to_the_next_over_the_wire(tmp_path):
+    schedule, batch = {"max_staleness": 1, "over_provision": 2.0}, {"groups_per_step": 1, "group_size": 2}
+    with LiveRun(tmp_path / "run", schedule=schedule, batch=batch) as run:
+
+        async def scenario():
+            async with (
+                remote(run, run.token(), "w") as worker,
+                remote(run, run.token(Role.TRAINER), "t") as trainer,
+            ):
+                lease = await worker.lease(100, 0, SOON_S)
+                first, second, third, fourth = lease.tasks
+                assert lease.round == 0
+                assert not await worker.round_over(0, 0.0)
+                waiting = asyncio.create_task(worker.round_over(0, SOON_S))
+                for task in (first, second):
+                    await worker.submit(answer(task), task.fence)
+                await trainer.claim(0, SOON_S)
+                assert await waiting
+                partial = third.new_trajectory()
+                partial.append(answer(third).segments[0])
+                assert await worker.submit(partial, third.fence) is Outcome.PARTIAL
+                await worker.give_back([(fourth.id, fourth.fence)])
+                assert (await worker.lease(100, 0, 0.0)).tasks == ()
+                await trainer.commit(0, weights(tmp_path, await trainer.next_version(), step=1))
+                assert (await worker.lease(100, 0, SOON_S)).version.number == 1
+                lease = await worker.lease(100, 1, SOON_S)
+                again = {task.id: task for task in lease.tasks}
+                assert lease.round == 1
+                assert again[third.id].prefix == partial
+                assert again[fourth.id].prefix is None
+
+        asyncio.run(scenario())
+
+
 def weights(folder: Path, number: int, step: int) -> Version:
     place = folder / "trainer's own" / f"{number}"
     place.mkdir(parents=True, exist_ok=True)

@@ -106,6 +106,19 @@ class RemoteWorker:
     async def fail(self, task: int, fence: int, reason: str) -> None:
         await self._connection.tell("/v1/fail", wire.FailCall(task=task, fence=fence, reason=reason[:MAX_REASON]))
 
+    async def give_back(self, leases: Sequence[tuple[int, int]]) -> None:
+        await self._connection.tell("/v1/give-back", wire.GiveBackCall(leases=list(leases)))
+
+    async def round_over(self, number: int, wait_s: float) -> bool:
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            poll_s = min(left_s, POLL_S)
+            call = wire.RoundOverCall(number=number, wait_s=poll_s)
+            found = await self._connection.call("/v1/round-over", call, wire.RoundOver, wait_s=poll_s)
+            if found.is_over or left_s <= poll_s:
+                return found.is_over
+
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
         deadline_s = time.monotonic() + wait_s
         while True:

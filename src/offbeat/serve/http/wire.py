@@ -66,6 +66,15 @@ class FailCall(Call):
     reason: Annotated[str, Meta(max_length=10_000)]
 
 
+class GiveBackCall(Call):
+    leases: Annotated[list[tuple[Count, Count]], Meta(max_length=100_000)]
+
+
+class RoundOverCall(Call):
+    number: Count
+    wait_s: Seconds
+
+
 class NewerCall(Call):
     have_version: Count | None
     wait_s: Seconds
@@ -166,6 +175,10 @@ class Submitted(msgspec.Struct, frozen=True):
 
 class Newer(msgspec.Struct, frozen=True):
     version: Version | None
+
+
+class RoundOver(msgspec.Struct, frozen=True):
+    is_over: bool
 
 
 class NextVersion(msgspec.Struct, frozen=True):

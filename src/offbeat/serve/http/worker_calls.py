@@ -65,6 +65,18 @@ async def fail(desk: Desk, worker: Worker, request: Request) -> Response:
     return Response(status_code=204)
 
 
+async def give_back(desk: Desk, worker: Worker, request: Request) -> Response:
+    call = await desk.bodies.record(request, wire.GiveBackCall)
+    await desk.coordinator.give_back(worker.name, call.leases)
+    return Response(status_code=204)
+
+
+async def round_over(desk: Desk, worker: Worker, request: Request) -> Response:
+    call = await desk.bodies.record(request, wire.RoundOverCall)
+    work = desk.coordinator.round_over(call.number, min(call.wait_s, desk.settings.max_wait_s))
+    return await reply(request, wire.RoundOver(await desk.patiently(request, work)))
+
+
 async def newer(desk: Desk, worker: Worker, request: Request) -> Response:
     call = await desk.bodies.record(request, wire.NewerCall)
     work = desk.coordinator.newer(call.have_version, min(call.wait_s, desk.settings.max_wait_s))
@@ -152,6 +164,8 @@ ROUTES = (
     Route("POST", "/v1/heartbeat", heartbeat, ROLLOUT),
     Route("POST", "/v1/fail", fail, ROLLOUT),
     Route("POST", "/v1/newer", newer, ROLLOUT),
+    Route("POST", "/v1/round-over", round_over, ROLLOUT),
+    Route("POST", "/v1/give-back", give_back, ROLLOUT),
     Route("POST", "/v1/leave", leave, ANYONE),
     Route("GET", "/v1/run", run_info, ANYONE),
     Route("POST", "/v1/sources", sources, ROLLOUT),
