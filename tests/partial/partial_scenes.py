@@ -9,12 +9,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from desk import a_task
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 from whole_coordinator import opened
@@ -66,6 +68,11 @@ def new_stepper(number: int = 0, **options: Any) -> Stepper:
         return Stepper(model_of(number), worker="w", fingerprint="tiny", version=number, **options)
 
 
+def own_task(number: int, max_new_tokens: int) -> Task:
+    """A task whose prompt is no other's, so that nothing of it is shared."""
+    return replace(a_task(number, max_new_tokens), prompt=np.arange(5) + 1 + number)
+
+
 def carry_on(stepper: Stepper, running: Running, num_steps: int | None = None) -> bool:
     """Generates as a worker would, until the answer ends or after so many steps it is cut; tells whether it ended."""
     if running.trajectory.num_tokens == running.trajectory.max_new_tokens:
@@ -85,7 +92,7 @@ def carry_on(stepper: Stepper, running: Running, num_steps: int | None = None) -
 def handed_on(task: Task, running: Running) -> Task:
     """The task as its next worker gets it: with what was handed back, by way of the wire."""
     prefix = Trajectory.decode(running.trajectory.encode()) if running.trajectory.num_tokens else None
-    return Task(task.id, task.group, task.prompt, task.seed, task.sampling, prefix=prefix, fence=task.fence + 1)
+    return replace(task, prefix=prefix, fence=task.fence + 1)
 
 
 def carry_on_in_parts(stepper: Stepper, task: Task, cuts: Sequence[int]) -> Trajectory:
@@ -122,8 +129,9 @@ class SteppedEngine(EmbeddedEngine):
         step = self._stepper.step
 
         def step_if_allowed() -> list[Any]:
-            if self.steps_left == 0:
+            if self.steps_left == 0 and not self.is_idle:
                 time.sleep(0.001)  # commands are taken in between
+            if self.steps_left == 0 or self.is_idle:
                 return []
             self.steps_left -= 1
             return step()
@@ -138,6 +146,14 @@ class SteppedEngine(EmbeddedEngine):
     @property
     def is_idle(self) -> bool:
         return self._stepper.is_idle
+
+
+async def generate_until(engine: SteppedEngine, condition: Callable[[], Awaitable[object]]) -> None:
+    """Takes one step after another, until something is so."""
+    while not await condition():
+        engine.steps_left = 1
+        await until(lambda: engine.steps_left == 0 or engine.is_idle, "a step")
+        await asyncio.sleep(0.005)  # what has ended is handed in and scored meanwhile
 
 
 async def until(condition: Callable[[], object | Awaitable[object]], what: str) -> None:

@@ -16,14 +16,12 @@ from offbeat.ledger.records import Batch, BatchGroup, Member
 from offbeat.rollout.engine import Finish, Generation
 from offbeat.rollout.engines.embedded.weights import stage
 from offbeat.rollout.running import append, begin
-from offbeat.trajectory import SegmentError, Trajectory
+from offbeat.trajectory import Segment, SegmentError, Trajectory
 
 BUDGET = 24
 
 
-def good_segment(trajectory: Trajectory, count: int = 2):
-    from offbeat.trajectory import Segment
-
+def good_segment(trajectory: Trajectory, count: int = 2) -> Segment:
     version = int(trajectory.versions[-1]) if trajectory.num_tokens else 0
     tokens, logprobs = np.arange(count), np.full(count, -1.0)
     return Segment(trajectory.num_tokens, tokens, logprobs=logprobs, version=version, kv_version=version)
