@@ -1,0 +1,144 @@
+"""Step times are learnt from sums over intervals, and a stall of the machine teaches little."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.control.step_time import StepTime, StepTimeFit, Timing
+
+GPU = StepTime(2.8e-3, 31e-6, 8e-9, 20e-6)
+
+
+def timing(truth: StepTime, rows: int, context: int, prefilled: int, factor: float = 1.0) -> Timing:
+    """A hundred steps of so many rows."""
+    work = (100, 100 * rows, 100 * rows * context, prefilled)
+    return Timing(*work, factor * truth.seconds(*work))
+
+
+def varied(truth: StepTime, num: int, noise: float = 0.0, seed: int = 0) -> list[Timing]:
+    rng = np.random.default_rng(seed)
+    return [
+        timing(
+            truth,
+            int(rng.integers(1, 128)),
+            int(rng.integers(100, 4000)),
+            int(rng.integers(0, 20_000)),
+            math.exp(noise * rng.normal()),
+        )
+        for _ in range(num)
+    ]
+
+
+def fitted(timings: list[Timing]) -> StepTimeFit:
+    fit = StepTimeFit()
+    for each in timings:
+        fit.observe(each)
+    return fit
+
+
+def figures(model: StepTime) -> list[float]:
+    return [model.base_s, model.per_row_s, model.per_token_s, model.prefill_s]
+
+
+def test_seconds_are_sums_over_the_steps():
+    assert StepTime(1.0, 0.1, 0.01, 0.5).seconds(10, 40, 400, 6) == pytest.approx(10 + 4 + 4 + 3)
+
+
+def test_the_rate_at_the_knee_is_that_share_of_the_highest():
+    highest = 1 / (GPU.per_row_s + 1000 * GPU.per_token_s)
+    rows = GPU.knee(0.8, mean_context=1000)
+    assert GPU.rate(rows, 1000) == pytest.approx(0.8 * highest)
+    assert rows == pytest.approx(4 * 2.8e-3 / 39e-6)
+
+
+def test_engines_that_share_the_rows_step_as_if_each_had_its_part():
+    assert GPU.spread(4).seconds(1, 64, 6400) == pytest.approx(GPU.seconds(1, 16, 1600))
+
+
+def test_exact_observations_give_the_figures_back():
+    fit = fitted(varied(GPU, 40))
+    assert figures(fit.model) == pytest.approx(figures(GPU), rel=0.02)
+    assert fit.error < 0.005
+
+
+def test_noise_averages_out_of_the_figures_and_shows_in_the_error():
+    fit = fitted(varied(GPU, 200, noise=0.03))
+    assert fit.model.seconds(100, 6400, 6_400_000, 5000) == pytest.approx(
+        GPU.seconds(100, 6400, 6_400_000, 5000), rel=0.02
+    )
+    assert 0.01 < fit.error < 0.04
+
+
+def test_there_is_no_model_before_a_few_observations_were_predicted():
+    timings = varied(GPU, 20)
+    fit = StepTimeFit()
+    assert fit.model is None
+    assert fit.error == math.inf
+    for each in timings[:6]:
+        fit.observe(each)
+        assert fit.model is None
+    for each in timings[6:]:
+        fit.observe(each)
+    assert fit.model is not None
+
+
+def test_there_is_no_model_while_all_observations_are_alike():
+    rng = np.random.default_rng(0)
+    alike = [timing(GPU, 64, 1000, 500, math.exp(0.02 * rng.normal())) for _ in range(50)]
+    assert fitted(alike).model is None
+
+
+def test_what_was_never_prefilled_is_taken_to_cost_a_row():
+    fit = fitted([timing(GPU, rows, context, 0) for rows in (1, 8, 30, 64, 128) for context in (100, 1000, 3000)])
+    assert fit.model.prefill_s == pytest.approx(fit.model.per_row_s)
+
+
+@pytest.mark.parametrize("stalled", [[0], [2, 3], [20], [25, 26, 39]])
+def test_a_stall_of_the_machine_moves_the_figures_little(stalled):
+    timings = varied(GPU, 40, noise=0.01)
+    for index in stalled:
+        one = timings[index]
+        timings[index] = Timing(
+            one.num_steps, one.num_rows, one.num_context_tokens, one.num_prefilled_tokens, 10 * one.seconds
+        )
+    fit = fitted(timings)
+    assert fit.error < 0.1
+    assert fit.model.seconds(100, 6400, 6_400_000, 5000) == pytest.approx(
+        GPU.seconds(100, 6400, 6_400_000, 5000), rel=0.1
+    )
+
+
+def test_a_machine_that_becomes_half_as_fast_for_good_is_noticed():
+    slower = StepTime(*(2 * figure for figure in figures(GPU)))
+    fit = fitted(varied(GPU, 100) + varied(slower, 100, seed=1))
+    assert fit.model.rate(64, 1000) == pytest.approx(slower.rate(64, 1000), rel=0.1)
+    assert fit.error < 0.1
+
+
+def test_idle_intervals_say_nothing():
+    fit = fitted([Timing(0, 0, 0, 0, 5.0), Timing(10, 10, 10, 0, 0.0)])
+    assert fit.num_observations == 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(
+        st.builds(
+            Timing,
+            st.integers(0, 500),
+            st.integers(0, 10**5),
+            st.integers(0, 10**8),
+            st.integers(0, 10**5),
+            st.floats(0, 60),
+        ),
+        max_size=40,
+    )
+)
+def test_no_figure_is_ever_negative_or_not_a_number_whatever_is_reported(timings):
+    model = fitted(timings).model
+    assert model is None or all(0 <= figure < math.inf for figure in figures(model))
