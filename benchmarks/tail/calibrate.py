@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.tail.engines import READ_BUCKET_TOKENS, padded_tokens
 from benchmarks.tail.real import VOCAB_SIZE, Stepper
-from benchmarks.tail.step_time import StepTime
+from offbeat.control.step_time import StepTime
 from offbeat.rollout.engine import KvMode, Request
 from offbeat.trajectory import Sampling
 
@@ -47,8 +47,10 @@ class Calibration:
 
 def calibrate(stepper: Stepper, num_rounds: int) -> Calibration:
     """Measures in interleaved rounds, of which each cell takes the fastest: neighbours in the caches only add."""
-    decodes = [_Decode(num_rows, context) for num_rows in ROWS for context in CONTEXTS]
-    prefills = [_Prefill(num_rows, context) for num_rows in PREFILL_ROWS for context in CONTEXTS]
+    decodes: list[_Decode | _Prefill] = [_Decode(num_rows, context) for num_rows in ROWS for context in CONTEXTS]
+    prefills: list[_Decode | _Prefill] = [
+        _Prefill(num_rows, context) for num_rows in PREFILL_ROWS for context in CONTEXTS
+    ]
     rounds = [[probe.time(stepper) for probe in (*decodes, *prefills)] for _ in range(num_rounds + 1)]
     best = [min(same, key=lambda cell: cell.seconds) for same in zip(*rounds[1:], strict=True)]  # the first warms up
     return fit(best[: len(decodes)], best[len(decodes) :])

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.tail.laws import PROMPT_TOKENS, Lengths
 from benchmarks.tail.samples import Sample
-from benchmarks.tail.step_time import StepTime
+from offbeat.control.step_time import StepTime
 
 READ_BUCKET_TOKENS, PREFILL_TOKENS = 16, 4096
 """As the embedded engine reads and prefills: a model of it must count what it really does."""
@@ -54,7 +54,8 @@ class Engine(ABC):
     def now_s(self) -> float: ...
 
     @abstractmethod
-    def pause(self, seconds: float) -> None: ...
+    def pause(self, seconds: float, meanwhile: Callable[[], None]) -> None:
+        """Stands still so long, or as long as something else takes that is done beside it."""
 
     @abstractmethod
     def _prefill(self, samples: Sequence[Sample]) -> None: ...
@@ -171,7 +172,8 @@ class VirtualEngine(Engine):
             counts.num_steps, counts.num_rows, counts.num_context_tokens, counts.num_prefilled_tokens
         )
 
-    def pause(self, seconds: float) -> None:
+    def pause(self, seconds: float, meanwhile: Callable[[], None]) -> None:
+        meanwhile()
         self._paused_s += seconds
 
     def _prefill(self, samples: Sequence[Sample]) -> None: ...

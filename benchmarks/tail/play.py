@@ -10,7 +10,7 @@ from benchmarks.tail.policies.policy import Policy
 from benchmarks.tail.rollouts import Rollouts
 
 GROUPS_PER_STEP, GROUP_SIZE = 4, 8
-UPDATE_S = 0.02
+UPDATE_S = 0.05
 
 
 @dataclass(frozen=True)

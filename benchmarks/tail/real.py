@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ def new_stepper(num_slots: int, max_context_tokens: int) -> Stepper:
 
 
 class RealEngine(Engine):
-    """Steps a stepper that has nothing to do; a pause moves the clock and does not sleep."""
+    """Steps a stepper that has nothing to do, and that `abort` leaves so; a pause moves the clock, without sleeping."""
 
     def __init__(self, lengths: Lengths, stepper: Stepper):
         super().__init__(lengths)
@@ -51,12 +51,10 @@ class RealEngine(Engine):
     def now_s(self) -> float:
         return time.perf_counter() - self._start_s + self._paused_s
 
-    def pause(self, seconds: float) -> None:
-        self._paused_s += seconds
-
-    def close(self) -> None:
-        """Leaves the stepper empty for the next run."""
-        self.abort()
+    def pause(self, seconds: float, meanwhile: Callable[[], None]) -> None:
+        start_s = time.perf_counter()
+        meanwhile()
+        self._paused_s += max(0.0, seconds - (time.perf_counter() - start_s))
 
     def _prefill(self, samples: Sequence[Sample]) -> None:
         """Hands samples to the stepper, which prefills them at its next step."""

@@ -6,7 +6,7 @@ a sample that is alive; and whatever is delivered has ended. The clock and the p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from benchmarks.tail.accounts import Row
 from benchmarks.tail.engines import Engine
@@ -24,12 +24,20 @@ class Rollouts:
         self.rows: list[Row] = []
         self.row = Row()
         self.alive: set[Sample] = set()
+        """Samples that were begun, and neither delivered nor wasted."""
+        self._alive_before: set[Sample] = set()
         self._prompts = self._in_order()
         self._num_begun = 0
+        self._begun: set[Sample] = set()
 
     @property
     def samples_per_step(self) -> int:
         return self.groups_per_step * self.group_size
+
+    @property
+    def ran(self) -> set[Sample]:
+        """Samples that were alive at any time of this step, whatever became of them."""
+        return self._alive_before | self._begun
 
     def begin(self) -> Group:
         """The next group of the data set; nothing of it runs yet."""
@@ -38,6 +46,7 @@ class Rollouts:
         group.samples = [Sample(group, member) for member in range(self.group_size)]
         self._num_begun += 1
         self.alive.update(group.samples)
+        self._begun.update(group.samples)
         self.row.num_begun += self.group_size
         self.row.begun_tokens += sum(map(self.engine.length_of, group.samples))
         return group
@@ -52,9 +61,10 @@ class Rollouts:
             self.row.num_wasted[cause] += sample.num_tokens
             self.alive.remove(sample)
 
-    def update(self) -> None:
-        """Trains on what was delivered: a pause, then a new version; ends the step's row."""
-        self.engine.pause(self.update_s)
+    def update(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Trains on what was delivered: a pause, in which a policy may think, then a new version; ends the row."""
+        self.engine.settle()
+        self.engine.pause(self.update_s, meanwhile)
         self.version += 1
         self.engine.update(self.version)
         counts = self.engine.counts
@@ -62,6 +72,7 @@ class Rollouts:
         self.row.num_decode_steps, self.row.num_reprefilled = counts.num_steps, counts.num_reprefilled_tokens
         self.rows.append(self.row)
         self.row = Row()
+        self._alive_before, self._begun = set(self.alive), set()
         self._check_that_nothing_is_lost()
 
     def _check_that_nothing_is_lost(self) -> None:

@@ -1,9 +1,9 @@
 """`ours`: a burst of groups at every version, survivors first, kept and not thrown away; every part can be switched.
 
 A round begins with `factor` times a step's work alive: what earlier rounds left, topped up with new groups. It ends
-when a step's worth is ready and nothing that is overdue still runs. What is ready beyond that waits for the next round;
-what is unfinished goes on in it. With `stale` its keys and values stay where they are, for at most `kv_lag` versions;
-with `refill` they are made anew. (`same` would be `refill` here, since every round brings a version of its own; and a
+when `control/select` finds a batch: a step's worth is ready, and nothing at its last chance still runs. What is ready
+beyond that waits for the next round; what is unfinished goes on in it. With `stale` its keys and values stay where they
+are, for at most `kv_lag` versions; with `refill` they are made anew. (`same` would be `refill` here, since every round brings a version of its own; and a
 gate that takes the whole batch as baseline delivers what `release` delivers.)
 
 Guarantee: no token older than `max_staleness` is delivered.
@@ -11,12 +11,13 @@ Guarantee: no token older than `max_staleness` is delivered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from benchmarks.tail.policies.factors import Factor
 from benchmarks.tail.rollouts import Rollouts
 from benchmarks.tail.samples import Group, Sample
+from offbeat.control.select import Candidate, Stretch, select
 
 
 class Gate(StrEnum):
@@ -30,7 +31,7 @@ class Admit(StrEnum):
     BURST = "burst"
     """New groups begin right after an update."""
     CONSTANT = "constant"
-    """Whenever fewer are alive than the factor says."""
+    """And whenever fewer are unfinished than the factor says."""
 
 
 class Kv(StrEnum):
@@ -42,7 +43,6 @@ class Kv(StrEnum):
 class Switches:
     """The parts of the schedule."""
 
-    factor: float = 1.5
     gate: Gate = Gate.STRICT
     admit: Admit = Admit.BURST
     kv: Kv = Kv.STALE
@@ -53,87 +53,85 @@ class Switches:
 
 
 class Ours:
-    def __init__(self, switches: Switches):
-        self.switches = switches
-        self.alive: list[Group] = []
-        """Groups with something that was not delivered, oldest first."""
-        self.ready: list[Group | Sample] = []
-        """What may be delivered, in the order in which it ended."""
+    """Works in units: groups, or samples where they are released one by one."""
+
+    def __init__(self, factor: Factor, switches: Switches):
+        self.factor, self.switches = factor, switches
+        self.units: list[Group | Sample] = []
+        """Begun and not delivered, in the order of their begin."""
 
     def step(self, rollouts: Rollouts) -> None:
-        self._top_up(rollouts)
-        wanted = self._num_wanted(rollouts)
-        while len(self.ready) < wanted or self._is_any_overdue(rollouts):
+        rollouts.row.factor = self.factor.value
+        if not (taken := self._batch(rollouts)):  # otherwise earlier rounds left a whole batch: nothing need run
+            self._top_up(rollouts, len(self.units))
+        while not taken:
             ended = rollouts.engine.step()
             assert ended, "nothing runs, and the step has too little"
-            self._note(ended)
-            if len(self.ready) < wanted:
+            self.factor.watch(rollouts.engine)
+            taken = self._batch(rollouts)
+            if not taken:
                 self._refill(rollouts)
-        self._deliver(rollouts, wanted)
-        rollouts.row.factor = self.switches.factor
+        rollouts.deliver(sample for unit in taken for sample in unit.samples)
+        self.units = [unit for unit in self.units if unit not in taken]
         self._release_kv(rollouts)
-        rollouts.update()
+        rollouts.update(meanwhile=lambda: self.factor.think(rollouts, self._groups()))
 
     def _num_wanted(self, rollouts: Rollouts) -> int:
-        is_strict = self.switches.gate is Gate.STRICT
-        return rollouts.groups_per_step if is_strict else rollouts.samples_per_step
+        return rollouts.groups_per_step * self._units_per_group(rollouts)
 
-    def _num_alive(self) -> int:
-        """In the unit that is delivered."""
-        if self.switches.gate is Gate.STRICT:
-            return len(self.alive)
-        return len(self.ready) + sum(not sample.is_done for group in self.alive for sample in group.samples)
+    def _units_per_group(self, rollouts: Rollouts) -> int:
+        return 1 if self.switches.gate is Gate.STRICT else rollouts.group_size
 
-    def _top_up(self, rollouts: Rollouts) -> None:
-        waiting = [s for group in self.alive for s in group.samples if not s.is_done and s.kv_version is None]
-        goal = self.switches.factor * self._num_wanted(rollouts)
-        begun: list[Group] = []
-        per_group = 1 if self.switches.gate is Gate.STRICT else rollouts.group_size
-        num_missing = round((goal - self._num_alive()) / per_group)
-        begun = [rollouts.begin() for _ in range(num_missing)]
-        self.alive += begun
-        rollouts.engine.add([*waiting, *(sample for group in begun for sample in group.samples)])
+    def _groups(self) -> list[Group]:
+        return list(dict.fromkeys(unit if isinstance(unit, Group) else unit.group for unit in self.units))
+
+    def _batch(self, rollouts: Rollouts) -> set[Group | Sample]:
+        """What the step trains on, by the rule of real runs; nothing while it is not all there."""
+        wanted = self._num_wanted(rollouts)
+        if sum(unit.is_done for unit in self.units) < wanted:
+            return set()
+        candidates = [_candidate(number, unit) for number, unit in enumerate(self.units)]
+        selection = select(candidates, rollouts.version, wanted, self.switches.max_staleness, in_order=False)
+        assert not selection.stale, f"{len(selection.stale)} units are past the bound"
+        return {self.units[number] for number in selection.take}
+
+    def _top_up(self, rollouts: Rollouts, num_units: int) -> None:
+        """Carries on what was aborted, and begins groups until there are as many units as the factor says."""
+        missing = self.factor.value * self._num_wanted(rollouts) - num_units
+        missing = min(missing, self._most(rollouts) - len(self.units))
+        num_groups = round(missing / self._units_per_group(rollouts))
+        waiting = [s for s in self._unfinished() if s.kv_version is None]
+        rollouts.engine.add([*waiting, *(sample for _ in range(num_groups) for sample in self._begin(rollouts))])
 
     def _refill(self, rollouts: Rollouts) -> None:
         if self.switches.admit is Admit.CONSTANT:
-            self._top_up(rollouts)
-        elif rollouts.engine.num_running < self.switches.min_rows:
-            group = rollouts.begin()
-            self.alive.append(group)
-            rollouts.engine.add(group.samples)
+            self._top_up(rollouts, sum(not unit.is_done for unit in self.units))
+        elif rollouts.engine.num_running < self.switches.min_rows and len(self.units) < self._most(rollouts):
+            rollouts.engine.add(self._begin(rollouts))
 
-    def _note(self, ended: Sequence[Sample]) -> None:
-        if self.switches.gate is Gate.STRICT:
-            self.ready += dict.fromkeys(sample.group for sample in ended if sample.group.is_done)
-        else:
-            self.ready += ended
+    def _most(self, rollouts: Rollouts) -> int:
+        """Units that may be alive: more could not all be delivered within the bound."""
+        return (self.switches.max_staleness + 1) * self._num_wanted(rollouts)
 
-    def _is_any_overdue(self, rollouts: Rollouts) -> bool:
-        """Whether something unfinished has tokens that the next version could not train on."""
-        last = rollouts.version - self.switches.max_staleness
-        return any(_is_due(group, self.switches.gate, last) for group in self.alive if not group.is_done)
+    def _begin(self, rollouts: Rollouts) -> list[Sample]:
+        group = rollouts.begin()
+        self.units += [group] if self.switches.gate is Gate.STRICT else group.samples
+        return group.samples
 
-    def _deliver(self, rollouts: Rollouts, wanted: int) -> None:
-        """The oldest first, so that nothing waits past its bound."""
-        self.ready.sort(key=lambda unit: unit.oldest_version or 0)
-        taken, self.ready = self.ready[:wanted], self.ready[wanted:]
-        samples = [sample for unit in taken for sample in unit.samples]
-        rollouts.deliver(samples)
-        kept = {unit if isinstance(unit, Group) else unit.group for unit in self.ready}
-        self.alive = [group for group in self.alive if not group.is_done or group in kept]
+    def _unfinished(self) -> list[Sample]:
+        return [sample for unit in self.units for sample in unit.samples if not sample.is_done]
 
     def _release_kv(self, rollouts: Rollouts) -> None:
         """Aborts what may not go on with the keys and values that it has."""
         if self.switches.kv is Kv.REFILL:
             rollouts.engine.abort()
             return
-        last = rollouts.version + 1 - self.switches.kv_lag
-        running = [sample for group in self.alive for sample in group.samples if sample.kv_version is not None]
-        rollouts.engine.abort([sample for sample in running if sample.kv_version < last])
+        oldest = rollouts.version + 1 - self.switches.kv_lag
+        held = [(sample, sample.kv_version) for sample in self._unfinished()]
+        rollouts.engine.abort([sample for sample, version in held if version is not None and version < oldest])
 
 
-def _is_due(group: Group, gate: Gate, last: int) -> bool:
-    if gate is Gate.STRICT:
-        oldest = group.oldest_version
-        return oldest is not None and oldest <= last
-    return any(not s.is_done and s.oldest_version is not None and s.oldest_version <= last for s in group.samples)
+def _candidate(number: int, unit: Group | Sample) -> Candidate:
+    spans = [span for sample in unit.samples for span in sample.spans]
+    stretches = tuple(Stretch(num_tokens, version) for version, num_tokens in spans)
+    return Candidate(number, number, unit.is_done, first_step=unit.oldest_version, stretches=stretches)

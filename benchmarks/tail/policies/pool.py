@@ -1,8 +1,8 @@
 """`copris` and `pipeline`: as many samples at a time as the pool has places, refilled one by one.
 
 Groups are delivered whole, in the order in which they were done; those beyond a step's number wait for the next.
-`copris` aborts everything at an update and resumes it first, prefilled anew (arXiv 2511.05589). `pipeline` never aborts:
-what runs goes on under the new weights with the keys and values that it has (arXiv 2509.19128).
+`copris` aborts everything at an update and resumes it first, prefilled anew (arXiv 2511.05589). `pipeline` never
+aborts: what runs goes on under the new weights with the keys and values that it has (arXiv 2509.19128).
 """
 
 from __future__ import annotations
