@@ -20,10 +20,10 @@ from offbeat.control.step_time import StepTime
 from offbeat.rollout.engine import KvMode, Request
 from offbeat.trajectory import Sampling
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)
-CONTEXTS = (32, 80, 128, 192, 240)
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+CONTEXTS = (32, 128, 240)
 PREFILL_ROWS = (1, 4, 16)
-STEPS_PER_CELL = 8
+STEPS_PER_CELL = 6
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,9 @@ def calibrate(stepper: Stepper, num_rounds: int) -> Calibration:
     prefills: list[_Decode | _Prefill] = [
         _Prefill(num_rows, context) for num_rows in PREFILL_ROWS for context in CONTEXTS
     ]
-    rounds = [[probe.time(stepper) for probe in (*decodes, *prefills)] for _ in range(num_rounds + 1)]
-    best = [min(same, key=lambda cell: cell.seconds) for same in zip(*rounds[1:], strict=True)]  # the first warms up
+    decodes[-1].time(stepper)  # warms up
+    rounds = [[probe.time(stepper) for probe in (*decodes, *prefills)] for _ in range(num_rounds)]
+    best = [min(same, key=lambda cell: cell.seconds) for same in zip(*rounds, strict=True)]
     return fit(best[: len(decodes)], best[len(decodes) :])
 
 

@@ -1,7 +1,8 @@
 """Who wins, and by how much: all entries on all laws in engine time, a few of them by the wall clock; and the bars.
 
-*At equal share* compares with the best that `april` reaches with no more off-policy tokens than ours: its curve over the factor, from `sync` on, interpolated, and never below a point further
-left, since nobody need take a larger factor that is slower.
+*At equal share* compares with the best that `april` reaches with no more off-policy tokens than ours: its curve over
+the factor, from `sync` on, interpolated, and never below a point further left, since nobody need take a larger factor
+that is slower.
 """
 
 from __future__ import annotations
@@ -104,31 +105,30 @@ class Contest:
         return report.Bar(value, target, of_law[worst] >= target, (min(*seen, value), max(*seen, value)))
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A line a law and entry."""
+        """A heading a law, and a line an entry."""
         rows: list[tuple[str, ...]] = []
         for law in self.laws:
-            for entry in [entry for entry in self.entries if self.took_part(law, entry)]:
-                mean = {name: self.mean(law, entry, name) for name in SHOWN}
-                rows.append(
-                    (
-                        f"{law.name}: {entry.name}",
-                        f"{mean['rate']:,.0f}",
-                        f"{self.over_sync(entry, law):.2f}",
-                        f"{self.over_april(entry, law):.2f}" if entry.curve in OURS else "",
-                        f"{mean['off_policy_share']:.0%}",
-                        f"{mean['staleness_p95']:.1f}",
-                        f"{max(self.results[Run(law, entry, seed)].staleness_max for seed in self.seeds)}",
-                        f"{mean['reprefill_share']:.0%}",
-                        f"{mean['waste_share']:.1%}",
-                        f"{mean['mean_rows']:.0f}",
-                        f"{mean['mean_factor']:.2f}",
-                    )
-                )
+            rows.append((f"{self.clock}, {law.name}", *[""] * (len(HEADER) - 1)))
+            rows += [self._row(law, entry) for entry in self.entries if self.took_part(law, entry)]
         return rows
 
+    def _row(self, law: Law, entry: Entry) -> tuple[str, ...]:
+        oldest = max(self.results[Run(law, entry, seed)].staleness_max for seed in self.seeds)
+        return (
+            f"  {entry.name}",
+            f"{self.mean(law, entry, 'rate'):,.0f}",
+            f"{self.over_sync(entry, law):.2f}",
+            f"{self.over_april(entry, law):.2f}" if entry.curve in OURS else "",
+            f"{self.mean(law, entry, 'off_policy_share'):.0%}",
+            f"{self.mean(law, entry, 'staleness_p95'):.1f}",
+            str(oldest),
+            f"{self.mean(law, entry, 'reprefill_share'):.0%}",
+            f"{self.mean(law, entry, 'mean_factor'):.1f}",
+        )
 
-HEADER = ("", "tokens/s", "x sync", "x april", "off-policy", "p95", "max", "re-prefill", "waste", "rows", "factor")
-SHOWN = ("rate", "off_policy_share", "staleness_p95", "reprefill_share", "waste_share", "mean_rows", "mean_factor")
+
+HEADER = ("", "tokens/s", "x sync", "x april", "stale", "p95", "max", "re-prefill", "factor")
+"""*Stale* is the share of tokens that are off-policy; *p95* and *max* are of staleness."""
 
 
 def best_at(share: float, points: Sequence[tuple[float, float]]) -> float:

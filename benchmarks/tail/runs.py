@@ -1,4 +1,4 @@
-"""Plays the runs of a contest: in engine time on all cores, by the wall clock a seed a process.
+"""Plays the runs of a contest, several at a time: any in engine time, a seed each by the wall clock.
 
 By the wall clock the entries of a seed take turns in one process and on one stepper, so that whatever the machine does
 meanwhile meets all of them.
@@ -7,10 +7,11 @@ meanwhile meets all of them.
 from __future__ import annotations
 
 import multiprocessing
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from benchmarks.tail.accounts import Figures
 from benchmarks.tail.contest import Run
@@ -25,10 +26,12 @@ NUM_SLOTS = 192
 Played = list[tuple[Run, Figures]]
 
 
-def in_engine_time(runs: Sequence[Run], model: StepTime, size: Size, say: Callable[[str], None]) -> dict[Run, Figures]:
+def in_engine_time(
+    runs: Sequence[Run], model: StepTime, size: Size, jobs: int, say: Callable[[str], None]
+) -> dict[Run, Figures]:
     found: dict[Run, Figures] = {}
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        for run, figures in pool.map(partial(_virtual, model, size), runs, chunksize=8):
+    with _mapping(jobs) as mapped:
+        for run, figures in mapped(partial(_virtual, model, size), runs):
             found[run] = figures
             if len(found) % 100 == 0:
                 say(f"engine time: {len(found)} of {len(runs)} runs")
@@ -40,11 +43,21 @@ def by_the_wall_clock(
 ) -> dict[Run, Figures]:
     by_seed = [[run for run in runs if run.seed == seed] for seed in sorted({run.seed for run in runs})]
     found: dict[Run, Figures] = {}
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for played in pool.map(partial(_real, model, size), by_seed):
+    with _mapping(jobs) as mapped:
+        for played in mapped(partial(_real, model, size), by_seed):
             found |= dict(played)
             say(f"wall clock: {len(found)} of {len(runs)} runs")
     return {run: found[run] for run in runs}
+
+
+@contextmanager
+def _mapping(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """`map`, in as many processes; alone in this one, since starting another takes seconds."""
+    if jobs == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool.map
 
 
 def _virtual(model: StepTime, size: Size, run: Run) -> tuple[Run, Figures]:

@@ -3,8 +3,8 @@
 A round begins with `factor` times a step's work alive: what earlier rounds left, topped up with new groups. It ends
 when `control/select` finds a batch: a step's worth is ready, and nothing at its last chance still runs. What is ready
 beyond that waits for the next round; what is unfinished goes on in it. With `stale` its keys and values stay where they
-are, for at most `kv_lag` versions; with `refill` they are made anew. (`same` would be `refill` here, since every round brings a version of its own; and a
-gate that takes the whole batch as baseline delivers what `release` delivers.)
+are, for at most `kv_lag` versions; with `refill` they are made anew. (`same` would be `refill` here, since every round
+brings a version of its own; and a gate that takes the whole batch as baseline delivers what `release` delivers.)
 
 Guarantee: no token older than `max_staleness` is delivered.
 """
@@ -59,6 +59,8 @@ class Ours:
         self.factor, self.switches = factor, switches
         self.units: list[Group | Sample] = []
         """Begun and not delivered, in the order of their begin."""
+        self._num_ready = 0
+        """Of them, done."""
 
     def step(self, rollouts: Rollouts) -> None:
         rollouts.row.factor = self.factor.value
@@ -67,12 +69,14 @@ class Ours:
         while not taken:
             ended = rollouts.engine.step()
             assert ended, "nothing runs, and the step has too little"
+            self._num_ready += len({unit for unit in map(self._unit_of, ended) if unit.is_done})
             self.factor.watch(rollouts.engine)
             taken = self._batch(rollouts)
             if not taken:
                 self._refill(rollouts)
         rollouts.deliver(sample for unit in taken for sample in unit.samples)
         self.units = [unit for unit in self.units if unit not in taken]
+        self._num_ready -= len(taken)
         self._release_kv(rollouts)
         rollouts.update(meanwhile=lambda: self.factor.think(rollouts, self._groups()))
 
@@ -82,13 +86,16 @@ class Ours:
     def _units_per_group(self, rollouts: Rollouts) -> int:
         return 1 if self.switches.gate is Gate.STRICT else rollouts.group_size
 
+    def _unit_of(self, sample: Sample) -> Group | Sample:
+        return sample.group if self.switches.gate is Gate.STRICT else sample
+
     def _groups(self) -> list[Group]:
         return list(dict.fromkeys(unit if isinstance(unit, Group) else unit.group for unit in self.units))
 
     def _batch(self, rollouts: Rollouts) -> set[Group | Sample]:
         """What the step trains on, by the rule of real runs; nothing while it is not all there."""
         wanted = self._num_wanted(rollouts)
-        if sum(unit.is_done for unit in self.units) < wanted:
+        if self._num_ready < wanted:
             return set()
         candidates = [_candidate(number, unit) for number, unit in enumerate(self.units)]
         selection = select(candidates, rollouts.version, wanted, self.switches.max_staleness, in_order=False)
@@ -105,7 +112,7 @@ class Ours:
 
     def _refill(self, rollouts: Rollouts) -> None:
         if self.switches.admit is Admit.CONSTANT:
-            self._top_up(rollouts, sum(not unit.is_done for unit in self.units))
+            self._top_up(rollouts, len(self.units) - self._num_ready)
         elif rollouts.engine.num_running < self.switches.min_rows and len(self.units) < self._most(rollouts):
             rollouts.engine.add(self._begin(rollouts))
 
