@@ -1,0 +1,1 @@
+"""Schedules of rollouts with a long tail of lengths, compared on one engine: see `benchmarks.partial`."""

@@ -1,0 +1,53 @@
+"""Draws the main figure: tokens delivered a second against the share that is off-policy, a curve a policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.tail.contest import Contest
+from benchmarks.tail.entries import RELEASE, STRICT, SYNC
+from benchmarks.tail.laws import Law
+
+INK, GRID = "#3a3f47", "#e6e8eb"
+COLOURS = {
+    "april": "#c8401f",
+    "copris": "#d8a02b",
+    "pipeline": "#8a6bbf",
+    STRICT: "#3b7dd8",
+    RELEASE: "#1f9e89",
+    f"{STRICT}, refill": "#8fb8e8",
+    f"{RELEASE}, refill": "#9ad3c8",
+}
+
+
+def draw(contest: Contest, laws: list[Law], picture: Path) -> None:
+    """A panel a law; a point a factor, the automatic one a star."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(laws), 4.4), dpi=150, layout="constrained")
+    for axes, law in zip(figure.subplots(1, len(laws), squeeze=False, sharey=True)[0], laws, strict=True):
+        for curve, colour in COLOURS.items():
+            _draw_curve(axes, contest, law, curve, colour)
+        axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
+        axes.set_title(law.name, loc="left", color=INK, fontsize=11)
+        axes.set_xlabel("share of trained tokens that are off-policy", color=INK)
+        axes.grid(axis="y", color=GRID)
+        axes.tick_params(colors=INK, length=0)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+    figure.axes[0].set_ylabel("delivered tokens/s over sync", color=INK)
+    figure.axes[-1].legend(frameon=False, labelcolor=INK, loc="lower left", fontsize=8)
+    figure.savefig(picture)
+
+
+def _draw_curve(axes: object, contest: Contest, law: Law, curve: str, colour: str) -> None:
+    entries = [entry for entry in contest.entries if entry.curve == curve and contest.took_part(law, entry)]
+    fixed = [entry for entry in entries if entry.factor is not None]
+    for some, style in ((fixed, "o-"), ([entry for entry in entries if entry.factor is None], "*")):
+        points = [(contest.mean(law, e, "off_policy_share"), contest.over_sync(e, law)) for e in some]
+        if style == "o-":
+            points = [(0.0, contest.over_sync(SYNC, law)), *points]
+        if points:
+            shares, rates = zip(*points, strict=True)
+            label, size = (curve, 4) if style == "o-" else (None, 13)
+            axes.plot(shares, rates, style, color=colour, linewidth=1.6, markersize=size, label=label)  # type: ignore[attr-defined]
