@@ -1,0 +1,103 @@
+"""Partial rollouts around a bare vLLM engine: nothing of Offbeat but `offbeat.control`, which needs numpy alone.
+
+    PYTHONPATH=src python examples/partial_vllm.py MODEL [STEPS]
+
+Each step wants `P` groups of `N` answers. More are begun than wanted; when `P` groups are whole the rest is aborted and
+carried on with the next weights: its tokens are at most `S` steps old when they are trained. How many more is chosen as
+the loop goes on, from the lengths and the step times that it sees. `train` stands for your trainer.
+"""
+
+import sys
+import time
+
+from vllm import EngineArgs, LLMEngine, SamplingParams
+
+from offbeat.control.lengths import Lengths
+from offbeat.control.over_provision import OverProvision
+from offbeat.control.rounds import Setting, Survivor
+from offbeat.control.select import Candidate, Stretch, select
+from offbeat.control.step_time import StepTimeFit, Timing
+
+P, N, S, MAX_TOKENS, SLICE = 4, 4, 2, 96, 8
+PROMPT = list(range(10, 26))
+lengths, fit = Lengths(MAX_TOKENS), StepTimeFit()
+control = OverProvision(Setting(P, N, S, prompt_tokens=len(PROMPT)), lengths, fit)
+
+
+class Answer:
+    def __init__(self, group: int, member: int):
+        self.group, self.member, self.tokens, self.logprobs, self.steps, self.ended = group, member, [], [], [], False
+
+    def params(self) -> SamplingParams:  # a seed for every continuation: noise must not repeat
+        seed = hash((self.group, self.member, len(self.tokens))) & 0x7FFFFFFF
+        return SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS - len(self.tokens), logprobs=0, seed=seed)
+
+
+def train(batch: list[list[Answer]], step: int, engine: LLMEngine) -> None:
+    """Your update: tokens, log-probs of the weights that sampled them, and the step of each token's weights."""
+    engine.reset_prefix_cache()  # no key or value of older weights is used again
+
+
+def play(engine: LLMEngine, groups: dict[int, list[Answer]], step: int) -> list[int]:
+    """Generates until a batch is whole, and returns its groups."""
+    alive = {f"{a.group}-{a.member}-{step}": a for group in groups.values() for a in group if not a.ended}
+    begun = {key: len(a.tokens) for key, a in alive.items()}
+    prefilled = sum(len(PROMPT) + num for num in begun.values())
+    for key, a in alive.items():
+        engine.add_request(key, {"prompt_token_ids": PROMPT + a.tokens}, a.params())
+    while not (taken := select(map(candidate, groups.values()), step, P, S, in_order=False).take):
+        start_s, steps, rows, context = time.perf_counter(), 0, 0, 0
+        while alive and steps < SLICE:  # that one timing tells of
+            steps += 1
+            rows += len(alive)
+            context += sum(len(PROMPT) + len(a.tokens) for a in alive.values())
+            for out in engine.step():
+                a, new = alive[out.request_id], out.outputs[0]
+                fresh = slice(len(a.tokens) - begun[out.request_id], None)
+                a.logprobs += [p[t].logprob for p, t in zip(new.logprobs[fresh], new.token_ids[fresh], strict=True)]
+                a.steps += [step] * len(new.token_ids[fresh])
+                a.tokens += new.token_ids[fresh]
+                lengths.running((a.group, a.member), None, len(a.tokens), a.group)
+                if out.finished:
+                    a.ended = True
+                    lengths.finished((a.group, a.member), None, len(a.tokens), a.group)
+                    del alive[out.request_id]
+        fit.observe(Timing(steps, rows, context, prefilled, time.perf_counter() - start_s))
+        prefilled = 0
+    engine.abort_request(list(alive))
+    return list(taken)
+
+
+def candidate(group: list[Answer]) -> Candidate:
+    steps = [step for a in group for step in a.steps]
+    stretches = tuple(Stretch(steps.count(step), step) for step in sorted(set(steps)))
+    number = group[0].group
+    return Candidate(number, number, all(a.ended for a in group), None, min(steps, default=None), stretches)
+
+
+def main(model: str, num_steps: int) -> None:
+    engine = LLMEngine.from_engine_args(EngineArgs(model, max_model_len=256, max_num_seqs=64, enforce_eager=True))
+    groups: dict[int, list[Answer]] = {}
+    num_begun = 0
+    for step in range(num_steps):
+        survivors = [
+            Survivor(step - (candidate(g).first_step or 0), tuple(len(a.tokens) for a in g), tuple(a.ended for a in g))
+            for g in groups.values()
+        ]
+        decision, start_s = control.decide(survivors), time.perf_counter()
+        while len(groups) < round(decision.factor * P):
+            groups[num_begun] = [Answer(num_begun, member) for member in range(N)]
+            num_begun += 1
+        before = sum(len(a.tokens) for g in groups.values() for a in g)
+        taken = play(engine, groups, step)
+        generated = sum(len(a.tokens) for g in groups.values() for a in g) - before
+        batch = [groups.pop(number) for number in taken]
+        train(batch, step, engine)
+        lengths.advance()
+        control.outcome(generated, time.perf_counter() - start_s)
+        oldest = step - min(s for g in batch for a in g for s in a.steps)
+        print(f"step {step}: r = {decision.factor:.2f} ({decision.reason}), oldest token {oldest}, {len(groups)} go on")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 8)
