@@ -11,6 +11,7 @@ import sys
 import time
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.platforms import current_platform
 
 from offbeat.control.lengths import Lengths
 from offbeat.control.over_provision import OverProvision
@@ -18,8 +19,8 @@ from offbeat.control.rounds import Setting, Survivor
 from offbeat.control.select import Candidate, Stretch, select
 from offbeat.control.step_time import StepTimeFit, Timing
 
-P, N, S, MAX_TOKENS, SLICE = 4, 4, 2, 96, 8
-PROMPT = list(range(10, 26))
+P, N, S, MAX_TOKENS, SLICE = 4, 4, 2, 160, 4
+PROMPT = list(b"23*24=")  # as tokens; here one and the same for all groups
 lengths, fit = Lengths(MAX_TOKENS), StepTimeFit()
 control = OverProvision(Setting(P, N, S, prompt_tokens=len(PROMPT)), lengths, fit)
 
@@ -76,7 +77,9 @@ def candidate(group: list[Answer]) -> Candidate:
 
 
 def main(model: str, num_steps: int) -> None:
-    engine = LLMEngine.from_engine_args(EngineArgs(model, max_model_len=256, max_num_seqs=64, enforce_eager=True))
+    dtype = "float32" if current_platform.is_cpu() else "auto"
+    args = EngineArgs(model, dtype=dtype, max_model_len=256, max_num_seqs=64, enforce_eager=True)
+    engine = LLMEngine.from_engine_args(args)
     groups: dict[int, list[Answer]] = {}
     num_begun = 0
     for step in range(num_steps):
