@@ -53,6 +53,9 @@ def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
         case ["offbeat", "train", "examples/vllm_cpu.toml"]:
             assert '/ "vllm_cpu.toml"' in RUN_BY_ENGINE_TESTS
             assert reader.succeed("train", "examples/vllm_cpu.toml", "--dry-run", "--model.path=offbeat-tiny")
+        case ["PYTHONPATH=src", ".venv-vllm/bin/python", "examples/partial_vllm.py", *words]:
+            assert 'str(ROOT / "examples" / "partial_vllm.py")' in RUN_BY_ENGINE_TESTS
+            assert words == ["src/offbeat/model/tiny", "6"]
         case ["offbeat", "doctor", "--engine-url", url]:
             said = reader.offbeat("doctor", "--engine-url", url.replace(":8000", ":9"))
             assert (said.status, f"server: {url.replace(':8000', ':9')}: no answer; start one" in said.out) == (1, True)
@@ -118,6 +121,13 @@ def test_python_on_a_page_runs(page: Path, code: str, reader: Reader, monkeypatc
         assert names["problem"](ordinal=0, seed=0, held_out=True)["prompt"]
     if "def reward(" in code:
         assert names["reward"](response="85 91", answer="91") == {"right": 1.0, "brief": 0.1}
+
+
+def test_the_loop_on_the_page_of_partial_rollouts_is_the_example():
+    (shown,) = blocks(ROOT / "docs" / "partial-rollouts.md", "py")
+    example = (ROOT / "examples" / "partial_vllm.py").read_text()
+    assert shown.strip() in example
+    assert example.index(shown.strip()) + len(shown.strip()) > 0.95 * len(example), "it is shown to its end"
 
 
 @pytest.mark.parametrize("page", [README, *DOCS], ids=lambda page: page.stem)

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 PYTHON = os.environ.get("OFFBEAT_VLLM_PYTHON")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_cpu.toml"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "vllm_cpu.toml"
 WITHIN_S = 900.0
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="make test-engines has a vLLM"),
@@ -144,3 +145,13 @@ def test_a_run_that_trains_adapters_serves_each_version_as_the_trainer_computes_
     published = {file.name for file in (run / "weights").glob("[0-9]*/*")}
     assert published == {"adapter_model.safetensors", "adapter_config.json"}
     assert not (run / "workers" / "worker-1" / "adapters").exists()
+
+
+def test_the_controller_goes_around_a_bare_engine_and_no_token_passes_the_bound():
+    command = [str(PYTHON), str(ROOT / "examples" / "partial_vllm.py"), str(ROOT / "src/offbeat/model/tiny"), "6"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WITHIN_S, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = re.findall(r"^step (\d): r = ([\d.]+) \(.+\), oldest token (\d), (\d+) go on$", done.stdout, re.M)
+    assert [int(step) for step, *_ in steps] == list(range(6))
+    assert all(1 <= float(factor) <= 3 and int(oldest) <= 2 for _, factor, oldest, _ in steps)
