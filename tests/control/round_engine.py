@@ -82,8 +82,8 @@ class RoundEngine:
         answers = [answer for group in taken for answer in group.answers]
         self.step += 1
         return Round(
-            self.step_time.seconds(*map(sum, zip(*play.sums, strict=True))) + self.setting.update_s,
-            sum(num_rows for _, num_rows, _, _ in play.sums),
+            self.step_time.seconds(*_total(play.sums)) + self.setting.update_s,
+            _total(play.sums)[1],
             sum(answer.length for answer in answers),
             self._timings(play.sums),
             self.step - 1 - min(step for answer in answers for step in answer.by_step),
@@ -130,9 +130,13 @@ class RoundEngine:
         return [group for group in self.alive if group.ordinal in take]
 
     def _timings(self, sums: list[tuple]) -> list[Timing]:
-        size = math.ceil(len(sums) / TIMINGS_PER_ROUND)
-        parts = [[*map(sum, zip(*sums[begin : begin + size], strict=True))] for begin in range(0, len(sums), size)]
+        size = math.ceil(len(sums) / TIMINGS_PER_ROUND) or 1
+        parts = [_total(sums[begin : begin + size]) for begin in range(0, len(sums), size)]
         return [Timing(*part, self.step_time.seconds(*part)) for part in parts]
+
+
+def _total(sums: list[tuple]) -> list[int]:
+    return [sum(column) for column in zip((0, 0, 0, 0), *sums, strict=True)]
 
 
 class _Play:
@@ -149,7 +153,6 @@ class _Play:
         """By what their context would have been at the begin of the round, for engines that pad."""
         self.waiting = [a for group in engine.alive for a in group.answers if a.num_tokens < a.length]
         self.waiting.reverse()
-        self._fill()
 
     def _fill(self) -> None:
         slots = self.setting.slots or math.inf
@@ -167,7 +170,8 @@ class _Play:
             self.sums.append((0, 0, 0, num_prefilled))
 
     def next_end(self, step: int) -> None:
-        """Decodes until an answer ends."""
+        """Decodes until an answer ends, with all that there are rows for."""
+        self._fill()
         num_rows, num_steps = len(self.ends), self.ends[0][0] - self.now
         while self.longest[0][1] <= self.now:
             heapq.heappop(self.longest)
@@ -181,14 +185,11 @@ class _Play:
             self._write(answer, self.now - start, step)
             answer.group.num_open -= 1
             self.num_context -= self.setting.prompt_tokens + answer.length
-        self._fill()
 
     def stop(self, step: int) -> None:
         for _, _, start, answer in self.ends:
             self._write(answer, self.now - start, step)
-        self.begun = [answer for answer in self.begun if answer.by_step]
 
     def _write(self, answer: Answer, num_tokens: int, step: int) -> None:
         answer.num_tokens += num_tokens
-        if num_tokens:
-            answer.by_step[step] = num_tokens
+        answer.by_step[step] = num_tokens

@@ -1,10 +1,12 @@
 """By how much predictions are wrong, and where.
 
 Duty: let the error that a model always makes cancel. A model that is wrong by the same share everywhere still ranks
-rightly; one that flatters large factors does not. So what counts is how far the errors near one factor lie from those
-of all rounds, and only as far as many rounds say so.
+rightly; one that flatters large factors does not. Errors are taken to be the sum of one that all factors have in common
+and one that changes smoothly with the factor, and both are told from what rounds gave by Gaussian process regression: a
+round says much of its own factor, something of its neighbours, and what all share. Errors are of sums over rounds: one
+that costs nothing, because its batch was there already, follows one that paid for both.
 
-Guarantees: nothing is corrected before rounds at different factors were seen; rounds at one factor alone never move it.
+Guarantees: without rounds nothing is corrected, and a single one, which may be off by a fifth, corrects little.
 """
 
 from __future__ import annotations
@@ -14,42 +16,41 @@ from collections.abc import Sequence
 
 import numpy as np
 
-FORGET = 0.95
-WIDTH = 0.25
+FORGET = 0.98
+WIDTH = 0.4
 """Of a neighbourhood, in the log of the factor."""
-DOUBT = 10.0
-"""Rounds that say nothing is wrong here: a round by itself is off by a tenth or two."""
-NUM_RECENT = 8
+COMMON, OWN, NOISE = 0.2, 0.15, 0.2
+"""Standard deviations of the log of a rate over its prediction: of all factors together, of one, and of one round."""
+NUM_RECENT = 10
 
 
 class Corrections:
-    """Of the log of predicted rates, one a factor; see the module."""
+    """Of the logs of predicted rates, one a factor; see the module."""
 
     def __init__(self, factors: Sequence[float]):
         logs = np.log(factors)
-        self._near = np.exp(-0.5 * ((logs[:, None] - logs) / WIDTH) ** 2)
-        self._weights, self._sums = np.zeros(len(logs)), np.zeros(len(logs))
-        self._recent: deque[float] = deque(maxlen=NUM_RECENT)
+        self._prior = COMMON**2 + OWN**2 * np.exp(-0.5 * ((logs[:, None] - logs) / WIDTH) ** 2)
+        self._num_rounds = np.zeros(len(logs))
+        self._tokens, self._expected = np.zeros(len(logs)), np.zeros(len(logs))
+        self._recent: deque[tuple[float, float]] = deque(maxlen=NUM_RECENT)
 
     @property
     def error(self) -> float:
-        """Of recent rounds together; 0 before there are any."""
-        return float(abs(np.expm1(np.mean(self._recent)))) if self._recent else 0.0
+        """How far predictions were off over recent rounds together, relatively; 0 before there are any."""
+        tokens, expected = (sum(column) for column in zip((0.0, 0.0), *self._recent, strict=True))
+        return abs(tokens / expected - 1) if expected else 0.0
 
     @property
     def by_factor(self) -> np.ndarray:
-        """What to add to the log of each factor's predicted rate; only differences mean anything."""
-        if not self._weights.any():
-            return np.zeros(len(self._weights))
-        overall = self._sums.sum() / self._weights.sum()
-        apart = self._near @ (self._sums - overall * self._weights)
-        return apart / (self._near @ self._weights + DOUBT)
+        """What to add to the log of each factor's predicted rate."""
+        seen = np.flatnonzero(self._num_rounds)
+        errors = np.log(self._tokens[seen] / self._expected[seen])
+        spread = self._prior[np.ix_(seen, seen)] + np.diag(NOISE**2 / self._num_rounds[seen])
+        return self._prior[:, seen] @ np.linalg.solve(spread, errors)
 
-    def note(self, index: int, rate: float, predicted: float) -> None:
-        """A round at this factor gave `rate` where `predicted` was expected."""
-        error = float(np.log(rate / predicted))
-        self._recent.append(error)
-        self._weights *= FORGET
-        self._sums *= FORGET
-        self._weights[index] += 1
-        self._sums[index] += error
+    def note(self, index: int, tokens: float, seconds: float, predicted: float) -> None:
+        """A round at this factor gave so many tokens in so many seconds, where `predicted` a second were expected."""
+        self._recent.append((tokens, predicted * seconds))
+        for sums, value in ((self._num_rounds, 1.0), (self._tokens, tokens), (self._expected, predicted * seconds)):
+            sums *= FORGET
+            sums[index] += value

@@ -26,7 +26,7 @@ from offbeat.control.rounds import Outlook, Setting, Survivor, outlooks
 from offbeat.control.step_time import StepTimeFit
 
 NUM_FACTORS = 12
-MIN_ENDED = 32
+MIN_ENDED = 24
 """Answers before lengths are believed: of fewer the tail is not seen."""
 MAX_FIT_ERROR = 0.15
 MIN_GAIN = 0.03
@@ -34,14 +34,17 @@ MIN_GAIN = 0.03
 KEEP_GAIN = 0.015
 """Over a factor of 1, once it has been left: between the two nothing flutters."""
 HYSTERESIS = 0.03
-IDLE_LEAD = 0.005
-"""Leads that do not add up: two factors as good as each other differ by this from version to version."""
+IDLE_LEAD = 0.01
+"""Leads that never add up to a move: two factors as good as each other differ by this from version to version."""
+EARLY = 2.0
+"""What is asked of a lead is so many times higher for the first prediction, and less for each that it is averaged with:
+the first is off by several per cent."""
 TIE = 0.01
 """Of factors this close the smallest is taken: its tokens are fresher."""
-MEMORY = 6
+MEMORY = 10
 """Versions over which predictions are averaged."""
-MAX_NOTCHES = 4
-"""Factors up in one version: the staleness that they bring is met in steps, and 12 are climbed in three."""
+MAX_NOTCHES = 6
+"""Factors up in one version: a first prediction that is far too bold is found out halfway."""
 BUSY = 0.8
 """Of the rate that no number of rows exceeds: the knee below which rows are refilled."""
 
@@ -72,9 +75,12 @@ class OverProvision:
         self._seed, self._num_decided, self._num_averaged = seed, 0, 0
         self._gains = np.zeros(len(self.factors))
         """The log of the predicted rate over that of the first factor, averaged."""
-        self._index, self._lead = 0, 0.0
-        """The factor in force, and the leads of a better one since it is."""
+        self._index, self._leads = 0, np.zeros(len(self.factors))
+        """The factor in force, and what the leads of each other over it add up to."""
         self._has_moved = False
+        """The first round at a new factor is neither the old one's nor the new one's: it corrects nothing."""
+        self._unpredicted: list[tuple[float, float]] = []
+        """Tokens and seconds of rounds at 1 before anything could be predicted: other factors are held against them."""
 
     @property
     def error(self) -> float:
@@ -86,13 +92,16 @@ class OverProvision:
         before, self._num_decided = self._index, self._num_decided + 1
         why_not = self._why_not()
         if why_not is not None or (step_time := self.fit.model) is None:
-            self._index, self._lead, self._num_averaged = 0, 0.0, 0
+            self._move(0)
+            self._num_averaged = 0
             self.last = Decision(1.0, why_not or "step times are not known yet")
         else:
             setting = self.setting if update_s is None else replace(self.setting, update_s=update_s)
             law = self.lengths.law()
             seed = self._seed + 1000 * self._num_decided
             seen = outlooks(setting, step_time, law, self.factors, seed=seed, survivors=survivors)
+            while self._unpredicted:
+                self.corrections.note(0, *self._unpredicted.pop(), seen[0].tokens_per_s)
             reason = self._choose(seen)
             min_rows = step_time.knee(BUSY, setting.prompt_tokens + law.mean_context)
             self.last = self._decision(seen[self._index], reason, min_rows)
@@ -102,9 +111,12 @@ class OverProvision:
     def outcome(self, tokens: float, seconds: float) -> None:
         """What the round gave: the tokens generated, and its seconds with those of the update after it."""
         predicted = self.last.predicted_tokens_per_s
-        if predicted is None or self._has_moved or tokens <= 0 or seconds <= 0:
-            return  # the first round at a new factor is neither the old one's nor the new one's
-        self.corrections.note(self._index, tokens / seconds, predicted)
+        if self._has_moved or tokens <= 0 or seconds <= 0:
+            return
+        if predicted is None:
+            self._unpredicted = [*self._unpredicted[-MEMORY:], (tokens, seconds)]
+        else:
+            self.corrections.note(self._index, tokens, seconds, predicted)
 
     def _why_not(self) -> str | None:
         if len(self.factors) == 1:
@@ -130,14 +142,15 @@ class OverProvision:
         if not allowed[self._index]:
             self._move(best)
             return "the factor before would pass the bound or the room for keys and values"
-        if gains.max() < (MIN_GAIN if self._index == 0 else KEEP_GAIN):
+        caution = 1 + EARLY / self._num_averaged
+        if gains.max() < (caution * MIN_GAIN if self._index == 0 else KEEP_GAIN):
             self._move(0)
             return f"over-provisioning would gain {max(gains.max(), 0):.1%}: too little"
-        lead = float(gains[best] - gains[self._index])
-        self._lead = max(0.0, self._lead + lead - IDLE_LEAD)
-        if lead >= HYSTERESIS or self._lead >= HYSTERESIS:
+        leads = gains - gains[self._index]
+        self._leads = np.maximum(0.0, self._leads + leads - IDLE_LEAD)
+        if max(leads[best], self._leads[best]) >= caution * HYSTERESIS:
             self._move(best)
-            return f"{self.factors[best]:.2f} is predicted to gain {lead:.1%}"
+            return f"{self.factors[best]:.2f} is predicted to gain {leads[best]:.1%}"
         return f"no other factor is predicted to gain {HYSTERESIS:.0%}"
 
     def _is_allowed(self, outlook: Outlook) -> bool:
@@ -145,7 +158,8 @@ class OverProvision:
         return outlook.staleness_p95 <= self.setting.bound and (room is None or outlook.max_context_tokens <= room)
 
     def _move(self, index: int) -> None:
-        self._index, self._lead = min(index, self._index + MAX_NOTCHES), 0.0
+        self._index = min(index, self._index + MAX_NOTCHES)
+        self._leads[:] = 0.0
 
     def _decision(self, outlook: Outlook, reason: str, min_rows: float) -> Decision:
         rate = outlook.tokens_per_s

@@ -22,8 +22,12 @@ MIN_OBSERVATIONS = 6
 """Four unknowns, and something left over to see whether they explain anything."""
 FORGET = 0.98
 """Of the weight of an observation with each later one: fifty count."""
+FORGET_FAST = 0.85
+BAD = 0.15
+"""While predictions are off by this much, what is old is forgotten faster: the machine is not what it was."""
 NUM_RECENT = 15
 """Predictions whose median error is reported: up to seven stalls in a row do not show."""
+MIN_SECONDS = 1e-6
 MAX_SCALED_ERROR = 0.25
 """Of the figure that is known least, in parts of all the time: beyond it two figures cannot be told apart yet."""
 MIN_NOISE = 0.01
@@ -92,6 +96,7 @@ class StepTimeFit:
         self.num_observations = 0
         self._gram, self._moment = np.zeros((4, 4)), np.zeros(4)
         """Of observations divided by their seconds, so that relative errors are what is made small."""
+        self._num_counted = 0.0
         self._errors: deque[float] = deque(maxlen=NUM_RECENT)
         self._first: list[np.ndarray] = []
         """The observations before the first fit, which are weighed again once it says which of them are odd."""
@@ -110,8 +115,8 @@ class StepTimeFit:
         return StepTime(*(float(figure) for figure in self._figures))
 
     def observe(self, timing: Timing) -> None:
-        if timing.seconds <= 0 or timing.num_steps + timing.num_prefilled_tokens == 0:
-            return  # an idle interval says nothing about steps
+        if timing.seconds < MIN_SECONDS or timing.num_steps + timing.num_prefilled_tokens == 0:
+            return  # neither an idle interval nor a tick of the clock says anything about steps
         work = (timing.num_steps, timing.num_rows, timing.num_context_tokens, timing.num_prefilled_tokens)
         row = np.array(work, float) / timing.seconds
         self.num_observations += 1
@@ -121,7 +126,7 @@ class StepTimeFit:
                 self._fit_first()
             return
         error = _error(row, self._figures)
-        self._add(row, _weight(error, self.error))
+        self._add(row, _weight(error, self.error), FORGET if self.error <= BAD else FORGET_FAST)
         self._errors.append(error)
         self._figures = self._solve()
 
@@ -129,7 +134,7 @@ class StepTimeFit:
         """Weighs the first observations by how well those of middling error agree, a few times over."""
         weights = [1.0] * len(self._first)
         for _ in range(5):
-            self._gram[:], self._moment[:] = 0, 0
+            self._gram[:], self._moment[:], self._num_counted = 0, 0, 0.0
             for row, weight in zip(self._first, weights, strict=True):
                 self._add(row, weight)
             self._figures = figures = self._solve()
@@ -137,9 +142,10 @@ class StepTimeFit:
             weights = [_weight(error, median(errors)) for error in errors]
         self._first.clear()
 
-    def _add(self, row: np.ndarray, weight: float) -> None:
-        self._gram = FORGET * self._gram + weight * np.outer(row, row)
-        self._moment = FORGET * self._moment + weight * row
+    def _add(self, row: np.ndarray, weight: float, forget: float = FORGET) -> None:
+        self._gram = forget * self._gram + weight * np.outer(row, row)
+        self._moment = forget * self._moment + weight * row
+        self._num_counted = forget * self._num_counted + 1
 
     def _solve(self) -> np.ndarray:
         """The figures, none below zero, that make the squared relative errors least."""
@@ -160,10 +166,6 @@ class StepTimeFit:
         correlation = self._gram[:3, :3] / np.outer(scale, scale)
         noise = max(self.error, MIN_NOISE)
         return float(np.linalg.eigvalsh(correlation)[0]) * self._num_counted >= (noise / MAX_SCALED_ERROR) ** 2
-
-    @property
-    def _num_counted(self) -> float:
-        return (1 - FORGET**self.num_observations) / (1 - FORGET)
 
 
 def _error(row: np.ndarray, figures: np.ndarray) -> float:
