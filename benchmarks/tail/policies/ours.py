@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from benchmarks.tail.policies.factors import Factor
 from benchmarks.tail.rollouts import Rollouts
@@ -139,6 +140,12 @@ class Ours:
 
 
 def _candidate(number: int, unit: Group | Sample) -> Candidate:
+    if not unit.is_done:  # what it has so far is not read
+        return Candidate(number, number, ready=False, first_step=unit.oldest_version)
     spans = [span for sample in unit.samples for span in sample.spans]
-    stretches = tuple(Stretch(num_tokens, version) for version, num_tokens in spans)
-    return Candidate(number, number, unit.is_done, first_step=unit.oldest_version, stretches=stretches)
+    return Candidate(number, number, ready=True, first_step=unit.oldest_version, stretches=_stretches(tuple(spans)))
+
+
+@lru_cache(maxsize=4096)
+def _stretches(spans: tuple[tuple[int, int], ...]) -> tuple[Stretch, ...]:
+    return tuple(Stretch(num_tokens, version) for version, num_tokens in spans)
