@@ -128,7 +128,8 @@ def test_a_bounded_number_of_records_is_kept():
     assert lengths.num_ended == pytest.approx(FORGET * MAX_RECORDS)
 
 
-def test_finished_siblings_sharpen_what_is_expected_of_a_running_one():
+def alike_in_groups() -> Lengths:
+    """Groups that have four fifths of the log-variance in common, and one of short and one of long answers."""
     rng = np.random.default_rng(0)
     lengths = Lengths(4000)
     for group in range(40):
@@ -139,12 +140,25 @@ def test_finished_siblings_sharpen_what_is_expected_of_a_running_one():
     for group, length in (("short", 120), ("long", 2500)):
         for member in range(7):
             lengths.finished((group, member), None, length + member, group)
+    return lengths
+
+
+def test_finished_siblings_sharpen_what_is_expected_of_a_running_one():
+    lengths = alike_in_groups()
+    for group in ("short", "long"):
         lengths.running((group, 7), None, 50, group)
     assert lengths.law().shared > 0.6
     rest = {group: lengths.expected_of(group)[group, 7] for group in ("short", "long")}
     alone = lengths.expected_remaining(None, 50)
     assert rest["short"] < 0.4 * alone
     assert rest["long"] > 2 * alone
+
+
+def test_so_do_the_answers_that_the_prompt_had_in_an_earlier_epoch():
+    lengths = alike_in_groups()
+    lengths.running("new", None, 0, "again")
+    known = [lengths.expected_of("again", earlier=earlier)["new"] for earlier in (["short"], [], ["long"])]
+    assert known[0] < 0.5 * known[1] < known[1] < 0.5 * known[2]
 
 
 @settings(deadline=None, max_examples=60)

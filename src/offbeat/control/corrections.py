@@ -6,7 +6,7 @@ and one that changes smoothly with the factor, and both are told from what round
 round says much of its own factor, something of its neighbours, and what all share. Errors are of sums over rounds: one
 that costs nothing, because its batch was there already, follows one that paid for both.
 
-Guarantees: without rounds nothing is corrected, and a single one, which may be off by a fifth, corrects little.
+Guarantees: without rounds nothing is corrected, and a single one corrects next to nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 FORGET = 0.98
 WIDTH = 0.4
 """Of a neighbourhood, in the log of the factor."""
-COMMON, OWN, NOISE = 0.2, 0.15, 0.2
+COMMON, OWN, NOISE = 0.2, 0.15, 0.3
 """Standard deviations of the log of a rate over its prediction: of all factors together, of one, and of one round."""
 NUM_RECENT = 10
 
@@ -48,9 +48,13 @@ class Corrections:
         spread = self._prior[np.ix_(seen, seen)] + np.diag(NOISE**2 / self._num_rounds[seen])
         return self._prior[:, seen] @ np.linalg.solve(spread, errors)
 
-    def note(self, index: int, tokens: float, seconds: float, predicted: float) -> None:
-        """A round at this factor gave so many tokens in so many seconds, where `predicted` a second were expected."""
+    def note(self, index: int, tokens: float, seconds: float, predicted: float, predicted_s: float) -> None:
+        """A round gave so many tokens in so many seconds, where `predicted` a second and `predicted_s` were expected.
+
+        It counts for no more than the part of an expected round that it took: cheap ones come in rows.
+        """
         self._recent.append((tokens, predicted * seconds))
-        for sums, value in ((self._num_rounds, 1.0), (self._tokens, tokens), (self._expected, predicted * seconds)):
+        part = min(seconds / predicted_s, 1.0)
+        for sums, value in ((self._num_rounds, part), (self._tokens, tokens), (self._expected, predicted * seconds)):
             sums *= FORGET
             sums[index] += value

@@ -12,7 +12,7 @@ less, what is under way counts fully; a bucket with few records is drawn to the 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,12 +110,18 @@ class Lengths:
         curve = self.survival(bucket)[num_tokens : self.max_tokens]
         return float(curve.sum() / curve[0]) if len(curve) and curve[0] > 0 else 0.0
 
-    def expected_of(self, group: Hashable, bucket: Hashable = None) -> dict[Hashable, float]:
-        """Tokens that each running member of a group is expected to add, given all that is known of its siblings."""
+    def expected_of(
+        self, group: Hashable, bucket: Hashable = None, earlier: Collection[Hashable] = ()
+    ) -> dict[Hashable, float]:
+        """Tokens that each running member of a group is expected to add, given all that is known of its siblings.
+
+        `earlier` are groups of the same prompt in earlier epochs, whose members tell as much while they are remembered.
+        """
         members = {key: record for key, record in self._records.items() if record.group == group}
-        num_tokens, ended = _table([list(members.values())])
+        others = [record for record in self._records.values() if record.group in earlier]
+        num_tokens, ended = _table([[*members.values(), *others]])
         expected = expected_length(self.law(bucket), num_tokens, ended)[0]
-        pairs = zip(members.items(), expected, strict=True)
+        pairs = zip(members.items(), expected, strict=False)
         return {key: float(total) - record.num_tokens for (key, record), total in pairs if record.weight is None}
 
     def _put(self, key: Hashable, record: _Record) -> None:

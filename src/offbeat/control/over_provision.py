@@ -101,7 +101,7 @@ class OverProvision:
             seed = self._seed + 1000 * self._num_decided
             seen = outlooks(setting, step_time, law, self.factors, seed=seed, survivors=survivors)
             while self._unpredicted:
-                self.corrections.note(0, *self._unpredicted.pop(), seen[0].tokens_per_s)
+                self.corrections.note(0, *self._unpredicted.pop(), seen[0].tokens_per_s, seen[0].step_s)
             reason = self._choose(seen)
             min_rows = step_time.knee(BUSY, setting.prompt_tokens + law.mean_context)
             self.last = self._decision(seen[self._index], reason, min_rows)
@@ -110,13 +110,13 @@ class OverProvision:
 
     def outcome(self, tokens: float, seconds: float) -> None:
         """What the round gave: the tokens generated, and its seconds with those of the update after it."""
-        predicted = self.last.predicted_tokens_per_s
+        rate, step_s = self.last.predicted_tokens_per_s, self.last.predicted_step_s
         if self._has_moved or tokens <= 0 or seconds <= 0:
             return
-        if predicted is None:
+        if rate is None or step_s is None:
             self._unpredicted = [*self._unpredicted[-MEMORY:], (tokens, seconds)]
         else:
-            self.corrections.note(self._index, tokens, seconds, predicted)
+            self.corrections.note(self._index, tokens, seconds, rate, step_s)
 
     def _why_not(self) -> str | None:
         if len(self.factors) == 1:
@@ -162,11 +162,10 @@ class OverProvision:
         self._leads[:] = 0.0
 
     def _decision(self, outlook: Outlook, reason: str, min_rows: float) -> Decision:
-        rate = outlook.tokens_per_s
         return Decision(
             factor=outlook.factor,
             reason=reason,
-            predicted_tokens_per_s=rate,
+            predicted_tokens_per_s=outlook.tokens_per_s,
             predicted_step_s=outlook.step_s,
             predicted_off_policy_share=outlook.off_policy_share,
             min_rows=int(min(np.ceil(min_rows), 2**31)),
