@@ -81,7 +81,7 @@ def main() -> None:
     seeds = range(FIRST_SEED, FIRST_SEED + (1 if quick else 3))
     laws, everyone = ([LOG_NORMAL[0], LIGHT[0]], QUICK_ENTRIES) if quick else (LAWS, entries())
     runs = [Run(law, entry, seed) for seed in seeds for law in laws for entry in everyone]
-    size = Size(9 if quick else 30)
+    size = Size(9 if quick else 45)
     processes = 1 if quick else os.cpu_count() or 1  # they do not disturb one another: the clock is a model's
     engine_time = Contest(ENGINE, in_engine_time(runs, calibration.model, size, processes, say))
     if options.plot is not None:
