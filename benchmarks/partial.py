@@ -31,7 +31,7 @@ from benchmarks.tail.entries import RELEASE, STRICT, SYNC, Entry, entries
 from benchmarks.tail.laws import CAP_TOKENS, LAWS, LIGHT, LOG_NORMAL, PROMPT_TOKENS, Law
 from benchmarks.tail.picture import draw
 from benchmarks.tail.play import Size
-from benchmarks.tail.real import new_stepper
+from benchmarks.tail.real import new_stepper, set_torch_up
 from benchmarks.tail.runs import NUM_SLOTS, by_the_wall_clock, in_engine_time
 
 FIRST_SEED = 101
@@ -44,6 +44,7 @@ def say(text: str) -> None:
 
 
 def measure_engine(num_rounds: int) -> Calibration:
+    set_torch_up()
     with torch.inference_mode():
         calibration = calibrate(new_stepper(NUM_SLOTS, PROMPT_TOKENS + CAP_TOKENS), num_rounds)
     model = calibration.model
@@ -80,7 +81,7 @@ def main() -> None:
     seeds = range(FIRST_SEED, FIRST_SEED + (1 if quick else 3))
     laws, everyone = ([LOG_NORMAL[0], LIGHT[0]], QUICK_ENTRIES) if quick else (LAWS, entries())
     runs = [Run(law, entry, seed) for seed in seeds for law in laws for entry in everyone]
-    size = Size(9 if quick else 30)
+    size = Size(9 if quick else 45)
     processes = 1 if quick else os.cpu_count() or 1  # they do not disturb one another: the clock is a model's
     engine_time = Contest(ENGINE, in_engine_time(runs, calibration.model, size, processes, say))
     if options.plot is not None:

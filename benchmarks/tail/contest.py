@@ -113,22 +113,19 @@ class Contest:
         return rows
 
     def _row(self, law: Law, entry: Entry) -> tuple[str, ...]:
-        oldest = max(self.results[Run(law, entry, seed)].staleness_max for seed in self.seeds)
         return (
             f"  {entry.name}",
-            f"{self.mean(law, entry, 'rate'):,.0f}",
             f"{self.over_sync(entry, law):.2f}",
             f"{self.over_april(entry, law):.2f}" if entry.curve in OURS else "",
             f"{self.mean(law, entry, 'off_policy_share'):.0%}",
             f"{self.mean(law, entry, 'staleness_p95'):.1f}",
-            str(oldest),
             f"{self.mean(law, entry, 'reprefill_share'):.0%}",
-            f"{self.mean(law, entry, 'mean_factor'):.1f}",
         )
 
 
-HEADER = ("", "tokens/s", "x sync", "x april", "stale", "p95", "max", "re-prefill", "factor")
-"""*Stale* is the share of tokens that are off-policy; *p95* and *max* are of staleness."""
+HEADER = ("", "x sync", "x april", "stale", "p95", "refill")
+"""Tokens a second over `sync`, and over `april` at equal share; the share of tokens that are off-policy; the staleness
+that 95 % of them do not pass; the share of time spent on prefilling again."""
 
 
 def best_at(share: float, points: Sequence[tuple[float, float]]) -> float:

@@ -9,7 +9,7 @@ from benchmarks.tail.laws import CAP_TOKENS, PROMPT_TOKENS
 from benchmarks.tail.play import GROUP_SIZE, GROUPS_PER_STEP, UPDATE_S
 from benchmarks.tail.policies.april import April
 from benchmarks.tail.policies.factors import Automatic, Factor, Fixed
-from benchmarks.tail.policies.ours import Admit, Gate, Kv, Ours, Switches
+from benchmarks.tail.policies.ours import Admit, Gate, Kv, Order, Ours, Switches
 from benchmarks.tail.policies.policy import Policy
 from benchmarks.tail.policies.pool import Pool
 from benchmarks.tail.policies.sync import Sync
@@ -53,10 +53,13 @@ OURS = {
     f"{RELEASE}, refill": Switches(Gate.RELEASE, kv=Kv.REFILL),
     f"{STRICT}, constant": Switches(Gate.STRICT, Admit.CONSTANT),
     f"{RELEASE}, constant": Switches(Gate.RELEASE, Admit.CONSTANT),
+    f"{STRICT}, refilled below 16 rows": Switches(Gate.STRICT, min_rows=16),
+    f"{STRICT}, 32 rows": Switches(Gate.STRICT, max_rows=32),
+    f"{STRICT}, 32 rows in tail order": Switches(Gate.STRICT, max_rows=32, order=Order.TAIL),
 }
 FACTORS = (1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
 """Of ours: up to as many as a bound of 4 lets live."""
-PART_FACTORS = (1.25, 1.5, 2.0)
+PART_FACTORS = (1.25, 2.0)
 """Of ours with a part switched."""
 
 

@@ -1,7 +1,7 @@
 """The embedded engine's own stepper with the tiny model, on the wall clock.
 
 Lengths are enforced as remaining tokens, no stop token is given, token ids go in and out. What is aborted comes back
-with its tokens, is sent again with them, and is then prefilled anew: the stepper keeps nothing of a request that left.
+with its tokens and is sent again with them, to be prefilled anew. What is not aborted keeps its slot over an update.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.tail.engines import Engine
 from benchmarks.tail.laws import PROMPT_TOKENS, Lengths
 from benchmarks.tail.samples import Sample
 from offbeat.model.loading import TINY, load_model
-from offbeat.rollout.engine import Generation, Request
+from offbeat.rollout.engine import Generation, KvMode, Request
 from offbeat.rollout.engines.embedded.stepper import Stepper
 from offbeat.trajectory import Sampling
 
@@ -25,12 +25,16 @@ VOCAB_SIZE = 256
 """Of bytes; the tiny model's other tokens are special."""
 
 
-def new_stepper(num_slots: int, max_context_tokens: int) -> Stepper:
+def set_torch_up() -> None:
+    """What every process of the benchmark does first."""
+    torch.set_num_threads(1)  # as the stepper itself does for steps of this size; so runs can stand side by side
     if platform.machine() == "aarch64":
         # There oneDNN packs the weights anew for every product of more than a few rows, which costs more than the
         # product: 16 rows took five times as long as 8, and no schedule could gain from a fuller engine.
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    torch.set_num_threads(1)  # as the stepper itself does for steps of this size; so runs can stand side by side
+
+
+def new_stepper(num_slots: int, max_context_tokens: int) -> Stepper:
     model = load_model(TINY, torch.float32, torch.device("cpu")).eval()
     with torch.inference_mode():
         return Stepper(model, num_slots, max_context_tokens, exact=False, worker="tail", fingerprint="tail", version=0)
@@ -64,10 +68,10 @@ class RealEngine(Engine):
             left = self.length_of(sample) - sample.num_tokens
             name = f"{sample.group.number}.{sample.member}"
             self._ids[name] = sample
-            request = Request(
-                name, self._tokens[sample], sample.member, Sampling(max_new_tokens=left), position=sample.num_tokens
-            )
-            self.stepper.submit(request)
+            # Whoever was aborted pays for its prefix, whatever the engine may still hold of it.
+            kv = KvMode.REFILL if sample.num_tokens else KvMode.SAME
+            sampling, position = Sampling(max_new_tokens=left), sample.num_tokens
+            self.stepper.submit(Request(name, self._tokens[sample], sample.member, sampling, position, kv))
 
     def _decode(self, num_steps: int, num_ending: int) -> None:
         ended: list[Generation] = []

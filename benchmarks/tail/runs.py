@@ -18,7 +18,7 @@ from benchmarks.tail.contest import Run
 from benchmarks.tail.engines import VirtualEngine
 from benchmarks.tail.laws import CAP_TOKENS, PROMPT_TOKENS, Lengths
 from benchmarks.tail.play import GROUP_SIZE, Size, play
-from benchmarks.tail.real import RealEngine, new_stepper
+from benchmarks.tail.real import RealEngine, new_stepper, set_torch_up
 from offbeat.control.step_time import StepTime
 
 NUM_SLOTS = 192
@@ -66,6 +66,7 @@ def _virtual(model: StepTime, size: Size, run: Run) -> tuple[Run, Figures]:
 
 
 def _real(model: StepTime, size: Size, runs: Sequence[Run]) -> Played:
+    set_torch_up()
     stepper = new_stepper(NUM_SLOTS, PROMPT_TOKENS + CAP_TOKENS)
     played: Played = []
     for index, run in enumerate([runs[0], *runs]):  # the first once more, to warm up

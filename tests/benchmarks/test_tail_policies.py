@@ -16,6 +16,7 @@ from benchmarks.tail.laws import LAWS, PROMPT_TOKENS, Law, Lengths, Mode
 from benchmarks.tail.play import Size, play
 from benchmarks.tail.policies.april import April
 from benchmarks.tail.policies.sync import Sync
+from benchmarks.tail.real import RealEngine, new_stepper
 from benchmarks.tail.rollouts import Rollouts
 from offbeat.control.step_time import StepTime
 
@@ -143,6 +144,21 @@ def test_kept_keys_and_values_are_never_prefilled_again_and_refilled_ones_are_at
     assert kept.rows[-1].num_reprefilled == 0
     assert made.rows[-1].num_reprefilled > 0
     assert [row.staleness for row in kept.rows] == [row.staleness for row in made.rows]
+
+
+def test_the_real_stepper_takes_the_same_steps_and_delivers_the_same_tokens_as_the_model():
+    stepper = new_stepper(num_slots=64, max_context_tokens=PROMPT_TOKENS + SHORT.cap_tokens)
+    for entry in (Entry("sync"), Entry("april", 1.5), Entry(STRICT, 2.0), Entry("copris", 1.0)):
+        modelled = played(entry, Lengths(SHORT, 4, 8), num_steps=4)
+        real, policy = Rollouts(RealEngine(Lengths(SHORT, 4, 8), stepper), 4, update_s=0.1), entry.policy()
+        num_steps = stepper.num_steps
+        for _ in range(4):
+            policy.step(real)
+        assert stepper.num_steps - num_steps == modelled.engine.counts.num_steps
+        assert [row.staleness for row in real.rows] == [row.staleness for row in modelled.rows]
+        assert real.engine.counts == modelled.engine.counts
+        real.engine.abort()
+        assert stepper.is_idle
 
 
 # Figures

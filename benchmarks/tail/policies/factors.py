@@ -18,8 +18,8 @@ from offbeat.control.over_provision import OverProvision
 from offbeat.control.rounds import Setting, Survivor
 from offbeat.control.step_time import StepTimeFit, Timing
 
-STEPS_PER_TIMING = 24
-"""About ten intervals a round are told to the fit, as workers report several times a round."""
+STEPS_PER_TIMING = 8
+"""Intervals are no shorter: some ten to twenty of a round are told to the fit, as workers report several times."""
 
 
 class Factor(Protocol):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from benchmarks.tail.policies.factors import Factor
 from benchmarks.tail.rollouts import Rollouts
@@ -34,6 +35,14 @@ class Admit(StrEnum):
     """And whenever fewer are unfinished than the factor says."""
 
 
+class Order(StrEnum):
+    """Who runs first where not all may."""
+
+    FIFO = "fifo"
+    TAIL = "tail"
+    """Groups that miss fewest members, then those begun first, then whoever has most tokens: the tail is longest."""
+
+
 class Kv(StrEnum):
     REFILL = "refill"
     STALE = "stale"
@@ -50,6 +59,9 @@ class Switches:
     max_staleness: int = 4
     min_rows: int = 0
     """Fewer running rows than this let another group begin, at any time: 0 for never."""
+    max_rows: int | None = None
+    """Rows that run at a time; the order says which. None for all."""
+    order: Order = Order.FIFO
 
 
 class Ours:
@@ -103,27 +115,38 @@ class Ours:
         return {self.units[number] for number in selection.take}
 
     def _top_up(self, rollouts: Rollouts, num_units: int) -> None:
-        """Carries on what was aborted, and begins groups until there are as many units as the factor says."""
+        """Begins groups until there are as many units as the factor says, and runs what may run."""
         missing = self.factor.value * self._num_wanted(rollouts) - num_units
         missing = min(missing, self._most(rollouts) - len(self.units))
         num_groups = round(missing / self._units_per_group(rollouts))
-        waiting = [s for s in self._unfinished() if s.kv_version is None]
-        rollouts.engine.add([*waiting, *(sample for _ in range(num_groups) for sample in self._begin(rollouts))])
+        for _ in range(num_groups):
+            self._begin(rollouts)
+        self._fill(rollouts)
 
     def _refill(self, rollouts: Rollouts) -> None:
         if self.switches.admit is Admit.CONSTANT:
             self._top_up(rollouts, len(self.units) - self._num_ready)
         elif rollouts.engine.num_running < self.switches.min_rows and len(self.units) < self._most(rollouts):
-            rollouts.engine.add(self._begin(rollouts))
+            self._begin(rollouts)
+            self._fill(rollouts)
+        elif self.switches.max_rows is not None:
+            self._fill(rollouts)
+
+    def _fill(self, rollouts: Rollouts) -> None:
+        """Runs what waits, as far as there are rows for it."""
+        waiting = [sample for sample in self._unfinished() if sample.kv_version is None]
+        if self.switches.order is Order.TAIL:
+            waiting.sort(key=_by_tail)
+        room = len(waiting) if self.switches.max_rows is None else self.switches.max_rows - rollouts.engine.num_running
+        rollouts.engine.add(waiting[: max(room, 0)])
 
     def _most(self, rollouts: Rollouts) -> int:
         """Units that may be alive: more could not all be delivered within the bound."""
         return (self.switches.max_staleness + 1) * self._num_wanted(rollouts)
 
-    def _begin(self, rollouts: Rollouts) -> list[Sample]:
+    def _begin(self, rollouts: Rollouts) -> None:
         group = rollouts.begin()
         self.units += [group] if self.switches.gate is Gate.STRICT else group.samples
-        return group.samples
 
     def _unfinished(self) -> list[Sample]:
         return [sample for unit in self.units for sample in unit.samples if not sample.is_done]
@@ -138,7 +161,18 @@ class Ours:
         rollouts.engine.abort([sample for sample, version in held if version is not None and version < oldest])
 
 
+def _by_tail(sample: Sample) -> tuple[int, int, int]:
+    num_missing = sum(not one.is_done for one in sample.group.samples)
+    return num_missing, sample.group.number, -sample.num_tokens
+
+
 def _candidate(number: int, unit: Group | Sample) -> Candidate:
+    if not unit.is_done:  # what it has so far is not read
+        return Candidate(number, number, ready=False, first_step=unit.oldest_version)
     spans = [span for sample in unit.samples for span in sample.spans]
-    stretches = tuple(Stretch(num_tokens, version) for version, num_tokens in spans)
-    return Candidate(number, number, unit.is_done, first_step=unit.oldest_version, stretches=stretches)
+    return Candidate(number, number, ready=True, first_step=unit.oldest_version, stretches=_stretches(tuple(spans)))
+
+
+@lru_cache(maxsize=4096)
+def _stretches(spans: tuple[tuple[int, int], ...]) -> tuple[Stretch, ...]:
+    return tuple(Stretch(num_tokens, version) for version, num_tokens in spans)
