@@ -1,6 +1,6 @@
 """A supervised run under load while its processes are killed at random, its lines cut and its calls sent twice.
 
-    python -m benchmarks.chaos [--kills 200] [--seed N] [--quick]
+    python -m benchmarks.chaos [--kills 200] [--seed N] [--partial] [--quick]
 
 Coordinator, trainer and two workers are the supervisor's; two more workers join over a bad line, which sends one call
 in ten twice, up to two seconds late, and is cut now and then for longer than a lease. Workers have paced engines, so
@@ -8,7 +8,8 @@ that they start in no time and the disk and the protocol do the work. Weights tr
 fetch them from each other and over the line, the others from the coordinator. A kill counts when whoever started the
 process saw it die of it; a cut when it was longer than a lease. In the end the run is asked to stop, and its ledger is
 held against what crossed the line: what was acknowledged must be there, nothing may have been trained twice or too
-late.
+late. With --partial the run stops at every batch and carries on what is unfinished, so that beginnings are handed back
+and out again all the time.
 """
 
 from __future__ import annotations
@@ -44,10 +45,13 @@ SETTINGS = (
     *PACED,
     *("--run.name=a", "--run.steps=1000000", "--run.seed=3", "--run.threads=1", "--checkpoint.every=2"),
     *("--batch.groups-per-step=4", "--batch.group-size=4", "--rollout.max-new-tokens=24", "--rollout.slots=8"),
-    *("--schedule.mode=overlap", f"--schedule.max-staleness={BOUND}", "--rollout.workers=2"),
+    *(f"--schedule.max-staleness={BOUND}", "--rollout.workers=2"),
     *(f"--rollout.lease-s={LEASE_S}", "--eval.every=25", "--eval.prompts=4", "--log.console=quiet"),
     *("--weights.deltas=always", "--weights.anchor-every=5", "--model.dtype=bfloat16"),
 )
+OVERLAP = ("--schedule.mode=overlap",)
+PARTIAL = ("--schedule.mode=alternate", "--schedule.over-provision=2", "--paced.sigma=1")
+"""Twice the groups of a step, with a long tail: half of what is begun is unfinished when a batch is complete."""
 
 
 class Outside:
@@ -143,14 +147,14 @@ class Chaos:
             self.num_replays += await self.proxy.replay(call) in (200, 410)
 
 
-async def chaos(folder: Path, num_kills: int, seed: int) -> tuple[Chaos, Audit, float]:
+async def chaos(folder: Path, num_kills: int, seed: int, *, partial: bool = False) -> tuple[Chaos, Audit, float]:
     rng = random.Random(seed)
     counts = {role: max(1, round(share * num_kills)) for role, share in SHARES.items()}
     names = [role for role, count in counts.items() for _ in range(count)]
     names += [WORKERS[n % len(WORKERS)] for n in range(num_kills - len(names))]
     rng.shuffle(names)
     start_s = time.monotonic()
-    run = Supervised(folder, *SETTINGS)
+    run = Supervised(folder, *SETTINGS, *(PARTIAL if partial else OVERLAP))
     try:
         port = await asyncio.to_thread(run.port)
         async with AsyncExitStack() as stack:
@@ -172,6 +176,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, help="how many (200; with --quick 8)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--partial", action="store_true", help="stop at every batch and carry on what is unfinished")
     parser.add_argument("--quick", action="store_true", help="a few kills: shows that it works, decides little")
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="leave the run there")
     arguments = parser.parse_args()
@@ -179,7 +184,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
         folder.mkdir(exist_ok=True)
-        made, found, seconds = asyncio.run(chaos(folder, num_kills, arguments.seed))
+        chosen = chaos(folder, num_kills, arguments.seed, partial=arguments.partial)
+        made, found, seconds = asyncio.run(chosen)
     report(made, found, seconds, num_kills, quick=arguments.quick)
     return 0
 
@@ -196,6 +202,7 @@ def report(made: Chaos, found: Audit, seconds: float, num_kills: int, *, quick: 
         "calls sent twice": sum(seen.copies.values()),
         "submissions replayed at the end": made.num_replays,
         "acknowledged over the line": len(seen.acknowledged),
+        "beginnings handed back": found.num_partials,
         "refused as fenced": seen.statuses[410],
         "steps trained": found.num_trained,
         "seconds": round(seconds, 1),

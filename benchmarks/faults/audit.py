@@ -20,6 +20,8 @@ class Audit:
     """What the ledger itself finds."""
     max_staleness: int
     num_trained: int
+    num_partials: int
+    """Beginnings that were handed back."""
 
 
 def audit(run: Path, acknowledged: Mapping[tuple[int, int], bytes]) -> Audit:
@@ -36,11 +38,11 @@ def audit(run: Path, acknowledged: Mapping[tuple[int, int], bytes]) -> Audit:
         lost += [f"group {ordinal}" for ordinal in range(len(drawn)) if ordinal not in drawn]
         doubled = [f"{what} {number}" for what, query in TWICE.items() for (number,) in db.execute(query)]
         (num_trained,) = db.execute("SELECT COUNT(*) FROM batches WHERE state = 'trained'").fetchone()
+        (num_partials,) = db.execute("SELECT COUNT(*) FROM partials").fetchone()
     finally:
         db.close()
-    return Audit(
-        tuple(lost), tuple(doubled), report.violations, report.counts.max_staleness_trained or 0, int(num_trained)
-    )
+    oldest = report.counts.max_staleness_trained or 0
+    return Audit(tuple(lost), tuple(doubled), report.violations, oldest, int(num_trained), int(num_partials))
 
 
 HELD = "SELECT task, fence, digest FROM trajectories UNION SELECT task, fence, digest FROM partials"

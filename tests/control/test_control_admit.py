@@ -33,9 +33,9 @@ def test_nothing_is_drawn_after_the_last_step():
 
 
 def test_over_provisioned_a_round_tops_up_what_was_carried_over():
-    pace = Pace(groups_per_step=10, over_provision=1.1)
-    assert admit(Standing(step=0, num_alive=0), pace) == 11
-    assert admit(Standing(step=1, num_alive=1), pace) == 10
+    pace = Pace(groups_per_step=110, over_provision=1.1)
+    assert admit(Standing(step=0, num_alive=0), pace) == 121
+    assert admit(Standing(step=1, num_alive=11), pace) == 110
     assert admit(Standing(step=1, num_alive=0), Pace(groups_per_step=3, over_provision=1.5)) == 5
 
 

@@ -11,13 +11,15 @@ NUM_KILLS = 6
 
 
 @pytest.mark.timeout(600)
-def test_a_run_under_random_faults_loses_nothing_doubles_nothing_and_keeps_its_bound(tmp_path):
-    made, found, _ = asyncio.run(chaos(tmp_path, NUM_KILLS, seed=2))
+@pytest.mark.parametrize("partial", [False, True], ids=["overlap", "partial"])
+def test_a_run_under_random_faults_loses_nothing_doubles_nothing_and_keeps_its_bound(tmp_path, partial):
+    made, found, _ = asyncio.run(chaos(tmp_path, NUM_KILLS, seed=2, partial=partial))
     assert (found.lost, found.doubled, found.violations) == ((), (), ())
     assert found.max_staleness <= BOUND
     assert made.witnessed.total() == NUM_KILLS
     assert made.num_cuts + made.num_freezes >= 1
     assert made.proxy.seen.acknowledged, "nothing crossed the line"
+    assert found.num_partials > 0 or not partial, "nothing was handed back"
 
     (first, digest), *_ = made.proxy.seen.acknowledged.items()
     run = tmp_path / "runs" / "a"

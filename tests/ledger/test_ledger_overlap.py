@@ -87,7 +87,7 @@ class Run:
             return  # it has not heard of it yet
         for task in worker.tasks:
             if self.rng.random() < 0.3:
-                self.ledger.give_back([Held(task.id, task.fence, worker.name)])
+                self.ledger.give_back([Held(task.id, task.fence, worker.name)], untouched=True)
             else:
                 self.hand_back(worker, task)
         worker.tasks.clear()

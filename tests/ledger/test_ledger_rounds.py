@@ -8,9 +8,10 @@ import pytest
 from ledger_run import answer, eval_groups, handed, new_groups, reward_of, version, work
 
 from offbeat.control.leases import Held
+from offbeat.ledger.errors import LedgerError
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Outcome, Scored
-from offbeat.trajectory import Reward
+from offbeat.trajectory import Reward, Task
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_what_was_handed_back_is_carried_on_in_the_next_round_and_costs_nobody_a
     *with_tokens, untouched = begun
     partials = [handed(answer(task, [0], end=None), "w", task.fence) for task in with_tokens]
     assert rounds.submit(partials) == [Outcome.PARTIAL] * 3
-    assert rounds.give_back([Held(untouched.id, untouched.fence, "w")]) == 1
+    assert rounds.give_back([Held(untouched.id, untouched.fence, "w")], untouched=True) == 1
     assert rounds.counts().tokens.partial == sum(p.trajectory.num_tokens for p in partials)
     rounds.commit(0, version(1, 1, 0))
 
@@ -92,3 +93,36 @@ def test_what_was_handed_back_is_carried_on_in_the_next_round_and_costs_nobody_a
     assert (counts.tokens.partial, counts.tokens.wasted, counts.failed_tasks) == (0, {}, {})
     failures = rounds._db.execute("SELECT SUM(num_failures), SUM(num_losses) FROM tasks").fetchone()
     assert failures == (0, 0)
+
+
+def first_steps(ledger: Ledger) -> list[int | None]:
+    return [step for (step,) in ledger._db.execute("SELECT first_step FROM groups ORDER BY ordinal")]
+
+
+def test_a_group_that_was_given_back_without_a_token_is_no_older_than_one_that_nobody_had(rounds: Ledger):
+    tasks = rounds.lease("w", 4, 0)
+    assert first_steps(rounds) == [0, 0, None, None]
+    assert rounds.give_back([Held(task.id, task.fence, "w") for task in tasks[:3]], untouched=True) == 3
+    assert first_steps(rounds) == [None, 0, None, None], "somebody may have a token of the second"
+    assert send_error(rounds, tasks[0]) is not None, "whoever gave a task back has nothing to hand in"
+
+
+def test_what_a_worker_lost_sight_of_may_still_come_and_keeps_its_age(rounds: Ledger):
+    first, second = rounds.lease("w", 2, 0)
+    rounds.give_back([Held(task.id, task.fence, "w") for task in (first, second)])
+    assert first_steps(rounds)[0] == 0
+    assert send_error(rounds, first) is None
+
+
+def test_a_group_with_a_beginning_keeps_its_age_though_the_rest_is_given_back(rounds: Ledger):
+    first, second = rounds.lease("w", 2, 0)
+    rounds.submit([handed(answer(first, [0], end=None), "w", first.fence)])
+    again = rounds.lease("v", 1, 0)[0]
+    rounds.give_back([Held(second.id, second.fence, "w")], untouched=True)
+    rounds.give_back([Held(again.id, again.fence, "v")], untouched=True)
+    assert first_steps(rounds)[0] == 0
+
+
+def send_error(ledger: Ledger, task: Task) -> LedgerError | None:
+    (outcome,) = ledger.submit([handed(answer(task, [0]), "w", task.fence)])
+    return outcome if isinstance(outcome, LedgerError) else None

@@ -155,6 +155,17 @@ def test_with_overlap_work_goes_on_while_a_step_is_trained_and_the_next_batch_ca
     asyncio.run(scenario())
 
 
+def test_with_overlap_as_much_is_under_way_as_was_told(tmp_path):
+    async def scenario():
+        schedule = {"mode": "overlap", "max_staleness": 2, "over_provision": 2.5}
+        async with coordinator(tmp_path, schedule=schedule, eval={"every": 0}) as made:
+            await made.publish(version(0, 0))
+            lease = await made.lease("w", 100, 0, SOON_S)
+            assert (len(lease.tasks), lease.round) == (5 * 4, None)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("mode", ["alternate", "overlap"])
 def test_a_group_without_a_signal_gives_its_place_to_another_that_whoever_waits_is_handed_at_once(tmp_path, mode):
     async def scenario():

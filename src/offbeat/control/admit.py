@@ -43,7 +43,7 @@ def admit(standing: Standing, pace: Pace) -> int:
     steps = pace.over_provision
     if pace.num_steps is not None:
         steps = min(steps, pace.num_steps - standing.step)
-    wanted = math.ceil(round(steps * pace.groups_per_step, 6))  # 1.1 * 10 is a hair more than 11
+    wanted = math.ceil(round(steps * pace.groups_per_step, 6))  # 1.1 * 110 is a hair more than 121
     return max(0, wanted - standing.num_alive)
 
 

@@ -174,10 +174,11 @@ class Ledger:
         with self._db.transaction():
             return tasks.release(self._db, worker)
 
-    def give_back(self, leases: Sequence[Held]) -> int:
-        """Opens tasks that their workers do not know of any more; costs no attempt. Returns how many were held."""
+    def give_back(self, leases: Sequence[Held], *, untouched: bool = False) -> int:
+        """Opens tasks that their workers do not know of any more, or have left `untouched`; costs no attempt. Returns
+        how many were held."""
         with self._db.transaction():
-            return tasks.give_back(self._db, leases)
+            return tasks.give_back(self._db, leases, untouched=untouched)
 
     def lose(self, leases: Sequence[Held]) -> int:
         """Takes back the leases of workers that have vanished; what is to blame counts as a failed attempt."""

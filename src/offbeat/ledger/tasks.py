@@ -223,12 +223,27 @@ def release(db: Database, worker: str | None) -> int:
     return len(tasks)
 
 
-def give_back(db: Database, leases: Sequence[Held]) -> int:
-    """Opens those of the tasks that are still leased as named."""
+def give_back(db: Database, leases: Sequence[Held], *, untouched: bool) -> int:
+    """Opens those of the tasks that are still leased as named; where their worker says that it has no new token of
+    them, nobody will hand one in under these leases."""
     query = "SELECT id, group_id FROM tasks WHERE id = ? AND fence = ? AND worker = ? AND state = 'leased'"
     found = [row for held in leases for row in db.execute(query, (held.task, held.fence, held.worker))]
     _reopen(db, found)
+    if untouched:
+        db.executemany("UPDATE tasks SET worker = NULL WHERE id = ?", [(task,) for task, _ in found])
+        _begin_anew(db, {group for _, group in found})
     return len(found)
+
+
+def _begin_anew(db: Database, groups: Iterable[int]) -> None:
+    """Of groups of which nobody has a token any version may sample the first: they are no older than that."""
+    db.execute(
+        """UPDATE groups SET first_step = NULL
+           WHERE id IN (SELECT value FROM json_each(?)) AND +state = 'open' AND num_open = size AND NOT EXISTS (
+               SELECT 1 FROM tasks t LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
+               WHERE t.group_id = groups.id AND (t.worker IS NOT NULL OR p.task IS NOT NULL))""",
+        (array(groups),),
+    )
 
 
 def lose(db: Database, leases: Sequence[Held], terms: Terms, max_attempts: int) -> int:

@@ -226,7 +226,7 @@ class Coordinator:
     async def give_back(self, worker: str, leases: Sequence[tuple[int, int]]) -> None:
         held = [Held(task, fence, worker) for task, fence in leases]
         self.leases.end(lease.task for lease in held if self.leases.is_held(lease))
-        if await self._share(self.ledger.give_back, held):
+        if await self._share(self.ledger.give_back, held, untouched=True):
             self._tell_workers()
 
     async def round_over(self, number: int, wait_s: float) -> bool:
