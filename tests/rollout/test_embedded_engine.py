@@ -67,7 +67,7 @@ def test_a_failure_while_loading_reaches_the_loader_and_those_who_run(tmp_path):
     async def scenario(engine: EmbeddedEngine) -> None:
         task = asyncio.create_task(engine.generate(ask(tokens(1, 4), max_new_tokens=LONG)))
         await asyncio.sleep(0.01)
-        engine._stepper._fill_again = lambda: 1 / 0
+        engine._stepper._fill_again = lambda slots: 1 / 0
         results = await asyncio.gather(engine.load(version_in(tmp_path)), task, return_exceptions=True)
         assert [str(r) for r in results] == ["engine w7 failed: ZeroDivisionError: division by zero"] * 2
 

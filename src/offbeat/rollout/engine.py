@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from blake3 import blake3
@@ -141,15 +141,20 @@ class EngineFigures:
 
     def __add__(self, other: EngineFigures) -> EngineFigures:
         return EngineFigures(
-            *(
-                None if mine is None or more is None else mine + more
-                for mine, more in zip(_values(self), _values(other), strict=True)
-            )
+            _sum(self.num_steps, other.num_steps),
+            _sum(self.num_rows, other.num_rows),
+            _sum(self.num_context_tokens, other.num_context_tokens),
+            _sum(self.num_prefilled_tokens, other.num_prefilled_tokens),
+            _sum(self.num_resumed_tokens, other.num_resumed_tokens),
+            _sum(self.busy_seconds, other.busy_seconds),
         )
 
 
-def _values(figures: EngineFigures) -> tuple[Any, ...]:
-    return tuple(figures.__dict__.values())
+Number = TypeVar("Number", int, float)
+
+
+def _sum(mine: Number | None, more: Number | None) -> Number | None:
+    return None if mine is None or more is None else mine + more
 
 
 class Engine(Protocol):

@@ -20,11 +20,12 @@ import numpy as np
 from offbeat.rollout.engine import KvMode, Request
 
 FED_COST = 16
-"""What a request has beyond a held prefix is fed a token a step. Each of them costs a row that reads the whole context,
-and a step of waiting: about as much as so many tokens of a prefill, which computes them all at once."""
+"""What a request has beyond a held prefix is fed a token a step: a row that reads the whole context, and a step of
+waiting. Each costs as much as so many tokens of a prefill, which computes all at once: 6 to 32 were measured on a CPU,
+with 64 to 900 tokens of context. (To copy a prefix, where slots move, costs a hundredth of computing it, or less.)"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Held:
     """A prefix of a request that was cut."""
 

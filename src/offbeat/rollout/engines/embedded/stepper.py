@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -109,32 +108,32 @@ class Stepper:
         self.version = number
         self.prefill.prompts.clear()
         self.held.load(number)
-        with self._busy():
-            self._fill_again(sorted(slot for slot, running in self.running.items() if not running.may_keep_kv(number)))
+        start_s = self._clock()
+        self._fill_again(sorted(slot for slot, running in self.running.items() if not running.may_keep_kv(number)))
+        self.figures += EngineFigures(busy_seconds=self._clock() - start_s)
 
     def step(self) -> list[Generation]:
         """Fills free slots, then samples a token in every live one; returns what ended."""
         if self.is_idle:
             return []
-        with self._busy():
-            if self.waiting and self.free:
-                self._admit()
-            if not self.exact:
-                self._compact()
-            return self._end(self._decode(), None)
-
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
         start_s = self._clock()
-        yield
-        self.figures += EngineFigures(busy_seconds=self._clock() - start_s)
+        if self.waiting and self.free:
+            self._admit()
+        if not self.exact:
+            self._compact()
+        num_rows, read_tokens = self._shape()
+        ended = self._end(self._decode(num_rows, read_tokens), None)
+        self.figures += EngineFigures(1, num_rows, num_rows * read_tokens, busy_seconds=self._clock() - start_s)
+        return ended
 
-    def _decode(self) -> list[int]:
-        """One token for every live row; returns the slots that are done."""
-        num_rows = self.num_slots if self.exact else len(self.running)
+    def _shape(self) -> tuple[int, int]:
+        """How many slots the next step takes along, and how far it reads each."""
         # How far slots are read decides how sums are split: with `exact` it must not depend on the neighbours.
         reach = self.max_context_tokens if self.exact else self.num_steps + self.largest_offset + 1
-        read_tokens = round_up(reach, READ_BUCKET_TOKENS)
+        return self.num_slots if self.exact else len(self.running), round_up(reach, READ_BUCKET_TOKENS)
+
+    def _decode(self, num_rows: int, read_tokens: int) -> list[int]:
+        """One token for every live row; returns the slots that are done."""
         self._use_threads(num_rows)
         rows, tokens = self.rows, self.rows.feed(num_rows)
         mask = rows.mask[:num_rows, None, None, :read_tokens]
@@ -145,7 +144,6 @@ class Stepper:
         any_feeding = self.num_steps < self.feeding_until_step
         done = rows.advance(drawn, logprobs, any_stops=self.any_stops, any_feeding=any_feeding)
         self.num_steps += 1
-        self.figures += EngineFigures(num_steps=1, num_rows=num_rows, num_context_tokens=num_rows * read_tokens)
         slots: list[int] = done.nonzero().squeeze(1).tolist()
         return slots
 

@@ -44,7 +44,8 @@ class LogNormalLength:
 @dataclass(frozen=True)
 class PacedSettings:
     """A decode step takes `base_s + per_row_s * rows`, and `prefill_s` for each token that is fed before it: a new
-    request's, and after a load those of all that run. All of that is divided by `speed`."""
+    request's, unless they are held since it was cut, and after a load those of all that run. All of that is divided by
+    `speed`."""
 
     num_slots: int = 32
     max_context_tokens: int = 8192
