@@ -236,6 +236,32 @@ class Teacher:
         await tell(self.version)
 
 
+async def num_ready(made: Coordinator) -> int:
+    """Groups that could be trained now."""
+    return (await made.call(made.ledger.counts)).groups.get("ready", 0)
+
+
+async def has_no_lease(made: Coordinator) -> bool:
+    return not await made.call(made.ledger.leased)
+
+
+async def claim_while_generating(teacher: Teacher, engines: Sequence[SteppedEngine], num_steps: int = 1) -> Batch:
+    """Claims a batch; engines take so many steps at a time, and none while answers wait for rewards or the batch may be
+    complete. So answers are cut, however slow the machine is; and a group whose last chance this is comes to its end.
+    """
+    made, claiming = teacher.made, asyncio.create_task(teacher.claim())
+    while not claiming.done():
+        if await made.call(made.ledger.unscored, 1) or await num_ready(made) >= made.settings.groups_per_step:
+            await asyncio.wait({claiming}, timeout=0.1)
+        if not claiming.done():
+            for engine in engines:
+                engine.steps_left = num_steps
+            await asyncio.sleep(0.003)
+    for engine in engines:
+        engine.steps_left = 0
+    return claiming.result()
+
+
 def play(scenario: Awaitable[Any]) -> Any:
     """Runs a scene to its end, within a time that only a deadlock exceeds."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -17,7 +18,7 @@ from offbeat.watch.history import read_metrics
 from offbeat.weights.version import Version
 
 TOLERANCE = 1e-5
-SAVED_AT, DIES_AT = 2, 3
+SAVED_AT = 2
 GROUPS_PER_STEP = 3
 
 
@@ -25,8 +26,7 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("kv", ["same", "refill"])
-def test_engine_and_trainer_agree_about_fresh_tokens_after_a_restart_as_they_did_before(kv, tmp_path, monkeypatch):
+def test_engine_and_trainer_agree_about_fresh_tokens_after_a_restart_as_they_did_before(tmp_path, monkeypatch):
     """A trainer dies with beginnings in the ledger, which are carried on with the weights of its last checkpoint."""
     run, write_version, step = tmp_path / "run", Trainer._write_version, Stepper.step
 
@@ -36,29 +36,40 @@ def test_engine_and_trainer_agree_about_fresh_tokens_after_a_restart_as_they_did
             assert report.violations == ()
             return report.counts
 
+    num_waits = 0
+
     def step_while_it_is_wanted(stepper: Stepper) -> list[Generation]:
-        """However slow rewards are: no token is sampled while answers wait for them, or a batch is there."""
-        if not stepper.is_idle:
+        """However slow rewards are: none while answers wait for them, or the batch may be complete. So some are cut. A
+        batch may wait all the same, for a group whose last chance it is: then it goes on."""
+        nonlocal num_waits
+        if not stepper.is_idle and num_waits < 50:
             with Ledger(run / "ledger.sqlite", read_only=True) as ledger:
                 is_wanted = not ledger.unscored(1) and ledger.counts().groups.get("ready", 0) < GROUPS_PER_STEP
             if not is_wanted:
-                time.sleep(0.002)
+                num_waits += 1
+                time.sleep(0.005)
                 return []
+        num_waits = 0
         return step(stepper)
 
+    def has_no_lease() -> bool:
+        with Ledger(run / "ledger.sqlite", read_only=True) as ledger:
+            return not ledger.leased()
+
     async def die(trainer: Trainer, number: int, parent: int | None) -> Version:
-        if number <= DIES_AT:
-            return await write_version(trainer, number, parent)
-        await until(lambda: counts().tokens.partial, "a beginning to be handed back")
-        raise Killed
+        if number > SAVED_AT + 1:
+            await until(has_no_lease, "the end of the round")
+            if counts().tokens.partial:
+                raise Killed
+        return await write_version(trainer, number, parent)
 
     config = {
-        "run": {"dir": str(tmp_path), "name": "run", "steps": 2 * DIES_AT, "threads": 1},
+        "run": {"dir": str(tmp_path), "name": "run", "steps": 4 * SAVED_AT, "threads": 1},
         "batch": {"groups_per_step": GROUPS_PER_STEP, "group_size": 3},
-        "schedule": {"max_staleness": 2, "over_provision": 2.0},
-        "rollout": {"max_new_tokens": 24, "slots": 32, "kv": kv},
+        "schedule": {"max_staleness": 3, "over_provision": 3.0},
+        "rollout": {"max_new_tokens": 24, "slots": 32},
         "optimizer": {"lr": 1e-2},
-        "checkpoint": {"every": SAVED_AT},
+        "checkpoint": {"every": SAVED_AT, "keep": 9},
         "eval": {"every": 0},
         "log": {"console": "quiet"},
     }
@@ -70,8 +81,10 @@ def test_engine_and_trainer_agree_about_fresh_tokens_after_a_restart_as_they_did
     offbeat.train(config, resume=run)
     assert counts().max_staleness_trained > 0, "nothing was carried on"
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row.get("logprob_gap") is not None]
-    before = [row["logprob_gap"] for row in rows if row["step"] <= SAVED_AT]
-    after = [row["logprob_gap"] for row in rows if row["step"] > SAVED_AT]
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    (resumed,) = [event for event in events if event["event"] == "resume"]
+    before = [row["logprob_gap"] for row in rows if row["step"] <= resumed["step"]]
+    after = [row["logprob_gap"] for row in rows if row["step"] > resumed["step"]]
     assert before
     assert after
     assert max(after) <= max(before) + TOLERANCE

@@ -9,7 +9,7 @@ import pytest
 from desk import a_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partial_scenes import SteppedEngine, Teacher, play, until, whole, working
+from partial_scenes import SteppedEngine, Teacher, claim_while_generating, has_no_lease, play, until, whole, working
 
 from offbeat.rollout.engine import Finish
 from offbeat.rollout.running import begin, request_for
@@ -70,8 +70,7 @@ def test_in_any_order_of_start_abort_and_update_every_request_is_answered_once_a
 
 @pytest.mark.parametrize("seed", range(4))
 def test_however_rounds_end_nothing_runs_between_them_and_every_answer_is_taken_once(seed, tmp_path):
-    """Two workers, of whom one is replaced, and a trainer that takes its time or none. Engines take their steps in turn
-    and only while the batch is not complete, so that something is cut in every round."""
+    """Two workers, of whom one is replaced, and a trainer that takes its time or none."""
     rng = random.Random(seed)
 
     async def scenario() -> None:
@@ -80,27 +79,12 @@ def test_however_rounds_end_nothing_runs_between_them_and_every_answer_is_taken_
             engines = [SteppedEngine(num_slots=rng.choice([1, 3, 8])) for _ in "abc"]
             num_partials = 0
 
-            async def generate() -> None:
-                while (await made.call(made.ledger.counts)).groups.get("ready", 0) < 2:
-                    rng.choice(engines).steps_left = rng.choice([1, 1, 2, 5])
-                    await asyncio.sleep(rng.choice([0.0, 0.002]))
-                for engine in engines:
-                    engine.steps_left = 0
-
-            async def has_no_lease() -> bool:
-                return not await made.call(made.ledger.leased)
-
-            async def nudge() -> None:
-                """A few more steps, at the very moment at which the round ends."""
-                for engine in engines:
-                    engine.steps_left = rng.choice([0, 0, 1, 3])
-                    await asyncio.sleep(0)
-
             async def step() -> None:
                 nonlocal num_partials
-                await generate()
-                await asyncio.gather(teacher.claim(), nudge())
-                await until(has_no_lease, "the end of the round")
+                await claim_while_generating(teacher, engines, rng.choice([1, 1, 2, 5]))
+                for engine in engines:  # a few more at the very moment at which the round ends
+                    engine.steps_left = rng.choice([0, 0, 1, 3])
+                await until(lambda: has_no_lease(made), "the end of the round")
                 assert all(engine.is_idle for engine in engines), "something ran on after its round"
                 num_steps = [engine.figures.num_steps for engine in engines]
                 await asyncio.sleep(rng.choice([0.0, 0.0, 0.02]))

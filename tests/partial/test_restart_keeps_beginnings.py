@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from partial_scenes import SteppedEngine, Teacher, generate_until, play, until, whole, working
+from partial_scenes import SteppedEngine, Teacher, claim_while_generating, has_no_lease, play, until, whole, working
 
 from offbeat.ledger.errors import Unknown
 from offbeat.ledger.ledger import Ledger
@@ -66,16 +66,12 @@ async def first_life(folder: Path, copy: Path, kind: str, count: int) -> tuple[d
     async with whole(folder) as made:
         teacher, engine, witness = Teacher(made, folder), SteppedEngine(num_slots=8), Witness(made, "w", note)
 
-        async def is_ready() -> bool:
-            return (await made.call(made.ledger.counts)).groups.get("ready", 0) >= 2
-
         async def teach() -> None:
             await teacher.begin()
             for _ in range(5):
-                await generate_until(engine, is_ready)
-                await teacher.claim()
+                await claim_while_generating(teacher, [engine])
                 note("claimed")
-                await until(lambda: is_quiet(made), "the end of the round")
+                await until(lambda: has_no_lease(made), "the end of the round")
                 await teacher.commit()
                 note("committed")
 
@@ -105,7 +101,7 @@ async def second_life(folder: Path, held: dict[int, list[int]]) -> None:
             while teacher.step < 6:
                 await teacher.claim()
                 await teacher.commit()
-            await until(lambda: is_quiet(made), "the end of the round")
+            await until(lambda: has_no_lease(made), "the end of the round")
         found = await made.call(looks, made.ledger)
         ended = {one.task: one.trajectory.tokens.tolist() for one in found if one.trajectory is not None}
         for task, tokens in held.items():
@@ -115,10 +111,6 @@ async def second_life(folder: Path, held: dict[int, list[int]]) -> None:
         assert drawn == Counter((ordinal, member) for ordinal in range(num_drawn) for member in range(2))
         assert len({one.prompt.tobytes() for one in found if one.group_state == "trained"}) > 1
         assert (await made.call(made.ledger.verify)).violations == ()
-
-
-async def is_quiet(made: Coordinator) -> bool:
-    return not await made.call(made.ledger.leased)
 
 
 @pytest.mark.parametrize(("kind", "count"), MOMENTS)

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from coordinator_scenes import answer
-from partial_scenes import SOON_S, SteppedEngine, Teacher, play, until, whole, working
+from partial_scenes import SOON_S, SteppedEngine, Teacher, has_no_lease, num_ready, play, until, whole, working
 
 
 def gated(folder: Path):
@@ -37,7 +37,7 @@ def test_a_round_ends_and_the_next_is_trained_while_a_reward_hangs_which_counts_
                 await until(lambda: len(worker.running) == 4, "leases")
                 await engine.take(3)
                 await submit(made, by_hand[:2])
-                await until(lambda: num_groups(made, "ready"), "the first group")
+                await until(lambda: num_ready(made), "the first group")
 
                 shut.touch()
                 called.unlink()
@@ -68,11 +68,5 @@ def test_a_round_ends_and_the_next_is_trained_while_a_reward_hangs_which_counts_
     async def submit(made, tasks) -> None:
         for task in tasks:
             await made.submit("hand", answer(made, task, 0, right=True), task.fence)
-
-    async def num_groups(made, state: str) -> int:
-        return (await made.call(made.ledger.counts)).groups.get(state, 0)
-
-    async def has_no_lease(made) -> bool:
-        return not await made.call(made.ledger.leased)
 
     play(scenario())
