@@ -1,6 +1,7 @@
 """Scenes of partial rollouts: the embedded engine with a tiny model, at a desk in memory or at a whole coordinator.
 
-Version n always has the weights of `model_of(n)`, whoever published it, so that every log-prob can be checked.
+The version of step n has the weights of `model_of(n)`, and without a resume the number n, so that every log-prob can be
+checked.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ VOCAB_SIZE = 258
 """That of the shipped tokenizer."""
 END_TOKEN = 257
 CONTEXT_TOKENS = 128
-SOON_S = 120.0
+SOON_S = 60.0
 """Longest wait for what happens at once on an idle machine."""
 TOLERANCE = 1e-4
 """Of log-probs: a step and a whole forward pass add up in other orders."""
 
 
 def model_of(number: int) -> PreTrainedModel:
-    """The model of a version, for an engine to own. Answers end anywhere: half of them within about 20 tokens."""
+    """The model of a step's version, for an engine to own. Answers end anywhere."""
     model = tiny_model(seed=number, vocab_size=VOCAB_SIZE)
     with torch.no_grad():
         model.lm_head.weight[END_TOKEN] *= 4
@@ -58,7 +59,7 @@ def _known_model(number: int) -> PreTrainedModel:
 
 
 def write_version(store: Publisher, number: int, step: int, parent: int | None) -> Version:
-    return store.write(number, step, parent, dict(_known_model(number).state_dict()))
+    return store.write(number, step, parent, dict(_known_model(step).state_dict()))
 
 
 def new_stepper(number: int = 0, **options: Any) -> Stepper:
@@ -169,9 +170,9 @@ async def until(condition: Callable[[], object | Awaitable[object]], what: str) 
 
 @asynccontextmanager
 async def whole(
-    folder: Path, *, reward: Callable[..., Any] | None = None, keep_leases: bool = False, **sections: Any
+    folder: Path, *, function: Callable[..., Any] | None = None, **sections: Any
 ) -> AsyncIterator[Coordinator]:
-    """A coordinator of a run in rounds: two groups of two a step, twice as many under way."""
+    """A coordinator of a run in rounds: two groups of two a step, twice as many under way. `function` is a reward."""
     config = from_dict(
         {
             "run": {"steps": 6},
@@ -182,17 +183,18 @@ async def whole(
             **sections,
         }
     )
-    async with opened(config, folder, reward=reward, keep_leases=keep_leases) as (made, tokens):
+    async with opened(config, folder, reward=function) as (made, tokens):
         assert (tokens.vocab_size, tokens.tokenizer.eos_token_id) == (VOCAB_SIZE, END_TOKEN)
+        made.tokens = tokens  # type: ignore[attr-defined]  # for `coordinator_scenes.answer`
         yield made
 
 
 @asynccontextmanager
 async def working(
-    made: Coordinator, engine: EmbeddedEngine, name: str = "w", client: Any = None
+    made: Coordinator, engine: EmbeddedEngine, name: str = "w", client: Any = None, **options: Any
 ) -> AsyncIterator[Worker]:
     """A worker at a coordinator; at the end it is cancelled, as if it were killed."""
-    worker = Worker(name, engine, client or InsideWorker(made, name))
+    worker = Worker(name, engine, client or InsideWorker(made, name), **options)
     running = asyncio.create_task(worker.run())
     try:
         yield worker
@@ -232,6 +234,32 @@ class Teacher:
     async def _publish(self, tell: Callable[[Version], Awaitable[None]], parent: int | None) -> None:
         self.version = write_version(self.store, await self.made.next_version(), self.step, parent)
         await tell(self.version)
+
+
+async def num_ready(made: Coordinator) -> int:
+    """Groups that could be trained now."""
+    return (await made.call(made.ledger.counts)).groups.get("ready", 0)
+
+
+async def has_no_lease(made: Coordinator) -> bool:
+    return not await made.call(made.ledger.leased)
+
+
+async def claim_while_generating(teacher: Teacher, engines: Sequence[SteppedEngine], num_steps: int = 1) -> Batch:
+    """Claims a batch; engines take so many steps at a time, and none while answers wait for rewards or the batch may be
+    complete. So answers are cut, however slow the machine is; and a group whose last chance this is comes to its end.
+    """
+    made, claiming = teacher.made, asyncio.create_task(teacher.claim())
+    while not claiming.done():
+        if await made.call(made.ledger.unscored, 1) or await num_ready(made) >= made.settings.groups_per_step:
+            await asyncio.wait({claiming}, timeout=0.1)
+        if not claiming.done():
+            for engine in engines:
+                engine.steps_left = num_steps
+            await asyncio.sleep(0.003)
+    for engine in engines:
+        engine.steps_left = 0
+    return claiming.result()
 
 
 def play(scenario: Awaitable[Any]) -> Any:

@@ -9,7 +9,7 @@ from partial_scenes import (
     SteppedEngine,
     Teacher,
     assert_logprobs_are_the_versions_own,
-    generate_until,
+    claim_while_generating,
     play,
     until,
     whole,
@@ -65,12 +65,8 @@ def test_what_was_cut_before_an_update_and_arrives_after_it_is_of_the_version_be
             teacher, engine, line = Teacher(made, tmp_path), SteppedEngine(), SlowLine(made, "w")
             await teacher.begin()
 
-            async def is_ready() -> bool:
-                return (await made.call(made.ledger.counts)).groups.get("ready", 0) >= 2
-
             async with working(made, engine, client=line):
-                await generate_until(engine, is_ready)
-                await teacher.claim()
+                await claim_while_generating(teacher, [engine])
                 await until(lambda: line.waiting, "a beginning to be handed back")
                 await teacher.commit()
                 await until(lambda: engine.version == 1, "the update")
