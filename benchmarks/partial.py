@@ -8,8 +8,13 @@ Two clocks. *Engine time* is that of a model of the engine (base, rows, context 
 machine before; it is deterministic, so that all policies can be compared on all laws. *Wall clock* is the stepper
 itself, with few of them. Figures of a run leave its first third out. A speed is always shown with its staleness.
 
-`ours` keeps keys and values over an update (`stale`), except where `refill` is said; rivals are as published. Seeds
-from 101 on judge; parts were chosen with seeds below 10.
+`ours` keeps keys and values over an update (`stale`), except where `refill` is said; rivals are as published.
+
+How the set-up was chosen: with seeds below 10 and a modelled engine, 8 groups and a cap of 480 tokens gained at most
+12 % over `sync` at a median of 60 and 37 % at one of 30 (a padded engine reads every row up to the longest), so 4
+groups, a cap of 240 and half the medians were taken. After a look at seeds
+101 to 103 runs were made longer (45 steps, not 30) and the controller was told of shorter intervals. Seeds from 201 on,
+which nobody has looked at, judge.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from benchmarks.tail.play import Size
 from benchmarks.tail.real import new_stepper, set_torch_up
 from benchmarks.tail.runs import NUM_SLOTS, by_the_wall_clock, in_engine_time
 
-FIRST_SEED = 101
+FIRST_SEED = 201
 APRIL = [Entry("april", factor) for factor in (1.25, 1.5, 2.0)]
 QUICK_ENTRIES = [SYNC, *APRIL, *(Entry(curve, factor) for curve in (STRICT, RELEASE) for factor in (1.5, 2.0, None))]
 

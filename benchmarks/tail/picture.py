@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from benchmarks.tail.contest import Contest
-from benchmarks.tail.entries import RELEASE, STRICT, SYNC
+from benchmarks.tail.entries import RELEASE, STRICT, SYNC, Entry
 from benchmarks.tail.laws import Law
 
 INK, GRID = "#3a3f47", "#e6e8eb"
@@ -40,14 +41,15 @@ def draw(contest: Contest, laws: list[Law], picture: Path) -> None:
     figure.savefig(picture)
 
 
-def _draw_curve(axes: object, contest: Contest, law: Law, curve: str, colour: str) -> None:
+def _draw_curve(axes: Any, contest: Contest, law: Law, curve: str, colour: str) -> None:
+    def points(some: list[Entry]) -> list[tuple[float, float]]:
+        return [(contest.mean(law, entry, "off_policy_share"), contest.over_sync(entry, law)) for entry in some]
+
     entries = [entry for entry in contest.entries if entry.curve == curve and contest.took_part(law, entry)]
-    fixed = [entry for entry in entries if entry.factor is not None]
-    for some, style in ((fixed, "o-"), ([entry for entry in entries if entry.factor is None], "*")):
-        points = [(contest.mean(law, e, "off_policy_share"), contest.over_sync(e, law)) for e in some]
-        if style == "o-":
-            points = [(0.0, contest.over_sync(SYNC, law)), *points]
-        if points:
-            shares, rates = zip(*points, strict=True)
-            label, size = (curve, 4) if style == "o-" else (None, 13)
-            axes.plot(shares, rates, style, color=colour, linewidth=1.6, markersize=size, label=label)  # type: ignore[attr-defined]
+    if not entries:
+        return
+    fixed = [SYNC, *(entry for entry in entries if entry.factor is not None)]
+    shares, rates = zip(*points(fixed), strict=True)
+    axes.plot(shares, rates, "o-", color=colour, linewidth=1.6, markersize=4, label=curve)
+    for share, rate in points([entry for entry in entries if entry.factor is None]):
+        axes.plot(share, rate, "*", color=colour, markersize=13)

@@ -7,7 +7,7 @@ who survives. It decides while the weights are updated. Lengths of samples that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import replace
 from typing import Protocol
 
 from benchmarks.tail.engines import Counts, Engine
@@ -49,6 +49,8 @@ class Automatic:
         self.control = OverProvision(setting, self.lengths, self.fit)
         self.value = 1.0
         self._counts, self._now_s = Counts(), 0.0
+        self._timings: list[Timing] = []
+        """Of this round; the fit hears of them when it is over, since it runs beside the engine and not in its way."""
         self._round_began = (0, 0.0)
         """Tokens generated and seconds passed before it."""
 
@@ -59,6 +61,9 @@ class Automatic:
     def think(self, rollouts: Rollouts, alive: Sequence[Group]) -> None:
         engine = rollouts.engine
         self._time(engine)
+        for timing in self._timings:
+            self.fit.observe(timing)
+        self._timings.clear()
         self._tell_lengths(rollouts)
         before_tokens, before_s = self._round_began
         ends_s = engine.now_s + rollouts.update_s
@@ -69,7 +74,7 @@ class Automatic:
 
     def _time(self, engine: Engine) -> None:
         """One more interval of the engine's work."""
-        now_s, counts = engine.now_s, Counts(*astuple(engine.counts))
+        now_s, counts = engine.now_s, replace(engine.counts)
         before, self._counts = self._counts, counts
         timing = Timing(
             counts.num_steps - before.num_steps,
@@ -79,7 +84,7 @@ class Automatic:
             now_s - self._now_s,
         )
         self._now_s = now_s
-        self.fit.observe(timing)
+        self._timings.append(timing)
 
     def _tell_lengths(self, rollouts: Rollouts) -> None:
         for sample in rollouts.ran:
