@@ -57,9 +57,14 @@ PARTIAL = {
         ", factor chosen online over the best fixed": best,
     }.items()
 }
-BARS["partial"] = PARTIAL
+LEARNING = {
+    "grpo: samples to 80% of the gain, partial over whole": 1.1,
+    "grpo: seconds to it, partial over whole": 0.8,
+}
+BARS |= {"partial": PARTIAL, "partial_learning": LEARNING}
 DECIDES_NOTHING = {
     "partial": list(PARTIAL),
+    "partial_learning": list(LEARNING),
     "ledger": ["seconds of a claim over bare SQLite", "seconds of a claim, large over small"],
     "swarm": ["submissions/s over a server without a ledger", "memory growth in five minutes"],
     "async_vs_sequential": ["samples to 80% of the gain, overlap over alternate"],
