@@ -7,6 +7,7 @@ checked.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -34,6 +35,8 @@ from offbeat.serve.inside import InsideWorker
 from offbeat.trajectory import End, Task, Trajectory
 from offbeat.weights.publish import Publisher
 from offbeat.weights.version import Version
+
+torch.set_num_threads(1)  # models are tiny, and cores are shared
 
 VOCAB_SIZE = 258
 """That of the shipped tokenizer."""
@@ -126,21 +129,38 @@ class SteppedEngine(EmbeddedEngine):
     def __init__(self, number: int | None = None, *, num_slots: int = 16, **options: Any):
         options = {"max_context_tokens": CONTEXT_TOKENS, "version": number, **options}
         super().__init__(model_of(number or 0), num_slots=num_slots, **options)
-        self.steps_left = 0
+        self._steps_left, self._steps_lock = 0, threading.Lock()
         step = self._stepper.step
 
         def step_if_allowed() -> list[Any]:
-            if self.steps_left == 0 and not self.is_idle:
-                time.sleep(0.001)  # commands are taken in between
-            if self.steps_left == 0 or self.is_idle:
+            if self.is_idle:
                 return []
-            self.steps_left -= 1
-            return step()
+            with self._steps_lock:
+                is_allowed = self._steps_left > 0
+                self._steps_left -= is_allowed
+            if is_allowed:
+                return step()
+            time.sleep(0.001)  # commands are taken in between
+            return []
 
-        self._stepper.step = step_if_allowed  # type: ignore[method-assign]
+        self._stepper.step = step_if_allowed
+
+    @property
+    def steps_left(self) -> int:
+        """Those with something to do in them."""
+        return self._steps_left
+
+    @steps_left.setter
+    def steps_left(self, num_steps: int) -> None:
+        with self._steps_lock:
+            self._steps_left = num_steps
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._stepper.running) + len(self._stepper.waiting)
 
     async def take(self, num_steps: int) -> None:
-        """Allows so many steps with something to do in them, and waits until they are taken."""
+        """Allows so many steps, and waits until they are taken."""
         self.steps_left = num_steps
         await until(lambda: self.steps_left == 0, f"{num_steps} steps")
 
@@ -185,7 +205,7 @@ async def whole(
     )
     async with opened(config, folder, reward=function) as (made, tokens):
         assert (tokens.vocab_size, tokens.tokenizer.eos_token_id) == (VOCAB_SIZE, END_TOKEN)
-        made.tokens = tokens  # type: ignore[attr-defined]  # for `coordinator_scenes.answer`
+        made.tokens = tokens  # for `coordinator_scenes.answer`
         yield made
 
 

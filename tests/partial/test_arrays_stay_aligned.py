@@ -46,9 +46,9 @@ def assert_aligned(trajectory: Trajectory) -> None:
     count = trajectory.num_tokens
     arrays = trajectory.tokens, trajectory.logprobs, trajectory.sampled_mask, trajectory.versions
     assert [len(array) for array in arrays] == [count] * 4
-    assert [(s.start, s.end) for s in trajectory.segments] == [
-        (s.start, s.start + len(s.tokens)) for s in trajectory.segments
-    ]
+    ends = [0, *(segment.end for segment in trajectory.segments)]
+    assert [segment.start for segment in trajectory.segments] == ends[:-1]
+    assert ends[-1] == count
     assert sum(len(s.logprobs) for s in trajectory.segments) == count
     member = Member(0, 0, trajectory, (), 0.0, np.where(trajectory.sampled_mask, 0, -1))
     (sample,) = samples_of(Batch(0, 0, (BatchGroup(0, 0, "sums", (member,)),)))  # which looks at its lengths itself
@@ -73,7 +73,7 @@ def stepper():
 events = st.one_of(st.integers(0, 6), st.sampled_from(["load", *SPOILT]))
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(events=st.lists(events, max_size=12), seed=st.integers(0, 1000))
 def test_whatever_is_appended_cut_and_carried_on_all_arrays_stay_aligned(stepper, versions, events, seed):
     """A number is a worker that takes so many steps and hands back; the others happen to what was handed back."""
@@ -85,7 +85,7 @@ def test_whatever_is_appended_cut_and_carried_on_all_arrays_stay_aligned(stepper
             number = min(stepper.version + 1, 3)
             stepper.load(number, stage(stepper.model, versions[number]))
         elif event in SPOILT:
-            if running.trajectory.num_tokens + 2 <= BUDGET:
+            if 0 < running.trajectory.num_tokens <= BUDGET - 2:  # what comes first may be of any version
                 assert_refused(running.trajectory, event)
         elif carry_on(stepper, running, event):
             assert_aligned(running.trajectory)

@@ -44,7 +44,8 @@ def test_without_a_bound_what_a_leaving_worker_hands_back_is_carried_on_by_the_s
             first, second = SteppedEngine(num_slots=16), SteppedEngine(num_slots=16)
             await teacher.begin()
             async with working(made, first, "a") as leaving:
-                await until(lambda: len(leaving.running) == 4, "leases")
+                await until(lambda: first.num_requests == 4, "leases")
+                assert {one.task.require_version for one in leaving.running.values()} == {0}
                 await first.take(2)
                 await leaving.drain()
             second.steps_left = FREELY

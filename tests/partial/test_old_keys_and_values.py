@@ -35,7 +35,7 @@ def test_what_is_carried_on_after_an_update_attends_to_nothing_that_older_weight
         desk.begin_round(versions[0])
         desk.add(*(own_task(number, BUDGET) for number in range(NUM_TASKS)))
         async with at_work(Worker("w", engine, desk, kv=kv)):
-            await until(lambda: len(desk.held) == NUM_TASKS, "leases")
+            await until(lambda: engine.num_requests == NUM_TASKS, "leases")
             await engine.take(CUT)
             desk.end_round()
             await desk.until(lambda: len(desk.partials) == NUM_TASKS)

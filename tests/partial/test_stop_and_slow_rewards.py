@@ -34,7 +34,7 @@ def test_a_round_ends_and_the_next_is_trained_while_a_reward_hangs_which_counts_
             await teacher.begin()
             by_hand = (await made.lease("hand", 4, 0, SOON_S)).tasks
             async with working(made, engine) as worker:
-                await until(lambda: len(worker.running) == 4, "leases")
+                await until(lambda: engine.num_requests == 4, "leases")
                 await engine.take(3)
                 await submit(made, by_hand[:2])
                 await until(lambda: num_ready(made), "the first group")
