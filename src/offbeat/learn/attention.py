@@ -14,6 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from offbeat.errors import UserError
 from offbeat.learn.packing import Layout
+from offbeat.model.half import is_slow
 
 NAME = "offbeat_packed"
 SHORT_TOKENS = 128
@@ -38,6 +39,10 @@ def packed_attention(
     """From (1, heads, row, dim) to (1, row, heads, dim), as transformers' own attention functions do."""
     if softcap is not None or s_aux is not None:
         raise UserError(f"model.path: {type(module).__name__} changes attention scores in a way packed rows cannot")
+    if is_slow(query):
+        wide = (query.float(), key.float(), value.float(), attention_mask)
+        how = {"layout": layout, "scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
+        return packed_attention(module, *wide, **how)[0].to(query.dtype), None  # type: ignore[arg-type]
     num_kv_heads, scale = key.shape[1], scaling if scaling is not None else query.shape[-1] ** -0.5
     results = []
     for table in layout.buckets:

@@ -64,6 +64,8 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
+    from offbeat.model.half import spare
+
     folder = resolve(path)
     logging.disable_progress_bar()  # a bar per load would tear the run's own display
     with _one_line(f"model.path = {str(path)!r}: transformers cannot load it"):
@@ -78,7 +80,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
             f"model.path = {str(path)!r}: the weights lack {_some(report['missing_keys'])}; save the whole model again"
         )
     model.config.use_cache = False
-    return model.to(device).eval()
+    return spare(model.to(device).eval())
 
 
 def load_shape(path: str | Path) -> PreTrainedModel:

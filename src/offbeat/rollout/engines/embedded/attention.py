@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
+from offbeat.model.half import is_slow
 from offbeat.rollout.engine import EngineError
 
 NAME = "offbeat_slots"
@@ -62,6 +63,9 @@ def slot_attention(
         if kwargs.get(name) is not None:
             raise EngineError(f"embedded engine: {type(module).__name__} needs {name} in its attention; not supported")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if is_slow(query):
+        wide = (query.float(), key.float(), value.float(), None if attention_mask is None else attention_mask.float())
+        return slot_attention(module, *wide, scaling, sliding_window)[0].to(query.dtype), None
     if attention_mask is None:
         return _prefill(query, key, value, scaling, sliding_window), None
     if sliding_window is not None and sliding_window < key.shape[2]:
