@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -157,7 +158,9 @@ def test_it_does_not_act_before_step_times_are_known():
 
 def test_it_goes_back_to_one_while_step_times_are_predicted_badly():
     assert known().decide().factor > 1
-    decision = known(noise=0.2).decide()
+    controller = known()
+    controller.fit = SimpleNamespace(model=controller.fit.model, error=0.2)
+    decision = controller.decide()
     assert decision.factor == 1
     assert "predicted badly" in decision.reason
 

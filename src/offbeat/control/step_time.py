@@ -28,6 +28,10 @@ BAD = 0.15
 NUM_RECENT = 15
 """Predictions whose median error is reported: up to seven stalls in a row do not show."""
 MIN_SECONDS = 1e-6
+BLOCK, NUM_BLOCKS = 12, 3
+"""Intervals whose predictions are judged together, and how many such blocks are remembered."""
+ROWS = np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0]])
+"""From four figures to two: a step's own, and that of each row, prefilled tokens among them."""
 MAX_SCALED_ERROR = 0.25
 """Of the figure that is known least, in parts of all the time: beyond it two figures cannot be told apart yet."""
 MIN_NOISE = 0.01
@@ -97,22 +101,39 @@ class StepTimeFit:
         self._gram, self._moment = np.zeros((4, 4)), np.zeros(4)
         """Of observations divided by their seconds, so that relative errors are what is made small."""
         self._num_counted = 0.0
-        self._errors: deque[float] = deque(maxlen=NUM_RECENT)
+        self._errors: deque[float] = deque(maxlen=NUM_BLOCKS * BLOCK)
+        """Of predictions made before their intervals were seen: the log of predicted over actual seconds."""
         self._first: list[np.ndarray] = []
         """The observations before the first fit, which are weighed again once it says which of them are odd."""
         self._figures: np.ndarray | None = None
 
     @property
     def error(self) -> float:
-        """The median of recent relative errors, each of a prediction made before its interval was seen."""
-        return median(self._errors) if self._errors else math.inf
+        """How far recent predictions were off, relatively: the median over blocks of intervals of what those of a block
+        have in common. Whether a round is predicted well matters, not whether a tenth of a second is."""
+        if len(self._errors) < BLOCK:
+            return self._noise
+        whole = np.array(self._errors)[len(self._errors) % BLOCK :].reshape(-1, BLOCK)
+        return float(np.median(np.abs(np.median(whole, axis=1))))
+
+    @property
+    def _noise(self) -> float:
+        """The median error of single intervals."""
+        return median(map(abs, list(self._errors)[-NUM_RECENT:])) if self._errors else math.inf
 
     @property
     def model(self) -> StepTime | None:
-        """None until the observations tell the figures apart."""
-        if self._figures is None or not self._is_determined():
+        """None until the observations tell the figures apart: all of them or, where noise hides what context costs,
+        what a row costs from what a step does."""
+        if self._figures is None:
             return None
-        return StepTime(*(float(figure) for figure in self._figures))
+        if self._is_determined(self._gram[:3, :3]):  # what was never prefilled is told by the prior
+            return StepTime(*(float(figure) for figure in self._figures))
+        gram, moment = ROWS @ self._gram @ ROWS.T, ROWS @ self._moment
+        if not self._is_determined(gram):
+            return None
+        base_s, per_row_s = (float(figure) for figure in _least_squares(gram, moment))
+        return StepTime(base_s, per_row_s, 0.0, per_row_s)
 
     def observe(self, timing: Timing) -> None:
         if timing.seconds < MIN_SECONDS or timing.num_steps + timing.num_prefilled_tokens == 0:
@@ -126,7 +147,7 @@ class StepTimeFit:
                 self._fit_first()
             return
         error = _error(row, self._figures)
-        self._add(row, _weight(error, self.error), FORGET if self.error <= BAD else FORGET_FAST)
+        self._add(row, _weight(abs(error), self._noise), FORGET if self.error <= BAD else FORGET_FAST)
         self._errors.append(error)
         self._figures = self._solve()
 
@@ -138,7 +159,7 @@ class StepTimeFit:
             for row, weight in zip(self._first, weights, strict=True):
                 self._add(row, weight)
             self._figures = figures = self._solve()
-            errors = [_error(row, figures) for row in self._first]
+            errors = [abs(_error(row, figures)) for row in self._first]
             weights = [_weight(error, median(errors)) for error in errors]
         self._first.clear()
 
@@ -158,19 +179,19 @@ class StepTimeFit:
         gram += 1e-12 * np.eye(4)  # two columns that are one share its figure instead of blowing it up
         return _least_squares(gram, moment) / unit
 
-    def _is_determined(self) -> bool:
+    def _is_determined(self, gram: np.ndarray) -> bool:
         """Whether the standard error of the figure that is known least is small enough."""
-        scale = np.sqrt(np.diag(self._gram)[:3])  # what was never prefilled is told by the prior
+        scale = np.sqrt(np.diag(gram))
         if not scale.all():
             return False
-        correlation = self._gram[:3, :3] / np.outer(scale, scale)
-        noise = max(self.error, MIN_NOISE)
+        correlation = gram / np.outer(scale, scale)
+        noise = max(self._noise, MIN_NOISE)
         return float(np.linalg.eigvalsh(correlation)[0]) * self._num_counted >= (noise / MAX_SCALED_ERROR) ** 2
 
 
 def _error(row: np.ndarray, figures: np.ndarray) -> float:
-    """How far a prediction was off: |log of actual over predicted seconds|."""
-    return abs(math.log(max(float(row @ figures), 1e-9)))
+    """How far a prediction was off: the log of predicted over actual seconds."""
+    return math.log(max(float(row @ figures), 1e-9))
 
 
 def _weight(error: float, typical: float) -> float:
