@@ -31,12 +31,11 @@ from offbeat.serve.carrying import Carrying
 from offbeat.serve.clearing import Clearing
 from offbeat.serve.client import Heartbeat, Lease
 from offbeat.serve.drawing import Drawing
-from offbeat.serve.foresight import Foresight
+from offbeat.serve.foresight import provisioning_of
 from offbeat.serve.issuing import Issuer
 from offbeat.serve.judging import Judging
 from offbeat.serve.keeping import Keeper, KeepSettings
 from offbeat.serve.presence import Presence
-from offbeat.serve.provisioning import Overlapped, Provisioning
 from offbeat.serve.relaying import Relaying
 from offbeat.serve.rounds import Rounds
 from offbeat.serve.timing import StepTimes
@@ -89,7 +88,13 @@ class Coordinator:
         self._clearing = clearing or Clearing(None)
         self.leases = Leases(settings.lease_ttl_s, time.monotonic)
         self._times, self._carrying = StepTimes(), Carrying()
-        self._provisioning = self._provision()
+        self._provisioning = provisioning_of(
+            settings.over_provision,
+            settings.max_staleness if settings.overlap else None,
+            settings.rounds,
+            settings.max_new_tokens,
+            self._tell_choice,
+        )
         self._writer, self._bell = Writer(ledger), Bell()
         self._share = self._writer.call
         self._keeper = Keeper(ledger, settings.keep, self.call, lambda row: self.on_report(row))
@@ -105,16 +110,6 @@ class Coordinator:
         self._checkpointed_step = -1
         self._newest: int | None = None
         """The version announced last."""
-
-    def _provision(self) -> Provisioning:
-        settings = self.settings
-        if settings.over_provision != "auto":
-            return Provisioning(settings.over_provision)
-        if settings.overlap:
-            return Overlapped(settings.max_staleness)
-        if settings.rounds is None:
-            return Provisioning(1.0)
-        return Foresight(settings.rounds, settings.max_new_tokens, self._tell_choice)
 
     def _tell_choice(self, decision: Decision) -> None:
         self.on_report({"event": "over_provision", "factor": decision.factor, "why": decision.reason})

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Literal
 
 from offbeat.control.fleet import FleetFit
 from offbeat.control.lengths import Lengths
@@ -20,7 +21,7 @@ from offbeat.control.over_provision import Decision, OverProvision
 from offbeat.control.rounds import Setting, Survivor
 from offbeat.control.step_time import Timing
 from offbeat.ledger.records import Surviving
-from offbeat.serve.provisioning import Provisioning
+from offbeat.serve.provisioning import Overlapped, Provisioning
 from offbeat.trajectory import Task, Trajectory
 
 MAX_TASKS = 100_000
@@ -133,3 +134,19 @@ class Foresight(Provisioning):
             "step_time_error": self._fit.error if self._fit.model is not None else None,
         }
         return {name: value for name, value in told.items() if value is not None}
+
+
+def provisioning_of(
+    told: float | Literal["auto"],
+    overlapped: int | None,
+    rounds: Setting | None,
+    max_new_tokens: int,
+    on_choice: Callable[[Decision], None],
+) -> Provisioning:
+    """What a run takes its factor from: `overlapped` is the bound of one whose work overlaps with training, `rounds`
+    what is known of one whose work comes in rounds; without either every group is wanted."""
+    if told != "auto":
+        return Provisioning(told)
+    if overlapped is not None:
+        return Overlapped(overlapped)
+    return Provisioning(1.0) if rounds is None else Foresight(rounds, max_new_tokens, on_choice)
