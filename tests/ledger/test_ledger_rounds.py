@@ -143,3 +143,4 @@ def test_survivors_are_the_groups_begun_that_are_in_no_batch_with_what_each_memb
     assert len(found) == len({task.group for task in begun})
     assert {group.first_step for group in found} == {0}
     assert Surviving(0, (whole.num_tokens, cut.num_tokens), (True, False)) in found
+    assert Surviving(0, (0, 0), (False, False)) in found, "what a worker still has is under way"
