@@ -86,7 +86,7 @@ def own_server(
         server = EngineServer(
             name,
             partial(engine_commands.command, config, machine),
-            environment,
+            engine_commands.suited(environment, machine),
             log=log or Path(folder) / "engine.log",
             lock=Path(folder) / "engine.lock",
             start_within_s=START_WITHIN_S,

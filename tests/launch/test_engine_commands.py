@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from offbeat.config import from_dict
 from offbeat.errors import UserError
-from offbeat.launch.engine_commands import Machine, command, environment, look_around, uses_ipc
+from offbeat.launch.engine_commands import Machine, command, environment, look_around, suited, uses_ipc
 from offbeat.model.loading import TINY_FOLDER
 
 CPU, GPU = Machine("/env/bin/python", 0), Machine("/env/bin/python", 2)
@@ -86,6 +87,14 @@ def test_a_server_sees_no_secret_of_ours_and_none_of_our_packages():
     assert (told["PATH"], told["VLLM_CPU_KVCACHE_SPACE"], told["VLLM_NO_USAGE_STATS"]) == ("/bin", "5", "1")
     assert environment(configured(), {})["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert "CUDA_VISIBLE_DEVICES" not in told
+
+
+def test_without_a_gpu_the_servers_processes_give_way_to_others_while_they_wait():
+    told = suited(environment(configured(), {}), CPU)
+    asked = "import os; os.sched_yield(); print(os.sched_yield.__module__); import offbeat_in_vllm"
+    said = subprocess.run([sys.executable, "-c", asked], env=told, capture_output=True, text=True, check=True)
+    assert said.stdout == "sitecustomize\n"
+    assert suited(environment(configured(), {}), GPU) == environment(configured(), {})
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,28 @@ def test_a_redirection_is_not_followed_because_a_post_would_arrive_as_something_
 # Servers that are away
 
 
+@pytest.mark.parametrize("num_cuts, is_heard", [(1, True), (2, False)])
+def test_a_call_whose_connection_is_cut_before_the_answer_is_made_once_more(num_cuts, is_heard):
+    calls = []
+
+    async def cut(request):
+        calls.append(request)
+        if len(calls) <= num_cuts:
+            request.transport.abort()
+        return web.json_response("well")
+
+    async def run():
+        async with served(cut) as (server, _):
+            if is_heard:
+                assert await server.post("/abort_requests", {"request_ids": ["a"]}) == "well"
+            else:
+                with pytest.raises(ServerAway, match=f"^{server.url}/abort_requests: .*"):
+                    await server.post("/abort_requests", {"request_ids": ["a"]})
+            assert len(calls) == 2
+
+    asyncio.run(run())
+
+
 def test_a_deadline_that_passes_is_named_with_the_server_and_the_call_is_given_up():
     async def run():
         async with served(hang) as (server, visits):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from offbeat.config.models import Config
 from offbeat.errors import UserError
 from offbeat.launch.engine_server import HOST
 from offbeat.model.loading import resolve
-from offbeat.rollout.engines.vllm import EXTENSION, EXTENSION_FOLDER
+from offbeat.rollout.engines.vllm import EXTENSION, EXTENSION_FOLDER, ON_CPU_FOLDER
 from offbeat.rollout.engines.vllm_lora import ALLOW, NUM_KEPT, RANKS, server_rank
 
 SERVED_NAME = "offbeat"
@@ -103,6 +104,14 @@ def environment(config: Config, ours: Mapping[str, str]) -> dict[str, str]:
     elif kind == "cuda" and index:
         kept["CUDA_VISIBLE_DEVICES"] = _devices(int(index), config.engine.tensor_parallel, ours)
     return kept
+
+
+def suited(environment: Mapping[str, str], machine: Machine) -> dict[str, str]:
+    """The same, for a server on this machine: where there is no GPU, its processes share the cores with their
+    callers."""
+    if machine.num_gpus:
+        return dict(environment)
+    return {**environment, "PYTHONPATH": os.pathsep.join((environment["PYTHONPATH"], str(ON_CPU_FOLDER)))}
 
 
 def _devices(first: int, count: int, ours: Mapping[str, str]) -> str:

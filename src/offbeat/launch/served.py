@@ -121,7 +121,7 @@ class ServedEngines:
         return EngineServer(
             config.rollout.engine,
             partial(engine_commands.command, config, machine, ipc=self._uses_ipc),
-            environment,
+            engine_commands.suited(environment, machine),
             log=self._log,
             lock=self._folder / LOCK,
             start_within_s=config.engine.start_within_s,

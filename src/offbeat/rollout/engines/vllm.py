@@ -27,6 +27,8 @@ from offbeat.weights.version import Version
 EXTENSION = "offbeat_in_vllm.Extension"
 EXTENSION_FOLDER = Path(__file__).parent / "inside_vllm"
 """What a server is started with: a class, and where it is found."""
+ON_CPU_FOLDER = EXTENSION_FOLDER / "on_cpu"
+"""Where its processes find what they are to import besides, on a machine without a GPU."""
 GENERATE = "/inference/v1/generate"
 RUNS_AS = "generate-tokens-"
 """What the server puts before the id of a call; an abort of the bare id is acknowledged and ends nothing."""

@@ -28,10 +28,12 @@ NOT_JSON = (ValueError, RecursionError)
 class ServerAway(EngineError):
     """The server gave no answer: it cannot be reached, broke off, or took too long."""
 
-    def __init__(self, message: str, *, is_refused: bool = False):
+    def __init__(self, message: str, *, is_refused: bool = False, is_cut: bool = False):
         super().__init__(message)
         self.is_refused = is_refused
         """Nobody listens at its address."""
+        self.is_cut = is_cut
+        """A connection that there was is gone."""
 
 
 class ServerRefused(EngineError):
@@ -100,6 +102,16 @@ class Server:
             raise EngineError(f"{self.url}{path}: not JSON: {_quote(said)}") from error
 
     async def _fetch(self, method: str, path: str, query: Mapping[str, str], body: Any, within_s: float) -> bytes:
+        """Asks once more where the connection was cut before the answer: a server, or this process, that stood still
+        for a while closes an idle connection just as it is used. No call here does harm when it is made twice."""
+        try:
+            return await self._fetch_once(method, path, query, body, within_s)
+        except ServerAway as error:
+            if not error.is_cut:
+                raise
+        return await self._fetch_once(method, path, query, body, within_s)
+
+    async def _fetch_once(self, method: str, path: str, query: Mapping[str, str], body: Any, within_s: float) -> bytes:
         try:
             # Not aiohttp's own deadline, to which none is left means that there is none.
             async with asyncio.timeout(within_s), self._request(method, path, query, body) as answer:
@@ -131,10 +143,11 @@ class Server:
 
     def _away(self, path: str, error: BaseException) -> ServerAway:
         said = " ".join(str(error).split()) or "broke off"
-        is_refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
-            error.os_error, ConnectionRefusedError
-        )
-        return ServerAway(f"{self.url}{path}: {type(error).__name__}: {said}", is_refused=is_refused)
+        if isinstance(error, aiohttp.ClientConnectorError):
+            is_refused, is_cut = isinstance(error.os_error, ConnectionRefusedError), False
+        else:
+            is_refused, is_cut = False, isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+        return ServerAway(f"{self.url}{path}: {type(error).__name__}: {said}", is_refused=is_refused, is_cut=is_cut)
 
     def _refused(self, path: str, answer: aiohttp.ClientResponse, said: bytes) -> ServerRefused:
         where = answer.headers.get("Location")
