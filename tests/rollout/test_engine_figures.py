@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,8 +16,10 @@ from benchmarks.schedules.clock import in_modelled_time, now_s
 from offbeat.control.step_time import Timing
 from offbeat.rollout.engine import EngineFigures, Generation, KvMode, Request
 from offbeat.rollout.engines.paced import PacedEngine
-from offbeat.rollout.engines.served.dialect import Chunk
+from offbeat.rollout.engines.served.dialect import Call, Chunk
+from offbeat.rollout.engines.served.meter import Meter
 from offbeat.rollout.timing import Timings, timing_between
+from offbeat.trajectory import Sampling
 
 # The paced engine
 
@@ -95,7 +98,7 @@ def test_a_paced_request_is_fed_again_after_a_load_or_where_its_slot_was_needed_
 
 def test_a_served_engine_counts_what_answers_tell_and_says_none_of_the_rest():
     async def scenario(engine, server):
-        assert engine.figures == EngineFigures(num_steps=None)
+        assert engine.figures == EngineFigures()
         first, second = await begin(engine, server, "a", "b")
         await server.sample("a", 3)
         await server.sample("b", 1)
@@ -106,7 +109,7 @@ def test_a_served_engine_counts_what_answers_tell_and_says_none_of_the_rest():
         await asyncio.gather(first, second)
         await asyncio.sleep(100.0)
         assert engine.figures == EngineFigures(
-            num_steps=None,
+            num_steps=3,
             num_rows=6,
             num_context_tokens=(5 + 6 + 7 + 8 + 9) + 5,
             num_prefilled_tokens=None,
@@ -115,6 +118,37 @@ def test_a_served_engine_counts_what_answers_tell_and_says_none_of_the_rest():
         )
 
     play(scenario)
+
+
+@pytest.mark.parametrize("num_in_event", [1, 8])
+def test_a_servers_steps_are_the_tokens_of_a_call_however_many_decode_and_however_tokens_are_bundled(num_in_event):
+    """A call that decodes for ten seconds, others that join and leave, a load."""
+    clock = [0.0]
+    meter = Meter(lambda: clock[0])
+    lives = {"long": (0, 96), "early": (0, 32), "late": (40, 96), "later": (48, 64)}
+    calls = {name: Call(name, [1] * 5, 0, Sampling(max_new_tokens=99), "salt", "label") for name in lives}
+    with ExitStack() as stack:
+        inside = {name: stack.enter_context(ExitStack()) for name in calls}
+        seen = []
+        for step in range(97):
+            for name, (first, last) in lives.items():
+                if step == first:
+                    inside[name].enter_context(meter.inside(calls[name]))
+                    meter.take(calls[name], Chunk([7], [-1.0]))
+                elif first < step <= last and (step - first) % num_in_event == 0:
+                    meter.take(calls[name], Chunk([7] * num_in_event, [-1.0] * num_in_event))
+                if step == last:
+                    inside[name].close()
+            if step % 16 == 0:
+                seen.append(meter.figures.num_steps)
+            if step == 50:
+                meter.stand_still(True)
+                clock[0] += 1000.0
+                meter.stand_still(False)
+            clock[0] += 0.1
+    assert meter.figures.busy_seconds == pytest.approx(9.6)
+    assert meter.figures.num_rows == 4 + 96 + 32 + 56 + 16
+    assert seen == [pytest.approx(step, abs=3) for step in range(0, 97, 16)]
 
 
 def test_a_server_that_tells_what_it_had_lets_prefill_be_counted_and_a_load_adds_what_it_computes_again():
@@ -161,11 +195,16 @@ def test_what_is_done_without_a_step_is_told_with_the_next_one():
     assert timings.take() == Timing(1, 1, 9, 9, 2.0)
 
 
-@pytest.mark.parametrize("unknown", ["num_steps", "num_rows", "num_context_tokens", "num_prefilled_tokens"])
+@pytest.mark.parametrize("unknown", ["num_steps", "num_rows", "num_context_tokens", "busy_seconds"])
 def test_an_engine_that_does_not_know_has_no_timings(unknown):
     before, after = EngineFigures(), EngineFigures(1, 1, 1, 1, 1, 1.0)
     assert timing_between(before, after) is not None
     assert timing_between(replace(before, **{unknown: None}), replace(after, **{unknown: None})) is None
+
+
+def test_a_prefill_that_an_engine_does_not_tell_counts_as_none():
+    before, after = (EngineFigures(n, n, n, None, None, float(n)) for n in (1, 3))
+    assert timing_between(before, after) == Timing(2, 2, 2, 0, 2.0)
 
 
 def test_timings_of_a_paced_engine_add_up_to_its_time():

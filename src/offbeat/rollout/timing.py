@@ -1,7 +1,8 @@
 """What a worker's engine did since it was last asked: differences of its figures, as `control.step_time` takes them.
 
 Duty: turn sums that only grow into intervals. An interval in which nothing was stepped tells nothing and is left to the
-next one; an engine that does not know all of its figures has no timings.
+next one; an engine that does not know its steps, their rows and what these read has no timings. Where it does not know
+what it prefilled, the time that this took counts as that of steps.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def timing_between(before: EngineFigures, after: EngineFigures) -> Timing | None
     num_steps = _difference(before.num_steps, after.num_steps)
     num_rows = _difference(before.num_rows, after.num_rows)
     num_context_tokens = _difference(before.num_context_tokens, after.num_context_tokens)
-    num_prefilled_tokens = _difference(before.num_prefilled_tokens, after.num_prefilled_tokens)
-    if num_steps is None or num_rows is None or num_context_tokens is None or num_prefilled_tokens is None:
+    num_prefilled_tokens = _difference(before.num_prefilled_tokens, after.num_prefilled_tokens) or 0
+    if num_steps is None or num_rows is None or num_context_tokens is None:
         return None
     if before.busy_seconds is None or after.busy_seconds is None or num_steps < 1:
         return None
