@@ -101,7 +101,7 @@ def test_who_is_given_back_a_task_may_hand_it_to_another_and_a_late_word_of_it_c
             assert (again.id, again.fence) == (task.id, task.fence + 1)
             await made.give_back("w", [(task.id, task.fence), (10**9, 1)])
             await made.give_back("w", [(again.id, again.fence)])
-            assert made.leases.is_held(Held(again.id, again.fence, "v"))
+            assert made.holding.leases.is_held(Held(again.id, again.fence, "v"))
             assert await made.submit("v", answer(made, again, 0, True), again.fence) is Outcome.STORED
 
     asyncio.run(scenario())

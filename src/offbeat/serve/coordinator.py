@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from offbeat.control.admit import Pace
-from offbeat.control.leases import Held, Leases
 from offbeat.control.over_provision import Decision
 from offbeat.control.rounds import Setting
 from offbeat.control.step_time import Timing
@@ -32,6 +31,7 @@ from offbeat.serve.clearing import Clearing
 from offbeat.serve.client import Heartbeat, Lease
 from offbeat.serve.drawing import Drawing
 from offbeat.serve.foresight import provisioning_of
+from offbeat.serve.holding import Holding
 from offbeat.serve.issuing import Issuer
 from offbeat.serve.judging import Judging
 from offbeat.serve.keeping import Keeper, KeepSettings
@@ -49,8 +49,6 @@ R = TypeVar("R")
 
 THEIR_FAULT = (Conflict, Fenced, Forbidden, Refused, Unknown)
 """What is wrong with a call, and not with us."""
-MAX_SLEEP_S = 1.0
-"""How often at least the leases are looked through."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,6 @@ class Coordinator:
         self.ledger, self.issuer, self.judging, self.settings = ledger, issuer, judging, settings
         self.on_report = on_report
         self._clearing = clearing or Clearing(None)
-        self.leases = Leases(settings.lease_ttl_s, time.monotonic)
         self._times, self._carrying = StepTimes(), Carrying()
         self._provisioning = provisioning_of(
             settings.over_provision,
@@ -104,8 +101,7 @@ class Coordinator:
         pace = Pace(settings.groups_per_step, settings.num_steps)
         self._drawing = Drawing(ledger, issuer, self._share, pace, requires_version=settings.max_staleness == 0)
         self._presence, self.relaying = Presence(), Relaying()
-        self._suspects: set[int] = set()
-        """Tasks that workers vanished with: of these each worker gets few at a time, see `control.assign`."""
+        self.holding = Holding(ledger, self._writer, self._presence, settings.lease_ttl_s, self._tell_all)
         self._is_over = False
         self._checkpointed_step = -1
         self._newest: int | None = None
@@ -117,13 +113,9 @@ class Coordinator:
     async def start(self, *, keep_leases: bool = False) -> None:
         """After a restart trajectories may be waiting for their reward. Leases are kept where their workers can have
         gone on without us, and have their whole time again; otherwise nobody can hold one."""
-        if keep_leases:
-            self.leases.grant(await self._share(self.ledger.leased))
-        else:
-            await self._share(self.ledger.release)
-        self._suspects.update(await self._share(self.ledger.suspects))
+        await self.holding.start(keep_leases=keep_leases)
         self.judging.start(self.ledger, self._share, self._bell, self._tell_workers)
-        self._bell.spawn(self._expire())
+        self._bell.spawn(self.holding.expire())
 
     async def close(self) -> None:
         await self._bell.close()
@@ -165,7 +157,7 @@ class Coordinator:
             total_slots=self._presence.total_slots(self.settings.lease_ttl_s),
             only_eval=not self._rounds.may_join(worker, round_number, have_version),
         )
-        self.leases.grant(Held(task.id, task.fence, worker) for task in tasks)
+        self.holding.granted(worker, tasks)
         if tasks:
             self._times.leased()
             self._carrying.handed_out(tasks)
@@ -181,28 +173,13 @@ class Coordinator:
         self._drawing.look_again()
         self._work.ring()
 
+    def _tell_all(self) -> None:
+        self._bell.ring()
+        self._tell_workers()
+
     async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str = "") -> Heartbeat:
-        self._presence.hear(worker)
         self.relaying.hear(worker)
-        if self._presence.begins_anew(worker, life):
-            await self._lose_all_but(worker, held)
-        still = await self._share(self.ledger.still_held, worker, held)
-        self.leases.grant(still)
-        known = {lease.task for lease in still}
-        return Heartbeat(lost=tuple(task for task, _ in held if task not in known))
-
-    async def _lose_all_but(self, worker: str, held: Sequence[tuple[int, int]]) -> None:
-        """A worker died and was started again: what it does not name it had in its earlier life."""
-        named, leased = set(held), await self._share(self.ledger.leased)
-        gone = [lease for lease in leased if lease.worker == worker and (lease.task, lease.fence) not in named]
-        self.leases.end(lease.task for lease in gone)
-        if await self._lose(gone):
-            self._bell.ring()
-            self._tell_workers()
-
-    async def _lose(self, leases: Sequence[Held]) -> int:
-        self._suspects.update(held.task for held in leases)
-        return await self._share(self.ledger.lose, leases)
+        return await self.holding.heartbeat(worker, held, life)
 
     async def submit(self, worker: str, trajectory: Trajectory, fence: int) -> Outcome:
         self._check_tokens(trajectory)
@@ -214,15 +191,14 @@ class Coordinator:
             self._bell.fail(error)
             raise
         crash_here("submission-stored")
-        self.leases.end([trajectory.task])
+        self.holding.ended(trajectory.task)
         self._times.submitted()
         if outcome is not Outcome.REPEATED:
             self._provisioning.submitted(trajectory)
         if outcome is Outcome.STORED:
             self.judging.arrived()
-            if trajectory.task in self._suspects:
-                self._suspects.discard(trajectory.task)
-                self._work.ring()  # there is room for another suspect
+            if self.holding.cleared(trajectory.task):
+                self._work.ring()
         elif outcome is Outcome.PARTIAL:
             self._carrying.handed_back(trajectory)
             self._tell_workers()
@@ -237,14 +213,11 @@ class Coordinator:
     async def fail(self, worker: str, task: int, fence: int, reason: str) -> None:
         await self._share(self.ledger.fail, worker, task, fence, "engine", reason)
         self.judging.scorer.failed(reason)
-        self.leases.end([task])
-        self._bell.ring()
-        self._tell_workers()
+        self.holding.ended(task)
+        self._tell_all()
 
     async def give_back(self, worker: str, leases: Sequence[tuple[int, int]]) -> None:
-        held = [Held(task, fence, worker) for task, fence in leases]
-        self.leases.end(lease.task for lease in held if self.leases.is_held(lease))
-        if await self._share(self.ledger.give_back, held, untouched=True):
+        if await self.holding.give_back(worker, leases):
             self._tell_workers()
 
     async def round_over(self, number: int, wait_s: float) -> bool:
@@ -264,9 +237,7 @@ class Coordinator:
                 return None
 
     async def leave(self, worker: str) -> None:
-        leases = [held for held in await self._share(self.ledger.leased) if held.worker == worker]
-        await self._share(self.ledger.release, worker)
-        self.leases.end(held.task for held in leases)
+        await self.holding.leave(worker)
         self._presence.left(worker)
         self._rounds.left(worker)
         self._provisioning.left(worker)
@@ -284,23 +255,6 @@ class Coordinator:
         if wanted is None:
             return await self._writer.read(self.ledger.latest_version)
         return await self._share(self.ledger.version, wanted)
-
-    async def _expire(self) -> None:
-        """Takes tasks back from workers that have not been heard of for the time of a lease. One that was heard of has
-        lost the task from sight, or never got our answer: then nobody is to blame."""
-        while True:
-            next_s = self.leases.next_deadline_s()
-            left_s = MAX_SLEEP_S if next_s is None else min(max(next_s - time.monotonic(), 0.0), MAX_SLEEP_S)
-            await asyncio.sleep(left_s)
-            expired = self.leases.expired()
-            if not expired:
-                continue
-            heard = set(self._presence.present(self.settings.lease_ttl_s))
-            num_lost = await self._lose([held for held in expired if held.worker not in heard])
-            num_lost += await self._share(self.ledger.give_back, [held for held in expired if held.worker in heard])
-            if num_lost:
-                self._bell.ring()
-                self._tell_workers()
 
     # --- trainer ---
 
@@ -396,8 +350,7 @@ class Coordinator:
         """Tells workers, whenever they ask, that the run is over."""
         self._is_over = True
         self.judging.end()
-        self._bell.ring()
-        self._tell_workers()
+        self._tell_all()
 
     async def report(self, row: Mapping[str, Any]) -> None:
         self.on_report(row)
@@ -407,8 +360,7 @@ class Coordinator:
         self._newest = version.number
         await self._begin_round(version)
         self._rounds.ring()
-        self._bell.ring()
-        self._tell_workers()
+        self._tell_all()
         self._versions.ring()
         await self._clearing.files(await self.call(self.ledger.versions_in_use))
         if self._clearing.is_due(version.number):

@@ -176,4 +176,4 @@ def test_a_caller_that_goes_away_while_its_lease_is_written_has_one_that_ends(tm
         wait_until(lambda: not run.server._uvicorn.server_state.tasks)
         release.set()
         wait_until(lambda: run.ledger.num_leased().get("gone") == 1)
-        wait_until(lambda: len(run.coordinator.leases) == 2)
+        wait_until(lambda: len(run.coordinator.holding.leases) == 2)

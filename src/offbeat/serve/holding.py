@@ -1,0 +1,102 @@
+"""Which worker holds which task, while it does: granted, kept by heartbeats, given back, lost.
+
+The ledger remembers who holds what and `control.leases` says until when; this carries word between the two. A task that
+a worker vanished with is a suspect until it is handed in, see `control.assign`.
+
+Guarantees: a task is lost to a worker only where the worker has vanished or begun anew; one that was merely lost from
+sight, by a worker that is heard of, is given back and nobody is to blame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from offbeat.control.leases import Held, Leases
+from offbeat.ledger.ledger import Ledger
+from offbeat.serve.client import Heartbeat
+from offbeat.serve.presence import Presence
+from offbeat.serve.writer import Writer
+from offbeat.trajectory import Task
+
+MAX_SLEEP_S = 1.0
+"""How often at least the leases are looked through."""
+
+
+class Holding:
+    """See the module; `on_free` hears that tasks can be begun by somebody else."""
+
+    def __init__(self, ledger: Ledger, writer: Writer, presence: Presence, ttl_s: float, on_free: Callable[[], None]):
+        self.ledger, self.leases = ledger, Leases(ttl_s, time.monotonic)
+        self._share, self._presence, self._on_free = writer.call, presence, on_free
+        self._suspects: set[int] = set()
+
+    async def start(self, *, keep_leases: bool) -> None:
+        """Where leases are kept they have their whole time again; otherwise nobody can hold one."""
+        if keep_leases:
+            self.leases.grant(await self._share(self.ledger.leased))
+        else:
+            await self._share(self.ledger.release)
+        self._suspects.update(await self._share(self.ledger.suspects))
+
+    def granted(self, worker: str, tasks: Sequence[Task]) -> None:
+        self.leases.grant(Held(task.id, task.fence, worker) for task in tasks)
+
+    def ended(self, task: int) -> None:
+        self.leases.end([task])
+
+    def cleared(self, task: int) -> bool:
+        """A task was handed in whole; returns whether it had been a suspect, so that there is room for another."""
+        was_suspect = task in self._suspects
+        self._suspects.discard(task)
+        return was_suspect
+
+    async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str) -> Heartbeat:
+        """Gives leases their whole time again, and says which are lost."""
+        self._presence.hear(worker)
+        if self._presence.begins_anew(worker, life):
+            await self._lose_all_but(worker, held)
+        still = await self._share(self.ledger.still_held, worker, held)
+        self.leases.grant(still)
+        known = {lease.task for lease in still}
+        return Heartbeat(lost=tuple(task for task, _ in held if task not in known))
+
+    async def give_back(self, worker: str, leases: Sequence[tuple[int, int]]) -> bool:
+        """Tasks that were not begun; returns whether any was really held."""
+        held = [Held(task, fence, worker) for task, fence in leases]
+        self.leases.end(lease.task for lease in held if self.leases.is_held(lease))
+        return bool(await self._share(self.ledger.give_back, held, untouched=True))
+
+    async def leave(self, worker: str) -> None:
+        leases = [held for held in await self._share(self.ledger.leased) if held.worker == worker]
+        await self._share(self.ledger.release, worker)
+        self.leases.end(held.task for held in leases)
+
+    async def expire(self) -> None:
+        """Takes tasks back, for ever, from workers that have not been heard of for the time of a lease. One that was
+        heard of has lost the task from sight, or never got our answer."""
+        while True:
+            next_s = self.leases.next_deadline_s()
+            left_s = MAX_SLEEP_S if next_s is None else min(max(next_s - time.monotonic(), 0.0), MAX_SLEEP_S)
+            await asyncio.sleep(left_s)
+            expired = self.leases.expired()
+            if not expired:
+                continue
+            heard = set(self._presence.present(self.leases.ttl_s))
+            num_free = await self._lose([held for held in expired if held.worker not in heard])
+            num_free += await self._share(self.ledger.give_back, [held for held in expired if held.worker in heard])
+            if num_free:
+                self._on_free()
+
+    async def _lose_all_but(self, worker: str, held: Sequence[tuple[int, int]]) -> None:
+        """A worker died and was started again: what it does not name it had in its earlier life."""
+        named, leased = set(held), await self._share(self.ledger.leased)
+        gone = [lease for lease in leased if lease.worker == worker and (lease.task, lease.fence) not in named]
+        self.leases.end(lease.task for lease in gone)
+        if await self._lose(gone):
+            self._on_free()
+
+    async def _lose(self, leases: Sequence[Held]) -> int:
+        self._suspects.update(held.task for held in leases)
+        return await self._share(self.ledger.lose, leases)
