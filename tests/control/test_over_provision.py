@@ -156,13 +156,24 @@ def test_it_does_not_act_before_step_times_are_known():
     assert controller.decide() == Decision(1.0, "step times are not known yet")
 
 
-def test_it_goes_back_to_one_while_step_times_are_predicted_badly():
+def test_it_stays_at_one_while_step_times_are_predicted_badly():
     assert known().decide().factor > 1
     controller = known()
     controller.fit = SimpleNamespace(model=controller.fit.model, error=0.2)
     decision = controller.decide()
     assert decision.factor == 1
-    assert "predicted badly" in decision.reason
+    assert decision.reason == "step times are predicted badly: 20% off, 15% allowed"
+
+
+def test_once_it_has_left_one_only_far_worse_predictions_bring_it_back():
+    controller = known()
+    assert controller.decide().factor > 1
+    controller.fit = SimpleNamespace(model=controller.fit.model, error=0.2)
+    assert controller.decide().factor > 1
+    controller.fit = SimpleNamespace(model=controller.fit.model, error=0.4)
+    assert controller.decide() == Decision(1.0, "step times are predicted badly: 40% off, 30% allowed")
+    controller.fit = SimpleNamespace(model=known().fit.model, error=0.2)
+    assert controller.decide().factor == 1
 
 
 def test_with_a_bound_of_zero_there_is_nothing_to_choose():
