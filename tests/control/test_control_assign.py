@@ -27,6 +27,14 @@ def test_evaluation_comes_first_then_started_groups_then_the_lowest_ordinal():
     assert assign(groups, Asker(100, 0, step=0)) == [(3, 4), (2, 3), (1, 4)]
 
 
+def test_of_groups_that_were_begun_those_that_lie_with_somebody_else_come_last_but_before_new_ones():
+    away = group(1, begun=0)._replace(is_away=True)
+    groups = [group(4), away, group(2, begun=0), group(3, begun=0), group(5, begun=0)]
+    assert assign(groups, Asker(100, 0, step=0)) == [(2, 4), (3, 4), (1, 4), (4, 4), (5, 4)]
+    judged = group(6, is_eval=True, version=0)._replace(is_away=True)
+    assert assign([*groups, judged], Asker(8, 0, step=0)) == [(6, 4), (2, 4)]
+
+
 def test_capacity_may_end_within_a_group():
     assert assign([group(1), group(2)], Asker(6, 0, step=0)) == [(1, 4), (2, 2)]
     assert assign([group(1)], Asker(0, 0, step=0)) == []
@@ -93,8 +101,8 @@ def test_the_culprit_is_the_one_that_is_alone_most_suspect():
 
 open_groups = st.lists(
     st.builds(
-        lambda number, size, taken, is_eval, version, losses, begun: OpenGroup(
-            number, number, is_eval, size, max(1, size - taken), version, losses, begun
+        lambda number, size, taken, is_eval, version, losses, begun, is_away: OpenGroup(
+            number, number, is_eval, size, max(1, size - taken), version, losses, begun, is_away
         ),
         st.integers(0, 99),
         st.integers(1, 6),
@@ -103,6 +111,7 @@ open_groups = st.lists(
         st.sampled_from([None, 1, 2]),
         st.integers(0, 3),
         st.sampled_from([None, 0, 1]),
+        st.booleans(),
     ),
     max_size=12,
     unique_by=lambda g: g.group,
@@ -123,7 +132,8 @@ def test_nobody_gets_more_than_it_can_hold_and_the_first_come_first(groups, aske
     given_tasks = assign(groups, asker)
     by_id = {g.group: g for g in groups}
     assert sum(count for _, count in given_tasks) <= asker.capacity
-    assert [by_id[g].order for g, _ in given_tasks] == sorted(by_id[g].order for g, _ in given_tasks)
+    stay = [by_id[g].order for g, _ in given_tasks if not by_id[g].is_away]
+    assert stay == sorted(stay)
     for number, count in given_tasks:
         assert 0 < count <= by_id[number].num_open
         assert suits(by_id[number], asker)

@@ -52,6 +52,12 @@ class OracleTask:
         kept = [partial.trajectory for partial in self.partials if partial.state == "kept"]
         return kept[0] if kept else None
 
+    @property
+    def home(self) -> str | None:
+        """Who handed back what is kept of it."""
+        kept = [partial.worker for partial in self.partials if partial.state == "kept"]
+        return kept[0] if kept else None
+
     def waste(self, reason: str) -> None:
         for partial in self.partials:
             if partial.state == "kept":
@@ -142,7 +148,7 @@ class TaskOracle:
     def lease(self, worker: str, capacity: int, have: int | None, total_slots: int | None = None) -> list[OracleTask]:
         """Hands out open tasks: a group at a time, few where workers vanished with one of them."""
         step = None if have is None or have not in self.versions else self.token_step(have)
-        held = [task.num_losses for task in self.leased(worker)]
+        held, asked = [task.num_losses for task in self.leased(worker)], capacity
         num_slots = len(held) + capacity
         waiting = [g for g in self.groups if g.having("open") and g.state == "open"]
         waiting = [g for g in waiting if g.require_step is None or g.require_version is not None]
@@ -151,7 +157,7 @@ class TaskOracle:
             capacity = min(capacity, math.ceil(num_open * num_slots / total_slots))
         num_begin = 0 if step is None else self.may_begin(step)
         given: list[OracleTask] = []
-        for group in sorted(waiting, key=_order):
+        for group in self.in_order(waiting, None if total_slots is None or total_slots <= asked else worker):
             if capacity <= 0:
                 break
             if group.is_paced and not group.is_begun and num_begin == 0:
@@ -169,12 +175,28 @@ class TaskOracle:
             held += [most] * count
             capacity -= count
             fit = [t for t in group.having("open") if t.prefix is None or int(t.prefix.versions[-1]) <= (have or 0)]
+            fit = [t for t in fit if t.home in (None, worker)] + [t for t in fit if t.home not in (None, worker)]
             for task in fit[:count]:
                 task.state, task.worker, task.fence = "leased", worker, task.fence + 1
                 if step is not None:
                     group.first_step = step if group.first_step is None else min(step, group.first_step)
             given += fit[:count]
         return given
+
+    def in_order(self, waiting: Sequence[OracleGroup], worker: str | None) -> list[OracleGroup]:
+        """Before the first group that is begun anew, those come last that lie with other workers alone."""
+        ordered = sorted(waiting, key=_order)
+        first_new = next(
+            (i for i, g in enumerate(ordered) if g.require_version is None and not g.is_begun), len(ordered)
+        )
+        homes = {g.id: {task.home for task in g.having("open")} - {None} for g in ordered[:first_new]}
+        away = {number for number, those in homes.items() if worker is not None and those and worker not in those}
+        front = [
+            [g for g in ordered[:first_new] if g.is_eval == is_eval and (g.id in away) == is_away]
+            for is_eval in (True, False)
+            for is_away in (False, True)
+        ]
+        return [*(g for part in front for g in part), *ordered[first_new:]]
 
     def fail(self, task: OracleTask, reason: str) -> None:
         if task.state not in ("open", "leased") or task.failed_fence == task.fence:

@@ -95,6 +95,31 @@ def test_what_was_handed_back_is_carried_on_in_the_next_round_and_costs_nobody_a
     assert failures == (0, 0)
 
 
+def test_what_was_handed_back_goes_to_the_worker_where_its_keys_and_values_lie(tmp_path: Path):
+    with Ledger(tmp_path / "l.sqlite", max_staleness=1, groups_per_step=4) as ledger:
+        ledger.publish(version(0, 0))
+        ledger.admit(new_groups(ledger, 4, require_version=None))
+        first = ledger.lease("v", 2, 0)
+        second = ledger.lease("w", 2, 0)
+        for worker, tasks in (("v", first), ("w", second)):
+            ledger.submit([handed(answer(task, [0], end=None, worker=worker), worker, task.fence) for task in tasks])
+        again = ledger.lease("w", 2, 0, total_slots=4)
+        assert {task.id for task in again} == {task.id for task in second}
+        rest = ledger.lease("w", 2, 0, total_slots=4)
+        assert {task.id for task in rest} <= {task.id for task in first}, "but nobody waits for whoever had it"
+        assert rest
+
+
+def test_within_a_group_what_lies_with_somebody_else_is_handed_out_last(tmp_path: Path):
+    with Ledger(tmp_path / "l.sqlite", max_staleness=1, groups_per_step=4) as ledger:
+        ledger.publish(version(0, 0))
+        ledger.admit(new_groups(ledger, 1, size=4, require_version=None))
+        for worker, task in zip("vw", ledger.lease("v", 1, 0) + ledger.lease("w", 1, 0), strict=True):
+            ledger.submit([handed(answer(task, [0], end=None, worker=worker), worker, task.fence)])
+        homes = [None if task.prefix is None else task.prefix.segments[0].worker for task in ledger.lease("w", 4, 0)]
+        assert homes == ["w", None, None, "v"]
+
+
 def first_steps(ledger: Ledger) -> list[int | None]:
     return [step for (step,) in ledger._db.execute("SELECT first_step FROM groups ORDER BY ordinal")]
 

@@ -2,9 +2,11 @@
 
 Duty: groups make progress, and no task takes worker after worker along. Evaluation comes first, because a version is
 waiting to be judged; then groups that were started, so that a group is finished before the next is begun; then the
-lowest ordinal. A task that requires a version is given only to a worker that has it. Of the others, a group is begun
-only while pacing allows it for the worker's version, and carried on only with a version at least as new as its oldest.
-Where several workers ask, each is given its share of what is open, by the number of its slots; it may ask again.
+lowest ordinal. Of those before the first that nobody has begun, the ones whose keys and values lie with another worker
+come last: there they can be carried on without computing these anew. A task that requires a version is given only to a
+worker that has it. Of the others, a group is begun only while pacing allows it for the worker's version, and carried on
+only with a version at least as new as its oldest. Where several workers ask, each is given its share of what is open,
+by the number of its slots; it may ask again.
 
 A task that workers vanished with is suspect, and the more so the more often. Whoever gets suspects gets few of them at
 a time: an eighth of its slots after the first loss, a 64th after the second, one at last. So a prompt that kills
@@ -14,7 +16,8 @@ every death but the first ceil(log8 n).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,6 +35,8 @@ class OpenGroup(NamedTuple):
     """Workers that vanished with one of its open tasks: the most that any of them has seen."""
     first_step: int | None = None
     """Of the oldest version that a member was begun with; None: none is begun."""
+    is_away: bool = False
+    """Whether members were handed back, and by other workers alone: their keys and values lie there, if anywhere."""
 
     @property
     def order(self) -> tuple[bool, bool, int, int]:
@@ -74,7 +79,7 @@ class Asker:
 def assign(groups: Iterable[OpenGroup], asker: Asker) -> list[tuple[int, int]]:
     """How many open tasks of which groups fill a worker's capacity, in the order to hand them out."""
     given: list[tuple[int, int]] = []
-    groups = sorted(groups, key=lambda g: g.order)
+    groups = _in_order(groups)
     num_open = sum(group.num_open for group in groups) if asker.num_open is None else asker.num_open
     left, suspects, num_begun = asker.share(num_open), dict(asker.suspects), 0
     for group in groups:
@@ -92,6 +97,17 @@ def assign(groups: Iterable[OpenGroup], asker: Asker) -> list[tuple[int, int]]:
             left -= count
             num_begun += begins
     return given
+
+
+def _in_order(groups: Iterable[OpenGroup]) -> list[OpenGroup]:
+    ordered = sorted(groups, key=lambda group: group.order)
+    num_front = len(front(ordered))
+    return [*sorted(ordered[:num_front], key=lambda group: (not group.is_eval, group.is_away)), *ordered[num_front:]]
+
+
+def front(ordered: Sequence[OpenGroup]) -> list[OpenGroup]:
+    """Of groups by their order, those before the first that nobody has begun."""
+    return list(itertools.takewhile(lambda group: not group.begins, ordered))
 
 
 def _suits(group: OpenGroup, asker: Asker) -> bool:

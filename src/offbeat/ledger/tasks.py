@@ -9,7 +9,6 @@ cost no attempt: otherwise a run that is killed often enough would train on othe
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ import msgspec
 import numpy as np
 
 from offbeat.control.admit import may_begin
-from offbeat.control.assign import Asker, OpenGroup, assign, culprit
+from offbeat.control.assign import Asker, OpenGroup, assign, culprit, front
 from offbeat.control.assign import wanted_version as first_wanted
 from offbeat.control.leases import Held
 from offbeat.control.settle import Terms
@@ -56,6 +55,11 @@ class Asking:
     """Whether nothing but evaluation is handed out."""
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other worker has slots."""
+        return self.total_slots is None or self.total_slots <= self.capacity
+
+    @property
     def asked(self) -> str:
         """The groups that it may be given tasks of."""
         return OPEN_EVAL if self.only_eval else OPEN
@@ -65,7 +69,7 @@ def lease(db: Database, asking: Asking, bound: int, groups_per_step: int | None)
     """`groups_per_step` paces what may be begun; None: everything may."""
     if asking.capacity <= 0:
         return []
-    near = _open_groups(db, NUM_NEAR + asking.capacity, asking.asked)
+    near = _open_groups(db, NUM_NEAR + asking.capacity, asking)
     if not near:
         return []
     step, next_step = _steps(db, asking.have_version)
@@ -76,8 +80,8 @@ def lease(db: Database, asking: Asking, bound: int, groups_per_step: int | None)
 
     tasks: list[Task] = []
     begun, carried_on = [], []
-    for group, count in _assigned(db, near, asker, num_begin, asking.asked):
-        found, first_step = _open_tasks(db, group, count, asking.have_version)
+    for group, count in _assigned(db, near, asker, num_begin, asking):
+        found, first_step = _open_tasks(db, group, count, asking)
         if not found:
             continue
         tasks += found
@@ -97,25 +101,30 @@ def lease(db: Database, asking: Asking, bound: int, groups_per_step: int | None)
 
 
 def _assigned(
-    db: Database, near: Sequence[OpenGroup], asker: Asker, num_begin: Callable[[], int | None], asked: str
+    db: Database, near: Sequence[OpenGroup], asker: Asker, num_begin: Callable[[], int | None], asking: Asking
 ) -> list[tuple[int, int]]:
     """What the worker is given of the groups asked for, of which the first ones are at hand. Their number, how many may
     be begun and the groups further on are asked for only where the answer depends on it."""
     is_all = len(near) < NUM_NEAR + asker.capacity
     num_open = sum(group.num_open for group in near)
     if not is_all and asker.share(num_open) < asker.capacity:
-        num_open = int(db.execute(f"SELECT SUM(num_open) FROM {asked}").fetchone()[0])
+        num_open = int(db.execute(f"SELECT SUM(num_open) FROM {asking.asked}").fetchone()[0])
     asker = replace(asker, num_open=num_open)
 
     def is_filled(given: Sequence[tuple[int, int]]) -> bool:
         return sum(count for _, count in given) == asker.share(num_open)
 
-    given = assign(itertools.takewhile(lambda group: not group.begins, near), asker)
+    begun = front(near)
+    is_whole = is_all or len(begun) < len(near)
+    given = assign(begun if is_whole else [group for group in begun if not group.is_away], asker)
     if is_filled(given):
         return given
     asker = replace(asker, num_begin=num_begin())
-    given = assign(near, asker)
-    return given if is_all or is_filled(given) else assign(_open_groups(db, asked=asked), asker)
+    if is_whole:
+        given = assign(near, asker)
+        if is_all or is_filled(given):
+            return given
+    return assign(_open_groups(db, asking=asking), asker)
 
 
 def _steps(db: Database, version: int | None) -> tuple[int | None, int]:
@@ -152,30 +161,46 @@ def _num_begin(db: Database, step: int, next_step: int, bound: int, groups_per_s
     return may_begin(step, begun, next_step, groups_per_step, bound)
 
 
-def _open_groups(db: Database, limit: int = -1, asked: str = OPEN) -> list[OpenGroup]:
+def _open_groups(db: Database, limit: int = -1, asking: Asking | None = None) -> list[OpenGroup]:
     """Groups with open tasks, by `OpenGroup.order`; all of them, or the first ones."""
-    query = f"""SELECT id, ordinal, purpose = 'eval', size, num_open, require_version, first_step FROM {asked}
+    query = f"""SELECT id, ordinal, purpose = 'eval', size, num_open, require_version, first_step
+                FROM {OPEN if asking is None else asking.asked}
                 ORDER BY purpose <> 'eval', num_open = size, ordinal, id LIMIT ?"""
     losses = dict(
         db.execute(
             "SELECT group_id, MAX(num_losses) FROM tasks WHERE state = 'open' AND num_losses > 0 GROUP BY group_id"
         )
     )
+    rows = db.execute(query, (limit,)).fetchall()
+    away = _away(db, [row[0] for row in rows if row[-1] is not None], asking) if asking is not None else set()
     return [
-        OpenGroup(group, ordinal, bool(is_eval), size, num_open, required, losses.get(group, 0), first_step)
-        for group, ordinal, is_eval, size, num_open, required, first_step in db.execute(query, (limit,))
+        OpenGroup(
+            group, ordinal, bool(is_eval), size, num_open, required, losses.get(group, 0), first_step, group in away
+        )
+        for group, ordinal, is_eval, size, num_open, required, first_step in rows
     ]
 
 
-def _open_tasks(db: Database, group: int, count: int, have_version: int | None) -> tuple[list[Task], int | None]:
-    """A group's open tasks, but those begun with a newer version than the worker has: versions only rise. And the step
-    that the group was begun with."""
+def _away(db: Database, groups: Sequence[int], asking: Asking) -> set[int]:
+    """Of groups that were begun, those of which other workers alone handed back what can be carried on."""
+    if not groups or asking.is_alone:
+        return set()
+    query = """SELECT t.group_id FROM json_each(?) g
+               CROSS JOIN tasks t ON t.group_id = g.value AND t.state = 'open'
+               CROSS JOIN partials p ON p.task = t.id AND p.state = 'kept'
+               GROUP BY t.group_id HAVING MAX(p.worker = ?) = 0"""
+    return {group for (group,) in db.execute(query, (array(groups), asking.worker))}
+
+
+def _open_tasks(db: Database, group: int, count: int, asking: Asking) -> tuple[list[Task], int | None]:
+    """A group's open tasks, but those begun with a newer version than the worker has: versions only rise. What lies
+    with somebody else comes last. And the step that the group was begun with."""
     query = """SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.prompt, g.sampling, g.require_version, g.first_step
                FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
                LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
                WHERE g.id = ? AND t.state = 'open' AND (p.task IS NULL OR p.last_version <= ?)
-               ORDER BY t.member LIMIT ?"""
-    rows = db.execute(query, (group, have_version, count)).fetchall()
+               ORDER BY p.task IS NOT NULL AND p.worker <> ?, t.member LIMIT ?"""
+    rows = db.execute(query, (group, asking.have_version, asking.worker, count)).fetchall()
     if not rows:
         return [], None
     *_, prompt, sampling, require_version, first_step = rows[0]
