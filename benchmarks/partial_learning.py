@@ -1,8 +1,9 @@
 """Whether partial rollouts hurt learning: `python -m benchmarks.partial_learning [--quick] [--jobs N]`.
 
 The hard arithmetic task with a long tail, with GRPO, DAPO and GSPO, with partial rollouts (`max_staleness = 4`, the
-over-provision factor chosen as the run goes) and without (`max_staleness = 0`), with the same seeds and problems. What
-is compared are the samples, and the seconds of training, until 80 % of the gain of training without them.
+over-provision factor chosen as the run goes, keys and values carried over versions) and without (`max_staleness = 0`),
+with the same seeds and problems. What is compared are the samples, and the seconds of training, until 80 % of the gain
+of training without them.
 
 `--lessons FILE` keeps each lesson as a line and does not give it again; `--loss NAME` gives those of one loss alone.
 Lessons share the machine evenly when `--jobs` divides their number; both ways then have the same neighbours.

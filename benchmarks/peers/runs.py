@@ -29,7 +29,7 @@ SCRIPT = Path(__file__).with_name("trl_grpo.py")
 RUN_WITHIN_S = 3600.0
 LOG_LINES = 20
 PROC_STAT = Path("/proc/stat")
-OFFBEATS_OWN = ("save_every", "trl", "schedule", "max_staleness", "loss", "task", "threads", "beta2")
+OFFBEATS_OWN = ("save_every", "trl", "schedule", "max_staleness", "loss", "task", "rollout", "threads", "beta2")
 """What a job says that TRL's script does not read."""
 TRL_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 MASTER = "master."
@@ -51,11 +51,13 @@ class Job:
     lr: float = 3e-4
     beta2: float = 0.999
     schedule: str = "alternate"
-    """Of Offbeat alone, as are the next four."""
+    """Of Offbeat alone, as are the next five."""
     max_staleness: int | None = None
     loss: str = "grpo"
     task: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the arithmetic task."""
+    rollout: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of its section."""
     threads: int | None = None
     save_every: int = 0
     """Steps between weights that are kept; 0 keeps none."""
@@ -131,7 +133,7 @@ def _toml(job: Job, folder: Path) -> str:
         "run": {"name": "run", "dir": str(folder), "seed": job.seed, "steps": job.steps} | _given(threads=job.threads),
         "model": {"path": job.model, "dtype": "float32", "device": "cpu"},
         "batch": {"groups_per_step": job.groups_per_step, "group_size": job.group_size},
-        "rollout": {"temperature": 1.0, "max_new_tokens": job.max_new_tokens},
+        "rollout": {"temperature": 1.0, "max_new_tokens": job.max_new_tokens, **job.rollout},
         "optimizer": {
             "lr": job.lr,
             "schedule": "constant",

@@ -43,7 +43,7 @@ class Size:
     groups: int = 4
     group_size: int = 8
     max_staleness: int = 4
-    """With partial rollouts; without them, 0."""
+    """With partial rollouts; without them, 0. Keys and values are carried over as many versions."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ def _job(plan: Plan, size: Size) -> Job:
         loss=plan.loss,
         max_staleness=size.max_staleness if plan.is_partial else 0,
         task=TAIL,
+        rollout={"kv": "stale", "kv_lag": size.max_staleness} if plan.is_partial else {},
         threads=1,
         save_every=size.judge_every,
     )
