@@ -157,7 +157,8 @@ class TaskOracle:
             capacity = min(capacity, math.ceil(num_open * num_slots / total_slots))
         num_begin = 0 if step is None else self.may_begin(step)
         given: list[OracleTask] = []
-        for group in self.in_order(waiting, None if total_slots is None or total_slots <= asked else worker):
+        is_alone = total_slots is None or total_slots <= asked
+        for group in self.in_order(waiting, None if is_alone else worker):
             if capacity <= 0:
                 break
             if group.is_paced and not group.is_begun and num_begin == 0:
@@ -175,7 +176,8 @@ class TaskOracle:
             held += [most] * count
             capacity -= count
             fit = [t for t in group.having("open") if t.prefix is None or int(t.prefix.versions[-1]) <= (have or 0)]
-            fit = [t for t in fit if t.home in (None, worker)] + [t for t in fit if t.home not in (None, worker)]
+            if not is_alone:
+                fit = sorted(fit, key=lambda task: task.home not in (None, worker))
             for task in fit[:count]:
                 task.state, task.worker, task.fence = "leased", worker, task.fence + 1
                 if step is not None:
@@ -189,14 +191,9 @@ class TaskOracle:
         first_new = next(
             (i for i, g in enumerate(ordered) if g.require_version is None and not g.is_begun), len(ordered)
         )
-        homes = {g.id: {task.home for task in g.having("open")} - {None} for g in ordered[:first_new]}
+        homes = {g.id: {task.home for task in g.having("open")} - {None} for g in ordered[:first_new] if not g.is_eval}
         away = {number for number, those in homes.items() if worker is not None and those and worker not in those}
-        front = [
-            [g for g in ordered[:first_new] if g.is_eval == is_eval and (g.id in away) == is_away]
-            for is_eval in (True, False)
-            for is_away in (False, True)
-        ]
-        return [*(g for part in front for g in part), *ordered[first_new:]]
+        return [*sorted(ordered[:first_new], key=lambda g: g.id in away), *ordered[first_new:]]
 
     def fail(self, task: OracleTask, reason: str) -> None:
         if task.state not in ("open", "leased") or task.failed_fence == task.fence:

@@ -116,7 +116,8 @@ def test_within_a_group_what_lies_with_somebody_else_is_handed_out_last(tmp_path
         ledger.admit(new_groups(ledger, 1, size=4, require_version=None))
         for worker, task in zip("vw", ledger.lease("v", 1, 0) + ledger.lease("w", 1, 0), strict=True):
             ledger.submit([handed(answer(task, [0], end=None, worker=worker), worker, task.fence)])
-        homes = [None if task.prefix is None else task.prefix.segments[0].worker for task in ledger.lease("w", 4, 0)]
+        tasks = ledger.lease("w", 4, 0, total_slots=5)
+        homes = [None if task.prefix is None else task.prefix.segments[0].worker for task in tasks]
         assert homes == ["w", None, None, "v"]
 
 

@@ -36,7 +36,8 @@ class OpenGroup(NamedTuple):
     first_step: int | None = None
     """Of the oldest version that a member was begun with; None: none is begun."""
     is_away: bool = False
-    """Whether members were handed back, and by other workers alone: their keys and values lie there, if anywhere."""
+    """Whether members were handed back, and by other workers alone: their keys and values lie there, if anywhere. Never
+    said of evaluation, which waits for nobody."""
 
     @property
     def order(self) -> tuple[bool, bool, int, int]:
@@ -102,7 +103,7 @@ def assign(groups: Iterable[OpenGroup], asker: Asker) -> list[tuple[int, int]]:
 def _in_order(groups: Iterable[OpenGroup]) -> list[OpenGroup]:
     ordered = sorted(groups, key=lambda group: group.order)
     num_front = len(front(ordered))
-    return [*sorted(ordered[:num_front], key=lambda group: (not group.is_eval, group.is_away)), *ordered[num_front:]]
+    return [*sorted(ordered[:num_front], key=lambda group: group.is_away), *ordered[num_front:]]
 
 
 def front(ordered: Sequence[OpenGroup]) -> list[OpenGroup]:

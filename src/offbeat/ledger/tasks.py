@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -172,7 +173,8 @@ def _open_groups(db: Database, limit: int = -1, asking: Asking | None = None) ->
         )
     )
     rows = db.execute(query, (limit,)).fetchall()
-    away = _away(db, [row[0] for row in rows if row[-1] is not None], asking) if asking is not None else set()
+    begun = [row[0] for row in rows if row[-1] is not None and not row[2]]
+    away = _away(db, begun, asking) if asking is not None else set()
     return [
         OpenGroup(
             group, ordinal, bool(is_eval), size, num_open, required, losses.get(group, 0), first_step, group in away
@@ -185,22 +187,34 @@ def _away(db: Database, groups: Sequence[int], asking: Asking) -> set[int]:
     """Of groups that were begun, those of which other workers alone handed back what can be carried on."""
     if not groups or asking.is_alone:
         return set()
-    query = """SELECT t.group_id FROM json_each(?) g
+    query = """SELECT t.group_id, p.worker = ? FROM json_each(?) g
                CROSS JOIN tasks t ON t.group_id = g.value AND t.state = 'open'
-               CROSS JOIN partials p ON p.task = t.id AND p.state = 'kept'
-               GROUP BY t.group_id HAVING MAX(p.worker = ?) = 0"""
-    return {group for (group,) in db.execute(query, (array(groups), asking.worker))}
+               CROSS JOIN partials p ON p.task = t.id AND p.state = 'kept'"""
+    found = db.execute(query, (asking.worker, array(groups))).fetchall()
+    return {group for group, _ in found} - {group for group, is_own in found if is_own}
 
 
 def _open_tasks(db: Database, group: int, count: int, asking: Asking) -> tuple[list[Task], int | None]:
     """A group's open tasks, but those begun with a newer version than the worker has: versions only rise. What lies
-    with somebody else comes last. And the step that the group was begun with."""
-    query = """SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.prompt, g.sampling, g.require_version, g.first_step
-               FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
-               LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
-               WHERE g.id = ? AND t.state = 'open' AND (p.task IS NULL OR p.last_version <= ?)
-               ORDER BY p.task IS NOT NULL AND p.worker <> ?, t.member LIMIT ?"""
-    rows = db.execute(query, (group, asking.have_version, asking.worker, count)).fetchall()
+    with another worker comes last. And the step that the group was begun with."""
+
+    def found(which: str, limit: int) -> list[Any]:
+        query = f"""SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.prompt, g.sampling, g.require_version,
+                           g.first_step
+                    FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
+                    LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
+                    WHERE g.id = :group AND t.state = 'open' AND (p.task IS NULL OR p.last_version <= :version)
+                          AND ({which})
+                    ORDER BY t.member LIMIT :limit"""
+        known = {"group": group, "version": asking.have_version, "worker": asking.worker, "limit": limit}
+        return db.execute(query, known).fetchall()
+
+    if asking.is_alone:
+        rows = found("1", count)
+    else:
+        rows = found("p.task IS NULL OR p.worker = :worker", count)
+        if len(rows) < count:
+            rows += found("p.worker <> :worker", count - len(rows))
     if not rows:
         return [], None
     *_, prompt, sampling, require_version, first_step = rows[0]
