@@ -130,6 +130,10 @@ class Store(RuleBasedStateMachine):
         self.in_use: set[int] = set()
         self.under_way: list[int] = []
         self.abandoned: set[int] = set()
+        self.put_s: dict[str, float] = {}
+        self.named_s: dict[int, float] = {}
+        self.late: set[str] = set()
+        """Pieces that were put again after the last manifest that was dropped with them: their age must tell."""
         self.next, self.now_s = 0, time.time()
 
     def teardown(self) -> None:
@@ -140,6 +144,7 @@ class Store(RuleBasedStateMachine):
         """Pieces recur: a tensor that stays is published again with the next full version."""
         put_piece(self.store, seed)
         self.touch(self.store.folder / "pieces" / name_of(seed)[:2] / name_of(seed))
+        self.put_s[name_of(seed)] = self.now_s
         self.under_way.append(seed)
 
     @rule(back=st.none() | st.integers(1, 3))
@@ -148,7 +153,7 @@ class Store(RuleBasedStateMachine):
         found = manifest(self.next, base, self.under_way)
         put_manifest(self.store, found)
         self.touch(self.store.folder / "manifests" / f"{self.next:08d}-{manifest_digest(found.encode())}.json")
-        self.published[self.next] = found
+        self.published[self.next], self.named_s[self.next] = found, self.now_s
         self.under_way, self.next = [], self.next + 1
 
     @precondition(lambda self: self.under_way)
@@ -167,11 +172,16 @@ class Store(RuleBasedStateMachine):
     def collect(self) -> None:
         collect(self.store, self.in_use, decode)
         kept = self.kept()
+        named_s: dict[str, float] = {}
+        for number in sorted(self.published.keys() - kept):
+            named_s.update({piece.digest: self.named_s[number] for piece in self.published[number].pieces})
+        self.late -= named_s.keys()
+        self.late |= {piece for piece, last_s in named_s.items() if self.put_s[piece] > last_s}
         self.published = {number: found for number, found in self.published.items() if number in kept}
         self.in_use &= kept
         assert {number for number, _ in self.store.list_manifests()} == kept
         spared = {name_of(seed) for seed in {*self.under_way, *self.abandoned}}
-        assert set(self.store.list_pieces()) <= needed(self.published, self.in_use)[0] | spared
+        assert set(self.store.list_pieces()) <= needed(self.published, self.in_use)[0] | spared | self.late
 
     @invariant()
     def what_is_needed_is_there(self) -> None:
@@ -189,6 +199,22 @@ class Store(RuleBasedStateMachine):
 
 TestStore = Store.TestCase
 TestStore.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_a_piece_put_again_for_a_version_that_went_first_is_spared_for_a_day(tmp_path):
+    store = FolderStore(tmp_path)
+    now_s = time.time()
+    for number in (0, 1):
+        publish(store, number, None, [2])
+        for path in tmp_path.rglob("*"):
+            if path.is_file() and path.stat().st_mtime > now_s - 60:
+                os.utime(path, (now_s - 1000 + number, now_s - 1000 + number))
+    publish(store, 2, None, [3])
+    collect(store, {0}, decode)
+    collect(store, (), decode)
+    assert set(store.list_pieces()) == {name_of(2), name_of(3)}
+    collect(store, (), decode, spared_s=0.0)
+    assert set(store.list_pieces()) == {name_of(3)}
 
 
 def test_what_a_dead_publisher_left_goes_after_a_day(tmp_path):
