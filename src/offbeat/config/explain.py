@@ -21,6 +21,8 @@ from pydantic.fields import FieldInfo
 
 from offbeat.config.keys import MISSING, TASK_MODELS, dotted, field_at, suggest_key, value_at
 from offbeat.config.lines import Path
+from offbeat.config.models import Config
+from offbeat.config.section import Section
 from offbeat.errors import UserError
 from offbeat.spelling import nearest
 
@@ -56,6 +58,8 @@ class Origin:
     lines: Mapping[Path, int] = field(default_factory=dict)
     typed: dict[Path, str] = field(default_factory=dict)
     """Keys that were given on the command line, as they were typed."""
+    root: type[Section] = Config
+    """What the file as a whole should be."""
 
     def line(self, place: Path) -> int | None:
         """The line of a key, or of the nearest table around it."""
@@ -103,7 +107,7 @@ class _Mistake:
             place = (*place, "source")
         if self.kind == "value_error" and (key := LEADING_KEY.match(str(self.context["error"]))):
             place = tuple(key.group(1).split("."))
-        if len(place) == 3 and (known := field_at(place[:2], data)) and alternatives_in_words(known):
+        if len(place) == 3 and (known := field_at(place[:2], data, origin.root)) and alternatives_in_words(known):
             place, self.kind = place[:2], "alternatives"  # pydantic names the one that did not fit
         self.place = place
 
@@ -127,12 +131,12 @@ class _Mistake:
         return f"{self.origin.before(self.place)}{name}: {self._what()}"
 
     def _what(self) -> str:
-        value, known = value_at(self.data, self.place), field_at(self.place, self.data)
+        value, known = value_at(self.data, self.place), self._field(self.place)
         if self.kind == "extra_forbidden":
             what = "unknown section" if len(self.place) == 1 and isinstance(value, Mapping) else "unknown key"
-            return f"{what}; {suggest_key(self.place, self.data)}"
+            return f"{what}; {suggest_key(self.place, self.data, self.origin.root)}"
         if self.kind == "literal_error":
-            return _choose(value, _choices(known if known else field_at(self.place[:-1], self.data)))
+            return _choose(value, _choices(known if known else self._field(self.place[:-1])))
         if self.kind == "alternatives" and known:
             return f"allowed {alternatives_in_words(known)}"
         if self.kind == "union_tag_invalid":
@@ -150,6 +154,9 @@ class _Mistake:
         if self.kind == "finite_number":
             return "allowed any finite number"
         return self._wrong_type(value)
+
+    def _field(self, place: Path) -> FieldInfo | None:
+        return field_at(place, self.data, self.origin.root)
 
     def _no_source(self, value: Any) -> str:
         near = [key for key in value if nearest(str(key), ["source"])] if isinstance(value, Mapping) else []

@@ -1,7 +1,7 @@
-"""Knows the configuration's keys: which there are, which may change on resume, and which one a misspelling meant.
+"""Knows the keys of a file: which there are, which may change on resume, and which one a misspelling meant.
 
 Places are tuples such as ("task", 0, "level"); what a table of `task` may hold depends on its `source`, so the data is
-handed in beside the place.
+handed in beside the place. The file is a run's configuration, unless `root` names the model of another one.
 """
 
 from __future__ import annotations
@@ -29,23 +29,36 @@ TASK_MODELS = _task_models()
 """What a table of `task` may hold, by its `source`."""
 
 
-def model_at(place: Path, data: Mapping[str, Any]) -> type[Section] | None:
+def model_at(place: Path, data: Mapping[str, Any], root: type[Section] = Config) -> type[Section] | None:
     """The model of the table at a place; None where there is no such table, or no telling."""
-    if not place:
-        return Config
-    if place[0] == "task":
+    if root is Config and place and place[0] == "task":
         if len(place) != 2:
             return None
         task = value_at(data, place)
         return TASK_MODELS.get(task.get("source", "")) if isinstance(task, Mapping) else None
-    field = Config.model_fields.get(str(place[0])) if len(place) == 1 else None
-    section = field.annotation if field else None
-    return section if isinstance(section, type) and issubclass(section, Section) else None
+    inner: Any = root
+    for name in place:
+        inner = _step(inner, name)
+    return _section(inner)
 
 
-def field_at(place: Path, data: Mapping[str, Any]) -> FieldInfo | None:
+def _step(annotation: Any, name: str | int) -> Any:
+    """What stands at a key of a section, of a table of tables or of a list of tables; None where nothing can."""
+    if section := _section(annotation):
+        field = section.model_fields.get(str(name))
+        return field.annotation if field else None
+    arms = {get_origin(arm): get_args(arm) for arm in (annotation, *get_args(annotation))}
+    return arms[dict][1] if dict in arms else arms[list][0] if list in arms else None
+
+
+def _section(annotation: Any) -> type[Section] | None:
+    arms = (annotation, *get_args(annotation)) if get_origin(annotation) not in (dict, list) else ()
+    return next((arm for arm in arms if isinstance(arm, type) and issubclass(arm, Section)), None)
+
+
+def field_at(place: Path, data: Mapping[str, Any], root: type[Section] = Config) -> FieldInfo | None:
     """The field at a place; None for what is no key of a known table, such as an item of a list."""
-    model = model_at(place[:-1], data)
+    model = model_at(place[:-1], data, root)
     return model.model_fields.get(str(place[-1])) if model else None
 
 
@@ -109,23 +122,25 @@ def dotted(place: Path, data: Mapping[str, Any] | None = None) -> str:
     return ".".join(str(name) for name in place)
 
 
-def known_keys() -> list[str]:
-    """Every key there is, dotted; those of tasks without an index."""
+def known_keys(root: type[Section] = Config) -> list[str]:
+    """Every key of a section there is, dotted; those of tasks without an index."""
     keys: dict[str, None] = {}
-    for section, field in Config.model_fields.items():
-        models: Iterable[Any] = TASK_MODELS.values() if section == "task" else [field.annotation]
-        keys.update((f"{section}.{name}", None) for model in models for name in model.model_fields)
+    for name, field in root.model_fields.items():
+        section = _section(field.annotation)
+        is_task = root is Config and name == "task"
+        models: Iterable[type[Section]] = TASK_MODELS.values() if is_task else [section] if section else []
+        keys.update((f"{name}.{key}", None) for model in models for key in model.model_fields)
     return list(keys)
 
 
-def suggest_key(place: Path, data: Mapping[str, Any]) -> str:
+def suggest_key(place: Path, data: Mapping[str, Any], root: type[Section] = Config) -> str:
     """What to say about an unknown key: the nearest spelling, the section it belongs to, or the keys there are."""
     name = str(place[-1])
-    model = model_at(place[:-1], data)
+    model = model_at(place[:-1], data, root)
     names = list(model.model_fields) if model else []
     if near := nearest(name, names):
         return f"did you mean {near}?"
-    elsewhere = [key for key in known_keys() if key.endswith(f".{name.replace('-', '_')}")]
+    elsewhere = [key for key in known_keys(root) if key.endswith(f".{name.replace('-', '_')}")]
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere[:3])}?"
     return f"allowed {', '.join(names)}"

@@ -12,7 +12,7 @@ import pathlib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -20,9 +20,11 @@ from offbeat.config.explain import Origin, explain
 from offbeat.config.keys import accepts, dotted, field_at, is_switch, leaves, value_at
 from offbeat.config.lines import Path, key_lines
 from offbeat.config.models import DEMO, Config
+from offbeat.config.section import Section
 from offbeat.config.tasks import ArithmeticTask
 from offbeat.errors import UserError
 
+AnySection = TypeVar("AnySection", bound=Section)
 SWITCH_VALUES = ("true", "false", "none")
 TOML_PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 
@@ -49,6 +51,16 @@ def from_dict(data: Mapping[str, Any], overrides: Mapping[str, Any] | None = Non
             _put(plain, _place(plain, f"{key}.{name}".strip(".")), inner, key)
     _one_list_of_tasks(plain)
     return _validate(plain, Origin())
+
+
+def load_as(path: pathlib.Path | str, root: type[AnySection]) -> tuple[AnySection, Origin]:
+    """A TOML file of another kind than a run's, checked by the same rules; and where its values stand, for errors."""
+    origin = Origin(root=root)
+    data = _read(pathlib.Path(path), origin)
+    try:
+        return root.model_validate(data), origin
+    except ValidationError as error:
+        raise explain(error, data, origin) from None
 
 
 def resolved(config: Config) -> dict[str, Any]:
