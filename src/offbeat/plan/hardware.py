@@ -69,6 +69,10 @@ class Inventory:
     classes: Mapping[str, MachineClass]
     links: Mapping[frozenset[str], Link] = field(default_factory=dict)
     """By the names of both classes; a class alone stands for two nodes of it."""
+    default_links: Mapping[str, Link] = field(default_factory=dict)
+    """What holds for machines that nobody named yet: `nodes` of one class, `classes` of one zone, `zones`."""
+    assumptions: tuple[str, ...] = ()
+    """What nobody said and was taken from elsewhere, a sentence each."""
 
     def link(self, one: str, other: str) -> Link:
         return self.links[frozenset((one, other))]
