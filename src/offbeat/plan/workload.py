@@ -91,6 +91,8 @@ class Workload:
     delta_density: float = 1.0
     """Bytes of a weight update over those of all weights."""
     reward: RewardPool | None = None
+    assumptions: tuple[str, ...] = ()
+    """What nobody said and was taken from elsewhere, a sentence each."""
 
     @property
     def trajectories_per_step(self) -> int:
