@@ -80,27 +80,24 @@ def _alone(machines: MachineClass, inventory: Inventory, workload: Workload, con
                 if rest or dp < 1 or pp > workload.model.num_layers or dp > max_replicas(workload):
                     continue
                 layers = split_layers(workload.model.num_layers, [1.0] * pp)
-                fit = cheapest_fit(workload, usable_bytes(card, figures), tp, pp, dp, layers[0])
-                if fit is None:
-                    continue
-                zero, recompute = fit
                 flops = num_cards * card.flops * figures.training_share
-                uneven = layers[0] * pp / workload.model.num_layers
-                step_s = compute_s(workload, flops, recompute=recompute) * bubble(workload, pp, dp) * uneven
-                step_s += tp_s(workload, figures, fabric, tp, pp, dp)
-                step_s += dp_s(workload, figures, fabric, tp, pp, dp, zero)
-                yield Gang(
-                    name=f"{machines.name} x{num_nodes} tp{tp} pp{pp} dp{dp}",
-                    nodes={machines.name: num_nodes},
-                    root=machines.name,
-                    step_s=step_s,
-                    publish_s=publish_s(workload, machines),
-                    tp=tp,
-                    pp=pp,
-                    dp=dp,
-                    layers=layers,
-                    zero=zero,
-                )
+                uneven = max(layers) * pp / workload.model.num_layers
+                for zero, recompute in fits(workload, usable_bytes(card, figures), tp, pp, dp, max(layers)):
+                    step_s = compute_s(workload, flops, recompute=recompute) * bubble(workload, pp, dp) * uneven
+                    step_s += tp_s(workload, figures, fabric, tp, pp, dp)
+                    step_s += dp_s(workload, figures, fabric, tp, pp, dp, zero)
+                    yield Gang(
+                        name=f"{machines.name} x{num_nodes} tp{tp} pp{pp} dp{dp}",
+                        nodes={machines.name: num_nodes},
+                        root=machines.name,
+                        step_s=step_s,
+                        publish_s=publish_s(workload, machines),
+                        tp=tp,
+                        pp=pp,
+                        dp=dp,
+                        layers=layers,
+                        zero=zero,
+                    )
 
 
 def _mixed(
@@ -136,14 +133,14 @@ def _pipelined(parts: Parts, inventory: Inventory, workload: Workload, constants
         tp_other, rest = divmod(nodes_other * other.per_node, dp)
         if rest or tp_other not in tensor_parallels(workload, other) or dp > max_replicas(workload):
             continue
-        fits = []
+        ways = []
         for (part, _), degree, count in zip(parts, (tp, tp_other), layers, strict=True):
             room = usable_bytes(part.accelerator, constants.of(part.accelerator.name))
-            fits.append(cheapest_fit(workload, room, degree, 2, dp, count))
-        if None in fits:
+            ways.append(fits(workload, room, degree, 2, dp, count))
+        if not all(ways):
             continue
-        zero = max(fit[0] for fit in fits if fit)
-        recompute = any(fit[1] for fit in fits if fit)
+        chosen = [cheapest(way) for way in ways]
+        zero, recompute = max(way[0] for way in chosen), any(way[1] for way in chosen)
         stage_s = []
         for (part, _), degree, count, speed in zip(parts, (tp, tp_other), layers, speeds, strict=True):
             figures, fabric = constants.of(part.accelerator.name), fabric_of(part, inventory)
@@ -171,10 +168,10 @@ def _replicated(parts: Parts, inventory: Inventory, workload: Workload, constant
         if dp > max_replicas(workload):
             continue
         rooms = [usable_bytes(part.accelerator, constants.of(part.accelerator.name)) for part, _ in parts]
-        fit = cheapest_fit(workload, min(rooms), tp, 1, dp, num_layers)
-        if fit is None:
+        ways = fits(workload, min(rooms), tp, 1, dp, num_layers)
+        if not ways:
             continue
-        zero, recompute = fit
+        zero, recompute = cheapest(ways)
         step_s = compute_s(workload, sum(speeds), recompute=recompute)
         figures = [constants.of(part.accelerator.name) for part, _ in parts]
         fabrics = [fabric_of(part, inventory) for part, _ in parts]
@@ -217,23 +214,33 @@ def max_replicas(workload: Workload) -> int:
 
 def split_layers(num_layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """Layers of each stage in proportion to its speed, each at least one; the slowest stage is as short as can be."""
-    layers = [1] * len(speeds)
-    for _ in range(num_layers - len(speeds)):
+    layers = [max(1, int(num_layers * speed / sum(speeds)) - 1) for speed in speeds]
+    if sum(layers) > num_layers:
+        layers = [1] * len(speeds)
+    for _ in range(num_layers - sum(layers)):
         stage = min(range(len(speeds)), key=lambda stage: (layers[stage] + 1) / speeds[stage])
         layers[stage] += 1
     return tuple(layers)
 
 
-def cheapest_fit(
-    workload: Workload, room_bytes: float, tp: int, pp: int, dp: int, num_layers: int
-) -> tuple[int, bool] | None:
-    """The ZeRO stage and whether to recompute, in order of cost; None where nothing fits."""
+def fits(workload: Workload, room_bytes: float, tp: int, pp: int, dp: int, num_layers: int) -> list[tuple[int, bool]]:
+    """ZeRO stages, each with whether to recompute, that fit. Stage 2 costs no time over 1, so one of them is enough."""
     share = num_layers / workload.model.num_layers
+    found = []
     for recompute in (False, True):
         for zero in ZERO_STAGES:
             if training_bytes(workload, tp, pp, dp, zero, recompute=recompute, layer_share=share) <= room_bytes:
-                return zero, recompute
-    return None
+                found.append((zero, recompute))
+                if zero < 3:
+                    break
+        if found and found[-1][0] < 3:
+            break
+    return found
+
+
+def cheapest(ways: Sequence[tuple[int, bool]]) -> tuple[int, bool]:
+    """Recomputing costs a third of the arithmetic, which slow links make ZeRO-3's gathers exceed."""
+    return min(ways, key=lambda way: (way[0] == 3, way[1]))
 
 
 def _too_large(classes: Sequence[MachineClass], workload: Workload, constants: Constants) -> str:

@@ -6,6 +6,8 @@ the LM head is, also where both share their weights.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from offbeat.plan.workload import ModelShape, Workload
 
 
@@ -32,6 +34,7 @@ def num_expert_layers(model: ModelShape) -> int:
     return model.num_layers - model.dense_layers if model.num_experts else 0
 
 
+@lru_cache(maxsize=64)
 def _common_parameters(model: ModelShape) -> float:
     """What every token uses in the body: attention, dense layers, routers and shared experts."""
     common = model.num_layers * attention_parameters(model)
@@ -69,6 +72,7 @@ def body_parameters(model: ModelShape) -> float:
     return _common_parameters(model) + num_expert_layers(model) * model.num_experts * expert_parameters(model)
 
 
+@lru_cache(maxsize=64)
 def total_parameters(model: ModelShape) -> float:
     """All that memory holds and a full update sends: an untied model has its embedding and its LM head."""
     return body_parameters(model) + head_parameters(model) * (1 if model.is_tied else 2)
