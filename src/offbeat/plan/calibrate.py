@@ -145,14 +145,11 @@ def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
             f"decode on {card.name}: reading keys and values at {kv_share:.2f} of the memory's bandwidth: allowed "
             f"{MIN_KV_SHARE:g} to {MAX_KV_SHARE:g}; were answers preempted, or is this another model's shape?"
         )
-    read_share = _share(matmul, "weight_read_share", card)
-    gemm_share = solution.ridge * read_share
-    if gemm_share > MAX_SHARE:
-        gemm_share = MAX_SHARE  # no batch was large enough to be bound by compute, so this was not measured
+    read_share = _below_peak(_share(matmul, "weight_read_share", card), "decode", card)
     figures = {
         "step_overhead_s": float(overhead_s),
         "weight_read_share": read_share,
-        "gemm_share": min(1.0, gemm_share),
+        "gemm_share": min(1.0, solution.ridge * read_share),  # at 1 no batch was large enough to be bound by compute
         "kv_read_share": kv_share,
     }
     return figures, _held_out(folds, terms, RIDGES)

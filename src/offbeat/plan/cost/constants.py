@@ -107,7 +107,7 @@ def save(constants: Constants, path: Path) -> None:
     document = {
         "common": asdict(constants.common),
         "of_accelerator": {name: dict(known) for name, known in constants.of_accelerator.items()},
-        "sources": dict(constants.sources),
+        "sources": dict.fromkeys(NAMES, str(Source.DEFAULT)) | dict(constants.sources),
         "errors": {name: asdict(error) for name, error in constants.errors.items()},
     }
     write_atomic(path, (json.dumps(document, indent=2) + "\n").encode())
