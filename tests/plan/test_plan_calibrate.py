@@ -84,6 +84,12 @@ def test_the_held_out_error_sees_what_the_model_cannot_describe():
     assert fit(bent, MODEL, {"card": CARD}).errors["card.decode"].worst > straight + 0.3
 
 
+def test_weights_are_never_read_faster_than_the_card_can():
+    slow_steps = fit(decodes(0.05, replace(TRUE, weight_read_share=1.0, step_overhead_s=0.05)), MODEL, {"card": CARD})
+    assert slow_steps.of("card").weight_read_share <= 1
+    assert slow_steps.errors["card.decode"].mean < 0.1
+
+
 def test_prefill_and_link_are_lines_with_an_intercept():
     prefills = [
         Measurement(

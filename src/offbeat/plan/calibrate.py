@@ -26,6 +26,9 @@ from offbeat.spelling import suggest
 
 RIDGES = np.geomspace(0.25, 4.0, 33)
 """e_F over e_W that are tried: where matmuls turn from reading weights to computing."""
+DECODE_FLOOR = (0.0, 1.0, 0.0)
+"""Weights are not read faster than at the peak. Below the ridge their reading and the overhead are both constant, and
+noise alone would decide between them."""
 MIN_KV_SHARE, MAX_KV_SHARE = 0.5, 2.0
 """Reads of keys and values outside of this tell of preempted answers or of a wrong shape, not of a slow card."""
 MAX_SHARE = 1.1
@@ -137,7 +140,7 @@ def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
         return np.array(table)
 
     folds = _folds(rows, "rows", card) + _folds(rows, "context", card)
-    solution = _solve(rows, terms, RIDGES)
+    solution = _solve(rows, terms, RIDGES, DECODE_FLOOR)
     overhead_s, matmul, kv = solution.weights
     kv_share = _share(kv, "kv_read_share", card)
     if not MIN_KV_SHARE <= kv_share <= MAX_KV_SHARE:
@@ -145,14 +148,14 @@ def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
             f"decode on {card.name}: reading keys and values at {kv_share:.2f} of the memory's bandwidth: allowed "
             f"{MIN_KV_SHARE:g} to {MAX_KV_SHARE:g}; were answers preempted, or is this another model's shape?"
         )
-    read_share = _below_peak(_share(matmul, "weight_read_share", card), "decode", card)
+    read_share = _share(matmul, "weight_read_share", card)
     figures = {
         "step_overhead_s": float(overhead_s),
         "weight_read_share": read_share,
         "gemm_share": min(1.0, solution.ridge * read_share),  # at 1 no batch was large enough to be bound by compute
         "kv_read_share": kv_share,
     }
-    return figures, _held_out(folds, terms, RIDGES)
+    return figures, _held_out(folds, terms, RIDGES, DECODE_FLOOR)
 
 
 def _fit_prefill(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
@@ -206,13 +209,16 @@ KINDS: dict[str, Callable[[Rows, ModelShape, Accelerator], Fitted]] = {
 }
 
 
-def _solve(rows: Rows, terms: Terms, ridges: Iterable[float] = (1.0,)) -> Solution:
-    """Each equation is divided by what was measured, so that errors count in proportion."""
+def _solve(rows: Rows, terms: Terms, ridges: Iterable[float] = (1.0,), floor: Sequence[float] = ()) -> Solution:
+    """Each equation is divided by what was measured, so that errors count in proportion; `floor` has the least that
+    each weight may be, 0 where it is empty."""
     seconds = np.array([one.seconds for one in rows])
     found = []
     for ridge in ridges:
-        weights, residual = nnls(terms(rows, ridge) / seconds[:, None], np.ones(len(rows)))
-        found.append(Solution(weights, float(ridge), float(residual / np.sqrt(len(rows)))))
+        table = terms(rows, ridge) / seconds[:, None]
+        least = np.array(floor if floor else [0.0] * table.shape[1])
+        weights, residual = nnls(table, 1 - table @ least)
+        found.append(Solution(weights + least, float(ridge), float(residual / np.sqrt(len(rows)))))
     return min(found, key=lambda solution: solution.error)
 
 
@@ -230,10 +236,12 @@ def _folds(rows: Rows, name: str, card: Accelerator) -> list[tuple[Rows, Rows]]:
     ]
 
 
-def _held_out(folds: Sequence[tuple[Rows, Rows]], terms: Terms, ridges: Iterable[float] = (1.0,)) -> HeldOut:
+def _held_out(
+    folds: Sequence[tuple[Rows, Rows]], terms: Terms, ridges: Iterable[float] = (1.0,), floor: Sequence[float] = ()
+) -> HeldOut:
     errors: list[float] = []
     for kept, left_out in folds:
-        solution = _solve(kept, terms, ridges)
+        solution = _solve(kept, terms, ridges, floor)
         predicted = terms(left_out, solution.ridge) @ solution.weights
         errors += [abs(guess / one.seconds - 1) for guess, one in zip(predicted, left_out, strict=True)]
     return HeldOut(float(np.mean(errors)), float(np.quantile(errors, 0.95)), float(max(errors)), len(errors))
