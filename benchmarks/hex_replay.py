@@ -65,6 +65,14 @@ def mean_error(predicted: list[tuple[Point, float]]) -> float:
     return sum(errors) / len(errors)
 
 
+def speedups_of(rate: float, replay: Replay, model: str) -> tuple[float, float]:
+    """Over 24 H800, twice: as predicted, and by the gain over the predicted Hex on top of the published one.
+
+    The model errs on the published ratio, in our favour for some; the smaller of both counts.
+    """
+    return rate / replay.tuned_rate("h800", 24), SPEEDUPS[model] * rate / replay.hex_rate(48)
+
+
 def main(ours: Rate = published_plan) -> None:
     parser = argparse.ArgumentParser(description="AReaL-Hex's published figures by our cost model.")
     parser.add_argument("--quick", action="store_true", help="the same: it is quick")
@@ -76,8 +84,8 @@ def main(ours: Rate = published_plan) -> None:
     replays = {model: Replay(model, six) for model in MODELS}
     speedups = {model: one.hex_rate(48) / one.tuned_rate("h800", 24) for model, one in replays.items()}
     beside = {
-        model: ours(inventory(8, 48), workload(model), six.constants(model)) / one.tuned_rate("h800", 24)
-        for model, one in replays.items()
+        model: speedups_of(ours(inventory(8, 48), workload(model), six.constants(model)), replays[model], model)
+        for model in MODELS
     }
     bars = {"mean error, model left out": report.at_most(MAX_ERROR, [mean_error(fitted)], quick=False)}
     bars["the same with Fig. 2"] = report.at_most(MAX_ERROR, [mean_error(predicted)], quick=False)
@@ -85,7 +93,7 @@ def main(ours: Rate = published_plan) -> None:
         error = abs(speedups[model] / SPEEDUPS[model] - 1)
         bars[f"error of Hex over 24 H800, {model}"] = report.at_most(MAX_RATIO_ERROR, [error], quick=False)
     for model in MODELS:
-        bars[f"ours over 24 H800, {model}"] = report.at_least(SPEEDUPS[model], [beside[model]], quick=False)
+        bars[f"ours over 24 H800, {model}"] = report.at_least(SPEEDUPS[model], [min(beside[model])], quick=False)
     report.show(
         "hex_replay",
         HEADER,
