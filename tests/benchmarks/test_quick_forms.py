@@ -61,10 +61,14 @@ LEARNING = {
     "grpo: samples to 80% of the gain, partial over whole": 1.1,
     "grpo: seconds to it, partial over whole": 0.8,
 }
-BARS |= {"partial": PARTIAL, "partial_learning": LEARNING}
+HEX = {"mean error, model left out": 0.2, "the same with Fig. 2": 0.2}
+HEX |= {f"error of Hex over 24 H800, {model}": 0.1 for model in ("1.5B", "7B", "14B")}
+HEX |= {f"ours over 24 H800, {model}": target for model, target in {"1.5B": 1.36, "7B": 1.31, "14B": 1.5}.items()}
+BARS |= {"partial": PARTIAL, "partial_learning": LEARNING, "hex_replay": HEX}
 DECIDES_NOTHING = {
     "partial": list(PARTIAL),
     "partial_learning": list(LEARNING),
+    "hex_replay": [],
     "ledger": ["seconds of a claim over bare SQLite", "seconds of a claim, large over small"],
     "swarm": ["submissions/s over a server without a ledger", "memory growth in five minutes"],
     "async_vs_sequential": ["samples to 80% of the gain, overlap over alternate"],

@@ -1,0 +1,180 @@
+"""The cost model on AReaL-Hex's clusters, with six constants that its figures decide.
+
+The batch is unknown: 512 trajectories of about 5,000 tokens are assumed, exponentially spread, because throughput
+times step time gives 1.7 to 3.0 million tokens. Splits of clusters of one type are unknown too: the best by whole
+nodes for a *tuned* one, half and half for a *uniform* one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from offbeat.plan.cost.constants import Constants, Figures, Source
+from offbeat.plan.cost.sizes import weight_bytes
+from offbeat.plan.cost.sync import copies_s
+from offbeat.plan.cost.training import compute_s
+from offbeat.plan.hardware import Accelerator, Inventory, Link, MachineClass
+from offbeat.plan.rollout import class_columns
+from offbeat.plan.workload import KvPolicy, Lengths, ModelShape, Workload
+
+PER_NODE = 8
+H800 = Accelerator("h800", 756e12, 80e9, 2.0e12, 200e9, 50e9, 5.28, "AReaL-Hex")
+H20 = Accelerator("h20", 148e12, 96e9, 4.0e12, 450e9, 50e9, 1.85, "AReaL-Hex")
+CARDS = {card.name: card for card in (H800, H20)}
+SHAPES = {
+    "1.5B": ModelShape("R1-Distill-Qwen-1.5B", 28, 1536, 12, 2, 128, 8960, 151_936),
+    "7B": ModelShape("R1-Distill-Qwen-7B", 28, 3584, 28, 4, 128, 18_944, 152_064),
+    "14B": ModelShape("R1-Distill-Qwen-14B", 48, 5120, 40, 8, 128, 13_824, 152_064),
+}
+WIDTH = SHAPES["7B"].hidden
+"""Where the training share is what the constants say; narrower models reach less."""
+
+
+@dataclass(frozen=True)
+class Six:
+    """What the published figures decide."""
+
+    h800_rollout: float
+    """Of the rate that the decode model tells with its default constants."""
+    h20_rollout: float
+    h800_training: float
+    """MFU, all communication included, of a model as wide as the 7B."""
+    h20_training: float
+    width_exponent: float
+    """The training share grows with the hidden size to this power."""
+    link_passes: float
+    """An update inside one type takes the weights' bytes this many times over the link inside a node."""
+
+    def constants(self, model: str) -> Constants:
+        """As the planner reads them: every part of a rollout step slower by one factor."""
+        width = (SHAPES[model].hidden / WIDTH) ** self.width_exponent
+        constants, common = Constants(), Figures()
+        for name, rollout, training in (
+            ("h800", self.h800_rollout, self.h800_training),
+            ("h20", self.h20_rollout, self.h20_training),
+        ):
+            constants = constants.with_figures(
+                name,
+                Source.FITTED,
+                gemm_share=common.gemm_share * rollout,
+                weight_read_share=common.weight_read_share * rollout,
+                kv_read_share=common.kv_read_share * rollout,
+                prefill_share=common.prefill_share * rollout,
+                link_share=common.link_share * rollout,
+                allreduce_latency_s=common.allreduce_latency_s / rollout,
+                step_overhead_s=common.step_overhead_s / rollout,
+                training_share=training * width,
+                tp_exposed_share=0.0,
+                dp_exposed_share=0.0,
+            )
+        return constants
+
+
+def inventory(num_h800: int, num_h20: int) -> Inventory:
+    """Machines as published: 5 GB/s between like ones, 1.5 GB/s between unlike ones."""
+    counts = {"h800": num_h800 // PER_NODE, "h20": num_h20 // PER_NODE}
+    prices = {"h800": 5.28, "h20": 1.85}
+    classes = {name: MachineClass(name, CARDS[name], PER_NODE, counts[name], prices[name]) for name in counts}
+    links = {frozenset((one,)): Link(5e9) for one in classes} | {frozenset(classes): Link(1.5e9)}
+    return Inventory(classes, links)
+
+
+def workload(model: str) -> Workload:
+    """AReaL's mathematics with the assumed batch; its blocking update is counted by itself."""
+    return Workload(
+        SHAPES[model],
+        groups_per_step=32,
+        group_size=16,
+        prompt=Lengths(300, 300**2, 1024, 0.01, 1024),
+        answer=Lengths(5000, 2 * 5000**2, 20_000, 0.02, 27_648),
+        bound=8,
+        updates_per_step=4,
+        kv=KvPolicy.STALE,
+    )
+
+
+@cache
+def ideal_rate(model: str, card: str) -> float:
+    """Generated tokens a second and card by the default constants, in the best shape."""
+    machines = MachineClass(card, CARDS[card], PER_NODE, 1, 0.0)
+    columns = class_columns(machines, workload(model), Figures(), [])
+    return max(column.tokens_per_s / column.num_accelerators for column in columns)
+
+
+@cache
+def ideal_training_s(model: str, card: str) -> float:
+    """Of one card at its peak."""
+    return compute_s(workload(model), CARDS[card].flops, recompute=False)
+
+
+class Replay:
+    """Seconds and tokens a second of one model on the published clusters."""
+
+    def __init__(self, model: str, six: Six):
+        self.model, self.six = model, six
+        self.tokens = workload(model).generated_tokens_per_step
+        width = (SHAPES[model].hidden / WIDTH) ** six.width_exponent
+        self.rates = {card: ideal_rate(model, card) * getattr(six, f"{card}_rollout") for card in CARDS}
+        self.training_s = {
+            card: ideal_training_s(model, card) / (getattr(six, f"{card}_training") * width) for card in CARDS
+        }
+
+    def rollout_s(self, card: str, num_cards: int) -> float:
+        return self.tokens / (self.rates[card] * num_cards)
+
+    def train_s(self, card: str, num_cards: int) -> float:
+        return self.training_s[card] / num_cards
+
+    def update_s(self, card: str) -> float:
+        """Inside one type."""
+        return self.six.link_passes * weight_bytes(SHAPES[self.model]) / CARDS[card].link_bytes_per_s
+
+    def hex_update_s(self, num_h20: int) -> float:
+        """Every receiving machine takes a copy of its own over the slow link."""
+        return copies_s(workload(self.model), inventory(8, num_h20), "h800", "h20", num_h20 // PER_NODE)
+
+    def tuned(self, card: str, num_cards: int) -> tuple[float, float]:
+        """Rollout and training seconds of the best split by whole nodes."""
+        splits = [
+            (self.rollout_s(card, num_cards - trained), self.train_s(card, trained))
+            for trained in range(PER_NODE, num_cards, PER_NODE)
+        ]
+        return min(splits, key=max)
+
+    def hex_rate(self, num_h20: int) -> float:
+        step_s = max(self.rollout_s("h20", num_h20), self.train_s("h800", 8))
+        return self.tokens / (self.hex_update_s(num_h20) + step_s)
+
+    def tuned_rate(self, card: str, num_cards: int) -> float:
+        return self.tokens / (self.update_s(card) + max(self.tuned(card, num_cards)))
+
+    def predict(self, name: str) -> float:
+        return PREDICTIONS[name](self)
+
+
+PREDICTIONS: dict[str, Callable[[Replay], float]] = {
+    "update s, H800": lambda replay: replay.update_s("h800"),
+    "update s, H20": lambda replay: replay.update_s("h20"),
+    "update s, Hex": lambda replay: replay.hex_update_s(48),
+    "tokens/s, 24 H800 uniform": lambda replay: (
+        replay.tokens / (replay.update_s("h800") + max(replay.rollout_s("h800", 12), replay.train_s("h800", 12)))
+    ),
+    "tokens/s, 24 H800 tuned": lambda replay: replay.tuned_rate("h800", 24),
+    "tokens/s, 8 H800 + 24 H20": lambda replay: replay.hex_rate(24),
+    "tokens/s, 64 H20": lambda replay: replay.tuned_rate("h20", 64),
+    "tokens/s, 8 H800 + 48 H20": lambda replay: replay.hex_rate(48),
+    "step s, 64 H20": lambda replay: max(replay.tuned("h20", 64)),
+    "rollout s, 24 H800": lambda replay: replay.tuned("h800", 24)[0],
+    "training s, 24 H800": lambda replay: replay.tuned("h800", 24)[1],
+    "rollout s, 8 H800 + 48 H20": lambda replay: replay.rollout_s("h20", 48),
+    "training s, 8 H800 + 48 H20": lambda replay: replay.train_s("h800", 8),
+    "rollout s, 32 H800": lambda replay: replay.tuned("h800", 32)[0],
+    "training s, 32 H800": lambda replay: replay.tuned("h800", 32)[1],
+    "rollout s, 88 H20": lambda replay: replay.tuned("h20", 88)[0],
+    "training s, 88 H20": lambda replay: replay.tuned("h20", 88)[1],
+    "rollout s, 24 H800 + 24 H20": lambda replay: replay.rollout_s("h20", 24),
+    "training s, 24 H800 + 24 H20": lambda replay: replay.train_s("h800", 24),
+}
+"""By the names of the published figures."""

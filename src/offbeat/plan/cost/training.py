@@ -1,0 +1,105 @@
+"""Seconds of a training step of a gang: arithmetic with its pipeline bubble, and the communication nothing hides.
+
+Arithmetic counts the sum of squared lengths, not the square of the mean: a few long answers cost most of the attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offbeat.plan.cost.constants import Figures
+from offbeat.plan.cost.memory import GRADIENT_BYTES, microbatch_tokens
+from offbeat.plan.cost.sizes import active_parameters, sum_square_tokens, total_parameters, trained_parameters
+from offbeat.plan.workload import Workload
+
+ACTIVATION_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What a gang communicates over, in bytes a second one way."""
+
+    card_bytes_per_s: float
+    """Between two cards of a node."""
+    node_bytes_per_s: float
+    """Of one node to the others, shared by its cards."""
+    per_node: int
+
+
+def num_extra_forwards(workload: Workload) -> int:
+    """Passes over the batch besides the trained one: proximal log-probs, and those of the reference."""
+    return int(workload.recomputes_logprobs) + int(workload.has_reference)
+
+
+def step_flop(workload: Workload, *, recompute: bool) -> float:
+    """Of one step of the whole gang. A backward pass is two forwards, or one under LoRA, where no gradient of the
+    frozen weights is wanted; a critic adds a pass for its values and its own training."""
+    model = workload.model
+    token_flop = 2 * active_parameters(model) * workload.trained_tokens_per_step
+    attention_flop = 2 * model.num_layers * model.num_heads * model.head_dim * sum_square_tokens(workload)
+    trained = 1 + int(recompute)
+    backward = 1 if workload.lora_rank else 2
+    passes = num_extra_forwards(workload) + (trained + 1 if workload.has_critic else 0) + trained
+    backwards = 2 if workload.has_critic else 1
+    return token_flop * (passes + backwards * backward) + attention_flop * (passes + backwards * 2)
+
+
+def compute_s(workload: Workload, flops: float, *, recompute: bool) -> float:
+    """On machines that together reach so many FLOP/s, without a bubble."""
+    return step_flop(workload, recompute=recompute) / flops
+
+
+def num_microbatches(workload: Workload, dp: int) -> float:
+    """Of one optimizer update, in each of `dp` pipelines."""
+    tokens = workload.trained_tokens_per_step / workload.updates_per_step / dp
+    return max(1.0, tokens / microbatch_tokens(workload))
+
+
+def bubble(workload: Workload, pp: int, dp: int) -> float:
+    """Seconds of a pipeline over those without idle stages: it fills and drains once per update."""
+    return 1 + (pp - 1) / num_microbatches(workload, dp)
+
+
+def tp_s(workload: Workload, figures: Figures, fabric: Fabric, tp: int, pp: int, dp: int) -> float:
+    """Four all-reduces of the activations a layer, forward and backward, exposed in part."""
+    if tp == 1:
+        return 0.0
+    tokens = workload.trained_tokens_per_step / dp
+    sent = 4 * workload.model.num_layers / pp * 2 * (tp - 1) / tp * tokens * ACTIVATION_BYTES * workload.model.hidden
+    return sent / (fabric.card_bytes_per_s * figures.link_share) * figures.tp_exposed_share
+
+
+def allreduce_s(num_bytes: float, figures: Figures, fabric: Fabric, tp: int, dp: int) -> float:
+    """Of what each card holds, over `dp` replicas: first inside nodes, then between them.
+
+    Replicas fill nodes first; what crosses is shared by the cards of a node, which all send at once.
+    """
+    inside = max(1, min(dp, fabric.per_node // tp))
+    between = dp / inside
+    inside_s = 2 * (inside - 1) / inside * num_bytes / fabric.card_bytes_per_s
+    card_share = fabric.node_bytes_per_s / fabric.per_node
+    between_s = 2 * (between - 1) / between * (num_bytes / inside) / card_share if between > 1 else 0.0
+    return (inside_s + between_s) / figures.link_share
+
+
+def dp_s(workload: Workload, figures: Figures, fabric: Fabric, tp: int, pp: float, dp: int, zero: int) -> float:
+    """Gradients once an update. An all-reduce is a scatter and a gather, so ZeRO-1 and 2 send what replicas without
+    it send; ZeRO-3 scatters the gradients and gathers the weights for the forward and the backward of a microbatch.
+    """
+    if dp == 1:
+        return 0.0
+    gradients = trained_parameters(workload) * GRADIENT_BYTES / (tp * pp)
+    if workload.has_critic:
+        gradients *= 2
+    sent_bytes = gradients
+    if zero == 3:
+        weights = total_parameters(workload.model) * workload.model.bytes_per_weight / (tp * pp)
+        sent_bytes = gradients / 2 + weights * num_microbatches(workload, dp)
+    time_s = allreduce_s(sent_bytes, figures, fabric, tp, dp)
+    return workload.updates_per_step * time_s * figures.dp_exposed_share
+
+
+def boundary_s(workload: Workload, node_bytes_per_s: float, num_links: int) -> float:
+    """Activations and their gradients over the boundary of two stages, which so many links carry side by side."""
+    sent = 2 * workload.trained_tokens_per_step * ACTIVATION_BYTES * workload.model.hidden
+    return sent / (node_bytes_per_s * num_links)

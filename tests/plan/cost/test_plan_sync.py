@@ -1,0 +1,40 @@
+import pytest
+from plan_shapes import CARD, QWEN_14B, cluster, machines, work
+
+from offbeat.plan.cost.constants import Figures
+from offbeat.plan.cost.sizes import update_bytes, weight_bytes
+from offbeat.plan.cost.sync import CHUNK_BYTES, copies_s, publish_s, relay_s, swap_s
+
+PLACE = cluster(machines("a", 1), machines("b", 6))
+WORK = work(QWEN_14B)
+
+
+def test_a_relay_crosses_the_slow_link_once_and_the_rival_once_a_copy():
+    one_copy_s = weight_bytes(QWEN_14B) / 1.5e9
+    assert one_copy_s == pytest.approx(19.7, abs=0.05)
+    relayed_s = relay_s(WORK, PLACE, "a", "b", 6)
+    assert relayed_s == pytest.approx(one_copy_s + 5 * CHUNK_BYTES / 5e9)
+    assert copies_s(WORK, PLACE, "a", "b", 6) == pytest.approx(6 * one_copy_s)
+
+
+def test_a_relay_is_no_faster_than_its_slowest_link():
+    place = cluster(machines("a", 1), machines("b", 2), same=1e9, between=1.5e9)
+    assert relay_s(WORK, place, "a", "b", 2) >= update_bytes(WORK) / 1e9
+    assert relay_s(WORK, place, "a", "b", 1) == pytest.approx(update_bytes(WORK) / 1.5e9)
+
+
+def test_deltas_shorten_the_way_in_proportion():
+    assert copies_s(work(QWEN_14B, delta_density=0.1), PLACE, "a", "b", 1) == pytest.approx(
+        copies_s(WORK, PLACE, "a", "b", 1) / 10
+    )
+
+
+def test_weights_that_fit_beside_the_old_ones_block_a_moment_and_others_come_from_the_host():
+    figures = Figures(swap_s=0.2)
+    half = weight_bytes(QWEN_14B) / 2
+    assert swap_s(WORK, CARD, figures, 2, half) == 0.2
+    assert swap_s(WORK, CARD, figures, 2, half - 1) == pytest.approx(0.2 + half / 1e10)
+
+
+def test_the_cards_of_a_node_publish_together():
+    assert publish_s(WORK, machines("a", 1)) == pytest.approx(weight_bytes(QWEN_14B) / (8 * 1e10))
