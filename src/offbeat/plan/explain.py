@@ -51,18 +51,19 @@ def relaxations(problem: Problem, budget: float | None) -> Iterator[Relaxation]:
     yield Relaxation(f"bound {demand.bound + 1}", replace(problem, demand=replace(demand, bound=demand.bound + 1)), budget)
     if demand.tail_tokens:
         yield Relaxation("no age window", replace(problem, demand=replace(demand, tail_tokens=0.0)), budget)
-    yield Relaxation("no in-flight cap", without_cap(problem), budget)
+    if demand.bound:
+        yield Relaxation("no in-flight cap", without_cap(problem), budget)
     if demand.reward_rate is not None:
         yield Relaxation("no limit on rewards", replace(problem, demand=replace(demand, reward_rate=None)), budget)
 
 
 def without_cap(problem: Problem) -> Problem:
-    """The same with as many trajectories under way as the machines can hold, at the age that these had anyway."""
+    """The same with room for as many trajectories as the machines can hold: what the queue gives is added to the cap."""
     most = sum(
         offer.num_nodes * offer.per_node * max((c.concurrency for c in problem.rollout if c.offer == name), default=0)
         for name, offer in problem.offers.items()
     )
-    return replace(problem, rollout=tuple(replace(c, concurrency=0) for c in problem.rollout)) if most else problem
+    return replace(problem, demand=replace(problem.demand, queue=-float(most)))
 
 
 def explain(problem: Problem, result: Result, budget: float | None = None) -> list[Gain]:
@@ -128,4 +129,5 @@ def _single_changes(problem: Problem) -> Iterator[Relaxation]:
                 None,
             )
         yield Relaxation("age window: none", replace(problem, demand=replace(demand, tail_tokens=0.0)), None)
-    yield Relaxation("in-flight cap: none", without_cap(problem), None)
+    if demand.bound:
+        yield Relaxation("in-flight cap: none", without_cap(problem), None)
