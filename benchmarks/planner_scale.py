@@ -67,7 +67,7 @@ def gangs(all_cards: Sequence[Card], num_nodes: int, tokens: float) -> list[Gang
         for other in [None, *all_cards[index + 1 : index + 3]]:
             for size in sizes:
                 power = size * (card.compute + (0.9 * other.compute if other else 0.0))
-                step_s = tokens / (9_000.0 * power) * (1 + 0.05 * size**0.5) + 2.0
+                step_s = tokens / (40_000.0 * power) * (1 + 0.05 * size**0.5) + 2.0
                 nodes = {card.name: size} | ({other.name: size} if other else {})
                 name = " + ".join(f"{num} {key}" for key, num in nodes.items())
                 made.append(Gang(name, nodes, card.name, step_s, 1.0))

@@ -14,7 +14,8 @@ def golden(**demand) -> Problem:
     offers = {"A": Offer("A", 2, 4, 16.0), "B": Offer("B", 3, 4, 4.0)}
     blocking = {"A": 2.0, "B": 2.0}
     rollout = tuple(
-        RolloutColumn(f"on {name}", name, 1, 1, 16, rate, 0.01, blocking) for name, rate in (("A", 1000.0), ("B", 400.0))
+        RolloutColumn(f"on {name}", name, 1, 1, 16, rate, 0.01, blocking)
+        for name, rate in (("A", 1000.0), ("B", 400.0))
     )
     sizes = (("A", 1, 60.0), ("A", 2, 34.0), ("B", 2, 110.0), ("B", 3, 80.0))
     gangs = tuple(Gang(f"{name} x {num}", {name: num}, name, step_s, 0.0) for name, num, step_s in sizes)
@@ -31,7 +32,9 @@ def drawn(seed: int, num_classes: int = 2, max_nodes: int = 3) -> Problem:
         for size in rng.choice([(1,), (2,), (1, 2)]):
             blocking = {root: float(rng.randint(0, 6)) for root in names}
             rate = size * rng.uniform(50, 150)
-            rollout.append(RolloutColumn(f"{name} u{size}", name, size, size, rng.choice([4, 8, 12]), rate, 0.01, blocking))
+            rollout.append(
+                RolloutColumn(f"{name} u{size}", name, size, size, rng.choice([4, 8, 12]), rate, 0.01, blocking)
+            )
     gangs = []
     for name in names:
         num = rng.randint(1, 2)
@@ -58,7 +61,9 @@ def plans(problem: Problem):
         for counts in itertools.product(*(range(num + 1) for num in most)):
             nodes = {}
             for name, offer in problem.offers.items():
-                used = sum(n * c.num_accelerators for c, n in zip(problem.rollout, counts, strict=True) if c.offer == name)
+                used = sum(
+                    n * c.num_accelerators for c, n in zip(problem.rollout, counts, strict=True) if c.offer == name
+                )
                 nodes[name] = -(-used // offer.per_node)
             if all(nodes[name] <= free[name] for name in nodes):
                 total = {name: nodes[name] + gang.nodes.get(name, 0) for name in nodes}
@@ -76,7 +81,9 @@ def is_plan(problem: Problem, gang: Gang, counts, tau_s: float) -> bool:
     for column, num in zip(problem.rollout, counts, strict=True):
         left = tau - Fraction(column.blocking_s[gang.root])
         left -= 0 if demand.bound else Fraction(gang.period_s) + Fraction(demand.lag_s)
-        window = left if not demand.bound else (demand.bound - Fraction(demand.age_guard)) * tau - Fraction(demand.lag_s)
+        window = (
+            left if not demand.bound else (demand.bound - Fraction(demand.age_guard)) * tau - Fraction(demand.lag_s)
+        )
         if num and demand.tail_tokens and Fraction(demand.tail_tokens) * Fraction(column.token_s) > window:
             return False
         yields += [Fraction(column.tokens_per_s) * max(left, 0)] * num

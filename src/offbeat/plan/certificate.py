@@ -60,7 +60,13 @@ def certify(view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap:
             open_gangs = open_gangs[~is_closed]
     by_solver = tuple(view.gangs[s].name for s in open_gangs)
     return Certificate(
-        tau_lo_s, price_cap, max(gap, 0.0), tuple(kept), by_solver, digest(view.problem), f"HiGHS in scipy {scipy.__version__}"
+        tau_lo_s,
+        price_cap,
+        max(gap, 0.0),
+        tuple(kept),
+        by_solver,
+        digest(view.problem),
+        f"HiGHS in scipy {scipy.__version__}",
     )
 
 

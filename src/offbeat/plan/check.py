@@ -86,8 +86,10 @@ def _hardware_rows(
         if rented + trained > offer.num_nodes:
             broken.append(f"hardware: {rented + trained} nodes of {name}, {offer.num_nodes} on offer")
         shared = trained if problem.may_share and not problem.demand.bound else 0
-        sizes = sorted((size for column, count in used if column.offer == name for size in [column.num_accelerators] * count),
-                       reverse=True)
+        sizes = sorted(
+            (size for column, count in used if column.offer == name for size in [column.num_accelerators] * count),
+            reverse=True,
+        )
         room = [offer.per_node] * (rented + shared)
         if not _fits(sizes, room):
             broken.append(f"hardware: {sum(sizes)} accelerators' replicas do not fit {len(room)} nodes of {name}")
@@ -124,7 +126,9 @@ def _age_rows(problem: Problem, gang: Gang, tau: Fraction, used: list[tuple[Roll
             window = tau - _lost_s(problem, gang, column)
         tail = Fraction(demand.tail_tokens) * Fraction(column.token_s)
         if tail > window:
-            broken.append(f"age window: {column.name} takes {float(tail):g} s for the tail, {float(window):g} s are left")
+            broken.append(
+                f"age window: {column.name} takes {float(tail):g} s for the tail, {float(window):g} s are left"
+            )
     return broken
 
 
@@ -151,7 +155,8 @@ def _certificate_rows(problem: Problem, solution: Solution, certificate: Certifi
     if certificate.price_cap is None and solution.tau_s > certificate.tau_lo_s * (1 + certificate.gap) * (1 + 1e-9):
         broken.append(f"certificate: {solution.tau_s:g} s is farther from {certificate.tau_lo_s:g} s than its gap says")
     return broken + [
-        f"certificate: nothing rules gang {name} out" for name in unproven(problem, certificate) - {*certificate.by_solver}
+        f"certificate: nothing rules gang {name} out"
+        for name in unproven(problem, certificate) - {*certificate.by_solver}
     ]
 
 

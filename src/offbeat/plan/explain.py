@@ -48,7 +48,9 @@ def relaxations(problem: Problem, budget: float | None) -> Iterator[Relaxation]:
     for name, offer in problem.offers.items():
         offers = {**problem.offers, name: replace(offer, num_nodes=offer.num_nodes + 1)}
         yield Relaxation(f"one more node of {name}", replace(problem, offers=offers), budget)
-    yield Relaxation(f"bound {demand.bound + 1}", replace(problem, demand=replace(demand, bound=demand.bound + 1)), budget)
+    yield Relaxation(
+        f"bound {demand.bound + 1}", replace(problem, demand=replace(demand, bound=demand.bound + 1)), budget
+    )
     if demand.tail_tokens:
         yield Relaxation("no age window", replace(problem, demand=replace(demand, tail_tokens=0.0)), budget)
     if demand.bound:
@@ -100,7 +102,9 @@ def infeasible_because(problem: Problem, budget: float | None = None, throughput
         other = fastest(each.problem, budget)
         if other.solution is not None and (throughput is None or other.tokens_per_s >= throughput):
             lines.append(f"{each.name} would do: {other.tokens_per_s:,.0f} tokens/s at {other.price_per_h:,.2f} $/h")
-    return lines or ["hardware: no single change of budget, bound, age window or in-flight cap suffices; offer more nodes"]
+    return lines or [
+        "hardware: no single change of budget, bound, age window or in-flight cap suffices; offer more nodes"
+    ]
 
 
 def _least_price(problem: Problem) -> Result:

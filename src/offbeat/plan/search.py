@@ -207,7 +207,12 @@ def _fastest(search: _Search, cap: int | None) -> tuple[Status, Counts | None, f
         if found.counts is not None:
             best, high = found.counts, found.high_s
     if best is None:
-        return (Status.UNKNOWN if given_up.any() else Status.INFEASIBLE), None, math.inf, np.where(low > top, np.inf, low)
+        return (
+            (Status.UNKNOWN if given_up.any() else Status.INFEASIBLE),
+            None,
+            math.inf,
+            np.where(low > top, np.inf, low),
+        )
     return Status.FEASIBLE, best, high, low
 
 

@@ -121,9 +121,7 @@ def view_of(problem: Problem) -> View:
     roots = sorted({gang.root for gang in problem.gangs})
     by_offer = {name: _efficient(_columns_of(problem, name), roots) for name in problem.offers}
     groups = _merged(problem, by_offer, roots)
-    columns = tuple(
-        shapes for names in groups for shapes in zip(*(by_offer[name] for name in names), strict=True)
-    )
+    columns = tuple(shapes for names in groups for shapes in zip(*(by_offer[name] for name in names), strict=True))
     gangs = _efficient_gangs(problem, groups, columns)
     first = [problem.offers[names[0]] for names in groups]
     blocking, opens = _windows(problem, gangs, columns)
@@ -193,7 +191,9 @@ def _check(problem: Problem) -> None:
         sizes = sorted({column.num_accelerators for column in problem.rollout if column.offer == name})
         for small, large in zip(sizes, [*sizes[1:], offer.per_node], strict=True):
             if large % small:
-                raise ValueError(f"{name}: {small} accelerators a replica do not divide {large}, so nodes would be torn")
+                raise ValueError(
+                    f"{name}: {small} accelerators a replica do not divide {large}, so nodes would be torn"
+                )
 
 
 def _columns_of(problem: Problem, offer: str) -> list[RolloutColumn]:
@@ -280,7 +280,9 @@ def _efficient_gangs(
     fitting = [
         gang
         for gang in problem.gangs
-        if all(num <= (problem.offers[name].num_nodes if name in problem.offers else 0) for name, num in gang.nodes.items())
+        if all(
+            num <= (problem.offers[name].num_nodes if name in problem.offers else 0) for name, num in gang.nodes.items()
+        )
     ]
     lost = {gang.root: np.array([shapes[0].blocking_s[gang.root] for shapes in columns]) for gang in fitting}
     nodes = _gang_nodes(fitting, groups)
