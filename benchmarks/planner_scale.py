@@ -1,8 +1,8 @@
-"""How long the planner takes, from 64 to 65,536 accelerators of 8 classes: `python -m benchmarks.planner_scale [--quick]`.
+"""How long the planner takes, 64 to 65,536 accelerators of 8 classes: `python -m benchmarks.planner_scale [--quick]`.
 
-One process on one core makes the fastest plan for half of what everything would cost, proof included, to a gap of 0.1 %,
-and has it checked without a solver (not timed). Problems come from `made_up`, which draws columns and gangs of the kind
-that the cost model makes: 8 classes, some 20 shapes of replica on each, gangs of one and of two classes.
+One process on one core makes the fastest plan for half of what everything would cost, proof included, to a gap of
+0.1 %, and has it checked without a solver (not timed). Problems come from `made_up`, which draws columns and gangs
+of the kind that the cost model makes: 8 classes, some 20 shapes of replica on each, gangs of one and of two classes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What no plan can beat: bounds by weak duality, for all gangs at once.
 
 Prices are put on demand (nu per token), on the in-flight cap (lam per trajectory) and on money (mu per millionth of a
-$/h). A node of a class is then worth at most its accelerators times the best (nu r - lam b) / u, less mu times its price,
-and a plan with gang s and price at most P exists only if
+$/h). A node of a class is then worth at most its accelerators times the best (nu r - lam b) / u, less mu times its
+price, and a plan with gang s and price at most P exists only if
 
     nu G <= lam F + mu (P - price of s) + sum over classes of free nodes * max(0, worth).
 

@@ -60,7 +60,7 @@ def relaxations(problem: Problem, budget: float | None) -> Iterator[Relaxation]:
 
 
 def without_cap(problem: Problem) -> Problem:
-    """The same with room for as many trajectories as the machines can hold: what the queue gives is added to the cap."""
+    """The same with room for all trajectories that the machines hold: what a queue lacks is added to the cap."""
     most = sum(
         offer.num_nodes * offer.per_node * max((c.concurrency for c in problem.rollout if c.offer == name), default=0)
         for name, offer in problem.offers.items()
