@@ -58,7 +58,8 @@ def certify(view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap:
         if is_closed.any():
             kept.append(prices)
             open_gangs = open_gangs[~is_closed]
-    by_solver = tuple(view.gangs[s].name for s in open_gangs)
+    left = {view.gangs[s].name for s in open_gangs}
+    by_solver = (*sorted(left), *sorted(name for name, better in view.beaten.items() if better in left))
     return Certificate(
         tau_lo_s,
         price_cap,

@@ -1,8 +1,8 @@
 """The integer program at a fixed period: is there a plan, and which one is best?
 
 Variables are z (which gang), y (replicas of a column; once per set of rates, where these depend on the gang) and n
-(nodes rented for rollout). Rows are scaled so that the largest coefficient of each is 1: a right side then counts in units of
-the largest column, and the solver's absolute tolerance is a small part of one replica.
+(nodes rented for rollout). Rows are scaled so that the largest coefficient of each is 1: a right side then counts in
+units of the largest column, and the solver's absolute tolerance is a small part of one replica.
 
 A solver answers in floats with a tolerance; nothing is called feasible before `holds` has found so in exact arithmetic,
 and running out of time is `UNKNOWN`, never `INFEASIBLE`.

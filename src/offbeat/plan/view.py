@@ -8,7 +8,7 @@ Money is counted in whole millionths of a dollar, so that sums are exact.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,6 +48,8 @@ class View:
     columns: tuple[tuple[RolloutColumn, ...], ...]
     """By column, the same shape on each of the classes that were merged."""
     gangs: tuple[Gang, ...]
+    beaten: Mapping[str, str]
+    """Gangs that were left out, each with one that beats it in every respect."""
     per_node: Ints
     num_nodes: Ints
     node_price: Ints
@@ -122,7 +124,7 @@ def view_of(problem: Problem) -> View:
     by_offer = {name: _efficient(_columns_of(problem, name), roots) for name in problem.offers}
     groups = _merged(problem, by_offer, roots)
     columns = tuple(shapes for names in groups for shapes in zip(*(by_offer[name] for name in names), strict=True))
-    gangs = _efficient_gangs(problem, groups, columns)
+    gangs, beaten = _efficient_gangs(problem, groups, columns)
     first = [problem.offers[names[0]] for names in groups]
     blocking, opens = _windows(problem, gangs, columns)
     reward_s = problem.demand.trajectories / problem.demand.reward_rate if problem.demand.reward_rate else 0.0
@@ -133,6 +135,7 @@ def view_of(problem: Problem) -> View:
         offers=groups,
         columns=columns,
         gangs=gangs,
+        beaten=beaten,
         per_node=np.array([offer.per_node for offer in first], dtype=np.int64),
         num_nodes=np.array([sum(problem.offers[name].num_nodes for name in names) for names in groups], dtype=np.int64),
         node_price=node_price,
@@ -275,8 +278,9 @@ def _windows(
 
 def _efficient_gangs(
     problem: Problem, groups: Sequence[Sequence[str]], columns: Sequence[Sequence[RolloutColumn]]
-) -> tuple[Gang, ...]:
-    """Those that fit the offers and that no other beats in nodes, period and what its publishing costs."""
+) -> tuple[tuple[Gang, ...], dict[str, str]]:
+    """Those that fit the offers and that no other beats in nodes, period and what its publishing costs; and by whom the
+    others are beaten."""
     fitting = [
         gang
         for gang in problem.gangs
@@ -288,8 +292,12 @@ def _efficient_gangs(
     nodes = _gang_nodes(fitting, groups)
     keys = [(gang.period_s, *row, *sorted(lost[gang.root])) for gang, row in zip(fitting, nodes, strict=True)]
     kept: list[int] = []
+    beaten: dict[str, str] = {}
     for s in sorted(range(len(fitting)), key=lambda s: (*keys[s], fitting[s].name)):
         rivals = [t for t in kept if (nodes[t] <= nodes[s]).all()]  # none of them is slower
-        if not any((lost[fitting[t].root] <= lost[fitting[s].root]).all() for t in rivals):
+        better = next((t for t in rivals if (lost[fitting[t].root] <= lost[fitting[s].root]).all()), None)
+        if better is None:
             kept.append(s)
-    return tuple(fitting[s] for s in kept)
+        else:
+            beaten[fitting[s].name] = fitting[better].name
+    return tuple(fitting[s] for s in kept), beaten
