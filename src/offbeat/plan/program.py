@@ -140,7 +140,13 @@ def holds(view: View, counts: Counts, tau_s: float, budget: int | None = None) -
 def shortest_s(view: View, counts: Counts, tau_s: float) -> float:
     """The shortest period at which a plan that holds at `tau_s` still holds: a closed form, rounded up to a float."""
     if view.problem.spare_replicas:
-        return tau_s  # which replicas are the fastest may change with the period
+        low_s = float(view.period[counts.gang])  # which replicas are the fastest may change with the period: bisect
+        if holds(view, counts, low_s):
+            return low_s
+        for _ in range(40):
+            middle_s = (low_s * tau_s) ** 0.5
+            low_s, tau_s = (low_s, middle_s) if holds(view, counts, middle_s) else (middle_s, tau_s)
+        return tau_s
     used = np.flatnonzero(counts.replicas)
     rates = {j: Fraction(view.rate[j]) * counts.replicas[j] for j in used}
     s = counts.gang
