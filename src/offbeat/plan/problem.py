@@ -97,3 +97,6 @@ class Problem:
     fixed_price_per_h: float = 0.0
     """What is paid whatever the plan: the reward pool."""
     spare_replicas: int = 0
+    """So many replicas, any of them, may be lost and the rest still generates what a step asks for."""
+    may_share: bool = False
+    """With bound 0: replicas may also stand on the gang's nodes, since generation and training take turns."""

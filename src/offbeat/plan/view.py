@@ -1,0 +1,303 @@
+"""A problem as its solvers see it: arrays, with what cannot matter left out and with classes that are alike merged.
+
+Order comes from figures and never from names, so that calling a class otherwise changes no answer. Merging, and leaving
+out columns and gangs that another one beats in every respect, keeps every optimum; `restore` leads back to names.
+Money is counted in whole millionths of a dollar, so that sums are exact.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.plan.problem import Gang, Offer, Problem, RolloutColumn
+from offbeat.plan.solution import Solution
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+MICRO = 1_000_000
+ROUNDING = 1e-12
+"""A column is admitted this much later than its window opens, so that exact arithmetic admits it too."""
+
+
+def micros(price: float) -> int:
+    return round(price * MICRO)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A plan in terms of a view."""
+
+    gang: int
+    replicas: tuple[int, ...]
+    """By column."""
+
+
+@dataclass(frozen=True)
+class View:
+    """K merged classes, J rollout columns, S gangs."""
+
+    problem: Problem
+    offers: tuple[tuple[str, ...], ...]
+    """Names of the classes that were merged, by merged class."""
+    columns: tuple[tuple[RolloutColumn, ...], ...]
+    """By column, the same shape on each of the classes that were merged."""
+    gangs: tuple[Gang, ...]
+    beaten: Mapping[str, str]
+    """Gangs that were left out, each with one that beats it in every respect."""
+    per_node: Ints
+    num_nodes: Ints
+    node_price: Ints
+    group: Ints
+    """The merged class of a column; ascending."""
+    accelerators: Ints
+    concurrency: Ints
+    rate: Floats
+    blocking: Floats
+    """S x J: seconds of a period in which a column does not generate; where generation waits for training, that too."""
+    opens_s: Floats
+    """S x J: the shortest period whose age window a column's tail fits."""
+    gang_nodes: Ints
+    """S x K."""
+    gang_price: Ints
+    """Of its nodes."""
+    period: Floats
+    """The shortest period of a gang, and of the reward pool."""
+
+    @property
+    def demand_tokens(self) -> float:
+        return self.problem.demand.tokens
+
+    @property
+    def is_synchronous(self) -> bool:
+        return self.problem.demand.bound == 0
+
+    @property
+    def shares_nodes(self) -> bool:
+        """Replicas may stand on the gang's nodes too, because they never work at the same time."""
+        return self.is_synchronous and self.problem.may_share
+
+    @cached_property
+    def in_flight_cap(self) -> float:
+        """Trajectories; with bound 0 those of one step, otherwise those of `bound` steps less the queue."""
+        demand = self.problem.demand
+        return demand.bound * demand.trajectories - demand.queue if demand.bound else float(demand.trajectories)
+
+    @cached_property
+    def fixed_price(self) -> int:
+        return micros(self.problem.fixed_price_per_h)
+
+    @cached_property
+    def free_nodes(self) -> Ints:
+        """S x K: what a gang leaves."""
+        return self.num_nodes - self.gang_nodes
+
+    def tokens(self, tau_s: float | Floats, gangs: slice | Ints = slice(None)) -> Floats:
+        """Gangs x J: tokens that one replica generates in a period; 0 where the age window shuts a column out."""
+        tau = np.asarray(tau_s, dtype=float)
+        tau = tau[:, None] if tau.ndim else tau
+        yielded = self.rate * np.maximum(tau - self.blocking[gangs], 0.0)
+        return np.where(self.opens_s[gangs] <= tau, yielded, 0.0)
+
+    def nodes(self, counts: Counts) -> Ints:
+        """Nodes that the replicas of a plan need beside the gang's, by merged class."""
+        used = np.bincount(self.group, self.accelerators * np.array(counts.replicas), len(self.per_node)).astype(int)
+        needed = -(-used // self.per_node)
+        return np.maximum(needed - self.gang_nodes[counts.gang], 0) if self.shares_nodes else needed
+
+    def price(self, counts: Counts) -> int:
+        return int(self.fixed_price + self.gang_price[counts.gang] + self.nodes(counts) @ self.node_price)
+
+    def in_flight(self, counts: Counts) -> int:
+        return int(self.concurrency @ np.array(counts.replicas))
+
+
+def view_of(problem: Problem) -> View:
+    """Raises ValueError where names repeat or where replicas of mixed sizes might not fit nodes that have the room."""
+    _check(problem)
+    roots = sorted({gang.root for gang in problem.gangs})
+    by_offer = {name: _efficient(_columns_of(problem, name), roots) for name in problem.offers}
+    groups = _merged(problem, by_offer, roots)
+    columns = tuple(shapes for names in groups for shapes in zip(*(by_offer[name] for name in names), strict=True))
+    gangs, beaten = _efficient_gangs(problem, groups, columns)
+    first = [problem.offers[names[0]] for names in groups]
+    blocking, opens = _windows(problem, gangs, columns)
+    reward_s = problem.demand.trajectories / problem.demand.reward_rate if problem.demand.reward_rate else 0.0
+    gang_nodes = _gang_nodes(gangs, groups)
+    node_price = np.array([micros(offer.node_price_per_h) for offer in first], dtype=np.int64)
+    return View(
+        problem=problem,
+        offers=groups,
+        columns=columns,
+        gangs=gangs,
+        beaten=beaten,
+        per_node=np.array([offer.per_node for offer in first], dtype=np.int64),
+        num_nodes=np.array([sum(problem.offers[name].num_nodes for name in names) for names in groups], dtype=np.int64),
+        node_price=node_price,
+        group=np.array([k for k, names in enumerate(groups) for _ in by_offer[names[0]]], dtype=np.int64),
+        accelerators=np.array([shapes[0].num_accelerators for shapes in columns], dtype=np.int64),
+        concurrency=np.array([shapes[0].concurrency for shapes in columns], dtype=np.int64),
+        rate=np.array([shapes[0].tokens_per_s for shapes in columns], dtype=float),
+        blocking=blocking,
+        opens_s=opens,
+        gang_nodes=gang_nodes,
+        gang_price=gang_nodes @ node_price,
+        period=np.maximum(np.array([gang.period_s for gang in gangs], dtype=float), reward_s * (1 + ROUNDING)),
+    )
+
+
+def restore(view: View, counts: Counts, tau_s: float) -> Solution:
+    """The plan by names. Replicas are laid out largest first: sizes divide one another, so none crosses a node."""
+    gang = view.gangs[counts.gang]
+    nodes, replicas = view.nodes(counts), np.array(counts.replicas)
+    rented: dict[str, int] = {}
+    placed: dict[str, int] = {}
+    for k, names in enumerate(view.offers):
+        stretches: list[tuple[int, int]] = []  # (member, nodes), in the order in which they are filled
+        if view.shares_nodes:
+            stretches += [(member, gang.nodes.get(name, 0)) for member, name in enumerate(names)]
+        left = int(nodes[k])
+        for member, name in enumerate(names):
+            num = min(left, view.problem.offers[name].num_nodes - gang.nodes.get(name, 0))
+            stretches.append((member, num))
+            left -= num
+            if num:
+                rented[name] = num
+        assert left == 0, f"{left} nodes of {names} are promised that no one offers"
+        of_class = sorted(np.flatnonzero(view.group == k), key=lambda j: -view.accelerators[j])
+        ends = np.cumsum([0, *(view.accelerators[j] * replicas[j] for j in of_class)])
+        start = 0
+        for member, num in stretches:
+            end = start + num * int(view.per_node[k])
+            for j, low, high in zip(of_class, ends, ends[1:], strict=False):
+                count = max(0, min(end, high) - max(start, low)) // int(view.accelerators[j])
+                if count:
+                    name = view.columns[j][member].name
+                    placed[name] = placed.get(name, 0) + int(count)
+            start = end
+    return Solution(tau_s, gang.name, placed, rented)
+
+
+def _check(problem: Problem) -> None:
+    for kind, names in (
+        ("rollout column", [column.name for column in problem.rollout]),
+        ("gang", [gang.name for gang in problem.gangs]),
+    ):
+        if len(set(names)) < len(names):
+            raise ValueError(f"two {kind}s are called {max(names, key=names.count)!r}")
+    for name, offer in problem.offers.items():
+        sizes = sorted({column.num_accelerators for column in problem.rollout if column.offer == name})
+        for small, large in zip(sizes, [*sizes[1:], offer.per_node], strict=True):
+            if large % small:
+                raise ValueError(
+                    f"{name}: {small} accelerators a replica do not divide {large}, so nodes would be torn"
+                )
+
+
+def _columns_of(problem: Problem, offer: str) -> list[RolloutColumn]:
+    return [column for column in problem.rollout if column.offer == offer]
+
+
+def _figures(column: RolloutColumn, roots: Sequence[str]) -> tuple[float, ...]:
+    """All that an answer can depend on; those of replicas whose figures are equal are interchangeable."""
+    blocking = (column.blocking_s[root] for root in roots)
+    return (column.num_accelerators, column.concurrency, column.tokens_per_s, column.token_s, *blocking)
+
+
+def _efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[RolloutColumn]:
+    """Those that no other beats per accelerator in every respect, in the order of their figures.
+
+    What replaces a replica must fit its place, so its size has to divide the other's.
+    """
+    columns = sorted(columns, key=lambda column: (*_figures(column, roots), column.name))
+    columns = [c for c, before in zip(columns, [None, *columns], strict=False) if not _same(c, before, roots)]
+    if not columns:
+        return columns
+    size = np.array([column.num_accelerators for column in columns])
+    worse = [np.array([column.concurrency for column in columns]) / size]
+    worse += [-np.array([column.tokens_per_s for column in columns]) / size]
+    worse += [np.array([column.token_s for column in columns])]
+    worse += [np.array([column.blocking_s[root] for column in columns]) for root in roots]
+    beats = size[None, :] % size[:, None] == 0
+    for figure in worse:
+        beats &= figure[:, None] <= figure[None, :]
+    order = np.arange(len(columns))
+    beats &= ~beats.T | (order[:, None] < order[None, :])  # of two that are equal the first stays
+    np.fill_diagonal(beats, False)
+    return [column for column, is_beaten in zip(columns, beats.any(axis=0), strict=True) if not is_beaten]
+
+
+def _same(column: RolloutColumn, other: RolloutColumn | None, roots: Sequence[str]) -> bool:
+    return other is not None and _figures(column, roots) == _figures(other, roots)
+
+
+def _merged(
+    problem: Problem, by_offer: dict[str, list[RolloutColumn]], roots: Sequence[str]
+) -> tuple[tuple[str, ...], ...]:
+    alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for name, offer in sorted(problem.offers.items()):
+        figures = tuple(_figures(column, roots) for column in by_offer[name])
+        alike[(offer.per_node, micros(offer.node_price_per_h), figures)].append(name)
+
+    def order(names: list[str]) -> tuple[object, ...]:
+        first: Offer = problem.offers[names[0]]
+        shapes = [(*_figures(column, ()), *sorted(column.blocking_s.values())) for column in by_offer[names[0]]]
+        return (first.node_price_per_h, first.per_node, sum(problem.offers[name].num_nodes for name in names), shapes)
+
+    return tuple(tuple(names) for names in sorted(alike.values(), key=order))
+
+
+def _gang_nodes(gangs: Sequence[Gang], groups: Sequence[Sequence[str]]) -> Ints:
+    nodes = [[sum(gang.nodes.get(name, 0) for name in names) for names in groups] for gang in gangs]
+    return np.array(nodes, dtype=np.int64).reshape(len(gangs), len(groups))
+
+
+def _windows(
+    problem: Problem, gangs: Sequence[Gang], columns: Sequence[Sequence[RolloutColumn]]
+) -> tuple[Floats, Floats]:
+    """Per gang and column: seconds of a period without generation, and the shortest period that the tail fits."""
+    demand = problem.demand
+    shape = (len(gangs), len(columns))
+    lost = {gang.root: [shapes[0].blocking_s[gang.root] for shapes in columns] for gang in gangs}
+    blocking = np.array([lost[gang.root] for gang in gangs], dtype=float).reshape(shape)
+    tail_s = demand.tail_tokens * np.array([shapes[0].token_s for shapes in columns], dtype=float)
+    if demand.bound == 0:
+        blocking = blocking + np.array([gang.period_s + demand.lag_s for gang in gangs])[:, None]
+        return blocking, (blocking + tail_s) * (1 + ROUNDING) if demand.tail_tokens else np.zeros(shape)
+    if not demand.tail_tokens:
+        return blocking, np.zeros(shape)
+    periods = demand.bound - demand.age_guard
+    opens = (tail_s + demand.lag_s) / periods * (1 + ROUNDING) if periods > 0 else np.full(len(columns), np.inf)
+    return blocking, np.broadcast_to(opens, shape)
+
+
+def _efficient_gangs(
+    problem: Problem, groups: Sequence[Sequence[str]], columns: Sequence[Sequence[RolloutColumn]]
+) -> tuple[tuple[Gang, ...], dict[str, str]]:
+    """Those that fit the offers and that no other beats in nodes, period and what its publishing costs; and by whom the
+    others are beaten."""
+    fitting = [
+        gang
+        for gang in problem.gangs
+        if all(
+            num <= (problem.offers[name].num_nodes if name in problem.offers else 0) for name, num in gang.nodes.items()
+        )
+    ]
+    lost = {gang.root: np.array([shapes[0].blocking_s[gang.root] for shapes in columns]) for gang in fitting}
+    nodes = _gang_nodes(fitting, groups)
+    keys = [(gang.period_s, *row, *sorted(lost[gang.root])) for gang, row in zip(fitting, nodes, strict=True)]
+    kept: list[int] = []
+    beaten: dict[str, str] = {}
+    for s in sorted(range(len(fitting)), key=lambda s: (*keys[s], fitting[s].name)):
+        rivals = [t for t in kept if (nodes[t] <= nodes[s]).all()]  # none of them is slower
+        better = next((t for t in rivals if (lost[fitting[t].root] <= lost[fitting[s].root]).all()), None)
+        if better is None:
+            kept.append(s)
+        else:
+            beaten[fitting[s].name] = fitting[better].name
+    return tuple(fitting[s] for s in kept), beaten

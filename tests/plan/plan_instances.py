@@ -1,0 +1,95 @@
+"""Problems that are small enough to be solved by counting, and the counting."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from fractions import Fraction
+
+from offbeat.plan.problem import Demand, Gang, Offer, Problem, RolloutColumn
+
+
+def golden(**demand) -> Problem:
+    """Two classes, answers by hand: see test_plan_search."""
+    offers = {"A": Offer("A", 2, 4, 16.0), "B": Offer("B", 3, 4, 4.0)}
+    blocking = {"A": 2.0, "B": 2.0}
+    rollout = tuple(
+        RolloutColumn(f"on {name}", name, 1, 1, 16, rate, 0.01, blocking)
+        for name, rate in (("A", 1000.0), ("B", 400.0))
+    )
+    sizes = (("A", 1, 60.0), ("A", 2, 34.0), ("B", 2, 110.0), ("B", 3, 80.0))
+    gangs = tuple(Gang(f"{name} x {num}", {name: num}, name, step_s, 0.0) for name, num, step_s in sizes)
+    return Problem(offers, rollout, gangs, Demand(64, 120_000.0, **({"bound": 2} | demand)))
+
+
+def drawn(seed: int, num_classes: int = 2, max_nodes: int = 3) -> Problem:
+    """At random: one or two shapes a class, gangs of one and of two classes, blocking by pair."""
+    rng = random.Random(seed)
+    names = [f"c{index}" for index in range(num_classes)]
+    offers = {name: Offer(name, rng.randint(1, max_nodes), 2, float(rng.randint(1, 9))) for name in names}
+    rollout = []
+    for name in names:
+        for size in rng.choice([(1,), (2,), (1, 2)]):
+            blocking = {root: float(rng.randint(0, 6)) for root in names}
+            rate = size * rng.uniform(50, 150)
+            rollout.append(
+                RolloutColumn(f"{name} u{size}", name, size, size, rng.choice([4, 8, 12]), rate, 0.01, blocking)
+            )
+    gangs = []
+    for name in names:
+        num = rng.randint(1, 2)
+        gangs.append(Gang(f"{name} x {num}", {name: num}, name, rng.uniform(5, 40), rng.choice([0.0, 1.0])))
+    if num_classes > 1:
+        gangs.append(Gang("both", {names[0]: 1, names[1]: 1}, names[0], rng.uniform(4, 30), 0.0))
+    demand = Demand(
+        16,
+        5_000.0,
+        rng.choice([0, 1, 2, 3]),
+        tail_tokens=rng.choice([0.0, 1_000.0]),
+        reward_rate=rng.choice([None, 2.0]),
+    )
+    return Problem(offers, tuple(rollout), tuple(gangs), demand, spare_replicas=rng.choice([0, 0, 1]))
+
+
+def plans(problem: Problem):
+    """Every gang with every choice of replicas that fits nodes: (gang, counts by column, price)."""
+    for gang in problem.gangs:
+        free = {name: offer.num_nodes - gang.nodes.get(name, 0) for name, offer in problem.offers.items()}
+        if min(free.values()) < 0:
+            continue
+        most = [free[c.offer] * problem.offers[c.offer].per_node // c.num_accelerators for c in problem.rollout]
+        for counts in itertools.product(*(range(num + 1) for num in most)):
+            nodes = {}
+            for name, offer in problem.offers.items():
+                used = sum(
+                    n * c.num_accelerators for c, n in zip(problem.rollout, counts, strict=True) if c.offer == name
+                )
+                nodes[name] = -(-used // offer.per_node)
+            if all(nodes[name] <= free[name] for name in nodes):
+                total = {name: nodes[name] + gang.nodes.get(name, 0) for name in nodes}
+                yield gang, counts, sum(num * problem.offers[name].node_price_per_h for name, num in total.items())
+
+
+def is_plan(problem: Problem, gang: Gang, counts, tau_s: float) -> bool:
+    demand, tau = problem.demand, Fraction(tau_s)
+    cap = demand.bound * demand.trajectories - demand.queue if demand.bound else demand.trajectories
+    if gang.period_s > tau_s or sum(n * c.concurrency for c, n in zip(problem.rollout, counts, strict=True)) > cap:
+        return False
+    if demand.reward_rate and demand.trajectories > demand.reward_rate * tau:
+        return False
+    yields = []
+    for column, num in zip(problem.rollout, counts, strict=True):
+        left = tau - Fraction(column.blocking_s[gang.root])
+        left -= 0 if demand.bound else Fraction(gang.period_s) + Fraction(demand.lag_s)
+        window = (
+            left if not demand.bound else (demand.bound - Fraction(demand.age_guard)) * tau - Fraction(demand.lag_s)
+        )
+        if num and demand.tail_tokens and Fraction(demand.tail_tokens) * Fraction(column.token_s) > window:
+            return False
+        yields += [Fraction(column.tokens_per_s) * max(left, 0)] * num
+    return sum(sorted(yields)[: max(0, len(yields) - problem.spare_replicas)]) >= demand.tokens
+
+
+def least_price(problem: Problem, tau_s: float) -> float | None:
+    """By counting."""
+    return min((price for gang, counts, price in plans(problem) if is_plan(problem, gang, counts, tau_s)), default=None)
