@@ -2,7 +2,8 @@
 
 A node has two ports, one towards its class and one towards all others: what it sends to several nodes shares the port
 (a slow hop leaves its rest to the others), and where the link between two classes is shared, all that crosses shares
-it. So a version crosses a slow link once, and is spread by those that have it. The rate at a receiver is the least on its way; receivers pass chunks on as they come.
+it. So a version crosses a slow link once, and is spread by those that have it. The rate at a receiver is the least on
+its way; receivers pass chunks on as they come.
 
 Between alike nodes the tree is built class by class: the way with the widest narrowest link between classes (Prim),
 then a fan-out inside each class, as wide as the arriving rate leaves room for. Between measured nodes it is built node
