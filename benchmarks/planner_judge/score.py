@@ -3,13 +3,16 @@
 The trainer takes a batch when one is ready, trains it, publishes a version. Replicas generate all the while, except
 when they change versions or a whole batch lies ready: more would only grow old. Running and ready trajectories and the
 batch in training together never exceed the bound plus one batches; where a plan wants more in flight, slots stay empty.
-Tokens that are older than the bound when they would be trained do not count.
+
+The bound may be kept in two ways, and both are told. *Paced*: steps follow one another no faster than an answer of the
+tail's length, begun at a version, can be trained within the bound; only what is longer is carried on. *Masked*: steps
+go as fast as they can, and tokens that are older than the bound when they would be trained do not count.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from benchmarks.planner_judge import decode, train
@@ -24,13 +27,18 @@ NUM_WARM = 15
 SLICES = 64
 """Of a period, so that the flow follows what fills up."""
 NUM_QUANTILES = 64
+HALF = 0.5
+"""Of a version, lost on average because an answer begins somewhere within a version's life."""
 
 
 @dataclass(frozen=True)
 class Score:
     tokens_per_s: float
-    """Generated and trained."""
+    """Generated and trained, steps being paced so that answers of the tail's length keep the bound."""
+    masked_tokens_per_s: float
+    """The same where nothing is paced and tokens that are too old are left out."""
     period_s: float
+    """Without pacing."""
     train_s: float
     masked_share: float
     """Of tokens, those too old to train on."""
@@ -52,11 +60,23 @@ def score(inventory: Inventory, workload: Workload, plan: Plan, figures: Figures
     train_s = train.step_s(inventory, workload, plan.gang, figures)
     pools = [_pool(inventory, workload, plan, one, figures) for one in plan.replicas if one.count]
     if _flow(workload, pools, [1.0] * len(pools), figures) <= 0:
-        return Score(0.0, math.inf, train_s, 0.0)
+        return Score(0.0, 0.0, math.inf, train_s, 0.0)
     period_s, mean_ready = _simulate(workload, pools, train_s + publish_s, figures)
     masked = _masked_share(workload, pools, period_s, mean_ready, figures)
     tokens = workload.trajectories_per_step * workload.answer.mean
-    return Score(tokens * (1 - masked) / period_s, period_s, train_s, masked)
+    paced_s = max(period_s, _tail_s(inventory, workload, plan, pools, figures) / (workload.bound - HALF))
+    return Score(tokens / paced_s, tokens * (1 - masked) / period_s, period_s, train_s, masked)
+
+
+def _tail_s(inventory: Inventory, workload: Workload, plan: Plan, pools: list[_Pool], figures: Figures) -> float:
+    """From a version's publication until an answer of the tail's length is there, in the slowest pool."""
+    lag_s = update_s(inventory, workload, replace(plan, copies=1.0)) if plan.sync is Sync.RELAY else 0.0
+    return lag_s + max(workload.answer.tail * _token_s(workload, pool, figures) for pool in pools if pool.slots)
+
+
+def _token_s(workload: Workload, pool: _Pool, figures: Figures) -> float:
+    """Between two tokens of a trajectory while the replica generates."""
+    return decode.step_s(pool.card, workload, pool.tp, pool.slots, figures)
 
 
 def update_s(inventory: Inventory, workload: Workload, plan: Plan) -> float:

@@ -2,9 +2,10 @@
 
 *literal*: as printed. The answer is the last bisection that was looked at; eq. 2 is solved by filling each class with
 the shape of most tokens a second per card, without a thought for what may be in flight.
-*charitable*: the best bisection seen, both ways round, and eq. 2 solved exactly under the bound on what is in flight.
+*charitable*: the best bisection seen, both ways round, and eq. 2 with what the paper leaves out: how much is in flight
+is chosen as well as any one cap per card allows, under the bound and for the time that the longest answers need.
 *evident*: what the paper evidently ran: classes with more FLOPS per byte of memory bandwidth train, the others roll
-out (of several classes the best such cut).
+out (of several classes the best such cut), with eq. 2 as in the charitable reading.
 
 The same for all: training search = the fastest gang of the problem that fits into the training nodes; no averaging
 window (a steady state); reward 0; the update is some copies of the weights over the slowest link between gang and
@@ -118,7 +119,7 @@ class Hex:
         room = self.problem.demand.bound * self.problem.demand.trajectories
         plans = [plan for plan in (self._filled(nodes, cap) for cap in caps) if plan]
         fitting = [plan for plan in plans if self._in_flight(plan) <= room] or plans[:1]
-        return max(fitting, key=self._rate, default={})
+        return min(fitting, key=self._paced_s, default={})
 
     def _filled(self, nodes: Mapping[str, int], cap: float) -> dict[str, int]:
         """Each class full of the shape that gives most per card with at most `cap` in flight a card."""
@@ -147,6 +148,12 @@ class Hex:
         links = [self.inventory.link(near, columns[name].offer).bytes_per_s for near in gang.nodes for name in replicas]
         update_s = self.copies * weight_bytes(self.workload.model) / min(links)
         return (self.problem.demand.tokens + stopped) / rate + update_s
+
+    def _paced_s(self, replicas: Mapping[str, int]) -> float:
+        """A batch at the common rate, or, where that is longer, what answers of the tail's length need for the bound."""
+        demand, columns = self.problem.demand, self._columns
+        tail_s = demand.tail_tokens * max(columns[name].token_s for name in replicas) + demand.lag_s
+        return max(demand.tokens / self._rate(replicas), tail_s / (demand.bound - demand.age_guard))
 
     @property
     def _columns(self) -> dict[str, RolloutColumn]:
