@@ -150,7 +150,7 @@ class Hex:
         return (self.problem.demand.tokens + stopped) / rate + update_s
 
     def _paced_s(self, replicas: Mapping[str, int]) -> float:
-        """A batch at the common rate, or, where that is longer, what answers of the tail's length need for the bound."""
+        """A batch at the common rate, or what answers of the tail's length need for the bound, where that is longer."""
         demand, columns = self.problem.demand, self._columns
         tail_s = demand.tail_tokens * max(columns[name].token_s for name in replicas) + demand.lag_s
         return max(demand.tokens / self._rate(replicas), tail_s / (demand.bound - demand.age_guard))

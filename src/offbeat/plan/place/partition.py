@@ -40,7 +40,7 @@ def _in_order(
     members: Mapping[str, list[str]], training: Mapping[str, int], rollout: Mapping[str, int]
 ) -> dict[str, str]:
     """The first nodes of a class train, the next roll out."""
-    side_of = {}
+    side_of: dict[str, str] = {}
     for offer, names in members.items():
         first, then = training.get(offer, 0), rollout.get(offer, 0)
         assert first + then <= len(names), f"{first} + {then} of {len(names)} nodes of {offer}"

@@ -178,7 +178,8 @@ def _by_class(
     for name in receivers:
         members.setdefault(fabric.nodes[name].offer, []).append(name)
     home = fabric.nodes[root].offer
-    feeder, arriving, parents = {home: root}, {home: math.inf}, {}
+    feeder, arriving = {home: root}, {home: math.inf}
+    parents: dict[str, str] = {}
     while missing := members.keys() - feeder.keys():
         ways = []
         for near in feeder:
