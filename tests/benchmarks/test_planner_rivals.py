@@ -58,6 +58,14 @@ def test_eq_3_sends_h20_to_training_because_of_its_nvlink():
     assert training["h20"] > 0
 
 
+def test_eq_3_by_hand():
+    found = bisections(paper(1, 1))
+    value = dict(zip(map(tuple, found.training.tolist()), found.value, strict=True))
+    total = 28 * 200e9 + 28 * 450e9 + 64 * 1.5e9
+    assert value[1, 0] == pytest.approx(28 * 200e9 / total + 4 / 6)
+    assert value[0, 1] == pytest.approx(28 * 450e9 / total + 2 / 6)
+
+
 def test_the_whole_of_flops_is_the_whole_cluster():
     assert bisections(paper(2, 3)).at(1.0) == {"h800": 2, "h20": 3}
 
