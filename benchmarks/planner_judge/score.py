@@ -12,7 +12,7 @@ go as fast as they can, and tokens that are older than the bound when they would
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import NormalDist
 
 from benchmarks.planner_judge import decode, train
@@ -70,8 +70,21 @@ def score(inventory: Inventory, workload: Workload, plan: Plan, figures: Figures
 
 def _tail_s(inventory: Inventory, workload: Workload, plan: Plan, pools: list[_Pool], figures: Figures) -> float:
     """From a version's publication until an answer of the tail's length is there, in the slowest pool."""
-    lag_s = update_s(inventory, workload, replace(plan, copies=1.0)) if plan.sync is Sync.RELAY else 0.0
+    lag_s = weight_bytes(workload.model) / _relay_bytes_per_s(inventory, plan) if plan.sync is Sync.RELAY else 0.0
     return lag_s + max(workload.answer.tail * _token_s(workload, pool, figures) for pool in pools if pool.slots)
+
+
+def _relay_bytes_per_s(inventory: Inventory, plan: Plan) -> float:
+    """The narrowest link on the widest way from the gang over the plan's classes to the last of them."""
+    reached = set(plan.gang.nodes)
+    missing = {one.offer for one in plan.replicas if one.count} - reached
+    rates = [inventory.link(name, name).bytes_per_s for name in reached]
+    while missing:
+        rate, name = max((inventory.link(near, far).bytes_per_s, far) for near in reached for far in missing)
+        rates.append(rate)
+        reached.add(name)
+        missing.remove(name)
+    return min(rates)
 
 
 def _token_s(workload: Workload, pool: _Pool, figures: Figures) -> float:
