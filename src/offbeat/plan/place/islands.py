@@ -1,0 +1,136 @@
+"""How groups of cards lie on nodes: tensor-parallel groups stay whole, rings follow the links.
+
+Duty: from a gang's or a pool's shape to (node, cards). An *island* is what one fast link joins: a node, or a part of
+it. Tensor parallelism speaks twice a layer, so its groups never leave an island; pipeline stages speak least, so they
+are what crosses classes; the gradient rings of a stage go over neighbouring nodes.
+
+Packing is first fit, largest first. With sizes that are powers of two and islands that they divide, a size that is
+placed later divides every hole that is left, so no card is lost to a hole: what fits by count is packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from offbeat.errors import UserError
+from offbeat.plan.place.nodes import Fabric, Node
+from offbeat.plan.problem import Gang
+
+
+@dataclass(frozen=True)
+class Group:
+    """Neighbouring cards of one node."""
+
+    node: str
+    first: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A rollout replica on its cards."""
+
+    column: str
+    group: Group
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A gang on its cards."""
+
+    stages: tuple[tuple[Group, ...], ...]
+    """By pipeline stage: the tensor-parallel groups of its data-parallel ring, in ring order."""
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(group for stage in self.stages for group in stage)
+
+
+def pack(
+    sizes: Mapping[str, int], counts: Mapping[str, int], nodes: Sequence[Node], island: int | None = None
+) -> tuple[Placed, ...] | None:
+    """Each replica on one island; `sizes` and `counts` are by column. None where first fit finds no room."""
+    islands = [
+        (node.name, first, min(island or node.per_node, node.per_node - first))
+        for node in nodes
+        for first in range(0, node.per_node, island or node.per_node)
+    ]
+    used = [0] * len(islands)
+    placed = []
+    for column in sorted(counts, key=lambda name: (-sizes[name], name)):
+        size, at = sizes[column], 0
+        for _ in range(counts[column]):
+            while at < len(islands) and used[at] + size > islands[at][2]:
+                at += 1  # an island without room for one replica of this size has none for the next
+            if at == len(islands):
+                return None
+            node, first, _ = islands[at]
+            placed.append(Placed(column, Group(node, first + used[at], size)))
+            used[at] += size
+    return tuple(placed)
+
+
+def ring_order(fabric: Fabric, names: Sequence[str]) -> tuple[str, ...]:
+    """Nodes so that neighbours are near: class by class, then always on to the node with the fastest link."""
+    if len(names) < 3:
+        return tuple(names)
+    left = sorted(names, key=lambda name: (fabric.nodes[name].zone, fabric.nodes[name].offer, _number(name)))
+    if fabric.is_alike:
+        return tuple(left)
+    rings = []
+    for start in left:
+        ring, rest = [start], [name for name in left if name != start]
+        while rest:
+            here = fabric.nodes[ring[-1]]
+            following = max(rest, key=lambda name: (fabric.nodes[name].offer == here.offer, _rate(fabric, ring, name)))
+            ring.append(following)
+            rest.remove(following)
+        rings.append(tuple(ring))
+    return max(rings, key=lambda ring: ring_bytes_per_s(fabric, ring))
+
+
+def ring_bytes_per_s(fabric: Fabric, ring: Sequence[str]) -> float:
+    """The slowest link of a ring: what a ring's all-reduce goes by. Infinite where it never leaves a node."""
+    if len(ring) < 2:
+        return float("inf")
+    return min(fabric.bytes_per_s(one, other) for one, other in zip(ring, [*ring[1:], ring[0]], strict=True))
+
+
+def lay_gang(fabric: Fabric, gang: Gang, names: Sequence[str]) -> Layout:
+    """A gang's groups on its nodes: by class, and within a class stage by stage, so that a stage's ring is short.
+
+    Where data parallelism crosses classes each class holds whole pipelines; otherwise each holds whole stages.
+    """
+    groups: dict[str, list[Group]] = {}
+    for name in ring_order(fabric, names):
+        node = fabric.nodes[name]
+        if node.per_node % gang.tp:
+            raise UserError(f"gang {gang.name}: tp {gang.tp} does not divide the {node.per_node} cards of {name}")
+        firsts = range(0, node.per_node, gang.tp)
+        groups.setdefault(node.offer, []).extend(Group(name, first, gang.tp) for first in firsts)
+    num_groups = sum(map(len, groups.values()))
+    if num_groups != gang.pp * gang.dp:
+        raise UserError(
+            f"gang {gang.name}: pp {gang.pp} x dp {gang.dp} needs {gang.pp * gang.dp} groups of {gang.tp} cards, "
+            f"its nodes hold {num_groups}"
+        )
+    if not gang.batch_shares:
+        row = [group for of_class in groups.values() for group in of_class]
+        return Layout(tuple(tuple(row[i * gang.dp : (i + 1) * gang.dp]) for i in range(gang.pp)))
+    stages: list[list[Group]] = [[] for _ in range(gang.pp)]
+    for offer, of_class in groups.items():
+        num_pipelines, rest = divmod(len(of_class), gang.pp)
+        if rest:
+            raise UserError(f"gang {gang.name}: {len(of_class)} groups of {offer} are no whole pipelines of {gang.pp}")
+        for i, stage in enumerate(stages):
+            stage += of_class[i * num_pipelines : (i + 1) * num_pipelines]
+    return Layout(tuple(map(tuple, stages)))
+
+
+def _rate(fabric: Fabric, ring: Sequence[str], name: str) -> float:
+    return fabric.bytes_per_s(ring[-1], name)
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])

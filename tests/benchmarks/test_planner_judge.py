@@ -1,0 +1,127 @@
+"""The judge's arithmetic by hand, and its simulation where the answer is plain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.planner_judge import decode, train
+from benchmarks.planner_judge.plan import Card, Figures, Gang, Plan, Replicas, Sync
+from benchmarks.planner_judge.score import quantiles, score, update_s
+from benchmarks.planner_judge.shape import all_parameters, kv_bytes, touched_parameters, weight_bytes
+from offbeat.plan.hardware import Accelerator, Inventory, Link, MachineClass
+from offbeat.plan.workload import KvPolicy, Lengths, ModelShape, Workload
+
+QWEN_7B = ModelShape("7b", 28, 3584, 28, 4, 128, 18_944, 152_064)
+QWEN_14B = ModelShape("14b", 48, 5120, 40, 8, 128, 13_824, 152_064)
+MOE = ModelShape("30b-a3b", 48, 2048, 32, 4, 128, 768, 151_936, num_experts=128, experts_per_token=8)
+H800 = Accelerator("H800", 756e12, 80e9, 2e12, 200e9, 64e9)
+H20 = Accelerator("H20", 148e12, 96e9, 4e12, 450e9, 64e9)
+FIXED = Lengths(4000, 4000**2, 4000, 0, 4000)
+NO_PROMPT = Lengths(1e-9, 1e-18, 0, 0, 0)
+CLUSTER = Inventory(
+    {"h800": MachineClass("h800", H800, 8, 2, 5.28), "h20": MachineClass("h20", H20, 8, 6, 1.85)},
+    {
+        frozenset(["h800"]): Link(5e9),
+        frozenset(["h20"]): Link(5e9),
+        frozenset(["h800", "h20"]): Link(1.5e9),
+    },
+)
+WORK = Workload(QWEN_7B, 32, 16, NO_PROMPT, FIXED, bound=4, kv=KvPolicy.STALE)
+PLAN = Plan(Gang({"h800": 1}, 1, 1, 8), (Replicas("h20", 1, 64, 48),))
+
+
+def test_sizes_of_published_models_come_out():
+    assert all_parameters(QWEN_7B) == pytest.approx(7.616e9, rel=1e-3)
+    assert all_parameters(QWEN_14B) == pytest.approx(14.770e9, rel=1e-3)
+    assert kv_bytes(QWEN_14B) == 196_608
+    assert all_parameters(MOE) == pytest.approx(30.5e9, rel=0.01)
+    assert touched_parameters(MOE, 1) < touched_parameters(MOE, 8) < touched_parameters(MOE, 64)
+
+
+def test_a_decode_step_by_hand():
+    figures = Figures(cards={"H20": Card(1, 1, 1, 1, 1)}, network=1, step_overhead_s=1e-3)
+    multiplied = 28 * (3584 * 128 * 36 + 28 * 128 * 3584 + 3 * 3584 * 18_944) + 152_064 * 3584
+    few = 2 * multiplied / 4e12 + 8 * 2000 * 57_344 / 4e12 + 1e-3
+    assert decode.step_s(H20, WORK, 1, 8, figures) == pytest.approx(few)
+    many = 2 * multiplied * 100 / 148e12 + 100 * 2000 * 57_344 / 4e12 + 1e-3  # above 37 rows compute is the longer
+    assert decode.step_s(H20, WORK, 1, 100, figures) == pytest.approx(many)
+    talk = 2 * 28 * (2 * 0.5 * 2 * 8 * 3584 / 450e9 + 9e-6)
+    assert decode.step_s(H20, WORK, 2, 8, figures) == pytest.approx((few - 1e-3) / 2 + talk + 1e-3)
+
+
+def test_computing_keys_and_values_again_takes_what_the_page_says():
+    work = replace(WORK, prompt=Lengths(2000, 2000**2, 2000, 0, 2000), kv=KvPolicy.REFILL)  # 4k of context
+    assert decode.refill_s(H20, work, 1, 128, Figures()) == pytest.approx(80, rel=0.12)
+    assert decode.refill_s(H800, work, 1, 128, Figures()) == pytest.approx(16, rel=0.12)
+    assert decode.refill_s(H20, WORK, 1, 128, Figures()) == 0
+
+
+def test_a_training_step_by_hand():
+    gang = Gang({"h800": 1}, 1, 1, 8, zero=3)
+    tokens = 512 * 4000
+    multiplied = 28 * (3584 * 128 * 36 + 28 * 128 * 3584 + 3 * 3584 * 18_944) + 152_064 * 3584
+    flops = 8 * multiplied * tokens + 4 * 2 * 28 * 28 * 128 * 512 * 4000**2
+    gradients_s = 2 * all_parameters(QWEN_7B) * 2 * 7 / 8 / (200e9 * 0.7) * 0.5
+    assert not train.must_recompute(CLUSTER, WORK, gang, Figures())
+    assert train.step_s(CLUSTER, WORK, gang, Figures()) == pytest.approx(flops / (8 * 756e12 * 0.4) + gradients_s)
+
+
+def test_classes_that_share_a_batch_by_speed_are_as_fast_as_both():
+    speeds = {"h800": 8 * 756, "h20": 8 * 148}
+    shares = {name: speed / sum(speeds.values()) for name, speed in speeds.items()}
+    both = train.compute_s(CLUSTER, WORK, Gang({"h800": 1, "h20": 1}, 1, 1, 16, batch_shares=shares), Figures())
+    alone = train.compute_s(CLUSTER, WORK, Gang({"h800": 1}, 1, 1, 8), Figures())
+    assert both == pytest.approx(alone * 756 / 904)
+
+
+def test_generation_that_is_too_slow_sets_the_period():
+    result = score(CLUSTER, WORK, replace(PLAN, replicas=(Replicas("h20", 1, 32, 2),)))
+    rate = 2 * decode.tokens_per_s(H20, WORK, 1, 32 * 0.9, Figures())
+    assert result.tokens_per_s == pytest.approx(rate, rel=0.01)
+    assert result.period_s > 2 * result.train_s
+
+
+def test_a_trainer_that_is_too_slow_sets_the_period():
+    result = score(CLUSTER, WORK, replace(PLAN, gang=Gang({"h20": 1}, 1, 1, 8)))
+    assert result.period_s == pytest.approx(result.train_s + weight_bytes(QWEN_7B) / (8 * 64e9), rel=1e-3)
+
+
+def test_blocking_sync_is_added_to_every_step():
+    blocking = replace(PLAN, sync=Sync.BLOCKING, copies=5)
+    assert update_s(CLUSTER, WORK, blocking) == pytest.approx(5 * 15.23 / 1.5, rel=1e-3)
+    with_relay, with_copies = score(CLUSTER, WORK, PLAN), score(CLUSTER, WORK, blocking)
+    assert with_copies.period_s >= with_relay.period_s + 0.9 * update_s(CLUSTER, WORK, blocking)
+
+
+def test_slots_beyond_the_bound_stay_empty():
+    tight = replace(WORK, bound=1)
+    more = score(CLUSTER, tight, replace(PLAN, replicas=(Replicas("h20", 1, 64, 48),)))
+    loose = score(CLUSTER, WORK, replace(PLAN, replicas=(Replicas("h20", 1, 64, 48),)))
+    assert more.tokens_per_s < loose.tokens_per_s
+
+
+def test_steps_are_paced_so_that_the_tail_keeps_the_bound():
+    many = replace(PLAN, gang=Gang({"h800": 2}, 1, 1, 16), replicas=(Replicas("h20", 1, 40, 48),))
+    long = replace(WORK, bound=2, answer=replace(FIXED, tail=16_000, tail_share=0.05))
+    result, token_s = score(CLUSTER, long, many), decode.step_s(H20, long, 1, 36, Figures())
+    lag_s = weight_bytes(QWEN_7B) / 1.5e9
+    assert 512 * 4000 / result.tokens_per_s == pytest.approx((16_000 * token_s + lag_s) / 1.5)
+    assert result.masked_tokens_per_s > result.tokens_per_s
+
+
+def test_weights_that_do_not_fit_make_nothing():
+    small = replace(CLUSTER, classes={**CLUSTER.classes, "h20": replace(
+        CLUSTER.classes["h20"], accelerator=replace(H20, memory_bytes=12e9))})  # fmt: skip
+    assert score(small, WORK, PLAN).tokens_per_s == 0
+
+
+def test_a_plan_gets_the_same_score_twice():
+    assert score(CLUSTER, WORK, PLAN) == score(CLUSTER, WORK, PLAN)
+
+
+def test_lengths_have_the_mean_that_was_told():
+    drawn = quantiles(Lengths(5000, 1.6 * 5000**2, 12_000, 0.05, 27_648))
+    assert sum(drawn) / len(drawn) == pytest.approx(5000, rel=0.03)
+    assert quantiles(FIXED) == [4000]
