@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from offbeat.plan.cost.constants import Constants, Figures, Source
-from offbeat.plan.cost.sizes import weight_bytes
 from offbeat.plan.cost.sync import copies_s
 from offbeat.plan.cost.training import compute_s
 from offbeat.plan.hardware import Accelerator, Inventory, Link, MachineClass
 from offbeat.plan.rollout import class_columns
+from offbeat.plan.shapes import weight_bytes
 from offbeat.plan.workload import KvPolicy, Lengths, ModelShape, Workload
 
 PER_NODE = 8

@@ -19,8 +19,9 @@ from scipy.optimize import nnls
 from offbeat.errors import UserError
 from offbeat.plan.cost.constants import Constants, HeldOut, Source
 from offbeat.plan.cost.prefill import prefill_flop
-from offbeat.plan.cost.sizes import active_parameters, kv_bytes_per_token, touched_parameters
+from offbeat.plan.cost.sizes import touched_parameters
 from offbeat.plan.hardware import Accelerator
+from offbeat.plan.shapes import active_matmul_parameters, kv_bytes_per_token
 from offbeat.plan.workload import ModelShape
 from offbeat.spelling import suggest
 
@@ -134,7 +135,7 @@ def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
         table = []
         for one in rows:
             read_s = touched_parameters(model, one.rows) * model.bytes_per_weight / (one.tp * card.memory_bytes_per_s)
-            compute_s = 2 * active_parameters(model) * one.rows / (one.tp * card.flops)
+            compute_s = 2 * active_matmul_parameters(model) * one.rows / (one.tp * card.flops)
             kv_bytes = one.rows * one.context * kv_bytes_per_token(model) / min(one.tp, model.num_kv_heads)
             table.append((1.0, max(compute_s / ridge, read_s), kv_bytes / card.memory_bytes_per_s))
         return np.array(table)
@@ -174,7 +175,8 @@ def _fit_train(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     def terms(rows: Rows, _: float) -> np.ndarray:
         attention = 2 * model.num_layers * model.num_heads * model.head_dim
         flop = [
-            (3 + one.num_forwards) * (2 * active_parameters(model) * one.tokens + attention * one.sum_square_tokens)
+            (3 + one.num_forwards)
+            * (2 * active_matmul_parameters(model) * one.tokens + attention * one.sum_square_tokens)
             for one in rows
         ]
         return np.array([[one / (row.num_accelerators * card.flops)] for one, row in zip(flop, rows, strict=True)])

@@ -7,7 +7,7 @@ from plan_shapes import CARD, QWEN3_30B_A3B, QWEN_1_5B, QWEN_7B
 
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.decode import allreduce_s, attention_s, decode_step_s, matmul_s, ridge_rows
-from offbeat.plan.cost.sizes import active_parameters
+from offbeat.plan.shapes import active_matmul_parameters
 
 PEAK = Figures(
     gemm_share=1, weight_read_share=1, kv_read_share=1, link_share=1, allreduce_latency_s=0, step_overhead_s=0
@@ -18,7 +18,7 @@ def test_few_rows_take_the_reading_of_the_weights_and_many_their_arithmetic():
     ridge = ridge_rows(CARD, PEAK)
     assert ridge == 1.0  # 1e12 FLOP/s over 1e12 B/s, 2 FLOP and 2 bytes a parameter
     card = replace(CARD, flops=100e12)
-    parameters = active_parameters(QWEN_7B)
+    parameters = active_matmul_parameters(QWEN_7B)
     assert matmul_s(QWEN_7B, card, PEAK, 1, 10) == pytest.approx(2 * parameters / 1e12)
     assert matmul_s(QWEN_7B, card, PEAK, 1, 200) == pytest.approx(2 * parameters * 200 / 100e12)
     assert matmul_s(QWEN_7B, card, PEAK, 1, 100) == matmul_s(QWEN_7B, card, PEAK, 1, 50)

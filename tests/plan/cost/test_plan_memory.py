@@ -13,10 +13,10 @@ from offbeat.plan.cost.memory import (
     state_bytes,
     training_bytes,
 )
-from offbeat.plan.cost.sizes import total_parameters, weight_bytes
+from offbeat.plan.shapes import num_parameters, weight_bytes
 
 FIGURES = Figures()
-N = total_parameters(QWEN_7B)
+N = num_parameters(QWEN_7B)
 
 
 def test_rows_fill_what_the_weights_leave_with_a_quarter_to_spare():

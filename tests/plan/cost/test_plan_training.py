@@ -4,7 +4,6 @@ import pytest
 from plan_shapes import QWEN_7B, work
 
 from offbeat.plan.cost.constants import Figures
-from offbeat.plan.cost.sizes import active_parameters, total_parameters
 from offbeat.plan.cost.training import (
     Fabric,
     allreduce_s,
@@ -16,11 +15,12 @@ from offbeat.plan.cost.training import (
     step_flop,
     tp_s,
 )
+from offbeat.plan.shapes import active_matmul_parameters, num_parameters
 from offbeat.plan.workload import Lengths
 
 PEAK = Figures(link_share=1, tp_exposed_share=1, dp_exposed_share=1)
 FABRIC = Fabric(card_bytes_per_s=1e11, node_bytes_per_s=8e9, per_node=8)
-N = active_parameters(QWEN_7B)
+N = active_matmul_parameters(QWEN_7B)
 TOKENS = 32 * 1100
 ATTENTION = 2 * 28 * 28 * 128 * 32 * (10_000 + 200_000 + 2e6)
 
@@ -76,7 +76,7 @@ def test_replicas_reduce_inside_nodes_first_and_the_cards_of_a_node_share_its_li
 
 
 def test_gradients_go_once_an_update_and_zero_three_moves_three_times_the_weights():
-    gradients = total_parameters(QWEN_7B) * 2 / 2
+    gradients = num_parameters(QWEN_7B) * 2 / 2
     assert dp_s(work(), PEAK, FABRIC, 2, 1, 1, 1) == 0
     once = dp_s(work(), PEAK, FABRIC, 2, 1, 4, 1)
     assert once == pytest.approx(allreduce_s(gradients, PEAK, FABRIC, 2, 4))

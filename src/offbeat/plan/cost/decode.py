@@ -7,8 +7,9 @@ is always bound by memory. Tensor parallelism adds two all-reduces a layer; a st
 from __future__ import annotations
 
 from offbeat.plan.cost.constants import Figures
-from offbeat.plan.cost.sizes import active_parameters, kv_bytes_per_token, touched_parameters
+from offbeat.plan.cost.sizes import touched_parameters
 from offbeat.plan.hardware import Accelerator
+from offbeat.plan.shapes import active_matmul_parameters, kv_bytes_per_token
 from offbeat.plan.workload import ModelShape
 
 ACTIVATION_BYTES = 2
@@ -16,7 +17,7 @@ ACTIVATION_BYTES = 2
 
 def matmul_s(model: ModelShape, card: Accelerator, figures: Figures, tp: int, rows: float) -> float:
     """The longer of computing with the weights and of reading those that some row touches."""
-    compute_s = 2 * active_parameters(model) * rows / (tp * card.flops * figures.gemm_share)
+    compute_s = 2 * active_matmul_parameters(model) * rows / (tp * card.flops * figures.gemm_share)
     read_bytes = touched_parameters(model, rows) * model.bytes_per_weight
     return max(compute_s, read_bytes / (tp * card.memory_bytes_per_s * figures.weight_read_share))
 

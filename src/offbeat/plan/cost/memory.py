@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from offbeat.plan.cost.constants import Figures
-from offbeat.plan.cost.sizes import (
-    head_parameters,
-    kv_bytes_per_token,
-    mean_context_tokens,
-    total_parameters,
-    trained_parameters,
-    weight_bytes,
-)
+from offbeat.plan.cost.sizes import mean_context_tokens, trained_parameters
 from offbeat.plan.hardware import Accelerator
+from offbeat.plan.shapes import kv_bytes_per_token, num_parameters, weight_bytes
 from offbeat.plan.workload import Workload
 
 KV_HEADROOM = 1.25
@@ -66,7 +60,7 @@ def state_bytes(workload: Workload, tp: int, pp: float, dp: int, zero: int) -> f
     """
     model, split = workload.model, tp * pp
     sharded = dp if zero == 3 else 1
-    frozen = total_parameters(model) * model.bytes_per_weight / split / sharded
+    frozen = num_parameters(model) * model.bytes_per_weight / split / sharded
     per_parameter = OPTIMIZER_BYTES / dp + GRADIENT_BYTES / (dp if zero >= 2 else 1)
     trained = trained_parameters(workload) * per_parameter / split
     policy = frozen + trained + (trained_parameters(workload) * 2 / split / sharded if workload.lora_rank else 0.0)
@@ -82,7 +76,7 @@ def activation_bytes(workload: Workload, tp: int, pp: int, layers: float, *, rec
     """On a card of the first stage, which holds as many microbatches as there are stages, and the loss of the last."""
     model, tokens = workload.model, microbatch_tokens(workload)
     unit = model.hidden * tokens / tp
-    logits = LOGIT_BYTES * head_parameters(model) / model.hidden * LOSS_CHUNK_TOKENS / tp
+    logits = LOGIT_BYTES * model.vocab * LOSS_CHUNK_TOKENS / tp
     if not recompute:
         return ACTIVATION_BYTES * unit * layers * pp + logits
     return CHECKPOINT_BYTES * unit * layers * pp + ACTIVATION_BYTES * unit + logits

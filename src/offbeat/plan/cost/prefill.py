@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from offbeat.plan.cost.constants import Figures
-from offbeat.plan.cost.sizes import active_body_parameters, mean_context_tokens
+from offbeat.plan.cost.sizes import mean_context_tokens
 from offbeat.plan.hardware import Accelerator
+from offbeat.plan.shapes import active_body_parameters
 from offbeat.plan.workload import KvPolicy, ModelShape, Workload
 
 

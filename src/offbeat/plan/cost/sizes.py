@@ -1,4 +1,4 @@
-"""How many parameters and bytes a model's shape comes to. Norms and biases are left out: less than 0.1 %.
+"""What a workload makes of a model's shape: parameters that a step touches or trains, bytes of an update, contexts.
 
 A parameter *used in matmuls* is read once and costs 2 FLOP per token; the input embedding is a lookup and is not one,
 the LM head is, also where both share their weights.
@@ -6,80 +6,20 @@ the LM head is, also where both share their weights.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
+from offbeat.plan.shapes import matmul_parameters, num_parameters
 from offbeat.plan.workload import ModelShape, Workload
-
-
-def kv_bytes_per_token(model: ModelShape) -> float:
-    """Keys and values of all layers, before any split over accelerators."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.bytes_per_kv
-
-
-def attention_parameters(model: ModelShape) -> float:
-    """Of one layer: queries, keys, values and output."""
-    return model.hidden * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-
-
-def expert_parameters(model: ModelShape) -> float:
-    """Of one expert, or of the feed-forward part of a dense layer: gate, up and down."""
-    return 3 * model.hidden * model.ffn
-
-
-def head_parameters(model: ModelShape) -> float:
-    return model.vocab * model.hidden
-
-
-def num_expert_layers(model: ModelShape) -> int:
-    return model.num_layers - model.dense_layers if model.num_experts else 0
-
-
-@lru_cache(maxsize=64)
-def _common_parameters(model: ModelShape) -> float:
-    """What every token uses in the body: attention, dense layers, routers and shared experts."""
-    common = model.num_layers * attention_parameters(model)
-    if not model.num_experts:
-        return common + model.num_layers * expert_parameters(model)
-    per_layer = model.hidden * model.num_experts + model.num_shared_experts * expert_parameters(model)
-    dense = model.dense_layers * 3 * model.hidden * model.dense_ffn
-    return common + dense + num_expert_layers(model) * per_layer
 
 
 def touched_parameters(model: ModelShape, rows: float) -> float:
     """Used in matmuls by at least one of so many rows: what a decode step must read.
 
-    Rows choose experts independently, so that a share of 1 - (1 - k/E)^rows of them is touched.
+    Rows choose experts independently, so that a share of (1 - k/E)^rows of them is left out.
     """
-    touched = _common_parameters(model) + head_parameters(model)
-    if model.num_experts:
-        share = 1 - (1 - model.experts_per_token / model.num_experts) ** rows
-        touched += num_expert_layers(model) * model.num_experts * share * expert_parameters(model)
-    return touched
-
-
-def active_body_parameters(model: ModelShape) -> float:
-    """Used in matmuls by one token, without the LM head."""
-    return _common_parameters(model) + num_expert_layers(model) * model.experts_per_token * expert_parameters(model)
-
-
-def active_parameters(model: ModelShape) -> float:
-    """Used in matmuls by one token, with the LM head: 2 FLOP each."""
-    return active_body_parameters(model) + head_parameters(model)
-
-
-def body_parameters(model: ModelShape) -> float:
-    """All that the layers hold."""
-    return _common_parameters(model) + num_expert_layers(model) * model.num_experts * expert_parameters(model)
-
-
-@lru_cache(maxsize=64)
-def total_parameters(model: ModelShape) -> float:
-    """All that memory holds and a full update sends: an untied model has its embedding and its LM head."""
-    return body_parameters(model) + head_parameters(model) * (1 if model.is_tied else 2)
-
-
-def weight_bytes(model: ModelShape) -> float:
-    return total_parameters(model) * model.bytes_per_weight
+    if not model.num_experts:
+        return matmul_parameters(model)
+    missed = (1 - model.experts_per_token / model.num_experts) ** rows
+    routed = (model.num_layers - model.dense_layers) * model.num_experts * 3 * model.hidden * model.ffn
+    return matmul_parameters(model) - missed * routed
 
 
 def adapter_parameters(model: ModelShape, rank: int) -> float:
@@ -89,7 +29,7 @@ def adapter_parameters(model: ModelShape, rank: int) -> float:
     width = 3 * (model.hidden + model.ffn)
     if not model.num_experts:
         return rank * model.num_layers * (attention + width)
-    experts = num_expert_layers(model) * (model.num_experts + model.num_shared_experts) * width
+    experts = (model.num_layers - model.dense_layers) * (model.num_experts + model.num_shared_experts) * width
     dense = model.dense_layers * 3 * (model.hidden + model.dense_ffn)
     return rank * (model.num_layers * attention + experts + dense)
 
@@ -98,7 +38,7 @@ def trained_parameters(workload: Workload) -> float:
     """With gradient and optimizer state: the adapters of LoRA, or everything."""
     if workload.lora_rank:
         return adapter_parameters(workload.model, workload.lora_rank)
-    return total_parameters(workload.model)
+    return num_parameters(workload.model)
 
 
 def update_bytes(workload: Workload) -> float:

@@ -8,8 +8,9 @@ while generation stands still.
 from __future__ import annotations
 
 from offbeat.plan.cost.constants import Figures
-from offbeat.plan.cost.sizes import total_parameters, trained_parameters, update_bytes, weight_bytes
+from offbeat.plan.cost.sizes import trained_parameters, update_bytes
 from offbeat.plan.hardware import Accelerator, Inventory, MachineClass
+from offbeat.plan.shapes import num_parameters, weight_bytes
 from offbeat.plan.workload import Workload
 
 CHUNK_BYTES = 16 * 2**20
@@ -44,5 +45,5 @@ def swap_s(workload: Workload, card: Accelerator, figures: Figures, tp: int, spa
 
 def publish_s(workload: Workload, root: MachineClass) -> float:
     """What publishing adds to a training step: the cards of one node bring the new weights to the host together."""
-    share = trained_parameters(workload) / total_parameters(workload.model)
+    share = trained_parameters(workload) / num_parameters(workload.model)
     return share * weight_bytes(workload.model) / (root.per_node * root.accelerator.host_bytes_per_s)

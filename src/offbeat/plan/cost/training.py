@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.memory import GRADIENT_BYTES, microbatch_tokens
-from offbeat.plan.cost.sizes import active_parameters, sum_square_tokens, total_parameters, trained_parameters
+from offbeat.plan.cost.sizes import sum_square_tokens, trained_parameters
+from offbeat.plan.shapes import active_matmul_parameters, num_parameters
 from offbeat.plan.workload import Workload
 
 ACTIVATION_BYTES = 2
@@ -35,7 +36,7 @@ def step_flop(workload: Workload, *, recompute: bool) -> float:
     """Of one step of the whole gang. A backward pass is two forwards, or one under LoRA, where no gradient of the
     frozen weights is wanted; a critic adds a pass for its values and its own training."""
     model = workload.model
-    token_flop = 2 * active_parameters(model) * workload.trained_tokens_per_step
+    token_flop = 2 * active_matmul_parameters(model) * workload.trained_tokens_per_step
     attention_flop = 2 * model.num_layers * model.num_heads * model.head_dim * sum_square_tokens(workload)
     trained = 1 + int(recompute)
     backward = 1 if workload.lora_rank else 2
@@ -93,7 +94,7 @@ def dp_s(workload: Workload, figures: Figures, fabric: Fabric, tp: int, pp: floa
         gradients *= 2
     sent_bytes = gradients
     if zero == 3:
-        weights = total_parameters(workload.model) * workload.model.bytes_per_weight / (tp * pp)
+        weights = num_parameters(workload.model) * workload.model.bytes_per_weight / (tp * pp)
         sent_bytes = gradients / 2 + weights * num_microbatches(workload, dp)
     time_s = allreduce_s(sent_bytes, figures, fabric, tp, dp)
     return workload.updates_per_step * time_s * figures.dp_exposed_share
