@@ -27,6 +27,10 @@ TRIES = 3
 """Of a gang whose program ran out of time, each nearer to what is proven."""
 TIGHT = 1e-5
 """A linear relaxation that is this near to its gang's bound has nothing more to tell."""
+FRESH_ENOUGH = 0.01
+"""Of the trajectories in flight: nobody can tell apart mean ages that are nearer than this."""
+FRESH_WITHIN_S = 1.0
+"""A plan is there already; what was found by then is fresh enough."""
 HAIR = 1e-12
 """Throughput and period are each other's quotient; a plan that meets one to this precision meets the other."""
 
@@ -63,8 +67,11 @@ class _Search:
     pool: list[Multipliers] = field(default_factory=list)
 
     def try_gang(self, tau_s: float, gang: int, aim: Aim, budget: int | None) -> Outcome:
-        gap = self.gap / 4  # the answer's own gap comes on top of that between bound and answer
-        return solve(self.view, tau_s, [gang], aim, budget, gap, self.within_s, self.solver)
+        # The answer's own gap comes on top of that between bound and answer; of what is in flight nothing is proven.
+        gap, within_s = self.gap / 4, self.within_s
+        if aim is Aim.IN_FLIGHT:
+            gap, within_s = FRESH_ENOUGH, min(within_s, FRESH_WITHIN_S)
+        return solve(self.view, tau_s, [gang], aim, budget, gap, within_s, self.solver)
 
 
 def fastest(

@@ -291,12 +291,16 @@ def _efficient_gangs(
     lost = {gang.root: np.array([shapes[0].blocking_s[gang.root] for shapes in columns]) for gang in fitting}
     nodes = _gang_nodes(fitting, groups)
     keys = [(gang.period_s, *row, *sorted(lost[gang.root])) for gang, row in zip(fitting, nodes, strict=True)]
+    # Whether publishing from one class loses no more anywhere than from another.
+    as_good = {(one, other): bool((lost[one] <= lost[other]).all()) for one in lost for other in lost}
     kept: list[int] = []
+    kept_nodes = np.empty_like(nodes)
     beaten: dict[str, str] = {}
     for s in sorted(range(len(fitting)), key=lambda s: (*keys[s], fitting[s].name)):
-        rivals = [t for t in kept if (nodes[t] <= nodes[s]).all()]  # none of them is slower
-        better = next((t for t in rivals if (lost[fitting[t].root] <= lost[fitting[s].root]).all()), None)
+        rivals = np.flatnonzero((kept_nodes[: len(kept)] <= nodes[s]).all(axis=1))  # none of them is slower
+        better = next((kept[t] for t in rivals if as_good[fitting[kept[t]].root, fitting[s].root]), None)
         if better is None:
+            kept_nodes[len(kept)] = nodes[s]
             kept.append(s)
         else:
             beaten[fitting[s].name] = fitting[better].name
