@@ -152,7 +152,9 @@ class Hex:
     def _paced_s(self, replicas: Mapping[str, int]) -> float:
         """A batch at the common rate, or what answers of the tail's length need for the bound, where that is longer."""
         demand, columns = self.problem.demand, self._columns
-        tail_s = demand.tail_tokens * max(columns[name].token_s for name in replicas) + demand.lag_s
+        roots = {gang.root for gang in self.problem.gangs}
+        lag_s = min(max(columns[name].lag_from_s(root) for name in replicas) for root in roots) + demand.lag_s
+        tail_s = demand.tail_tokens * max(columns[name].token_s for name in replicas) + lag_s
         return max(demand.tokens / self._rate(replicas), tail_s / (demand.bound - demand.age_guard))
 
     @property

@@ -32,9 +32,9 @@ def drawn(seed: int, num_classes: int = 2, max_nodes: int = 3) -> Problem:
         for size in rng.choice([(1,), (2,), (1, 2)]):
             blocking = {root: float(rng.randint(0, 6)) for root in names}
             rate = size * rng.uniform(50, 150)
-            rollout.append(
-                RolloutColumn(f"{name} u{size}", name, size, size, rng.choice([4, 8, 12]), rate, 0.01, blocking)
-            )
+            lag_s = {root: rng.choice([0.0, 0.0, 5.0, 30.0]) for root in names}
+            num = rng.choice([4, 8, 12])
+            rollout.append(RolloutColumn(f"{name} u{size}", name, size, size, num, rate, 0.01, blocking, lag_s=lag_s))
     gangs = []
     for name in names:
         num = rng.randint(1, 2)
@@ -80,10 +80,9 @@ def is_plan(problem: Problem, gang: Gang, counts, tau_s: float) -> bool:
     yields = []
     for column, num in zip(problem.rollout, counts, strict=True):
         left = tau - Fraction(column.blocking_s[gang.root])
-        left -= 0 if demand.bound else Fraction(gang.period_s) + Fraction(demand.lag_s)
-        window = (
-            left if not demand.bound else (demand.bound - Fraction(demand.age_guard)) * tau - Fraction(demand.lag_s)
-        )
+        lag = Fraction(demand.lag_s) + Fraction(column.lag_s.get(gang.root, 0))
+        left -= 0 if demand.bound else Fraction(gang.period_s) + lag
+        window = left if not demand.bound else (demand.bound - Fraction(demand.age_guard)) * tau - lag
         if num and demand.tail_tokens and Fraction(demand.tail_tokens) * Fraction(column.token_s) > window:
             return False
         yields += [Fraction(column.tokens_per_s) * max(left, 0)] * num

@@ -53,6 +53,15 @@ def test_a_row_that_the_demand_tightens_is_named(row, demand):
     assert [line.split(":")[0] for line in check(golden(**demand), plan.solution)] == [row]
 
 
+def test_a_column_that_a_version_reaches_too_late_is_named():
+    problem = golden(tail_tokens=1_000.0)
+    plan = fastest(problem)
+    on_a, on_b = problem.rollout
+    for lag_s, broken in ((49.0, []), (50.0, ["age window"])):  # 1.5 x 39.5 s less 10 s for the tail leave 49.25 s
+        late = replace(problem, rollout=(on_a, replace(on_b, lag_s={"A": lag_s, "B": 1_000.0})))
+        assert [line.split(":")[0] for line in check(late, plan.solution)] == broken
+
+
 def test_prices_alone_prove_the_golden_period_without_a_solvers_word():
     plan = fastest(golden())
     assert plan.certificate.by_solver == ()

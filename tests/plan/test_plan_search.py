@@ -29,6 +29,17 @@ def test_the_golden_instance_takes_39_and_a_half_seconds_because_of_the_in_fligh
     assert plan.in_flight == 128
 
 
+def test_a_class_that_versions_reach_late_waits_for_its_own_window_alone():
+    problem = golden(tail_tokens=1_000.0)
+    on_a, on_b = problem.rollout
+    late_a = replace(problem, rollout=(replace(on_a, lag_s={"A": 1_000.0, "B": 1_000.0}), on_b))
+    assert fastest(late_a).solution.tau_s == 39.5
+    late_b = replace(problem, rollout=(on_a, replace(on_b, lag_s={"A": 60.0})))
+    assert fastest(late_b).solution.tau_s == pytest.approx((1_000 * 0.01 + 60) / (2 - 0.5))
+    from_elsewhere = replace(problem, rollout=(on_a, replace(on_b, lag_s={"B": 60.0})))
+    assert fastest(from_elsewhere).solution.tau_s == 39.5
+
+
 def test_without_the_cap_the_golden_instance_takes_its_gangs_34_seconds():
     assert fastest(golden(bound=20)).solution.tau_s == 34.0
 
@@ -132,7 +143,12 @@ def test_other_names_give_the_same_answer(seed):
         problem,
         offers={new[name]: replace(o, name=new[name]) for name, o in reversed(problem.offers.items())},
         rollout=tuple(
-            replace(c, offer=new[c.offer], blocking_s={new[root]: s for root, s in c.blocking_s.items()})
+            replace(
+                c,
+                offer=new[c.offer],
+                blocking_s={new[root]: s for root, s in c.blocking_s.items()},
+                lag_s={new[root]: s for root, s in c.lag_s.items()},
+            )
             for c in reversed(problem.rollout)
         ),
         gangs=tuple(

@@ -62,7 +62,12 @@ def _gang_row(problem: Problem, gang: Gang, tau: Fraction) -> list[str]:
 
 def _lost_s(problem: Problem, gang: Gang, column: RolloutColumn) -> Fraction:
     lost = Fraction(column.blocking_s[gang.root])
-    return lost if problem.demand.bound else lost + Fraction(gang.period_s) + Fraction(problem.demand.lag_s)
+    return lost if problem.demand.bound else lost + Fraction(gang.period_s) + _lag(problem, gang, column)
+
+
+def _lag(problem: Problem, gang: Gang, column: RolloutColumn) -> Fraction:
+    """Of a version, until the column's class has it and its answers are judged."""
+    return Fraction(problem.demand.lag_s) + Fraction(column.lag_s.get(gang.root, 0.0))
 
 
 def _token_row(problem: Problem, gang: Gang, tau: Fraction, used: list[tuple[RolloutColumn, int]]) -> list[str]:
@@ -121,7 +126,7 @@ def _in_flight_row(problem: Problem, used: list[tuple[RolloutColumn, int]]) -> l
 def _age_rows(problem: Problem, gang: Gang, tau: Fraction, used: list[tuple[RolloutColumn, int]]) -> list[str]:
     demand, broken = problem.demand, []
     for column, _ in used if demand.tail_tokens else []:
-        window = (demand.bound - Fraction(demand.age_guard)) * tau - Fraction(demand.lag_s)
+        window = (demand.bound - Fraction(demand.age_guard)) * tau - _lag(problem, gang, column)
         if not demand.bound:
             window = tau - _lost_s(problem, gang, column)
         tail = Fraction(demand.tail_tokens) * Fraction(column.token_s)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from offbeat.plan.cost.constants import Constants
 from offbeat.plan.cost.sync import relay_s
 from offbeat.plan.gangs import gangs
 from offbeat.plan.hardware import Inventory
-from offbeat.plan.problem import Demand, Offer, Problem, RolloutColumn
+from offbeat.plan.problem import Demand, Offer, Problem
 from offbeat.plan.rollout import rollout_columns
 from offbeat.plan.workload import Workload
 
@@ -22,35 +25,35 @@ def problem_of(
     }
     training = gangs(inventory, workload, constants)
     roots = sorted({gang.root for gang in training})
-    rollout = rollout_columns(inventory, workload, constants, roots)
+    rollout = tuple(
+        replace(column, lag_s=sync_lag_s(inventory, workload, roots, column.offer))
+        for column in rollout_columns(inventory, workload, constants, roots)
+    )
     reward = workload.reward
     return Problem(
         offers=offers,
         rollout=rollout,
         gangs=training,
-        demand=demand_of(workload, sync_lag_s(inventory, workload, roots, rollout)),
+        demand=demand_of(workload),
         fixed_price_per_h=reward.num_slots * reward.price_per_slot_h if reward else 0.0,
         spare_replicas=spare_replicas,
     )
 
 
-def demand_of(workload: Workload, sync_s: float = 0.0) -> Demand:
-    """What a step asks for; `sync_s` is from a version's publication until machines have it."""
+def demand_of(workload: Workload) -> Demand:
+    """What a step asks for."""
     reward = workload.reward
     return Demand(
         trajectories=workload.trajectories_per_step,
         tokens=workload.generated_tokens_per_step,
         bound=workload.bound,
         tail_tokens=workload.answer.tail,
-        lag_s=sync_s + (reward.seconds if reward else 0.0),
+        lag_s=reward.seconds if reward else 0.0,
         reward_rate=reward.num_slots / reward.seconds if reward and reward.seconds > 0 else None,
     )
 
 
-def sync_lag_s(inventory: Inventory, workload: Workload, roots: list[str], rollout: tuple[RolloutColumn, ...]) -> float:
-    """From the root that reaches all classes the soonest, until the last node of the last class has a version."""
-    receivers = {column.offer for column in rollout}
-    return min(
-        max(relay_s(workload, inventory, root, name, inventory.classes[name].num_nodes) for name in receivers)
-        for root in roots
-    )
+def sync_lag_s(inventory: Inventory, workload: Workload, roots: Sequence[str], name: str) -> dict[str, float]:
+    """By root: until the last node of the class has a version."""
+    num_nodes = inventory.classes[name].num_nodes
+    return {root: relay_s(workload, inventory, root, name, num_nodes) for root in roots}

@@ -40,6 +40,12 @@ class RolloutColumn:
     """Seconds of generation lost per version, by the class that the gang publishes from."""
     pp: int = 1
     kv: str = "refill"
+    lag_s: Mapping[str, float] = field(default_factory=dict)
+    """From a version's publication until its class has it, by the class that the gang publishes from; on top of the
+    demand's, and nothing where a class is not named."""
+
+    def lag_from_s(self, root: str) -> float:
+        return self.lag_s.get(root, 0.0)
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class Demand:
     age_guard: float = 0.5
     """phi: 1 guarantees the bound for every trajectory of that length, 1/2 for the mean one."""
     lag_s: float = 0.0
-    """From a version's publication until machines sample from it, and reward time."""
+    """What passes for every column between a version's publication and training on its answers: reward time."""
     reward_rate: float | None = None
     """Trajectories a second that the reward pool judges; None where it never limits."""
 

@@ -19,6 +19,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
+from offbeat.plan.problem import Gang
 from offbeat.plan.view import Counts, Floats, Ints, View
 
 TIGHTER = 1e-6
@@ -121,10 +122,11 @@ def holds(view: View, counts: Counts, tau_s: float, budget: int | None = None) -
     used = [j for j, count in enumerate(counts.replicas) if count]
     lost = {j: Fraction(view.columns[j][0].blocking_s[gang.root]) for j in used}
     if view.is_synchronous:
-        lost = {j: seconds + Fraction(gang.period_s) + Fraction(demand.lag_s) for j, seconds in lost.items()}
+        lost = {j: seconds + Fraction(gang.period_s) + _lag(view, gang, j) for j, seconds in lost.items()}
     if demand.tail_tokens:
         tails = {j: Fraction(demand.tail_tokens) * Fraction(view.columns[j][0].token_s) for j in used}
-        room = {j: tau - lost[j] for j in used} if view.is_synchronous else dict.fromkeys(used, _window(view, tau))
+        window = (demand.bound - Fraction(demand.age_guard)) * tau
+        room = {j: tau - lost[j] if view.is_synchronous else window - _lag(view, gang, j) for j in used}
         if any(tails[j] > room[j] for j in used):
             return False
     return (
@@ -162,9 +164,8 @@ def shortest_s(view: View, counts: Counts, tau_s: float) -> float:
     return tau_s
 
 
-def _window(view: View, tau: Fraction) -> Fraction:
-    demand = view.problem.demand
-    return (demand.bound - Fraction(demand.age_guard)) * tau - Fraction(demand.lag_s)
+def _lag(view: View, gang: Gang, column: int) -> Fraction:
+    return Fraction(view.problem.demand.lag_s) + Fraction(view.columns[column][0].lag_from_s(gang.root))
 
 
 def _tokens(view: View, counts: Counts, seconds: dict[int, Fraction]) -> Fraction:

@@ -205,8 +205,8 @@ def _columns_of(problem: Problem, offer: str) -> list[RolloutColumn]:
 
 def _figures(column: RolloutColumn, roots: Sequence[str]) -> tuple[float, ...]:
     """All that an answer can depend on; those of replicas whose figures are equal are interchangeable."""
-    blocking = (column.blocking_s[root] for root in roots)
-    return (column.num_accelerators, column.concurrency, column.tokens_per_s, column.token_s, *blocking)
+    by_root = (figure for root in roots for figure in (column.blocking_s[root], column.lag_from_s(root)))
+    return (column.num_accelerators, column.concurrency, column.tokens_per_s, column.token_s, *by_root)
 
 
 def _efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[RolloutColumn]:
@@ -223,6 +223,7 @@ def _efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[Rollo
     worse += [-np.array([column.tokens_per_s for column in columns]) / size]
     worse += [np.array([column.token_s for column in columns])]
     worse += [np.array([column.blocking_s[root] for column in columns]) for root in roots]
+    worse += [np.array([column.lag_from_s(root) for column in columns]) for root in roots]
     beats = size[None, :] % size[:, None] == 0
     for figure in worse:
         beats &= figure[:, None] <= figure[None, :]
@@ -246,7 +247,10 @@ def _merged(
 
     def order(names: list[str]) -> tuple[object, ...]:
         first: Offer = problem.offers[names[0]]
-        shapes = [(*_figures(column, ()), *sorted(column.blocking_s.values())) for column in by_offer[names[0]]]
+        shapes = [
+            (*_figures(column, ()), *sorted((column.blocking_s[root], column.lag_from_s(root)) for root in roots))
+            for column in by_offer[names[0]]
+        ]
         return (first.node_price_per_h, first.per_node, sum(problem.offers[name].num_nodes for name in names), shapes)
 
     return tuple(tuple(names) for names in sorted(alike.values(), key=order))
@@ -263,17 +267,19 @@ def _windows(
     """Per gang and column: seconds of a period without generation, and the shortest period that the tail fits."""
     demand = problem.demand
     shape = (len(gangs), len(columns))
-    lost = {gang.root: [shapes[0].blocking_s[gang.root] for shapes in columns] for gang in gangs}
+    roots = {gang.root for gang in gangs}
+    lost = {root: [shapes[0].blocking_s[root] for shapes in columns] for root in roots}
     blocking = np.array([lost[gang.root] for gang in gangs], dtype=float).reshape(shape)
     tail_s = demand.tail_tokens * np.array([shapes[0].token_s for shapes in columns], dtype=float)
+    lags = {root: [demand.lag_s + shapes[0].lag_from_s(root) for shapes in columns] for root in roots}
+    lag = np.array([lags[gang.root] for gang in gangs], dtype=float).reshape(shape)
     if demand.bound == 0:
-        blocking = blocking + np.array([gang.period_s + demand.lag_s for gang in gangs])[:, None]
+        blocking = blocking + np.array([gang.period_s for gang in gangs])[:, None] + lag
         return blocking, (blocking + tail_s) * (1 + ROUNDING) if demand.tail_tokens else np.zeros(shape)
     if not demand.tail_tokens:
         return blocking, np.zeros(shape)
     periods = demand.bound - demand.age_guard
-    opens = (tail_s + demand.lag_s) / periods * (1 + ROUNDING) if periods > 0 else np.full(len(columns), np.inf)
-    return blocking, np.broadcast_to(opens, shape)
+    return blocking, (tail_s + lag) / periods * (1 + ROUNDING) if periods > 0 else np.full(shape, np.inf)
 
 
 def _efficient_gangs(
@@ -288,7 +294,11 @@ def _efficient_gangs(
             num <= (problem.offers[name].num_nodes if name in problem.offers else 0) for name, num in gang.nodes.items()
         )
     ]
-    lost = {gang.root: np.array([shapes[0].blocking_s[gang.root] for shapes in columns]) for gang in fitting}
+    roots = {gang.root for gang in fitting}
+    lost = {
+        root: np.array([figure for one, *_ in columns for figure in (one.blocking_s[root], one.lag_from_s(root))])
+        for root in roots
+    }
     nodes = _gang_nodes(fitting, groups)
     keys = [(gang.period_s, *row, *sorted(lost[gang.root])) for gang, row in zip(fitting, nodes, strict=True)]
     # Whether publishing from one class loses no more anywhere than from another.

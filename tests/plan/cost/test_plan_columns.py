@@ -12,6 +12,7 @@ from offbeat.plan.cost.constants import Constants, Figures
 from offbeat.plan.cost.decode import decode_step_s
 from offbeat.plan.cost.memory import max_rows, usable_bytes
 from offbeat.plan.cost.prefill import prompt_s, refill_s
+from offbeat.plan.cost.sizes import update_bytes
 from offbeat.plan.gangs import node_grid, split_layers
 from offbeat.plan.rollout import class_columns, row_grid, undominated
 from offbeat.plan.workload import KvPolicy, RewardPool
@@ -153,11 +154,20 @@ def test_thousands_of_nodes_of_eight_classes_give_a_few_hundred_gangs():
 
 
 def test_demand_is_the_workloads_with_its_waste_and_its_rewards():
-    demand = demand_of(work(waste_share=0.2, bound=3, reward=RewardPool(seconds=2.0, num_slots=10)), sync_s=5.0)
+    demand = demand_of(work(waste_share=0.2, bound=3, reward=RewardPool(seconds=2.0, num_slots=10)))
     assert (demand.trajectories, demand.bound, demand.tail_tokens) == (32, 3, 4000)
     assert demand.tokens == pytest.approx(32 * 1000 / 0.8)
-    assert demand.lag_s == 7.0
+    assert demand.lag_s == 2.0
     assert demand.reward_rate == 5.0
+
+
+def test_a_slow_link_delays_the_class_behind_it_alone():
+    near, far = machines("near", 1), machines("far", 1)
+    place = cluster(near, far, same=5e9, between=1e8)
+    lag_s = {column.offer: column.lag_s for column in problem_of(place, work()).rollout}
+    size = update_bytes(work())
+    assert lag_s["near"] == {"near": pytest.approx(size / 5e9), "far": pytest.approx(size / 1e8)}
+    assert lag_s["far"] == {"near": pytest.approx(size / 1e8), "far": pytest.approx(size / 5e9)}
 
 
 def test_the_reward_pool_is_paid_whatever_the_plan():
