@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from benchmarks.planner_judge.plan import Figures, Gang
 from benchmarks.planner_judge.shape import all_parameters, attention_flops, body_parameters, head_parameters
 from offbeat.plan.hardware import Inventory
 from offbeat.plan.workload import Workload
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """What the cards of one class do: a part of the layers, or all of them on a part of the batch."""
+
+    name: str
+    tp: int
+    share: float
+    """Of the layers of one replica, those that its cards hold at once."""
+    ring: tuple[str, ...]
+    """Classes over which its gradients are added up."""
+
+
+def _stages(inventory: Inventory, gang: Gang) -> list[_Stage]:
+    """Where a pipeline crosses classes, each divides its own cards over the same replicas: some split layers wider."""
+    if len(gang.nodes) == 1 or gang.batch_shares:
+        return [_Stage(name, gang.tp, 1 / gang.pp, tuple(gang.nodes)) for name in gang.nodes]
+    return [
+        _Stage(name, num * inventory.classes[name].per_node // gang.dp, count / sum(gang.layers), (name,))
+        for (name, num), count in zip(gang.nodes.items(), gang.layers, strict=True)
+    ]
+
+
 def step_s(inventory: Inventory, workload: Workload, gang: Gang, figures: Figures) -> float:
+    """The slowest stage: everybody waits for it."""
     num_models = 2 if workload.has_critic else 1  # a critic of the policy's size is trained on the same tokens
-    compute = compute_s(inventory, workload, gang, figures) * bubble(workload, gang)
-    return num_models * (
-        compute + _tp_s(inventory, workload, gang, figures) + _dp_s(inventory, workload, gang, figures)
+    return num_models * max(
+        compute_s(inventory, workload, gang, stage, figures) * bubble(workload, gang)
+        + _tp_s(inventory, workload, gang, stage, figures)
+        + _dp_s(inventory, workload, gang, stage, figures)
+        for stage in _stages(inventory, gang)
     )
 
 
@@ -29,12 +56,17 @@ def flops(workload: Workload, recompute: bool) -> float:
 
 
 def must_recompute(inventory: Inventory, workload: Workload, gang: Gang, figures: Figures) -> bool:
-    """Whether activations of a microbatch do not fit beside weights, gradients and optimizer."""
-    model, cards = workload.model, [inventory.classes[name].accelerator for name in gang.nodes]
+    """Whether on some card activations do not fit beside weights, gradients and optimizer."""
+    model = workload.model
     sharded = {1: 4 + 12 / gang.dp, 2: 2 + 14 / gang.dp, 3: 16 / gang.dp}[gang.zero]
-    states = all_parameters(model) * sharded / (gang.tp * gang.pp)
-    activations = 34 * model.hidden * _microbatch_tokens(workload) * model.num_layers / gang.tp
-    return states + activations > figures.memory_share * min(card.memory_bytes for card in cards)
+    for stage in _stages(inventory, gang):
+        states = all_parameters(model) * sharded * stage.share / stage.tp
+        layers = model.num_layers * stage.share * gang.pp  # as many microbatches are under way as there are stages
+        activations = 34 * model.hidden * _microbatch_tokens(workload) * layers / stage.tp
+        room = figures.memory_share * inventory.classes[stage.name].accelerator.memory_bytes
+        if states + activations > room:
+            return True
+    return False
 
 
 def bubble(workload: Workload, gang: Gang) -> float:
@@ -43,14 +75,12 @@ def bubble(workload: Workload, gang: Gang) -> float:
     return 1 + (gang.pp - 1) / max(1.0, tokens / _microbatch_tokens(workload))
 
 
-def compute_s(inventory: Inventory, workload: Workload, gang: Gang, figures: Figures) -> float:
-    """The slowest class: everybody waits for it."""
+def compute_s(inventory: Inventory, workload: Workload, gang: Gang, stage: _Stage, figures: Figures) -> float:
     total = flops(workload, must_recompute(inventory, workload, gang, figures))
-    shares = dict(gang.batch_shares)
-    if not shares and len(gang.nodes) > 1:
-        shares = {name: count / sum(gang.layers) for name, count in zip(gang.nodes, gang.layers, strict=True)}
-    shares = shares or dict.fromkeys(gang.nodes, 1.0)
-    return max(total * share / _speed(inventory, gang, name, figures) for name, share in shares.items())
+    share = 1.0
+    if len(gang.nodes) > 1:
+        share = gang.batch_shares[stage.name] if gang.batch_shares else stage.share
+    return total * share / _speed(inventory, gang, stage.name, figures)
 
 
 def _microbatch_tokens(workload: Workload) -> float:
@@ -58,29 +88,28 @@ def _microbatch_tokens(workload: Workload) -> float:
     return workload.prompt.longest + workload.answer.longest
 
 
-def _tp_s(inventory: Inventory, workload: Workload, gang: Gang, figures: Figures) -> float:
-    if gang.tp == 1:
+def _tp_s(inventory: Inventory, workload: Workload, gang: Gang, stage: _Stage, figures: Figures) -> float:
+    if stage.tp == 1:
         return 0.0
     model = workload.model
-    link = min(inventory.classes[name].accelerator.link_bytes_per_s for name in gang.nodes)
+    link = inventory.classes[stage.name].accelerator.link_bytes_per_s
     tokens = workload.trained_tokens_per_step / gang.dp
-    moved = 4 * model.num_layers / gang.pp * 2 * (gang.tp - 1) / gang.tp * tokens * 2 * model.hidden
+    moved = 4 * model.num_layers * stage.share * 2 * (stage.tp - 1) / stage.tp * tokens * 2 * model.hidden
     return moved / (link * figures.network) * figures.exposed_tp
 
 
-def _dp_s(inventory: Inventory, workload: Workload, gang: Gang, figures: Figures) -> float:
+def _dp_s(inventory: Inventory, workload: Workload, gang: Gang, stage: _Stage, figures: Figures) -> float:
     """Gradients: first among the cards of a node, then between the nodes of a ring, which one link a node carries."""
     if gang.dp == 1:
         return 0.0
-    stage_bytes = all_parameters(workload.model) * figures.gradient_bytes / gang.pp
-    classes = [inventory.classes[name] for name in gang.nodes]
-    local = min(gang.dp, max(1, min(one.per_node for one in classes) // gang.tp))
+    stage_bytes = all_parameters(workload.model) * figures.gradient_bytes * stage.share
+    classes = [inventory.classes[name] for name in stage.ring]
+    local = min(gang.dp, max(1, min(one.per_node for one in classes) // stage.tp))
     num_nodes = -(-gang.dp // local)
     link = min(one.accelerator.link_bytes_per_s for one in classes)
-    seconds = 2 * stage_bytes / gang.tp * (local - 1) / local / link
+    seconds = 2 * stage_bytes / stage.tp * (local - 1) / local / link
     if num_nodes > 1:
-        rings = [list(gang.nodes)] if gang.batch_shares else [[name] for name in gang.nodes]
-        pairs = [(one, other) for ring in rings for one in ring for other in ring]
+        pairs = [(one, other) for one in stage.ring for other in stage.ring]
         seconds += 2 * stage_bytes * (num_nodes - 1) / num_nodes / min(inventory.link(*p).bytes_per_s for p in pairs)
     return workload.updates_per_step * seconds / figures.network * figures.exposed_dp
 

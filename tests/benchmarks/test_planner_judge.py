@@ -71,9 +71,19 @@ def test_a_training_step_by_hand():
 def test_classes_that_share_a_batch_by_speed_are_as_fast_as_both():
     speeds = {"h800": 8 * 756, "h20": 8 * 148}
     shares = {name: speed / sum(speeds.values()) for name, speed in speeds.items()}
-    both = train.compute_s(CLUSTER, WORK, Gang({"h800": 1, "h20": 1}, 1, 1, 16, batch_shares=shares), Figures())
-    alone = train.compute_s(CLUSTER, WORK, Gang({"h800": 1}, 1, 1, 8), Figures())
+    hidden = Figures(exposed_dp=0.0)
+    both = train.step_s(CLUSTER, WORK, Gang({"h800": 1, "h20": 1}, 1, 1, 16, batch_shares=shares), hidden)
+    alone = train.step_s(CLUSTER, WORK, Gang({"h800": 1}, 1, 1, 8), hidden)
     assert both == pytest.approx(alone * 756 / 904)
+
+
+def test_a_stage_that_splits_its_layers_wider_adds_its_gradients_over_more_nodes():
+    # four replicas on 8 H800 and 16 H20: two cards each there, four here, so that two nodes hold two replicas each
+    gang = Gang({"h800": 1, "h20": 2}, 2, 2, 4, layers=(20, 8))
+    instant = Figures({name: Card(mfu=1e9) for name in ("H800", "H20")}, exposed_tp=0.0)
+    stage_bytes = all_parameters(QWEN_7B) * 2 * 8 / 28
+    within_s, between_s = 2 * stage_bytes / 4 * 1 / 2 / 450e9, 2 * stage_bytes * 1 / 2 / 5e9
+    assert train.step_s(CLUSTER, WORK, gang, instant) == pytest.approx((within_s + between_s) / 0.7 * 0.5)
 
 
 def test_generation_that_is_too_slow_sets_the_period():
