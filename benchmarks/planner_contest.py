@@ -33,7 +33,7 @@ from offbeat.plan.problem import Problem
 
 SEED = 2511
 NUM_RANDOM = 200
-NUM_QUICK = 12
+NUM_QUICK = 6
 PUBLISHED, SAME = "as published", "same sync"
 READINGS = ("literal", "charitable", "evident")
 

@@ -46,6 +46,7 @@ class Score:
 
 @dataclass(frozen=True)
 class _Pool:
+    offer: str
     card: Accelerator
     tp: int
     slots: float
@@ -70,21 +71,26 @@ def score(inventory: Inventory, workload: Workload, plan: Plan, figures: Figures
 
 def _tail_s(inventory: Inventory, workload: Workload, plan: Plan, pools: list[_Pool], figures: Figures) -> float:
     """From a version's publication until an answer of the tail's length is there, in the slowest pool."""
-    lag_s = weight_bytes(workload.model) / _relay_bytes_per_s(inventory, plan) if plan.sync is Sync.RELAY else 0.0
-    return lag_s + max(workload.answer.tail * _token_s(workload, pool, figures) for pool in pools if pool.slots)
+    lags_s = dict.fromkeys((pool.offer for pool in pools), 0.0)
+    if plan.sync is Sync.RELAY:
+        rates = _relay_bytes_per_s(inventory, plan)
+        lags_s = {name: weight_bytes(workload.model) / rates[name] for name in lags_s}
+    return max(
+        lags_s[pool.offer] + workload.answer.tail * _token_s(workload, pool, figures) for pool in pools if pool.slots
+    )
 
 
-def _relay_bytes_per_s(inventory: Inventory, plan: Plan) -> float:
-    """The narrowest link on the widest way from the gang over the plan's classes to the last of them."""
-    reached = set(plan.gang.nodes)
-    missing = {one.offer for one in plan.replicas if one.count} - reached
-    rates = [inventory.link(name, name).bytes_per_s for name in reached]
+def _relay_bytes_per_s(inventory: Inventory, plan: Plan) -> dict[str, float]:
+    """By class: the narrowest link on the widest way from the gang over the plan's classes to it."""
+    rates = {name: inventory.link(name, name).bytes_per_s for name in plan.gang.nodes}
+    missing = {one.offer for one in plan.replicas if one.count} - set(rates)
     while missing:
-        rate, name = max((inventory.link(near, far).bytes_per_s, far) for near in reached for far in missing)
-        rates.append(rate)
-        reached.add(name)
+        rate, name = max(
+            (min(rates[near], inventory.link(near, far).bytes_per_s), far) for near in rates for far in missing
+        )
+        rates[name] = rate
         missing.remove(name)
-    return min(rates)
+    return rates
 
 
 def _token_s(workload: Workload, pool: _Pool, figures: Figures) -> float:
@@ -119,7 +125,7 @@ def _pool(inventory: Inventory, workload: Workload, plan: Plan, one: Replicas, f
         if weights > (1 - slots / figures.busy / max(room, 1)) * (figures.memory_share * card.memory_bytes - weights):
             stop_s += weights / card.host_bytes_per_s  # no room for a second set beside the first
     refill_s = decode.refill_s(card, workload, one.tp, slots, figures)
-    return _Pool(card, one.tp, slots, one.count, stop_s + refill_s)
+    return _Pool(one.offer, card, one.tp, slots, one.count, stop_s + refill_s)
 
 
 def _flow(workload: Workload, pools: list[_Pool], shares: list[float], figures: Figures) -> float:

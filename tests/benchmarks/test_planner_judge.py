@@ -121,6 +121,22 @@ def test_steps_are_paced_so_that_the_tail_keeps_the_bound():
     assert result.masked_tokens_per_s > result.tokens_per_s
 
 
+def test_a_class_that_a_version_reaches_late_holds_up_its_own_tail_alone():
+    work = replace(WORK, bound=2, answer=replace(FIXED, tail=16_000))
+    gang, figures = Gang({"h800": 1}, 1, 1, 8), Figures()
+    near, far = Replicas("h800", 1, 64, 4), Replicas("h20", 1, 4, 48)
+    tails_s = {
+        one.offer: 16_000 * decode.step_s(card, work, 1, one.concurrency * figures.busy, figures)
+        for one, card in ((near, H800), (far, H20))
+    }
+    lag_s = {"h800": weight_bytes(QWEN_7B) / 5e9, "h20": weight_bytes(QWEN_7B) / 1.5e9}
+    assert tails_s["h800"] > tails_s["h20"]
+    paced_s = max(lag_s[name] + tails_s[name] for name in lag_s) / 1.5
+    result = score(CLUSTER, work, Plan(gang, (near, far)))
+    assert result.period_s < paced_s
+    assert 512 * 4000 / result.tokens_per_s == pytest.approx(paced_s)
+
+
 def test_weights_that_do_not_fit_make_nothing():
     small = replace(CLUSTER, classes={**CLUSTER.classes, "h20": replace(
         CLUSTER.classes["h20"], accelerator=replace(H20, memory_bytes=12e9))})  # fmt: skip
