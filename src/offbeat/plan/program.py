@@ -20,6 +20,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from offbeat.plan.problem import Gang
+from offbeat.plan.quiet import quiet_stdout
 from offbeat.plan.view import Counts, Floats, Ints, View
 
 TIGHTER = 1e-6
@@ -74,13 +75,14 @@ Solver = Callable[[Model, float, float], Answer]
 
 
 def highs(model: Model, gap: float, within_s: float) -> Answer:
-    result = milp(
-        model.cost,
-        integrality=np.ones(len(model.cost)),
-        bounds=Bounds(np.zeros(len(model.most)), model.most),
-        constraints=LinearConstraint(model.rows.tocsr(), model.lower, model.upper),
-        options={"mip_rel_gap": gap, "time_limit": within_s},
-    )
+    with quiet_stdout():
+        result = milp(
+            model.cost,
+            integrality=np.ones(len(model.cost)),
+            bounds=Bounds(np.zeros(len(model.most)), model.most),
+            constraints=LinearConstraint(model.rows.tocsr(), model.lower, model.upper),
+            options={"mip_rel_gap": gap, "time_limit": within_s},
+        )
     bound = getattr(result, "mip_dual_bound", None)
     if result.x is not None:
         return Answer(Status.FEASIBLE, result.x, bound)
