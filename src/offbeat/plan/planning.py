@@ -143,9 +143,7 @@ def _training(fabric: Fabric, problem: Problem, gang: Gang, trains: frozenset[st
     )
 
 
-def _pools(
-    fabric: Fabric, problem: Problem, gang: Gang, solution: Solution, rolls: frozenset[str]
-) -> tuple[Pool, ...]:
+def _pools(fabric: Fabric, problem: Problem, gang: Gang, solution: Solution, rolls: frozenset[str]) -> tuple[Pool, ...]:
     columns = {column.name: column for column in problem.rollout}
     places = _places(fabric, problem, solution, rolls)
     all_tokens_per_s = sum(columns[name].tokens_per_s * count for name, count in solution.replicas.items())

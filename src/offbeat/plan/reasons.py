@@ -83,6 +83,9 @@ def limit(
     in_flight = sum(columns[name].concurrency * count for name, count in solution.replicas.items())
     if in_flight >= CROWDED * (demand.bound * demand.trajectories - demand.queue):
         return "the in-flight cap of the staleness bound limits it"
+    window_s = (demand.bound - demand.age_guard) * solution.tau_s - demand.lag_s
+    if any(demand.tail_tokens * column.token_s > window_s for column in problem.rollout):
+        return "the age window limits it: shapes with more in flight would finish long answers too late"
     free = [
         offer.node_price_per_h
         for name, offer in problem.offers.items()
@@ -92,4 +95,4 @@ def limit(
         return "generation limits it, and every node is in use"
     if budget is not None and price_per_h + min(free) > budget:
         return "generation limits it, and the budget buys no further node"
-    return "generation limits it; what is left over would not help it within its age window or its shapes"
+    return "generation limits it, and further nodes would not help it"
