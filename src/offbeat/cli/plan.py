@@ -59,6 +59,8 @@ def _check_words(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name} {value:g}: allowed more than 0")
     if arguments.json and arguments.explain:
         raise UserError("--json: goes without --explain; a plan's JSON holds its places and assumptions anyway")
+    if arguments.frontier and not Path(arguments.frontier).parent.is_dir():
+        raise UserError(f"--frontier {arguments.frontier}: there is no folder {Path(arguments.frontier).parent}")
     if arguments.verify:
         for name in ("budget", "throughput", "frontier", "explain", "json"):
             if getattr(arguments, name):

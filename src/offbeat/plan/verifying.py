@@ -16,7 +16,11 @@ from offbeat.plan.cost.constants import Constants
 from offbeat.plan.hardware import Inventory
 from offbeat.plan.planning import compose
 from offbeat.plan.record import Plan
+from offbeat.plan.view import MICRO
 from offbeat.plan.workload import Workload
+
+ROUNDING = 1e-6
+"""Of a gap: prices are proven in whole millionths of a dollar."""
 
 
 def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Constants | None = None) -> list[str]:
@@ -26,6 +30,7 @@ def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Con
     broken = check(problem, saved.solution, saved.certificate, saved.budget)
     if broken:
         return broken
+    broken = _gap_rows(saved)
     if saved.throughput is not None and saved.step.tokens_per_s < saved.throughput * (1 - 1e-9):
         broken.append(f"throughput: {saved.step.tokens_per_s:g} tokens/s of {saved.throughput:g}")
     try:
@@ -43,6 +48,18 @@ def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Con
     except UserError as error:
         return [*broken, f"placement: {error}"]
     return broken + [f"record: {line}" for line in differences(saved, again)]
+
+
+def _gap_rows(saved: Plan) -> list[str]:
+    """The gap is that of the period, or of the price where a throughput was asked for."""
+    proof = saved.certificate
+    real = saved.solution.tau_s / proof.tau_lo_s - 1
+    if saved.throughput is not None:
+        least = 0 if proof.price_cap is None else proof.price_cap + 1
+        real = saved.step.price_per_h * MICRO / max(least, 1) - 1
+    if proof.gap >= max(real, 0.0) - ROUNDING:
+        return []
+    return [f"certificate: a gap of {proof.gap:.2%} is told, the plan is {real:.2%} from what is proven"]
 
 
 def differences(saved: object, again: object, path: str = "") -> Iterator[str]:
