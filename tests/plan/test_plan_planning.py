@@ -80,7 +80,7 @@ def changed(found: record.Plan, part: str, **fields) -> record.Plan:
         ("solution", {"nodes": {"h20": 6}}, "hardware:"),
         ("solution", {"gang": "none such"}, "names:"),
         ("certificate", {"tau_lo_s": 1e9}, "certificate:"),
-        ("certificate", {"gap": -0.5}, "certificate: a gap of -50.00% is told"),
+        ("certificate", {"gap": -0.5}, "certificate:"),
         ("certificate", {"columns_sha256": "0"}, "certificate:"),
         ("certificate", {"held_out_error": 0.01}, "record: certificate.held_out_error is 0.01, the files give None"),
         ("step", {"price_per_h": 1.0}, "record: step.price_per_h is 1.0"),

@@ -46,7 +46,7 @@ def excess(view: View, tau_s: float | Floats, prices: Multipliers, budget: int |
     supply = (view.free_nodes[gangs] * np.maximum(nodes - prices.mu * view.node_price, 0.0)).sum(axis=1)
     if view.shares_nodes:
         supply = supply + (view.gang_nodes[gangs] * nodes).sum(axis=1)
-    money = 0.0
+    money: float | Floats = 0.0
     if prices.mu:
         assert budget is not None, "money has a price and no limit"
         money = prices.mu * (budget - view.fixed_price - view.gang_price[gangs])
