@@ -211,3 +211,13 @@ def test_what_a_solver_prints_stays_off_our_output(capfd):
         subprocess.run(["echo", "debugging"], check=True)
     print("ours", flush=True)
     assert capfd.readouterr().out == "ours\n"
+
+
+def test_planning_needs_no_torch():
+    code = (
+        "import sys; from offbeat.cli.main import main; "
+        f"main(['plan', {CLUSTER!r}, {WORKLOAD!r}]); print(*{{'torch', 'transformers'}} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("Rent ")
+    assert done.stdout.splitlines()[-1] == ""

@@ -164,6 +164,16 @@ def test_one_more_node_lets_larger_gangs_in():
     assert f"{gain:+.1%}" in h800
 
 
+def test_at_a_throughput_a_further_node_is_told_by_what_it_saves():
+    cheap = plan(HEX, SEVEN, throughput=34_000.0)
+    lines = what_would_help(HEX, SEVEN, cheap)
+    grown = plan(what_if.changed(HEX, add={"h800": 1}), SEVEN, throughput=34_000.0)
+    saving = 1 - grown.step.price_per_h / cheap.step.price_per_h
+    told = "nothing" if saving <= 1e-3 else f"{-saving:.1%} of the price, {grown.step.price_per_h:,.2f} $/h"
+    assert f"one more node of h800: {told}" in lines
+    assert any(line.startswith("bound 9") for line in lines)
+
+
 def test_a_class_of_one_node_is_planned_and_its_second_node_is_left_unknown():
     found = plan(LAB, SEVEN)
     assert found.step.price_per_h == 0

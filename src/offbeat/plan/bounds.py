@@ -46,10 +46,10 @@ def excess(view: View, tau_s: float | Floats, prices: Multipliers, budget: int |
     supply = (view.free_nodes[gangs] * np.maximum(nodes - prices.mu * view.node_price, 0.0)).sum(axis=1)
     if view.shares_nodes:
         supply = supply + (view.gang_nodes[gangs] * nodes).sum(axis=1)
-    money: float | Floats = 0.0
+    money = np.zeros(len(gangs))
     if prices.mu:
         assert budget is not None, "money has a price and no limit"
-        money = prices.mu * (budget - view.fixed_price - view.gang_price[gangs])
+        money += prices.mu * (budget - view.fixed_price - view.gang_price[gangs])
     demand = prices.nu * view.demand_tokens
     # The margin grows with what was added up: large terms that cancel leave large errors.
     size = demand + prices.lam * view.in_flight_cap + np.abs(money) + supply
