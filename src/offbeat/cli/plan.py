@@ -140,13 +140,18 @@ def _verify(file: Path, inventory: Inventory, workload: Workload, constants: Con
 
 
 def read_run(folder: str, which: Literal["prompt", "answer"]) -> Sequence[int]:
-    """Tokens of each prompt or answer in a run's ledger; what is pruned still knows its answer's length."""
+    """Tokens of each prompt or answer that a run made to train on; what is pruned still knows its answer's length."""
     file = Path(folder) / "ledger.sqlite"
     if not file.is_file():
         raise UserError(f"run = {folder!r}: holds no ledger; give a run's folder")
     from offbeat.ledger.ledger import Ledger
+    from offbeat.ledger.records import Purpose
 
+    lengths = []
     with Ledger(file, read_only=True) as ledger, ledger.naming_damage():
-        if which == "answer":
-            return [row.num_tokens for row, _ in ledger.walk()]
-        return [len(trajectory.prompt) for _, trajectory in ledger.walk() if trajectory is not None]
+        for row, trajectory in ledger.walk():
+            if row.purpose == Purpose.TRAIN and which == "answer":
+                lengths.append(row.num_tokens)
+            elif row.purpose == Purpose.TRAIN and trajectory is not None:
+                lengths.append(len(trajectory.prompt))
+    return lengths
