@@ -17,8 +17,12 @@ from offbeat.errors import OffbeatError, UserError
 
 if TYPE_CHECKING:
     from offbeat.config import Config
+    from offbeat.plan.cost.constants import Constants
+    from offbeat.plan.hardware import Inventory
+    from offbeat.plan.record import Plan
+    from offbeat.plan.workload import Workload
 
-__all__ = ["Config", "OffbeatError", "UserError", "train"]
+__all__ = ["Config", "OffbeatError", "UserError", "make_plan", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -51,3 +55,31 @@ def train(
     from offbeat.launch import local
 
     return local.train(from_dict(given, overrides), reward=reward, resume=Path(resume) if resume else None)
+
+
+def make_plan(
+    cluster: Inventory | str | Path,
+    workload: Workload | str | Path,
+    *,
+    constants: Constants | str | Path | None = None,
+    budget: float | None = None,
+    throughput: float | None = None,
+) -> Plan:
+    """Plans as `offbeat plan` does: the fastest plan for a budget ($/h), or the cheapest at a throughput (tokens/s).
+
+    Each of the first three is a record or a file. `offbeat.plan` is the package that holds the parts.
+    """
+    from offbeat.plan.cost import constants as files
+    from offbeat.plan.inventory import load_inventory
+    from offbeat.plan.planning import plan
+    from offbeat.plan.workload_file import load_workload
+
+    if isinstance(cluster, (str, Path)):
+        cluster = load_inventory(cluster)
+    if isinstance(workload, (str, Path)):
+        from offbeat.cli.plan import read_run
+
+        workload = load_workload(workload, read_run)
+    if isinstance(constants, (str, Path)):
+        constants = files.load(Path(constants))
+    return plan(cluster, workload, constants=constants, budget=budget, throughput=throughput)

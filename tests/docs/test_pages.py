@@ -91,6 +91,13 @@ def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
             assert (said.status, "now       the loss is not finite" in said.out) == (1, True), said
         case ["offbeat", "check-loss", function]:
             assert reader.succeed("check-loss", function).endswith("everything holds\n")
+        case ["offbeat", "plan", *words, ">", "plan.json"]:
+            assert reader.succeed("plan", *words).startswith("{")
+        case ["offbeat", "plan", *files, "--verify", "plan.json"]:
+            (reader.folder / "plan.json").write_text(reader.succeed("plan", *files, "--json"))
+            assert reader.succeed("plan", *files, "--verify", "plan.json").startswith("everything holds")
+        case ["offbeat", "plan", *words]:
+            assert reader.succeed("plan", *words).startswith("Rent ")
         case ["offbeat", "export", "runs/NAME", "my-model"]:
             assert (reader.model / "model.safetensors").is_file()
         case _:

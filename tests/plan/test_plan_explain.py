@@ -1,8 +1,9 @@
 """What holds the golden plan back, and why there is none."""
 
+import pytest
 from plan_instances import golden
 
-from offbeat.plan.explain import explain, infeasible_because
+from offbeat.plan.explain import explain, infeasible_because, relaxations, savings
 from offbeat.plan.search import fastest
 
 
@@ -37,3 +38,10 @@ def test_an_empty_age_window_is_told():
 
 def test_a_problem_with_a_plan_has_nothing_to_tell():
     assert infeasible_because(golden(), budget=40.0, throughput=3_000.0) == []
+
+
+def test_a_further_node_saves_money_at_a_throughput():
+    best, *others = savings(120_000 / 80, 20.0, relaxations(golden(), None))
+    assert (best.name, best.price_per_h, best.saving) == ("one more node of B", 16.0, pytest.approx(0.2))
+    assert best.line == "one more node of B: -20.0% of the price, 16.00 $/h"
+    assert "one more node of A: nothing" in [saving.line for saving in others]

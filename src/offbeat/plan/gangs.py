@@ -202,9 +202,10 @@ def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **sha
 
 
 def fabric_of(machines: MachineClass, inventory: Inventory) -> Fabric:
-    """What a class communicates over inside itself."""
-    link = inventory.link(machines.name, machines.name)
-    return Fabric(machines.accelerator.link_bytes_per_s, link.bytes_per_s, machines.per_node)
+    """What a class communicates over inside itself; a single node may have no link to others of its class."""
+    card_bytes_per_s = machines.accelerator.link_bytes_per_s
+    link = inventory.links.get(frozenset((machines.name,)))
+    return Fabric(card_bytes_per_s, link.bytes_per_s if link else card_bytes_per_s, machines.per_node)
 
 
 def max_replicas(workload: Workload) -> int:

@@ -66,6 +66,14 @@ def test_data_parallelism_over_classes_gives_each_class_whole_pipelines():
     ]
 
 
+def test_stages_of_different_classes_stand_in_the_gangs_order_with_a_tensor_parallelism_of_their_own():
+    fabric = fabric_of(cluster({"a": 2, "b": 1}))
+    layout = lay_gang(fabric, gang({"b": 1, "a": 2}, tp=4, pp=2, dp=2, layers=(8, 20)), ["a-0", "a-1", "b-0"])
+    assert layout.stages == ((Group("b-0", 0, 4), Group("b-0", 4, 4)), (Group("a-0", 0, 8), Group("a-1", 0, 8)))
+    with pytest.raises(UserError, match="16 cards of a are no 3 groups that stay in a node"):
+        lay_gang(fabric, gang({"a": 2, "b": 1}, tp=4, pp=2, dp=3), ["a-0", "a-1", "b-0"])
+
+
 def test_a_shape_that_its_nodes_cannot_hold_is_refused():
     fabric = fabric_of(cluster({"a": 1}))
     with pytest.raises(UserError, match="needs 3 groups of 4 cards, its nodes hold 2"):

@@ -19,6 +19,8 @@ CHUNK_BYTES = 16 * 2**20
 
 def relay_s(workload: Workload, inventory: Inventory, root: str, receiver: str, num_nodes: int) -> float:
     """Over the link between both classes once, then from node to node of the receiving class, in pieces."""
+    if root == receiver and frozenset((root,)) not in inventory.links:
+        return 0.0  # a class of one node: there is nobody to send to
     first = inventory.link(root, receiver)
     time_s = update_bytes(workload) / first.bytes_per_s + first.latency_s
     if num_nodes > 1:

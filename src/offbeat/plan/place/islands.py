@@ -100,8 +100,11 @@ def ring_bytes_per_s(fabric: Fabric, ring: Sequence[str]) -> float:
 def lay_gang(fabric: Fabric, gang: Gang, names: Sequence[str]) -> Layout:
     """A gang's groups on its nodes: by class, and within a class stage by stage, so that a stage's ring is short.
 
-    Where data parallelism crosses classes each class holds whole pipelines; otherwise each holds whole stages.
+    Where data parallelism crosses classes each class holds whole pipelines; otherwise each holds whole stages. Where a
+    pipeline has one stage a class, in the gang's order, the stages may differ in tensor parallelism.
     """
+    if len(gang.nodes) == gang.pp > 1 and not gang.batch_shares:
+        return Layout(tuple(_class_stage(fabric, gang, offer, names) for offer in gang.nodes))
     groups: dict[str, list[Group]] = {}
     for name in ring_order(fabric, names):
         node = fabric.nodes[name]
@@ -126,6 +129,16 @@ def lay_gang(fabric: Fabric, gang: Gang, names: Sequence[str]) -> Layout:
         for i, stage in enumerate(stages):
             stage += of_class[i * num_pipelines : (i + 1) * num_pipelines]
     return Layout(tuple(map(tuple, stages)))
+
+
+def _class_stage(fabric: Fabric, gang: Gang, offer: str, names: Sequence[str]) -> tuple[Group, ...]:
+    """All cards of a class as one pipeline stage: as many groups as there are replicas."""
+    nodes = [fabric.nodes[name] for name in ring_order(fabric, [n for n in names if fabric.nodes[n].offer == offer])]
+    num_cards = sum(node.per_node for node in nodes)
+    tp, rest = divmod(num_cards, gang.dp)
+    if rest or not tp or any(node.per_node % tp for node in nodes):
+        raise UserError(f"gang {gang.name}: {num_cards} cards of {offer} are no {gang.dp} groups that stay in a node")
+    return tuple(Group(node.name, first, tp) for node in nodes for first in range(0, node.per_node, tp))
 
 
 def _rate(fabric: Fabric, ring: Sequence[str], name: str) -> float:

@@ -1,0 +1,135 @@
+"""`offbeat plan`: which machines to rent for a workload, and which of them train and which generate."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from offbeat.cli.parser import Parser
+from offbeat.errors import UserError
+
+if TYPE_CHECKING:
+    from offbeat.plan.cost.constants import Constants
+    from offbeat.plan.hardware import Inventory
+    from offbeat.plan.workload import Workload
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("cluster", metavar="CLUSTER.toml", help="machines that could be had")
+    parser.add_argument("workload", metavar="WORKLOAD.toml", help="the model, its lengths, and what a step asks for")
+    aim = parser.add_mutually_exclusive_group()
+    aim.add_argument("--budget", metavar="$/h", type=float, help="the most to spend; without it, all machines")
+    aim.add_argument("--throughput", metavar="TOK/S", type=float, help="the cheapest plan with so many tokens a second")
+    parser.add_argument("--constants", metavar="FILE", help="constants of the cost model, such as calibration writes")
+    parser.add_argument("--add", metavar="NAME:NODES", action="append", default=[], help="with more nodes of a class")
+    parser.add_argument("--remove", metavar="NAME:NODES", action="append", default=[], help="with fewer")
+    parser.add_argument("--explain", action="store_true", help="what each limit costs, all places and assumptions")
+    parser.add_argument("--frontier", metavar="FILE.html", help="also draw cost against throughput")
+    parser.add_argument("--json", action="store_true", help="the plan as JSON, to keep or to run")
+    parser.add_argument("--verify", metavar="PLAN.json", help="check a saved plan against the same files, no solver")
+    parser.epilog = "With --verify, exit status 1 if something does not hold."
+
+
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    _check_words(arguments)
+    from offbeat.plan.cost import constants as files
+    from offbeat.plan.inventory import load_inventory
+    from offbeat.plan.what_if import changed, parse_changes
+    from offbeat.plan.workload_file import load_workload
+
+    add, remove = parse_changes(arguments.add, "--add"), parse_changes(arguments.remove, "--remove")
+    inventory = changed(load_inventory(arguments.cluster), add, remove)
+    workload = load_workload(arguments.workload, read_run)
+    constants = files.load(Path(arguments.constants)) if arguments.constants else files.Constants()
+    if arguments.verify:
+        return _verify(Path(arguments.verify), inventory, workload, constants)
+    return _plan(arguments, inventory, workload, constants)
+
+
+def _check_words(arguments: argparse.Namespace) -> None:
+    for name in ("budget", "throughput"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise UserError(f"--{name} {value:g}: allowed more than 0")
+    if arguments.json and arguments.explain:
+        raise UserError("--json: goes without --explain; a plan's JSON holds its places and assumptions anyway")
+    if arguments.frontier and not Path(arguments.frontier).parent.is_dir():
+        raise UserError(f"--frontier {arguments.frontier}: there is no folder {Path(arguments.frontier).parent}")
+    if arguments.verify:
+        for name in ("budget", "throughput", "frontier", "explain", "json"):
+            if getattr(arguments, name):
+                raise UserError(f"--{name}: goes without --verify; a saved plan knows what it was asked")
+
+
+def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workload, constants: Constants) -> int:
+    from offbeat.plan.helping import what_would_help
+    from offbeat.plan.planning import plan
+    from offbeat.plan.record import to_json
+    from offbeat.plan.telling import tell
+
+    found = plan(inventory, workload, constants=constants, budget=arguments.budget, throughput=arguments.throughput)
+    drawn = _draw(Path(arguments.frontier), inventory, workload, constants) if arguments.frontier else None
+    nodes_alone = not arguments.explain
+    gains = [] if arguments.json else what_would_help(inventory, workload, found, constants, nodes_alone=nodes_alone)
+    if arguments.json:
+        print(to_json(found))
+        return 0
+    print(tell(found, gains, in_full=arguments.explain))
+    if drawn is not None:
+        print(f"\n{arguments.frontier}: {drawn} plans from the fastest to the cheapest, beside each class alone.")
+    return 0
+
+
+def _draw(file: Path, inventory: Inventory, workload: Workload, constants: Constants) -> int:
+    """How many plans were drawn."""
+    from offbeat.plan.drawing import frontier_page
+    from offbeat.plan.fleets import homogeneous, mixed
+
+    title = f"{workload.model.name}: cost against throughput"
+    points = mixed(inventory, workload, constants)
+    page = frontier_page(title, points, homogeneous(inventory, workload, constants))
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--frontier {file}: {error.strerror}; name a file that can be written") from None
+    return len(points)
+
+
+def _verify(file: Path, inventory: Inventory, workload: Workload, constants: Constants) -> int:
+    """Status 1 if something does not hold; each broken rule is a line."""
+    from offbeat.plan.record import from_json
+    from offbeat.plan.verifying import verify
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        told = error.strerror if isinstance(error, OSError) else "is no text"
+        raise UserError(f"--verify {file}: {told}; offbeat plan --json writes a plan") from None
+    saved = from_json(text, str(file))
+    broken = verify(saved, inventory, workload, constants)
+    for line in broken:
+        print(line)
+    on_its_word = len(saved.certificate.by_solver)
+    word = f"; that {on_its_word} of the gangs give no better plan rests on the solver's word" if on_its_word else ""
+    print(f"{len(broken)} things do not hold" if broken else f"everything holds{word}")
+    return 1 if broken else 0
+
+
+def read_run(folder: str, which: Literal["prompt", "answer"]) -> Sequence[int]:
+    """Tokens of each prompt or answer that a run made to train on; what is pruned still knows its answer's length."""
+    file = Path(folder) / "ledger.sqlite"
+    if not file.is_file():
+        raise UserError(f"run = {folder!r}: holds no ledger; give a run's folder")
+    from offbeat.ledger.ledger import Ledger
+    from offbeat.ledger.records import Purpose
+
+    lengths = []
+    with Ledger(file, read_only=True) as ledger, ledger.naming_damage():
+        for row, trajectory in ledger.walk():
+            if row.purpose == Purpose.TRAIN and which == "answer":
+                lengths.append(row.num_tokens)
+            elif row.purpose == Purpose.TRAIN and trajectory is not None:
+                lengths.append(len(trajectory.prompt))
+    return lengths

@@ -1,0 +1,82 @@
+"""Checks a saved plan against the files it was made from, without a solver: its rows, its proof, and its record.
+
+The rows are `check`'s affair. Everything else that the record says follows from the solution by arithmetic, so it is
+composed again and compared: who changed a price, a place or a promise is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+
+from offbeat.errors import UserError
+from offbeat.plan.check import check
+from offbeat.plan.columns import problem_of
+from offbeat.plan.cost.constants import Constants
+from offbeat.plan.hardware import Inventory
+from offbeat.plan.planning import compose
+from offbeat.plan.record import Plan
+from offbeat.plan.view import MICRO
+from offbeat.plan.workload import Workload
+
+ROUNDING = 1e-6
+"""Of a gap: prices are proven in whole millionths of a dollar."""
+
+
+def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Constants | None = None) -> list[str]:
+    """What does not hold, a line each; empty where everything does."""
+    constants = constants or Constants()
+    problem = problem_of(inventory, workload, constants)
+    broken = check(problem, saved.solution, saved.certificate, saved.budget)
+    if broken:
+        return broken
+    broken = _gap_rows(saved)
+    if saved.throughput is not None and saved.step.tokens_per_s < saved.throughput * (1 - 1e-9):
+        broken.append(f"throughput: {saved.step.tokens_per_s:g} tokens/s of {saved.throughput:g}")
+    try:
+        again = compose(
+            inventory,
+            workload,
+            constants,
+            problem,
+            saved.solution,
+            saved.certificate,
+            saved.budget,
+            saved.throughput,
+            saved.note,
+        )
+    except UserError as error:
+        return [*broken, f"placement: {error}"]
+    return broken + [f"record: {line}" for line in differences(saved, again)]
+
+
+def _gap_rows(saved: Plan) -> list[str]:
+    """The gap is that of the period, or of the price where a throughput was asked for."""
+    proof = saved.certificate
+    real = saved.solution.tau_s / proof.tau_lo_s - 1
+    if saved.throughput is not None:
+        least = 0 if proof.price_cap is None else proof.price_cap + 1
+        real = saved.step.price_per_h * MICRO / max(least, 1) - 1
+    if proof.gap >= max(real, 0.0) - ROUNDING:
+        return []
+    return [f"certificate: a gap of {proof.gap:.2%} is told, the plan is {real:.2%} from what is proven"]
+
+
+def differences(saved: object, again: object, path: str = "") -> Iterator[str]:
+    """The fields that differ, with both values."""
+    if saved == again:
+        return
+    if is_dataclass(saved) and type(saved) is type(again):
+        for each in fields(saved):
+            where = f"{path}.{each.name}" if path else each.name
+            yield from differences(getattr(saved, each.name), getattr(again, each.name), where)
+    elif isinstance(saved, tuple) and isinstance(again, tuple) and len(saved) == len(again):
+        for index, (one, other) in enumerate(zip(saved, again, strict=True)):
+            yield from differences(one, other, f"{path}[{index}]")
+    else:
+        yield f"{path} is {_brief(saved)}, the files give {_brief(again)}"
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
