@@ -1,10 +1,10 @@
 """One lesson: a whole run through the command line, with partial rollouts or without, judged along the way.
 
 The task is the hard arithmetic of the learning benchmarks with a long tail: sums, and worked multiplications whose
-answers are as long as a log-normal law says. The answers to one prompt are about as long as one another, so that a step
-of 8 groups of 4 has twice as many draws of that law as one of 4 groups of 8, the set-up before. Without partial rollouts
-a step waits for its longest answer. Weights are
-kept every few steps and judged after the run, on held-out problems of the same law; the clock counts training alone.
+answers are as long as a log-normal law says. Answers to one prompt are about as long as one another, so a step of 8
+groups of 4 draws twice as often from that law as one of 4 groups of 8, the set-up before. Without partial rollouts a
+step waits for its longest answer. Weights are kept every few steps and judged after the run, on held-out problems of
+the same law; the clock counts training alone.
 """
 
 from __future__ import annotations
