@@ -40,7 +40,8 @@ class Size:
     seeds: int
     level: int = 3
     tail: float = 0.3
-    lr: float = 2.5e-4
+    lr: float = 1.5e-4
+    """Slow enough for some eighty steps to 80 % of the gain: the first ten or so find out which factor to take."""
     beta2: float = 0.95
     groups: int = 8
     group_size: int = 4
