@@ -168,11 +168,12 @@ class Stepper:
     def _in_parts(self) -> Forward:
         if self._forward_in_parts is None:
             forward = DecodeForward(self.model, num_parts=2)
-            # The last row of each is a part by itself, and reads as far as its mask: half of what the others read.
+            # The last row of each is a part by itself, and reads half as far as the others. Recording writes keys and
+            # values, so that it gets copies: slots are live by now.
             inputs = [
-                (tokens, positions % (mask.shape[-1] // 2), mask, mask[-1:, :, :, : mask.shape[-1] // 2], *held)
+                (tokens, positions % (mask.shape[-1] // 2), mask, mask[-1:, :, :, : mask.shape[-1] // 2], *copies)
                 for tokens, positions, mask, *held in self._decode_inputs_of_all_sizes()
-                if len(tokens) > 1
+                if len(tokens) > 1 and (copies := [one[: len(tokens)].clone() for one in held])
             ]
             self._forward_in_parts = recorded(forward, inputs) if inputs else forward
         return self._forward_in_parts
