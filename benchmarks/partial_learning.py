@@ -30,7 +30,7 @@ from benchmarks.schedules.learning import Learned, interval, threshold_of
 LOSSES = ("grpo", "dapo", "gspo")
 SAMPLES_TARGET, SECONDS_TARGET = 1.1, 0.8
 FIRST_SEED = 11
-FULL = Size(steps=96, judge_every=8, prompts=400, seeds=5)
+FULL = Size(steps=160, judge_every=10, prompts=400, seeds=5)
 QUICK = Size(steps=4, judge_every=2, prompts=40, seeds=1)
 
 Ways = Mapping[tuple[str, bool], Sequence[Lesson]]

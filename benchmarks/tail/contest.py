@@ -118,14 +118,22 @@ class Contest:
             f"{self.over_sync(entry, law):.2f}",
             f"{self.over_april(entry, law):.2f}" if entry.curve in OURS else "",
             f"{self.mean(law, entry, 'off_policy_share'):.0%}",
-            f"{self.mean(law, entry, 'staleness_p95'):.1f}",
+            "/".join(f"{self.mean(law, entry, f'staleness_{which}'):.2g}" for which in ("p50", "p95", "max")),
             f"{self.mean(law, entry, 'reprefill_share'):.0%}",
+            self._waste(law, entry),
         )
 
+    def _waste(self, law: Law, entry: Entry) -> str:
+        """The share of all generated tokens, and what became of them."""
+        share = self.mean(law, entry, "waste_share")
+        causes = {cause for seed in self.seeds for cause in self.results[Run(law, entry, seed)].wasted}
+        return f"{share:.0%} {', '.join(sorted(causes))}" if share else "0%"
 
-HEADER = ("", "x sync", "x april", "stale", "p95", "refill")
+
+HEADER = ("", "x sync", "x april", "stale", "age", "refill", "waste")
 """Tokens a second over `sync`, and over `april` at equal share; the share of tokens that are off-policy; the staleness
-that 95 % of them do not pass; the share of time spent on prefilling again."""
+that 50 %, 95 % and all of them do not pass; the share of time spent on prefilling again; tokens that nobody will train
+on over those generated, and why."""
 
 
 def best_at(share: float, points: Sequence[tuple[float, float]]) -> float:

@@ -25,7 +25,7 @@ def draw(contest: Contest, laws: list[Law], picture: Path) -> None:
     """A panel a law; a point a factor, the automatic one a star."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * len(laws), 4.4), dpi=150, layout="constrained")
+    figure = Figure(figsize=(5 * len(laws) + 1.4, 4.4), dpi=150, layout="constrained")
     for axes, law in zip(figure.subplots(1, len(laws), squeeze=False, sharey=True)[0], laws, strict=True):
         for curve, colour in COLOURS.items():
             _draw_curve(axes, contest, law, curve, colour)
@@ -37,7 +37,8 @@ def draw(contest: Contest, laws: list[Law], picture: Path) -> None:
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
     figure.axes[0].set_ylabel("delivered tokens/s over sync", color=INK)
-    figure.axes[-1].legend(frameon=False, labelcolor=INK, loc="lower left", fontsize=8)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, labelcolor=INK, loc="outside right center", fontsize=8)
     figure.savefig(picture)
 
 

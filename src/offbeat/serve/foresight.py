@@ -27,7 +27,9 @@ from offbeat.trajectory import Task, Trajectory
 MAX_TASKS = 100_000
 """Under way at most; of one that came to nothing nobody tells."""
 MAX_SHARE = 0.02
-"""Of the time, what choosing may take."""
+"""Of the time, what choosing may take, after the first of it."""
+UNRATIONED_S = 1.0
+"""So much choosing is never put off: a run that is short of rounds is also short of time to find its factor in."""
 NUM_UPDATES = 8
 """Updates whose median is taken for the next one's length."""
 
@@ -56,8 +58,8 @@ class Foresight(Provisioning):
         self._began_s: float | None = None
         self._claimed_s: float | None = None
         self._updates_s: deque[float] = deque(maxlen=NUM_UPDATES)
-        self._choice_s, self._rounds_s = 0.0, float("inf")
-        """What the last choice took, and how long rounds have lasted since."""
+        self._choice_s = self._choices_s = self._rounds_s = 0.0
+        """What the last choice took, and all of them, and how long rounds have lasted since the last."""
         self._outcome_tokens_per_s: float | None = None
 
     def handed_out(self, tasks: Sequence[Task]) -> None:
@@ -99,7 +101,7 @@ class Foresight(Provisioning):
         now_s = self._clock()
         self._end_round(now_s)
         self._lengths.advance()
-        if self._rounds_s * MAX_SHARE < self._choice_s:
+        if self._choices_s > UNRATIONED_S and self._rounds_s * MAX_SHARE < self._choice_s:
             return
         prompt_tokens = self._num_prompt_tokens / max(self._num_prompts, 1)
         setting = replace(self._control.setting, slots=num_slots or None, prompt_tokens=prompt_tokens)
@@ -108,6 +110,7 @@ class Foresight(Provisioning):
         carried = [Survivor(max(step - group.first_step, 1), group.num_tokens, group.ended) for group in survivors]
         decision = self._control.decide(carried, update_s)
         self._choice_s, self._rounds_s = self._clock() - now_s, 0.0
+        self._choices_s += self._choice_s
         if decision.factor != self._factor:
             self._factor = decision.factor
             self._on_choice(decision)

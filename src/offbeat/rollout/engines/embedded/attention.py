@@ -4,11 +4,16 @@ Transformers makes no mask for an attention that it does not know, so there are 
 prompts from their first token on, padded on the right, where causality alone hides the padding; with one, each row is
 a single token that attends to its slot, and the mask (0 or -inf, one row per slot) is the engine's own.
 
+A decode step may read its last rows less far than its first (`read_less`): they attend apart, with a mask of their own.
+
 Query heads that share a KV head are folded into the query dimension: K and V are read once and never repeated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,6 +27,21 @@ NAME = "offbeat_slots"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 NOT_UNDERSTOOD = ("softcap", "s_aux", "position_bias")
 """What some models ask of their attention and this one does not do: capped scores, sinks, learned biases."""
+
+_less: ContextVar[torch.Tensor | None] = ContextVar("read_less", default=None)
+
+
+@contextmanager
+def read_less(mask: torch.Tensor | None) -> Iterator[None]:
+    """Until the end of the block, the last rows of a decode step read no further than this mask of theirs does.
+
+    A model hands on one mask and nothing else that all models know, hence this way around it.
+    """
+    token = _less.set(mask)
+    try:
+        yield
+    finally:
+        _less.reset(token)
 
 
 def use_slot_attention(model: PreTrainedModel, max_context_tokens: int) -> None:
@@ -96,9 +116,20 @@ def _decode(
         mask = mask.expand(rows, 1, folded.shape[2], mask.shape[-1])
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
         return out.reshape(rows, 1, num_heads, value.shape[-1])
-    scores = torch.matmul(folded * scaling, key.transpose(2, 3)).add_(mask)
+    less = _less.get()
+    if less is None:
+        return _attend(folded * scaling, key, value, mask).reshape(rows, 1, num_heads, value.shape[-1])
+    num_far, reach = rows - less.shape[0], less.shape[-1]
+    folded = folded * scaling
+    far = _attend(folded[:num_far], key[:num_far], value[:num_far], mask[:num_far])
+    near = _attend(folded[num_far:], key[num_far:, :, :reach], value[num_far:, :, :reach], less)
+    return torch.cat((far, near)).reshape(rows, 1, num_heads, value.shape[-1])
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    scores = torch.matmul(query, key.transpose(2, 3)).add_(mask)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-    return torch.matmul(weights, value).reshape(rows, 1, num_heads, value.shape[-1])
+    return torch.matmul(weights, value)
 
 
 def _windowed(mask: torch.Tensor, sliding_window: int) -> torch.Tensor:

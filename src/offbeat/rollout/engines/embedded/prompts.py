@@ -27,6 +27,15 @@ class HeldPrompts:
         if key is not None:
             self._remember(target, key)
 
+    def exchange(self, one: int, other: int) -> None:
+        """Two live slots change places."""
+        keys = {other: self._key.get(one), one: self._key.get(other)}
+        self.drop(one)
+        self.drop(other)
+        for slot, key in keys.items():
+            if key is not None:
+                self._remember(slot, key)
+
     def drop(self, slot: int) -> None:
         key = self._key.pop(slot, None)
         if key is not None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from offbeat.rollout.engines.embedded.attention import read_less
 from offbeat.rollout.engines.embedded.slots import KeyValueSlots
 
 log = logging.getLogger(__name__)
@@ -27,31 +28,36 @@ TORCH = str(Path(torch.__file__).parent)
 ERROR_CHARACTERS = 300
 """Of an error's text, which may hold a whole tensor."""
 Forward = Callable[..., Tensor]
-"""From tokens (rows, 1), positions (rows,), mask (rows, 1, 1, read tokens), and all keys and values to logits."""
+"""From tokens (rows, 1), positions (rows,), mask (rows, 1, 1, read tokens), a mask of the last rows where those
+are read less far, and all keys and values to logits."""
 
 
 class DecodeForward:
-    """One new token for each of the first slots, by the model itself."""
+    """One new token for each of the first slots, by the model itself; in two parts, one of which reads less far."""
 
-    def __init__(self, model: PreTrainedModel):
-        self.model = model
+    def __init__(self, model: PreTrainedModel, num_parts: int = 1):
+        self.model, self.num_parts = model, num_parts
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        return _decode(self.model, *inputs)
+    def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor, *rest: Tensor) -> Tensor:
+        if self.num_parts == 1:
+            return _decode(self.model, tokens, positions, mask, *rest)
+        with read_less(rest[0]):
+            return _decode(self.model, tokens, positions, mask, *rest[1:])
 
 
 class Replay:
     """A recording of the same. Weights are inputs too, so that nothing is computed from them ahead of time."""
 
-    def __init__(self, model: PreTrainedModel, inputs: tuple[Tensor, ...]):
+    def __init__(self, forward: DecodeForward, inputs: tuple[Tensor, ...]):
         from torch.nn.utils.stateless import _reparametrize_module  # functional_call, its public face, refuses tracing
 
+        model = forward.model
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         names, self.weights = list(state), [tensor.detach() for tensor in state.values()]
 
         def decode(*values: Tensor) -> Tensor:
             with _reparametrize_module(model, dict(zip(names, values, strict=False)), tie_weights=True):
-                return _decode(model, *values[len(names) :])
+                return forward(*values[len(names) :])
 
         self.graph = torch.jit.trace(decode, (*self.weights, *inputs), check_trace=False)
 
@@ -83,7 +89,7 @@ def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Fo
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
-            replay = Replay(forward.model, inputs[0])
+            replay = Replay(forward, inputs[0])
             agrees = all(torch.equal(forward(*some), replay(*some)) for some in inputs)
         except Exception as error:  # noqa: BLE001 - whatever a model does that cannot be recorded, it still runs
             log.debug("decode step not recorded: %s", str(error)[:ERROR_CHARACTERS])

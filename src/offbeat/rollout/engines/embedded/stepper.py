@@ -5,7 +5,8 @@ returns what ended. Everything about a slot that a step needs lies in tensors; P
 when it ends, and when weights change under it.
 
 The first slots are the live ones: when one ends and nobody waits, the last live slot moves into the gap, so a step
-costs what its live rows cost. All but the last known token of a request is prefilled; the last is fed by the first
+costs what its live rows cost. Where some are much longer than the others they stand first, so that only they are read
+far (see `reading`). All but the last known token of a request is prefilled; the last is fed by the first
 decode step, so there is one way in which tokens are sampled.
 
 A request that is aborted leaves its keys and values in its slot, which is free. When it is carried on before somebody
@@ -32,7 +33,8 @@ from offbeat.rollout.engine import EngineFigures, Finish, Generation, KvMode, Re
 from offbeat.rollout.engines.embedded.attention import use_slot_attention
 from offbeat.rollout.engines.embedded.occupant import Occupant
 from offbeat.rollout.engines.embedded.prefill import Prefill, Wanted, round_up
-from offbeat.rollout.engines.embedded.recorded import DecodeForward, recorded
+from offbeat.rollout.engines.embedded.reading import exchanges, num_read_far
+from offbeat.rollout.engines.embedded.recorded import DecodeForward, Forward, recorded
 from offbeat.rollout.engines.embedded.rows import Rows
 from offbeat.rollout.engines.embedded.sampling import draw, is_filtered, is_greedy, uniform
 from offbeat.rollout.engines.embedded.slots import KeyValueSlots
@@ -81,6 +83,12 @@ class Stepper:
         self.prefill.compute([first])  # allocates the KV, and fails here if the model cannot be served
         forward = DecodeForward(model)
         self._forward = forward if exact else recorded(forward, self._decode_inputs_of_all_sizes())
+        self._forward_in_parts: Forward | None = None
+        """Made when it is first needed: most runs have no tail."""
+        self.num_far = num_slots
+        """So many of the first slots are read as far as the longest needs, the others no further than they need."""
+        self._has_started = False
+        """Whether requests have started since rows were last put in order."""
         self._count()
 
     def submit(self, request: Request) -> None:
@@ -121,23 +129,33 @@ class Stepper:
             self._admit()
         if not self.exact:
             self._compact()
-        num_rows, read_tokens = self._shape()
-        ended = self._end(self._decode(num_rows, read_tokens), None)
-        self.figures += EngineFigures(1, num_rows, num_rows * read_tokens, busy_seconds=self._clock() - start_s)
+            if self._has_started:
+                self._put_far_first()
+        parts = self._parts()
+        ended = self._end(self._decode(parts), None)
+        num_rows, num_read = sum(num for num, _ in parts), sum(num * reach for num, reach in parts)
+        self.figures += EngineFigures(1, num_rows, num_read, busy_seconds=self._clock() - start_s)
         return ended
 
-    def _shape(self) -> tuple[int, int]:
-        """How many slots the next step takes along, and how far it reads each."""
-        # How far slots are read decides how sums are split: with `exact` it must not depend on the neighbours.
-        reach = self.max_context_tokens if self.exact else self.num_steps + self.largest_offset + 1
-        return self.num_slots if self.exact else len(self.running), round_up(reach, READ_BUCKET_TOKENS)
+    def _parts(self) -> list[tuple[int, int]]:
+        """How many slots the next step takes along, and how far it reads them: all alike, or in two parts."""
+        if self.exact:  # how far slots are read decides how sums are split: it must not depend on the neighbours
+            return [(self.num_slots, round_up(self.max_context_tokens, READ_BUCKET_TOKENS))]
+        num_rows = len(self.running)
+        far, near = (round_up(self.num_steps + most + 1, READ_BUCKET_TOKENS) for most in self.largest_offsets)
+        if self.num_far >= num_rows or near >= far:
+            return [(num_rows, far)]
+        return [(self.num_far, far), (num_rows - self.num_far, near)]
 
-    def _decode(self, num_rows: int, read_tokens: int) -> list[int]:
+    def _decode(self, parts: Sequence[tuple[int, int]]) -> list[int]:
         """One token for every live row; returns the slots that are done."""
+        num_rows = sum(num for num, _ in parts)
         self._use_threads(num_rows)
         rows, tokens = self.rows, self.rows.feed(num_rows)
-        mask = rows.mask[:num_rows, None, None, :read_tokens]
-        logits = self._forward(tokens, rows.positions(num_rows), mask, *self.kv.keys, *self.kv.values)
+        masks = [rows.mask[:num_rows, None, None, : parts[0][1]]]
+        masks += [rows.mask[num_rows - num : num_rows, None, None, :reach] for num, reach in parts[1:]]
+        forward = self._forward if len(parts) == 1 else self._in_parts()
+        logits = forward(tokens, rows.positions(num_rows), *masks, *self.kv.keys, *self.kv.values)
         sampling = rows.sampling(num_rows, any_greedy=self.any_greedy, any_filtered=self.any_filtered)
         noise = uniform(sampling.keys, rows.response_positions(num_rows))
         drawn, logprobs = draw(logits.float(), sampling, noise)
@@ -146,6 +164,19 @@ class Stepper:
         self.num_steps += 1
         slots: list[int] = done.nonzero().squeeze(1).tolist()
         return slots
+
+    def _in_parts(self) -> Forward:
+        if self._forward_in_parts is None:
+            forward = DecodeForward(self.model, num_parts=2)
+            # The last row of each is a part by itself, and reads half as far as the others. Recording writes keys and
+            # values, so that it gets copies: slots are live by now.
+            inputs = [
+                (tokens, positions % (mask.shape[-1] // 2), mask, mask[-1:, :, :, : mask.shape[-1] // 2], *copies)
+                for tokens, positions, mask, *held in self._decode_inputs_of_all_sizes()
+                if len(tokens) > 1 and (copies := [one[: len(tokens)].clone() for one in held])
+            ]
+            self._forward_in_parts = recorded(forward, inputs) if inputs else forward
+        return self._forward_in_parts
 
     def _use_threads(self, num_tokens: int) -> None:
         """Chooses how many threads a forward pass gets; with `exact` that must not depend on its size."""
@@ -190,6 +221,7 @@ class Stepper:
             self.running[slot] = Occupant.of(request, position - self.num_steps, kv_version)
         self.rows.start(slots, requests, positions)
         self.figures += self.prefill.fill(wanted)
+        self._has_started = True
         self._count()
 
     def _take_held(self, request: Request) -> Held | None:
@@ -242,6 +274,26 @@ class Stepper:
             self.prefill.prompts.move(source, target)
         self.free = list(range(num_live, self.num_slots))
 
+    def _put_far_first(self) -> None:
+        """After requests have started: has long rows change places with others, where that makes steps read less."""
+        self._has_started = False
+        num_rows = len(self.running)
+        self.num_far = num_rows
+        if self.rows.device.type == "cpu":  # elsewhere attention is one kernel, which skips what is masked
+            lengths = [self._num_kept(slot) for slot in range(num_rows)]
+            self.num_far = num_read_far(lengths)
+            if pairs := exchanges(lengths, self.num_far):
+                self._exchange(pairs, max(lengths) + 1)
+        self._count()
+
+    def _exchange(self, pairs: Sequence[tuple[int, int]], num_tokens: int) -> None:
+        ones, others = [one for one, _ in pairs], [other for _, other in pairs]
+        self.rows.move([*ones, *others], [*others, *ones])
+        self.kv.copy([*ones, *others], [*others, *ones], num_tokens)
+        for one, other in pairs:
+            self.running[one], self.running[other] = self.running[other], self.running[one]
+            self.prefill.prompts.exchange(one, other)
+
     def _move_kv(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Moves the KV of live slots; what a gap holds changes places with it."""
         swapped = [(source, target) for source, target in zip(sources, targets, strict=True) if target in self.held]
@@ -288,7 +340,9 @@ class Stepper:
         ways = {running.request.sampling for running in live}  # few, however many requests there are
         self.any_greedy, self.any_filtered = any(map(is_greedy, ways)), any(map(is_filtered, ways))
         self.any_stops = any(way.stop_token_ids for way in ways)
-        self.largest_offset = max((running.step_offset for running in live), default=0)
+        near = [running.step_offset for slot, running in self.running.items() if slot >= self.num_far]
+        self.largest_offsets = max((running.step_offset for running in live), default=0), max(near, default=0)
+        """Of all, and of those that are not read far."""
         self.feeding_until_step = max((r.num_known - 1 - r.step_offset for r in live), default=0)
 
     def _fill_again(self, slots: Sequence[int]) -> None:
