@@ -51,6 +51,7 @@ KNOWS: dict[str, set[str]] = {
     "rollout": {
         "trajectory",
         "control.health",
+        "control.reading",
         "control.step_time",
         "model",
         "weights",

@@ -14,8 +14,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from benchmarks.tail.laws import PROMPT_TOKENS, Lengths
 from benchmarks.tail.samples import Sample
+from offbeat.control.reading import num_read_far
 from offbeat.control.step_time import StepTime
 
 READ_BUCKET_TOKENS, PREFILL_TOKENS = 16, 4096
@@ -45,8 +48,12 @@ class Engine(ABC):
         """The step up to which a sample's tokens are written down."""
         self._ends: list[tuple[int, int, Sample]] = []
         """By the step at which they end."""
-        self._offsets: list[tuple[int, int, Sample]] = []
-        """Of contexts, which grow by one a step, less the step: the longest first, ended ones among them."""
+        self._far: list[tuple[int, int, Sample]] = []
+        self._near: list[tuple[int, int, Sample]] = []
+        """Of contexts, which grow by one a step, less the step: the longest first, ended ones among them; of the rows
+        that are read far, and of the others."""
+        self._num_far = 0
+        """Rows that are read far: where one of them ends another takes its place."""
         self._num_added = 0
 
     @property
@@ -88,8 +95,7 @@ class Engine(ABC):
             assert left > 0
             self._num_added += 1
             heapq.heappush(self._ends, (self.counts.num_steps + left, self._num_added, sample))
-            offset = sample.num_context_tokens - self.counts.num_steps
-            heapq.heappush(self._offsets, (-offset, self._num_added, sample))
+        self._read_apart()
 
     def step(self) -> list[Sample]:
         """Decodes until some samples end, and returns them; nothing where nothing runs."""
@@ -118,7 +124,7 @@ class Engine(ABC):
             del self._running[sample]
             sample.kv_version = None
         self._forget(stopped)
-        for heap in (self._ends, self._offsets):
+        for heap in (self._ends, self._far, self._near):
             heap[:] = [entry for entry in heap if entry[2] in self._running]
             heapq.heapify(heap)
         return stopped
@@ -140,13 +146,30 @@ class Engine(ABC):
         sample.grow(self.counts.num_steps - self._running[sample], self.version)
         self._running[sample] = self.counts.num_steps
 
+    def _read_apart(self) -> None:
+        """Chooses who is read far from now on, as the embedded engine does when requests start."""
+        now = self.counts.num_steps
+        samples = list(self._running)
+        contexts = np.array([sample.num_context_tokens + now - self._running[sample] for sample in samples])
+        self._num_far = int(num_read_far(contexts))
+        order = np.argsort(-contexts, kind="stable").tolist()
+        entries = [(now - int(contexts[index]), index, samples[index]) for index in order]
+        self._far, self._near = entries[: self._num_far], entries[self._num_far :]  # sorted lists are heaps
+
     def _count_decode(self, num_steps: int) -> None:
-        """Rows are read up to the longest, in whole buckets."""
-        while self._offsets[0][2] not in self._running:
-            heapq.heappop(self._offsets)
-        longest = self.counts.num_steps - self._offsets[0][0]
-        read = _sum_of_reads(longest + num_steps - 1) - _sum_of_reads(longest - 1)
-        self.counts.num_context_tokens += read * len(self._running)
+        """Rows are read up to the longest of their part, in whole buckets; whoever fills a gap is read far."""
+        for heap in (self._far, self._near):
+            while heap and heap[0][2] not in self._running:
+                heapq.heappop(heap)
+        num_far = min(self._num_far, len(self._running))
+        longest = [heap[0][0] for heap in (self._far, self._near) if heap]
+        parts = [(num_far, min(longest))]
+        if num_far < len(self._running):
+            parts.append((len(self._running) - num_far, self._near[0][0]))
+        for num_rows, offset in parts:
+            context = self.counts.num_steps - offset
+            read = _sum_of_reads(context + num_steps - 1) - _sum_of_reads(context - 1)
+            self.counts.num_context_tokens += read * num_rows
 
     def _count_prefill(self, samples: Sequence[Sample]) -> None:
         """A prompt that a running sample holds is copied; whatever is carried on is computed anew."""

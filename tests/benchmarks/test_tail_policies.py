@@ -161,6 +161,18 @@ def test_the_real_stepper_takes_the_same_steps_and_delivers_the_same_tokens_as_t
         assert stepper.is_idle
 
 
+def test_the_model_counts_what_the_real_stepper_reads_of_long_rows_and_of_short_ones():
+    law = LAWS[0]
+    stepper = new_stepper(num_slots=192, max_context_tokens=PROMPT_TOKENS + law.cap_tokens)
+    rollouts = Rollouts(RealEngine(Lengths(law, 4, 8), stepper), 4, update_s=0.1)
+    policy, before = Entry(STRICT, 4.0).policy(), stepper.figures.num_context_tokens
+    for _ in range(5):
+        policy.step(rollouts)
+    counted, num_rows = rollouts.engine.counts.num_context_tokens, rollouts.engine.counts.num_rows
+    assert counted == pytest.approx(stepper.figures.num_context_tokens - before, rel=0.03)
+    assert counted / num_rows < 108, "118 if all rows were read as far as the longest"
+
+
 # Figures
 
 

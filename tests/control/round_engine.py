@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from offbeat.control import reading
 from offbeat.control.lengths import Lengths
 from offbeat.control.rounds import Setting, Survivor
 from offbeat.control.select import Candidate, Stretch, select
@@ -149,10 +150,20 @@ class _Play:
         """Steps, rows, context and prefilled tokens, from one end to the next."""
         self.begun: list[Answer] = []
         self.ends: list[tuple[int, int, int, Answer]] = []
-        self.longest: list[tuple[int, int, int]] = []
-        """By what their context would have been at the begin of the round, for engines that pad."""
         self.waiting = [a for group in engine.alive for a in group.answers if a.num_tokens < a.length]
         self.waiting.reverse()
+        self.far = self._read_far(self.waiting)
+        """Answers that engines which pad read apart from the others."""
+
+    def _read_far(self, answers: list[Answer]) -> set[Answer]:
+        """Every way to split them in two, tried out."""
+        longest_first = sorted(answers, key=lambda answer: -answer.num_tokens)
+        contexts = [self.setting.prompt_tokens + answer.num_tokens for answer in longest_first]
+        whole = len(contexts) * contexts[0]
+        reads = {num: num * contexts[0] + (len(contexts) - num) * contexts[num] for num in range(1, len(contexts))}
+        best = min(reads, key=lambda num: reads[num], default=0)
+        is_worth_it = reads and whole - reads[best] >= reading.MIN_SAVED_TOKENS
+        return set(longest_first[:best] if is_worth_it else longest_first)
 
     def _fill(self) -> None:
         slots = self.setting.slots or math.inf
@@ -163,7 +174,6 @@ class _Play:
             num_prefilled += 0 if self.setting.resumes and answer.num_tokens else context
             end = self.now + answer.length - answer.num_tokens
             heapq.heappush(self.ends, (end, len(self.begun), self.now, answer))
-            heapq.heappush(self.longest, (-(context - self.now), end, len(self.begun)))
             self.begun.append(answer)
             self.num_context += context
         if num_prefilled:
@@ -173,9 +183,7 @@ class _Play:
         """Decodes until an answer ends, with all that there are rows for."""
         self._fill()
         num_rows, num_steps = len(self.ends), self.ends[0][0] - self.now
-        while self.longest[0][1] <= self.now:
-            heapq.heappop(self.longest)
-        read = num_rows * (self.now - self.longest[0][0]) if self.setting.pads else self.num_context
+        read = self._padded() if self.setting.pads else self.num_context
         grown = num_rows * num_steps * (num_steps + 1) // 2
         self.sums.append((num_steps, num_rows * num_steps, read * num_steps + grown, 0))
         self.now += num_steps
@@ -185,6 +193,15 @@ class _Play:
             self._write(answer, self.now - start, step)
             answer.group.num_open -= 1
             self.num_context -= self.setting.prompt_tokens + answer.length
+
+    def _padded(self) -> int:
+        """What the next step reads but for what it adds itself."""
+        contexts = {
+            answer: self.setting.prompt_tokens + answer.num_tokens + self.now - start
+            for _, _, start, answer in self.ends
+        }
+        parts = [[contexts[a] for a in contexts if (a in self.far) is is_far] for is_far in (True, False)]
+        return sum(len(part) * max(part) for part in parts if part)
 
     def stop(self, step: int) -> None:
         for _, _, start, answer in self.ends:

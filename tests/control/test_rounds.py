@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from round_engine import RoundEngine
 
+from offbeat.control import reading
 from offbeat.control.burst import Bursts, Terms
 from offbeat.control.law import Law
 from offbeat.control.rounds import Setting, Survivor, outlooks
@@ -88,6 +89,19 @@ def test_every_round_is_the_engines_round(groups_per_step, group_size, bound, mo
     for model, engine in played(setting, GPU, lengths, num_groups, num_rounds=8):
         assert model == pytest.approx(engine)
         assert engine[2] <= bound
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.integers(2, 5), st.integers(1, 4), st.integers(1, 4), st.sampled_from(["strict", "release"]), st.integers(0, 99)
+)
+def test_every_round_is_that_of_an_engine_that_reads_long_rows_apart(groups_per_step, group_size, bound, gate, seed):
+    setting = Setting(groups_per_step, group_size, bound, prompt_tokens=7, gate=gate, resumes=True, pads=True)
+    lengths = np.random.default_rng(seed).geometric(0.03, size=(60 * groups_per_step, group_size))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "MIN_SAVED_TOKENS", 40)
+        for model, engine in played(setting, GPU, lengths, groups_per_step * (bound + 1), num_rounds=8):
+            assert model == pytest.approx(engine)
 
 
 def test_with_fewer_slots_than_answers_a_row_goes_to_the_next_when_it_is_free():

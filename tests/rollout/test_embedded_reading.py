@@ -1,47 +1,17 @@
-"""Long rows stand first and are read far, the others are not: which ones, and that it changes nothing but time."""
+"""Long rows stand first and are read far, the others are not, which changes nothing but time."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny_models import CONTEXT_TOKENS, ask, tiny_model, tokens
 
+from offbeat.control import reading
 from offbeat.rollout.engine import Generation, Request
-from offbeat.rollout.engines.embedded import reading
-from offbeat.rollout.engines.embedded.reading import MIN_SAVED_TOKENS, exchanges, num_read_far
 from offbeat.rollout.engines.embedded.stepper import Stepper
 
 torch.set_num_threads(1)
-
-LENGTHS = st.lists(st.integers(1, 600), min_size=1, max_size=60)
-
-
-def reads(lengths: list[int], num_far: int) -> int:
-    longest_first = sorted(lengths, reverse=True)
-    near = longest_first[num_far:]
-    return num_far * longest_first[0] + len(near) * max(near, default=0)
-
-
-@given(LENGTHS)
-def test_rows_are_read_in_the_two_parts_that_read_least_or_all_alike_where_that_saves_too_little(lengths):
-    best = min(reads(lengths, num_far) for num_far in range(1, len(lengths) + 1))
-    num_far, all_alike = num_read_far(lengths), reads(lengths, len(lengths))
-    assert reads(lengths, num_far) == (best if all_alike - best >= MIN_SAVED_TOKENS else all_alike)
-
-
-@given(LENGTHS, st.data())
-def test_after_the_exchanges_no_row_behind_is_longer_than_one_that_is_read_far(lengths, data):
-    num_far = data.draw(st.integers(1, len(lengths)))
-    pairs = exchanges(lengths, num_far)
-    placed = list(lengths)
-    for one, other in pairs:
-        assert lengths[one] > lengths[other], "an exchange that changes nothing"
-        placed[one], placed[other] = placed[other], placed[one]
-    assert min(placed[:num_far]) >= max(placed[num_far:], default=0)
-    assert sorted(placed) == sorted(lengths)
 
 
 def played(

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from offbeat.control.reading import is_read_far
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -147,11 +149,25 @@ class Bursts:
 def _context(before: np.ndarray, starts: np.ndarray, made: np.ndarray, pads: bool) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of context that each lane reads in all and has in flight at most.
 
-    `before` a row's first step it has so much, and one more with each; a step that pads reads rows × longest.
+    `before` a row's first step it has so much, and one more with each. A step that pads reads rows × longest, in the
+    two parts that are chosen when the round begins.
     """
     num_lanes = len(before)
-    read = (made * (before + (made + 1) / 2)).sum(axis=(1, 2))
-    runs = (made > 0).reshape(num_lanes, -1)
+    runs = made > 0
+    _, peak = _padded(before, starts, made, runs)
+    if not pads:
+        return (made * (before + (made + 1) / 2)).sum(axis=(1, 2)), peak
+    is_far = is_read_far(np.where(runs, before, 0.0).reshape(num_lanes, -1)).reshape(before.shape)
+    far, near = (_padded(before, starts, made, part)[0] for part in (runs & is_far, runs & ~is_far))
+    return far + near, peak
+
+
+def _padded(
+    before: np.ndarray, starts: np.ndarray, made: np.ndarray, some: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """What some rows of each lane read as far as the longest of them, and what they have in flight at most."""
+    num_lanes = len(before)
+    runs, made = some.reshape(num_lanes, -1), np.where(some, made, 0.0)
     ends = np.where(runs, (starts + made).reshape(num_lanes, -1), 0.0)
     order = np.argsort(ends, axis=1)
     ends, runs = np.take_along_axis(ends, order, 1), np.take_along_axis(runs, order, 1)
@@ -160,10 +176,8 @@ def _context(before: np.ndarray, starts: np.ndarray, made: np.ndarray, pads: boo
     rows = runs[:, ::-1].cumsum(axis=1)[:, ::-1]
     rows = rows - _num_not_begun(starts, made, begins)
     peak = (rows * ends + at_step_0[:, ::-1].cumsum(axis=1)[:, ::-1]).max(axis=1)
-    if pads:
-        longest = np.maximum.accumulate(at_step_0[:, ::-1], axis=1)[:, ::-1]
-        spans = ends - begins
-        read = (rows * spans * (longest + (begins + ends + 1) / 2)).sum(axis=1)
+    longest = np.maximum.accumulate(at_step_0[:, ::-1], axis=1)[:, ::-1]
+    read = (rows * (ends - begins) * (longest + (begins + ends + 1) / 2)).sum(axis=1)
     return read, peak
 
 

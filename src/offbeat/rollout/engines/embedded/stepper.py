@@ -6,7 +6,7 @@ when it ends, and when weights change under it.
 
 The first slots are the live ones: when one ends and nobody waits, the last live slot moves into the gap, so a step
 costs what its live rows cost. Where some are much longer than the others they stand first, so that only they are read
-far (see `reading`). All but the last known token of a request is prefilled; the last is fed by the first
+far (see `control.reading`). All but the last known token of a request is prefilled; the last is fed by the first
 decode step, so there is one way in which tokens are sampled.
 
 A request that is aborted leaves its keys and values in its slot, which is free. When it is carried on before somebody
@@ -29,11 +29,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from offbeat.control.reading import exchanges, num_read_far
 from offbeat.rollout.engine import EngineFigures, Finish, Generation, KvMode, Request
 from offbeat.rollout.engines.embedded.attention import use_slot_attention
 from offbeat.rollout.engines.embedded.occupant import Occupant
 from offbeat.rollout.engines.embedded.prefill import Prefill, Wanted, round_up
-from offbeat.rollout.engines.embedded.reading import exchanges, num_read_far
 from offbeat.rollout.engines.embedded.recorded import DecodeForward, Forward, recorded
 from offbeat.rollout.engines.embedded.rows import Rows
 from offbeat.rollout.engines.embedded.sampling import draw, is_filtered, is_greedy, uniform
@@ -281,7 +281,7 @@ class Stepper:
         self.num_far = num_rows
         if self.rows.device.type == "cpu":  # elsewhere attention is one kernel, which skips what is masked
             lengths = [self._num_kept(slot) for slot in range(num_rows)]
-            self.num_far = num_read_far(lengths)
+            self.num_far = int(num_read_far(np.array(lengths)))
             if pairs := exchanges(lengths, self.num_far):
                 self._exchange(pairs, max(lengths) + 1)
         self._count()
