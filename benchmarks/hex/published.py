@@ -49,6 +49,8 @@ SPEEDUPS = {"1.5B": 1.36, "7B": 1.31, "14B": 1.50}
 """Hex on 8 H800 + 48 H20 over 24 H800 with a tuned split (Fig. 3)."""
 HIDDEN_SPEEDUPS = {"1.5B": 1.49, "7B": 1.61, "14B": 1.73}
 """The same with the published seconds of the weight update taken out of Hex's steps: our arithmetic."""
+H800_PRICE_PER_H, HEX_PRICE_PER_H = 126.72, 86.64
+"""Of 24 H800, and of the 8 H800 + 24 H20 that reach about their throughput (Table 4): 1.46 times as much."""
 
 
 def points() -> list[Point]:
@@ -58,3 +60,26 @@ def points() -> list[Point]:
         for name, (source, values) in figures.items()
         for column, model in enumerate(MODELS)
     ]
+
+
+def value(model: str, name: str) -> float:
+    return next(point.value for point in points() if (point.model, point.name) == (model, name))
+
+
+def speedup_by_seconds(model: str) -> float:
+    """What the published seconds (Table 2, Fig. 4) say of Hex over 24 H800 if both train on as many tokens a step."""
+
+    def step_s(machines: str, update: str) -> float:
+        longer_s = max(value(model, f"rollout s, {machines}"), value(model, f"training s, {machines}"))
+        return value(model, f"update s, {update}") + longer_s
+
+    return step_s("24 H800", "H800") / step_s("8 H800 + 48 H20", "Hex")
+
+
+def case_study_work(model: str) -> dict[str, float]:
+    """Card seconds of Fig. 2 (24 H800 train, 24 H20 roll out) over those of Fig. 4 (8 and 48); 1 if they agreed."""
+    machines, breakdown = "24 H800 + 24 H20", "8 H800 + 48 H20"
+    return {
+        "rollout": 24 * value(model, f"rollout s, {machines}") / (48 * value(model, f"rollout s, {breakdown}")),
+        "training": 24 * value(model, f"training s, {machines}") / (8 * value(model, f"training s, {breakdown}")),
+    }

@@ -7,6 +7,7 @@ nodes for a *tuned* one, half and half for a *uniform* one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +24,9 @@ PER_NODE = 8
 H800 = Accelerator("h800", 756e12, 80e9, 2.0e12, 200e9, 50e9, 5.28, "AReaL-Hex")
 H20 = Accelerator("h20", 148e12, 96e9, 4.0e12, 450e9, 50e9, 1.85, "AReaL-Hex")
 CARDS = {card.name: card for card in (H800, H20)}
+PRICES = {"h800": 5.28, "h20": 1.85}
+MAX_H20 = 128
+"""Beyond, copies of an update take longer than more machines save."""
 SHAPES = {
     "1.5B": ModelShape("R1-Distill-Qwen-1.5B", 28, 1536, 12, 2, 128, 8960, 151_936),
     "7B": ModelShape("R1-Distill-Qwen-7B", 28, 3584, 28, 4, 128, 18_944, 152_064),
@@ -75,8 +79,7 @@ class Six:
 def inventory(num_h800: int, num_h20: int) -> Inventory:
     """Machines as published: 5 GB/s between like ones, 1.5 GB/s between unlike ones."""
     counts = {"h800": num_h800 // PER_NODE, "h20": num_h20 // PER_NODE}
-    prices = {"h800": 5.28, "h20": 1.85}
-    classes = {name: MachineClass(name, CARDS[name], PER_NODE, counts[name], prices[name]) for name in counts}
+    classes = {name: MachineClass(name, CARDS[name], PER_NODE, counts[name], PRICES[name]) for name in counts}
     links = {frozenset((one,)): Link(5e9) for one in classes} | {frozenset(classes): Link(1.5e9)}
     return Inventory(classes, links)
 
@@ -146,6 +149,12 @@ class Replay:
     def hex_rate(self, num_h20: int) -> float:
         step_s = max(self.rollout_s("h20", num_h20), self.train_s("h800", 8))
         return self.tokens / (self.hex_update_s(num_h20) + step_s)
+
+    def hex_price_per_h(self, rate: float) -> float:
+        """The least of one node of H800 that trains and nodes of H20 that roll out, for so many tokens a second."""
+        enough = (num for num in range(PER_NODE, MAX_H20 + 1, PER_NODE) if self.hex_rate(num) >= rate)
+        num_h20 = next(enough, math.inf)
+        return PER_NODE * PRICES["h800"] + num_h20 * PRICES["h20"]
 
     def tuned_rate(self, card: str, num_cards: int) -> float:
         return self.tokens / (self.update_s(card) + max(self.tuned(card, num_cards)))
