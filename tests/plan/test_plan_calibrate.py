@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from offbeat.errors import UserError
-from offbeat.plan.calibrate import Measurement, fit, read
+from offbeat.plan.calibrate import fit
+from offbeat.plan.measured import Machine, Measured, Measurement, read, write
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.decode import allreduce_s, decode_step_s
 from offbeat.plan.cost.prefill import prefill_flop, prefill_s
