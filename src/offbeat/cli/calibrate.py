@@ -97,7 +97,8 @@ def _measure(arguments: argparse.Namespace) -> int:
         read_config(resolve(arguments.model)), bytes_per_weight=dtype.itemsize, bytes_per_kv=dtype.itemsize
     )
     told = {name: value for name in FIGURES if (value := getattr(arguments, name)) is not None}
-    name, figures = figures_of(device, arguments.accelerator, told)
+    name, found = figures_of(device, arguments.accelerator, told)
+    figures = {figure: float(f"{value:.4g}") for figure, value in found.items()}  # a cluster's file says the same
     sizes = QUICK if arguments.quick else CPU if device.type == "cpu" else GPU
     measurements = measure(arguments.model, shape, dtype, device, name, sizes)
     machine = Machine(
@@ -111,8 +112,8 @@ def _measure(arguments: argparse.Namespace) -> int:
         versions=_versions(),
     )
     _write(arguments.out, lambda out: write(out, machine, measurements))
-    told_figures = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
-    print(f"{name}: {told_figures}\n{arguments.out}: {len(measurements)} measurements of {arguments.model}")
+    print(f"{name}: {', '.join(f'{figure} = {value:g}' for figure, value in figures.items())}")
+    print(f"{arguments.out}: {len(measurements)} measurements of {arguments.model}")
     return 0
 
 
@@ -144,7 +145,7 @@ def _tell(constants: Constants, name: str) -> str:
     for key, error in constants.errors.items():
         accelerator, _, kind = key.rpartition(".")
         if accelerator == name:
-            far = f"off by {error.mean:.1%} on average, {error.p95:.1%} at the 95th percentile, {error.worst:.1%} at worst"
-            lines.append(f"  held out  {kind}: {far}, of {error.num_points}")
+            far = f"{error.mean:.1%} on average (MAPE), {error.p95:.1%} at p95, {error.worst:.1%} at worst"
+            lines.append(f"  held out  {kind}: off by {far}, of {error.num_points} predictions")
     lines.append(f"  default   {', '.join(guessed)}")
     return "\n".join(lines)

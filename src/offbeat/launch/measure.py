@@ -1,7 +1,7 @@
-"""Times this machine for calibration: decode steps and prefill of the embedded engine, forward and backward of training.
+"""Times this machine for calibration: decode steps and prefill of the embedded engine, and a training step.
 
-Each cell is timed in interleaved rounds, of which the fastest counts: neighbours on the machine only add. The context of
-a decode step is what attention really reads, in whole buckets. Nothing here judges the figures; that is the fit's.
+Each size is timed in interleaved rounds, of which the fastest counts: neighbours on the machine only add. The context
+of a decode step is what attention really reads, in whole buckets. Nothing here judges the figures; that is the fit's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -50,7 +52,7 @@ class Sizes:
         return [max(2, int(share * longest) - STEPS_PER_CELL) for share in CONTEXT_SHARES]
 
 
-QUICK = Sizes((1, 4, 16, 48), 512, (1, 4), (2, 8), num_rounds=2)
+QUICK = Sizes((1, 4, 16, 48), 512, (1, 4), (1, 4), num_rounds=2)
 CPU = Sizes((1, 2, 4, 8, 16, 32, 64), 1024, (1, 4, 16), (4, 16, 64), num_rounds=7)
 GPU = Sizes((1, 4, 16, 32, 64, 128, 256), 4096, (1, 2, 4, 8), (4, 16, 32), num_rounds=5)
 
@@ -66,15 +68,16 @@ def measure(
     num_slots = _fitting_rows(sizes.rows, contexts[-1], shape, device)
     with torch.inference_mode():
         room = contexts[-1] + STEPS_PER_CELL + 2
-        stepper = Stepper(model.eval(), num_slots, room, exact=False, worker=name, fingerprint=name, version=0)
+        stepper = Stepper(model, num_slots, room, exact=False, worker=name, fingerprint=name, version=0)
         timer = _Timer(stepper, device, name)
-        decodes = [(rows, context) for rows in sizes.rows if rows <= num_slots for context in contexts]
-        prefills = [(rows, context) for rows in sizes.prefill_rows if rows <= num_slots for context in contexts]
-        probes: list[Callable[[], Measurement]] = [lambda cell=cell: timer.decode(*cell) for cell in decodes]  # type: ignore[misc]
-        probes += [lambda cell=cell: timer.prefill(*cell) for cell in prefills]  # type: ignore[misc]
-        found = _fastest(probes, sizes.num_rounds)
-        del stepper, timer, probes
-    del model
+        rows = [num for num in sizes.rows if num <= num_slots]
+        prefilled = [num for num in sizes.prefill_rows if num <= num_slots]
+        found = _fastest(
+            [partial(timer.decode, *one) for one in product(rows, contexts)]
+            + [partial(timer.prefill, *one) for one in product(prefilled, contexts)],
+            sizes.num_rounds,
+        )
+    del model, stepper, timer  # their memory is training's
     empty_cache(device)
     return found + _measure_training(path, dtype, device, name, sizes, contexts[1])
 
@@ -118,9 +121,7 @@ class _Timer:
         seconds = max(self._step_s() - self._median_step_s(), 1e-9)
         self.stepper.abort(None)
         tokens = context - 1
-        return Measurement(
-            "prefill", self.name, seconds, tokens=rows * tokens, sum_square_tokens=rows * tokens**2
-        )
+        return Measurement("prefill", self.name, seconds, tokens=rows * tokens, sum_square_tokens=rows * tokens**2)
 
     def _submit(self, rows: int, context: int, kv: KvMode) -> None:
         tokens = _tokens(self.stepper.model.config.get_text_config().vocab_size, context)
@@ -150,7 +151,7 @@ def _measure_training(
         row = length - 1  # what is packed of a sample: its last token predicts nothing
         return Measurement("train", name, seconds, tokens=num_samples * row, sum_square_tokens=num_samples * row**2)
 
-    return _fastest([lambda n=n: probe(n) for n in sizes.train_samples], sizes.num_rounds)  # type: ignore[misc]
+    return _fastest([partial(probe, num_samples) for num_samples in sizes.train_samples], sizes.num_rounds)
 
 
 def _sample(group: int, tokens: np.ndarray) -> Sample:

@@ -142,7 +142,7 @@ def _fit_train(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     smaller = [one for one in rows if size(one) < largest]
     if not smaller:
         raise UserError(
-            f"train on {card.name}: one gang and one number of tokens, {largest:g}: at least two of either are wanted, "
+            f"train on {card.name}: one gang and one number of tokens, {largest:g}: at least two are wanted of either, "
             "so that one can be held out"
         )
     folds = [(smaller, [one for one in rows if size(one) == largest])]
@@ -158,7 +158,7 @@ def _fit_link(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
         return np.array([(1.0, one / card.link_bytes_per_s) for one in sent])
 
     if not card.link_bytes_per_s:
-        raise UserError(f"link on {card.name}: link_gb_s of its machine is not told, so there is no peak to compare with")
+        raise UserError(f"link on {card.name}: no link_gb_s is told for this machine, so there is no peak")
     folds = _folds(rows, "num_bytes", card)
     latency_s, slope = _solve(rows, terms).weights
     share = _below_peak(_share(slope, "link_share", card), "link", card)

@@ -160,7 +160,7 @@ def _check(where: str, name: str, value: Any, is_positive: bool) -> None:
         is_right, wanted = isinstance(value, str), "text"
     else:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_right = is_number and (0 < value if is_positive else 0 <= value) and value < MOST
+        is_right = is_number and (value > 0 if is_positive else value >= 0) and value < MOST
         wanted = "numbers above 0" if is_positive else "numbers of 0 or more"
     if not is_right:
         raise UserError(f"{where}: {name} = {value!r}: allowed {wanted}")
