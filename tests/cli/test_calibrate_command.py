@@ -7,13 +7,14 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from offbeat.cli.main import main
 from offbeat.errors import UserError
-from offbeat.launch import machine_figures
+from offbeat.launch import machine_figures, measure
 from offbeat.launch.machine_figures import figures_of
 from offbeat.model.loading import TINY_FOLDER
 from offbeat.plan import record
@@ -21,7 +22,7 @@ from offbeat.plan.catalogue import accelerator
 from offbeat.plan.cost.constants import Figures, load
 from offbeat.plan.cost.decode import decode_step_s
 from offbeat.plan.measured import Measurement, read
-from offbeat.plan.shapes import known_model
+from offbeat.plan.shapes import known_model, kv_bytes_per_token
 
 MODEL = "Qwen2.5-7B"
 WORKLOAD = f"""
@@ -114,6 +115,34 @@ def test_this_machine_is_measured_fitted_and_planned_with(capsys, one_thread):
     assert any("cpu: 7 of 13 constants" in line for line in plan.assumptions)
 
 
+def full(*_, **__):
+    raise torch.OutOfMemoryError("full")
+
+
+def test_a_model_that_does_not_fit_into_memory_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(measure, "Stepper", full)
+    said = refused(capsys, "calibrate", "--measure", "--model", "offbeat-tiny", "--out", "m.jsonl")
+    assert said == "model.path = 'offbeat-tiny': does not fit into the memory of cpu; take a smaller model"
+
+
+def test_training_that_does_not_fit_into_memory_leaves_the_rest_measured(capsys, monkeypatch, one_thread):
+    monkeypatch.setattr(measure, "QUICK", measure.Sizes((1, 2, 4), 64, (1,), (1, 2), num_rounds=1))
+    monkeypatch.setattr(measure, "Policy", full)
+    words = ("--tflops", "1", "--memory-gb", "16", "--bandwidth-tb-s", "0.02")
+    said = told(capsys, "calibrate", "--measure", "--quick", "--model", "offbeat-tiny", "--out", "m.jsonl", *words)
+    assert "m.jsonl: of offbeat-tiny, 9 decode, 3 prefill\ntraining did not fit into memory" in said
+    assert {one.kind for one in read(Path("m.jsonl")).measurements} == {"decode", "prefill"}
+
+
+def test_rows_are_as_many_as_fit_into_a_gpus_memory(monkeypatch):
+    shape, gpu = known_model(MODEL), torch.device("cuda")
+    row_bytes = 1040 * kv_bytes_per_token(shape)
+    monkeypatch.setattr(measure, "memory_bytes", lambda device: (2 * 20 * row_bytes, 0))
+    assert measure._fitting_rows((1, 4, 16, 32), 1024, shape, gpu) == 16
+    with pytest.raises(UserError, match="20 answers of 1024 tokens fit into memory; take a smaller model"):
+        measure._fitting_rows((1, 16, 32), 1024, shape, gpu)
+
+
 def test_fitted_constants_are_those_that_made_the_measurements_and_the_rest_is_told_as_default(capsys):
     said = told(capsys, "calibrate", write(decodes("h200-sxm")), "--model", MODEL, "--out", "c.json")
     assert said.splitlines()[0] == "h200"
@@ -149,7 +178,7 @@ def test_wrong_words_are_one_line(capsys, words, line):
 
 
 def test_a_mistake_in_the_measurements_is_one_line(capsys):
-    def said(*given) -> str:
+    def said(*given: Any) -> str:
         return refused(capsys, "calibrate", write(*given), "--model", MODEL, "--out", "c.json")
 
     unknown = json.dumps({"kind": "decoding", "accelerator": "h200", "seconds": 1})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -113,7 +114,10 @@ def _measure(arguments: argparse.Namespace) -> int:
     )
     _write(arguments.out, lambda out: write(out, machine, measurements))
     print(f"{name}: {', '.join(f'{figure} = {value:g}' for figure, value in figures.items())}")
-    print(f"{arguments.out}: {len(measurements)} measurements of {arguments.model}")
+    kinds = Counter(one.kind for one in measurements)
+    print(f"{arguments.out}: of {arguments.model}, {', '.join(f'{num} {kind}' for kind, num in kinds.items())}")
+    if "train" not in kinds:
+        print("training did not fit into memory, so its constants stay defaults")
     return 0
 
 

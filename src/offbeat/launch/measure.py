@@ -54,13 +54,32 @@ class Sizes:
 
 QUICK = Sizes((1, 4, 16, 48), 512, (1, 4), (1, 4), num_rounds=2)
 CPU = Sizes((1, 2, 4, 8, 16, 32, 64), 1024, (1, 4, 16), (4, 16, 64), num_rounds=7)
-GPU = Sizes((1, 4, 16, 32, 64, 128, 256), 4096, (1, 2, 4, 8), (4, 16, 32), num_rounds=5)
+GPU = Sizes((1, 4, 16, 32, 64, 128, 256), 4096, (1, 2, 4, 8), (1, 2, 4), num_rounds=5)
+"""Few samples: a large vocabulary's logits of thousands of tokens, in float32, must fit beside the optimizer."""
 
 
 def measure(
     path: str, shape: ModelShape, dtype: torch.dtype, device: torch.device, name: str, sizes: Sizes
 ) -> list[Measurement]:
-    """What decode, prefill and training took on this device, which is called `name`."""
+    """What decode, prefill and training took on this device, which is called `name`; where training does not fit into
+    its memory, the first two."""
+    try:
+        generating, length = _measure_engine(path, shape, dtype, device, name, sizes)
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"model.path = {path!r}: does not fit into the memory of {name}; take a smaller model"
+        ) from None
+    empty_cache(device)
+    try:
+        return generating + _measure_training(path, dtype, device, name, sizes, length)
+    except torch.OutOfMemoryError:
+        return generating
+
+
+def _measure_engine(
+    path: str, shape: ModelShape, dtype: torch.dtype, device: torch.device, name: str, sizes: Sizes
+) -> tuple[list[Measurement], int]:
+    """Decode and prefill; and the context of middling length."""
     model = load_model(path, dtype, device)
     contexts = sizes.contexts(context_window(model.config))
     if len(set(contexts)) < len(contexts):
@@ -77,9 +96,7 @@ def measure(
             + [partial(timer.prefill, *one) for one in product(prefilled, contexts)],
             sizes.num_rounds,
         )
-    del model, stepper, timer  # their memory is training's
-    empty_cache(device)
-    return found + _measure_training(path, dtype, device, name, sizes, contexts[1])
+    return found, contexts[1]
 
 
 def _fitting_rows(rows: Sequence[int], context: int, shape: ModelShape, device: torch.device) -> int:
