@@ -53,7 +53,7 @@ class Sizes:
 
 
 QUICK = Sizes((1, 4, 16, 48), 512, (1, 4), (1, 4), num_rounds=2)
-CPU = Sizes((1, 2, 4, 8, 16, 32, 64), 1024, (1, 4, 16), (4, 16, 64), num_rounds=7)
+CPU = Sizes((1, 2, 4, 8, 16, 32, 64), 1024, (1, 2, 4), (1, 2, 4), num_rounds=5)
 GPU = Sizes((1, 4, 16, 32, 64, 128, 256), 4096, (1, 2, 4, 8), (1, 2, 4), num_rounds=5)
 """Few samples: a large vocabulary's logits of thousands of tokens, in float32, must fit beside the optimizer."""
 
