@@ -91,6 +91,8 @@ def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
             assert (said.status, "now       the loss is not finite" in said.out) == (1, True), said
         case ["offbeat", "check-loss", function]:
             assert reader.succeed("check-loss", function).endswith("everything holds\n")
+        case ["offbeat", "calibrate" | "plan", *words] if "constants.json" in words or "--measure" in words:
+            pass  # test_planning_page runs them one after the other
         case ["offbeat", "plan", *words, ">", "plan.json"]:
             assert reader.succeed("plan", *words).startswith("{")
         case ["offbeat", "plan", *files, "--verify", "plan.json"]:

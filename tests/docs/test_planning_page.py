@@ -5,15 +5,21 @@ from __future__ import annotations
 import shlex
 
 import pytest
+import torch
 from doc_reader import ROOT, Reader, blocks, commands
+
+from offbeat.plan.fleets import homogeneous, mixed, split_by_class
+from offbeat.plan.inventory import load_inventory
+from offbeat.plan.workload_file import load_workload
 
 PAGE = ROOT / "docs" / "planning.md"
 FILES = ("cluster_hex_56.toml", "workload_hex_7b.toml")
+EXAMPLES = ROOT / "examples" / "planning"
 
 
 @pytest.mark.parametrize("index", range(2), ids=FILES)
 def test_a_file_on_the_page_is_the_example(index):
-    example = (ROOT / "examples" / "planning" / FILES[index]).read_text()
+    example = (EXAMPLES / FILES[index]).read_text()
     assert example.rstrip().endswith(blocks(PAGE, "TOML")[index].rstrip())
 
 
@@ -23,3 +29,31 @@ def test_the_first_command_gives_the_shown_sentence(reader: Reader):
     said = reader.succeed(*words)
     assert said.splitlines()[0] == shown.splitlines()[0]
     assert [line.split(":")[0] for line in said.splitlines()] == [line.split(":")[0] for line in shown.splitlines()]
+
+
+def test_the_commands_that_measure_fit_and_plan_work_one_after_the_other(reader: Reader):
+    measure, fit, plan = (
+        words for line in commands(PAGE) if {"measurements.jsonl", "constants.json"} & set(words := shlex.split(line))
+    )
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # then only this thread's own time is measured, whatever else the machine does
+    try:
+        assert "measurements.jsonl: " in reader.succeed(*measure[1:])
+    finally:
+        torch.set_num_threads(num_threads)
+    fitted = reader.succeed(*fit[1:])
+    assert all(f"  {word}  " in fitted for word in ("fitted", "held out", "default"))
+    assert reader.succeed(*plan[1:]).splitlines()[0] == blocks(PAGE, "")[0].splitlines()[0]
+
+
+def test_the_numbers_beside_the_picture_are_those_of_the_plans():
+    inventory, workload = load_inventory(EXAMPLES / FILES[0]), load_workload(EXAMPLES / FILES[1])
+    split, (best, *_) = split_by_class(inventory, workload), mixed(inventory, workload)
+    page = " ".join(PAGE.read_text().split())
+    assert f"makes {best.tokens_per_s:,.0f} tokens/s for {best.price_per_h:.2f} $/h" in page
+    assert split is not None
+    assert f"the split by class makes {split.tokens_per_s:,.0f} for {split.price_per_h:.2f} $/h" in page
+    fastest = [points[0] for points in homogeneous(inventory, workload).values()]
+    assert max(point.tokens_per_s for point in fastest) < 33_000
+    assert min(point.price_per_h for point in fastest) >= 118
+    assert (ROOT / "docs" / "planning-frontier.png").read_bytes().startswith(b"\x89PNG")

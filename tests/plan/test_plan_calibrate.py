@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from offbeat.errors import UserError
-from offbeat.plan.calibrate import Measurement, fit, read
+from offbeat.plan.calibrate import fit, fit_file
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.decode import allreduce_s, decode_step_s
 from offbeat.plan.cost.prefill import prefill_flop, prefill_s
 from offbeat.plan.hardware import Accelerator
+from offbeat.plan.measured import Machine, Measured, Measurement, read, write
 from offbeat.plan.workload import ModelShape
 
 CARD = Accelerator("card", 100e12, 80e9, 2e12, 2e11, 5e10)
@@ -127,7 +128,7 @@ def test_training_holds_out_the_largest_gang():
     [
         (decodes(figures=replace(TRUE, kv_read_share=0.3)), "were answers preempted"),
         ([one for one in decodes() if one.context == 512], "1 different context measured: at least 3 are wanted"),
-        (trainings()[:1], "at least two are wanted"),
+        (trainings()[:1], "one gang and one number of tokens, 1e+06: at least two are wanted"),
         ([replace(one, seconds=one.seconds / 5) for one in trainings()], "of the card's peak"),
         ([replace(one, accelerator="cart") for one in trainings()], "did you mean 'card'?"),
     ],
@@ -141,7 +142,59 @@ def test_a_fit_that_cannot_be_trusted_is_refused(measurements, told):
 def test_a_file_of_measurements_reads_back(tmp_path):
     path = tmp_path / "measured.jsonl"
     path.write_text("".join(json.dumps(asdict(one)) + "\n" for one in trainings()) + "\n")
-    assert read(path) == trainings()
+    assert read(path).measurements == trainings()
+
+
+def test_what_was_measured_on_which_machine_is_written_and_read_back(tmp_path):
+    path, machine = tmp_path / "measured.jsonl", Machine("desk", 1.5, 64, 0.05, date="2026-01-02", versions={"a": "1"})
+    write(path, machine, decodes())
+    assert read(path) == Measured({"desk": machine}, decodes())
+    assert '"rows": 1' in path.read_text()
+    assert "num_bytes" not in path.read_text()
+
+
+def test_one_gang_alone_holds_out_the_most_tokens():
+    sizes = [replace(trainings()[0], tokens=n * 1e5, sum_square_tokens=n * 4e8, seconds=n * 42.7) for n in (1, 2, 4)]
+    slower = [*sizes[:2], replace(sizes[2], seconds=sizes[2].seconds * 1.25)]
+    assert fit(sizes, MODEL, {"card": CARD}).errors["card.train"].worst < 1e-9
+    error = fit(slower, MODEL, {"card": CARD}).errors["card.train"]
+    assert (error.num_points, error.mean) == (1, pytest.approx(0.2))
+
+
+MACHINE = Machine("own", tflops=100, memory_gb=80, bandwidth_tb_s=2, bytes_per_weight=4, bytes_per_kv=4)
+
+
+def of(name, measurements):
+    return [replace(one, accelerator=name) for one in measurements]
+
+
+def test_a_files_machine_gives_the_peak_and_the_bytes_of_a_number():
+    twice_as_fast = replace(MACHINE, bandwidth_tb_s=4)
+    figures = fit_file(Measured({"own": twice_as_fast}, of("own", decodes())), MODEL).of("own")
+    assert figures.kv_read_share == pytest.approx(TRUE.kv_read_share, rel=0.03)
+    assert figures.weight_read_share == pytest.approx(TRUE.weight_read_share, rel=0.1)
+
+
+def test_slow_attention_is_believed_where_nothing_can_be_preempted():
+    slow = of("own", decodes(figures=replace(TRUE, kv_read_share=0.1)))
+    machine = replace(MACHINE, bytes_per_weight=2, bytes_per_kv=2)
+    with pytest.raises(UserError, match="were answers preempted"):
+        fit_file(Measured({"own": machine}, slow), MODEL)
+    found = fit_file(Measured({"own": replace(machine, engine="embedded")}, slow), MODEL)
+    assert found.of("own").kv_read_share == pytest.approx(0.1, rel=0.05)
+
+
+def test_an_alias_of_the_catalogue_becomes_the_name_that_a_plan_looks_up():
+    found = fit_file(Measured({}, of("a100", trainings())), MODEL)
+    assert set(found.of_accelerator) == {"a100-80gb"}
+    with pytest.raises(UserError, match=r"accelerator 'h2000': is not in the catalogue; did you mean 'h200'\?"):
+        fit_file(Measured({}, of("h2000", trainings())), MODEL)
+
+
+def test_a_link_without_a_peak_is_refused():
+    links = [Measurement("link", "own", 1e-3, num_bytes=size, num_accelerators=4) for size in (1e4, 1e6, 1e8)]
+    with pytest.raises(UserError, match="no link_gb_s is told"):
+        fit_file(Measured({"own": MACHINE}, links), MODEL)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +207,12 @@ def test_a_file_of_measurements_reads_back(tmp_path):
         ('{"kind": "decode", "accelerator": "a", "seconds": 1, "row": 2}', "did you mean 'rows'?"),
         ('{"kind": "decode", "accelerator": "a", "seconds": 1, "rows": "two"}', "rows = 'two'"),
         ("[1]", "one JSON object a line"),
+        ('{"accelerator": "a", "seconds": 1}', "kind is missing"),
+        ('{"kind": "decode", "accelerator": 5, "seconds": 1}', "accelerator = 5: allowed text"),
+        ('{"kind": "decode", "accelerator": "a", "seconds": Infinity}', "seconds = inf"),
+        ('{"kind": "decode", "accelerator": "a", "seconds": true}', "seconds = True"),
+        ('{"kind": "machine", "accelerator": "a", "memory_gb": 1, "bandwidth_tb_s": 1}', "tflops is missing"),
+        ('{"kind": "machine", "accelerator": "a", "tflop": 1}', "did you mean 'tflops'?"),
     ],
 )
 def test_a_mistake_in_a_file_is_told_with_its_line(tmp_path, line, told):
@@ -162,3 +221,10 @@ def test_a_mistake_in_a_file_is_told_with_its_line(tmp_path, line, told):
     with pytest.raises(UserError, match=r"measured\.jsonl:2: ") as caught:
         read(path)
     assert told in str(caught.value)
+
+
+def test_a_file_without_measurements_is_refused(tmp_path):
+    path = tmp_path / "measured.jsonl"
+    write(path, MACHINE, [])
+    with pytest.raises(UserError, match="holds no measurement"):
+        read(path)

@@ -213,3 +213,11 @@ def test_words_of_changes():
     for word in ("h20:", "h20:0", ":2", "h20:-1", "h20:two"):
         with pytest.raises(UserError, match=f"--add {word}: write NAME:NODES"):
             parse_changes([word], "--add")
+
+
+def test_a_processor_may_be_slower_than_any_accelerator(cluster, refusal):
+    slow = OWN.replace("tflops = 100", "tflops = 0.07").replace("bandwidth_tb_s = 1", "bandwidth_tb_s = 0.01")
+    card = load_inventory(cluster(slow.replace("mine", "cpu"))).classes["cpu"].accelerator
+    assert (card.name, card.flops) == ("cpu", pytest.approx(0.07e12))
+    assert "is it in PFLOPS, perhaps?" in refusal(slow)
+    assert "is it in GFLOPS, perhaps?" in refusal(OWN.replace("mine", "cpu").replace("tflops = 100", "tflops = 700"))

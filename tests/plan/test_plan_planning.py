@@ -8,10 +8,11 @@ import pytest
 
 import offbeat
 from offbeat.errors import UserError
+from offbeat.plan import fleets as fleets_module
 from offbeat.plan import record, telling, what_if
 from offbeat.plan.cost.constants import Constants, HeldOut
 from offbeat.plan.drawing import frontier_page, ticks
-from offbeat.plan.fleets import Point, alone, homogeneous, mixed
+from offbeat.plan.fleets import Point, alone, homogeneous, mixed, split_by_class
 from offbeat.plan.helping import what_would_help
 from offbeat.plan.inventory import load_inventory
 from offbeat.plan.planning import plan
@@ -203,9 +204,38 @@ def test_a_fleet_of_one_class_has_the_nodes_that_the_same_money_buys():
 def test_a_fleet_without_a_plan_is_named_on_the_page_and_nothing_is_fetched():
     page = frontier_page("7B <b>", [Point(10, 100), Point(5, 60)], {"h800": [Point(9, 50)], "l4": []})
     assert "7B &lt;b&gt;" in page
-    assert page.count("<circle") == 3
+    assert page.count(" tokens/s at ") == 3
     assert "No plan: l4 alone." in page
     assert not any(word in page for word in ("<script", "http:", "https:", "<link", "@import"))
+
+
+def test_the_split_by_class_is_drawn_and_told():
+    page = frontier_page("7B", [Point(10, 100)], {"h800": [Point(9, 50)]}, Point(12, 80))
+    assert "split by class: 80 tokens/s at 12.00 $/h" in page
+    assert "what AReaL-Hex (arXiv 2511.00796) evidently ran" in page
+    assert "AReaL-Hex" not in frontier_page("7B", [Point(10, 100)], {})
+
+
+def test_the_split_by_class_rents_everything_and_is_never_faster_than_the_best_mix():
+    split = split_by_class(HEX, SEVEN)
+    assert split is not None
+    assert split.price_per_h == pytest.approx(131.04)
+    best = plan(HEX, SEVEN).step.tokens_per_s
+    assert 0 < split.tokens_per_s <= best * 1.001
+
+
+def test_generation_waits_for_every_copy_of_the_split_by_class(monkeypatch):
+    def tokens_per_s(copies: float) -> float:
+        monkeypatch.setattr(fleets_module, "COPIES", copies)
+        split = split_by_class(HEX, SEVEN)
+        assert split is not None
+        return split.tokens_per_s
+
+    assert tokens_per_s(1.0) >= tokens_per_s(5.0) > tokens_per_s(50.0)
+
+
+def test_one_class_cannot_be_split():
+    assert split_by_class(alone(HEX, "h20", 100.0), SEVEN) is None
 
 
 def test_a_model_that_fits_no_fleet_leaves_it_empty():

@@ -23,6 +23,7 @@ COMMANDS = {
     "trainer": "train for a run that is coordinated elsewhere",
     "worker": "generate for a run; or let workers in, list them, shut them out",
     "plan": "say which machines to rent for a workload, and which of them train and which generate",
+    "calibrate": "measure a machine, or fit the planner's cost model to measurements",
     "eval": "score a model on held-out prompts",
     "export": "write a run's model as a Hugging Face folder",
     "model": "write a model that comes in a Python package as a Hugging Face folder",

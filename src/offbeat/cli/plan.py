@@ -78,18 +78,20 @@ def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workloa
         return 0
     print(tell(found, gains, in_full=arguments.explain))
     if drawn is not None:
-        print(f"\n{arguments.frontier}: {drawn} plans from the fastest to the cheapest, beside each class alone.")
+        beside = "beside each class alone and AReaL-Hex's split"
+        print(f"\n{arguments.frontier}: {drawn} plans from the fastest to the cheapest, {beside}.")
     return 0
 
 
 def _draw(file: Path, inventory: Inventory, workload: Workload, constants: Constants) -> int:
     """How many plans were drawn."""
     from offbeat.plan.drawing import frontier_page
-    from offbeat.plan.fleets import homogeneous, mixed
+    from offbeat.plan.fleets import homogeneous, mixed, split_by_class
 
     title = f"{workload.model.name}: cost against throughput"
     points = mixed(inventory, workload, constants)
-    page = frontier_page(title, points, homogeneous(inventory, workload, constants))
+    split = split_by_class(inventory, workload, constants)
+    page = frontier_page(title, points, homogeneous(inventory, workload, constants), split)
     try:
         file.write_text(page, encoding="utf-8")
     except OSError as error:

@@ -1,17 +1,14 @@
 """Constants of the cost model from measurements, with the error on what the fit has not seen.
 
-A file of measurements has one JSON object a line, with `kind` and the fields of `Measurement`. Every constant is the
-non-negative least squares solution on relative errors. The held-out error leaves out whole batch sizes and whole
-contexts (decode), whole lengths (prefill), whole sizes (link) or the largest gang (train), never single points: their
-neighbours would give them away.
+Every constant is the non-negative least squares solution on relative errors. The held-out error leaves out whole batch
+sizes and whole contexts (decode), whole lengths (prefill), whole sizes (link) or the largest gang (train; of gangs that
+are alike, the most tokens), never single points: their neighbours would give them away.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import nnls
@@ -21,6 +18,7 @@ from offbeat.plan.cost.constants import Constants, HeldOut, Source
 from offbeat.plan.cost.prefill import prefill_flop
 from offbeat.plan.cost.sizes import touched_parameters
 from offbeat.plan.hardware import Accelerator
+from offbeat.plan.measured import EMBEDDED, Measured, Measurement
 from offbeat.plan.shapes import active_matmul_parameters, kv_bytes_per_token
 from offbeat.plan.workload import ModelShape
 from offbeat.spelling import suggest
@@ -31,33 +29,10 @@ DECODE_FLOOR = (0.0, 1.0, 0.0)
 """Weights are not read faster than at the peak. Below the ridge their reading and the overhead are both constant, and
 noise alone would decide between them."""
 MIN_KV_SHARE, MAX_KV_SHARE = 0.5, 2.0
-"""Reads of keys and values outside of this tell of preempted answers or of a wrong shape, not of a slow card."""
+"""Reads of keys and values outside of this tell of preempted answers or of a wrong shape, not of a slow card. Where the
+embedded engine was stepped by hand nothing is preempted, and its attention may be as slow as it is."""
 MAX_SHARE = 1.1
 """What is faster than the card's peak by more has the wrong card or shape; less is clock boost and noise."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Seconds of one thing that was timed; what its kind does not need stays 0."""
-
-    kind: str
-    accelerator: str
-    seconds: float
-    rows: float = 0
-    """Of a decode step."""
-    context: float = 0
-    """Mean tokens of its rows."""
-    tokens: float = 0
-    """Prefilled or trained, in all."""
-    sum_square_tokens: float = 0
-    """Of the sequences that were prefilled or trained, the squares of their lengths."""
-    num_bytes: float = 0
-    """Of an all-reduce inside a node."""
-    num_accelerators: int = 1
-    """Of a training gang, or those that reduce."""
-    num_forwards: float = 0
-    """Of a training step, those besides the trained one, recomputing among them."""
-    tp: int = 1
 
 
 Rows = Sequence[Measurement]
@@ -73,44 +48,12 @@ class Solution:
     """Root of the mean squared relative error."""
 
 
-def read(path: Path) -> list[Measurement]:
-    """Measurements of a file, each checked."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; name a file of measurements") from None
-    return [_measurement(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
-
-
-def _measurement(where: str, line: str) -> Measurement:
-    names = [one.name for one in fields(Measurement)]
-    try:
-        told = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(told, dict):
-        raise UserError(f"{where}: one JSON object a line is wanted")
-    for name in told:
-        if name not in names:
-            raise UserError(f"{where}: unknown field {name!r}; {suggest(name, names)}")
-    for name in ("kind", "accelerator", "seconds"):
-        if name not in told:
-            raise UserError(f"{where}: {name} is missing")
-    if told["kind"] not in KINDS:
-        raise UserError(f"{where}: kind = {told['kind']!r}; {suggest(str(told['kind']), KINDS)}")
-    for name, value in told.items():
-        if name not in ("kind", "accelerator") and (not isinstance(value, int | float) or not 0 <= value < 1e30):
-            raise UserError(f"{where}: {name} = {value!r}: allowed numbers of 0 or more")
-    if not told["seconds"] > 0:
-        raise UserError(f"{where}: seconds = {told['seconds']!r}: allowed numbers above 0")
-    return Measurement(**told)
-
-
 def fit(
     measurements: Iterable[Measurement],
     model: ModelShape,
     cards: Mapping[str, Accelerator],
     base: Constants | None = None,
+    least_kv_share: float = MIN_KV_SHARE,
 ) -> Constants:
     """`base` with what the measurements tell of each accelerator, and how far off it was on held-out ones."""
     constants = base or Constants()
@@ -121,8 +64,24 @@ def fit(
         if name not in cards:
             raise UserError(f"measurements of accelerator {name!r}; {suggest(name, cards)}")
         figures, error = KINDS[kind](rows, model, cards[name])
+        if kind == "decode":
+            _check_kv_share(figures["kv_read_share"], least_kv_share, cards[name])
         constants = constants.with_figures(name, Source.FITTED, **figures)
         constants = replace(constants, errors={**constants.errors, f"{name}.{kind}": error})
+    return constants
+
+
+def fit_file(measured: Measured, model: ModelShape) -> Constants:
+    """Constants of every accelerator in a file, by the name that a cluster's file gives it."""
+    constants = Constants()
+    for name in dict.fromkeys(one.accelerator for one in measured.measurements):
+        card, machine = measured.card(name), measured.machines.get(name)
+        shape = model
+        if machine is not None:
+            shape = replace(model, bytes_per_weight=machine.bytes_per_weight, bytes_per_kv=machine.bytes_per_kv)
+        own = [replace(one, accelerator=card.name) for one in measured.measurements if one.accelerator == name]
+        least = 0.0 if machine is not None and machine.engine == EMBEDDED else MIN_KV_SHARE
+        constants = fit(own, shape, {card.name: card}, constants, least)
     return constants
 
 
@@ -143,18 +102,12 @@ def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     folds = _folds(rows, "rows", card) + _folds(rows, "context", card)
     solution = _solve(rows, terms, RIDGES, DECODE_FLOOR)
     overhead_s, matmul, kv = solution.weights
-    kv_share = _share(kv, "kv_read_share", card)
-    if not MIN_KV_SHARE <= kv_share <= MAX_KV_SHARE:
-        raise UserError(
-            f"decode on {card.name}: reading keys and values at {kv_share:.2f} of the memory's bandwidth: allowed "
-            f"{MIN_KV_SHARE:g} to {MAX_KV_SHARE:g}; were answers preempted, or is this another model's shape?"
-        )
     read_share = _share(matmul, "weight_read_share", card)
     figures = {
         "step_overhead_s": float(overhead_s),
         "weight_read_share": read_share,
         "gemm_share": min(1.0, solution.ridge * read_share),  # at 1 no batch was large enough to be bound by compute
-        "kv_read_share": kv_share,
+        "kv_read_share": _share(kv, "kv_read_share", card),
     }
     return figures, _held_out(folds, terms, RIDGES, DECODE_FLOOR)
 
@@ -181,11 +134,18 @@ def _fit_train(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
         ]
         return np.array([[one / (row.num_accelerators * card.flops)] for one, row in zip(flop, rows, strict=True)])
 
-    largest = max(one.num_accelerators for one in rows)
-    smaller = [one for one in rows if one.num_accelerators < largest]
+    def size(one: Measurement) -> float:
+        return one.tokens if is_one_gang else one.num_accelerators
+
+    is_one_gang = len({one.num_accelerators for one in rows}) == 1
+    largest = max(map(size, rows))
+    smaller = [one for one in rows if size(one) < largest]
     if not smaller:
-        raise UserError(f"train on {card.name}: one size of gang, {largest}: at least two are wanted, to hold one out")
-    folds = [(smaller, [one for one in rows if one.num_accelerators == largest])]
+        raise UserError(
+            f"train on {card.name}: one gang and one number of tokens, {largest:g}: at least two are wanted of either, "
+            "so that one can be held out"
+        )
+    folds = [(smaller, [one for one in rows if size(one) == largest])]
     (slope,) = _solve(rows, terms).weights
     return {"training_share": _below_peak(_share(slope, "training_share", card), "train", card)}, _held_out(
         folds, terms
@@ -197,6 +157,8 @@ def _fit_link(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
         sent = [2 * (one.num_accelerators - 1) / one.num_accelerators * one.num_bytes for one in rows]
         return np.array([(1.0, one / card.link_bytes_per_s) for one in sent])
 
+    if not card.link_bytes_per_s:
+        raise UserError(f"link on {card.name}: no link_gb_s is told for this machine, so there is no peak")
     folds = _folds(rows, "num_bytes", card)
     latency_s, slope = _solve(rows, terms).weights
     share = _below_peak(_share(slope, "link_share", card), "link", card)
@@ -247,6 +209,14 @@ def _held_out(
         predicted = terms(left_out, solution.ridge) @ solution.weights
         errors += [abs(guess / one.seconds - 1) for guess, one in zip(predicted, left_out, strict=True)]
     return HeldOut(float(np.mean(errors)), float(np.quantile(errors, 0.95)), float(max(errors)), len(errors))
+
+
+def _check_kv_share(share: float, least: float, card: Accelerator) -> None:
+    if not least <= share <= MAX_KV_SHARE:
+        raise UserError(
+            f"decode on {card.name}: reading keys and values at {share:.2f} of the memory's bandwidth: allowed "
+            f"{least:g} to {MAX_KV_SHARE:g}; were answers preempted, or is this another model's shape?"
+        )
 
 
 def _share(slope: float, name: str, card: Accelerator) -> float:

@@ -40,6 +40,9 @@ SANE: dict[str, tuple[float, float, str, str]] = {
 }
 """Between which values a figure can be meant, and the unit that was likely meant below and above. In ten years' time
 the upper ends may need a push."""
+CPU = "cpu"
+CPU_SANE = SANE | {"tflops": (0.001, 100, "PFLOPS", "GFLOPS"), "bandwidth_tb_s": (0.001, 5, "PB/s", "GB/s")}
+"""Of a class of that name: processors without an accelerator, as calibration calls them."""
 HOST_GB_S = 32.0
 """PCIe 4 x16: what a card of one's own is taken to have."""
 MOST_PER_ACCELERATOR_H = 100.0
@@ -78,7 +81,7 @@ def load_inventory(path: pathlib.Path | str) -> Inventory:
 def _class(name: str, table: ClassTable, origin: Origin, assumptions: list[str]) -> MachineClass:
     place: Path = ("classes", name)
     for key in FIGURES:
-        check_range((*place, key), getattr(table, key), SANE[key], origin)
+        check_range((*place, key), getattr(table, key), (CPU_SANE if name == CPU else SANE)[key], origin)
     card = _accelerator(name, table, origin, assumptions)
     return MachineClass(
         name=name,

@@ -7,6 +7,7 @@ Money is counted in whole millionths of a dollar, so that sums are exact.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -192,7 +193,7 @@ def _check(problem: Problem) -> None:
             raise ValueError(f"two {kind}s are called {max(names, key=names.count)!r}")
     for name, offer in problem.offers.items():
         sizes = sorted({column.num_accelerators for column in problem.rollout if column.offer == name})
-        for small, large in zip(sizes, [*sizes[1:], offer.per_node], strict=True):
+        for small, large in itertools.pairwise([*sizes, offer.per_node]):
             if large % small:
                 raise ValueError(
                     f"{name}: {small} accelerators a replica do not divide {large}, so nodes would be torn"

@@ -1,0 +1,155 @@
+"""`offbeat calibrate`: measures this machine, or fits the planner's constants to a file of measurements."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat.cli.parser import Parser
+from offbeat.errors import UserError
+
+if TYPE_CHECKING:
+    from offbeat.plan.cost.constants import Constants
+    from offbeat.plan.workload import ModelShape
+
+PACKAGES = ("offbeat", "torch", "transformers")
+MEASURING_ALONE = ("quick", "accelerator", "tflops", "memory_gb", "bandwidth_tb_s")
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("measurements", nargs="?", metavar="MEASUREMENTS.jsonl", help="what to fit constants to")
+    parser.add_argument("--measure", action="store_true", help="measure this machine instead")
+    parser.add_argument("--model", metavar="MODEL", required=True, help="what is or was run: a name, config or folder")
+    parser.add_argument("--out", metavar="FILE", required=True, help="where constants, or measurements, go")
+    parser.add_argument("--quick", action="store_true", help="measure few sizes, in seconds")
+    parser.add_argument("--accelerator", metavar="NAME", help="what to call this GPU; without it, what it calls itself")
+    parser.add_argument("--tflops", type=float, help="dense peak of this machine; for a processor, else measured")
+    parser.add_argument("--memory-gb", type=float, help="its memory")
+    parser.add_argument("--bandwidth-tb-s", type=float, help="its memory's bandwidth")
+    parser.epilog = "The constants are for offbeat plan --constants."
+
+
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    _check_words(arguments)
+    if arguments.measure:
+        return _measure(arguments)
+    from offbeat.plan.calibrate import fit_file
+    from offbeat.plan.cost.constants import save
+    from offbeat.plan.measured import read
+
+    measured = read(Path(arguments.measurements))
+    constants = fit_file(measured, _shape(arguments.model))
+    _write(arguments.out, lambda out: save(constants, out))
+    for name in constants.of_accelerator:
+        print(_tell(constants, name))
+    print(f"{arguments.out}: for offbeat plan --constants {arguments.out}")
+    return 0
+
+
+def _check_words(arguments: argparse.Namespace) -> None:
+    if arguments.measure and arguments.measurements:
+        raise UserError(f"{arguments.measurements}: goes without --measure, which makes measurements of its own")
+    if not arguments.measure and not arguments.measurements:
+        raise UserError("offbeat calibrate: name a file of measurements, or --measure this machine")
+    for name in MEASURING_ALONE:
+        value, word = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        if value and not arguments.measure:
+            raise UserError(f"{word}: goes with --measure alone; a file of measurements says what it was measured on")
+        if isinstance(value, float) and not 0 < value < float("inf"):
+            raise UserError(f"{word} {value:g}: allowed more than 0")
+    if not Path(arguments.out).parent.is_dir():
+        raise UserError(f"--out {arguments.out}: there is no folder {Path(arguments.out).parent}")
+    if Path(arguments.out).is_dir():
+        raise UserError(f"--out {arguments.out}: is a folder; name a file")
+
+
+def _shape(model: str) -> ModelShape:
+    """Of a name that is known, of a config.json or of a folder that holds one."""
+    from offbeat.model.loading import TINY, TINY_FOLDER
+    from offbeat.plan.shapes import known_model, read_config
+
+    if model == TINY:
+        return dataclasses.replace(read_config(TINY_FOLDER), name=TINY)
+    if Path(model).exists() or model.endswith(".json"):
+        return read_config(model)
+    try:
+        return known_model(model)
+    except UserError as error:
+        raise UserError(f"--model {error}") from None
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    from offbeat.launch.machine_figures import FIGURES, figures_of
+    from offbeat.launch.measure import CPU, GPU, QUICK, measure
+    from offbeat.model.devices import pick_device, pick_dtype
+    from offbeat.model.loading import resolve
+    from offbeat.plan.measured import EMBEDDED, Machine, write
+    from offbeat.plan.shapes import read_config
+
+    device = pick_device()
+    dtype = pick_dtype("auto", device)
+    shape = dataclasses.replace(
+        read_config(resolve(arguments.model)), bytes_per_weight=dtype.itemsize, bytes_per_kv=dtype.itemsize
+    )
+    told = {name: value for name in FIGURES if (value := getattr(arguments, name)) is not None}
+    name, found = figures_of(device, arguments.accelerator, told)
+    figures = {figure: float(f"{value:.4g}") for figure, value in found.items()}  # a cluster's file says the same
+    sizes = QUICK if arguments.quick else CPU if device.type == "cpu" else GPU
+    measurements = measure(arguments.model, shape, dtype, device, name, sizes)
+    machine = Machine(
+        name,
+        **figures,
+        bytes_per_weight=dtype.itemsize,
+        bytes_per_kv=dtype.itemsize,
+        engine=EMBEDDED,
+        model=arguments.model,
+        date=datetime.now(UTC).date().isoformat(),
+        versions=_versions(),
+    )
+    _write(arguments.out, lambda out: write(out, machine, measurements))
+    print(f"{name}: {', '.join(f'{figure} = {value:g}' for figure, value in figures.items())}")
+    kinds = Counter(one.kind for one in measurements)
+    print(f"{arguments.out}: of {arguments.model}, {', '.join(f'{num} {kind}' for kind, num in kinds.items())}")
+    if "train" not in kinds:
+        print("training did not fit into memory, so its constants stay defaults")
+    return 0
+
+
+def _write(out: str, write: Callable[[Path], None]) -> None:
+    try:
+        write(Path(out))
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}; name a file that can be written") from None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "from a folder"
+    return found
+
+
+def _tell(constants: Constants, name: str) -> str:
+    """What was fitted, how far off it was on what it had not seen, and what nobody measured."""
+    from offbeat.plan.cost.constants import NAMES, Source
+
+    figures = dataclasses.asdict(constants.of(name))
+    fitted = [f"{one} {figures[one]:.3g}" for one in NAMES if constants.source(name, one) == Source.FITTED]
+    guessed = [f"{one} {figures[one]:.3g}" for one in NAMES if constants.source(name, one) == Source.DEFAULT]
+    lines = [f"{name}", f"  fitted    {', '.join(fitted)}"]
+    for key, error in constants.errors.items():
+        accelerator, _, kind = key.rpartition(".")
+        if accelerator == name:
+            far = f"{error.mean:.1%} on average (MAPE), {error.p95:.1%} at p95, {error.worst:.1%} at worst"
+            lines.append(f"  held out  {kind}: off by {far}, of {error.num_points} predictions")
+    lines.append(f"  default   {', '.join(guessed)}")
+    return "\n".join(lines)
