@@ -1,7 +1,7 @@
-"""Our planner beside AReaL-Hex's Algorithm 1: `python -m benchmarks.planner_contest [--quick]`.
+"""Our planner beside AReaL-Hex's Algorithm 1: `python -m benchmarks.planner_contest [--quick] [--seed 2511]`.
 
-Each contestant is given the same cluster, all of it, and the same shapes to choose from; an evaluator that shares no
-arithmetic with the planner says tokens per second. Twelve cases are the paper's (24 to 56 cards, three models), the
+Each contestant is given the same cluster, all of it, and the same shapes to choose from; an evaluator with arithmetic
+of its own says tokens per second. Twelve cases are the paper's (24 to 56 cards, three models), the
 others random. Everything here is a simulation with uncalibrated constants: ratios, not speeds, are what it shows.
 
 Twice: *as published*, where Algorithm 1's weight update blocks for five copies over the slow link and ours is relayed
@@ -9,7 +9,11 @@ beside generation; and *same sync*, where both are relayed, so that only who doe
 
 The bound on staleness is part of the task: steps of every contestant are paced so that answers of the tail's length
 keep it, which Algorithm 1 does not look at. Raw figures also say how all would do if too old tokens were masked
-instead, and `masked_wins` counts where a reading of Algorithm 1 would then be ahead: our planner does not trade that.
+instead, and `losses` names all cases in which a reading of Algorithm 1 is ahead, paced or masked: our planner does not
+trade masked tokens for speed.
+
+While the default seed's clusters were looked at, the evaluator was mended twice where our plans lost by its mistakes
+(stages of mixed pipelines; lags of classes). Only a seed that nobody had looked at before says how it does since.
 """
 
 from __future__ import annotations
@@ -55,6 +59,9 @@ class Outcome:
         """None where Algorithm 1 as printed finds nothing that works: no ratio can tell that."""
         literal = self.speeds[sync]["literal"]
         return self.speeds[sync]["ours"] / literal if literal else None
+
+    def over_best_masked(self) -> float:
+        return self.masked["ours"] / max(self.masked[name] for name in READINGS if name in self.masked)
 
     def row(self) -> dict[str, Any]:
         return {
@@ -147,14 +154,28 @@ def rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
                 if values:
                     figures = [statistics.fmean(values), *quantiles(values)]
                     table.append([f"{sync}, {who}, over {name}", str(len(values)), *(f"{x:.3f}" for x in figures)])
-    return table
+    masked = [one.over_best_masked() for one in outcomes]
+    figures = [statistics.fmean(masked), *quantiles(masked)]
+    return [*table, [f"{SAME}, masked, over best reading", str(len(masked)), *(f"{x:.3f}" for x in figures)]]
+
+
+def losses(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
+    """By way of keeping the bound: cases in which some reading is ahead, with our speed over its."""
+    ratios = {
+        **{f"{sync}, paced": {one.case.name: one.over_best(sync) for one in outcomes} for sync in (PUBLISHED, SAME)},
+        f"{SAME}, masked": {one.case.name: one.over_best_masked() for one in outcomes},
+    }
+    return {way: {name: round(ratio, 4) for name, ratio in found.items() if ratio < 1} for way, found in ratios.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Our planner beside AReaL-Hex's Algorithm 1, judged by a third.")
     parser.add_argument("--quick", action="store_true", help="few random clusters: ends within a minute")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the random clusters (default: %(default)s)")
+    parser.add_argument("--num-random", type=int, help=f"random clusters (default: {NUM_RANDOM}; quick: {NUM_QUICK})")
     options = parser.parse_args()
-    cases = [*paper_cases(), *random_cases(NUM_QUICK if options.quick else NUM_RANDOM, SEED)]
+    num_random = options.num_random or (NUM_QUICK if options.quick else NUM_RANDOM)
+    cases = [*paper_cases(), *random_cases(num_random, options.seed)]
     outcomes, without = [], []
     for number, case in enumerate(cases):
         outcome = contest(case)
@@ -173,9 +194,9 @@ def main() -> None:
         rows(outcomes),
         found,
         quick=options.quick,
-        seed=SEED,
+        seed=options.seed,
         without_rival=without,
-        masked_wins=sum(max(one.masked.values()) > one.masked["ours"] for one in outcomes),
+        losses=losses(outcomes),
         cases=[outcome.row() for outcome in outcomes],
     )
 

@@ -3,6 +3,9 @@
 One process on one core makes columns of an inventory and a workload by the cost model, then the fastest plan for half
 of what everything would cost, proof included, to a gap of 0.1 %; both are timed together. The plan is checked without a
 solver, which is not timed. Cards and their prices are the catalogue's; links, lengths and models are drawn.
+
+Bars take the worst of the seeds, in seconds of the processor: what a core of its own would need, whatever else the
+machine is doing. Seconds by the clock stand beside them.
 """
 
 from __future__ import annotations
@@ -72,22 +75,23 @@ def whole_price(problem: Problem) -> float:
     return sum(offer.num_nodes * offer.node_price_per_h for offer in problem.offers.values())
 
 
-def timed(work: Callable[[], Made]) -> tuple[Made, float]:
-    start_s = time.perf_counter()
-    return work(), time.perf_counter() - start_s
+def timed(work: Callable[[], Made]) -> tuple[Made, float, float]:
+    """What was made, seconds of the processor and seconds by the clock."""
+    cpu_s, clock_s = time.process_time(), time.perf_counter()
+    return work(), time.process_time() - cpu_s, time.perf_counter() - clock_s
 
 
 def measure(num_accelerators: int, seed: int) -> dict[str, Any]:
     draw = random.Random(f"{seed}/{num_accelerators}")
     machines, asked = inventory(num_accelerators, draw), workload(num_accelerators, draw)
-    problem, columns_s = timed(lambda: problem_of(machines, asked))
+    problem, columns_s, columns_clock_s = timed(lambda: problem_of(machines, asked))
     budget = BUDGET_SHARE * whole_price(problem)
-    plan, search_s = timed(lambda: fastest(problem, budget))
+    plan, search_s, search_clock_s = timed(lambda: fastest(problem, budget))
     assert plan.solution is not None, f"no plan for {num_accelerators} accelerators, seed {seed}"
     assert plan.certificate is not None
     broken = check(problem, plan.solution, plan.certificate, budget)
     assert not broken, broken
-    saving, cheapest_s = timed(lambda: cheapest(problem, SLACK * plan.tokens_per_s))
+    saving, cheapest_s, _ = timed(lambda: cheapest(problem, SLACK * plan.tokens_per_s))
     assert saving.solution is not None
     return {
         "accelerators": num_accelerators,
@@ -98,6 +102,7 @@ def measure(num_accelerators: int, seed: int) -> dict[str, Any]:
         "columns_s": columns_s,
         "search_s": search_s,
         "seconds": columns_s + search_s,
+        "clock_s": columns_clock_s + search_clock_s,
         "cheapest_s": cheapest_s,
         "gap": plan.certificate.gap,
         "by_solver": len(unproven(problem, plan.certificate)),
@@ -112,10 +117,16 @@ def table(runs: list[dict[str, Any]]) -> list[list[str]]:
         worst = {key: max(run[key] for run in of_size) for key in of_size[0] if key != "model"}
         growth = f"x{worst['seconds'] / before:.1f}" if before else ""
         counts = [f"{worst['columns']:,} + {worst['gangs']:,}", f"{worst['gap']:.3%}", f"{worst['by_solver']}"]
-        seconds = [f"{worst[key]:.2f}" for key in ("seconds", "columns_s", "search_s", "cheapest_s")]
+        seconds = [f"{worst[key]:.2f}" for key in ("seconds", "clock_s", "columns_s", "search_s", "cheapest_s")]
         rows.append([f"{size:,}", seconds[0], growth, *seconds[1:], *counts])
         before = worst["seconds"]
     return rows
+
+
+def worst_bar(target: float, values: list[float], *, quick: bool) -> report.Bar:
+    """Every run has to keep it; one problem of a size cannot tell, unless it is far off."""
+    holds = report.at_most(target, [max(values)], quick=quick).holds
+    return report.Bar(round(max(values), 6), target, holds, (round(min(values), 6), round(max(values), 6)))
 
 
 def main() -> None:
@@ -126,13 +137,13 @@ def main() -> None:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     runs = [measure(size, seed) for size in SIZES for seed in range(1 if quick else NUM_SEEDS)]
     bars = {
-        f"seconds at {size:,} accelerators": report.at_most(
+        f"seconds at {size:,} accelerators": worst_bar(
             target, [run["seconds"] for run in runs if run["accelerators"] == size], quick=quick
         )
         for size, target in TARGETS_S.items()
     }
-    bars["proven gap"] = report.at_most(0.01, [run["gap"] for run in runs], quick=quick)
-    header = ["accelerators", "s (worst)", "growth", "columns s", "search s", "cheapest s"]
+    bars["proven gap"] = worst_bar(0.01, [run["gap"] for run in runs], quick=quick)
+    header = ["accelerators", "s (worst)", "growth", "by the clock", "columns s", "search s", "cheapest s"]
     header += ["columns + gangs", "gap", "gangs on the solver's word"]
     report.show("planner_scale", header, table(runs), bars, quick=quick, asked_gap=GAP, runs=runs)
 

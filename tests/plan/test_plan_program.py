@@ -110,3 +110,19 @@ def test_a_merged_class_is_told_apart_again():
     solution = restore(view, Counts(0, (7, 0)), 50.0)
     assert solution.replicas == {"on B": 4, "on B2": 3}
     assert solution.nodes == {"B": 1, "B2": 1}
+
+
+def test_among_chosen_columns_a_plan_uses_no_other():
+    view = view_of(golden())
+    whole = solve(view, 60.0, every(view))
+    for j in range(len(view.columns)):
+        found = solve(view, 60.0, every(view), among=np.array([j])).counts
+        if found is not None:
+            assert [i for i, count in enumerate(found.replicas) if count] == [j]
+            assert view.price(found) >= view.price(whole.counts)
+    assert solve(view, 60.0, every(view), among=np.array([], dtype=int)).counts is None
+
+
+@pytest.mark.parametrize("least, price", [(0.0, 0), (3.5, 4), (4.000_000_5, 4), (4.1, 8), (39.999_999, 40)])
+def test_whole_nodes_cost_a_multiple_of_what_divides_their_prices(least, price):
+    assert view_of(golden()).next_price(least * MICRO) == price * MICRO  # nodes at $16 and $4 an hour

@@ -2,15 +2,18 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plan_instances import drawn, golden, is_plan, least_price, plans
 
+from offbeat.plan import bounds
 from offbeat.plan.check import check
 from offbeat.plan.problem import Offer
-from offbeat.plan.program import Answer, Status, highs
+from offbeat.plan.program import Aim, Answer, Status, highs, solve
 from offbeat.plan.search import cheapest, fastest, frontier
+from offbeat.plan.view import MICRO, view_of
 
 EXACT = 1e-6
 
@@ -205,3 +208,51 @@ def test_a_solver_that_tires_keeps_the_plan_that_it_found():
     assert tired.status is Status.FEASIBLE
     assert check(problem, tired.solution, tired.certificate) == []
     assert tired.tau_lo_s <= rested.solution.tau_s <= tired.solution.tau_s
+
+
+@pytest.mark.parametrize("misled", ["by nothing", "by the worst of each class"])
+def test_guesses_among_few_columns_never_decide_what_is_proven(monkeypatch, misled):
+    def worst(view, tau_s, prices, gang):
+        keep = {int(k): int(j) for j, k in enumerate(view.group)} if misled != "by nothing" else {}
+        return np.array(sorted(keep.values()), dtype=int)
+
+    monkeypatch.setattr(bounds, "likely", worst)
+    for seed in range(12):
+        problem = drawn(seed)
+        result = fastest(problem)
+        if result.solution is None:
+            assert least_price(problem, 1e6) is None
+            continue
+        assert least_price(problem, result.solution.tau_s) == pytest.approx(result.price_per_h, rel=1.1e-3)
+        assert least_price(problem, result.tau_lo_s) is None
+        assert result.solution.tau_s <= result.tau_lo_s * (1 + 1.01e-3)
+
+
+def test_the_likely_columns_are_the_best_of_their_class_and_few():
+    problem = golden()
+    on_a, on_b = problem.rollout
+    many = [
+        replace(one, name=f"{one.name} {num}", concurrency=num, tokens_per_s=one.tokens_per_s * num / (num + 10))
+        for one in (on_a, on_b)
+        for num in range(1, 20)
+    ]
+    view = view_of(replace(problem, rollout=tuple(many)))
+    assert len(view.columns) == len(many)
+    most = bounds.likely(view, 60.0, bounds.Multipliers(1.0, 0.0, 0.0), 0)
+    assert [view.columns[j][0].concurrency for j in most] == [16, 17, 18, 19] * 2
+    fewest = bounds.likely(view, 60.0, bounds.Multipliers(1e-9, 1.0, 0.0), 0)
+    assert [view.columns[j][0].concurrency for j in fewest] == [1, 2, 3, 4] * 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10_000), st.floats(10.0, 90.0))
+def test_no_plan_has_less_in_flight_than_its_relaxation(seed, tau_s):
+    problem = drawn(seed)
+    view = view_of(problem)
+    for gang in range(len(view.gangs)):
+        budget = 40 * MICRO
+        relaxed = bounds.least_in_flight(view, tau_s, gang, budget)
+        outcome = solve(view, tau_s, [gang], Aim.IN_FLIGHT, budget)
+        if outcome.counts is not None:
+            assert relaxed is not None
+            assert view.in_flight(outcome.counts) >= relaxed[0] * (1 - 1e-6)

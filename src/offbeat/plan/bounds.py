@@ -21,6 +21,8 @@ from offbeat.plan.view import Floats, Ints, View
 MARGIN = 1e-9
 """Of the demand: what floats may be wrong by. Less than that proves nothing."""
 BISECTIONS = 26
+LIKELY = 4
+"""Columns of a class that a good plan uses, at most: the best one, and others that fill what it leaves."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,15 @@ def excess(view: View, tau_s: float | Floats, prices: Multipliers, budget: int |
     # The margin grows with what was added up: large terms that cancel leave large errors.
     size = demand + prices.lam * view.in_flight_cap + np.abs(money) + supply
     return demand - prices.lam * view.in_flight_cap - money - supply - MARGIN * size
+
+
+def likely(view: View, tau_s: float, prices: Multipliers, gang: int) -> Ints:
+    """The columns whose accelerators yield most at these prices, a few of each class: guesses, which prove nothing."""
+    tokens = view.tokens(tau_s, np.array([gang]))[0]
+    value = np.where(tokens > 0, (prices.nu * tokens - prices.lam * view.concurrency) / view.accelerators, -np.inf)
+    order = np.lexsort((-value, view.group))
+    place = np.arange(len(order)) - np.searchsorted(view.group, view.group[order])
+    return np.sort(order[(place < LIKELY) & np.isfinite(value[order])])
 
 
 def shortest_periods(
@@ -115,6 +126,21 @@ def least_price(view: View, tau_s: float, gang: int) -> Multipliers | None:
         return None
     marginals = -result.ineqlin.marginals * scale
     return Multipliers(max(float(marginals[-1]) / unit, 0.0), max(float(marginals[0]), 0.0), 1.0)
+
+
+def least_in_flight(view: View, tau_s: float, gang: int, budget: int) -> tuple[float, Multipliers] | None:
+    """The linear relaxation: trajectories in flight with this gang, and the prices that prove it."""
+    rows, room, cost, unit = _relaxation(view, tau_s, gang)
+    scale, widest = float(max(view.node_price.max(), 1)), float(view.concurrency.max())
+    money = np.concatenate([np.zeros(len(view.columns)), view.node_price / scale])
+    left = (budget - view.fixed_price - view.gang_price[gang]) / scale
+    flight = np.concatenate([view.concurrency / widest, np.zeros(len(view.node_price))])
+    rows, room = np.vstack([rows, money, -cost]), np.append(room, [left, -view.demand_tokens / unit])
+    result = linprog(flight, rows, room, bounds=_limits(view, gang), method="highs")
+    if result.status != 0:
+        return None
+    mu, nu = np.maximum(-result.ineqlin.marginals[-2:] * widest, 0.0)
+    return result.fun * widest, Multipliers(float(nu) / unit, 1.0, float(mu) / scale)
 
 
 def _relaxation(view: View, tau_s: float, gang: int) -> tuple[Floats, Floats, Floats, float]:

@@ -8,6 +8,7 @@ Money is counted in whole millionths of a dollar, so that sums are exact.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,11 @@ class View:
 
     def price(self, counts: Counts) -> int:
         return int(self.fixed_price + self.gang_price[counts.gang] + self.nodes(counts) @ self.node_price)
+
+    def next_price(self, least: float) -> int:
+        """The least price from `least` on that whole nodes can add up to; a millionth is left to floats."""
+        step = int(np.gcd.reduce(self.node_price, initial=0)) or 1
+        return self.fixed_price + max(0, math.ceil((least - 1 - self.fixed_price) / step)) * step
 
     def in_flight(self, counts: Counts) -> int:
         return int(self.concurrency @ np.array(counts.replicas))
