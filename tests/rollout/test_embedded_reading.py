@@ -35,10 +35,11 @@ def played(
 
 
 def a_wave(wave: int) -> list[Request]:
-    """Short ones before long ones, so that they must change places; two of each prompt, of which one is copied."""
+    """Short ones before long ones, so that they must change places. All waves ask the same prompts, so that a later one
+    copies them from slots that have changed places."""
     lengths = [(5, 60), (9, 7), (50, 30), (70, 3), (8, 40)]
     return [
-        ask(tokens(10 * wave + kind, num_prompt), seed=100 * wave + member, max_new_tokens=num_new)
+        ask(tokens(kind, num_prompt), seed=100 * wave + member, max_new_tokens=num_new)
         for kind, (num_prompt, num_new) in enumerate(lengths)
         for member in range(2)
     ]
