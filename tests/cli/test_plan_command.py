@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / "ledger"))
-from ledger_run import full_step, version
+from ledger_run import eval_groups, full_step, version, work
 
 from offbeat.cli.main import main
 from offbeat.cli.plan import read_run
@@ -193,6 +193,9 @@ def test_lengths_come_from_a_runs_ledger(tmp_path, capsys):
         ledger.publish(version(0, 0))
         full_step(ledger, 0)
         rows = [(row.num_tokens, len(trajectory.prompt)) for row, trajectory in ledger.walk()]
+        ledger.admit(eval_groups(1, require_version=1))
+        work(ledger, 1)
+        assert len(list(ledger.walk())) > len(rows), "held-out answers, which are not what is trained on"
     answers, prompts = zip(*rows, strict=True)
     assert tuple(read_run(str(tmp_path), "answer")) == answers
     assert tuple(read_run(str(tmp_path), "prompt")) == prompts

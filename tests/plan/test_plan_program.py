@@ -1,5 +1,7 @@
 """The integer program at a fixed period, beside counting."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -31,6 +33,15 @@ def test_a_budget_is_a_row():
     view = view_of(golden())
     assert solve(view, 60.0, every(view), budget=24 * MICRO).status is Status.FEASIBLE
     assert solve(view, 60.0, every(view), budget=24 * MICRO - 10_000).status is Status.INFEASIBLE
+
+
+def test_more_in_flight_than_the_bound_allows_does_not_hold_whatever_a_solver_says():
+    view = view_of(golden())
+    counts = solve(view, 60.0, every(view), gap=0.0).counts
+    (used,) = np.flatnonzero(counts.replicas)
+    for num_replicas, is_allowed in ((8, True), (9, False)):  # of 16 each, where 128 may be in flight
+        replicas = tuple(num_replicas if column == used else 0 for column in range(len(counts.replicas)))
+        assert holds(view, replace(counts, replicas=replicas), 60.0) is is_allowed
 
 
 @settings(max_examples=40, deadline=None)
