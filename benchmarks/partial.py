@@ -91,7 +91,7 @@ def main() -> None:
     engine_time = Contest(ENGINE, in_engine_time(runs, calibration.model, size, processes, say))
     if options.plot is not None:
         draw(engine_time, [law for law in (LOG_NORMAL[0], LOG_NORMAL[1]) if law in engine_time.laws], options.plot)
-    wall_laws, wall_size = ([LOG_NORMAL[0]], Size(3)) if quick else ([LOG_NORMAL[0], LOG_NORMAL[3]], Size(21))
+    wall_laws, wall_size = ([LOG_NORMAL[0]], Size(3)) if quick else ([LOG_NORMAL[0], LOG_NORMAL[3]], size)
     wall_seeds = seeds if quick else range(FIRST_SEED, FIRST_SEED + 5)  # more of them: this clock is a noisy one
     runs = wall_runs(engine_time, wall_laws, [LIGHT[0]], wall_seeds, APRIL[-1:] if quick else APRIL)
     wall_clock = Contest(WALL, by_the_wall_clock(runs, calibration.model, wall_size, options.jobs, say))
