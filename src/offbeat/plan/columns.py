@@ -10,7 +10,7 @@ from offbeat.plan.cost.sync import relay_s
 from offbeat.plan.gangs import gangs
 from offbeat.plan.hardware import Inventory
 from offbeat.plan.problem import Demand, Offer, Problem
-from offbeat.plan.rollout import rollout_columns
+from offbeat.plan.rollout import home_columns, rollout_columns
 from offbeat.plan.workload import Workload
 
 
@@ -25,10 +25,10 @@ def problem_of(
     }
     training = gangs(inventory, workload, constants)
     roots = sorted({gang.root for gang in training})
-    rollout = tuple(
-        replace(column, lag_s=sync_lag_s(inventory, workload, roots, column.offer))
-        for column in rollout_columns(inventory, workload, constants, roots)
-    )
+    columns = rollout_columns(inventory, workload, constants, roots)
+    if workload.may_share:
+        columns += home_columns(inventory, workload, constants, training)
+    rollout = tuple(replace(column, lag_s=sync_lag_s(inventory, workload, roots, column.offer)) for column in columns)
     reward = workload.reward
     return Problem(
         offers=offers,

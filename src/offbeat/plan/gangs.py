@@ -6,12 +6,12 @@ inside a zone; no gang is left that another beats with no more nodes of any clas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
 from offbeat.errors import UserError
 from offbeat.plan.cost.constants import Constants
-from offbeat.plan.cost.memory import training_bytes, usable_bytes
+from offbeat.plan.cost.memory import kept_bytes, training_bytes, usable_bytes
 from offbeat.plan.cost.sync import publish_s
 from offbeat.plan.cost.training import Fabric, boundary_s, bubble, compute_s, dp_s, tp_s
 from offbeat.plan.hardware import Inventory, MachineClass
@@ -25,6 +25,8 @@ NODES_GROWTH = 1.1
 MIXED_GROWTH = 2.0
 MIN_GAIN = 0.02
 """A gang with more nodes is worth a column if it is faster by this share: the cost model is no better than that."""
+MIN_LEANER = 0.1
+"""One that keeps less on cards which generate too is worth a column if it is by this share."""
 ZERO_STAGES = (1, 2, 3)
 
 
@@ -54,18 +56,32 @@ def node_grid(largest: int, growth: float = NODES_GROWTH) -> list[int]:
 
 
 def fastest_first_front(candidates: Iterable[Gang]) -> list[Gang]:
-    """Without gangs that are no faster than one with no more nodes of any class."""
-    best: dict[tuple[tuple[str, int], ...], Gang] = {}
+    """Without gangs that are no faster than one with no more nodes of any class, and leave replicas no more memory."""
+    best: dict[str, Gang] = {}
     for gang in candidates:
-        key = tuple(sorted(gang.nodes.items()))
-        if key not in best or gang.period_s < best[key].period_s:
-            best[key] = gang
+        if gang.name not in best or gang.period_s < best[gang.name].period_s:
+            best[gang.name] = gang
     kept: list[Gang] = []
     for gang in sorted(best.values(), key=lambda gang: (sum(gang.nodes.values()), gang.period_s)):
-        rivals = (other for other in kept if all(gang.nodes.get(k, 0) >= n for k, n in other.nodes.items()))
+        rivals = (other for other in kept if _is_as_small(other, gang))
         if all(gang.period_s < (1 - MIN_GAIN) * other.period_s for other in rivals):
             kept.append(gang)
     return kept
+
+
+def _is_as_small(one: Gang, other: Gang) -> bool:
+    """Whether it takes no more nodes of any class, and hardly more memory of those that both have."""
+    return all(other.nodes.get(name, 0) >= num for name, num in one.nodes.items()) and all(
+        (1 - MIN_LEANER) * one.kept_bytes.get(name, 0.0) <= kept for name, kept in other.kept_bytes.items()
+    )
+
+
+def _kept(workload: Workload, splits: Mapping[str, tuple[int, float]], dp: int, zero: int) -> dict[str, float]:
+    """By class, from its tensor parallelism and how often its share of the layers goes into all; nothing where cards
+    never generate."""
+    if not workload.may_share:
+        return {}
+    return {name: kept_bytes(workload, tp, pp, dp, zero) for name, (tp, pp) in splits.items()}
 
 
 def _alone(machines: MachineClass, inventory: Inventory, workload: Workload, constants: Constants) -> Iterator[Gang]:
@@ -97,6 +113,9 @@ def _alone(machines: MachineClass, inventory: Inventory, workload: Workload, con
                         dp=dp,
                         layers=layers,
                         zero=zero,
+                        kept_bytes=_kept(
+                            workload, {machines.name: (tp, workload.model.num_layers / max(layers))}, dp, zero
+                        ),
                     )
 
 
@@ -126,8 +145,8 @@ def _speeds(parts: Parts, constants: Constants) -> list[float]:
 def _pipelined(parts: Parts, inventory: Inventory, workload: Workload, constants: Constants) -> Iterator[Gang]:
     """One stage of each class; both have the same number of replicas, and layers in proportion to their speed."""
     (one, nodes_one), (other, nodes_other) = parts
-    speeds = _speeds(parts, constants)
-    layers = split_layers(workload.model.num_layers, speeds)
+    speeds, num_layers = _speeds(parts, constants), workload.model.num_layers
+    layers = split_layers(num_layers, speeds)
     for tp in tensor_parallels(workload, one):
         dp = nodes_one * one.per_node // tp
         tp_other, rest = divmod(nodes_other * other.per_node, dp)
@@ -144,15 +163,17 @@ def _pipelined(parts: Parts, inventory: Inventory, workload: Workload, constants
         stage_s = []
         for (part, _), degree, count, speed in zip(parts, (tp, tp_other), layers, speeds, strict=True):
             figures, fabric = constants.of(part.accelerator.name), fabric_of(part, inventory)
-            share = count / workload.model.num_layers
+            share = count / num_layers
             part_s = share * compute_s(workload, speed, recompute=recompute) * bubble(workload, 2, dp)
             part_s += tp_s(workload, figures, fabric, degree, 1, dp) * share
             stage_s.append(part_s + dp_s(workload, figures, fabric, degree, 1 / share, dp, zero))
         link = inventory.link(one.name, other.name)
         crossing_s = boundary_s(workload, link.bytes_per_s, 1 if link.is_shared else min(nodes_one, nodes_other))
+        splits = {one.name: (tp, num_layers / layers[0]), other.name: (tp_other, num_layers / layers[1])}
         yield _mixed_gang(
-            parts, "pp", max(*stage_s, crossing_s), workload, tp=tp, pp=2, dp=dp, layers=layers, zero=zero
-        )
+            parts, "pp", max(*stage_s, crossing_s), workload, tp=tp, pp=2, dp=dp, layers=layers, zero=zero,
+            kept_bytes=_kept(workload, splits, dp, zero),
+        )  # fmt: skip
 
 
 def _replicated(parts: Parts, inventory: Inventory, workload: Workload, constants: Constants) -> Iterator[Gang]:
@@ -182,9 +203,11 @@ def _replicated(parts: Parts, inventory: Inventory, workload: Workload, constant
         )
         step_s += max(tp_s(workload, one_, slowest, tp, 1, dp) for one_ in figures)
         step_s += max(dp_s(workload, one_, slowest, tp, 1, dp, zero) for one_ in figures)
+        kept = _kept(workload, {part.name: (tp, 1.0) for part, _ in parts}, dp, zero)
         yield _mixed_gang(
-            parts, "dp", step_s, workload, tp=tp, dp=dp, layers=(num_layers,), zero=zero, batch_shares=shares
-        )
+            parts, "dp", step_s, workload, tp=tp, dp=dp, layers=(num_layers,), zero=zero, batch_shares=shares,
+            kept_bytes=kept,
+        )  # fmt: skip
 
 
 def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **shape: object) -> Gang:

@@ -5,6 +5,7 @@ A further node is added to the inventory itself, so that larger gangs and other 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from offbeat.errors import UserError
@@ -33,7 +34,11 @@ def what_would_help(
     problem = problem_of(inventory, workload, constants)
     relaxed = [*_more_nodes(inventory, workload, plan, constants)]
     if not nodes_alone:
-        relaxed += [each for each in relaxations(problem, plan.budget) if not each.name.startswith(NODE)]
+        for each in relaxations(problem, plan.budget):
+            if each.problem.demand.bound and not workload.bound:  # columns of taking turns say nothing of not waiting
+                each = dataclasses.replace(each, problem=problem_of(inventory, _with_bound(workload, each), constants))
+            if not each.name.startswith(NODE):
+                relaxed.append(each)
     found: list[Gain] | list[Saving]
     if plan.throughput is None:
         found = explain(problem, Result(Status.FEASIBLE, tokens_per_s=plan.step.tokens_per_s), plan.budget, relaxed)
@@ -43,6 +48,10 @@ def what_would_help(
     unknown = [name for name in inventory.classes if name not in known]
     lines = [each.line for each in found]
     return [*lines, *(f"{NODE}{name}: unknown, the file has no link between two of its nodes" for name in unknown)]
+
+
+def _with_bound(workload: Workload, relaxed: Relaxation) -> Workload:
+    return dataclasses.replace(workload, bound=relaxed.problem.demand.bound)
 
 
 def _more_nodes(

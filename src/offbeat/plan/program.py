@@ -135,6 +135,8 @@ def holds(view: View, counts: Counts, tau_s: float, budget: int | None = None) -
         room = {j: tau - lost[j] if view.is_synchronous else window - _lag(view, gang, j) for j in used}
         if any(tails[j] > room[j] for j in used):
             return False
+    if not all(view.columns[j][0].fits_beside(gang) for j in used):
+        return False
     return (
         Fraction(gang.period_s) <= tau
         and (demand.reward_rate is None or demand.trajectories <= Fraction(demand.reward_rate) * tau)
@@ -256,13 +258,10 @@ class _Builder:
         mine = view.group[self.columns] == k
         per_node, taken = float(view.per_node[k]), view.gang_nodes[self.gangs, k]
         sizes = view.accelerators[self.columns[mine]] / per_node
-        where, filled = np.append(y[mine], n[k]), np.append(sizes, -1.0)
-        if view.shares_nodes:
-            where, filled = np.append(where, z), np.append(filled, -taken)
-        row(where, filled, high=0.0)
+        row(np.append(y[mine], n[k]), np.append(sizes, -1.0), high=0.0)
         row(np.append(z, n[k]), np.append(taken, 1.0), high=float(view.num_nodes[k]))
         if self.rates_of.max() > 0:  # replicas at the rates of one set only beside a gang of that set
-            room = float(max(view.num_nodes[k], 1))
+            room = float(max(view.most_nodes[k], 1))
             for index in np.unique(self.sets[mine]):
                 here = mine & (self.sets == index)
                 gangs = z[self.rates_of == index]
@@ -283,11 +282,11 @@ class _Builder:
 
     def _most(self) -> Floats:
         view = self.view
-        room = view.num_nodes * view.per_node
+        room = view.most_nodes * view.per_node
         by_place = room[view.group[self.columns]] // view.accelerators[self.columns]
         by_cap = view.in_flight_cap // view.concurrency[self.columns]
         ones = np.ones(self.num_z), np.ones(len(self.levels))
-        return np.concatenate([ones[0], np.minimum(by_place, by_cap), view.num_nodes, ones[1]]).astype(float)
+        return np.concatenate([ones[0], np.minimum(by_place, by_cap), view.most_nodes, ones[1]]).astype(float)
 
     def unscaled(self, bound: float) -> float:
         if self.aim is Aim.PRICE:
