@@ -30,20 +30,42 @@ MIN_LEANER = 0.1
 ZERO_STAGES = (1, 2, 3)
 
 
-def gangs(inventory: Inventory, workload: Workload, constants: Constants) -> tuple[Gang, ...]:
-    """Homogeneous and mixed ones, pruned to those that are the fastest for their nodes."""
+Known = dict[tuple[object, ...], list[Gang]]
+"""Gangs by the classes, and the links among them, that they were made from; all for one workload and its constants."""
+
+
+def gangs(
+    inventory: Inventory, workload: Workload, constants: Constants, known: Known | None = None
+) -> tuple[Gang, ...]:
+    """Homogeneous and mixed ones, pruned to those that are the fastest for their nodes.
+
+    `known` holds what earlier calls found, so that an inventory which differs in one class costs little.
+    """
+    known = {} if known is None else known
     classes = [machines for machines in inventory.classes.values() if machines.num_nodes > 0]
-    alone = {
-        machines.name: fastest_first_front(_alone(machines, inventory, workload, constants)) for machines in classes
-    }
+    alone: dict[str, list[Gang]] = {}
+    for machines in classes:
+        key = _key(inventory, machines)
+        if key not in known:
+            known[key] = fastest_first_front(_alone(machines, inventory, workload, constants))
+        alone[machines.name] = known[key]
     found = [gang for front in alone.values() for gang in front]
     for one, other in combinations(classes, 2):
-        rivals = [*alone[one.name], *alone[other.name]]
-        mixed = list(_mixed(one, other, inventory, workload, constants))
-        found += [gang for gang in fastest_first_front([*rivals, *mixed]) if len(gang.nodes) > 1]
+        key = _key(inventory, one, other)
+        if key not in known:
+            rivals = [*alone[one.name], *alone[other.name]]
+            front = fastest_first_front([*rivals, *_mixed(one, other, inventory, workload, constants)])
+            known[key] = [gang for gang in front if len(gang.nodes) > 1]
+        found += known[key]
     if not found:
         raise UserError(_too_large(classes, workload, constants))
     return tuple(found)
+
+
+def _key(inventory: Inventory, *classes: MachineClass) -> tuple[object, ...]:
+    """All of an inventory that gangs on these classes depend on."""
+    names = [machines.name for machines in classes]
+    return (*classes, *(inventory.links.get(frozenset((one, other))) for one in names for other in names))
 
 
 def node_grid(largest: int, growth: float = NODES_GROWTH) -> list[int]:
@@ -57,10 +79,11 @@ def node_grid(largest: int, growth: float = NODES_GROWTH) -> list[int]:
 
 def fastest_first_front(candidates: Iterable[Gang]) -> list[Gang]:
     """Without gangs that are no faster than one with no more nodes of any class, and leave replicas no more memory."""
-    best: dict[str, Gang] = {}
+    best: dict[object, Gang] = {}
     for gang in candidates:
-        if gang.name not in best or gang.period_s < best[gang.name].period_s:
-            best[gang.name] = gang
+        key = gang.name if gang.kept_bytes else tuple(sorted(gang.nodes.items()))
+        if key not in best or gang.period_s < best[key].period_s:
+            best[key] = gang
     kept: list[Gang] = []
     for gang in sorted(best.values(), key=lambda gang: (sum(gang.nodes.values()), gang.period_s)):
         rivals = (other for other in kept if _is_as_small(other, gang))

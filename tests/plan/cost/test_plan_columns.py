@@ -204,6 +204,17 @@ def test_usable_memory_leaves_the_runtime_its_share():
     assert usable_bytes(CARD, Figures(memory_share=0.5)) == 40e9
 
 
+def test_gangs_that_are_known_from_another_inventory_change_no_problem():
+    known = {}
+    problem_of(PLACE, work(), known=known)
+    num_known = len(known)
+    grown = cluster(machines("fast", 3, **FAST), PLACE.classes["wide"])
+    slower = cluster(*PLACE.classes.values(), same=1e9)
+    for other in (PLACE, grown, slower):
+        assert problem_of(other, work(), known=known) == problem_of(other, work())
+    assert len(known) == num_known + 2 + 3  # the class that grew and its pair; with other links all are made anew
+
+
 def shared(problem):
     return [column for column in problem.rollout if column.is_home]
 
