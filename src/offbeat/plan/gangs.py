@@ -6,7 +6,7 @@ inside a zone; no gang is left that another beats with no more nodes of any clas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 from offbeat.errors import UserError
@@ -14,6 +14,7 @@ from offbeat.plan.cost.constants import Constants
 from offbeat.plan.cost.memory import kept_bytes, training_bytes, usable_bytes
 from offbeat.plan.cost.sync import publish_s
 from offbeat.plan.cost.training import Fabric, boundary_s, bubble, compute_s, dp_s, tp_s
+from offbeat.plan.fronts import fastest_first_front
 from offbeat.plan.hardware import Inventory, MachineClass
 from offbeat.plan.problem import Gang
 from offbeat.plan.rollout import tensor_parallels
@@ -23,10 +24,6 @@ PIPELINES = (1, 2, 4, 8, 16)
 NODES_GROWTH = 1.1
 """From one size of large gangs to the next: what lies between is at most that much faster."""
 MIXED_GROWTH = 2.0
-MIN_GAIN = 0.02
-"""A gang with more nodes is worth a column if it is faster by this share: the cost model is no better than that."""
-MIN_LEANER = 0.1
-"""One that keeps less on cards which generate too is worth a column if it is by this share."""
 ZERO_STAGES = (1, 2, 3)
 
 
@@ -75,28 +72,6 @@ def node_grid(largest: int, growth: float = NODES_GROWTH) -> list[int]:
         grid.append(size)
         size = max(size + 1, int(size * growth))
     return [*grid, largest]
-
-
-def fastest_first_front(candidates: Iterable[Gang]) -> list[Gang]:
-    """Without gangs that are no faster than one with no more nodes of any class, and leave replicas no more memory."""
-    best: dict[object, Gang] = {}
-    for gang in candidates:
-        key = gang.name if gang.kept_bytes else tuple(sorted(gang.nodes.items()))
-        if key not in best or gang.period_s < best[key].period_s:
-            best[key] = gang
-    kept: list[Gang] = []
-    for gang in sorted(best.values(), key=lambda gang: (sum(gang.nodes.values()), gang.period_s)):
-        rivals = (other for other in kept if _is_as_small(other, gang))
-        if all(gang.period_s < (1 - MIN_GAIN) * other.period_s for other in rivals):
-            kept.append(gang)
-    return kept
-
-
-def _is_as_small(one: Gang, other: Gang) -> bool:
-    """Whether it takes no more nodes of any class, and hardly more memory of those that both have."""
-    return all(other.nodes.get(name, 0) >= num for name, num in one.nodes.items()) and all(
-        (1 - MIN_LEANER) * one.kept_bytes.get(name, 0.0) <= kept for name, kept in other.kept_bytes.items()
-    )
 
 
 def _kept(workload: Workload, splits: Mapping[str, tuple[int, float]], dp: int, zero: int) -> dict[str, float]:

@@ -15,15 +15,15 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.plan.problem import Gang, Offer, Problem, RolloutColumn
+from offbeat.plan.pruning import Ints, efficient, efficient_gangs, figures
 from offbeat.plan.solution import Solution
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 MICRO = 1_000_000
 ROUNDING = 1e-12
@@ -131,8 +131,8 @@ def view_of(problem: Problem) -> View:
     """Raises ValueError where names repeat or where replicas of mixed sizes might not fit nodes that have the room."""
     _check(problem)
     roots = sorted({gang.root for gang in problem.gangs})
-    rented = {name: _efficient(_columns_of(problem, name), roots) for name in problem.offers}
-    home = {name: _efficient(_columns_of(problem, name, is_home=True), roots) for name in problem.offers}
+    rented = {name: efficient(_columns_of(problem, name), roots) for name in problem.offers}
+    home = {name: efficient(_columns_of(problem, name, is_home=True), roots) for name in problem.offers}
     merged, own = _merged(problem, rented, roots), _homes(problem, home, roots)
     columns = tuple(
         shapes
@@ -141,7 +141,7 @@ def view_of(problem: Problem) -> View:
         for shapes in zip(*(by_offer[name] for name in names), strict=True)
     )
     sizes = [len(rented[names[0]]) for names in merged] + [len(home[names[0]]) for names in own]
-    gangs, beaten = _efficient_gangs(problem, merged, own, columns)
+    gangs, beaten = efficient_gangs(problem, partial(_gang_nodes, merged=merged, own=own), own, columns)
     first = [problem.offers[names[0]] for names in (*merged, *own)]
     offered = [sum(problem.offers[name].num_nodes for name in names) for names in merged]
     prices = [micros(problem.offers[names[0]].node_price_per_h) for names in merged]
@@ -223,49 +223,13 @@ def _columns_of(problem: Problem, offer: str, *, is_home: bool = False) -> list[
     return [column for column in problem.rollout if column.offer == offer and column.is_home == is_home]
 
 
-def _figures(column: RolloutColumn, roots: Sequence[str]) -> tuple[float, ...]:
-    """All that an answer can depend on; those of replicas whose figures are equal are interchangeable."""
-    by_root = (figure for root in roots for figure in (column.blocking_s[root], column.lag_from_s(root)))
-    room = () if column.room_bytes is None else (column.room_bytes,)
-    return (column.num_accelerators, column.concurrency, column.tokens_per_s, column.token_s, *room, *by_root)
-
-
-def _efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[RolloutColumn]:
-    """Those that no other beats per accelerator in every respect, in the order of their figures.
-
-    What replaces a replica must fit its place, so its size has to divide the other's.
-    """
-    columns = sorted(columns, key=lambda column: (*_figures(column, roots), column.name))
-    columns = [c for c, before in zip(columns, [None, *columns], strict=False) if not _same(c, before, roots)]
-    if not columns:
-        return columns
-    size = np.array([column.num_accelerators for column in columns])
-    worse = [np.array([column.concurrency for column in columns]) / size]
-    worse += [-np.array([column.tokens_per_s for column in columns]) / size]
-    worse += [np.array([column.token_s for column in columns])]
-    worse += [np.array([column.blocking_s[root] for column in columns]) for root in roots]
-    worse += [np.array([column.lag_from_s(root) for column in columns]) for root in roots]
-    worse += [-np.array([column.room_bytes or 0.0 for column in columns])]
-    beats = size[None, :] % size[:, None] == 0
-    for figure in worse:
-        beats &= figure[:, None] <= figure[None, :]
-    order = np.arange(len(columns))
-    beats &= ~beats.T | (order[:, None] < order[None, :])  # of two that are equal the first stays
-    np.fill_diagonal(beats, False)
-    return [column for column, is_beaten in zip(columns, beats.any(axis=0), strict=True) if not is_beaten]
-
-
-def _same(column: RolloutColumn, other: RolloutColumn | None, roots: Sequence[str]) -> bool:
-    return other is not None and _figures(column, roots) == _figures(other, roots)
-
-
 def _merged(
     problem: Problem, by_offer: dict[str, list[RolloutColumn]], roots: Sequence[str]
 ) -> tuple[tuple[str, ...], ...]:
     alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, offer in sorted(problem.offers.items()):
-        figures = tuple(_figures(column, roots) for column in by_offer[name])
-        alike[(offer.per_node, micros(offer.node_price_per_h), figures)].append(name)
+        shapes = tuple(figures(column, roots) for column in by_offer[name])
+        alike[(offer.per_node, micros(offer.node_price_per_h), shapes)].append(name)
 
     return tuple(tuple(names) for names in sorted(alike.values(), key=_order(problem, by_offer, roots)))
 
@@ -286,7 +250,7 @@ def _order(
     def order(names: list[str]) -> tuple[object, ...]:
         first: Offer = problem.offers[names[0]]
         shapes = [
-            (*_figures(column, ()), *sorted((column.blocking_s[root], column.lag_from_s(root)) for root in roots))
+            (*figures(column, ()), *sorted((column.blocking_s[root], column.lag_from_s(root)) for root in roots))
             for column in by_offer[names[0]]
         ]
         return (first.node_price_per_h, first.per_node, sum(problem.offers[name].num_nodes for name in names), shapes)
@@ -324,43 +288,3 @@ def _windows(
         return blocking, np.zeros(shape)
     periods = demand.bound - demand.age_guard
     return blocking, (tail_s + lag) / periods * (1 + ROUNDING) if periods > 0 else np.full(shape, np.inf)
-
-
-def _efficient_gangs(
-    problem: Problem,
-    merged: Sequence[Sequence[str]],
-    own: Sequence[Sequence[str]],
-    columns: Sequence[Sequence[RolloutColumn]],
-) -> tuple[tuple[Gang, ...], dict[str, str]]:
-    """Those that fit the offers and that no other beats in nodes, period, what its publishing costs and what it keeps
-    on cards that generate too; and by whom the others are beaten. Who brings fewer home nodes beats nobody."""
-    fitting = [
-        gang
-        for gang in problem.gangs
-        if all(
-            num <= (problem.offers[name].num_nodes if name in problem.offers else 0) for name, num in gang.nodes.items()
-        )
-    ]
-    roots = {gang.root for gang in fitting}
-    lost = {
-        root: np.array([figure for one, *_ in columns for figure in (one.blocking_s[root], one.lag_from_s(root))])
-        for root in roots
-    }
-    nodes = _gang_nodes(fitting, merged, own)
-    kept_bytes = [[gang.kept_bytes.get(name, 0.0) for (name,) in own] for gang in fitting]
-    costs = np.hstack([nodes, np.array(kept_bytes).reshape(len(fitting), len(own))])
-    keys = [(gang.period_s, *row, *sorted(lost[gang.root])) for gang, row in zip(fitting, costs, strict=True)]
-    # Whether publishing from one class loses no more anywhere than from another.
-    as_good = {(one, other): bool((lost[one] <= lost[other]).all()) for one in lost for other in lost}
-    kept: list[int] = []
-    kept_costs = np.empty_like(costs)
-    beaten: dict[str, str] = {}
-    for s in sorted(range(len(fitting)), key=lambda s: (*keys[s], fitting[s].name)):
-        rivals = np.flatnonzero((kept_costs[: len(kept)] <= costs[s]).all(axis=1))  # none of them is slower
-        better = next((kept[t] for t in rivals if as_good[fitting[kept[t]].root, fitting[s].root]), None)
-        if better is None:
-            kept_costs[len(kept)] = costs[s]
-            kept.append(s)
-        else:
-            beaten[fitting[s].name] = fitting[better].name
-    return tuple(fitting[s] for s in kept), beaten
