@@ -153,6 +153,8 @@ def test_replicas_that_share_stand_on_the_gangs_cards_and_cost_nothing_more(aim)
         assert len(at) == len(set(at)) == pool.num_replicas * pool.tp
         assert set(at) <= training if pool.shares_gang else not set(at) & training
     assert found.rent == dict(Counter(found.training.nodes) + Counter(found.solution.nodes))
+    at = {group.node for pool in found.rollout for group in pool.places}
+    assert {hop.receiver for hop in found.sync.hops} | {found.sync.root} >= at
     assert any("cards that take turns" in line for line in found.assumptions)
     assert "in turn" in telling.tell(found)
     assert verify(found, HEX, waits) == []

@@ -92,6 +92,14 @@ def test_replicas_share_no_nodes_where_memory_or_a_bound_forbids_it():
     assert fastest(at_home(golden())).solution == fastest(golden()).solution
 
 
+def test_a_slower_shape_that_needs_less_memory_is_kept_for_gangs_that_leave_little():
+    problem = at_home(golden(bound=0), room_bytes=8.0)
+    lean = [replace(one, name=f"{one.name}, lean", tokens_per_s=900.0, room_bytes=9.0) for one in problem.rollout[2:3]]
+    gangs = tuple(replace(gang, kept_bytes={"A": 9.0}) for gang in problem.gangs)
+    plan = fastest(replace(problem, rollout=(*problem.rollout, *lean), gangs=gangs))
+    assert plan.solution.replicas == {"on A at home, lean": 4}
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000))
 def test_the_bracket_holds_the_period_that_counting_finds(seed):
