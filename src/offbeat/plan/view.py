@@ -281,7 +281,9 @@ def _windows(
     lag = np.array([lags[gang.root] for gang in gangs], dtype=float).reshape(shape)
     if demand.bound == 0:
         blocking = blocking + np.array([gang.period_s for gang in gangs])[:, None] + lag
-        fits = np.array([[one.fits_beside(gang) for one, *_ in columns] for gang in gangs], dtype=bool).reshape(shape)
+        room = np.array([np.inf if one.room_bytes is None else one.room_bytes for one, *_ in columns])
+        kept = [[gang.kept_bytes.get(one.offer, 0.0) for one, *_ in columns] for gang in gangs]
+        fits = np.array(kept, dtype=float).reshape(shape) <= room
         opens = (blocking + tail_s) * (1 + ROUNDING) if demand.tail_tokens else np.zeros(shape)
         return blocking, np.where(fits, opens, np.inf)
     if not demand.tail_tokens:
