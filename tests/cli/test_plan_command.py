@@ -209,6 +209,16 @@ def test_lengths_come_from_a_runs_ledger(tmp_path, capsys):
     assert plan_tokens == pytest.approx(512 * sum(answers) / len(answers))
 
 
+def test_cards_that_take_turns_are_told_kept_and_verified(capsys):
+    waits = edited("workload.toml", WORKLOAD_TEXT, ("max_staleness = 8", "max_staleness = 0"))
+    assert "in turn" in told(capsys, CLUSTER, waits)
+    Path("plan.json").write_text(told(capsys, CLUSTER, waits, "--json"))
+    assert told(capsys, CLUSTER, waits, "--verify", "plan.json").startswith("everything holds")
+    apart = edited("apart.toml", WORKLOAD_TEXT, ("max_staleness = 8", "max_staleness = 0\ncolocate = false"))
+    assert "one of them is idle" in told(capsys, CLUSTER, apart)
+    assert "do not hold" in told(capsys, CLUSTER, apart, "--verify", "plan.json", status=1)
+
+
 def test_planning_needs_no_torch():
     code = (
         "import sys; from offbeat.cli.main import main; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from fractions import Fraction
 
 from offbeat.plan.problem import Demand, Gang, Offer, Problem, RolloutColumn
@@ -20,6 +21,12 @@ def golden(**demand) -> Problem:
     sizes = (("A", 1, 60.0), ("A", 2, 34.0), ("B", 2, 110.0), ("B", 3, 80.0))
     gangs = tuple(Gang(f"{name} x {num}", {name: num}, name, step_s, 0.0) for name, num, step_s in sizes)
     return Problem(offers, rollout, gangs, Demand(64, 120_000.0, **({"bound": 2} | demand)))
+
+
+def at_home(problem: Problem, room_bytes: float = 0.0, **changes) -> Problem:
+    """With each column also on the gang's own nodes."""
+    home = [replace(one, name=f"{one.name} at home", room_bytes=room_bytes, **changes) for one in problem.rollout]
+    return replace(problem, rollout=(*problem.rollout, *home))
 
 
 def drawn(seed: int, num_classes: int = 2, max_nodes: int = 3) -> Problem:
@@ -48,25 +55,47 @@ def drawn(seed: int, num_classes: int = 2, max_nodes: int = 3) -> Problem:
         tail_tokens=rng.choice([0.0, 1_000.0]),
         reward_rate=rng.choice([None, 2.0]),
     )
-    return Problem(offers, tuple(rollout), tuple(gangs), demand, spare_replicas=rng.choice([0, 0, 1]))
+    problem = Problem(offers, tuple(rollout), tuple(gangs), demand, spare_replicas=rng.choice([0, 0, 1]))
+    return problem if rng.random() < 0.5 else _shared(problem, rng)
+
+
+def _shared(problem: Problem, rng: random.Random) -> Problem:
+    """Also on the gang's own nodes, where memory allows: in fewer shapes, each with its own time lost."""
+    home = [
+        replace(
+            one,
+            name=f"{one.name} at home",
+            blocking_s={root: lost + rng.choice([0.0, 3.0]) for root, lost in one.blocking_s.items()},
+            lag_s={},
+            room_bytes=float(rng.randint(2, 8)),
+        )
+        for one in problem.rollout
+        if rng.random() < 0.8
+    ]
+    gangs = [replace(g, kept_bytes={name: float(rng.randint(1, 6)) for name in g.nodes}) for g in problem.gangs]
+    lean = [replace(gangs[0], name=f"{gangs[0].name} lean", step_s=gangs[0].step_s * 1.3, kept_bytes={})]
+    return replace(problem, rollout=(*problem.rollout, *home), gangs=(*gangs, *lean))
 
 
 def plans(problem: Problem):
     """Every gang with every choice of replicas that fits nodes: (gang, counts by column, price)."""
     for gang in problem.gangs:
-        free = {name: offer.num_nodes - gang.nodes.get(name, 0) for name, offer in problem.offers.items()}
+        free = {(name, False): offer.num_nodes - gang.nodes.get(name, 0) for name, offer in problem.offers.items()}
         if min(free.values()) < 0:
             continue
-        most = [free[c.offer] * problem.offers[c.offer].per_node // c.num_accelerators for c in problem.rollout]
+        free |= {(name, True): 0 if problem.demand.bound else gang.nodes.get(name, 0) for name in problem.offers}
+        most = []
+        for column in problem.rollout:
+            has_room = column.room_bytes is None or gang.kept_bytes.get(column.offer, 0.0) <= column.room_bytes
+            cards = free[column.offer, column.is_home] * problem.offers[column.offer].per_node
+            most.append(cards // column.num_accelerators if has_room else 0)
         for counts in itertools.product(*(range(num + 1) for num in most)):
-            nodes = {}
-            for name, offer in problem.offers.items():
-                used = sum(
-                    n * c.num_accelerators for c, n in zip(problem.rollout, counts, strict=True) if c.offer == name
-                )
-                nodes[name] = -(-used // offer.per_node)
-            if all(nodes[name] <= free[name] for name in nodes):
-                total = {name: nodes[name] + gang.nodes.get(name, 0) for name in nodes}
+            used = dict.fromkeys(free, 0)
+            for column, num in zip(problem.rollout, counts, strict=True):
+                used[column.offer, column.is_home] += num * column.num_accelerators
+            nodes = {place: -(-num // problem.offers[place[0]].per_node) for place, num in used.items()}
+            if all(nodes[place] <= free[place] for place in nodes):
+                total = {name: nodes[name, False] + gang.nodes.get(name, 0) for name in problem.offers}
                 yield gang, counts, sum(num * problem.offers[name].node_price_per_h for name, num in total.items())
 
 

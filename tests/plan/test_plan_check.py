@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from plan_instances import drawn, golden
+from plan_instances import at_home, drawn, golden
 
 from offbeat.plan.bounds import Multipliers
 from offbeat.plan.certificate import from_json, to_json
@@ -51,6 +51,23 @@ def test_a_broken_row_is_named(row, change):
 def test_a_row_that_the_demand_tightens_is_named(row, demand):
     plan = fastest(golden())
     assert [line.split(":")[0] for line in check(golden(**demand), plan.solution)] == [row]
+
+
+def test_what_shares_the_gangs_nodes_is_held_to_their_room_and_memory_and_to_bound_0():
+    problem = at_home(golden(bound=0), room_bytes=8.0)
+    plan = fastest(problem)
+    assert plan.solution.replicas == {"on A at home": 4}
+
+    def broken(problem, **changes):
+        return {line.split(":")[0] for line in check(problem, replace(plan.solution, **changes))}
+
+    assert broken(problem) == set()
+    assert "hardware" in broken(problem, replicas={"on A at home": 9})
+    assert "hardware" in broken(problem, replicas={"on B at home": 4})
+    for kept, rows in ((8.0, set()), (9.0, {"memory"})):
+        gangs = tuple(replace(gang, kept_bytes={"A": kept}) for gang in problem.gangs)
+        assert broken(replace(problem, gangs=gangs)) == rows
+    assert "hardware" in broken(replace(problem, demand=replace(problem.demand, bound=2)))
 
 
 def test_a_column_that_a_version_reaches_too_late_is_named():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -127,12 +128,50 @@ def test_what_cannot_be_is_one_line_with_a_remedy(aim, told):
     assert "\n" not in str(error.value)
 
 
-def test_bound_0_is_planned_and_explained():
-    found = plan(HEX, dataclasses.replace(SEVEN, bound=0))
-    assert "S = 0" in found.note
+@pytest.mark.parametrize("colocates, told", [(True, "on the gang's nodes"), (False, "one of them is idle")])
+def test_bound_0_is_planned_and_explained(colocates, told):
+    found = plan(HEX, dataclasses.replace(SEVEN, bound=0, colocates=colocates))
+    assert found.note.startswith("S = 0")
+    assert told in found.note
     assert found.note in telling.tell(found)
     assert found.staleness.mean_age == 0
     assert "take turns" in found.limit
+    assert any(pool.shares_gang for pool in found.rollout) is colocates
+    generated = [pool.num_replicas * pool.tokens_per_s * (found.step.tau_s - pool.blocking_s) for pool in found.rollout]
+    assert sum(generated) == pytest.approx(SEVEN.generated_tokens_per_step, rel=0.02)
+
+
+@pytest.mark.parametrize("aim", [{}, {"budget": 100.0}, {"throughput": 8000.0}])
+def test_replicas_that_share_stand_on_the_gangs_cards_and_cost_nothing_more(aim):
+    waits = dataclasses.replace(FOURTEEN, bound=0)
+    found = plan(HEX, waits, **aim)
+    training = set(cards(itertools.chain(*found.training.stages)))
+    shared = [pool for pool in found.rollout if pool.shares_gang]
+    assert shared
+    for pool in found.rollout:
+        at = cards(pool.places)
+        assert len(at) == len(set(at)) == pool.num_replicas * pool.tp
+        assert set(at) <= training if pool.shares_gang else not set(at) & training
+    assert found.rent == dict(Counter(found.training.nodes) + Counter(found.solution.nodes))
+    at = {group.node for pool in found.rollout for group in pool.places}
+    assert {hop.receiver for hop in found.sync.hops} | {found.sync.root} >= at
+    assert any("cards that take turns" in line for line in found.assumptions)
+    assert "in turn" in telling.tell(found)
+    assert verify(found, HEX, waits) == []
+    assert record.from_json(record.to_json(found)) == found
+
+
+def test_taking_turns_on_the_same_cards_is_faster_than_idling_and_needs_less():
+    shared, apart = (plan(HEX, dataclasses.replace(SEVEN, bound=0, colocates=one)).step for one in (True, False))
+    assert shared.tokens_per_s > apart.tokens_per_s
+    assert shared.price_per_h < apart.price_per_h
+
+
+def test_what_a_bound_of_1_brings_is_told_by_plans_that_do_not_take_turns():
+    waits = dataclasses.replace(SEVEN, bound=0)
+    base, other = plan(HEX, waits), plan(HEX, dataclasses.replace(SEVEN, bound=1))
+    (told,) = [line for line in what_would_help(HEX, waits, base) if line.startswith("bound 1")]
+    assert f"{other.step.tokens_per_s:,.0f} tokens/s at {other.step.price_per_h:,.2f} $/h" in told
 
 
 def test_the_error_of_the_cost_model_is_known_only_when_every_card_was_measured():

@@ -1,7 +1,5 @@
 """The integer program at a fixed period, beside counting."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 from plan_instances import drawn, golden, least_price
 
 from offbeat.plan.problem import Offer
-from offbeat.plan.program import Aim, Answer, Status, holds, shortest_s, solve
+from offbeat.plan.program import Aim, Answer, Status, solve
 from offbeat.plan.view import MICRO, Counts, restore, view_of
 
 
@@ -33,15 +31,6 @@ def test_a_budget_is_a_row():
     view = view_of(golden())
     assert solve(view, 60.0, every(view), budget=24 * MICRO).status is Status.FEASIBLE
     assert solve(view, 60.0, every(view), budget=24 * MICRO - 10_000).status is Status.INFEASIBLE
-
-
-def test_more_in_flight_than_the_bound_allows_does_not_hold_whatever_a_solver_says():
-    view = view_of(golden())
-    counts = solve(view, 60.0, every(view), gap=0.0).counts
-    (used,) = np.flatnonzero(counts.replicas)
-    for num_replicas, is_allowed in ((8, True), (9, False)):  # of 16 each, where 128 may be in flight
-        replicas = tuple(num_replicas if column == used else 0 for column in range(len(counts.replicas)))
-        assert holds(view, replace(counts, replicas=replicas), 60.0) is is_allowed
 
 
 @settings(max_examples=40, deadline=None)
@@ -93,14 +82,6 @@ def test_a_solver_out_of_time_is_unknown():
     outcome = solve(view, 60.0, every(view), solver=lambda *_: Answer(Status.UNKNOWN, None, 20.0))
     assert outcome.status is Status.UNKNOWN
     assert outcome.counts is None
-
-
-def test_a_plan_is_shortened_to_where_it_just_holds():
-    view = view_of(golden())
-    counts = Counts(0, (8, 0))
-    assert shortest_s(view, counts, 60.0) == 39.5
-    assert holds(view, counts, 39.5)
-    assert not holds(view, counts, np.nextafter(39.5, 0))
 
 
 def test_replicas_of_sizes_that_do_not_divide_one_another_are_refused():

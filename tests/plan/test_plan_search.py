@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from plan_instances import drawn, golden, is_plan, least_price, plans
+from plan_instances import at_home, drawn, golden, is_plan, least_price, plans
 
 from offbeat.plan import bounds
 from offbeat.plan.check import check
@@ -73,10 +73,31 @@ def test_with_bound_0_generation_and_training_add_up_and_a_line_says_so():
 
 
 def test_with_bound_0_shared_nodes_generate_what_disjoint_ones_cannot():
-    shared = fastest(replace(golden(bound=0), may_share=True))
+    problem = at_home(golden(bound=0))
+    shared = fastest(problem)
     assert shared.solution.tau_s == 66.0  # 34 s of training on both nodes of A, 2 s, and 4 replicas there: 64 in flight
     assert shared.solution.nodes == {}
-    assert check(replace(golden(bound=0), may_share=True), shared.solution, shared.certificate) == []
+    assert shared.solution.replicas == {"on A at home": 4}
+    assert shared.note.startswith("S = 0: generation and training take turns on the gang's nodes")
+    assert check(problem, shared.solution, shared.certificate) == []
+
+
+def test_replicas_share_no_nodes_where_memory_or_a_bound_forbids_it():
+    apart, kept = fastest(golden(bound=0)), [replace(gang, kept_bytes={"A": 9.0}) for gang in golden().gangs]
+    crowded = fastest(replace(at_home(golden(bound=0), room_bytes=8.0), gangs=tuple(kept)))
+    assert crowded.solution == apart.solution
+    assert crowded.note == apart.note
+    roomy = fastest(replace(at_home(golden(bound=0), room_bytes=9.0), gangs=tuple(kept)))
+    assert roomy.solution.tau_s == 66.0
+    assert fastest(at_home(golden())).solution == fastest(golden()).solution
+
+
+def test_a_slower_shape_that_needs_less_memory_is_kept_for_gangs_that_leave_little():
+    problem = at_home(golden(bound=0), room_bytes=8.0)
+    lean = [replace(one, name=f"{one.name}, lean", tokens_per_s=900.0, room_bytes=9.0) for one in problem.rollout[2:3]]
+    gangs = tuple(replace(gang, kept_bytes={"A": 9.0}) for gang in problem.gangs)
+    plan = fastest(replace(problem, rollout=(*problem.rollout, *lean), gangs=gangs))
+    assert plan.solution.replicas == {"on A at home, lean": 4}
 
 
 @settings(max_examples=30, deadline=None)
@@ -155,7 +176,12 @@ def test_other_names_give_the_same_answer(seed):
             for c in reversed(problem.rollout)
         ),
         gangs=tuple(
-            replace(g, nodes={new[name]: num for name, num in g.nodes.items()}, root=new[g.root])
+            replace(
+                g,
+                nodes={new[name]: num for name, num in g.nodes.items()},
+                root=new[g.root],
+                kept_bytes={new[name]: kept for name, kept in g.kept_bytes.items()},
+            )
             for g in reversed(problem.gangs)
         ),
     )

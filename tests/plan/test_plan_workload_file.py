@@ -46,6 +46,28 @@ def test_a_short_file_has_sane_defaults(workload):
     assert found.reward is None
 
 
+def test_cards_take_turns_unless_a_file_says_otherwise(workload):
+    rules = "[rules]\nmax_staleness = 0\n"
+    assert load_workload(workload(PLAIN + rules)).may_share
+    assert load_workload(workload(PLAIN + rules + "colocate = true\n")).may_share
+    assert not load_workload(workload(PLAIN + rules + "colocate = false\n")).may_share
+    assert not load_workload(workload(PLAIN)).may_share
+
+
+@pytest.mark.parametrize(
+    "rules, told",
+    [
+        ("colocate = true", "rules.colocate = true: cards take turns only where generation waits; set max_staleness"),
+        ('colocate = "no"', 'rules.colocate = "no": wants true or false'),
+    ],
+)
+def test_a_wrong_word_on_taking_turns_is_one_line(workload, rules, told):
+    with pytest.raises(UserError) as error:
+        load_workload(workload(f"{PLAIN}[rules]\n{rules}\n"))
+    assert str(error.value).startswith(f"w.toml:16: {told}")
+    assert "\n" not in str(error.value)
+
+
 def test_every_section_reaches_the_workload(workload):
     more = """[algorithm]
 reference = true

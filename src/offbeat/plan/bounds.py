@@ -46,8 +46,6 @@ def excess(view: View, tau_s: float | Floats, prices: Multipliers, budget: int |
     """By gang: positive where these prices prove that there is no plan."""
     nodes = worth(view, tau_s, prices, gangs)
     supply = (view.free_nodes[gangs] * np.maximum(nodes - prices.mu * view.node_price, 0.0)).sum(axis=1)
-    if view.shares_nodes:
-        supply = supply + (view.gang_nodes[gangs] * nodes).sum(axis=1)
     money: Floats = np.zeros(len(gangs))
     if prices.mu:
         assert budget is not None, "money has a price and no limit"
@@ -93,8 +91,6 @@ def least_prices(view: View, tau_s: float, prices: Multipliers, gangs: Ints) -> 
     if not prices.mu:
         return np.where(excess(view, tau_s, prices, None, gangs) > 0, np.inf, 0.0)
     supply = (view.free_nodes[gangs] * np.maximum(nodes / prices.mu - view.node_price, 0.0)).sum(axis=1)
-    if view.shares_nodes:
-        supply = supply + (view.gang_nodes[gangs] * nodes / prices.mu).sum(axis=1)
     demand = (prices.nu * view.demand_tokens - prices.lam * view.in_flight_cap) / prices.mu
     return view.fixed_price + view.gang_price[gangs] + (demand - supply) * (1 - MARGIN) - 1.0
 
@@ -152,8 +148,7 @@ def _relaxation(view: View, tau_s: float, gang: int) -> tuple[Floats, Floats, Fl
     rows[0, :num_y] = view.concurrency
     rows[1 + view.group, np.arange(num_y)] = view.accelerators
     rows[1 + np.arange(num_n), num_y + np.arange(num_n)] = -view.per_node
-    shared = view.gang_nodes[gang] * view.per_node if view.shares_nodes else np.zeros(num_n)
-    return rows, np.append(view.in_flight_cap, shared), np.append(tokens / unit, np.zeros(num_n)), unit
+    return rows, np.append(view.in_flight_cap, np.zeros(num_n)), np.append(tokens / unit, np.zeros(num_n)), unit
 
 
 def _limits(view: View, gang: int) -> list[tuple[float, float | None]]:

@@ -42,7 +42,8 @@ class Certificate:
 
 def digest(problem: Problem) -> str:
     """Of everything that the proof speaks about; the order of keys does not matter."""
-    return hashlib.sha256(json.dumps(asdict(problem), sort_keys=True).encode()).hexdigest()
+    # Records by their fields, as `asdict` gives them, without its copies: a large inventory has thousands of gangs.
+    return hashlib.sha256(json.dumps(problem, default=vars, sort_keys=True).encode()).hexdigest()
 
 
 def certify(view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap: int | None, gap: float) -> Certificate:

@@ -44,6 +44,7 @@ def check(
         *_gang_row(problem, gang, tau),
         *_token_row(problem, gang, tau, used),
         *_hardware_rows(problem, gang, solution, used),
+        *_memory_rows(gang, used),
         *_in_flight_row(problem, used),
         *_age_rows(problem, gang, tau, used),
         *_budget_row(problem, gang, solution, budget),
@@ -90,15 +91,26 @@ def _hardware_rows(
         rented, trained = solution.nodes.get(name, 0), gang.nodes.get(name, 0)
         if rented + trained > offer.num_nodes:
             broken.append(f"hardware: {rented + trained} nodes of {name}, {offer.num_nodes} on offer")
-        shared = trained if problem.may_share and not problem.demand.bound else 0
-        sizes = sorted(
-            (size for column, count in used if column.offer == name for size in [column.num_accelerators] * count),
-            reverse=True,
-        )
-        room = [offer.per_node] * (rented + shared)
-        if not _fits(sizes, room):
-            broken.append(f"hardware: {sum(sizes)} accelerators' replicas do not fit {len(room)} nodes of {name}")
+        for is_home, num in ((False, rented), (True, 0 if problem.demand.bound else trained)):
+            sizes = [
+                size
+                for column, count in used
+                if column.offer == name and (column.room_bytes is not None) == is_home
+                for size in [column.num_accelerators] * count
+            ]
+            if not _fits(sorted(sizes, reverse=True), [offer.per_node] * num):
+                told = f"{num} nodes of {name}{' that train' if is_home else ''}"
+                broken.append(f"hardware: {sum(sizes)} accelerators' replicas do not fit {told}")
     return broken
+
+
+def _memory_rows(gang: Gang, used: list[tuple[RolloutColumn, int]]) -> list[str]:
+    """Cards that train and generate by turns must hold what the gang keeps there."""
+    return [
+        f"memory: {column.name} leaves {column.room_bytes / 1e9:g} GB a card, the gang keeps {kept / 1e9:g} GB there"
+        for column, _ in used
+        if column.room_bytes is not None and (kept := gang.kept_bytes.get(column.offer, 0.0)) > column.room_bytes
+    ]
 
 
 def _fits(sizes: list[int], room: list[int]) -> bool:
@@ -181,9 +193,9 @@ def unproven(problem: Problem, certificate: Certificate) -> set[str]:
         nu, lam, mu = Fraction(prices.nu), Fraction(prices.lam), Fraction(prices.mu)
         if min(nu, lam, mu) < 0 or (mu and certificate.price_cap is None):
             continue  # such prices prove nothing
-        worths: dict[object, dict[str, Fraction]] = {}
+        worths: dict[object, dict[tuple[str, bool], Fraction]] = {}
         for gang in list(open_gangs):
-            key = gang.root if problem.demand.bound else (gang.root, gang.period_s)
+            key = gang.root if problem.demand.bound else (gang.root, gang.period_s, *sorted(gang.kept_bytes.items()))
             if key not in worths:
                 worths[key] = _worth(problem, gang, tau, nu, lam)
             if _is_ruled_out(problem, gang, certificate.price_cap, worths[key], nu, lam, mu):
@@ -191,15 +203,19 @@ def unproven(problem: Problem, certificate: Certificate) -> set[str]:
     return {gang.name for gang in open_gangs}
 
 
-def _worth(problem: Problem, gang: Gang, tau: Fraction, nu: Fraction, lam: Fraction) -> dict[str, Fraction]:
-    """By offer: what an accelerator is worth at most, when tokens and trajectories under way have these prices."""
-    best = dict.fromkeys(problem.offers, Fraction(0))
+def _worth(
+    problem: Problem, gang: Gang, tau: Fraction, nu: Fraction, lam: Fraction
+) -> dict[tuple[str, bool], Fraction]:
+    """By offer, on rented nodes and on the gang's own: what an accelerator is worth at most, when tokens and
+    trajectories under way have these prices."""
+    best = {(name, is_home): Fraction(0) for name in problem.offers for is_home in (False, True)}
     for column in problem.rollout:
-        if _age_rows(problem, gang, tau, [(column, 1)]):
+        if _age_rows(problem, gang, tau, [(column, 1)]) or _memory_rows(gang, [(column, 1)]):
             continue
         tokens = Fraction(column.tokens_per_s) * max(tau - _lost_s(problem, gang, column), Fraction(0))
         value = (nu * tokens - lam * column.concurrency) / column.num_accelerators
-        best[column.offer] = max(best[column.offer], value)
+        place = column.offer, column.room_bytes is not None
+        best[place] = max(best[place], value)
     return best
 
 
@@ -207,7 +223,7 @@ def _is_ruled_out(
     problem: Problem,
     gang: Gang,
     price_cap: int | None,
-    worths: Mapping[str, Fraction],
+    worths: Mapping[tuple[str, bool], Fraction],
     nu: Fraction,
     lam: Fraction,
     mu: Fraction,
@@ -219,8 +235,8 @@ def _is_ruled_out(
         price = sum(_money(problem.offers[name].node_price_per_h) * num for name, num in gang.nodes.items())
         supply += mu * (price_cap - _money(problem.fixed_price_per_h) - price)
     for name, offer in problem.offers.items():
-        node, trained = worths[name] * offer.per_node, gang.nodes.get(name, 0)
+        node, trained = worths[name, False] * offer.per_node, gang.nodes.get(name, 0)
         supply += (offer.num_nodes - trained) * max(node - mu * _money(offer.node_price_per_h), Fraction(0))
-        if problem.may_share and not demand.bound:
-            supply += trained * node
+        if not demand.bound:
+            supply += trained * worths[name, True] * offer.per_node
     return nu * Fraction(demand.tokens) > supply

@@ -7,28 +7,35 @@ from dataclasses import replace
 
 from offbeat.plan.cost.constants import Constants
 from offbeat.plan.cost.sync import relay_s
-from offbeat.plan.gangs import gangs
+from offbeat.plan.gangs import Known, gangs
 from offbeat.plan.hardware import Inventory
 from offbeat.plan.problem import Demand, Offer, Problem
-from offbeat.plan.rollout import rollout_columns
+from offbeat.plan.rollout import home_columns, rollout_columns
 from offbeat.plan.workload import Workload
 
 
 def problem_of(
-    inventory: Inventory, workload: Workload, constants: Constants | None = None, spare_replicas: int = 0
+    inventory: Inventory,
+    workload: Workload,
+    constants: Constants | None = None,
+    spare_replicas: int = 0,
+    known: Known | None = None,
 ) -> Problem:
-    """Offers, columns and demand. A model that fits nowhere is a `UserError` that says what memory would do."""
+    """Offers, columns and demand. A model that fits nowhere is a `UserError` that says what memory would do.
+
+    `known` keeps gangs from one call to the next, for calls with the same workload and constants.
+    """
     constants = constants or Constants()
     offers = {
         name: Offer(name, machines.num_nodes, machines.per_node, machines.node_price_per_h)
         for name, machines in inventory.classes.items()
     }
-    training = gangs(inventory, workload, constants)
+    training = gangs(inventory, workload, constants, known)
     roots = sorted({gang.root for gang in training})
-    rollout = tuple(
-        replace(column, lag_s=sync_lag_s(inventory, workload, roots, column.offer))
-        for column in rollout_columns(inventory, workload, constants, roots)
-    )
+    columns = rollout_columns(inventory, workload, constants, roots)
+    if workload.may_share:
+        columns += home_columns(inventory, workload, constants, training)
+    rollout = tuple(replace(column, lag_s=sync_lag_s(inventory, workload, roots, column.offer)) for column in columns)
     reward = workload.reward
     return Problem(
         offers=offers,

@@ -18,7 +18,8 @@ import numpy as np
 
 from offbeat.plan import bounds
 from offbeat.plan.bounds import Multipliers
-from offbeat.plan.program import Aim, Outcome, Solver, Status, holds, shortest_s, solve
+from offbeat.plan.exact import holds, shortest_s
+from offbeat.plan.program import Aim, Outcome, Solver, Status, solve
 from offbeat.plan.view import Counts, Floats, View
 
 TRIES = 3

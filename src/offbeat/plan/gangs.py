@@ -6,14 +6,15 @@ inside a zone; no gang is left that another beats with no more nodes of any clas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 from offbeat.errors import UserError
 from offbeat.plan.cost.constants import Constants
-from offbeat.plan.cost.memory import training_bytes, usable_bytes
+from offbeat.plan.cost.memory import kept_bytes, training_bytes, usable_bytes
 from offbeat.plan.cost.sync import publish_s
 from offbeat.plan.cost.training import Fabric, boundary_s, bubble, compute_s, dp_s, tp_s
+from offbeat.plan.fronts import fastest_first_front
 from offbeat.plan.hardware import Inventory, MachineClass
 from offbeat.plan.problem import Gang
 from offbeat.plan.rollout import tensor_parallels
@@ -23,25 +24,45 @@ PIPELINES = (1, 2, 4, 8, 16)
 NODES_GROWTH = 1.1
 """From one size of large gangs to the next: what lies between is at most that much faster."""
 MIXED_GROWTH = 2.0
-MIN_GAIN = 0.02
-"""A gang with more nodes is worth a column if it is faster by this share: the cost model is no better than that."""
 ZERO_STAGES = (1, 2, 3)
 
 
-def gangs(inventory: Inventory, workload: Workload, constants: Constants) -> tuple[Gang, ...]:
-    """Homogeneous and mixed ones, pruned to those that are the fastest for their nodes."""
+Known = dict[tuple[object, ...], list[Gang]]
+"""Gangs by the classes, and the links among them, that they were made from; all for one workload and its constants."""
+
+
+def gangs(
+    inventory: Inventory, workload: Workload, constants: Constants, known: Known | None = None
+) -> tuple[Gang, ...]:
+    """Homogeneous and mixed ones, pruned to those that are the fastest for their nodes.
+
+    `known` holds what earlier calls found, so that an inventory which differs in one class costs little.
+    """
+    known = {} if known is None else known
     classes = [machines for machines in inventory.classes.values() if machines.num_nodes > 0]
-    alone = {
-        machines.name: fastest_first_front(_alone(machines, inventory, workload, constants)) for machines in classes
-    }
+    alone: dict[str, list[Gang]] = {}
+    for machines in classes:
+        key = _key(inventory, machines)
+        if key not in known:
+            known[key] = fastest_first_front(_alone(machines, inventory, workload, constants))
+        alone[machines.name] = known[key]
     found = [gang for front in alone.values() for gang in front]
     for one, other in combinations(classes, 2):
-        rivals = [*alone[one.name], *alone[other.name]]
-        mixed = list(_mixed(one, other, inventory, workload, constants))
-        found += [gang for gang in fastest_first_front([*rivals, *mixed]) if len(gang.nodes) > 1]
+        key = _key(inventory, one, other)
+        if key not in known:
+            rivals = [*alone[one.name], *alone[other.name]]
+            front = fastest_first_front([*rivals, *_mixed(one, other, inventory, workload, constants)])
+            known[key] = [gang for gang in front if len(gang.nodes) > 1]
+        found += known[key]
     if not found:
         raise UserError(_too_large(classes, workload, constants))
     return tuple(found)
+
+
+def _key(inventory: Inventory, *classes: MachineClass) -> tuple[object, ...]:
+    """All of an inventory that gangs on these classes depend on."""
+    names = [machines.name for machines in classes]
+    return (*classes, *(inventory.links.get(frozenset((one, other))) for one in names for other in names))
 
 
 def node_grid(largest: int, growth: float = NODES_GROWTH) -> list[int]:
@@ -53,19 +74,12 @@ def node_grid(largest: int, growth: float = NODES_GROWTH) -> list[int]:
     return [*grid, largest]
 
 
-def fastest_first_front(candidates: Iterable[Gang]) -> list[Gang]:
-    """Without gangs that are no faster than one with no more nodes of any class."""
-    best: dict[tuple[tuple[str, int], ...], Gang] = {}
-    for gang in candidates:
-        key = tuple(sorted(gang.nodes.items()))
-        if key not in best or gang.period_s < best[key].period_s:
-            best[key] = gang
-    kept: list[Gang] = []
-    for gang in sorted(best.values(), key=lambda gang: (sum(gang.nodes.values()), gang.period_s)):
-        rivals = (other for other in kept if all(gang.nodes.get(k, 0) >= n for k, n in other.nodes.items()))
-        if all(gang.period_s < (1 - MIN_GAIN) * other.period_s for other in rivals):
-            kept.append(gang)
-    return kept
+def _kept(workload: Workload, splits: Mapping[str, tuple[int, float]], dp: int, zero: int) -> dict[str, float]:
+    """By class, from its tensor parallelism and how often its share of the layers goes into all; nothing where cards
+    never generate."""
+    if not workload.may_share:
+        return {}
+    return {name: kept_bytes(workload, tp, pp, dp, zero) for name, (tp, pp) in splits.items()}
 
 
 def _alone(machines: MachineClass, inventory: Inventory, workload: Workload, constants: Constants) -> Iterator[Gang]:
@@ -97,6 +111,9 @@ def _alone(machines: MachineClass, inventory: Inventory, workload: Workload, con
                         dp=dp,
                         layers=layers,
                         zero=zero,
+                        kept_bytes=_kept(
+                            workload, {machines.name: (tp, workload.model.num_layers / max(layers))}, dp, zero
+                        ),
                     )
 
 
@@ -126,8 +143,8 @@ def _speeds(parts: Parts, constants: Constants) -> list[float]:
 def _pipelined(parts: Parts, inventory: Inventory, workload: Workload, constants: Constants) -> Iterator[Gang]:
     """One stage of each class; both have the same number of replicas, and layers in proportion to their speed."""
     (one, nodes_one), (other, nodes_other) = parts
-    speeds = _speeds(parts, constants)
-    layers = split_layers(workload.model.num_layers, speeds)
+    speeds, num_layers = _speeds(parts, constants), workload.model.num_layers
+    layers = split_layers(num_layers, speeds)
     for tp in tensor_parallels(workload, one):
         dp = nodes_one * one.per_node // tp
         tp_other, rest = divmod(nodes_other * other.per_node, dp)
@@ -144,15 +161,17 @@ def _pipelined(parts: Parts, inventory: Inventory, workload: Workload, constants
         stage_s = []
         for (part, _), degree, count, speed in zip(parts, (tp, tp_other), layers, speeds, strict=True):
             figures, fabric = constants.of(part.accelerator.name), fabric_of(part, inventory)
-            share = count / workload.model.num_layers
+            share = count / num_layers
             part_s = share * compute_s(workload, speed, recompute=recompute) * bubble(workload, 2, dp)
             part_s += tp_s(workload, figures, fabric, degree, 1, dp) * share
             stage_s.append(part_s + dp_s(workload, figures, fabric, degree, 1 / share, dp, zero))
         link = inventory.link(one.name, other.name)
         crossing_s = boundary_s(workload, link.bytes_per_s, 1 if link.is_shared else min(nodes_one, nodes_other))
+        splits = {one.name: (tp, num_layers / layers[0]), other.name: (tp_other, num_layers / layers[1])}
         yield _mixed_gang(
-            parts, "pp", max(*stage_s, crossing_s), workload, tp=tp, pp=2, dp=dp, layers=layers, zero=zero
-        )
+            parts, "pp", max(*stage_s, crossing_s), workload, tp=tp, pp=2, dp=dp, layers=layers, zero=zero,
+            kept_bytes=_kept(workload, splits, dp, zero),
+        )  # fmt: skip
 
 
 def _replicated(parts: Parts, inventory: Inventory, workload: Workload, constants: Constants) -> Iterator[Gang]:
@@ -182,9 +201,11 @@ def _replicated(parts: Parts, inventory: Inventory, workload: Workload, constant
         )
         step_s += max(tp_s(workload, one_, slowest, tp, 1, dp) for one_ in figures)
         step_s += max(dp_s(workload, one_, slowest, tp, 1, dp, zero) for one_ in figures)
+        kept = _kept(workload, {part.name: (tp, 1.0) for part, _ in parts}, dp, zero)
         yield _mixed_gang(
-            parts, "dp", step_s, workload, tp=tp, dp=dp, layers=(num_layers,), zero=zero, batch_shares=shares
-        )
+            parts, "dp", step_s, workload, tp=tp, dp=dp, layers=(num_layers,), zero=zero, batch_shares=shares,
+            kept_bytes=kept,
+        )  # fmt: skip
 
 
 def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **shape: object) -> Gang:

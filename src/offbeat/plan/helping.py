@@ -5,12 +5,14 @@ A further node is added to the inventory itself, so that larger gangs and other 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from offbeat.errors import UserError
 from offbeat.plan.columns import problem_of
 from offbeat.plan.cost.constants import Constants
 from offbeat.plan.explain import Gain, Relaxation, Saving, explain, relaxations, savings
+from offbeat.plan.gangs import Known
 from offbeat.plan.hardware import Inventory
 from offbeat.plan.program import Status
 from offbeat.plan.record import Plan
@@ -30,27 +32,36 @@ def what_would_help(
     nodes_alone: bool = False,
 ) -> list[str]:
     """A line for each limit that could give, the most helpful first; `nodes_alone` leaves all but machines out."""
-    problem = problem_of(inventory, workload, constants)
-    relaxed = [*_more_nodes(inventory, workload, plan, constants)]
+    known: Known = {}
+    problem = problem_of(inventory, workload, constants, known=known)
+    relaxed = [*_more_nodes(inventory, workload, plan, constants, known)]
     if not nodes_alone:
-        relaxed += [each for each in relaxations(problem, plan.budget) if not each.name.startswith(NODE)]
+        for each in relaxations(problem, plan.budget):
+            if each.problem.demand.bound and not workload.bound:  # columns of taking turns say nothing of not waiting
+                each = dataclasses.replace(each, problem=problem_of(inventory, _with_bound(workload, each), constants))
+            if not each.name.startswith(NODE):
+                relaxed.append(each)
     found: list[Gain] | list[Saving]
     if plan.throughput is None:
         found = explain(problem, Result(Status.FEASIBLE, tokens_per_s=plan.step.tokens_per_s), plan.budget, relaxed)
     else:
         found = savings(plan.throughput, plan.step.price_per_h, relaxed)
-    known = {each.name.removeprefix(NODE) for each in relaxed}
-    unknown = [name for name in inventory.classes if name not in known]
+    told = {each.name.removeprefix(NODE) for each in relaxed}
+    unknown = [name for name in inventory.classes if name not in told]
     lines = [each.line for each in found]
     return [*lines, *(f"{NODE}{name}: unknown, the file has no link between two of its nodes" for name in unknown)]
 
 
+def _with_bound(workload: Workload, relaxed: Relaxation) -> Workload:
+    return dataclasses.replace(workload, bound=relaxed.problem.demand.bound)
+
+
 def _more_nodes(
-    inventory: Inventory, workload: Workload, plan: Plan, constants: Constants | None
+    inventory: Inventory, workload: Workload, plan: Plan, constants: Constants | None, known: Known
 ) -> Iterator[Relaxation]:
     for name in inventory.classes:
         try:
             grown = changed(inventory, add={name: 1})
         except UserError:  # a single node, and nothing says how it would reach a second
             continue
-        yield Relaxation(f"{NODE}{name}", problem_of(grown, workload, constants), plan.budget)
+        yield Relaxation(f"{NODE}{name}", problem_of(grown, workload, constants, known=known), plan.budget)

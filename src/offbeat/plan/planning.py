@@ -7,8 +7,10 @@ plan can do the same again and compare.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from offbeat.errors import UserError
 from offbeat.plan import reasons
@@ -29,7 +31,7 @@ from offbeat.plan.solution import Solution
 from offbeat.plan.view import MICRO
 from offbeat.plan.workload import Workload
 
-COST_MODEL = "roofline with KV reads, 1"
+COST_MODEL = "roofline with KV reads, 2"
 """Its version goes up whenever a formula changes: a certificate speaks of one."""
 
 
@@ -81,6 +83,8 @@ def compose(
     trains, rolls = split(
         fabric, gang.nodes, solution.nodes, lambda trains, rolls: _sync(fabric, workload, gang, trains, rolls).seconds
     )
+    places = _places(fabric, problem, solution, trains, rolls)
+    generating = frozenset(placed.group.node for placed in places)
     rent = Counter(gang.nodes) + Counter(solution.nodes)
     price_per_h = problem.fixed_price_per_h + sum(problem.offers[name].node_price_per_h * rent[name] for name in rent)
     tokens_per_s = problem.demand.tokens / solution.tau_s
@@ -100,14 +104,14 @@ def compose(
             price_per_million_tokens=reasons.price_per_million(price_per_h, tokens_per_s),
         ),
         training=_training(fabric, problem, gang, trains, tokens_per_s),
-        rollout=_pools(fabric, problem, gang, solution, rolls),
-        sync=_sync(fabric, workload, gang, trains, rolls),
+        rollout=_pools(problem, gang, solution, places),
+        sync=_sync(fabric, workload, gang, trains, rolls | generating),
         staleness=_staleness(workload, problem, solution),
         solution=solution,
         certificate=dataclasses.replace(
             certificate, cost_model=COST_MODEL, held_out_error=held_out_error(inventory, constants)
         ),
-        assumptions=_assumptions(inventory, workload, constants),
+        assumptions=(*_assumptions(inventory, workload, constants), *_sharing(problem, gang, solution)),
         note=note,
     )
 
@@ -143,16 +147,17 @@ def _training(fabric: Fabric, problem: Problem, gang: Gang, trains: frozenset[st
     )
 
 
-def _pools(fabric: Fabric, problem: Problem, gang: Gang, solution: Solution, rolls: frozenset[str]) -> tuple[Pool, ...]:
+def _pools(problem: Problem, gang: Gang, solution: Solution, places: Sequence[Placed]) -> tuple[Pool, ...]:
     columns = {column.name: column for column in problem.rollout}
-    places = _places(fabric, problem, solution, rolls)
     all_tokens_per_s = sum(columns[name].tokens_per_s * count for name, count in solution.replicas.items())
     pools = []
     for name, count in solution.replicas.items():
         column = columns[name]
         blocking_s = column.blocking_s[gang.root]
+        if not problem.demand.bound:  # generation waits for training and for the new version, too
+            blocking_s += gang.period_s + problem.demand.lag_s + column.lag_from_s(gang.root)
         net = column.tokens_per_s * max(solution.tau_s - blocking_s, 0.0) / solution.tau_s
-        price = reasons.replica_price_per_h(problem, column)
+        price = 0.0 if column.is_home else reasons.replica_price_per_h(problem, column)
         pools.append(
             Pool(
                 column=name,
@@ -169,17 +174,21 @@ def _pools(fabric: Fabric, problem: Problem, gang: Gang, solution: Solution, rol
                 places=tuple(placed.group for placed in places if placed.column == name),
                 price_per_million_tokens=reasons.price_per_million(price, net),
                 why=reasons.why_generates(problem, column.offer),
+                shares_gang=column.is_home,
             )
         )
     return tuple(pools)
 
 
-def _places(fabric: Fabric, problem: Problem, solution: Solution, rolls: frozenset[str]) -> list[Placed]:
+def _places(
+    fabric: Fabric, problem: Problem, solution: Solution, trains: frozenset[str], rolls: frozenset[str]
+) -> list[Placed]:
+    """Replicas on the nodes rented for them, or on the gang's own."""
     places: list[Placed] = []
-    for offer in problem.offers:
-        columns = {column.name: column for column in problem.rollout if column.offer == offer}
+    for offer, (is_home, among) in itertools.product(problem.offers, ((False, rolls), (True, trains))):
+        columns = {one.name: one for one in problem.rollout if one.offer == offer and one.is_home == is_home}
         sizes = {name: columns[name].num_accelerators for name in solution.replicas if name in columns}
-        nodes = [fabric.nodes[name] for name in _in_order(rolls) if fabric.nodes[name].offer == offer]
+        nodes = [fabric.nodes[name] for name in _in_order(among) if fabric.nodes[name].offer == offer]
         packed = pack(sizes, {name: solution.replicas[name] for name in sizes}, nodes)
         if packed is None:
             raise UserError(f"class {offer}: the replicas of the plan do not fit its {len(nodes)} nodes")
@@ -221,6 +230,18 @@ def _assumptions(inventory: Inventory, workload: Workload, constants: Constants)
         if guessed := sources[Source.DEFAULT]:
             told.append(f"{name}: {guessed} of {len(NAMES)} constants of the cost model are defaults, never measured")
     return (*inventory.assumptions, *workload.assumptions, *told)
+
+
+def _sharing(problem: Problem, gang: Gang, solution: Solution) -> list[str]:
+    """What cards that train and generate by turns are taken to hold, and what their turns cost."""
+    own = [column for column in problem.rollout if column.is_home and column.name in solution.replicas]
+    told = []
+    for offer in {column.offer: None for column in own}:
+        wake_s = max(column.blocking_s[gang.root] for column in own if column.offer == offer)
+        kept = f"{gang.kept_bytes[offer] / 1e9:.1f} GB of weights and optimizer stay on each while it generates"
+        woken = f"engines hold nothing while it trains and load their weights again in {wake_s:.2g} s"
+        told.append(f"{offer} cards that take turns: {kept}; {woken}")
+    return told
 
 
 def _in_order(names: frozenset[str]) -> list[str]:

@@ -43,6 +43,18 @@ class RolloutColumn:
     lag_s: Mapping[str, float] = field(default_factory=dict)
     """From a version's publication until its class has it, by the class that the gang publishes from; on top of the
     demand's, and nothing where a class is not named."""
+    room_bytes: float | None = None
+    """None for replicas on nodes that are rented for them. Otherwise they stand on the gang's own nodes, which is
+    possible with bound 0 alone, and so much is left on each of their cards for what the gang keeps there."""
+
+    @property
+    def is_home(self) -> bool:
+        """On the gang's own nodes, by turns with training."""
+        return self.room_bytes is not None
+
+    def fits_beside(self, gang: Gang) -> bool:
+        """Whether its cards have room for what the gang keeps on them; rented nodes always have."""
+        return self.room_bytes is None or gang.kept_bytes.get(self.offer, 0.0) <= self.room_bytes
 
     def lag_from_s(self, root: str) -> float:
         return self.lag_s.get(root, 0.0)
@@ -68,6 +80,8 @@ class Gang:
     batch_shares: Mapping[str, float] = field(default_factory=dict)
     """Of each class, where data parallelism crosses classes."""
     zero: int = 1
+    kept_bytes: Mapping[str, float] = field(default_factory=dict)
+    """By class: what stays on each card between two training steps; nothing where replicas never share its nodes."""
 
     @property
     def period_s(self) -> float:
@@ -104,5 +118,3 @@ class Problem:
     """What is paid whatever the plan: the reward pool."""
     spare_replicas: int = 0
     """So many replicas, any of them, may be lost and the rest still generates what a step asks for."""
-    may_share: bool = False
-    """With bound 0: replicas may also stand on the gang's nodes, since generation and training take turns."""

@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from fractions import Fraction
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from offbeat.plan.problem import Gang
+from offbeat.plan.exact import holds
 from offbeat.plan.quiet import quiet_stdout
 from offbeat.plan.view import Counts, Floats, Ints, View
 
@@ -121,72 +120,6 @@ def solve(
     return outcome
 
 
-def holds(view: View, counts: Counts, tau_s: float, budget: int | None = None) -> bool:
-    """Whether counts satisfy every row, in exact arithmetic."""
-    demand, gang = view.problem.demand, view.gangs[counts.gang]
-    tau = Fraction(tau_s)
-    used = [j for j, count in enumerate(counts.replicas) if count]
-    lost = {j: Fraction(view.columns[j][0].blocking_s[gang.root]) for j in used}
-    if view.is_synchronous:
-        lost = {j: seconds + Fraction(gang.period_s) + _lag(view, gang, j) for j, seconds in lost.items()}
-    if demand.tail_tokens:
-        tails = {j: Fraction(demand.tail_tokens) * Fraction(view.columns[j][0].token_s) for j in used}
-        window = (demand.bound - Fraction(demand.age_guard)) * tau
-        room = {j: tau - lost[j] if view.is_synchronous else window - _lag(view, gang, j) for j in used}
-        if any(tails[j] > room[j] for j in used):
-            return False
-    return (
-        Fraction(gang.period_s) <= tau
-        and (demand.reward_rate is None or demand.trajectories <= Fraction(demand.reward_rate) * tau)
-        and _tokens(view, counts, {j: tau - lost[j] for j in used}) >= Fraction(demand.tokens)
-        and view.in_flight(counts) <= Fraction(view.in_flight_cap)
-        and bool((view.nodes(counts) <= view.free_nodes[counts.gang]).all())
-        and (budget is None or view.price(counts) <= budget)
-    )
-
-
-def shortest_s(view: View, counts: Counts, tau_s: float) -> float:
-    """The shortest period at which a plan that holds at `tau_s` still holds: a closed form, rounded up to a float."""
-    s, used = counts.gang, np.flatnonzero(counts.replicas)
-    opens_s = max(float(view.period[s]), *(float(view.opens_s[s, j]) for j in used))  # not before the program sees them
-    if view.problem.spare_replicas:
-        low_s = opens_s  # which replicas are the fastest may change with the period: bisect
-        if holds(view, counts, low_s):
-            return low_s
-        for _ in range(40):
-            middle_s = (low_s * tau_s) ** 0.5
-            low_s, tau_s = (low_s, middle_s) if holds(view, counts, middle_s) else (middle_s, tau_s)
-        return tau_s
-    rates = {j: Fraction(view.rate[j]) * counts.replicas[j] for j in used}
-    lost = sum((rates[j] * Fraction(view.blocking[s, j]) for j in used), Fraction(0))
-    tokens_s = (Fraction(view.demand_tokens) + lost) / sum(rates.values())
-    shortest = max(opens_s, float(tokens_s))
-    for _ in range(4):
-        if shortest >= tau_s:
-            break
-        if holds(view, counts, shortest):
-            return shortest
-        shortest = float(np.nextafter(shortest, np.inf))
-    return tau_s
-
-
-def _lag(view: View, gang: Gang, column: int) -> Fraction:
-    return Fraction(view.problem.demand.lag_s) + Fraction(view.columns[column][0].lag_from_s(gang.root))
-
-
-def _tokens(view: View, counts: Counts, seconds: dict[int, Fraction]) -> Fraction:
-    """Generated in a period by all replicas but the spare ones, which are taken to be the most productive."""
-    yields = sorted(
-        ((Fraction(view.rate[j]) * max(left, Fraction(0)), counts.replicas[j]) for j, left in seconds.items()),
-        reverse=True,
-    )
-    spare, total = view.problem.spare_replicas, Fraction(0)
-    for tokens, count in yields:
-        total += tokens * max(0, count - spare)
-        spare = max(0, spare - count)
-    return total
-
-
 class _Builder:
     """Writes the rows of one program. Variables in order: z, y by set of rates, n, and the spare replicas' levels."""
 
@@ -256,13 +189,10 @@ class _Builder:
         mine = view.group[self.columns] == k
         per_node, taken = float(view.per_node[k]), view.gang_nodes[self.gangs, k]
         sizes = view.accelerators[self.columns[mine]] / per_node
-        where, filled = np.append(y[mine], n[k]), np.append(sizes, -1.0)
-        if view.shares_nodes:
-            where, filled = np.append(where, z), np.append(filled, -taken)
-        row(where, filled, high=0.0)
+        row(np.append(y[mine], n[k]), np.append(sizes, -1.0), high=0.0)
         row(np.append(z, n[k]), np.append(taken, 1.0), high=float(view.num_nodes[k]))
         if self.rates_of.max() > 0:  # replicas at the rates of one set only beside a gang of that set
-            room = float(max(view.num_nodes[k], 1))
+            room = float(max(view.most_nodes[k], 1))
             for index in np.unique(self.sets[mine]):
                 here = mine & (self.sets == index)
                 gangs = z[self.rates_of == index]
@@ -283,11 +213,11 @@ class _Builder:
 
     def _most(self) -> Floats:
         view = self.view
-        room = view.num_nodes * view.per_node
+        room = view.most_nodes * view.per_node
         by_place = room[view.group[self.columns]] // view.accelerators[self.columns]
         by_cap = view.in_flight_cap // view.concurrency[self.columns]
         ones = np.ones(self.num_z), np.ones(len(self.levels))
-        return np.concatenate([ones[0], np.minimum(by_place, by_cap), view.num_nodes, ones[1]]).astype(float)
+        return np.concatenate([ones[0], np.minimum(by_place, by_cap), view.most_nodes, ones[1]]).astype(float)
 
     def unscaled(self, bound: float) -> float:
         if self.aim is Aim.PRICE:

@@ -73,10 +73,13 @@ class Pool:
     """Of one replica, between two versions."""
     token_s: float
     blocking_s: float
-    """Of generation, lost at each version."""
+    """Of generation, lost at each version; with bound 0 that is training, too."""
     places: tuple[Group, ...]
     price_per_million_tokens: float
+    """0 on the gang's nodes, which training pays for."""
     why: str
+    shares_gang: bool = False
+    """It stands on the gang's nodes, and generates while these do not train."""
 
 
 @dataclass(frozen=True)

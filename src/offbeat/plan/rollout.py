@@ -7,6 +7,7 @@ another on the same cards, which generates as much with no more in flight, no la
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from offbeat.errors import UserError
 from offbeat.plan.cost.constants import Constants, Figures
@@ -14,9 +15,9 @@ from offbeat.plan.cost.decode import decode_step_s
 from offbeat.plan.cost.memory import max_rows, rollout_bytes, spare_bytes
 from offbeat.plan.cost.prefill import prompt_s, update_s
 from offbeat.plan.cost.sizes import mean_context_tokens
-from offbeat.plan.cost.sync import swap_s
+from offbeat.plan.cost.sync import swap_s, wake_s
 from offbeat.plan.hardware import Inventory, MachineClass
-from offbeat.plan.problem import RolloutColumn
+from offbeat.plan.problem import Gang, RolloutColumn
 from offbeat.plan.workload import Workload
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -37,6 +38,32 @@ def rollout_columns(
     if not columns:
         raise UserError(_too_large(inventory, workload, constants))
     return tuple(columns)
+
+
+def home_columns(
+    inventory: Inventory, workload: Workload, constants: Constants, training: Sequence[Gang]
+) -> tuple[RolloutColumn, ...]:
+    """On the gang's own nodes, by turns with training; those alone that some gang leaves the memory for.
+
+    While a card trains the engine holds nothing there, so its weights are loaded again; while it generates the gang
+    keeps its state.
+    """
+    roots = sorted({gang.root for gang in training})
+    found = []
+    for name, machines in inventory.classes.items():
+        hosts = [gang for gang in training if name in gang.nodes]
+        card, figures = machines.accelerator, constants.of(machines.accelerator.name)
+        columns = [
+            replace(
+                column,
+                name=f"{column.name} shared",
+                blocking_s=dict.fromkeys(roots, wake_s(workload, card, figures, column.tp)),
+                room_bytes=spare_bytes(workload, card, figures, column.tp, column.concurrency),
+            )
+            for column in (class_columns(machines, workload, figures, roots) if hosts else ())
+        ]
+        found += undominated([column for column in columns if any(column.fits_beside(gang) for gang in hosts)])
+    return tuple(found)
 
 
 def class_columns(
@@ -83,7 +110,9 @@ def rollout_column(
     tokens_per_s = workload.answer.mean / (workload.answer.mean * step_s / busy_rows + new_prompt_s)
     token_s = busy_rows / tokens_per_s
     spare = spare_bytes(workload, card, figures, tp, rows)
-    blocking_s = swap_s(workload, card, figures, tp, spare) + update_s(workload, card, figures, tp, busy_rows, token_s)
+    blocking_s = swap_s(workload, card, figures, tp, spare)
+    if workload.bound:  # with bound 0 no answer is under way when a version comes
+        blocking_s += update_s(workload, card, figures, tp, busy_rows, token_s)
     return RolloutColumn(
         name=f"{machines.name} tp{tp} x{rows}",
         offer=machines.name,
@@ -120,6 +149,7 @@ def _beats(one: RolloutColumn, other: RolloutColumn) -> bool:
         and copies * one.tokens_per_s >= other.tokens_per_s
         and one.token_s <= other.token_s
         and all(one.blocking_s[root] <= other.blocking_s[root] for root in other.blocking_s)
+        and (one.room_bytes or 0.0) >= (other.room_bytes or 0.0)
     )
 
 

@@ -122,10 +122,10 @@ def _result(
     view: View, tau_s: float, counts: Counts, certificate: Certificate, tau_lo_s: float, least: float
 ) -> Result:
     demand, in_flight = view.problem.demand, view.in_flight(counts)
-    price = view.price(counts)
+    price, solution = view.price(counts), restore(view, counts, tau_s)
     return Result(
         Status.FEASIBLE,
-        restore(view, counts, tau_s),
+        solution,
         price / MICRO,
         demand.tokens / tau_s,
         in_flight,
@@ -133,13 +133,14 @@ def _result(
         tau_lo_s,
         min(view.next_price(least), price) / MICRO,
         certificate,
-        _note(view.problem),
+        _note(view.problem, solution),
     )
 
 
-def _note(problem: Problem) -> str:
+def _note(problem: Problem, solution: Solution | None = None) -> str:
     if problem.demand.bound:
         return ""
-    if problem.may_share:
-        return "S = 0: generation and training take turns on the same nodes, so their times add up"
+    own = {column.name for column in problem.rollout if column.is_home}
+    if own and (solution is None or own & solution.replicas.keys()):
+        return "S = 0: generation and training take turns on the gang's nodes, so their times add up"
     return "S = 0 with disjoint pools: each waits while the other works, so their times add up and one of them is idle"

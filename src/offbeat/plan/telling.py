@@ -59,7 +59,8 @@ def _table(plan: Plan, width: int) -> str:
         train.why,
     )  # fmt: skip
     for pool in plan.rollout:
-        table.add_row("generates", pool.offer, _pool_shape(pool), _net(plan, pool),
+        on = f"{pool.offer}, in turn" if pool.shares_gang else pool.offer
+        table.add_row("generates", on, _pool_shape(pool), _net(plan, pool),
                       _price(pool.price_per_million_tokens), pool.why)  # fmt: skip
     drawn = io.StringIO()
     Console(file=drawn, width=width, highlight=False, color_system=None, markup=False).print(table)
@@ -104,8 +105,8 @@ def _facts(plan: Plan) -> list[str]:
         f"Gap: {proof.gap:.2%} by {proof.solver}: {lowest}{word}.",
         f"Cost model: {proof.cost_model}; {error}.",
         f"Staleness: bound {age.bound}, {age.mean_age:.2g} versions expected, {cap}.",
-        f"Weights: {plan.sync.num_bytes / 1e9:,.3g} GB reach every replica in {plan.sync.seconds:,.3g} s beside "
-        f"generation; no way takes less than {plan.sync.lower_bound_s:,.3g} s.",
+        f"Weights: {plan.sync.num_bytes / 1e9:,.3g} GB reach every replica in {plan.sync.seconds:,.3g} s "
+        f"{'beside' if age.bound else 'before'} generation; no way takes less than {plan.sync.lower_bound_s:,.3g} s.",
     ]
     return [*facts, f"{plan.note}."] if plan.note else facts
 

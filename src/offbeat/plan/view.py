@@ -3,6 +3,9 @@
 Order comes from figures and never from names, so that calling a class otherwise changes no answer. Merging, and leaving
 out columns and gangs that another one beats in every respect, keeps every optimum; `restore` leads back to names.
 Money is counted in whole millionths of a dollar, so that sums are exact.
+
+Replicas on the gang's own nodes are columns of a *home* class, beside the class that is rented: nobody offers its
+nodes, each gang brings some, and they cost nothing more. A gang's count of them is therefore negative.
 """
 
 from __future__ import annotations
@@ -10,17 +13,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.plan.problem import Gang, Offer, Problem, RolloutColumn
+from offbeat.plan.pruning import Ints, efficient, efficient_gangs, figures
 from offbeat.plan.solution import Solution
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 MICRO = 1_000_000
 ROUNDING = 1e-12
@@ -46,7 +49,8 @@ class View:
 
     problem: Problem
     offers: tuple[tuple[str, ...], ...]
-    """Names of the classes that were merged, by merged class."""
+    """Names of the classes that were merged, by merged class; home classes, which are not merged, come last."""
+    is_home: NDArray[np.bool_]
     columns: tuple[tuple[RolloutColumn, ...], ...]
     """By column, the same shape on each of the classes that were merged."""
     gangs: tuple[Gang, ...]
@@ -63,9 +67,9 @@ class View:
     blocking: Floats
     """S x J: seconds of a period in which a column does not generate; where generation waits for training, that too."""
     opens_s: Floats
-    """S x J: the shortest period whose age window a column's tail fits."""
+    """S x J: the shortest period whose age window a column's tail fits; infinite where a gang leaves it no memory."""
     gang_nodes: Ints
-    """S x K."""
+    """S x K: what a gang takes of a class, below 0 where it brings a home class's nodes."""
     gang_price: Ints
     """Of its nodes."""
     period: Floats
@@ -79,11 +83,6 @@ class View:
     def is_synchronous(self) -> bool:
         return self.problem.demand.bound == 0
 
-    @property
-    def shares_nodes(self) -> bool:
-        """Replicas may stand on the gang's nodes too, because they never work at the same time."""
-        return self.is_synchronous and self.problem.may_share
-
     @cached_property
     def in_flight_cap(self) -> float:
         """Trajectories; with bound 0 those of one step, otherwise those of `bound` steps less the queue."""
@@ -96,8 +95,13 @@ class View:
 
     @cached_property
     def free_nodes(self) -> Ints:
-        """S x K: what a gang leaves."""
+        """S x K: what a gang leaves, or brings."""
         return self.num_nodes - self.gang_nodes
+
+    @cached_property
+    def most_nodes(self) -> Ints:
+        """By class: what replicas have at most, whatever the gang."""
+        return self.free_nodes.max(axis=0, initial=0)
 
     def tokens(self, tau_s: float | Floats, gangs: slice | Ints = slice(None)) -> Floats:
         """Gangs x J: tokens that one replica generates in a period; 0 where the age window shuts a column out."""
@@ -107,10 +111,9 @@ class View:
         return np.where(self.opens_s[gangs] <= tau, yielded, 0.0)
 
     def nodes(self, counts: Counts) -> Ints:
-        """Nodes that the replicas of a plan need beside the gang's, by merged class."""
+        """Nodes that the replicas of a plan need, by merged class."""
         used = np.bincount(self.group, self.accelerators * np.array(counts.replicas), len(self.per_node)).astype(int)
-        needed = -(-used // self.per_node)
-        return np.maximum(needed - self.gang_nodes[counts.gang], 0) if self.shares_nodes else needed
+        return np.asarray(-(-used // self.per_node))
 
     def price(self, counts: Counts) -> int:
         return int(self.fixed_price + self.gang_price[counts.gang] + self.nodes(counts) @ self.node_price)
@@ -128,25 +131,35 @@ def view_of(problem: Problem) -> View:
     """Raises ValueError where names repeat or where replicas of mixed sizes might not fit nodes that have the room."""
     _check(problem)
     roots = sorted({gang.root for gang in problem.gangs})
-    by_offer = {name: _efficient(_columns_of(problem, name), roots) for name in problem.offers}
-    groups = _merged(problem, by_offer, roots)
-    columns = tuple(shapes for names in groups for shapes in zip(*(by_offer[name] for name in names), strict=True))
-    gangs, beaten = _efficient_gangs(problem, groups, columns)
-    first = [problem.offers[names[0]] for names in groups]
+    rented = {name: efficient(_columns_of(problem, name), roots) for name in problem.offers}
+    home = {name: efficient(_columns_of(problem, name, is_home=True), roots) for name in problem.offers}
+    merged, own = _merged(problem, rented, roots), _homes(problem, home, roots)
+    columns = tuple(
+        shapes
+        for groups, by_offer in ((merged, rented), (own, home))
+        for names in groups
+        for shapes in zip(*(by_offer[name] for name in names), strict=True)
+    )
+    sizes = [len(rented[names[0]]) for names in merged] + [len(home[names[0]]) for names in own]
+    gangs, beaten = efficient_gangs(problem, partial(_gang_nodes, merged=merged, own=own), own, columns)
+    first = [problem.offers[names[0]] for names in (*merged, *own)]
+    offered = [sum(problem.offers[name].num_nodes for name in names) for names in merged]
+    prices = [micros(problem.offers[names[0]].node_price_per_h) for names in merged]
     blocking, opens = _windows(problem, gangs, columns)
     reward_s = problem.demand.trajectories / problem.demand.reward_rate if problem.demand.reward_rate else 0.0
-    gang_nodes = _gang_nodes(gangs, groups)
-    node_price = np.array([micros(offer.node_price_per_h) for offer in first], dtype=np.int64)
+    gang_nodes = _gang_nodes(gangs, merged, own)
+    node_price = np.array(prices + [0] * len(own), dtype=np.int64)
     return View(
         problem=problem,
-        offers=groups,
+        offers=(*merged, *own),
+        is_home=np.arange(len(first)) >= len(merged),
         columns=columns,
         gangs=gangs,
         beaten=beaten,
         per_node=np.array([offer.per_node for offer in first], dtype=np.int64),
-        num_nodes=np.array([sum(problem.offers[name].num_nodes for name in names) for names in groups], dtype=np.int64),
+        num_nodes=np.array(offered + [0] * len(own), dtype=np.int64),
         node_price=node_price,
-        group=np.array([k for k, names in enumerate(groups) for _ in by_offer[names[0]]], dtype=np.int64),
+        group=np.repeat(np.arange(len(first)), np.array(sizes, dtype=np.int64)),
         accelerators=np.array([shapes[0].num_accelerators for shapes in columns], dtype=np.int64),
         concurrency=np.array([shapes[0].concurrency for shapes in columns], dtype=np.int64),
         rate=np.array([shapes[0].tokens_per_s for shapes in columns], dtype=float),
@@ -165,28 +178,25 @@ def restore(view: View, counts: Counts, tau_s: float) -> Solution:
     rented: dict[str, int] = {}
     placed: dict[str, int] = {}
     for k, names in enumerate(view.offers):
-        stretches: list[tuple[int, int]] = []  # (member, nodes), in the order in which they are filled
-        if view.shares_nodes:
-            stretches += [(member, gang.nodes.get(name, 0)) for member, name in enumerate(names)]
-        left = int(nodes[k])
+        of_class = sorted(np.flatnonzero(view.group == k), key=lambda j: -view.accelerators[j])
+        if view.is_home[k]:
+            placed |= {view.columns[j][0].name: int(replicas[j]) for j in of_class if replicas[j]}
+            continue
+        ends = np.cumsum([0, *(view.accelerators[j] * replicas[j] for j in of_class)])
+        start, left = 0, int(nodes[k])
         for member, name in enumerate(names):
             num = min(left, view.problem.offers[name].num_nodes - gang.nodes.get(name, 0))
-            stretches.append((member, num))
             left -= num
             if num:
                 rented[name] = num
-        assert left == 0, f"{left} nodes of {names} are promised that no one offers"
-        of_class = sorted(np.flatnonzero(view.group == k), key=lambda j: -view.accelerators[j])
-        ends = np.cumsum([0, *(view.accelerators[j] * replicas[j] for j in of_class)])
-        start = 0
-        for member, num in stretches:
             end = start + num * int(view.per_node[k])
             for j, low, high in zip(of_class, ends, ends[1:], strict=False):
                 count = max(0, min(end, high) - max(start, low)) // int(view.accelerators[j])
                 if count:
-                    name = view.columns[j][member].name
-                    placed[name] = placed.get(name, 0) + int(count)
+                    shape = view.columns[j][member].name
+                    placed[shape] = placed.get(shape, 0) + int(count)
             start = end
+        assert left == 0, f"{left} nodes of {names} are promised that no one offers"
     return Solution(tau_s, gang.name, placed, rented)
 
 
@@ -206,42 +216,11 @@ def _check(problem: Problem) -> None:
                 )
 
 
-def _columns_of(problem: Problem, offer: str) -> list[RolloutColumn]:
-    return [column for column in problem.rollout if column.offer == offer]
-
-
-def _figures(column: RolloutColumn, roots: Sequence[str]) -> tuple[float, ...]:
-    """All that an answer can depend on; those of replicas whose figures are equal are interchangeable."""
-    by_root = (figure for root in roots for figure in (column.blocking_s[root], column.lag_from_s(root)))
-    return (column.num_accelerators, column.concurrency, column.tokens_per_s, column.token_s, *by_root)
-
-
-def _efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[RolloutColumn]:
-    """Those that no other beats per accelerator in every respect, in the order of their figures.
-
-    What replaces a replica must fit its place, so its size has to divide the other's.
-    """
-    columns = sorted(columns, key=lambda column: (*_figures(column, roots), column.name))
-    columns = [c for c, before in zip(columns, [None, *columns], strict=False) if not _same(c, before, roots)]
-    if not columns:
-        return columns
-    size = np.array([column.num_accelerators for column in columns])
-    worse = [np.array([column.concurrency for column in columns]) / size]
-    worse += [-np.array([column.tokens_per_s for column in columns]) / size]
-    worse += [np.array([column.token_s for column in columns])]
-    worse += [np.array([column.blocking_s[root] for column in columns]) for root in roots]
-    worse += [np.array([column.lag_from_s(root) for column in columns]) for root in roots]
-    beats = size[None, :] % size[:, None] == 0
-    for figure in worse:
-        beats &= figure[:, None] <= figure[None, :]
-    order = np.arange(len(columns))
-    beats &= ~beats.T | (order[:, None] < order[None, :])  # of two that are equal the first stays
-    np.fill_diagonal(beats, False)
-    return [column for column, is_beaten in zip(columns, beats.any(axis=0), strict=True) if not is_beaten]
-
-
-def _same(column: RolloutColumn, other: RolloutColumn | None, roots: Sequence[str]) -> bool:
-    return other is not None and _figures(column, roots) == _figures(other, roots)
+def _columns_of(problem: Problem, offer: str, *, is_home: bool = False) -> list[RolloutColumn]:
+    """Of a class, those on rented nodes or those on the gang's own, which work only where training waits."""
+    if is_home and problem.demand.bound:
+        return []
+    return [column for column in problem.rollout if column.offer == offer and column.is_home == is_home]
 
 
 def _merged(
@@ -249,23 +228,43 @@ def _merged(
 ) -> tuple[tuple[str, ...], ...]:
     alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, offer in sorted(problem.offers.items()):
-        figures = tuple(_figures(column, roots) for column in by_offer[name])
-        alike[(offer.per_node, micros(offer.node_price_per_h), figures)].append(name)
+        shapes = tuple(figures(column, roots) for column in by_offer[name])
+        alike[(offer.per_node, micros(offer.node_price_per_h), shapes)].append(name)
+
+    return tuple(tuple(names) for names in sorted(alike.values(), key=_order(problem, by_offer, roots)))
+
+
+def _homes(
+    problem: Problem, by_offer: dict[str, list[RolloutColumn]], roots: Sequence[str]
+) -> tuple[tuple[str, ...], ...]:
+    """Each alone: what a gang keeps on its cards may differ between classes that are otherwise alike."""
+    having = [[name] for name in sorted(problem.offers) if by_offer[name]]
+    return tuple(tuple(names) for names in sorted(having, key=_order(problem, by_offer, roots)))
+
+
+def _order(
+    problem: Problem, by_offer: dict[str, list[RolloutColumn]], roots: Sequence[str]
+) -> Callable[[list[str]], tuple[object, ...]]:
+    """By figures, never by names."""
 
     def order(names: list[str]) -> tuple[object, ...]:
         first: Offer = problem.offers[names[0]]
         shapes = [
-            (*_figures(column, ()), *sorted((column.blocking_s[root], column.lag_from_s(root)) for root in roots))
+            (*figures(column, ()), *sorted((column.blocking_s[root], column.lag_from_s(root)) for root in roots))
             for column in by_offer[names[0]]
         ]
         return (first.node_price_per_h, first.per_node, sum(problem.offers[name].num_nodes for name in names), shapes)
 
-    return tuple(tuple(names) for names in sorted(alike.values(), key=order))
+    return order
 
 
-def _gang_nodes(gangs: Sequence[Gang], groups: Sequence[Sequence[str]]) -> Ints:
-    nodes = [[sum(gang.nodes.get(name, 0) for name in names) for names in groups] for gang in gangs]
-    return np.array(nodes, dtype=np.int64).reshape(len(gangs), len(groups))
+def _gang_nodes(gangs: Sequence[Gang], merged: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> Ints:
+    nodes = [
+        [sum(gang.nodes.get(name, 0) for name in names) for names in merged]
+        + [-gang.nodes.get(name, 0) for (name,) in own]
+        for gang in gangs
+    ]
+    return np.array(nodes, dtype=np.int64).reshape(len(gangs), len(merged) + len(own))
 
 
 def _windows(
@@ -282,43 +281,12 @@ def _windows(
     lag = np.array([lags[gang.root] for gang in gangs], dtype=float).reshape(shape)
     if demand.bound == 0:
         blocking = blocking + np.array([gang.period_s for gang in gangs])[:, None] + lag
-        return blocking, (blocking + tail_s) * (1 + ROUNDING) if demand.tail_tokens else np.zeros(shape)
+        room = np.array([np.inf if one.room_bytes is None else one.room_bytes for one, *_ in columns])
+        kept = [[gang.kept_bytes.get(one.offer, 0.0) for one, *_ in columns] for gang in gangs]
+        fits = np.array(kept, dtype=float).reshape(shape) <= room
+        opens = (blocking + tail_s) * (1 + ROUNDING) if demand.tail_tokens else np.zeros(shape)
+        return blocking, np.where(fits, opens, np.inf)
     if not demand.tail_tokens:
         return blocking, np.zeros(shape)
     periods = demand.bound - demand.age_guard
     return blocking, (tail_s + lag) / periods * (1 + ROUNDING) if periods > 0 else np.full(shape, np.inf)
-
-
-def _efficient_gangs(
-    problem: Problem, groups: Sequence[Sequence[str]], columns: Sequence[Sequence[RolloutColumn]]
-) -> tuple[tuple[Gang, ...], dict[str, str]]:
-    """Those that fit the offers and that no other beats in nodes, period and what its publishing costs; and by whom the
-    others are beaten."""
-    fitting = [
-        gang
-        for gang in problem.gangs
-        if all(
-            num <= (problem.offers[name].num_nodes if name in problem.offers else 0) for name, num in gang.nodes.items()
-        )
-    ]
-    roots = {gang.root for gang in fitting}
-    lost = {
-        root: np.array([figure for one, *_ in columns for figure in (one.blocking_s[root], one.lag_from_s(root))])
-        for root in roots
-    }
-    nodes = _gang_nodes(fitting, groups)
-    keys = [(gang.period_s, *row, *sorted(lost[gang.root])) for gang, row in zip(fitting, nodes, strict=True)]
-    # Whether publishing from one class loses no more anywhere than from another.
-    as_good = {(one, other): bool((lost[one] <= lost[other]).all()) for one in lost for other in lost}
-    kept: list[int] = []
-    kept_nodes = np.empty_like(nodes)
-    beaten: dict[str, str] = {}
-    for s in sorted(range(len(fitting)), key=lambda s: (*keys[s], fitting[s].name)):
-        rivals = np.flatnonzero((kept_nodes[: len(kept)] <= nodes[s]).all(axis=1))  # none of them is slower
-        better = next((kept[t] for t in rivals if as_good[fitting[kept[t]].root, fitting[s].root]), None)
-        if better is None:
-            kept_nodes[len(kept)] = nodes[s]
-            kept.append(s)
-        else:
-            beaten[fitting[s].name] = fitting[better].name
-    return tuple(fitting[s] for s in kept), beaten

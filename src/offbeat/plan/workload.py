@@ -91,8 +91,15 @@ class Workload:
     delta_density: float = 1.0
     """Bytes of a weight update over those of all weights."""
     reward: RewardPool | None = None
+    colocates: bool = True
+    """With bound 0: whether cards may train and generate by turns."""
     assumptions: tuple[str, ...] = ()
     """What nobody said and was taken from elsewhere, a sentence each."""
+
+    @property
+    def may_share(self) -> bool:
+        """Whether replicas may stand on the gang's own nodes: only where generation waits for training."""
+        return self.colocates and self.bound == 0
 
     @property
     def trajectories_per_step(self) -> int:

@@ -91,6 +91,7 @@ class AlgorithmTable(Section):
 
 class RulesTable(Section):
     max_staleness: int = Field(4, ge=0)
+    colocate: bool | None = None
     kv: Literal["refill", "stale", "finish"] = "refill"
     waste: float = Field(0.0, ge=0, lt=1)
     delta_density: float = Field(1.0, gt=0, le=1)
@@ -116,6 +117,9 @@ def load_workload(path: pathlib.Path | str, read_run: RunReader | None = None) -
     """The workload in a file; `read_run` gives the lengths of a run that it names."""
     file, origin = load_as(path, WorkloadFile)
     algorithm, rules, reward = file.algorithm, file.rules, file.reward
+    if rules.colocate and rules.max_staleness:
+        where, remedy = origin.before(("rules", "colocate")), "set max_staleness = 0, or leave colocate out"
+        raise UserError(f"{where}rules.colocate = true: cards take turns only where generation waits; {remedy}")
     told = [f"{name}: lengths of the run {table.run}" for name, table in _lengths_of(file) if table.run is not None]
     return Workload(
         model=_model(file.model, origin),
@@ -124,6 +128,7 @@ def load_workload(path: pathlib.Path | str, read_run: RunReader | None = None) -
         prompt=_lengths("prompt", file.prompt, origin, read_run),
         answer=_lengths("answer", file.answer, origin, read_run),
         bound=rules.max_staleness,
+        colocates=rules.colocate is not False,
         updates_per_step=algorithm.updates_per_step,
         has_reference=algorithm.reference,
         has_critic=algorithm.critic,

@@ -10,11 +10,12 @@ from offbeat.errors import UserError
 from offbeat.plan.columns import demand_of, problem_of
 from offbeat.plan.cost.constants import Constants, Figures
 from offbeat.plan.cost.decode import decode_step_s
-from offbeat.plan.cost.memory import max_rows, usable_bytes
+from offbeat.plan.cost.memory import kv_bytes_per_row, max_rows, usable_bytes
 from offbeat.plan.cost.prefill import prompt_s, refill_s
 from offbeat.plan.cost.sizes import update_bytes
 from offbeat.plan.gangs import node_grid, split_layers
 from offbeat.plan.rollout import class_columns, row_grid, undominated
+from offbeat.plan.shapes import num_parameters, weight_bytes
 from offbeat.plan.workload import KvPolicy, RewardPool
 
 FAST = {"flops": 700e12, "memory_bytes_per_s": 2e12}
@@ -166,8 +167,8 @@ def test_a_slow_link_delays_the_class_behind_it_alone():
     place = cluster(near, far, same=5e9, between=1e8)
     lag_s = {column.offer: column.lag_s for column in problem_of(place, work()).rollout}
     size = update_bytes(work())
-    assert lag_s["near"] == {"near": pytest.approx(size / 5e9), "far": pytest.approx(size / 1e8)}
-    assert lag_s["far"] == {"near": pytest.approx(size / 1e8), "far": pytest.approx(size / 5e9)}
+    assert lag_s["near"] == {"near": 0.0, "far": pytest.approx(size / 1e8)}
+    assert lag_s["far"] == {"near": pytest.approx(size / 1e8), "far": 0.0}
 
 
 def test_the_reward_pool_is_paid_whatever_the_plan():
@@ -201,3 +202,66 @@ def test_the_memory_that_is_told_does():
 
 def test_usable_memory_leaves_the_runtime_its_share():
     assert usable_bytes(CARD, Figures(memory_share=0.5)) == 40e9
+
+
+def test_gangs_that_are_known_from_another_inventory_change_no_problem():
+    known = {}
+    problem_of(PLACE, work(), known=known)
+    num_known = len(known)
+    grown = cluster(machines("fast", 3, **FAST), PLACE.classes["wide"])
+    slower = cluster(*PLACE.classes.values(), same=1e9)
+    for other in (PLACE, grown, slower):
+        assert problem_of(other, work(), known=known) == problem_of(other, work())
+    assert len(known) == num_known + 2 + 3  # the class that grew and its pair; with other links all are made anew
+
+
+def shared(problem):
+    return [column for column in problem.rollout if column.is_home]
+
+
+def test_cards_take_turns_only_with_bound_0_and_only_where_the_workload_lets_them():
+    assert shared(problem_of(PLACE, work(bound=0)))
+    for apart in (work(bound=1), work(bound=0, colocates=False)):
+        assert shared(problem_of(PLACE, apart)) == []
+        assert all(gang.kept_bytes == {} for gang in problem_of(PLACE, apart).gangs)
+
+
+def test_a_card_that_takes_turns_holds_the_engine_beside_what_the_gang_keeps():
+    problem = problem_of(PLACE, work(bound=0, groups_per_step=256))
+    pairs = [(one, gang) for one in shared(problem) for gang in problem.gangs if one.offer in gang.nodes]
+    assert {one.fits_beside(gang) for one, gang in pairs} == {True, False}
+    for column, gang in pairs:
+        card, kv_bytes = PLACE.classes[column.offer].accelerator, kv_bytes_per_row(work(), column.tp)
+        engine_bytes = weight_bytes(QWEN_7B) / column.tp + column.concurrency * kv_bytes
+        has_room = engine_bytes + gang.kept_bytes[column.offer] <= usable_bytes(card, Figures())
+        assert column.fits_beside(gang) is has_room
+
+
+def test_what_a_gang_keeps_is_its_state_without_gradients():
+    gang = next(gang for gang in problem_of(PLACE, work(bound=0)).gangs if gang.layers == (28,) and gang.zero == 1)
+    num = num_parameters(QWEN_7B)
+    assert [*gang.kept_bytes.values()] == pytest.approx([num / gang.tp * (2 + 12 / gang.dp)] * len(gang.nodes))
+
+
+def test_a_gang_that_leaves_replicas_more_memory_stays_though_it_is_slower():
+    gangs = problem_of(PLACE, work(bound=0)).gangs
+    (fast, *others) = sorted((gang for gang in gangs if gang.nodes == {"fast": 1}), key=lambda gang: gang.period_s)
+    assert others
+    assert all(gang.kept_bytes["fast"] < 0.9 * fast.kept_bytes["fast"] for gang in others)
+
+
+def test_no_card_takes_turns_where_the_state_leaves_no_room_for_an_answer():
+    small = machines("small", 4, per_node=1, memory_bytes=43e9)
+    problem = problem_of(cluster(small, machines("large", 1, zone="there")), work(bound=0))
+    assert {"small": 4} in [gang.nodes for gang in problem.gangs]
+    assert "small" in {column.offer for column in problem.rollout}
+    assert {column.offer for column in shared(problem)} == {"large"}
+
+
+def test_with_bound_0_no_answer_is_filled_again_and_shared_cards_load_all_weights():
+    apart, waits = problem_of(PLACE, work(bound=1)), problem_of(PLACE, work(bound=0))
+    by_name = {column.name: column for column in waits.rollout}
+    assert any(by_name[one.name].blocking_s["wide"] < one.blocking_s["wide"] for one in apart.rollout)
+    for column in shared(waits):
+        loaded_s = weight_bytes(QWEN_7B) / column.tp / PLACE.classes[column.offer].accelerator.host_bytes_per_s
+        assert column.blocking_s["wide"] == pytest.approx(0.2 + loaded_s)

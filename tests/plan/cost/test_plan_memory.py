@@ -6,6 +6,7 @@ from plan_shapes import CARD, QWEN_1_5B, QWEN_7B, work
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.memory import (
     activation_bytes,
+    kept_bytes,
     kv_bytes_per_row,
     max_rows,
     rollout_bytes,
@@ -45,6 +46,12 @@ def test_spare_memory_is_what_weights_and_answers_leave():
 @pytest.mark.parametrize("zero, bytes_per_parameter", [(1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)])
 def test_zero_shards_optimizer_then_gradients_then_weights(zero, bytes_per_parameter):
     assert state_bytes(work(), 2, 2, 8, zero) == pytest.approx(N / 4 * bytes_per_parameter)
+
+
+@pytest.mark.parametrize("zero, bytes_per_parameter", [(1, 2 + 12 / 8), (2, 2 + 12 / 8), (3, 14 / 8)])
+def test_between_two_steps_no_gradients_are_kept(zero, bytes_per_parameter):
+    assert kept_bytes(work(), 2, 2, 8, zero) == pytest.approx(N / 4 * bytes_per_parameter)
+    assert kept_bytes(work(has_critic=True), 2, 2, 8, zero) == pytest.approx(2 * N / 4 * bytes_per_parameter)
 
 
 def test_a_critic_is_a_second_model_and_a_reference_weights_alone():

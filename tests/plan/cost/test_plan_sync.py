@@ -3,7 +3,7 @@ from plan_shapes import CARD, QWEN_14B, cluster, machines, work
 
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.sizes import update_bytes
-from offbeat.plan.cost.sync import CHUNK_BYTES, copies_s, publish_s, relay_s, swap_s
+from offbeat.plan.cost.sync import CHUNK_BYTES, copies_s, publish_s, relay_s, swap_s, wake_s
 from offbeat.plan.shapes import weight_bytes
 
 PLACE = cluster(machines("a", 1), machines("b", 6))
@@ -35,6 +35,18 @@ def test_weights_that_fit_beside_the_old_ones_block_a_moment_and_others_come_fro
     half = weight_bytes(QWEN_14B) / 2
     assert swap_s(WORK, CARD, figures, 2, half) == 0.2
     assert swap_s(WORK, CARD, figures, 2, half - 1) == pytest.approx(0.2 + half / 1e10)
+
+
+def test_a_node_alone_in_its_class_has_nobody_to_send_to():
+    assert relay_s(WORK, PLACE, "a", "a", 1) == 0.0
+    assert relay_s(WORK, PLACE, "b", "b", 6) > 0.0
+
+
+def test_a_replica_that_gave_its_memory_away_loads_all_weights_whatever_is_trained():
+    figures = Figures(swap_s=0.2)
+    for lora_rank in (0, 16):
+        woken_s = wake_s(work(QWEN_14B, lora_rank=lora_rank), CARD, figures, 2)
+        assert woken_s == pytest.approx(0.2 + weight_bytes(QWEN_14B) / 2 / 1e10)
 
 
 def test_the_cards_of_a_node_publish_together():

@@ -52,6 +52,12 @@ def rollout_bytes(workload: Workload, figures: Figures, tp: int) -> float:
     return (weight_bytes(workload.model) / tp + kv_bytes_per_row(workload, tp)) / figures.memory_share
 
 
+def kept_bytes(workload: Workload, tp: int, pp: float, dp: int, zero: int) -> float:
+    """Of a gang on each card between two training steps: its state without gradients, which are made anew."""
+    gradients = GRADIENT_BYTES * trained_parameters(workload) / (tp * pp) / (dp if zero >= 2 else 1)
+    return state_bytes(workload, tp, pp, dp, zero) - gradients * (2 if workload.has_critic else 1)
+
+
 def state_bytes(workload: Workload, tp: int, pp: float, dp: int, zero: int) -> float:
     """Weights, gradients and optimizer on each card; `pp` may be a fraction where a stage has more than its share.
 

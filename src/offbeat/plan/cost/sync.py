@@ -19,7 +19,7 @@ CHUNK_BYTES = 16 * 2**20
 
 def relay_s(workload: Workload, inventory: Inventory, root: str, receiver: str, num_nodes: int) -> float:
     """Over the link between both classes once, then from node to node of the receiving class, in pieces."""
-    if root == receiver and frozenset((root,)) not in inventory.links:
+    if root == receiver and (num_nodes == 1 or frozenset((root,)) not in inventory.links):
         return 0.0  # a class of one node: there is nobody to send to
     first = inventory.link(root, receiver)
     time_s = update_bytes(workload) / first.bytes_per_s + first.latency_s
@@ -43,6 +43,11 @@ def swap_s(workload: Workload, card: Accelerator, figures: Figures, tp: int, spa
     if incoming_bytes <= spare_bytes:
         return figures.swap_s
     return figures.swap_s + incoming_bytes / card.host_bytes_per_s
+
+
+def wake_s(workload: Workload, card: Accelerator, figures: Figures, tp: int) -> float:
+    """Until a replica whose memory training had in the meantime generates again: all weights come from the host."""
+    return figures.swap_s + weight_bytes(workload.model) / tp / card.host_bytes_per_s
 
 
 def publish_s(workload: Workload, root: MachineClass) -> float:

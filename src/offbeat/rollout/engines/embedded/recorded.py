@@ -102,6 +102,36 @@ def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Fo
     return replay
 
 
+def recorded_in_parts(model: PreTrainedModel, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
+    """The step in two parts, from inputs of the whole one: the last row is a part by itself and reads half as far."""
+    forward = DecodeForward(model, num_parts=2)
+    # Recording writes keys and values, so that it gets copies: slots are live by now.
+    halved = [
+        (tokens, positions % (mask.shape[-1] // 2), mask, mask[-1:, :, :, : mask.shape[-1] // 2], *copies)
+        for tokens, positions, mask, *held in inputs
+        if len(tokens) > 1 and (copies := [one[: len(tokens)].clone() for one in held])
+    ]
+    return recorded(forward, halved) if halved else forward
+
+
+def inputs_of_all_sizes(
+    model: PreTrainedModel, kv: KeyValueSlots, max_context_tokens: int, bucket_tokens: int
+) -> list[tuple[Tensor, ...]]:
+    """Inputs that differ in whatever may differ between two steps, for a recording to be compared on."""
+    few, more, device = min(2, kv.num_slots), min(8, kv.num_slots), kv.keys[0].device
+    vocab, inputs = model.config.get_text_config().vocab_size, []
+    sizes = ((few, bucket_tokens), (1, bucket_tokens), (more, min(2 * bucket_tokens, kv.max_context_tokens)))
+    for num_rows, read_tokens in sizes:
+        number = torch.arange(num_rows, device=device)
+        positions = number % max_context_tokens % read_tokens
+        tokens = (number * 7 % vocab).unsqueeze(1)
+        hidden = torch.arange(read_tokens, device=device) > positions.unsqueeze(1)
+        mask = torch.zeros(hidden.shape, dtype=model.dtype, device=device)
+        mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+        inputs.append((tokens, positions, mask, *kv.keys, *kv.values))
+    return inputs
+
+
 def _freezes_a_branch(warning: warnings.WarningMessage) -> bool:
     """Torch's own functions are left out: they look at the sizes of weights, which do not change, to check them."""
     return issubclass(warning.category, torch.jit.TracerWarning) and not warning.filename.startswith(TORCH)

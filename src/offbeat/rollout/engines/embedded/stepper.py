@@ -34,7 +34,13 @@ from offbeat.rollout.engine import EngineFigures, Finish, Generation, KvMode, Re
 from offbeat.rollout.engines.embedded.attention import use_slot_attention
 from offbeat.rollout.engines.embedded.occupant import Occupant
 from offbeat.rollout.engines.embedded.prefill import Prefill, Wanted, round_up
-from offbeat.rollout.engines.embedded.recorded import DecodeForward, Forward, recorded
+from offbeat.rollout.engines.embedded.recorded import (
+    DecodeForward,
+    Forward,
+    inputs_of_all_sizes,
+    recorded,
+    recorded_in_parts,
+)
 from offbeat.rollout.engines.embedded.rows import Rows
 from offbeat.rollout.engines.embedded.sampling import draw, is_filtered, is_greedy, uniform
 from offbeat.rollout.engines.embedded.slots import KeyValueSlots
@@ -82,7 +88,7 @@ class Stepper:
         first = Wanted(0, np.zeros(1, np.int64), is_shared=False)
         self.prefill.compute([first])  # allocates the KV, and fails here if the model cannot be served
         forward = DecodeForward(model)
-        self._forward = forward if exact else recorded(forward, self._decode_inputs_of_all_sizes())
+        self._forward = forward if exact else recorded(forward, self._decode_inputs())
         self._forward_in_parts: Forward | None = None
         """Made when it is first needed: most runs have no tail."""
         self.num_far = num_slots
@@ -167,15 +173,7 @@ class Stepper:
 
     def _in_parts(self) -> Forward:
         if self._forward_in_parts is None:
-            forward = DecodeForward(self.model, num_parts=2)
-            # The last row of each is a part by itself, and reads half as far as the others. Recording writes keys and
-            # values, so that it gets copies: slots are live by now.
-            inputs = [
-                (tokens, positions % (mask.shape[-1] // 2), mask, mask[-1:, :, :, : mask.shape[-1] // 2], *copies)
-                for tokens, positions, mask, *held in self._decode_inputs_of_all_sizes()
-                if len(tokens) > 1 and (copies := [one[: len(tokens)].clone() for one in held])
-            ]
-            self._forward_in_parts = recorded(forward, inputs) if inputs else forward
+            self._forward_in_parts = recorded_in_parts(self.model, self._decode_inputs())
         return self._forward_in_parts
 
     def _use_threads(self, num_tokens: int) -> None:
@@ -186,19 +184,9 @@ class Stepper:
             torch.set_num_threads(wanted)
             self._threads_now = wanted
 
-    def _decode_inputs_of_all_sizes(self) -> list[tuple[torch.Tensor, ...]]:
-        """Inputs that differ in whatever may differ between two steps, for a recording to be compared on."""
-        few, more, bucket = min(2, self.num_slots), min(8, self.num_slots), READ_BUCKET_TOKENS
-        inputs = []
-        for num_rows, read_tokens in ((few, bucket), (1, bucket), (more, min(2 * bucket, self.kv.max_context_tokens))):
-            number = torch.arange(num_rows, device=self.rows.device)
-            positions = number % self.max_context_tokens % read_tokens
-            tokens = (number * 7 % self.model.config.get_text_config().vocab_size).unsqueeze(1)
-            hidden = torch.arange(read_tokens, device=self.rows.device) > positions.unsqueeze(1)
-            mask = torch.zeros(hidden.shape, dtype=self.rows.mask.dtype, device=self.rows.device)
-            mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
-            inputs.append((tokens, positions, mask, *self.kv.keys, *self.kv.values))
-        return inputs
+    def _decode_inputs(self) -> list[tuple[torch.Tensor, ...]]:
+        """For a recording to be compared on."""
+        return inputs_of_all_sizes(self.model, self.kv, self.max_context_tokens, READ_BUCKET_TOKENS)
 
     # Slots
 
