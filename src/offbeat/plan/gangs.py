@@ -7,6 +7,7 @@ inside a zone; no gang is left that another beats with no more nodes of any clas
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from offbeat.errors import UserError
@@ -38,7 +39,8 @@ def gangs(inventory: Inventory, workload: Workload, constants: Constants) -> tup
     for one, other in combinations(classes, 2):
         rivals = [*alone[one.name], *alone[other.name]]
         mixed = list(_mixed(one, other, inventory, workload, constants))
-        found += [gang for gang in fastest_first_front([*rivals, *mixed]) if len(gang.nodes) > 1]
+        kept = [gang for gang in fastest_first_front([*rivals, *mixed]) if len(gang.nodes) > 1]
+        found += [each for gang in kept for each in (gang, _from_the_other(gang, inventory, workload))]
     if not found:
         raise UserError(_too_large(classes, workload, constants))
     return tuple(found)
@@ -199,6 +201,13 @@ def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **sha
         publish_s=publish_s(workload, root),
         **shape,  # type: ignore[arg-type]
     )
+
+
+def _from_the_other(gang: Gang, inventory: Inventory, workload: Workload) -> Gang:
+    """The same gang with its other class publishing, which may be nearer to the rollout machines."""
+    (root,) = gang.nodes.keys() - {gang.root}
+    publish = publish_s(workload, inventory.classes[root])
+    return replace(gang, name=f"{gang.name} from {root}", root=root, publish_s=publish)
 
 
 def fabric_of(machines: MachineClass, inventory: Inventory) -> Fabric:
