@@ -1,4 +1,4 @@
-"""Our planner beside AReaL-Hex's Algorithm 1: `python -m benchmarks.planner_contest [--quick] [--seed 2511]`.
+"""Our planner beside AReaL-Hex's Algorithm 1: `python -m benchmarks.planner_contest [--quick] [--seed N]`.
 
 Each contestant is given the same cluster, all of it, and the same shapes to choose from; an evaluator with arithmetic
 of its own says tokens per second. Twelve cases are the paper's (24 to 56 cards, three models), the
@@ -19,10 +19,12 @@ While the default seed's clusters were looked at, the evaluator was mended twice
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +104,15 @@ def contest(case: Case) -> Outcome | None:
     return Outcome(case, plan_s, mine.gap, speeds, masked)
 
 
+def contests(cases: Sequence[Case], jobs: int) -> Iterator[Outcome | None]:
+    """Of all cases in their order, several at a time."""
+    if jobs == 1:
+        yield from map(contest, cases)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(contest, cases)
+
+
 def answers(case: Case, problem: Problem, copies: float) -> dict[str, Answer | None]:
     rival = Hex(case.inventory, case.workload, problem, copies)
     return {"literal": rival.literal(), "charitable": rival.charitable(), "evident": rival.evident()}
@@ -173,12 +184,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few random clusters: ends within a minute")
     parser.add_argument("--seed", type=int, default=SEED, help="of the random clusters (default: %(default)s)")
     parser.add_argument("--num-random", type=int, help=f"random clusters (default: {NUM_RANDOM}; quick: {NUM_QUICK})")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time (default: %(default)s)")
     options = parser.parse_args()
     num_random = options.num_random or (NUM_QUICK if options.quick else NUM_RANDOM)
     cases = [*paper_cases(), *random_cases(num_random, options.seed)]
     outcomes, without = [], []
-    for number, case in enumerate(cases):
-        outcome = contest(case)
+    for number, (case, outcome) in enumerate(zip(cases, contests(cases, options.jobs), strict=True)):
         if outcome is None:
             without.append(case.name)
             continue

@@ -22,10 +22,11 @@ class _Stage:
     """Classes over which its gradients are added up."""
 
 
-def _stages(inventory: Inventory, gang: Gang) -> list[_Stage]:
+def _stages(inventory: Inventory, num_layers: int, gang: Gang) -> list[_Stage]:
     """Where a pipeline crosses classes, each divides its own cards over the same replicas: some split layers wider."""
     if len(gang.nodes) == 1 or gang.batch_shares:
-        return [_Stage(name, gang.tp, 1 / gang.pp, tuple(gang.nodes)) for name in gang.nodes]
+        share = -(-num_layers // gang.pp) / num_layers  # a stage holds whole layers, so the fullest has more than most
+        return [_Stage(name, gang.tp, share, tuple(gang.nodes)) for name in gang.nodes]
     return [
         _Stage(name, num * inventory.classes[name].per_node // gang.dp, count / sum(gang.layers), (name,))
         for (name, num), count in zip(gang.nodes.items(), gang.layers, strict=True)
@@ -39,7 +40,7 @@ def step_s(inventory: Inventory, workload: Workload, gang: Gang, figures: Figure
         compute_s(inventory, workload, gang, stage, figures) * bubble(workload, gang)
         + _tp_s(inventory, workload, gang, stage, figures)
         + _dp_s(inventory, workload, gang, stage, figures)
-        for stage in _stages(inventory, gang)
+        for stage in _stages(inventory, workload.model.num_layers, gang)
     )
 
 
@@ -59,7 +60,7 @@ def must_recompute(inventory: Inventory, workload: Workload, gang: Gang, figures
     """Whether on some card activations do not fit beside weights, gradients and optimizer."""
     model = workload.model
     sharded = {1: 4 + 12 / gang.dp, 2: 2 + 14 / gang.dp, 3: 16 / gang.dp}[gang.zero]
-    for stage in _stages(inventory, gang):
+    for stage in _stages(inventory, workload.model.num_layers, gang):
         states = all_parameters(model) * sharded * stage.share / stage.tp
         layers = model.num_layers * stage.share * gang.pp  # as many microbatches are under way as there are stages
         activations = 34 * model.hidden * _microbatch_tokens(workload) * layers / stage.tp
@@ -77,9 +78,10 @@ def bubble(workload: Workload, gang: Gang) -> float:
 
 def compute_s(inventory: Inventory, workload: Workload, gang: Gang, stage: _Stage, figures: Figures) -> float:
     total = flops(workload, must_recompute(inventory, workload, gang, figures))
-    share = 1.0
-    if len(gang.nodes) > 1:
-        share = gang.batch_shares[stage.name] if gang.batch_shares else stage.share
+    if len(gang.nodes) > 1 and not gang.batch_shares:
+        share = stage.share  # each class has the layers of its own stage
+    else:
+        share = gang.batch_shares.get(stage.name, 1.0) * stage.share * gang.pp
     return total * share / _speed(inventory, gang, stage.name, figures)
 
 

@@ -57,6 +57,7 @@ def demand_of(workload: Workload) -> Demand:
         tail_tokens=workload.answer.tail,
         lag_s=reward.seconds if reward else 0.0,
         reward_rate=reward.num_slots / reward.seconds if reward and reward.seconds > 0 else None,
+        headroom=workload.headroom if workload.bound else 0.0,  # with bound 0 nothing that lies ready may be trained on
     )
 
 

@@ -11,8 +11,10 @@ wider.
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -32,6 +34,8 @@ FRESH_ENOUGH = 0.01
 """Of the trajectories in flight: nobody can tell apart mean ages that are nearer than this."""
 FRESH_WITHIN_S = 1.0
 """A plan is there already; what was found by then is fresh enough."""
+SHARES = (1.0, 0.5, 0.25)
+"""Of the headroom that was asked for: how much of it is tried."""
 HAIR = 1e-12
 """Of a period: what no user can ask for, and what lifts a bound above the period that was tried."""
 
@@ -190,6 +194,33 @@ def cheapest_counts(search: Search, tau_s: float, cap: int | None, best: Counts 
     if best is None:
         return None, bound if given_up.any() else math.inf
     return best, min(bound, float(view.price(best)))
+
+
+def roomy_counts(
+    search: Search, tau_s: float, cap: int | None, plans: Sequence[Counts], headroom: float
+) -> tuple[Search, Counts] | None:
+    """The cheapest plan of these plans' gangs that generates more by the headroom at this period, and has long answers
+    ready as much earlier; or by as much of it as their nodes and the budget allow, the latter given up first. With the
+    search that asked for so much; None where there is nothing to spare.
+    """
+    demand = search.view.problem.demand
+    for in_time, share in itertools.product((True, False), SHARES):
+        more = 1 + headroom * share
+        problem = replace(search.view.problem, demand=replace(demand, tokens=demand.tokens * more))
+        view = replace(search.view, problem=problem, opens_s=search.view.opens_s * (more if in_time else 1.0))
+        roomy = Search(view, search.gap, search.within_s, search.solver)
+        found = [_roomy_counts(roomy, tau_s, cap, gang) for gang in dict.fromkeys(plan.gang for plan in plans)]
+        if counts := min((one for one in found if one is not None), key=view.price, default=None):
+            return roomy, counts
+    return None
+
+
+def _roomy_counts(roomy: Search, tau_s: float, cap: int | None, gang: int) -> Counts | None:
+    guide = bounds.least_price(roomy.view, tau_s, gang)
+    if guide is None:
+        return None
+    likely = roomy.try_gang(tau_s, gang, Aim.PRICE, cap, guide).counts
+    return likely or roomy.try_gang(tau_s, gang, Aim.PRICE, cap).counts
 
 
 def freshest_counts(search: Search, tau_s: float, counts: Counts) -> Counts:

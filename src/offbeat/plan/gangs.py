@@ -7,6 +7,7 @@ inside a zone; no gang is left that another beats with no more nodes of any clas
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from offbeat.errors import UserError
@@ -52,7 +53,8 @@ def gangs(
         if key not in known:
             rivals = [*alone[one.name], *alone[other.name]]
             front = fastest_first_front([*rivals, *_mixed(one, other, inventory, workload, constants)])
-            known[key] = [gang for gang in front if len(gang.nodes) > 1]
+            mixed = [gang for gang in front if len(gang.nodes) > 1]
+            known[key] = [each for gang in mixed for each in (gang, _from_the_other(gang, inventory, workload))]
         found += known[key]
     if not found:
         raise UserError(_too_large(classes, workload, constants))
@@ -220,6 +222,13 @@ def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **sha
         publish_s=publish_s(workload, root),
         **shape,  # type: ignore[arg-type]
     )
+
+
+def _from_the_other(gang: Gang, inventory: Inventory, workload: Workload) -> Gang:
+    """The same gang with its other class publishing, which may be nearer to the rollout machines."""
+    (root,) = gang.nodes.keys() - {gang.root}
+    publish = publish_s(workload, inventory.classes[root])
+    return replace(gang, name=f"{gang.name} from {root}", root=root, publish_s=publish)
 
 
 def fabric_of(machines: MachineClass, inventory: Inventory) -> Fabric:

@@ -106,6 +106,8 @@ class Demand:
     """What passes for every column between a version's publication and training on its answers: reward time."""
     reward_rate: float | None = None
     """Trajectories a second that the reward pool judges; None where it never limits."""
+    headroom: float = 0.0
+    """The share by which the fastest plan should generate more than a step asks for, as far as that costs no speed."""
 
 
 @dataclass(frozen=True)

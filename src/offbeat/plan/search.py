@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from offbeat.plan.certificate import Certificate, certify
-from offbeat.plan.gang_search import HAIR, Search, cheapest_counts, far_s, fastest_counts, freshest_counts
+from offbeat.plan.gang_search import HAIR, Search, cheapest_counts, far_s, fastest_counts, freshest_counts, roomy_counts
 from offbeat.plan.problem import Problem
 from offbeat.plan.program import Solver, Status, highs
 from offbeat.plan.solution import Solution
@@ -51,7 +51,8 @@ def fastest(
 ) -> Result:
     """The shortest period for at most `budget` ($/h); of its plans the cheapest, of those one with least in flight.
 
-    `within_s` limits each integer program, not the whole.
+    Plans count that have the demand's headroom, or as much of it as this period and the budget leave. `within_s` limits
+    each integer program, not the whole.
     """
     search = Search(view_of(problem), gap, within_s, solver)
     cap = None if budget is None else micros(budget)
@@ -62,10 +63,12 @@ def fastest(
     # Proven is what lies below: at the bound itself, such as a gang's own period, there may be a plan.
     tau_lo_s = float(np.nextafter(min(tau_lo_s / (1 + 2 * HAIR), tau_s), 0.0))
     certificate = certify(search.view, search.pool, tau_lo_s, cap, gap=tau_s / tau_lo_s - 1)
-    cheaper = Search(search.view, gap, within_s, solver)
-    counts, least = cheapest_counts(cheaper, tau_s, cap, counts)
-    assert counts is not None, "the plan that was there is gone"
-    return _result(search.view, tau_s, freshest_counts(cheaper, tau_s, counts), certificate, tau_lo_s, least)
+    last = Search(search.view, gap, within_s, solver)
+    cheap, least = cheapest_counts(last, tau_s, cap, counts)
+    assert cheap is not None, "the plan that was there is gone"
+    if headroom := problem.demand.headroom:
+        last, cheap = roomy_counts(last, tau_s, cap, [cheap, counts], headroom) or (last, cheap)
+    return _result(search.view, tau_s, freshest_counts(last, tau_s, cheap), certificate, tau_lo_s, least)
 
 
 def cheapest(

@@ -94,6 +94,7 @@ class RulesTable(Section):
     colocate: bool | None = None
     kv: Literal["refill", "stale", "finish"] = "refill"
     waste: float = Field(0.0, ge=0, lt=1)
+    headroom: float = Field(0.1, ge=0, le=1)
     delta_density: float = Field(1.0, gt=0, le=1)
 
 
@@ -136,6 +137,7 @@ def load_workload(path: pathlib.Path | str, read_run: RunReader | None = None) -
         lora_rank=algorithm.lora_rank,
         kv=KvPolicy(rules.kv),
         waste_share=rules.waste,
+        headroom=rules.headroom,
         delta_density=rules.delta_density,
         reward=RewardPool(reward.seconds, reward.slots, reward.price) if reward else None,
         assumptions=tuple(told),

@@ -5,6 +5,7 @@ Arithmetic counts the sum of squared lengths, not the square of the mean: a few 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from offbeat.plan.cost.constants import Figures
@@ -76,7 +77,7 @@ def allreduce_s(num_bytes: float, figures: Figures, fabric: Fabric, tp: int, dp:
     Replicas fill nodes first; what crosses is shared by the cards of a node, which all send at once.
     """
     inside = max(1, min(dp, fabric.per_node // tp))
-    between = dp / inside
+    between = math.ceil(dp / inside)  # a node that holds one replica more than none sends all its gradients too
     inside_s = 2 * (inside - 1) / inside * num_bytes / fabric.card_bytes_per_s
     card_share = fabric.node_bytes_per_s / fabric.per_node
     between_s = 2 * (between - 1) / between * (num_bytes / inside) / card_share if between > 1 else 0.0
