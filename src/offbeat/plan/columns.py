@@ -8,7 +8,7 @@ from dataclasses import replace
 from offbeat.plan.cost.constants import Constants
 from offbeat.plan.cost.sync import relay_s
 from offbeat.plan.gangs import gangs
-from offbeat.plan.hardware import Inventory
+from offbeat.plan.hardware import Inventory, at_best
 from offbeat.plan.problem import Demand, Offer, Problem
 from offbeat.plan.rollout import rollout_columns
 from offbeat.plan.workload import Workload
@@ -17,8 +17,13 @@ from offbeat.plan.workload import Workload
 def problem_of(
     inventory: Inventory, workload: Workload, constants: Constants | None = None, spare_replicas: int = 0
 ) -> Problem:
-    """Offers, columns and demand. A model that fits nowhere is a `UserError` that says what memory would do."""
+    """Offers, columns and demand. A model that fits nowhere is a `UserError` that says what memory would do.
+
+    Where links between nodes were measured, columns go by the best of them: what is proven of the columns then holds
+    for every choice of nodes.
+    """
     constants = constants or Constants()
+    inventory = at_best(inventory)
     offers = {
         name: Offer(name, machines.num_nodes, machines.per_node, machines.node_price_per_h)
         for name, machines in inventory.classes.items()

@@ -90,9 +90,11 @@ def nodes_of(inventory: Inventory, counts: Mapping[str, int] | None = None) -> t
 
 
 def fabric_of(inventory: Inventory, measured: Mapping[frozenset[str], float] | None = None) -> Fabric:
-    """All nodes of an inventory."""
+    """All nodes of an inventory, with what it knows to be measured between them, or with what is given."""
     nodes = {node.name: node for node in nodes_of(inventory)}
     for pair in measured or {}:
         if unknown := sorted(pair - nodes.keys()):
             raise UserError(f"measured link {' - '.join(sorted(pair))}: no node {unknown[0]}; nodes are CLASS-NUMBER")
-    return Fabric(inventory, nodes, dict(measured or {}))
+    if measured is None:  # an inventory that was made smaller may still know links of nodes that are gone
+        measured = {pair: rate for pair, rate in inventory.measured.items() if pair <= nodes.keys()}
+    return Fabric(inventory, nodes, dict(measured))
