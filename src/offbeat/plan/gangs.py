@@ -78,7 +78,8 @@ def over_links(gang: Gang, inventory: Inventory, workload: Workload, constants: 
         make = _replicated if gang.batch_shares else _pipelined
         same = make((one, other), inventory, workload, constants)
     # Of two ways with the same ZeRO stage, one of which recomputes, the faster was kept.
-    return min((each for each in same if (each.name, each.zero) == (gang.name, gang.zero)), key=lambda each: each.step_s)
+    ways = (each for each in same if (each.name, each.zero) == (gang.name, gang.zero))
+    return min(ways, key=lambda each: each.step_s)
 
 
 def _alone(machines: MachineClass, inventory: Inventory, workload: Workload, constants: Constants) -> Iterator[Gang]:

@@ -88,9 +88,9 @@ def at_best(inventory: Inventory) -> Inventory:
         return inventory
     found: dict[frozenset[str], list[float]] = {}
     for pair, rate in inventory.measured.items():
-        numbers = [name.rpartition("-") for name in pair]
-        if all(offer in inventory.classes and int(num) < inventory.classes[offer].num_nodes for offer, _, num in numbers):
-            found.setdefault(frozenset(offer for offer, _, _ in numbers), []).append(rate)
+        ends = [(offer, int(number)) for offer, _, number in (name.rpartition("-") for name in pair)]
+        if all(offer in inventory.classes and at < inventory.classes[offer].num_nodes for offer, at in ends):
+            found.setdefault(frozenset(offer for offer, _ in ends), []).append(rate)
     links = dict(inventory.links)
     for classes, rates in found.items():
         sizes = [inventory.classes[name].num_nodes for name in classes]
