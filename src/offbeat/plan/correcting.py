@@ -1,7 +1,8 @@
 """Rounds between the solver and the machines: what a placed plan really takes goes back into its columns.
 
 Columns assume the best links. Where the places that a solution gets are slower, by more than the tolerance and in a way
-that lengthens its period, the gang's step and the classes' lags are replaced by what they were, and it is solved again.
+that lengthens its period, the gang's step and the classes' lags are replaced by what they were, so are the steps of
+other gangs that promise more than was placed, and it is solved again.
 A solution whose period stands as placed ends the rounds: it holds in the slower problem too, where nothing is better
 than before. Figures only ever become slower, there are at most `MAX_ROUNDS` rounds, and the best placed plan of all is
 kept: it is never worse than the first, and the first solve's lower bound holds for each.
@@ -43,9 +44,20 @@ def rounds(placer: Placer, first: Result, solve: Callable[[Problem], Result], by
         stands = placing.tau_s <= result.solution.tau_s * (1 + by)
         if stands or slower is problem or len(found) > MAX_ROUNDS:
             break
-        problem = slower
+        problem = _rivals_slowed(placer, slower, placing.tau_s, by)
         result = solve(problem)
     return found
+
+
+def _rivals_slowed(placer: Placer, problem: Problem, tau_s: float, by: float) -> Problem:
+    """Gangs that promise a shorter period than was placed, on the best nodes for each of them: without that a round
+    would go to each neighbour of the gang, which has to use the same bad links."""
+    if not placer.inventory.measured:
+        return problem
+    for gang in problem.gangs:
+        if gang.period_s < tau_s:
+            problem = slowed(problem, gang, placer.best_step_s(gang), {}, by)
+    return problem
 
 
 def fastest_round(found: list[Round]) -> Round:

@@ -54,6 +54,16 @@ class Placer:
     constants: Constants
     problem: Problem
 
+    def best_step_s(self, gang: Gang) -> float:
+        """Of a gang that may take any nodes, whatever rolls out."""
+        fabric, best = fabric_of(self.inventory), at_best(self.inventory)
+
+        def step_s(trains: frozenset[str], _: frozenset[str]) -> float:
+            layout = lay_gang(fabric, gang, in_order(trains))
+            return realised.step_s(fabric, best, layout, gang, self.workload, self.constants)
+
+        return step_s(*split(fabric, gang.nodes, {}, step_s))
+
     def place(self, solution: Solution) -> Placing:
         problem = self.problem
         gang = next(gang for gang in problem.gangs if gang.name == solution.gang)
