@@ -76,7 +76,7 @@ class Placer:
         def score(trains: frozenset[str], rolls: frozenset[str]) -> tuple[float, ...]:
             layout, lags = lay_gang(fabric, gang, in_order(trains)), {}
             if len(rolls) <= MAX_IMPROVED:  # beyond, a tree for every choice takes longer than it can bring
-                root = root_of(fabric, gang, trains)
+                root = root_of(fabric, gang, trains, rolls)
                 lags = realised.lags_s(fabric, root, relay(fabric, root, rolls, num_bytes), num_bytes)
             took_s = step_s(layout)
             placed = realised.slowed(problem, gang, took_s, lags)
@@ -84,7 +84,7 @@ class Placer:
 
         trains, rolls = split(fabric, gang.nodes, solution.nodes, score)
         layout = lay_gang(fabric, gang, in_order(trains))
-        tree = sync_tree(fabric, root_of(fabric, gang, trains), rolls, num_bytes)
+        tree = sync_tree(fabric, root_of(fabric, gang, trains, rolls), rolls, num_bytes)
         parents = {hop.receiver: hop.sender for hop in tree.hops}
         lags = realised.lags_s(fabric, tree.root, parents, num_bytes)
         took_s = step_s(layout)
@@ -93,9 +93,13 @@ class Placer:
         return Placing(fabric, tuple(in_order(rolls)), layout, tree, gang, problem.rollout, took_s, lags, placed, tau_s)
 
 
-def root_of(fabric: Fabric, gang: Gang, trains: frozenset[str]) -> str:
-    """The first node of the publishing class."""
-    return next(name for name in in_order(trains) if fabric.nodes[name].offer == gang.root)
+def root_of(fabric: Fabric, gang: Gang, trains: frozenset[str], rolls: frozenset[str]) -> str:
+    """The training node of the publishing class with the best links to those that roll out; the first where all are
+    alike."""
+    able = [name for name in in_order(trains) if fabric.nodes[name].offer == gang.root]
+    if fabric.is_alike:
+        return able[0]
+    return max(able, key=lambda name: sum(fabric.bytes_per_s(name, other) for other in sorted(rolls)))
 
 
 def in_order(names: frozenset[str]) -> list[str]:

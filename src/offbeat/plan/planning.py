@@ -211,7 +211,7 @@ def _places(fabric: Fabric, problem: Problem, solution: Solution, rolls: Sequenc
 
 
 def _sync(workload: Workload, placing: Placing) -> Sync:
-    """From the first node of the publishing class to every rollout node."""
+    """From a node of the publishing class to every rollout node."""
     tree = placing.tree
     return Sync(tree.root, update_bytes(workload), tree.hops, tree.chunk_bytes, tree.seconds, tree.lower_bound_s)
 
