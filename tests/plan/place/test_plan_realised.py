@@ -1,4 +1,4 @@
-"""A placed gang takes what its slowest links give, a class has a version with its last node, and nothing gets better."""
+"""A placed gang takes what its slowest links give, a class has a version with its last node, nothing gets better."""
 
 from __future__ import annotations
 
