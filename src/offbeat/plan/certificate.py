@@ -18,7 +18,7 @@ import scipy
 
 from offbeat.plan.bounds import Multipliers, excess
 from offbeat.plan.problem import Problem
-from offbeat.plan.view import View
+from offbeat.plan.view import MICRO, View
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,14 @@ def certify(view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap:
         digest(view.problem),
         f"HiGHS in scipy {scipy.__version__}",
     )
+
+
+def distance(certificate: Certificate, tau_s: float, price_per_h: float, *, is_for_price: bool) -> float:
+    """Of a plan from what is proven: by its period, or by its price where the period was given."""
+    if not is_for_price:
+        return max(tau_s / certificate.tau_lo_s - 1, 0.0)
+    least = 0 if certificate.price_cap is None else certificate.price_cap + 1
+    return max(price_per_h * MICRO / max(least, 1) - 1, 0.0)
 
 
 def to_json(certificate: Certificate) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from offbeat.plan.cost.constants import Constants
 from offbeat.plan.cost.sync import relay_s
 from offbeat.plan.gangs import Known, gangs
-from offbeat.plan.hardware import Inventory
+from offbeat.plan.hardware import Inventory, at_best
 from offbeat.plan.problem import Demand, Offer, Problem
 from offbeat.plan.rollout import home_columns, rollout_columns
 from offbeat.plan.workload import Workload
@@ -23,9 +23,12 @@ def problem_of(
 ) -> Problem:
     """Offers, columns and demand. A model that fits nowhere is a `UserError` that says what memory would do.
 
-    `known` keeps gangs from one call to the next, for calls with the same workload and constants.
+    `known` keeps gangs from one call to the next, for calls with the same workload and constants. Where links between
+    nodes were measured, columns go by the best of them: what is proven of the columns then holds for every choice of
+    nodes.
     """
     constants = constants or Constants()
+    inventory = at_best(inventory)
     offers = {
         name: Offer(name, machines.num_nodes, machines.per_node, machines.node_price_per_h)
         for name, machines in inventory.classes.items()

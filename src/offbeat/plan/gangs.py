@@ -84,39 +84,61 @@ def _kept(workload: Workload, splits: Mapping[str, tuple[int, float]], dp: int, 
     return {name: kept_bytes(workload, tp, pp, dp, zero) for name, (tp, pp) in splits.items()}
 
 
+def over_links(gang: Gang, inventory: Inventory, workload: Workload, constants: Constants) -> Gang:
+    """The same gang on the same nodes, with the step that an inventory's links give it."""
+    parts = tuple((inventory.classes[name], num_nodes) for name, num_nodes in gang.nodes.items())
+    if len(parts) == 1:
+        same = _alone_on(*parts[0], inventory, workload, constants)
+    else:
+        one, other = parts
+        make = _replicated if gang.batch_shares else _pipelined
+        same = make((one, other), inventory, workload, constants)
+    # Of two ways with the same ZeRO stage, one of which recomputes, the faster was kept.
+    shape = (gang.tp, gang.pp, gang.dp, gang.zero)
+    ways = (each for each in same if (each.tp, each.pp, each.dp, each.zero) == shape)
+    return replace(gang, step_s=min(each.step_s for each in ways))
+
+
 def _alone(machines: MachineClass, inventory: Inventory, workload: Workload, constants: Constants) -> Iterator[Gang]:
-    """Gangs of one class in every split of its cards into tensor, pipeline and data parallelism."""
+    """Gangs of one class, of every size on the grid."""
+    for num_nodes in node_grid(machines.num_nodes):
+        yield from _alone_on(machines, num_nodes, inventory, workload, constants)
+
+
+def _alone_on(
+    machines: MachineClass, num_nodes: int, inventory: Inventory, workload: Workload, constants: Constants
+) -> Iterator[Gang]:
+    """Every split of the cards of so many nodes into tensor, pipeline and data parallelism."""
     figures, card = constants.of(machines.accelerator.name), machines.accelerator
     fabric = fabric_of(machines, inventory)
-    for num_nodes in node_grid(machines.num_nodes):
-        num_cards = num_nodes * machines.per_node
-        for tp in tensor_parallels(workload, machines):
-            for pp in PIPELINES:
-                dp, rest = divmod(num_cards, tp * pp)
-                if rest or dp < 1 or pp > workload.model.num_layers or dp > max_replicas(workload):
-                    continue
-                layers = split_layers(workload.model.num_layers, [1.0] * pp)
-                flops = num_cards * card.flops * figures.training_share
-                uneven = max(layers) * pp / workload.model.num_layers
-                for zero, recompute in fits(workload, usable_bytes(card, figures), tp, pp, dp, max(layers)):
-                    step_s = compute_s(workload, flops, recompute=recompute) * bubble(workload, pp, dp) * uneven
-                    step_s += tp_s(workload, figures, fabric, tp, pp, dp)
-                    step_s += dp_s(workload, figures, fabric, tp, pp, dp, zero)
-                    yield Gang(
-                        name=f"{machines.name} x{num_nodes} tp{tp} pp{pp} dp{dp}",
-                        nodes={machines.name: num_nodes},
-                        root=machines.name,
-                        step_s=step_s,
-                        publish_s=publish_s(workload, machines),
-                        tp=tp,
-                        pp=pp,
-                        dp=dp,
-                        layers=layers,
-                        zero=zero,
-                        kept_bytes=_kept(
-                            workload, {machines.name: (tp, workload.model.num_layers / max(layers))}, dp, zero
-                        ),
-                    )
+    num_cards = num_nodes * machines.per_node
+    for tp in tensor_parallels(workload, machines):
+        for pp in PIPELINES:
+            dp, rest = divmod(num_cards, tp * pp)
+            if rest or dp < 1 or pp > workload.model.num_layers or dp > max_replicas(workload):
+                continue
+            layers = split_layers(workload.model.num_layers, [1.0] * pp)
+            flops = num_cards * card.flops * figures.training_share
+            uneven = max(layers) * pp / workload.model.num_layers
+            for zero, recompute in fits(workload, usable_bytes(card, figures), tp, pp, dp, max(layers)):
+                step_s = compute_s(workload, flops, recompute=recompute) * bubble(workload, pp, dp) * uneven
+                step_s += tp_s(workload, figures, fabric, tp, pp, dp)
+                step_s += dp_s(workload, figures, fabric, tp, pp, dp, zero)
+                yield Gang(
+                    name=f"{machines.name} x{num_nodes} tp{tp} pp{pp} dp{dp}",
+                    nodes={machines.name: num_nodes},
+                    root=machines.name,
+                    step_s=step_s,
+                    publish_s=publish_s(workload, machines),
+                    tp=tp,
+                    pp=pp,
+                    dp=dp,
+                    layers=layers,
+                    zero=zero,
+                    kept_bytes=_kept(
+                        workload, {machines.name: (tp, workload.model.num_layers / max(layers))}, dp, zero
+                    ),
+                )
 
 
 def _mixed(

@@ -6,6 +6,8 @@ accelerator. Whoever reads a file makes these; the cost model reads nothing else
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -73,6 +75,26 @@ class Inventory:
     """What holds for machines that nobody named yet: `nodes` of one class, `classes` of one zone, `zones`."""
     assumptions: tuple[str, ...] = ()
     """What nobody said and was taken from elsewhere, a sentence each."""
+    measured: Mapping[frozenset[str], float] = field(default_factory=dict)
+    """Bytes a second between two nodes, by their names (`h20-0`): stands above the link of their classes."""
 
     def link(self, one: str, other: str) -> Link:
         return self.links[frozenset((one, other))]
+
+
+def at_best(inventory: Inventory) -> Inventory:
+    """The links of classes as good as those of any two of their nodes: no choice of nodes has better ones."""
+    if not inventory.measured:
+        return inventory
+    found: dict[frozenset[str], list[float]] = {}
+    for pair, rate in inventory.measured.items():
+        ends = [(offer, int(number)) for offer, _, number in (name.rpartition("-") for name in pair)]
+        if all(offer in inventory.classes and at < inventory.classes[offer].num_nodes for offer, at in ends):
+            found.setdefault(frozenset(offer for offer, _ in ends), []).append(rate)
+    links = dict(inventory.links)
+    for classes, rates in found.items():
+        sizes = [inventory.classes[name].num_nodes for name in classes]
+        num_pairs = math.prod(sizes) if len(sizes) > 1 else math.comb(sizes[0], 2)
+        others = [links[classes].bytes_per_s] if len(rates) < num_pairs else []
+        links[classes] = dataclasses.replace(links[classes], bytes_per_s=max(rates + others))
+    return dataclasses.replace(inventory, links=links)

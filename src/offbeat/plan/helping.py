@@ -14,6 +14,8 @@ from offbeat.plan.cost.constants import Constants
 from offbeat.plan.explain import Gain, Relaxation, Saving, explain, relaxations, savings
 from offbeat.plan.gangs import Known
 from offbeat.plan.hardware import Inventory
+from offbeat.plan.place.realised import slowed
+from offbeat.plan.problem import Problem
 from offbeat.plan.program import Status
 from offbeat.plan.record import Plan
 from offbeat.plan.search import Result
@@ -33,7 +35,7 @@ def what_would_help(
 ) -> list[str]:
     """A line for each limit that could give, the most helpful first; `nodes_alone` leaves all but machines out."""
     known: Known = {}
-    problem = problem_of(inventory, workload, constants, known=known)
+    problem = _as_placed(problem_of(inventory, workload, constants, known=known), plan)
     relaxed = [*_more_nodes(inventory, workload, plan, constants, known)]
     if not nodes_alone:
         for each in relaxations(problem, plan.budget):
@@ -64,4 +66,13 @@ def _more_nodes(
             grown = changed(inventory, add={name: 1})
         except UserError:  # a single node, and nothing says how it would reach a second
             continue
-        yield Relaxation(f"{NODE}{name}", problem_of(grown, workload, constants, known=known), plan.budget)
+        problem = _as_placed(problem_of(grown, workload, constants, known=known), plan)
+        yield Relaxation(f"{NODE}{name}", problem, plan.budget)
+
+
+def _as_placed(problem: Problem, plan: Plan) -> Problem:
+    """With what the plan's own places cost it: else that would be told as a gain."""
+    for gang in problem.gangs:
+        if gang.name == plan.solution.gang:
+            return slowed(problem, gang, plan.training.step_s, plan.placement.lags_s)
+    return problem

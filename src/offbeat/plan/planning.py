@@ -1,31 +1,30 @@
 """From machines and a workload to a plan: the one function that puts the parts together.
 
-`plan` asks the solver; `compose` turns its answer into a record by arithmetic alone, so that whoever checks a saved
-plan can do the same again and compare.
+`plan` asks the solver, again where the places turn out slower than assumed; `compose` turns a placed answer into a
+record by arithmetic alone, so that whoever checks a saved plan can do the same again and compare.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from offbeat.errors import UserError
 from offbeat.plan import reasons
-from offbeat.plan.certificate import Certificate
+from offbeat.plan.certificate import Certificate, distance
 from offbeat.plan.columns import problem_of
+from offbeat.plan.correcting import Round, cheapest_round, fastest_round, rounds
 from offbeat.plan.cost.constants import NAMES, Constants, Source
 from offbeat.plan.cost.sizes import update_bytes
 from offbeat.plan.explain import infeasible_because
 from offbeat.plan.hardware import Inventory
-from offbeat.plan.place.islands import Placed, lay_gang, pack
-from offbeat.plan.place.nodes import Fabric, fabric_of
-from offbeat.plan.place.partition import split
-from offbeat.plan.place.sync_tree import sync_tree
+from offbeat.plan.place.islands import Placed
+from offbeat.plan.place.realised import ROUNDING
+from offbeat.plan.placing import Placer, Placing
 from offbeat.plan.problem import Gang, Problem
-from offbeat.plan.record import Plan, Pool, Staleness, Step, Sync, Training
+from offbeat.plan.record import Placement, Plan, Pool, Staleness, Step, Sync, Training
 from offbeat.plan.search import Result, cheapest, fastest
 from offbeat.plan.solution import Solution
 from offbeat.plan.view import MICRO
@@ -52,12 +51,35 @@ def plan(
             raise UserError(f"{name} = {value:g}: allowed more than 0")
     constants = constants or Constants()
     problem = problem_of(inventory, workload, constants)
-    result = fastest(problem, budget) if throughput is None else cheapest(problem, throughput, budget)
+
+    def solve(problem: Problem) -> Result:
+        return fastest(problem, budget) if throughput is None else cheapest(problem, throughput, budget)
+
+    result = solve(problem)
     if result.solution is None or result.certificate is None:
         raise UserError(f"no plan: {_why_none(problem, result, budget, throughput)}")
-    return compose(
-        inventory, workload, constants, problem, result.solution, result.certificate, budget, throughput, result.note
-    )
+    placer = Placer(inventory, workload, constants, problem)
+    best = _best_placed(placer, result, solve, throughput)
+    solution = dataclasses.replace(best.solution, tau_s=best.placing.tau_s)
+    gap = distance(result.certificate, solution.tau_s, best.price_per_h, is_for_price=throughput is not None)
+    # What the first solve proved holds for all: it went by the best links. Only the plan may be farther from it.
+    certificate = dataclasses.replace(result.certificate, gap=max(result.certificate.gap, gap))
+    return compose(inventory, workload, constants, best.placing, solution, certificate, budget, throughput, result.note)
+
+
+def _best_placed(placer: Placer, first: Result, solve: Callable[[Problem], Result], throughput: float | None) -> Round:
+    """Of all rounds. A throughput that was asked for allows no tolerance."""
+    if throughput is None:
+        return fastest_round(rounds(placer, first, solve))
+    found = rounds(placer, first, solve, ROUNDING)
+    kept = cheapest_round(found)
+    if kept is None:
+        most = placer.problem.demand.tokens / min(each.placing.tau_s for each in found)
+        raise UserError(
+            f"no plan: throughput: on the links between their nodes the plans found make {most:,.0f} tokens/s "
+            f"at most; ask for that or less"
+        )
+    return kept
 
 
 def _why_none(problem: Problem, result: Result, budget: float | None, throughput: float | None) -> str:
@@ -70,21 +92,17 @@ def compose(
     inventory: Inventory,
     workload: Workload,
     constants: Constants,
-    problem: Problem,
+    placing: Placing,
     solution: Solution,
     certificate: Certificate,
     budget: float | None,
     throughput: float | None,
     note: str,
 ) -> Plan:
-    """The record of a solution: prices, places and expectations."""
+    """The record of a solution: prices, places and expectations, all of them as placed."""
+    problem = placing.problem
     gang = next(gang for gang in problem.gangs if gang.name == solution.gang)
-    fabric = fabric_of(inventory)
-    trains, rolls = split(
-        fabric, gang.nodes, solution.nodes, lambda trains, rolls: _sync(fabric, workload, gang, trains, rolls).seconds
-    )
-    places = _places(fabric, problem, solution, trains, rolls)
-    generating = frozenset(placed.group.node for placed in places)
+    solution = dataclasses.replace(solution, tau_s=placing.tau_s)
     rent = Counter(gang.nodes) + Counter(solution.nodes)
     price_per_h = problem.fixed_price_per_h + sum(problem.offers[name].node_price_per_h * rent[name] for name in rent)
     tokens_per_s = problem.demand.tokens / solution.tau_s
@@ -103,10 +121,11 @@ def compose(
             price_lo_per_h=None if throughput is None else least,
             price_per_million_tokens=reasons.price_per_million(price_per_h, tokens_per_s),
         ),
-        training=_training(fabric, problem, gang, trains, tokens_per_s),
-        rollout=_pools(problem, gang, solution, places),
-        sync=_sync(fabric, workload, gang, trains, rolls | generating),
+        training=_training(problem, gang, placing, tokens_per_s),
+        rollout=_pools(problem, gang, solution, placing.places),
+        sync=_sync(workload, placing),
         staleness=_staleness(workload, problem, solution),
+        placement=_placement(placing, gang, solution, certificate.tau_lo_s if throughput is None else None),
         solution=solution,
         certificate=dataclasses.replace(
             certificate, cost_model=COST_MODEL, held_out_error=held_out_error(inventory, constants)
@@ -127,8 +146,7 @@ def held_out_error(inventory: Inventory, constants: Constants) -> float | None:
     return max(errors)
 
 
-def _training(fabric: Fabric, problem: Problem, gang: Gang, trains: frozenset[str], tokens_per_s: float) -> Training:
-    layout = lay_gang(fabric, gang, _in_order(trains))
+def _training(problem: Problem, gang: Gang, placing: Placing, tokens_per_s: float) -> Training:
     price = reasons.gang_price_per_h(problem, gang)
     return Training(
         nodes=dict(gang.nodes),
@@ -141,7 +159,7 @@ def _training(fabric: Fabric, problem: Problem, gang: Gang, trains: frozenset[st
         zero=gang.zero,
         step_s=gang.step_s,
         publish_s=gang.publish_s,
-        stages=layout.stages,
+        stages=placing.layout.stages,
         price_per_million_tokens=reasons.price_per_million(price, tokens_per_s),
         why=reasons.why_trains(problem, gang),
     )
@@ -180,28 +198,21 @@ def _pools(problem: Problem, gang: Gang, solution: Solution, places: Sequence[Pl
     return tuple(pools)
 
 
-def _places(
-    fabric: Fabric, problem: Problem, solution: Solution, trains: frozenset[str], rolls: frozenset[str]
-) -> list[Placed]:
-    """Replicas on the nodes rented for them, or on the gang's own."""
-    places: list[Placed] = []
-    for offer, (is_home, among) in itertools.product(problem.offers, ((False, rolls), (True, trains))):
-        columns = {one.name: one for one in problem.rollout if one.offer == offer and one.is_home == is_home}
-        sizes = {name: columns[name].num_accelerators for name in solution.replicas if name in columns}
-        nodes = [fabric.nodes[name] for name in _in_order(among) if fabric.nodes[name].offer == offer]
-        packed = pack(sizes, {name: solution.replicas[name] for name in sizes}, nodes)
-        if packed is None:
-            raise UserError(f"class {offer}: the replicas of the plan do not fit its {len(nodes)} nodes")
-        places += packed
-    return places
+def _sync(workload: Workload, placing: Placing) -> Sync:
+    """From a node of the publishing class to every rollout node."""
+    tree = placing.tree
+    return Sync(tree.root, update_bytes(workload), tree.hops, tree.chunk_bytes, tree.seconds, tree.lower_bound_s)
 
 
-def _sync(fabric: Fabric, workload: Workload, gang: Gang, trains: frozenset[str], rolls: frozenset[str]) -> Sync:
-    """From the first node of the publishing class to every rollout node."""
-    root = next(name for name in _in_order(trains) if fabric.nodes[name].offer == gang.root)
-    num_bytes = update_bytes(workload)
-    tree = sync_tree(fabric, root, rolls, num_bytes)
-    return Sync(root, num_bytes, tree.hops, tree.chunk_bytes, tree.seconds, tree.lower_bound_s)
+def _placement(placing: Placing, gang: Gang, solution: Solution, tau_lo_s: float | None) -> Placement:
+    assumed = {column.offer: column.lag_from_s(gang.root) for column in placing.columns}
+    placed = {column.offer: column.lag_from_s(gang.root) for column in placing.problem.rollout}
+    return Placement(
+        assumed_step_s=placing.assumed.step_s,
+        assumed_lags_s={name: assumed[name] for name in placing.lags_s},
+        lags_s={name: placed[name] for name in placing.lags_s},
+        gap=None if tau_lo_s is None else (solution.tau_s - tau_lo_s) / tau_lo_s,
+    )
 
 
 def _staleness(workload: Workload, problem: Problem, solution: Solution) -> Staleness:
@@ -242,7 +253,3 @@ def _sharing(problem: Problem, gang: Gang, solution: Solution) -> list[str]:
         woken = f"engines hold nothing while it trains and load their weights again in {wake_s:.2g} s"
         told.append(f"{offer} cards that take turns: {kept}; {woken}")
     return told
-
-
-def _in_order(names: frozenset[str]) -> list[str]:
-    return sorted(names, key=lambda name: (name.rpartition("-")[0], int(name.rpartition("-")[2])))

@@ -24,8 +24,9 @@ class Step:
     """What a step takes and yields."""
 
     tau_s: float
+    """On the nodes and links that were chosen."""
     tau_lo_s: float | None
-    """No plan within the budget has a shorter period; None where the period was given."""
+    """No plan within the budget has a shorter period, whatever its nodes; None where the period was given."""
     tokens_per_s: float
     """Generated; waste included."""
     price_per_h: float
@@ -48,6 +49,7 @@ class Training:
     batch_shares: Mapping[str, float]
     zero: int
     step_s: float
+    """On its nodes."""
     publish_s: float
     stages: tuple[tuple[Group, ...], ...]
     """By pipeline stage: the cards of each tensor-parallel group, in ring order."""
@@ -109,6 +111,20 @@ class Staleness:
 
 
 @dataclass(frozen=True)
+class Placement:
+    """What the nodes and links that were chosen cost over the best ones, which the columns go by."""
+
+    assumed_step_s: float
+    """Of the gang, over the best links; what it takes on its nodes is `training.step_s`."""
+    assumed_lags_s: Mapping[str, float]
+    """By class that rolls out: from a version's publication until all its nodes have it."""
+    lags_s: Mapping[str, float]
+    """The same by the sync tree, where that takes longer."""
+    gap: float | None
+    """(placed period - lower bound) / lower bound; None where the period was given."""
+
+
+@dataclass(frozen=True)
 class Plan:
     model: str
     budget: float | None
@@ -124,6 +140,7 @@ class Plan:
     rollout: tuple[Pool, ...]
     sync: Sync
     staleness: Staleness
+    placement: Placement
     solution: Solution
     certificate: Certificate
     assumptions: tuple[str, ...]

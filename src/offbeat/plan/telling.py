@@ -108,7 +108,20 @@ def _facts(plan: Plan) -> list[str]:
         f"Weights: {plan.sync.num_bytes / 1e9:,.3g} GB reach every replica in {plan.sync.seconds:,.3g} s "
         f"{'beside' if age.bound else 'before'} generation; no way takes less than {plan.sync.lower_bound_s:,.3g} s.",
     ]
+    if placed := _placement(plan):
+        facts.insert(1, placed)
     return [*facts, f"{plan.note}."] if plan.note else facts
+
+
+def _placement(plan: Plan) -> str:
+    """What the places cost, where they cost anything; step and gap have it in them."""
+    there, told = plan.placement, []
+    if plan.training.step_s > there.assumed_step_s:
+        told.append(f"training takes {plan.training.step_s:,.4g} s instead of {there.assumed_step_s:,.4g} s")
+    for name, seconds in there.lags_s.items():
+        if seconds > there.assumed_lags_s[name]:
+            told.append(f"{name} has a version after {seconds:,.3g} s instead of {there.assumed_lags_s[name]:,.3g} s")
+    return f"Placement: over the links that it has, {_and(told)}; step and gap count that." if told else ""
 
 
 def _places(plan: Plan) -> list[str]:

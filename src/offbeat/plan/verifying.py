@@ -1,7 +1,8 @@
 """Checks a saved plan against the files it was made from, without a solver: its rows, its proof, and its record.
 
 The rows are `check`'s affair. Everything else that the record says follows from the solution by arithmetic, so it is
-composed again and compared: who changed a price, a place or a promise is found.
+placed and composed again and compared: who changed a price, a place or a promise is found, and so is a period that the
+places do not allow.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
 from offbeat.errors import UserError
+from offbeat.plan.certificate import distance
 from offbeat.plan.check import check
 from offbeat.plan.columns import problem_of
 from offbeat.plan.cost.constants import Constants
 from offbeat.plan.hardware import Inventory
+from offbeat.plan.placing import Placer
 from offbeat.plan.planning import compose
 from offbeat.plan.record import Plan
-from offbeat.plan.view import MICRO
 from offbeat.plan.workload import Workload
 
 ROUNDING = 1e-6
@@ -38,7 +40,7 @@ def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Con
             inventory,
             workload,
             constants,
-            problem,
+            Placer(inventory, workload, constants, problem).place(saved.solution),
             saved.solution,
             saved.certificate,
             saved.budget,
@@ -53,11 +55,8 @@ def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Con
 def _gap_rows(saved: Plan) -> list[str]:
     """The gap is that of the period, or of the price where a throughput was asked for."""
     proof = saved.certificate
-    real = saved.solution.tau_s / proof.tau_lo_s - 1
-    if saved.throughput is not None:
-        least = 0 if proof.price_cap is None else proof.price_cap + 1
-        real = saved.step.price_per_h * MICRO / max(least, 1) - 1
-    if proof.gap >= max(real, 0.0) - ROUNDING:
+    real = distance(proof, saved.solution.tau_s, saved.step.price_per_h, is_for_price=saved.throughput is not None)
+    if proof.gap >= real - ROUNDING:
         return []
     return [f"certificate: a gap of {proof.gap:.2%} is told, the plan is {real:.2%} from what is proven"]
 

@@ -6,7 +6,7 @@ a measured rate between two nodes stands above what the inventory says of their 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -32,6 +32,8 @@ class Fabric:
     nodes: Mapping[str, Node]
     measured: Mapping[frozenset[str], float] = field(default_factory=dict)
     """Bytes a second by the names of two nodes."""
+    _ports: dict[tuple[str, bool], float] = field(default_factory=dict, repr=False, compare=False)
+    """What was asked before: trees ask for the same ports many times."""
 
     @property
     def is_alike(self) -> bool:
@@ -50,16 +52,19 @@ class Fabric:
 
     def port_bytes_per_s(self, name: str, is_near: bool) -> float:
         """What a node sends (or receives) at most to nodes of its class, or to all others: its fastest such link."""
+        key = (name, is_near)
+        if key not in self._ports:
+            self._ports[key] = max(self._port_rates(name, is_near), default=0.0)
+        return self._ports[key]
+
+    def _port_rates(self, name: str, is_near: bool) -> Iterator[float]:
         own = self.nodes[name].offer
-        known = [
-            link.bytes_per_s
-            for pair, link in self.inventory.links.items()
-            if own in pair and (len(pair) == 1) == is_near
-        ]
+        for pair, link in self.inventory.links.items():
+            if own in pair and (len(pair) == 1) == is_near:
+                yield link.bytes_per_s
         for pair, rate in self.measured.items():
             if name in pair and (len({self.nodes[one].offer for one in pair}) == 1) == is_near:
-                known.append(rate)
-        return max(known, default=0.0)
+                yield rate
 
     def is_near(self, one: str, other: str) -> bool:
         return self.nodes[one].offer == self.nodes[other].offer
@@ -90,9 +95,11 @@ def nodes_of(inventory: Inventory, counts: Mapping[str, int] | None = None) -> t
 
 
 def fabric_of(inventory: Inventory, measured: Mapping[frozenset[str], float] | None = None) -> Fabric:
-    """All nodes of an inventory."""
+    """All nodes of an inventory, with what it knows to be measured between them, or with what is given."""
     nodes = {node.name: node for node in nodes_of(inventory)}
     for pair in measured or {}:
         if unknown := sorted(pair - nodes.keys()):
             raise UserError(f"measured link {' - '.join(sorted(pair))}: no node {unknown[0]}; nodes are CLASS-NUMBER")
-    return Fabric(inventory, nodes, dict(measured or {}))
+    if measured is None:  # an inventory that was made smaller may still know links of nodes that are gone
+        measured = {pair: rate for pair, rate in inventory.measured.items() if pair <= nodes.keys()}
+    return Fabric(inventory, nodes, dict(measured))

@@ -11,19 +11,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import networkx as nx
 
 from offbeat.plan.place.nodes import Fabric
 
-Cost = Callable[[frozenset[str], frozenset[str]], float]
+Score = TypeVar("Score", float, tuple[float, ...])
+Cost = Callable[[frozenset[str], frozenset[str]], Score]
 """Of the training nodes and the rollout nodes."""
 MAX_TRIED = 300
+MAX_REFINED = 3_000
+"""Choices that exchanges may look at: of many nodes a pass alone has thousands."""
 SEED = 0
 
 
 def split(
-    fabric: Fabric, training: Mapping[str, int], rollout: Mapping[str, int], cost: Cost
+    fabric: Fabric, training: Mapping[str, int], rollout: Mapping[str, int], cost: Cost[Score]
 ) -> tuple[frozenset[str], frozenset[str]]:
     """So many nodes of each class for each side, as cheap as can be found; the others stay idle."""
     members: dict[str, list[str]] = {}
@@ -33,7 +37,8 @@ def split(
         return _sides(_in_order(members, training, rollout))
     if _num_choices(members, training, rollout) <= MAX_TRIED:
         return min((_sides(side_of) for side_of in _choices(members, training, rollout)), key=lambda pair: cost(*pair))
-    return _sides(_refined(_bisected(fabric, members, training, rollout), members, cost))
+    starts = [_bisected(fabric, members, training, rollout), _well_linked(fabric, members, training, rollout)]
+    return _sides(_refined(min(starts, key=lambda side_of: cost(*_sides(side_of))), members, cost))
 
 
 def _in_order(
@@ -90,18 +95,31 @@ def _bisected(
     return _in_order(ordered, training, rollout)
 
 
-def _refined(side_of: dict[str, str], members: Mapping[str, list[str]], cost: Cost) -> dict[str, str]:
-    best, best_cost = side_of, cost(*_sides(side_of))
+def _well_linked(
+    fabric: Fabric, members: Mapping[str, list[str]], training: Mapping[str, int], rollout: Mapping[str, int]
+) -> dict[str, str]:
+    """Of each class, the nodes whose measured links are the best train, and the worst stay idle."""
+    rates: dict[str, list[float]] = {}
+    for pair, rate in fabric.measured.items():
+        for name in pair:
+            usual = fabric.inventory.link(*(fabric.nodes[one].offer for one in sorted(pair))).bytes_per_s
+            rates.setdefault(name, []).append(math.log(rate / usual))
+    ordered = {offer: sorted(names, key=lambda name: -sum(rates.get(name, []))) for offer, names in members.items()}
+    return _in_order(ordered, training, rollout)
+
+
+def _refined(side_of: dict[str, str], members: Mapping[str, list[str]], cost: Cost[Score]) -> dict[str, str]:
+    best, best_cost, num_left = side_of, cost(*_sides(side_of)), MAX_REFINED
     while True:
         now, free, trail = best, set(best), []
         while swaps := [(one, other) for names in members.values() for one, other in itertools.combinations(names, 2)
-                        if one in free and other in free and now[one] != now[other]]:  # fmt: skip
+                        if one in free and other in free and now[one] != now[other]][:num_left]:  # fmt: skip
+            num_left -= len(swaps)
             trials = [({**now, one: now[other], other: now[one]}, one, other) for one, other in swaps]
             costs = [cost(*_sides(trial)) for trial, _, _ in trials]
             now, one, other = trials[costs.index(min(costs))]
             free -= {one, other}
             trail.append((min(costs), now))
-        found = min(trail, key=lambda step: step[0], default=(math.inf, now))
-        if found[0] >= best_cost:
+        if not trail or min(trail, key=lambda step: step[0])[0] >= best_cost:
             return best
-        best_cost, best = found
+        best_cost, best = min(trail, key=lambda step: step[0])

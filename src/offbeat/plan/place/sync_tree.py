@@ -70,14 +70,22 @@ def sync_tree(
     wanted = sorted(set(receivers) - {root}, key=_by_number)
     if not wanted:
         return SyncTree(root, (), chunk_bytes, 0.0, 0.0)
-    if fabric.is_alike:
-        parents = _by_class(fabric, root, wanted, num_bytes, chunk_bytes)
-    else:
-        parents = _by_node(fabric, root, wanted, num_bytes, chunk_bytes)
+    parents = relay(fabric, root, wanted, num_bytes, chunk_bytes)
     seconds = arrival_s(fabric, root, parents, num_bytes, chunk_bytes)
     rates = hop_rates(fabric, parents)
     hops = tuple(Hop(parents[name], name, rates[name]) for name in _from_root(parents, root))
     return SyncTree(root, hops, chunk_bytes, max(seconds.values()), lower_bound_s(fabric, root, wanted, num_bytes))
+
+
+def relay(
+    fabric: Fabric, root: str, receivers: Iterable[str], num_bytes: float, chunk_bytes: float = CHUNK_BYTES
+) -> dict[str, str]:
+    """The tree alone: who sends to each receiver."""
+    wanted = sorted(set(receivers) - {root}, key=_by_number)
+    if not wanted:
+        return {}
+    grow = _by_class if fabric.is_alike else _by_node
+    return grow(fabric, root, wanted, num_bytes, chunk_bytes)
 
 
 def blocking_s(buffer: Buffer, num_bytes: float, tp: int, host_bytes_per_s: float, transfer_s: float) -> float:

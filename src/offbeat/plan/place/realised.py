@@ -1,0 +1,138 @@
+"""What a placed plan really takes: a gang's step over the links of its nodes, a version's way to each class, a period.
+
+Duty: arithmetic alone, after nodes were chosen. The formulas are those that the columns were made by, over the links
+that are really used: gradients go around a ring at the rate of its slowest link, activations cross from each stage to
+the next, and a class has a version when its last node has it. Tensor parallelism stays inside a node, so no link
+between nodes slows it.
+
+Guarantee: no figure is better than its column assumed. So whatever is proven of the columns holds for placed plans too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from offbeat.plan.check import check
+from offbeat.plan.cost.constants import Constants
+from offbeat.plan.cost.training import boundary_s
+from offbeat.plan.gangs import over_links
+from offbeat.plan.hardware import Inventory
+from offbeat.plan.place.islands import Group, Layout
+from offbeat.plan.place.nodes import Fabric
+from offbeat.plan.place.sync_tree import arrival_s
+from offbeat.plan.problem import Gang, Problem, RolloutColumn
+from offbeat.plan.solution import Solution
+from offbeat.plan.workload import Workload
+
+ROUNDING = 1e-9
+"""Of a figure: the same links in another order of sums give no other figure than that."""
+BISECTIONS = 40
+
+
+def step_s(
+    fabric: Fabric, best: Inventory, layout: Layout, gang: Gang, workload: Workload, constants: Constants
+) -> float:
+    """Of a gang as it lies on its cards; `best` are the links that its column went by."""
+    links = dict(best.links)
+    for pair, rate in _slowest(fabric, layout).items():
+        links[pair] = replace(links[pair], bytes_per_s=min(rate, links[pair].bytes_per_s))
+    stages_s = over_links(gang, replace(best, links=links), workload, constants).step_s
+    loads = [load(fabric, one, other) for one, other in zip(layout.stages, layout.stages[1:], strict=False)]
+    return max(stages_s, *(boundary_s(workload, 1 / each, 1) for each in loads if each), gang.step_s)
+
+
+def _slowest(fabric: Fabric, layout: Layout) -> dict[frozenset[str], float]:
+    """By the classes at both ends: the slowest link of the gradient rings."""
+    slowest: dict[frozenset[str], float] = {}
+    for stage in layout.stages:
+        ring = list(dict.fromkeys(group.node for group in stage))
+        for one, other in zip(ring, [*ring[1:], ring[0]], strict=True):
+            if one != other:
+                pair = frozenset(fabric.nodes[name].offer for name in (one, other))
+                slowest[pair] = min(slowest.get(pair, math.inf), fabric.bytes_per_s(one, other))
+    return slowest
+
+
+def load(fabric: Fabric, stage: Sequence[Group], following: Sequence[Group]) -> float:
+    """Seconds a byte of what crosses from a stage to the next, each replica to itself: those of the busiest node, or
+    of the link that all share. 0 where nothing leaves a node."""
+    pairs = Counter((one.node, other.node) for one, other in zip(stage, following, strict=True))
+    sent, received, shared = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
+    for (one, other), count in pairs.items():
+        if one == other:
+            continue
+        each = count / len(stage) / fabric.bytes_per_s(one, other)
+        sent[one] += each
+        received[other] += each
+        shared += each if fabric.is_shared(one, other) else 0.0
+    return max(shared, *sent.values(), *received.values(), 0.0)
+
+
+def lags_s(fabric: Fabric, root: str, parents: Mapping[str, str], num_bytes: float) -> dict[str, float]:
+    """By class: until its last node has a version; `parents` are the senders of a sync tree, by receiver."""
+    found: dict[str, float] = {}
+    for name, seconds in arrival_s(fabric, root, parents, num_bytes).items():
+        offer = fabric.nodes[name].offer
+        found[offer] = max(found.get(offer, 0.0), seconds)
+    return found
+
+
+def slowed(problem: Problem, gang: Gang, step_s: float, lags_s: Mapping[str, float], by: float = ROUNDING) -> Problem:
+    """The problem with what a placed gang and its sync tree really take, wherever that is more by such a share; the
+    very same problem where it nowhere is."""
+
+    def is_worse(column: RolloutColumn) -> bool:
+        return lags_s.get(column.offer, 0.0) > column.lag_from_s(gang.root) * (1 + by)
+
+    gangs, rollout = problem.gangs, problem.rollout
+    if any(step_s > each.step_s * (1 + by) for each in gangs if each.name == gang.name):
+        gangs = tuple(replace(each, step_s=step_s) if each.name == gang.name else each for each in gangs)
+    if any(is_worse(column) for column in rollout):
+        rollout = tuple(
+            replace(column, lag_s={**column.lag_s, gang.root: lags_s[column.offer]}) if is_worse(column) else column
+            for column in rollout
+        )
+    if gangs is problem.gangs and rollout is problem.rollout:
+        return problem
+    return replace(problem, gangs=gangs, rollout=rollout)
+
+
+def enough_s(problem: Problem, placed: Problem, solution: Solution) -> float:
+    """A period at which a solution of one problem holds in another, whose gang and lags take longer.
+
+    With a bound it is the shortest: rows of the gang and the window say it outright, and more time brings more tokens.
+    Without one all times add up, so what the slowest column loses more is added to the period.
+    """
+    demand, tau_s = placed.demand, solution.tau_s
+    period_s = _gang(placed, solution).period_s
+    slower = {column.name: column for column in placed.rollout if solution.replicas.get(column.name)}
+    root = _gang(placed, solution).root
+    if not demand.bound:
+        before = {column.name: column.lag_from_s(root) for column in problem.rollout if column.name in slower}
+        rises = [slower[name].lag_from_s(root) - before[name] for name in slower]
+        return tau_s + (period_s - _gang(problem, solution).period_s) + max(rises, default=0.0)
+    tails = [demand.tail_tokens * each.token_s + demand.lag_s + each.lag_from_s(root) for each in slower.values()]
+    window = demand.bound - demand.age_guard
+    opens_s = max(tails, default=0.0) / window if demand.tail_tokens and window > 0 else 0.0
+    return max(tau_s, period_s, opens_s)
+
+
+def period_s(problem: Problem, placed: Problem, solution: Solution) -> float:
+    """The shortest period, not below the solution's own, at which every row holds exactly as placed."""
+    if placed is problem or not check(placed, solution):
+        return solution.tau_s
+    low_s, high_s = solution.tau_s, enough_s(problem, placed, solution)
+    while check(placed, replace(solution, tau_s=high_s)):
+        high_s = max(math.nextafter(high_s, math.inf), high_s * (1 + 1e-15))
+    for _ in range(0 if placed.demand.bound else BISECTIONS):
+        middle_s = (low_s + high_s) / 2
+        holds = not check(placed, replace(solution, tau_s=middle_s))
+        low_s, high_s = (low_s, middle_s) if holds else (middle_s, high_s)
+    return high_s
+
+
+def _gang(problem: Problem, solution: Solution) -> Gang:
+    return next(gang for gang in problem.gangs if gang.name == solution.gang)
