@@ -7,7 +7,7 @@ machines. Everything is arithmetic on what was published and on an assumed batch
 How the form was chosen, after looking at the errors of left-out models, and by their mean alone: that a rollout is one
 batch that drains, that training goes with activations and not with FLOP, that every receiving machine takes a copy of
 an update, and that an update inside one type has a start and goes with the link inside a node, were seen in these very
-figures. Some fifty forms, with absolute or squared errors in the fit, erred by 16 to 65 %, so the held-out error is
+figures. Some sixty forms, with absolute or squared errors in the fit, erred by 16 to 65 %, so the held-out error is
 optimistic; so it is by counting both H20 bars of Fig. 4 as one. Two forms of rollout are equal by it, a batch that
 drains and full cards that never do; over all published figures, Fig. 2 included, the first errs less and is kept. What
 is said of our plans hangs on that choice: the results page has both.
