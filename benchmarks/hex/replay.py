@@ -1,22 +1,26 @@
 """The cost model on AReaL-Hex's clusters, with six constants that its figures decide.
 
-The batch is unknown: 512 trajectories of about 5,000 tokens are assumed, exponentially spread, because throughput
-times step time gives 1.7 to 3.0 million tokens. Splits of clusters of one type are unknown too: the best by whole
-nodes for a *tuned* one, half and half for a *uniform* one.
+The batch is unknown: 512 trajectories of about 5,000 tokens are assumed, exponentially spread and cut at the published
+27,648, because throughput times step time gives 1.7 to 3.0 million tokens. Splits of clusters of one type are unknown
+too: the best by whole nodes for a *tuned* one, half and half for a *uniform* one. So is the shape of replicas: a card
+each, which holds every one of these models.
+
+A rollout is one batch that drains (see `draining`). What a step costs whatever its rows, reading the weights and the
+overhead, is what the default constants say; what each row adds is slower by a factor of its kind of card.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
+from benchmarks.hex.draining import drain_s
 from offbeat.plan.cost.constants import Constants, Figures, Source
 from offbeat.plan.cost.sync import copies_s
 from offbeat.plan.cost.training import compute_s
 from offbeat.plan.hardware import Accelerator, Inventory, Link, MachineClass
-from offbeat.plan.rollout import class_columns
 from offbeat.plan.shapes import weight_bytes
 from offbeat.plan.workload import KvPolicy, Lengths, ModelShape, Workload
 
@@ -32,8 +36,8 @@ SHAPES = {
     "7B": ModelShape("R1-Distill-Qwen-7B", 28, 3584, 28, 4, 128, 18_944, 152_064),
     "14B": ModelShape("R1-Distill-Qwen-14B", 48, 5120, 40, 8, 128, 13_824, 152_064),
 }
-WIDTH = SHAPES["7B"].hidden
-"""Where the training share is what the constants say; narrower models reach less."""
+KNOWN = "7B"
+"""Where the training share is what the constants say."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +45,20 @@ class Six:
     """What the published figures decide."""
 
     h800_rollout: float
-    """Of the rate that the decode model tells with its default constants."""
+    """What each row of a decode step costs by the default constants, over what it costs here."""
     h20_rollout: float
     h800_training: float
-    """MFU, all communication included, of a model as wide as the 7B."""
+    """MFU of the 7B, all communication included; of other models see `activations`."""
     h20_training: float
-    width_exponent: float
-    """The training share grows with the hidden size to this power."""
+    update_start_s: float
+    """Of an update inside one type, however small."""
     link_passes: float
-    """An update inside one type takes the weights' bytes this many times over the link inside a node."""
+    """Beside that, it takes the weights' bytes this many times over the link inside a node."""
 
     def constants(self, model: str) -> Constants:
-        """As the planner reads them: every part of a rollout step slower by one factor."""
-        width = (SHAPES[model].hidden / WIDTH) ** self.width_exponent
-        constants, common = Constants(), Figures()
+        """As the planner reads them: what goes with the rows is slower, what does not is as by default."""
+        constants = Constants()
+        flop = ideal_training_s(model, "h800") / ideal_training_s(KNOWN, "h800")
         for name, rollout, training in (
             ("h800", self.h800_rollout, self.h800_training),
             ("h20", self.h20_rollout, self.h20_training),
@@ -62,14 +66,8 @@ class Six:
             constants = constants.with_figures(
                 name,
                 Source.FITTED,
-                gemm_share=common.gemm_share * rollout,
-                weight_read_share=common.weight_read_share * rollout,
-                kv_read_share=common.kv_read_share * rollout,
-                prefill_share=common.prefill_share * rollout,
-                link_share=common.link_share * rollout,
-                allreduce_latency_s=common.allreduce_latency_s / rollout,
-                step_overhead_s=common.step_overhead_s / rollout,
-                training_share=training * width,
+                **row_shares(rollout),
+                training_share=training * flop / activations(model),
                 tp_exposed_share=0.0,
                 dp_exposed_share=0.0,
             )
@@ -98,12 +96,13 @@ def workload(model: str) -> Workload:
     )
 
 
-@cache
-def ideal_rate(model: str, card: str) -> float:
-    """Generated tokens a second and card by the default constants, in the best shape."""
-    machines = MachineClass(card, CARDS[card], PER_NODE, 1, 0.0)
-    columns = class_columns(machines, workload(model), Figures(), [])
-    return max(column.tokens_per_s / column.num_accelerators for column in columns)
+ROW_SHARES = ("gemm_share", "kv_read_share", "prefill_share", "link_share")
+"""What of the peak is reached by the parts of a step that grow with its rows."""
+
+
+def row_shares(factor: float) -> dict[str, float]:
+    """Of the defaults by one factor."""
+    return {name: factor * getattr(Figures(), name) for name in ROW_SHARES}
 
 
 @cache
@@ -112,31 +111,41 @@ def ideal_training_s(model: str, card: str) -> float:
     return compute_s(workload(model), CARDS[card].flops, recompute=False)
 
 
+def activations(model: str) -> float:
+    """Of a token in all layers, over those of the 7B: what the published training seconds go with, and not FLOP."""
+    shape, known = SHAPES[model], SHAPES[KNOWN]
+    return shape.num_layers * shape.hidden / (known.num_layers * known.hidden)
+
+
 class Replay:
     """Seconds and tokens a second of one model on the published clusters."""
 
     def __init__(self, model: str, six: Six):
         self.model, self.six = model, six
-        self.tokens = workload(model).generated_tokens_per_step
-        width = (SHAPES[model].hidden / WIDTH) ** six.width_exponent
-        self.rates = {card: ideal_rate(model, card) * getattr(six, f"{card}_rollout") for card in CARDS}
-        self.training_s = {
-            card: ideal_training_s(model, card) / (getattr(six, f"{card}_training") * width) for card in CARDS
-        }
+        self.workload = workload(model)
+        self.tokens = self.workload.generated_tokens_per_step
+        self.figures = {card: replace(Figures(), **row_shares(getattr(six, f"{card}_rollout"))) for card in CARDS}
+        self._rollouts: dict[tuple[str, int], float] = {}
 
     def rollout_s(self, card: str, num_cards: int) -> float:
-        return self.tokens / (self.rates[card] * num_cards)
+        """Of a batch until its longest answer ends."""
+        key = card, num_cards
+        if key not in self._rollouts:
+            self._rollouts[key] = drain_s(self.workload, CARDS[card], self.figures[card], num_cards)
+        return self._rollouts[key]
 
     def train_s(self, card: str, num_cards: int) -> float:
-        return self.training_s[card] / num_cards
+        one_s = ideal_training_s(KNOWN, card) * activations(self.model) / getattr(self.six, f"{card}_training")
+        return one_s / num_cards
 
     def update_s(self, card: str) -> float:
         """Inside one type."""
-        return self.six.link_passes * weight_bytes(SHAPES[self.model]) / CARDS[card].link_bytes_per_s
+        sent_s = weight_bytes(SHAPES[self.model]) / CARDS[card].link_bytes_per_s
+        return self.six.update_start_s + self.six.link_passes * sent_s
 
     def hex_update_s(self, num_h20: int) -> float:
         """Every receiving machine takes a copy of its own over the slow link."""
-        return copies_s(workload(self.model), inventory(8, num_h20), "h800", "h20", num_h20 // PER_NODE)
+        return copies_s(self.workload, inventory(8, num_h20), "h800", "h20", num_h20 // PER_NODE)
 
     def tuned(self, card: str, num_cards: int) -> tuple[float, float]:
         """Rollout and training seconds of the best split by whole nodes."""
@@ -147,8 +156,12 @@ class Replay:
         return min(splits, key=max)
 
     def hex_rate(self, num_h20: int) -> float:
-        step_s = max(self.rollout_s("h20", num_h20), self.train_s("h800", 8))
-        return self.tokens / (self.hex_update_s(num_h20) + step_s)
+        """All H20 roll out, eight H800 train, and both wait for the update."""
+        return self.tokens / (self.hex_update_s(num_h20) + self.tokens / self.hidden_rate(num_h20))
+
+    def hidden_rate(self, num_h20: int) -> float:
+        """The same if nothing waited for an update."""
+        return self.tokens / max(self.rollout_s("h20", num_h20), self.train_s("h800", 8))
 
     def hex_price_per_h(self, rate: float) -> float:
         """The least of one node of H800 that trains and nodes of H20 that roll out, for so many tokens a second."""
