@@ -72,8 +72,7 @@ def must_recompute(inventory: Inventory, workload: Workload, gang: Gang, figures
 
 def bubble(workload: Workload, gang: Gang) -> float:
     """What a pipeline's filling and draining makes of its time."""
-    tokens = workload.trained_tokens_per_step / (gang.dp * workload.updates_per_step)
-    return 1 + (gang.pp - 1) / max(1.0, tokens / _microbatch_tokens(workload))
+    return 1 + (gang.pp - 1) / _microbatches(workload, gang)
 
 
 def compute_s(inventory: Inventory, workload: Workload, gang: Gang, stage: _Stage, figures: Figures) -> float:
@@ -83,6 +82,12 @@ def compute_s(inventory: Inventory, workload: Workload, gang: Gang, stage: _Stag
     else:
         share = gang.batch_shares.get(stage.name, 1.0) * stage.share * gang.pp
     return total * share / _speed(inventory, gang, stage.name, figures)
+
+
+def _microbatches(workload: Workload, gang: Gang) -> float:
+    """Of one update in each replica."""
+    tokens = workload.trained_tokens_per_step / (gang.dp * workload.updates_per_step)
+    return max(1.0, tokens / _microbatch_tokens(workload))
 
 
 def _microbatch_tokens(workload: Workload) -> float:
@@ -101,10 +106,15 @@ def _tp_s(inventory: Inventory, workload: Workload, gang: Gang, stage: _Stage, f
 
 
 def _dp_s(inventory: Inventory, workload: Workload, gang: Gang, stage: _Stage, figures: Figures) -> float:
-    """Gradients: first among the cards of a node, then between the nodes of a ring, which one link a node carries."""
+    """Gradients: first among the cards of a node, then between the nodes of a ring, which one link a node carries.
+
+    ZeRO-3 adds gradients up but spreads no sums; its weights are gathered for both passes of every microbatch."""
     if gang.dp == 1:
         return 0.0
     stage_bytes = all_parameters(workload.model) * figures.gradient_bytes * stage.share
+    if gang.zero == 3:
+        gathered = all_parameters(workload.model) * workload.model.bytes_per_weight * stage.share
+        stage_bytes = stage_bytes / 2 + gathered * _microbatches(workload, gang)
     classes = [inventory.classes[name] for name in stage.ring]
     local = min(gang.dp, max(1, min(one.per_node for one in classes) // stage.tp))
     num_nodes = -(-gang.dp // local)

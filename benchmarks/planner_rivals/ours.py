@@ -1,6 +1,8 @@
-"""Our planner as a contestant: all machines, no budget."""
+"""Our planner as a contestant: all machines are given, so none of them costs anything."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from benchmarks.planner_rivals.answer import Answer
 from offbeat.plan.columns import problem_of
@@ -16,7 +18,8 @@ def problem(inventory: Inventory, workload: Workload) -> Problem:
 
 
 def answer(given: Problem) -> Answer | None:
-    result = fastest(given)
+    offers = {name: replace(offer, node_price_per_h=0.0) for name, offer in given.offers.items()}
+    result = fastest(replace(given, offers=offers))
     if result.solution is None:
         return None
     gang = next(gang for gang in given.gangs if gang.name == result.solution.gang)

@@ -63,9 +63,20 @@ def test_a_training_step_by_hand():
     tokens = 512 * 4000
     multiplied = 28 * (3584 * 128 * 36 + 28 * 128 * 3584 + 3 * 3584 * 18_944) + 152_064 * 3584
     flops = 8 * multiplied * tokens + 4 * 2 * 28 * 28 * 128 * 512 * 4000**2
-    gradients_s = 2 * all_parameters(QWEN_7B) * 2 * 7 / 8 / (200e9 * 0.7) * 0.5
+    ring_s = 2 * all_parameters(QWEN_7B) * 2 * 7 / 8 / (200e9 * 0.7) * 0.5
+    num_microbatches = tokens / 8 / (WORK.prompt.longest + WORK.answer.longest)
     assert not train.must_recompute(CLUSTER, WORK, gang, Figures())
-    assert train.step_s(CLUSTER, WORK, gang, Figures()) == pytest.approx(flops / (8 * 756e12 * 0.4) + gradients_s)
+    computed_s = flops / (8 * 756e12 * 0.4)
+    assert train.step_s(CLUSTER, WORK, replace(gang, zero=2), Figures()) == pytest.approx(computed_s + ring_s)
+    gathered_s = ring_s * (0.5 + num_microbatches)  # weights for every microbatch, gradients added up but not spread
+    assert train.step_s(CLUSTER, WORK, gang, Figures()) == pytest.approx(computed_s + gathered_s)
+
+
+def test_a_stage_holds_whole_layers():
+    hidden = Figures(exposed_dp=0.0)
+    even, uneven = (Gang({"h800": 1}, 1, pp, 8 // pp, zero=3) for pp in (4, 8))  # 28 layers: 7 each, or 4 in some
+    step_s = {gang.pp: train.step_s(CLUSTER, WORK, gang, hidden) / train.bubble(WORK, gang) for gang in (even, uneven)}
+    assert step_s[8] / step_s[4] == pytest.approx(4 * 8 / 28)
 
 
 def test_classes_that_share_a_batch_by_speed_are_as_fast_as_both():

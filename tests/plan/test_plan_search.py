@@ -47,6 +47,41 @@ def test_without_the_cap_the_golden_instance_takes_its_gangs_34_seconds():
     assert fastest(golden(bound=20)).solution.tau_s == 34.0
 
 
+def with_headroom(problem, share):
+    return replace(problem, demand=replace(problem.demand, headroom=share))
+
+
+def test_headroom_fills_cards_that_are_paid_for_and_no_more():
+    tight = fastest(golden(bound=20))
+    assert tight.solution.replicas == {"on B": 10}  # 3 nodes of 4 cards
+    roomy = fastest(with_headroom(golden(bound=20), 0.2))
+    assert roomy.solution.replicas == {"on B": 12}  # 120,000 tokens and a fifth more, at 400 * (34 - 2) each
+    assert (roomy.solution.tau_s, roomy.price_per_h) == (tight.solution.tau_s, tight.price_per_h)
+    half = fastest(with_headroom(golden(bound=20), 0.5))  # 15 would be wanted; half of it fits
+    assert half.solution.replicas == {"on B": 12}
+
+
+def test_headroom_has_long_answers_ready_earlier_where_that_costs_nothing():
+    problem = golden(bound=20, tail_tokens=60_000.0)
+    on_a, on_b = problem.rollout
+    slower = replace(on_b, name="slower on B", token_s=0.0108)  # its tail takes 648 s of 663, the other's 600
+    lighter = replace(slower, concurrency=8)
+    problem = replace(problem, rollout=(on_a, on_b, lighter))
+    assert set(fastest(problem).solution.replicas) == {"slower on B"}  # less in flight
+    assert set(fastest(with_headroom(problem, 0.1)).solution.replicas) == {"on B"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([0.05, 0.3]))
+def test_headroom_costs_neither_speed_nor_money(seed, share):
+    problem, wanted = drawn(seed), with_headroom(drawn(seed), share)
+    tight, roomy = fastest(problem), fastest(wanted)
+    assume(tight.solution is not None)
+    assert roomy.solution.tau_s == tight.solution.tau_s
+    assert roomy.price_per_h == tight.price_per_h
+    assert not check(wanted, roomy.solution, roomy.certificate)
+
+
 @pytest.mark.parametrize(
     "tau_s, price, gang, num_replicas, mean_age",
     [(39.5, 40, "A x 2", 8, 2.0), (60, 24, "A x 1", 6, 1.5), (80, 20, "A x 1", 4, 1.0), (110, 12, "B x 2", 3, 0.75)],

@@ -79,6 +79,7 @@ lora_rank = 16
 max_staleness = 2
 kv = "stale"
 waste = 0.1
+headroom = 0.2
 delta_density = 0.05
 [reward]
 seconds = 2.5
@@ -88,7 +89,7 @@ price = 0.02
     found = load_workload(workload(PLAIN + more))
     assert (found.has_reference, found.has_critic, found.updates_per_step, found.lora_rank) == (True, True, 4, 16)
     assert (found.recomputes_logprobs, found.bound, found.kv) == (False, 2, KvPolicy.STALE)
-    assert (found.waste_share, found.delta_density) == (0.1, 0.05)
+    assert (found.waste_share, found.headroom, found.delta_density) == (0.1, 0.2, 0.05)
     assert found.reward == RewardPool(2.5, 64, 0.02)
 
 

@@ -197,11 +197,11 @@ def cheapest_counts(search: Search, tau_s: float, cap: int | None, best: Counts 
 
 
 def roomy_counts(
-    search: Search, tau_s: float, cap: int | None, plans: Sequence[Counts], headroom: float
+    search: Search, tau_s: float, cap: int, plans: Sequence[Counts], headroom: float
 ) -> tuple[Search, Counts] | None:
     """The cheapest plan of these plans' gangs that generates more by the headroom at this period, and has long answers
-    ready as much earlier; or by as much of it as their nodes and the budget allow, the latter given up first. With the
-    search that asked for so much; None where there is nothing to spare.
+    ready as much earlier; or by as much of it as that much money allows, the latter given up first. With the search
+    that asked for so much; None where there is nothing to spare.
     """
     demand = search.view.problem.demand
     for in_time, share in itertools.product((True, False), SHARES):
@@ -215,7 +215,7 @@ def roomy_counts(
     return None
 
 
-def _roomy_counts(roomy: Search, tau_s: float, cap: int | None, gang: int) -> Counts | None:
+def _roomy_counts(roomy: Search, tau_s: float, cap: int, gang: int) -> Counts | None:
     guide = bounds.least_price(roomy.view, tau_s, gang)
     if guide is None:
         return None

@@ -107,7 +107,8 @@ class Demand:
     reward_rate: float | None = None
     """Trajectories a second that the reward pool judges; None where it never limits."""
     headroom: float = 0.0
-    """The share by which the fastest plan should generate more than a step asks for, as far as that costs no speed."""
+    """The share by which the fastest plan should generate more than a step asks for, and have long answers ready
+    earlier, as far as that costs neither speed nor money."""
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ def fastest(
 ) -> Result:
     """The shortest period for at most `budget` ($/h); of its plans the cheapest, of those one with least in flight.
 
-    Plans count that have the demand's headroom, or as much of it as this period and the budget leave. `within_s` limits
-    each integer program, not the whole.
+    Before that comes the demand's headroom, or as much of it as that period and price leave. `within_s` limits each
+    integer program, not the whole.
     """
     search = Search(view_of(problem), gap, within_s, solver)
     cap = None if budget is None else micros(budget)
@@ -67,7 +67,8 @@ def fastest(
     cheap, least = cheapest_counts(last, tau_s, cap, counts)
     assert cheap is not None, "the plan that was there is gone"
     if headroom := problem.demand.headroom:
-        last, cheap = roomy_counts(last, tau_s, cap, [cheap, counts], headroom) or (last, cheap)
+        price = search.view.price(cheap)
+        last, cheap = roomy_counts(last, tau_s, price, [cheap, counts], headroom) or (last, cheap)
     return _result(search.view, tau_s, freshest_counts(last, tau_s, cheap), certificate, tau_lo_s, least)
 
 

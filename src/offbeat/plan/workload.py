@@ -89,8 +89,8 @@ class Workload:
     waste_share: float = 0.0
     """Of generated tokens, those that nobody trains on: dropped, filtered, over-provisioned."""
     headroom: float = 0.1
-    """Of what a step asks for: what rollouts should generate beyond it, so that a cost model's error does not leave the
-    trainer waiting."""
+    """Of what a step asks for: what rollouts should generate beyond it where that costs nothing, so that a cost model's
+    error does not leave the trainer waiting."""
     delta_density: float = 1.0
     """Bytes of a weight update over those of all weights."""
     reward: RewardPool | None = None

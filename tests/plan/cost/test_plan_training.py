@@ -73,6 +73,9 @@ def test_replicas_reduce_inside_nodes_first_and_the_cards_of_a_node_share_its_li
     expected = 2 * 3 / 4 * 1e9 / 1e11 + 2 * 2 / 3 * (1e9 / 4) / (8e9 / 8)
     assert allreduce_s(1e9, PEAK, FABRIC, 2, 12) == pytest.approx(expected)
     assert allreduce_s(1e9, PEAK, FABRIC, 2, 4) == pytest.approx(2 * 3 / 4 * 1e9 / 1e11)
+    # a fifth replica stands on a second node, which has to hear of everything
+    alone = 2 * 3 / 4 * 1e9 / 1e11 + 2 * 1 / 2 * (1e9 / 4) / (8e9 / 8)
+    assert allreduce_s(1e9, PEAK, FABRIC, 2, 5) == pytest.approx(alone)
 
 
 def test_gradients_go_once_an_update_and_zero_three_moves_three_times_the_weights():
