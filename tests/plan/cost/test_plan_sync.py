@@ -14,7 +14,8 @@ def test_a_relay_crosses_the_slow_link_once_and_the_rival_once_a_copy():
     one_copy_s = weight_bytes(QWEN_14B) / 1.5e9
     assert one_copy_s == pytest.approx(19.7, abs=0.05)
     relayed_s = relay_s(WORK, PLACE, "a", "b", 6)
-    assert relayed_s == pytest.approx(one_copy_s + 5 * CHUNK_BYTES / 5e9)
+    # 1.5 GB/s arrive and 5 leave: each of 6 nodes passes pieces on to 2, so the last is 2 hops away
+    assert relayed_s == pytest.approx(one_copy_s + 2 * CHUNK_BYTES / (5e9 / 2))
     assert copies_s(WORK, PLACE, "a", "b", 6) == pytest.approx(6 * one_copy_s)
 
 
@@ -22,6 +23,13 @@ def test_a_relay_is_no_faster_than_its_slowest_link():
     place = cluster(machines("a", 1), machines("b", 2), same=1e9, between=1.5e9)
     assert relay_s(WORK, place, "a", "b", 2) >= update_bytes(WORK) / 1e9
     assert relay_s(WORK, place, "a", "b", 1) == pytest.approx(update_bytes(WORK) / 1.5e9)
+
+
+def test_a_large_class_is_spread_by_a_tree_and_not_along_a_line():
+    one, large = (relay_s(WORK, PLACE, "a", "b", num_nodes) for num_nodes in (1, 400))
+    assert large - one == pytest.approx(8 * CHUNK_BYTES / (5e9 / 2))  # 1 + 2 + 4 + ... + 256 nodes: 8 hops, not 399
+    tight = cluster(machines("a", 1), machines("b", 400), same=1.5e9, between=1.5e9)
+    assert relay_s(WORK, tight, "a", "b", 400) > large  # no port is left to divide
 
 
 def test_deltas_shorten_the_way_in_proportion():

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.sizes import trained_parameters, update_bytes
-from offbeat.plan.hardware import Accelerator, Inventory, MachineClass
+from offbeat.plan.hardware import Accelerator, Inventory, Link, MachineClass
 from offbeat.plan.shapes import num_parameters, weight_bytes
 from offbeat.plan.workload import Workload
 
 CHUNK_BYTES = 16 * 2**20
 """A node passes a piece on once it has all of it: the size of our pieces."""
+MAX_FAN_OUT = 8
 
 
 def relay_s(workload: Workload, inventory: Inventory, root: str, receiver: str, num_nodes: int) -> float:
@@ -22,13 +23,27 @@ def relay_s(workload: Workload, inventory: Inventory, root: str, receiver: str, 
     if root == receiver and (num_nodes == 1 or frozenset((root,)) not in inventory.links):
         return 0.0  # a class of one node: there is nobody to send to
     first = inventory.link(root, receiver)
-    time_s = update_bytes(workload) / first.bytes_per_s + first.latency_s
-    if num_nodes > 1:
-        within = inventory.link(receiver, receiver)
-        slowest = min(first.bytes_per_s, within.bytes_per_s)
-        time_s = update_bytes(workload) / slowest + first.latency_s
-        time_s += (num_nodes - 1) * (CHUNK_BYTES / within.bytes_per_s + within.latency_s)
-    return time_s
+    if num_nodes == 1:
+        return update_bytes(workload) / first.bytes_per_s + first.latency_s
+    within = inventory.link(receiver, receiver)
+    return first.latency_s + min(
+        spread_s(update_bytes(workload), first.bytes_per_s, within, num_nodes, width)
+        for width in range(1, MAX_FAN_OUT + 1)
+    )
+
+
+def spread_s(
+    num_bytes: float, arriving: float, within: Link, num_nodes: int, width: int, chunk_bytes: float = CHUNK_BYTES
+) -> float:
+    """Until all of so many nodes have what arrives at the first of them, each passing every piece on to `width` more:
+    more of them make it shallower, and slower once a node's port is full."""
+    depth, covered, layer = 0, 1, 1
+    while covered < num_nodes:
+        layer *= width
+        covered += layer
+        depth += 1
+    each = within.bytes_per_s / min(width, num_nodes - 1)
+    return num_bytes / min(arriving, each) + depth * (chunk_bytes / each + within.latency_s)
 
 
 def copies_s(workload: Workload, inventory: Inventory, root: str, receiver: str, num_copies: float) -> float:

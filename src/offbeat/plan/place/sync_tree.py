@@ -22,13 +22,12 @@ from enum import StrEnum
 
 import networkx as nx
 
+from offbeat.plan.cost.sync import CHUNK_BYTES, MAX_FAN_OUT, spread_s
+from offbeat.plan.hardware import Link
 from offbeat.plan.place.nodes import Fabric
 
-CHUNK_BYTES = 4e6
-"""A thousandth of a small model: long against a link's latency (0.8 ms at 5 GB/s), short against the whole."""
 SWAP_S = 0.05
 """To point an engine at weights that already lie in its memory: graphs stay, one step boundary is waited for."""
-MAX_FAN_OUT = 8
 MAX_IMPROVED = 16
 """Receivers up to which a measured tree is improved move by move: a round costs their number cubed."""
 
@@ -211,19 +210,11 @@ def _by_class(
 
 
 def _fan_out(fabric: Fabric, line: Sequence[str], arriving: float, num_bytes: float, chunk_bytes: float) -> int:
-    """To how many each should pass a version on: more is shallower, and slower once the port is full."""
-    rate = fabric.bytes_per_s(line[0], line[1])
-    latency_s = fabric.latency_s(line[0], line[1])
+    """To how many each should pass a version on."""
+    within = Link(fabric.bytes_per_s(line[0], line[1]), fabric.latency_s(line[0], line[1]))
 
     def seconds(width: int) -> float:
-        depth = 0
-        covered, layer = 1, 1
-        while covered < len(line):
-            layer *= width
-            covered += layer
-            depth += 1
-        each = rate / min(width, len(line) - 1)
-        return num_bytes / min(arriving, each) + depth * (chunk_bytes / each + latency_s)
+        return spread_s(num_bytes, arriving, within, len(line), width, chunk_bytes)
 
     return min(range(1, MAX_FAN_OUT + 1), key=lambda width: (seconds(width), width))
 
