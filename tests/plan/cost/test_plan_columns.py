@@ -13,7 +13,7 @@ from offbeat.plan.cost.decode import decode_step_s
 from offbeat.plan.cost.memory import kv_bytes_per_row, max_rows, usable_bytes
 from offbeat.plan.cost.prefill import prompt_s, refill_s
 from offbeat.plan.cost.sizes import update_bytes
-from offbeat.plan.gangs import node_grid, split_layers
+from offbeat.plan.gang_shapes import node_grid, split_layers
 from offbeat.plan.rollout import class_columns, row_grid, undominated
 from offbeat.plan.shapes import num_parameters, weight_bytes
 from offbeat.plan.workload import KvPolicy, RewardPool
