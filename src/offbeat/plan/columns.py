@@ -38,7 +38,8 @@ def problem_of(
     columns = rollout_columns(inventory, workload, constants, roots)
     if workload.may_share:
         columns += home_columns(inventory, workload, constants, training)
-    rollout = tuple(replace(column, lag_s=sync_lag_s(inventory, workload, roots, column.offer)) for column in columns)
+    lags_s = {name: sync_lag_s(inventory, workload, roots, name) for name in {column.offer for column in columns}}
+    rollout = tuple(replace(column, lag_s=lags_s[column.offer]) for column in columns)
     reward = workload.reward
     return Problem(
         offers=offers,

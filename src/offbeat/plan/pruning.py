@@ -74,7 +74,9 @@ def efficient_gangs(
     nodes = nodes_of(fitting)
     kept_bytes = [[gang.kept_bytes.get(name, 0.0) for (name,) in own] for gang in fitting]
     costs = np.hstack([nodes, np.array(kept_bytes).reshape(len(fitting), len(own))])
-    keys = [(gang.period_s, *row, *sorted(lost[gang.root])) for gang, row in zip(fitting, costs, strict=True)]
+    figures = {root: tuple(sorted(lost[root])) for root in roots}
+    rank = {root: sorted(set(figures.values())).index(figures[root]) for root in roots}  # by figures, never by name
+    keys = [(gang.period_s, *row, rank[gang.root]) for gang, row in zip(fitting, costs, strict=True)]
     # Whether publishing from one class loses no more anywhere than from another.
     as_good = {(one, other): bool((lost[one] <= lost[other]).all()) for one in lost for other in lost}
     kept: list[int] = []

@@ -273,17 +273,22 @@ def _windows(
     """Per gang and column: seconds of a period without generation, and the shortest period that the tail fits."""
     demand = problem.demand
     shape = (len(gangs), len(columns))
-    roots = {gang.root for gang in gangs}
-    lost = {root: [shapes[0].blocking_s[root] for shapes in columns] for root in roots}
-    blocking = np.array([lost[gang.root] for gang in gangs], dtype=float).reshape(shape)
-    tail_s = demand.tail_tokens * np.array([shapes[0].token_s for shapes in columns], dtype=float)
-    lags = {root: [demand.lag_s + shapes[0].lag_from_s(root) for shapes in columns] for root in roots}
-    lag = np.array([lags[gang.root] for gang in gangs], dtype=float).reshape(shape)
+    roots = sorted({gang.root for gang in gangs})
+    published_by = np.array([roots.index(gang.root) for gang in gangs], dtype=int)
+    first = [shapes[0] for shapes in columns]
+
+    def by_gang(figures: Sequence[Sequence[float]]) -> Floats:
+        return np.array(figures, dtype=float).reshape(len(roots), len(columns))[published_by]
+
+    blocking = by_gang([[column.blocking_s[root] for column in first] for root in roots])
+    lag = by_gang([[demand.lag_s + column.lag_from_s(root) for column in first] for root in roots])
+    tail_s = demand.tail_tokens * np.array([column.token_s for column in first], dtype=float)
     if demand.bound == 0:
         blocking = blocking + np.array([gang.period_s for gang in gangs])[:, None] + lag
-        room = np.array([np.inf if one.room_bytes is None else one.room_bytes for one, *_ in columns])
-        kept = [[gang.kept_bytes.get(one.offer, 0.0) for one, *_ in columns] for gang in gangs]
-        fits = np.array(kept, dtype=float).reshape(shape) <= room
+        room = np.array([np.inf if column.room_bytes is None else column.room_bytes for column in first])
+        offers = sorted({column.offer for column in first})
+        kept = np.array([[gang.kept_bytes.get(name, 0.0) for name in offers] for gang in gangs], dtype=float)
+        fits = kept.reshape(len(gangs), len(offers))[:, [offers.index(column.offer) for column in first]] <= room
         opens = (blocking + tail_s) * (1 + ROUNDING) if demand.tail_tokens else np.zeros(shape)
         return blocking, np.where(fits, opens, np.inf)
     if not demand.tail_tokens:
