@@ -71,6 +71,16 @@ def test_headroom_has_long_answers_ready_earlier_where_that_costs_nothing():
     assert set(fastest(with_headroom(problem, 0.1)).solution.replicas) == {"on B"}
 
 
+@pytest.mark.parametrize("names", [("first", "second"), ("second", "first")])
+def test_of_gangs_that_differ_in_who_publishes_the_nearer_is_kept_whatever_they_are_called(names):
+    problem = golden(tail_tokens=1_000.0)
+    gang = problem.gangs[0]
+    near, far = (replace(gang, name=name, root=root) for name, root in zip(names, ("A", "B"), strict=True))
+    late = tuple(replace(column, lag_s={"A": 1.0, "B": 2.0}) for column in problem.rollout)
+    view = view_of(replace(problem, gangs=(near, far), rollout=late))
+    assert [kept.root for kept in view.gangs] == ["A"]
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([0.05, 0.3]))
 def test_headroom_costs_neither_speed_nor_money(seed, share):

@@ -105,6 +105,11 @@ def test_two_classes_train_together_only_inside_a_zone():
     assert all(len(gang.nodes) == 1 for gang in problem_of(far, work()).gangs)
 
 
+def test_rollouts_get_headroom_unless_nothing_may_lie_ready():
+    assert demand_of(work(bound=4, headroom=0.2)).headroom == 0.2
+    assert demand_of(work(bound=0, headroom=0.2)).headroom == 0
+
+
 def test_either_class_of_a_mixed_gang_may_publish():
     big = {"memory_bytes": 200e9, **FAST}
     place = cluster(machines("a", 1, **big), machines("b", 2, **big), same=100e9, between=100e9)
