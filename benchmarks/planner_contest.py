@@ -12,8 +12,8 @@ keep it, which Algorithm 1 does not look at. Raw figures also say how all would 
 instead, and `losses` names all cases in which a reading of Algorithm 1 is ahead, paced or masked: our planner does not
 trade masked tokens for speed.
 
-While clusters of the default seed and of two others were looked at, the evaluator was mended where our plans lost by
-its mistakes (see the results page). Only a seed that nobody had looked at before says how it does since.
+While clusters of some seeds were looked at, evaluator and planner were mended where our plans lost by
+their mistakes (see the results page). Only a seed that nobody had looked at before says how it does since.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ NUM_RANDOM = 200
 NUM_QUICK = 6
 PUBLISHED, SAME = "as published", "same sync"
 READINGS = ("literal", "charitable", "evident")
+TIE = 1e-9
+"""Of a speed: the same plan, added up in another order."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def bars(outcomes: Sequence[Outcome]) -> dict[str, report.Bar]:
         best = [one.over_best(sync) for one in outcomes]
         literal = [ratio for one in outcomes if (ratio := one.over_literal(sync)) is not None]
         found[f"{sync}: over the best reading, mean"] = _mean_bar(1.03, best)
-        found[f"{sync}: over the best reading, least"] = _bar(1.0, min(best), min(best) >= 1.0, best)
+        found[f"{sync}: over the best reading, least"] = _bar(1.0, min(best), min(best) >= 1.0 - TIE, best)
         found[f"{sync}: over Algorithm 1 as printed, mean"] = _mean_bar(1.10, literal)
     gaps = [one.gap for one in outcomes]
     found["proven gap, largest"] = _bar(0.01, max(gaps), max(gaps) <= 0.01, gaps)
@@ -176,7 +178,10 @@ def losses(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
         **{f"{sync}, paced": {one.case.name: one.over_best(sync) for one in outcomes} for sync in (PUBLISHED, SAME)},
         f"{SAME}, masked": {one.case.name: one.over_best_masked() for one in outcomes},
     }
-    return {way: {name: round(ratio, 4) for name, ratio in found.items() if ratio < 1} for way, found in ratios.items()}
+    return {
+        way: {name: round(ratio, 4) for name, ratio in found.items() if ratio < 1 - TIE}
+        for way, found in ratios.items()
+    }
 
 
 def main() -> None:
@@ -194,7 +199,7 @@ def main() -> None:
             without.append(case.name)
             continue
         outcomes.append(outcome)
-        if outcome.over_best(SAME) < 1 or number % 20 == 0:
+        if outcome.over_best(SAME) < 1 - TIE or number % 20 == 0:
             print(f"planner_contest: {case.name}: {outcome.over_best(SAME):.3f} with the same sync", file=sys.stderr)
     found = bars(outcomes)
     if options.quick:

@@ -1,8 +1,8 @@
 """How long the planner takes, 64 to 65,536 accelerators of 8 classes: `python -m benchmarks.planner_scale [--quick]`.
 
 One process on one core makes columns of an inventory and a workload by the cost model, then the fastest plan for half
-of what everything would cost, proof included, to a gap of 0.1 %; both are timed together. The plan is checked without a
-solver, which is not timed. Cards and their prices are the catalogue's; links, lengths and models are drawn.
+of what everything would cost, proof included, to a gap of 0.01 %; both are timed together. The plan is checked without
+a solver, which is not timed. Cards and their prices are the catalogue's; links, lengths and models are drawn.
 
 Bars take the worst of the seeds, in seconds of the processor: what a core of its own would need, whatever else the
 machine is doing. Seconds by the clock stand beside them.

@@ -77,8 +77,10 @@ def candidate(group: list[Answer]) -> Candidate:
 
 
 def main(model: str, num_steps: int) -> None:
-    dtype = "float32" if current_platform.is_cpu() else "auto"
-    args = EngineArgs(model, dtype=dtype, max_model_len=256, max_num_seqs=64, enforce_eager=True)
+    on_cpu = current_platform.is_cpu()
+    args = EngineArgs(model, dtype="float32" if on_cpu else "auto", max_model_len=256, max_num_seqs=64)
+    args.enforce_eager = True
+    args.enable_chunked_prefill = not on_cpu  # there vLLM ends when it splits the prompt of a request with a seed
     engine = LLMEngine.from_engine_args(args)
     groups: dict[int, list[Answer]] = {}
     num_begun = 0

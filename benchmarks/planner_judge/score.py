@@ -5,8 +5,10 @@ when they change versions or a whole batch lies ready: more would only grow old.
 batch in training together never exceed the bound plus one batches; where a plan wants more in flight, slots stay empty.
 
 The bound may be kept in two ways, and both are told. *Paced*: steps follow one another no faster than an answer of the
-tail's length, begun at a version, can be trained within the bound; only what is longer is carried on. *Masked*: steps
-go as fast as they can, and tokens that are older than the bound when they would be trained do not count.
+tail's length, begun at a version, can be trained within the bound; only what is longer is carried on. Steps start a
+period apart; a version is there once its step has trained and published, and what is begun with it may be trained up to
+the step that starts bound + 1 periods after its own. *Masked*: steps go as fast as they can, and tokens that are older
+than the bound when they would be trained do not count.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def score(inventory: Inventory, workload: Workload, plan: Plan, figures: Figures
     period_s, mean_ready = _simulate(workload, pools, train_s + publish_s, figures)
     masked = _masked_share(workload, pools, period_s, mean_ready, figures)
     tokens = workload.trajectories_per_step * workload.answer.mean
-    paced_s = max(period_s, _tail_s(inventory, workload, plan, pools, figures) / (workload.bound - HALF))
+    ready_s = train_s + publish_s + _tail_s(inventory, workload, plan, pools, figures)
+    paced_s = max(period_s, ready_s / (workload.bound + 1 - HALF))
     return Score(tokens / paced_s, tokens * (1 - masked) / period_s, period_s, train_s, masked)
 
 

@@ -96,7 +96,7 @@ class Hex:
     def costs(self, training: Mapping[str, int], is_exact: bool) -> Costs:
         """C_T and C_I of eq. 1; infinite for a side that cannot work."""
         gang = self.train_search(training)
-        replicas = self.rollouts(rest(self.inventory, training), is_exact)
+        replicas = self.rollouts(rest(self.inventory, training), is_exact, gang)
         train_s = gang.step_s if gang else math.inf
         if not replicas:
             return Costs(train_s, math.inf, None)
@@ -111,7 +111,7 @@ class Hex:
         ]
         return min(inside, key=lambda gang: gang.step_s, default=None)
 
-    def rollouts(self, nodes: Mapping[str, int], is_exact: bool) -> dict[str, int]:
+    def rollouts(self, nodes: Mapping[str, int], is_exact: bool, gang: Gang | None) -> dict[str, int]:
         """Eq. 2: most tokens a second. Its finish times equalise, so each class is filled for itself."""
         if not is_exact:
             return self._filled(nodes, math.inf)
@@ -119,7 +119,7 @@ class Hex:
         room = self.problem.demand.bound * self.problem.demand.trajectories
         plans = [plan for plan in (self._filled(nodes, cap) for cap in caps) if plan]
         fitting = [plan for plan in plans if self._in_flight(plan) <= room] or plans[:1]
-        return min(fitting, key=self._paced_s, default={})
+        return min(fitting, key=lambda plan: self._paced_s(plan, gang), default={})
 
     def _filled(self, nodes: Mapping[str, int], cap: float) -> dict[str, int]:
         """Each class full of the shape that gives most per card with at most `cap` in flight a card."""
@@ -149,13 +149,15 @@ class Hex:
         update_s = self.copies * weight_bytes(self.workload.model) / min(links)
         return (self.problem.demand.tokens + stopped) / rate + update_s
 
-    def _paced_s(self, replicas: Mapping[str, int]) -> float:
+    def _paced_s(self, replicas: Mapping[str, int], gang: Gang | None) -> float:
         """A batch at the common rate, or what answers of the tail's length need for the bound, where that is longer."""
         demand, columns = self.problem.demand, self._columns
-        roots = {gang.root for gang in self.problem.gangs}
-        lag_s = min(max(columns[name].lag_from_s(root) for name in replicas) for root in roots) + demand.lag_s
+        roots = {gang.root} if gang else {one.root for one in self.problem.gangs}
+        over = {*(gang.nodes if gang else ()), *(columns[name].offer for name in replicas)}
+        lag_s = min(max(columns[name].lag_from_s(root, over) for name in replicas) for root in roots) + demand.lag_s
         tail_s = demand.tail_tokens * max(columns[name].token_s for name in replicas) + lag_s
-        return max(demand.tokens / self._rate(replicas), tail_s / (demand.bound - demand.age_guard))
+        ready_s = (gang.period_s if gang else 0.0) + tail_s
+        return max(demand.tokens / self._rate(replicas), ready_s / (demand.bound + 1 - demand.age_guard))
 
     @property
     def _columns(self) -> dict[str, RolloutColumn]:

@@ -81,7 +81,7 @@ def test_literal_trains_on_h20_where_evident_trains_on_h800():
 
 
 def test_literal_does_not_look_at_what_is_in_flight():
-    assert rival(paper(1, 6)).rollouts({"h20": 6}, is_exact=False) == {"h20 b64": 48}
+    assert rival(paper(1, 6)).rollouts({"h20": 6}, is_exact=False, gang=None) == {"h20 b64": 48}
 
 
 def test_the_update_blocks_for_five_copies():

@@ -55,6 +55,25 @@ def test_an_output_layer_that_shares_the_embeddings_weights_follows_them(server,
     np.testing.assert_allclose(segment.logprobs, forward_logprobs(other, request, segment.tokens), atol=2e-2)
 
 
+def test_prompts_that_fit_into_no_one_step_together_are_answered_as_each_alone(server):
+    url, _, version = server
+    asked = [ask(prompt(i, 900), seed=i, temperature=1.0, max_new_tokens=8) for i in range(16)]
+
+    async def scenario() -> tuple[list[Generation], list[Generation]]:
+        engine = await ServedEngine.attach(VllmDialect(Server(url)), worker="w", num_slots=16)
+        await engine.load(version)
+        try:
+            together = await asyncio.gather(*map(engine.generate, asked))
+            return together, [await engine.generate(request) for request in asked]
+        finally:
+            await engine.close()
+
+    together, alone = asyncio.run(scenario())
+    assert [answer.segments[0].tokens.tolist() for answer in together] == [
+        answer.segments[0].tokens.tolist() for answer in alone
+    ]
+
+
 def test_a_server_that_stands_still_is_dead_after_a_while(server):
     url, process, version = server
 

@@ -44,6 +44,7 @@ def test_vllm_listens_on_this_machine_alone_and_takes_tokens_alone():
         "--seed": "7",
         "--tokens-only": "",
         "--disable-uvicorn-access-log": "",
+        "--no-enable-chunked-prefill": "",
         "--host": "127.0.0.1",
         "--port": "8123",
     }
@@ -59,6 +60,7 @@ def test_on_a_gpu_it_is_told_its_share_of_memory_and_how_weights_come():
     )
     assert json.loads(told["--weight-transfer-config"]) == {"backend": "ipc"}
     assert "--weight-transfer-config" not in command(config, GPU, 1)
+    assert "--no-enable-chunked-prefill" not in told
 
 
 def test_sglang_is_started_as_its_dialect_wants_it():

@@ -56,7 +56,25 @@ def drawn(seed: int, num_classes: int = 2, max_nodes: int = 3) -> Problem:
         reward_rate=rng.choice([None, 2.0]),
     )
     problem = Problem(offers, tuple(rollout), tuple(gangs), demand, spare_replicas=rng.choice([0, 0, 1]))
+    if seed % 2:
+        problem = _passed_on(problem, random.Random(-seed))
     return problem if rng.random() < 0.5 else _shared(problem, rng)
+
+
+def _passed_on(problem: Problem, rng: random.Random) -> Problem:
+    """Versions that come late come sooner over other classes that generate."""
+
+    def over_s(column: RolloutColumn) -> dict[str, dict[str, float]]:
+        others = [name for name in problem.offers if name != column.offer]
+        late = [root for root, seconds in column.lag_s.items() if seconds]
+        return {root: {name: rng.choice([0.0, 2.0]) for name in others if rng.random() < 0.8} for root in late}
+
+    by_class = {}
+    for column in problem.rollout:
+        by_class.setdefault(column.offer, over_s(column))
+    return replace(
+        problem, rollout=tuple(replace(column, lag_over_s=by_class[column.offer]) for column in problem.rollout)
+    )
 
 
 def _shared(problem: Problem, rng: random.Random) -> Problem:
@@ -109,9 +127,14 @@ def is_plan(problem: Problem, gang: Gang, counts, tau_s: float) -> bool:
     yields = []
     for column, num in zip(problem.rollout, counts, strict=True):
         left = tau - Fraction(column.blocking_s[gang.root])
-        lag = Fraction(demand.lag_s) + Fraction(column.lag_s.get(gang.root, 0))
+        ways_s = [column.lag_s.get(gang.root, 0)]
+        if demand.bound:
+            present = {*gang.nodes, *(c.offer for c, n in zip(problem.rollout, counts, strict=True) if n)}
+            ways_s += [way_s for name, way_s in column.lag_over_s.get(gang.root, {}).items() if name in present]
+        lag = Fraction(demand.lag_s) + Fraction(min(ways_s))
         left -= 0 if demand.bound else Fraction(gang.period_s) + lag
-        window = left if not demand.bound else (demand.bound - Fraction(demand.age_guard)) * tau - lag
+        window = (demand.bound + 1 - Fraction(demand.age_guard)) * tau - Fraction(gang.period_s) - lag
+        window = window if demand.bound else left
         if num and demand.tail_tokens and Fraction(demand.tail_tokens) * Fraction(column.token_s) > window:
             return False
         yields += [Fraction(column.tokens_per_s) * max(left, 0)] * num

@@ -1,16 +1,18 @@
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from offbeat.errors import UserError
 from offbeat.plan.calibrate import fit, fit_file
-from offbeat.plan.cost.constants import Figures
+from offbeat.plan.cost.constants import Figures, Source
 from offbeat.plan.cost.decode import allreduce_s, decode_step_s
 from offbeat.plan.cost.prefill import prefill_flop, prefill_s
 from offbeat.plan.hardware import Accelerator
 from offbeat.plan.measured import Machine, Measured, Measurement, read, write
+from offbeat.plan.shapes import known_model
 from offbeat.plan.workload import ModelShape
 
 CARD = Accelerator("card", 100e12, 80e9, 2e12, 2e11, 5e10)
@@ -228,3 +230,32 @@ def test_a_file_without_measurements_is_refused(tmp_path):
     write(path, MACHINE, [])
     with pytest.raises(UserError, match="holds no measurement"):
         read(path)
+
+
+def flat(most_rows):
+    return [
+        Measurement("decode", "card", 0.017 + 0.0001 * (rows % 3), rows=rows, context=context)
+        for rows in ROWS
+        for context in CONTEXTS
+        if rows <= most_rows
+    ]
+
+
+def test_steps_that_take_as_long_whatever_their_size_tell_the_overhead_alone():
+    constants = fit(flat(16), MODEL, {"card": CARD})
+    assert 0.003 < constants.of("card").step_overhead_s < 0.01  # weights take 9.4 of 17 ms
+    assert constants.source("card", "step_overhead_s") == Source.FITTED
+    assert constants.source("card", "kv_read_share") == Source.DEFAULT
+
+
+def test_steps_that_are_shorter_than_the_card_could_read_are_refused_however_alike():
+    with pytest.raises(UserError, match="do not tell kv_read_share"):
+        fit(flat(256), MODEL, {"card": CARD})
+
+
+def test_what_a_gpu_measured_gives_constants_and_their_error():
+    kept = Path(__file__).parents[2] / "benchmarks" / "results" / "calibrate-h200" / "measurements.jsonl"
+    constants = fit_file(read(kept), known_model("qwen2.5-1.5b"))
+    assert constants.of("h200").step_overhead_s == pytest.approx(0.0158, abs=1e-4)
+    assert constants.of("h200").training_share == pytest.approx(0.297, abs=1e-3)
+    assert constants.errors["h200.decode"].mean == pytest.approx(0.088, abs=1e-3)

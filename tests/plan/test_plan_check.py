@@ -74,7 +74,7 @@ def test_a_column_that_a_version_reaches_too_late_is_named():
     problem = golden(tail_tokens=1_000.0)
     plan = fastest(problem)
     on_a, on_b = problem.rollout
-    for lag_s, broken in ((49.0, []), (50.0, ["age window"])):  # 1.5 x 39.5 s less 10 s for the tail leave 49.25 s
+    for lag_s, broken in ((54.0, []), (55.0, ["age window"])):  # 2.5 x 39.5 less 34 of training and 10 of tail
         late = replace(problem, rollout=(on_a, replace(on_b, lag_s={"A": lag_s, "B": 1_000.0})))
         assert [line.split(":")[0] for line in check(late, plan.solution)] == broken
 

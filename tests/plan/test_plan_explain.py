@@ -30,8 +30,10 @@ def test_too_high_a_throughput_is_told_with_the_most_there_is():
     assert any(line.startswith("staleness: bound 3 would do") for line in lines)
 
 
-def test_an_empty_age_window_is_told():
-    lines = infeasible_because(golden(bound=1, age_guard=1.0, tail_tokens=100.0))
+def test_an_age_window_that_is_too_short_is_told():
+    strict = golden(age_guard=1.0, tail_tokens=6_000.0)  # 34 s of training and 60 s of tail fit 2 periods of 47 s
+    lines = infeasible_because(strict, throughput=3_000.0)
+    assert lines[0].startswith(f"throughput: {120_000 / 47:,.0f} tokens/s is the most")
     assert any(line.startswith("age window: a guard of 1/2") for line in lines)
     assert all("\n" not in line for line in lines)
 

@@ -165,7 +165,7 @@ def test_replicas_that_share_stand_on_the_gangs_cards_and_cost_nothing_more(aim)
 def test_taking_turns_on_the_same_cards_is_no_slower_than_idling_and_needs_less():
     shared, apart = (plan(HEX, dataclasses.replace(SEVEN, bound=0, colocates=one)).step for one in (True, False))
     assert shared.tokens_per_s > apart.tokens_per_s * (1 - GAP)
-    assert shared.price_per_h < apart.price_per_h
+    assert shared.price_per_million_tokens < apart.price_per_million_tokens
 
 
 def test_what_a_bound_of_1_brings_is_told_by_plans_that_do_not_take_turns():

@@ -16,7 +16,8 @@ from recorded_server import playing
 from offbeat.rollout.engine import EngineError, Finish, KvMode
 from offbeat.rollout.engines.served.dialect import Call, Chunk
 from offbeat.rollout.engines.served.http import Server, ServerRefused
-from offbeat.rollout.engines.vllm import EXTENSION, GENERATE, FromPath, VllmDialect
+from offbeat.rollout.engines.vllm import EXTENSION, GENERATE, VllmDialect
+from offbeat.rollout.engines.vllm_files import FromPath
 from offbeat.trajectory import Sampling
 from offbeat.weights.version import Version
 
@@ -54,6 +55,8 @@ UNLABELLED = {"asked": "GET /weight_info", "status": 404, "json": {"detail": "No
 LABELLED = {"asked": "GET /weight_info", "json": {"weight_version": "default"}}
 ON_CPU = {"device_config": {"device_type": "cpu"}, "hf_config": 'LlamaConfig {\n  "tie_word_embeddings": true\n}'}
 
+SPLITTING = {"device_config": {"device": "cpu"}, "scheduler_config": {"enable_chunked_prefill": True}}
+
 
 def probe(dialect: VllmDialect) -> Any:
     return dialect.probe()
@@ -78,6 +81,11 @@ def test_one_that_someone_left_paused_is_woken():
     assert play(server(UNLABELLED, paused=True), probe).name == "vllm 0.26.0"
 
 
+def test_a_server_with_a_gpu_may_split_prompts_and_one_without_may_take_them_whole():
+    for told in (SPLITTING | {"device_config": {"device": "cuda"}}, SPLITTING | {"scheduler_config": {}}):
+        assert play(server(UNLABELLED, **told), probe).name == "vllm 0.26.0"
+
+
 @pytest.mark.parametrize(
     ("exchanges", "told"),
     [
@@ -91,6 +99,7 @@ def test_one_that_someone_left_paused_is_woken():
             "start it with --enable-scale-out",
         ),
         (server(**ON_CPU), "on a CPU keeps the old output layer.*leave engine.url out"),
+        (server(**SPLITTING), "on a CPU ends when it splits the prompt.*start it with --no-enable-chunked-prefill"),
         ([{"asked": "GET /version", "json": {"release": "1"}}], "not as vLLM does"),
         ([{"asked": "GET /version", "json": ["0.26"]}], "not as vLLM does"),
     ],

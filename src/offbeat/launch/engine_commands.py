@@ -16,7 +16,7 @@ from offbeat.config.models import Config
 from offbeat.errors import UserError
 from offbeat.launch.engine_server import HOST
 from offbeat.model.loading import resolve
-from offbeat.rollout.engines.vllm import EXTENSION, EXTENSION_FOLDER, ON_CPU_FOLDER
+from offbeat.rollout.engines.vllm import EXTENSION, EXTENSION_FOLDER, ON_CPU_FOLDER, WHOLE_PROMPTS
 from offbeat.rollout.engines.vllm_lora import ALLOW, NUM_KEPT, RANKS, server_rank
 
 SERVED_NAME = "offbeat"
@@ -165,6 +165,8 @@ def _vllm(config: Config, machine: Machine, ipc: bool) -> list[str]:
     words.update(_lora(config, machine))
     # Token ids in and out and no tokenizer: text would cost the server time, and nobody reads it.
     switches = ["--tokens-only", "--disable-uvicorn-access-log", *(["--enable-lora"] if config.model.lora_rank else [])]
+    if not machine.num_gpus:
+        switches.append(WHOLE_PROMPTS)
     return ["-m", "vllm.entrypoints.openai.api_server", *_flat(words), *switches]
 
 

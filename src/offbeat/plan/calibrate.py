@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from offbeat.errors import UserError
-from offbeat.plan.cost.constants import Constants, HeldOut, Source
+from offbeat.plan.cost.constants import Constants, Figures, HeldOut, Source
 from offbeat.plan.cost.prefill import prefill_flop
 from offbeat.plan.cost.sizes import touched_parameters
 from offbeat.plan.hardware import Accelerator
@@ -31,6 +31,8 @@ noise alone would decide between them."""
 MIN_KV_SHARE, MAX_KV_SHARE = 0.5, 2.0
 """Reads of keys and values outside of this tell of preempted answers or of a wrong shape, not of a slow card. Where the
 embedded engine was stepped by hand nothing is preempted, and its attention may be as slow as it is."""
+FLAT = 1.5
+"""The longest decode step over the shortest, up to which their size does not tell: the host sets the pace."""
 MAX_SHARE = 1.1
 """What is faster than the card's peak by more has the wrong card or shape; less is clock boost and noise."""
 
@@ -64,7 +66,7 @@ def fit(
         if name not in cards:
             raise UserError(f"measurements of accelerator {name!r}; {suggest(name, cards)}")
         figures, error = KINDS[kind](rows, model, cards[name])
-        if kind == "decode":
+        if "kv_read_share" in figures:
             _check_kv_share(figures["kv_read_share"], least_kv_share, cards[name])
         constants = constants.with_figures(name, Source.FITTED, **figures)
         constants = replace(constants, errors={**constants.errors, f"{name}.{kind}": error})
@@ -100,6 +102,9 @@ def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
         return np.array(table)
 
     folds = _folds(rows, "rows", card) + _folds(rows, "context", card)
+    seconds = np.array([one.seconds for one in rows])
+    if max(seconds) < FLAT * min(seconds) and (terms(rows, 1.0)[:, 1:].sum(axis=1) < seconds).all():
+        return _fit_overhead(rows, terms, folds)
     solution = _solve(rows, terms, RIDGES, DECODE_FLOOR)
     overhead_s, matmul, kv = solution.weights
     read_share = _share(matmul, "weight_read_share", card)
@@ -110,6 +115,16 @@ def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
         "kv_read_share": _share(kv, "kv_read_share", card),
     }
     return figures, _held_out(folds, terms, RIDGES, DECODE_FLOOR)
+
+
+def _fit_overhead(rows: Rows, terms: Terms, folds: Sequence[tuple[Rows, Rows]]) -> Fitted:
+    """The overhead alone, whatever else a step does at the default shares: a host that is slower than its card hides
+    what the card does, and nothing can be told of that."""
+    usual = Figures()
+    ridges = (usual.gemm_share / usual.weight_read_share,)
+    floor = (0.0, 1 / usual.weight_read_share, 1 / usual.kv_read_share)
+    solution = _solve(rows, terms, ridges, floor)
+    return {"step_overhead_s": float(solution.weights[0])}, _held_out(folds, terms, ridges, floor)
 
 
 def _fit_prefill(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:

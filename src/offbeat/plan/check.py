@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from fractions import Fraction
+from itertools import accumulate
 
 from offbeat.plan.certificate import Certificate
 from offbeat.plan.problem import Gang, Problem, RolloutColumn
@@ -66,9 +68,13 @@ def _lost_s(problem: Problem, gang: Gang, column: RolloutColumn) -> Fraction:
     return lost if problem.demand.bound else lost + Fraction(gang.period_s) + _lag(problem, gang, column)
 
 
-def _lag(problem: Problem, gang: Gang, column: RolloutColumn) -> Fraction:
-    """Of a version, until the column's class has it and its answers are judged."""
-    return Fraction(problem.demand.lag_s) + Fraction(column.lag_s.get(gang.root, 0.0))
+def _lag(problem: Problem, gang: Gang, column: RolloutColumn, classes: Iterable[str] = ()) -> Fraction:
+    """Of a version, until the column's class has it, from the gang or over one of these, and answers are judged."""
+    ways_s = [column.lag_s.get(gang.root, 0.0)]
+    if problem.demand.bound:
+        over_s = column.lag_over_s.get(gang.root, {})
+        ways_s += [over_s[name] for name in classes if name in over_s]
+    return Fraction(problem.demand.lag_s) + Fraction(min(ways_s))
 
 
 def _token_row(problem: Problem, gang: Gang, tau: Fraction, used: list[tuple[RolloutColumn, int]]) -> list[str]:
@@ -137,8 +143,10 @@ def _in_flight_row(problem: Problem, used: list[tuple[RolloutColumn, int]]) -> l
 
 def _age_rows(problem: Problem, gang: Gang, tau: Fraction, used: list[tuple[RolloutColumn, int]]) -> list[str]:
     demand, broken = problem.demand, []
+    classes = {*gang.nodes, *(column.offer for column, _ in used)}
     for column, _ in used if demand.tail_tokens else []:
-        window = (demand.bound - Fraction(demand.age_guard)) * tau - _lag(problem, gang, column)
+        window = (demand.bound + 1 - Fraction(demand.age_guard)) * tau - Fraction(gang.period_s)
+        window -= _lag(problem, gang, column, classes)
         if not demand.bound:
             window = tau - _lost_s(problem, gang, column)
         tail = Fraction(demand.tail_tokens) * Fraction(column.token_s)
@@ -193,29 +201,55 @@ def unproven(problem: Problem, certificate: Certificate) -> set[str]:
         nu, lam, mu = Fraction(prices.nu), Fraction(prices.lam), Fraction(prices.mu)
         if min(nu, lam, mu) < 0 or (mu and certificate.price_cap is None):
             continue  # such prices prove nothing
-        worths: dict[object, dict[tuple[str, bool], Fraction]] = {}
+        ladders: dict[object, _Ladders] = {}
         for gang in list(open_gangs):
             key = gang.root if problem.demand.bound else (gang.root, gang.period_s, *sorted(gang.kept_bytes.items()))
-            if key not in worths:
-                worths[key] = _worth(problem, gang, tau, nu, lam)
-            if _is_ruled_out(problem, gang, certificate.price_cap, worths[key], nu, lam, mu):
+            if key not in ladders:
+                ladders[key] = _ladders(problem, gang, tau, nu, lam)
+            worths = _worths(problem, gang, tau, ladders[key])
+            if _is_ruled_out(problem, gang, certificate.price_cap, worths, nu, lam, mu):
                 open_gangs.remove(gang)
     return {gang.name for gang in open_gangs}
 
 
-def _worth(
-    problem: Problem, gang: Gang, tau: Fraction, nu: Fraction, lam: Fraction
-) -> dict[tuple[str, bool], Fraction]:
-    """By offer, on rented nodes and on the gang's own: what an accelerator is worth at most, when tokens and
-    trajectories under way have these prices."""
-    best = {(name, is_home): Fraction(0) for name in problem.offers for is_home in (False, True)}
+_Place = tuple[str, bool]
+"""An offer: its rented nodes, or those of them that train."""
+_Ladders = dict[_Place, tuple[list[Fraction], list[Fraction]]]
+"""By place: seconds until columns have the tail ready, ascending, and the most that an accelerator is worth in columns
+that take no longer."""
+
+
+def _ladders(problem: Problem, gang: Gang, tau: Fraction, nu: Fraction, lam: Fraction) -> _Ladders:
+    """When tokens and trajectories under way have these prices. With a bound the same for all gangs of a root, which
+    differ in how long they leave; with bound 0 of this gang alone, and of columns that are in time beside it."""
+    values: dict[_Place, list[tuple[Fraction, Fraction]]] = {}
     for column in problem.rollout:
-        if _age_rows(problem, gang, tau, [(column, 1)]) or _memory_rows(gang, [(column, 1)]):
+        needed = Fraction(0)
+        if problem.demand.bound:
+            needed = Fraction(problem.demand.tail_tokens) * Fraction(column.token_s)
+            needed += _lag(problem, gang, column, problem.offers)
+        elif _age_rows(problem, gang, tau, [(column, 1)]) or _memory_rows(gang, [(column, 1)]):
             continue
         tokens = Fraction(column.tokens_per_s) * max(tau - _lost_s(problem, gang, column), Fraction(0))
         value = (nu * tokens - lam * column.concurrency) / column.num_accelerators
-        place = column.offer, column.room_bytes is not None
-        best[place] = max(best[place], value)
+        values.setdefault((column.offer, column.room_bytes is not None), []).append((needed, value))
+    ladders: _Ladders = {}
+    for place, found in values.items():
+        found.sort()
+        ladders[place] = [needed for needed, _ in found], [*accumulate((value for _, value in found), max)]
+    return ladders
+
+
+def _worths(problem: Problem, gang: Gang, tau: Fraction, ladders: _Ladders) -> dict[_Place, Fraction]:
+    """What an accelerator is worth at most in columns that are in time beside this gang."""
+    demand = problem.demand
+    left = (demand.bound + 1 - Fraction(demand.age_guard)) * tau - Fraction(gang.period_s)
+    best = {(name, is_home): Fraction(0) for name in problem.offers for is_home in (False, True)}
+    for place, (needed, values) in ladders.items():
+        has_window = demand.bound and demand.tail_tokens
+        num = bisect_right(needed, left) if has_window else len(needed)
+        if num:
+            best[place] = max(best[place], values[num - 1])
     return best
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from offbeat.plan.cost.constants import Constants
@@ -12,6 +12,9 @@ from offbeat.plan.hardware import Inventory, at_best
 from offbeat.plan.problem import Demand, Offer, Problem
 from offbeat.plan.rollout import home_columns, rollout_columns
 from offbeat.plan.workload import Workload
+
+WORTH_A_DETOUR = 0.01
+"""The share of a version's way that a third class must save: what is less no plan depends on."""
 
 
 def problem_of(
@@ -38,8 +41,13 @@ def problem_of(
     columns = rollout_columns(inventory, workload, constants, roots)
     if workload.may_share:
         columns += home_columns(inventory, workload, constants, training)
-    lags_s = {name: sync_lag_s(inventory, workload, roots, name) for name in {column.offer for column in columns}}
-    rollout = tuple(replace(column, lag_s=lags_s[column.offer]) for column in columns)
+    receivers = sorted({column.offer for column in columns})
+    lags_s = {name: sync_lag_s(inventory, workload, roots, name) for name in receivers}
+    over_s = {name: lag_over_s(inventory, workload, lags_s[name], name) for name in receivers}
+    rollout = tuple(
+        replace(column, lag_s=lags_s[column.offer], lag_over_s=over_s[column.offer] if workload.bound else {})
+        for column in columns
+    )
     reward = workload.reward
     return Problem(
         offers=offers,
@@ -69,3 +77,17 @@ def sync_lag_s(inventory: Inventory, workload: Workload, roots: Sequence[str], n
     """By root: until the last node of the class has a version."""
     num_nodes = inventory.classes[name].num_nodes
     return {root: relay_s(workload, inventory, root, name, num_nodes) for root in roots}
+
+
+def lag_over_s(
+    inventory: Inventory, workload: Workload, direct_s: Mapping[str, float], name: str
+) -> dict[str, dict[str, float]]:
+    """By root, then by a third class that passes versions on: the same, where that is sooner than directly."""
+    num_nodes = inventory.classes[name].num_nodes
+    found: dict[str, dict[str, float]] = {}
+    for root, seconds in direct_s.items():
+        between = [over for over in inventory.classes if over not in (root, name) and inventory.classes[over].num_nodes]
+        ways_s = {over: relay_s(workload, inventory, root, name, num_nodes, over) for over in between if seconds}
+        if sooner := {over: way_s for over, way_s in ways_s.items() if way_s < seconds * (1 - WORTH_A_DETOUR)}:
+            found[root] = sooner
+    return found

@@ -9,7 +9,6 @@ from fractions import Fraction
 
 import numpy as np
 
-from offbeat.plan.problem import Gang
 from offbeat.plan.view import Counts, View
 
 
@@ -18,13 +17,15 @@ def holds(view: View, counts: Counts, tau_s: float, budget: int | None = None) -
     demand, gang = view.problem.demand, view.gangs[counts.gang]
     tau = Fraction(tau_s)
     used = [j for j, count in enumerate(counts.replicas) if count]
+    relays = {*gang.nodes, *(view.columns[j][0].offer for j in used)} if demand.bound else set[str]()
+    lag = {j: Fraction(demand.lag_s) + Fraction(view.columns[j][0].lag_from_s(gang.root, relays)) for j in used}
     lost = {j: Fraction(view.columns[j][0].blocking_s[gang.root]) for j in used}
     if view.is_synchronous:
-        lost = {j: seconds + Fraction(gang.period_s) + _lag(view, gang, j) for j, seconds in lost.items()}
+        lost = {j: seconds + Fraction(gang.period_s) + lag[j] for j, seconds in lost.items()}
     if demand.tail_tokens:
         tails = {j: Fraction(demand.tail_tokens) * Fraction(view.columns[j][0].token_s) for j in used}
-        window = (demand.bound - Fraction(demand.age_guard)) * tau
-        room = {j: tau - lost[j] if view.is_synchronous else window - _lag(view, gang, j) for j in used}
+        window = (demand.bound + 1 - Fraction(demand.age_guard)) * tau - Fraction(gang.period_s)
+        room = {j: tau - lost[j] if view.is_synchronous else window - lag[j] for j in used}
         if any(tails[j] > room[j] for j in used):
             return False
     if not all(view.columns[j][0].fits_beside(gang) for j in used):
@@ -42,7 +43,8 @@ def holds(view: View, counts: Counts, tau_s: float, budget: int | None = None) -
 def shortest_s(view: View, counts: Counts, tau_s: float) -> float:
     """The shortest period at which a plan that holds at `tau_s` still holds: a closed form, rounded up to a float."""
     s, used = counts.gang, np.flatnonzero(counts.replicas)
-    opens_s = max(float(view.period[s]), *(float(view.opens_s[s, j]) for j in used))  # not before the program sees them
+    opening_s = view.opening_s(counts)
+    opens_s = max(float(view.period[s]), *(float(opening_s[j]) for j in used))  # not before the program sees them
     if view.problem.spare_replicas:
         low_s = opens_s  # which replicas are the fastest may change with the period: bisect
         if holds(view, counts, low_s):
@@ -62,10 +64,6 @@ def shortest_s(view: View, counts: Counts, tau_s: float) -> float:
             return shortest
         shortest = float(np.nextafter(shortest, np.inf))
     return tau_s
-
-
-def _lag(view: View, gang: Gang, column: int) -> Fraction:
-    return Fraction(view.problem.demand.lag_s) + Fraction(view.columns[column][0].lag_from_s(gang.root))
 
 
 def _tokens(view: View, counts: Counts, seconds: dict[int, Fraction]) -> Fraction:

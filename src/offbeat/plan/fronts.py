@@ -24,8 +24,8 @@ def fastest_first_front(candidates: Iterable[Gang]) -> list[Gang]:
             best[key] = gang
     kept: list[Gang] = []
     for gang in sorted(best.values(), key=lambda gang: (sum(gang.nodes.values()), gang.period_s)):
-        rivals = (other for other in kept if _is_as_small(other, gang))
-        if all(gang.period_s < (1 - MIN_GAIN) * other.period_s for other in rivals):
+        period_s = gang.period_s
+        if not any((1 - MIN_GAIN) * other.period_s <= period_s and _is_as_small(other, gang) for other in kept):
             kept.append(gang)
     return kept
 

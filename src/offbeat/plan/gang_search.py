@@ -36,6 +36,8 @@ FRESH_WITHIN_S = 1.0
 """A plan is there already; what was found by then is fresh enough."""
 SHARES = (1.0, 0.5, 0.25)
 """Of the headroom that was asked for: how much of it is tried."""
+NEARLY = 0.8
+"""Of a headroom: whoever has so much of it has it."""
 HAIR = 1e-12
 """Of a period: what no user can ask for, and what lifts a bound above the period that was tried."""
 
@@ -69,7 +71,7 @@ def far_s(view: View) -> float:
     if not len(view.gangs) or not len(view.columns):
         return 1.0
     alone = view.blocking + view.demand_tokens / view.rate
-    opens = view.opens_s[np.isfinite(view.opens_s)]
+    opens = view.windows.opens_s[np.isfinite(view.windows.opens_s)]
     return float(max(alone.max(), opens.max(initial=0.0), view.period.max())) * (1 + 1e-9)
 
 
@@ -203,21 +205,44 @@ def roomy_counts(
     ready as much earlier; or by as much of it as that much money allows, the latter given up first. With the search
     that asked for so much; None where there is nothing to spare.
     """
-    demand = search.view.problem.demand
+    demand, windows = search.view.problem.demand, search.view.windows
+    had = max(_headroom(search.view, tau_s, plan) for plan in plans) * (1 - TIGHT)
+    gangs = dict.fromkeys(plan.gang for plan in plans)
+    most = {gang: bounds.most_tokens(search.view, tau_s, gang, cap)[0] * (1 + TIGHT) / demand.tokens for gang in gangs}
     for in_time, share in itertools.product((True, False), SHARES):
-        more = 1 + headroom * share
+        wanted = headroom * share
+        more = 1 + (had if NEARLY * wanted <= had < wanted else wanted)
+        able = [gang for gang in gangs if most[gang] >= more]
+        if not able:
+            continue
         problem = replace(search.view.problem, demand=replace(demand, tokens=demand.tokens * more))
-        view = replace(search.view, problem=problem, opens_s=search.view.opens_s * (more if in_time else 1.0))
+        view = replace(search.view, problem=problem, windows=replace(windows, stretch=more if in_time else 1.0))
         roomy = Search(view, search.gap, search.within_s, search.solver)
-        found = [_roomy_counts(roomy, tau_s, cap, gang) for gang in dict.fromkeys(plan.gang for plan in plans)]
+        found = [_roomy_counts(roomy, tau_s, cap, gang) for gang in able]
         if counts := min((one for one in found if one is not None), key=view.price, default=None):
             return roomy, counts
-    return None
+    return _with_its_own(search, tau_s, [plan for plan in plans if search.view.price(plan) <= cap])
+
+
+def _with_its_own(search: Search, tau_s: float, plans: Sequence[Counts]) -> tuple[Search, Counts] | None:
+    """The plan with the most headroom as it is, and a search that asks for what it has."""
+    view = search.view
+    best = max(plans, key=lambda plan: _headroom(view, tau_s, plan), default=None)
+    if best is None or (had := _headroom(view, tau_s, best) * (1 - TIGHT)) <= 0:
+        return None
+    demand = view.problem.demand
+    problem = replace(view.problem, demand=replace(demand, tokens=demand.tokens * (1 + had)))
+    return replace(search, view=replace(view, problem=problem)), best
+
+
+def _headroom(view: View, tau_s: float, plan: Counts) -> float:
+    """The share by which a plan generates more than a step asks for."""
+    return float(view.tokens(tau_s, np.array([plan.gang]))[0] @ np.array(plan.replicas)) / view.demand_tokens - 1
 
 
 def _roomy_counts(roomy: Search, tau_s: float, cap: int, gang: int) -> Counts | None:
     guide = bounds.least_price(roomy.view, tau_s, gang)
-    if guide is None:
+    if guide is None or bounds.least_prices(roomy.view, tau_s, guide, np.array([gang]))[0] > cap:
         return None
     likely = roomy.try_gang(tau_s, gang, Aim.PRICE, cap, guide).counts
     return likely or roomy.try_gang(tau_s, gang, Aim.PRICE, cap).counts
@@ -235,4 +260,18 @@ def freshest_counts(search: Search, tau_s: float, counts: Counts) -> Counts:
         if outcome.counts is not None and view.in_flight(outcome.counts) < view.in_flight(counts):
             assert holds(view, outcome.counts, tau_s, price)
             counts = outcome.counts
+    return counts
+
+
+def tidied(view: View, tau_s: float, counts: Counts) -> Counts:
+    """The plan without shapes that bring little: while most of its headroom stays, the least productive one goes."""
+    least = 1 + NEARLY * _headroom(view, tau_s, counts)
+    tokens = view.tokens(tau_s, np.array([counts.gang]))[0]
+    for j in sorted(np.flatnonzero(counts.replicas), key=lambda j: tokens[j] * counts.replicas[j]):
+        replicas = tuple(0 if i == j else count for i, count in enumerate(counts.replicas))
+        fewer = replace(counts, replicas=replicas)
+        if 1 + _headroom(view, tau_s, fewer) < least:
+            break
+        if holds(view, fewer, tau_s):
+            counts = fewer
     return counts

@@ -18,7 +18,7 @@ from offbeat.plan.cost.training import bubble, compute_s, dp_s, tp_s
 from offbeat.plan.fronts import fastest_first_front
 from offbeat.plan.gang_shapes import fabric_of, fits, kept_by_class, max_replicas, node_grid, split_layers
 from offbeat.plan.hardware import Inventory, MachineClass
-from offbeat.plan.mixed_gangs import from_the_other, mixed, pipelined, replicated
+from offbeat.plan.mixed_gangs import from_the_other, mixed, part_of, pipelined, replicated
 from offbeat.plan.problem import Gang
 from offbeat.plan.rollout import tensor_parallels
 from offbeat.plan.workload import Workload
@@ -71,9 +71,9 @@ def over_links(gang: Gang, inventory: Inventory, workload: Workload, constants: 
     if len(parts) == 1:
         same = _alone_on(*parts[0], inventory, workload, constants)
     else:
-        one, other = parts
+        one, other = ((part_of(each, inventory, workload, constants), num) for each, num in parts)
         make = replicated if gang.batch_shares else pipelined
-        same = make((one, other), inventory, workload, constants)
+        same = make((one, other), inventory.link(*gang.nodes), workload)
     # Of two ways with the same ZeRO stage, one of which recomputes, the faster was kept.
     shape = (gang.tp, gang.pp, gang.dp, gang.zero)
     ways = (each for each in same if (each.tp, each.pp, each.dp, each.zero) == shape)
@@ -100,11 +100,11 @@ def _alone_on(
                 continue
             layers = split_layers(workload.model.num_layers, [1.0] * pp)
             flops = num_cards * card.flops * figures.training_share
-            uneven = max(layers) * pp / workload.model.num_layers
+            fullest = workload.model.num_layers / max(layers)  # of its stages would be the model
             for zero, recompute in fits(workload, usable_bytes(card, figures), tp, pp, dp, max(layers)):
-                step_s = compute_s(workload, flops, recompute=recompute) * bubble(workload, pp, dp) * uneven
-                step_s += tp_s(workload, figures, fabric, tp, pp, dp)
-                step_s += dp_s(workload, figures, fabric, tp, pp, dp, zero)
+                step_s = compute_s(workload, flops, recompute=recompute) * bubble(workload, pp, dp) * pp / fullest
+                step_s += tp_s(workload, figures, fabric, tp, fullest, dp)
+                step_s += dp_s(workload, figures, fabric, tp, fullest, dp, zero)
                 yield Gang(
                     name=f"{machines.name} x{num_nodes} tp{tp} pp{pp} dp{dp}",
                     nodes={machines.name: num_nodes},
@@ -116,9 +116,7 @@ def _alone_on(
                     dp=dp,
                     layers=layers,
                     zero=zero,
-                    kept_bytes=kept_by_class(
-                        workload, {machines.name: (tp, workload.model.num_layers / max(layers))}, dp, zero
-                    ),
+                    kept_bytes=kept_by_class(workload, {machines.name: (tp, fullest)}, dp, zero),
                 )
 
 

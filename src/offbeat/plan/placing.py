@@ -81,7 +81,7 @@ class Placer:
             if len(rolls) <= MAX_IMPROVED:  # beyond, a tree for every choice takes longer than it can bring
                 generating = rolls if is_apart else generating_on(places_of(fabric, problem, solution, trains, rolls))
                 root = root_of(fabric, gang, trains, generating)
-                lags = realised.lags_s(fabric, root, relay(fabric, root, generating, num_bytes), num_bytes)
+                lags = realised.lags_s(fabric, relay(fabric, root, generating, num_bytes), num_bytes)
             took_s = step_s(layout)
             placed = realised.slowed(problem, gang, took_s, lags)
             return realised.enough_s(problem, placed, solution), max(lags.values(), default=0.0), took_s
@@ -91,8 +91,7 @@ class Placer:
         places = places_of(fabric, problem, solution, trains, rolls)
         generating = rolls | generating_on(places)
         tree = sync_tree(fabric, root_of(fabric, gang, trains, generating), generating, num_bytes)
-        parents = {hop.receiver: hop.sender for hop in tree.hops}
-        lags = realised.lags_s(fabric, tree.root, parents, num_bytes)
+        lags = realised.lags_s(fabric, tree.senders, num_bytes)
         took_s = step_s(layout)
         placed = realised.slowed(problem, gang, took_s, lags)
         tau_s = realised.period_s(problem, placed, solution)

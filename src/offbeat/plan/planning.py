@@ -205,8 +205,9 @@ def _sync(workload: Workload, placing: Placing) -> Sync:
 
 
 def _placement(placing: Placing, gang: Gang, solution: Solution, tau_lo_s: float | None) -> Placement:
-    assumed = {column.offer: column.lag_from_s(gang.root) for column in placing.columns}
-    placed = {column.offer: column.lag_from_s(gang.root) for column in placing.problem.rollout}
+    relays = {*gang.nodes, *placing.lags_s} if placing.problem.demand.bound else ()
+    assumed = {column.offer: column.lag_from_s(gang.root, relays) for column in placing.columns}
+    placed = {column.offer: column.lag_from_s(gang.root, relays) for column in placing.problem.rollout}
     return Placement(
         assumed_step_s=placing.assumed.step_s,
         assumed_lags_s={name: assumed[name] for name in placing.lags_s},

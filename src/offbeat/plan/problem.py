@@ -7,7 +7,7 @@ exactly one gang.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -43,6 +43,9 @@ class RolloutColumn:
     lag_s: Mapping[str, float] = field(default_factory=dict)
     """From a version's publication until its class has it, by the class that the gang publishes from; on top of the
     demand's, and nothing where a class is not named."""
+    lag_over_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By the class that publishes, then by a class that passes versions on where it generates or trains too: the lag
+    over that class, where it is shorter. Of plans with a bound alone."""
     room_bytes: float | None = None
     """None for replicas on nodes that are rented for them. Otherwise they stand on the gang's own nodes, which is
     possible with bound 0 alone, and so much is left on each of their cards for what the gang keeps there."""
@@ -56,8 +59,10 @@ class RolloutColumn:
         """Whether its cards have room for what the gang keeps on them; rented nodes always have."""
         return self.room_bytes is None or gang.kept_bytes.get(self.offer, 0.0) <= self.room_bytes
 
-    def lag_from_s(self, root: str) -> float:
-        return self.lag_s.get(root, 0.0)
+    def lag_from_s(self, root: str, over: Iterable[str] = ()) -> float:
+        """From this class, directly or over the best of some others."""
+        ways_s = self.lag_over_s.get(root, {})
+        return min([self.lag_s.get(root, 0.0), *(ways_s[name] for name in over if name in ways_s)])
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,12 @@ class Demand:
     queue: float = 0.0
     """Finished trajectories that should lie ready."""
     tail_tokens: float = 0.0
-    """The length that must fit into the age window; 0 leaves the window out."""
+    """The length that must fit into the age window; 0 leaves the window out.
+
+    Step k starts at k periods and publishes version k + 1 a gang's period later; after the lag replicas have it, for
+    one period. What they begin with it is trained at the latest by the step that starts `bound` periods after the
+    next one: until then `bound` + 1 periods less gang and lag are left to what was begun at once, and one period less
+    to what was begun last. Where training takes the whole period, that is the familiar `bound` - `age_guard`."""
     age_guard: float = 0.5
     """phi: 1 guarantees the bound for every trajectory of that length, 1/2 for the mean one."""
     lag_s: float = 0.0

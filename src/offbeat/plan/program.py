@@ -130,11 +130,12 @@ class _Builder:
         every = view.tokens(tau_s, self.gangs)
         if among is not None:
             every[:, np.setdiff1d(np.arange(len(view.columns)), among)] = 0.0
-        tokens, self.rates_of = np.unique(every, axis=0, return_inverse=True)
-        self.rates_of = self.rates_of.reshape(-1)
+        needs = np.where(every > 0, view.needs(tau_s, self.gangs), 0)
+        of_set, self.rates_of = _alike(np.hstack([every, needs]))
+        tokens, needs = every[of_set], needs[of_set]
         self.sets, self.columns = np.nonzero(tokens)
         """Of every y: its set of rates, its column."""
-        self.tokens = tokens[self.sets, self.columns]
+        self.tokens, self.needs = tokens[self.sets, self.columns], needs[self.sets, self.columns]
         self.num_z, self.num_y, self.num_n = len(gangs), len(self.columns), len(view.per_node)
         self.is_empty = self.num_y == 0 or view.in_flight_cap < 1
         if not self.is_empty:
@@ -164,6 +165,7 @@ class _Builder:
         row(y, view.concurrency[self.columns] / widest, high=view.in_flight_cap / widest)
         for k in range(self.num_n):
             self._hardware(row, z, y, n, k)
+        self._relays(row, y)
         if self.budget is not None:
             prices = np.concatenate([view.gang_price[self.gangs], view.node_price]) / self.unit_price
             row(np.concatenate([z, n]), prices, high=(self.budget - view.fixed_price) / self.unit_price)
@@ -199,6 +201,19 @@ class _Builder:
                 values = view.accelerators[self.columns[here]] / per_node / room
                 row(np.append(y[here], gangs), np.append(values, -np.ones(len(gangs))), high=0.0)
 
+    def _relays(self, row: Callable[..., None], y: Ints) -> None:
+        """Replicas that are in time only where versions come over some class: none without a replica there."""
+        view = self.view
+        group = view.group[self.columns]
+        late = np.stack([self.sets, group, self.needs], axis=1)
+        for index, k, need in np.unique(late[self.needs > 0], axis=0):
+            here = (late == (index, k, need)).all(axis=1)
+            relays = view.relays[(need >> np.arange(len(view.relays))) & 1 == 1]
+            passing = np.isin(group, relays) & (self.sets == index)
+            room = float(max(view.most_nodes[k] * view.per_node[k], 1))
+            sizes = view.accelerators[self.columns[here]] / room
+            row(np.concatenate([y[here], y[passing]]), np.concatenate([sizes, -np.ones(passing.sum())]), high=0.0)
+
     def _cost(self, size: int) -> Floats:
         cost, view = np.zeros(size), self.view
         n = slice(self.num_z + self.num_y, self.num_z + self.num_y + self.num_n)
@@ -231,3 +246,10 @@ class _Builder:
         of_gang = self.sets == self.rates_of[chosen]
         replicas[self.columns[of_gang]] = whole[self.num_z : self.num_z + self.num_y][of_gang]
         return Counts(int(self.gangs[chosen]), tuple(int(count) for count in replicas))
+
+
+def _alike(rows: Floats) -> tuple[Ints, Ints]:
+    """The first row of each kind, and by row its kind."""
+    found: dict[bytes, int] = {}
+    kinds = [found.setdefault(row.tobytes(), len(found)) for row in rows]
+    return np.unique(kinds, return_index=True)[1], np.array(kinds)

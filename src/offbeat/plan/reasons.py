@@ -83,7 +83,7 @@ def limit(
     in_flight = sum(columns[name].concurrency * count for name, count in solution.replicas.items())
     if in_flight >= CROWDED * (demand.bound * demand.trajectories - demand.queue):
         return "the in-flight cap of the staleness bound limits it"
-    window_s = (demand.bound - demand.age_guard) * solution.tau_s - demand.lag_s
+    window_s = (demand.bound + 1 - demand.age_guard) * solution.tau_s - gang.period_s - demand.lag_s
     if any(demand.tail_tokens * column.token_s > window_s for column in problem.rollout):
         return "the age window limits it: shapes with more in flight would finish long answers too late"
     free = [

@@ -23,18 +23,20 @@ from offbeat.plan.workload import Workload
 TENSOR_PARALLEL = (1, 2, 4, 8)
 ROWS_GROWTH = 2**0.5
 """From one number of answers in flight to the next that is tried: rates of neighbours differ by at most that."""
+FEW_CLASSES = 4
+"""With so many or fewer, a step is halved: there is time for twice the shapes."""
 
 
 def rollout_columns(
     inventory: Inventory, workload: Workload, constants: Constants, roots: Sequence[str]
 ) -> tuple[RolloutColumn, ...]:
     """Of all classes; `roots` are the classes that may publish."""
-    columns = [
-        column
-        for machines in inventory.classes.values()
-        if machines.num_nodes > 0
-        for column in undominated(class_columns(machines, workload, constants.of(machines.accelerator.name), roots))
-    ]
+    growth = ROWS_GROWTH if len(inventory.classes) > FEW_CLASSES else ROWS_GROWTH**0.5
+    columns = []
+    for machines in inventory.classes.values():
+        if machines.num_nodes > 0:
+            figures = constants.of(machines.accelerator.name)
+            columns += undominated(class_columns(machines, workload, figures, roots, growth))
     if not columns:
         raise UserError(_too_large(inventory, workload, constants))
     return tuple(columns)
@@ -67,13 +69,21 @@ def home_columns(
 
 
 def class_columns(
-    machines: MachineClass, workload: Workload, figures: Figures, roots: Sequence[str]
+    machines: MachineClass,
+    workload: Workload,
+    figures: Figures,
+    roots: Sequence[str],
+    growth: float = ROWS_GROWTH,
 ) -> list[RolloutColumn]:
     """Every shape on one class, dominated ones too."""
+    largest = {
+        tp: min(max_rows(workload, machines.accelerator, figures, tp), in_flight_cap(workload))
+        for tp in tensor_parallels(workload, machines)
+    }
     return [
         rollout_column(machines, workload, figures, tp, rows, roots)
-        for tp in tensor_parallels(workload, machines)
-        for rows in row_grid(min(max_rows(workload, machines.accelerator, figures, tp), in_flight_cap(workload)))
+        for tp in largest
+        for rows in row_grid(largest[tp], growth)
     ]
 
 
@@ -87,12 +97,12 @@ def in_flight_cap(workload: Workload) -> int:
     return max(1, workload.bound) * workload.trajectories_per_step
 
 
-def row_grid(largest: int) -> list[int]:
+def row_grid(largest: int, growth: float = ROWS_GROWTH) -> list[int]:
     """From 1 to the largest in even ratios; empty where nothing fits."""
     grid, rows = [], 1.0
     while rows < largest:
         grid.append(round(rows))
-        rows *= ROWS_GROWTH
+        rows *= growth
     return sorted({*grid, largest}) if largest > 0 else []
 
 

@@ -11,13 +11,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from offbeat.plan.certificate import Certificate, certify
-from offbeat.plan.gang_search import HAIR, Search, cheapest_counts, far_s, fastest_counts, freshest_counts, roomy_counts
+from offbeat.plan.gang_search import (
+    HAIR,
+    Search,
+    cheapest_counts,
+    far_s,
+    fastest_counts,
+    freshest_counts,
+    roomy_counts,
+    tidied,
+)
 from offbeat.plan.problem import Problem
 from offbeat.plan.program import Solver, Status, highs
 from offbeat.plan.solution import Solution
 from offbeat.plan.view import MICRO, Counts, View, micros, restore, view_of
 
-GAP = 1e-3
+GAP = 1e-4
+PRICE_GAP = 1e-3
+"""Of a price: it comes in whole nodes, and a nearer proof takes several times as long."""
 WITHIN_S = 5.0
 
 
@@ -63,20 +74,21 @@ def fastest(
     # Proven is what lies below: at the bound itself, such as a gang's own period, there may be a plan.
     tau_lo_s = float(np.nextafter(min(tau_lo_s / (1 + 2 * HAIR), tau_s), 0.0))
     certificate = certify(search.view, search.pool, tau_lo_s, cap, gap=tau_s / tau_lo_s - 1)
-    last = Search(search.view, gap, within_s, solver)
+    last = Search(search.view, max(gap, PRICE_GAP), within_s, solver)
     cheap, least = cheapest_counts(last, tau_s, cap, counts)
     assert cheap is not None, "the plan that was there is gone"
     if headroom := problem.demand.headroom:
         price = search.view.price(cheap)
         last, cheap = roomy_counts(last, tau_s, price, [cheap, counts], headroom) or (last, cheap)
-    return _result(search.view, tau_s, freshest_counts(last, tau_s, cheap), certificate, tau_lo_s, least)
+    kept = tidied(search.view, tau_s, freshest_counts(last, tau_s, cheap))
+    return _result(search.view, tau_s, kept, certificate, tau_lo_s, least)
 
 
 def cheapest(
     problem: Problem,
     throughput: float,
     budget: float | None = None,
-    gap: float = GAP,
+    gap: float = PRICE_GAP,
     within_s: float = WITHIN_S,
     solver: Solver = highs,
 ) -> Result:
@@ -86,7 +98,7 @@ def cheapest(
 
 
 def frontier(
-    problem: Problem, num: int = 20, gap: float = GAP, within_s: float = WITHIN_S, solver: Solver = highs
+    problem: Problem, num: int = 20, gap: float = PRICE_GAP, within_s: float = WITHIN_S, solver: Solver = highs
 ) -> list[Result]:
     """The cheapest plans from the fastest period to the one where money can no longer be saved; each cheaper than the
     last."""

@@ -20,14 +20,13 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.plan.lags import Floats, Ints, relays_of
 from offbeat.plan.problem import Gang, Offer, Problem, RolloutColumn
-from offbeat.plan.pruning import Ints, efficient, efficient_gangs, figures
+from offbeat.plan.pruning import efficient, efficient_gangs, figures
 from offbeat.plan.solution import Solution
+from offbeat.plan.windows import ROUNDING, Windows, windows
 
-Floats = NDArray[np.float64]
 MICRO = 1_000_000
-ROUNDING = 1e-12
-"""A column is admitted this much later than its window opens, so that exact arithmetic admits it too."""
 
 
 def micros(price: float) -> int:
@@ -66,8 +65,10 @@ class View:
     rate: Floats
     blocking: Floats
     """S x J: seconds of a period in which a column does not generate; where generation waits for training, that too."""
-    opens_s: Floats
-    """S x J: the shortest period whose age window a column's tail fits; infinite where a gang leaves it no memory."""
+    windows: Windows
+    """Which periods a column's tail fits."""
+    relays: Ints
+    """R: the classes over which versions may come sooner."""
     gang_nodes: Ints
     """S x K: what a gang takes of a class, below 0 where it brings a home class's nodes."""
     gang_price: Ints
@@ -108,7 +109,19 @@ class View:
         tau = np.asarray(tau_s, dtype=float)
         tau = tau[:, None] if tau.ndim else tau
         yielded = self.rate * np.maximum(tau - self.blocking[gangs], 0.0)
-        return np.where(self.opens_s[gangs] <= tau, yielded, 0.0)
+        return np.where(self.windows.opens_s[gangs] <= tau, yielded, 0.0)
+
+    def opening_s(self, counts: Counts) -> Floats:
+        """J: the shortest period whose age window a column's tail fits, over the classes that generate in a plan."""
+        generates = np.isin(self.relays, self.group[np.array(counts.replicas) > 0])
+        ways_s = self.windows.ways_s(np.array([counts.gang]))
+        return ways_s[np.append(True, generates), 0].min(axis=0)
+
+    def needs(self, tau_s: float, gangs: Ints) -> Ints:
+        """Gangs x J: 0 where a column is in time anyhow, else a bit for each relay of which one has to generate."""
+        in_time = self.windows.ways_s(gangs) <= tau_s
+        bits = (in_time[1:] * (1 << np.arange(len(self.relays)))[:, None, None]).sum(axis=0)
+        return np.where(in_time[0], 0, bits)
 
     def nodes(self, counts: Counts) -> Ints:
         """Nodes that the replicas of a plan need, by merged class."""
@@ -145,7 +158,9 @@ def view_of(problem: Problem) -> View:
     first = [problem.offers[names[0]] for names in (*merged, *own)]
     offered = [sum(problem.offers[name].num_nodes for name in names) for names in merged]
     prices = [micros(problem.offers[names[0]].node_price_per_h) for names in merged]
-    blocking, opens = _windows(problem, gangs, columns)
+    passing = relays_of(problem)
+    relays = [k for k, names in enumerate(merged) if passing.issuperset(names)]
+    blocking, fitting = windows(problem, gangs, columns, [merged[k][0] for k in relays])
     reward_s = problem.demand.trajectories / problem.demand.reward_rate if problem.demand.reward_rate else 0.0
     gang_nodes = _gang_nodes(gangs, merged, own)
     node_price = np.array(prices + [0] * len(own), dtype=np.int64)
@@ -164,7 +179,8 @@ def view_of(problem: Problem) -> View:
         concurrency=np.array([shapes[0].concurrency for shapes in columns], dtype=np.int64),
         rate=np.array([shapes[0].tokens_per_s for shapes in columns], dtype=float),
         blocking=blocking,
-        opens_s=opens,
+        windows=fitting,
+        relays=np.array(relays, dtype=np.int64),
         gang_nodes=gang_nodes,
         gang_price=gang_nodes @ node_price,
         period=np.maximum(np.array([gang.period_s for gang in gangs], dtype=float), reward_s * (1 + ROUNDING)),
@@ -227,9 +243,12 @@ def _merged(
     problem: Problem, by_offer: dict[str, list[RolloutColumn]], roots: Sequence[str]
 ) -> tuple[tuple[str, ...], ...]:
     alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    relays = relays_of(problem)
     for name, offer in sorted(problem.offers.items()):
         shapes = tuple(figures(column, roots) for column in by_offer[name])
-        alike[(offer.per_node, micros(offer.node_price_per_h), shapes)].append(name)
+        # Who passes versions on, or gets them over somebody, is like no one else.
+        alone = name if name in relays or any(column.lag_over_s for column in by_offer[name]) else None
+        alike[(offer.per_node, micros(offer.node_price_per_h), shapes, alone)].append(name)
 
     return tuple(tuple(names) for names in sorted(alike.values(), key=_order(problem, by_offer, roots)))
 
@@ -250,8 +269,7 @@ def _order(
     def order(names: list[str]) -> tuple[object, ...]:
         first: Offer = problem.offers[names[0]]
         shapes = [
-            (*figures(column, ()), *sorted((column.blocking_s[root], column.lag_from_s(root)) for root in roots))
-            for column in by_offer[names[0]]
+            (*figures(column, ()), *sorted(figures(column, (root,)) for root in roots)) for column in by_offer[names[0]]
         ]
         return (first.node_price_per_h, first.per_node, sum(problem.offers[name].num_nodes for name in names), shapes)
 
@@ -265,33 +283,3 @@ def _gang_nodes(gangs: Sequence[Gang], merged: Sequence[Sequence[str]], own: Seq
         for gang in gangs
     ]
     return np.array(nodes, dtype=np.int64).reshape(len(gangs), len(merged) + len(own))
-
-
-def _windows(
-    problem: Problem, gangs: Sequence[Gang], columns: Sequence[Sequence[RolloutColumn]]
-) -> tuple[Floats, Floats]:
-    """Per gang and column: seconds of a period without generation, and the shortest period that the tail fits."""
-    demand = problem.demand
-    shape = (len(gangs), len(columns))
-    roots = sorted({gang.root for gang in gangs})
-    published_by = np.array([roots.index(gang.root) for gang in gangs], dtype=int)
-    first = [shapes[0] for shapes in columns]
-
-    def by_gang(figures: Sequence[Sequence[float]]) -> Floats:
-        return np.array(figures, dtype=float).reshape(len(roots), len(columns))[published_by]
-
-    blocking = by_gang([[column.blocking_s[root] for column in first] for root in roots])
-    lag = by_gang([[demand.lag_s + column.lag_from_s(root) for column in first] for root in roots])
-    tail_s = demand.tail_tokens * np.array([column.token_s for column in first], dtype=float)
-    if demand.bound == 0:
-        blocking = blocking + np.array([gang.period_s for gang in gangs])[:, None] + lag
-        room = np.array([np.inf if column.room_bytes is None else column.room_bytes for column in first])
-        offers = sorted({column.offer for column in first})
-        kept = np.array([[gang.kept_bytes.get(name, 0.0) for name in offers] for gang in gangs], dtype=float)
-        fits = kept.reshape(len(gangs), len(offers))[:, [offers.index(column.offer) for column in first]] <= room
-        opens = (blocking + tail_s) * (1 + ROUNDING) if demand.tail_tokens else np.zeros(shape)
-        return blocking, np.where(fits, opens, np.inf)
-    if not demand.tail_tokens:
-        return blocking, np.zeros(shape)
-    periods = demand.bound - demand.age_guard
-    return blocking, (tail_s + lag) / periods * (1 + ROUNDING) if periods > 0 else np.full(shape, np.inf)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 
 class KvPolicy(StrEnum):
@@ -104,15 +105,15 @@ class Workload:
         """Whether replicas may stand on the gang's own nodes: only where generation waits for training."""
         return self.colocates and self.bound == 0
 
-    @property
+    @cached_property
     def trajectories_per_step(self) -> int:
         return self.groups_per_step * self.group_size
 
-    @property
+    @cached_property
     def generated_tokens_per_step(self) -> float:
         """Waste included: what the rollout machines must deliver."""
         return self.trajectories_per_step * self.answer.mean / (1 - self.waste_share)
 
-    @property
+    @cached_property
     def trained_tokens_per_step(self) -> float:
         return self.trajectories_per_step * (self.answer.mean + self.prompt.mean)

@@ -13,7 +13,11 @@ from offbeat.plan.cost.decode import decode_step_s
 from offbeat.plan.cost.memory import kv_bytes_per_row, max_rows, usable_bytes
 from offbeat.plan.cost.prefill import prompt_s, refill_s
 from offbeat.plan.cost.sizes import update_bytes
-from offbeat.plan.gang_shapes import node_grid, split_layers
+from offbeat.plan.cost.sync import CHUNK_BYTES
+from offbeat.plan.cost.training import bubble, compute_s, dp_s, tp_s
+from offbeat.plan.gang_shapes import fabric_of, node_grid, split_layers
+from offbeat.plan.gangs import _alone_on
+from offbeat.plan.hardware import Link
 from offbeat.plan.rollout import class_columns, row_grid, undominated
 from offbeat.plan.shapes import num_parameters, weight_bytes
 from offbeat.plan.workload import KvPolicy, RewardPool
@@ -95,6 +99,18 @@ def test_a_gang_with_no_fewer_nodes_is_faster(problem):
         for other in problem.gangs:
             if gang is not other and all(gang.nodes.get(name, 0) >= count for name, count in other.nodes.items()):
                 assert gang.period_s < other.period_s
+
+
+def test_a_pipeline_waits_for_its_fullest_stage_in_all_that_it_does():
+    place = cluster(machines("a", 16, memory_bytes=200e9, **FAST))
+    step = work(groups_per_step=400)
+    found = _alone_on(place.classes["a"], 16, place, step, Constants())
+    gang = next(one for one in found if (one.tp, one.pp, one.dp) == (4, 16, 2))
+    assert max(gang.layers) == 2  # of 28: 14 stages of two would be the model
+    fabric, flops = fabric_of(place.classes["a"], place), 128 * 700e12 * Figures().training_share
+    alone_s = compute_s(step, flops, recompute=False) * 16 / 14 * bubble(step, 16, 2)
+    talk_s = tp_s(step, Figures(), fabric, 4, 14, 2) + dp_s(step, Figures(), fabric, 4, 14, 2, gang.zero)
+    assert gang.step_s == pytest.approx(alone_s + talk_s)
 
 
 def test_two_classes_train_together_only_inside_a_zone():
@@ -183,6 +199,17 @@ def test_a_slow_link_delays_the_class_behind_it_alone():
     size = update_bytes(work())
     assert lag_s["near"] == {"near": 0.0, "far": pytest.approx(size / 1e8)}
     assert lag_s["far"] == {"near": pytest.approx(size / 1e8), "far": 0.0}
+
+
+def test_a_third_class_with_wider_links_shortens_the_way_and_a_narrower_one_is_not_named():
+    place = cluster(machines("near", 1), machines("far", 1), machines("wide", 1), machines("slow", 1), between=1e8)
+    wide = {frozenset(("wide", name)): Link(1e9, 0.0) for name in ("near", "far")}
+    place = replace(place, links={**place.links, **wide})
+    over_s = {column.offer: column.lag_over_s for column in problem_of(place, work()).rollout}
+    size = update_bytes(work())
+    assert over_s["far"]["near"] == {"wide": pytest.approx((size + CHUNK_BYTES) / 1e9)}
+    assert "near" not in over_s["wide"]
+    assert all(not column.lag_over_s for column in problem_of(place, work(bound=0)).rollout)
 
 
 def test_the_reward_pool_is_paid_whatever_the_plan():

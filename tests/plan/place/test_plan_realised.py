@@ -58,7 +58,7 @@ def test_what_crosses_between_stages_goes_by_the_busiest_node():
 
 def test_a_class_has_a_version_when_its_last_node_has_it():
     fabric = fabric_of(cluster({"a": 1, "b": 2}), {frozenset(("b-0", "b-1")): 0.5 * GB})
-    found = lags_s(fabric, "a-0", {"b-0": "a-0", "b-1": "b-0"}, 3 * GB)
+    found = lags_s(fabric, {"b-0": ("a-0",), "b-1": ("b-0",)}, 3 * GB)
     assert found == {"b": pytest.approx(6, rel=0.01)}
 
 

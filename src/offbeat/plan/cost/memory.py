@@ -21,7 +21,7 @@ LOSS_CHUNK_TOKENS = 1024
 """The loss is computed in chunks of this many tokens: whole logits would be gigabytes."""
 LOGIT_BYTES = 8
 """Per token and vocabulary entry of a chunk: fp32 logits and their gradient."""
-MIN_MICROBATCH_TOKENS = 8192
+MIN_MICROBATCH_TOKENS = 4096
 """Smaller ones starve the matmuls."""
 
 

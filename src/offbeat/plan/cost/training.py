@@ -62,7 +62,7 @@ def bubble(workload: Workload, pp: int, dp: int) -> float:
     return 1 + (pp - 1) / num_microbatches(workload, dp)
 
 
-def tp_s(workload: Workload, figures: Figures, fabric: Fabric, tp: int, pp: int, dp: int) -> float:
+def tp_s(workload: Workload, figures: Figures, fabric: Fabric, tp: int, pp: float, dp: int) -> float:
     """Four all-reduces of the activations a layer, forward and backward, exposed in part."""
     if tp == 1:
         return 0.0

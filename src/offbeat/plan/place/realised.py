@@ -20,9 +20,9 @@ from offbeat.plan.cost.constants import Constants
 from offbeat.plan.cost.training import boundary_s
 from offbeat.plan.gangs import over_links
 from offbeat.plan.hardware import Inventory
+from offbeat.plan.place.arrival import Senders, arrival_s
 from offbeat.plan.place.islands import Group, Layout
 from offbeat.plan.place.nodes import Fabric
-from offbeat.plan.place.sync_tree import arrival_s
 from offbeat.plan.problem import Gang, Problem, RolloutColumn
 from offbeat.plan.solution import Solution
 from offbeat.plan.workload import Workload
@@ -71,10 +71,10 @@ def load(fabric: Fabric, stage: Sequence[Group], following: Sequence[Group]) -> 
     return max(shared, *sent.values(), *received.values(), 0.0)
 
 
-def lags_s(fabric: Fabric, root: str, parents: Mapping[str, str], num_bytes: float) -> dict[str, float]:
-    """By class: until its last node has a version; `parents` are the senders of a sync tree, by receiver."""
+def lags_s(fabric: Fabric, senders: Senders, num_bytes: float) -> dict[str, float]:
+    """By class: until its last node has a version."""
     found: dict[str, float] = {}
-    for name, seconds in arrival_s(fabric, root, parents, num_bytes).items():
+    for name, seconds in arrival_s(fabric, senders, num_bytes).items():
         offer = fabric.nodes[name].offer
         found[offer] = max(found.get(offer, 0.0), seconds)
     return found
@@ -83,18 +83,22 @@ def lags_s(fabric: Fabric, root: str, parents: Mapping[str, str], num_bytes: flo
 def slowed(problem: Problem, gang: Gang, step_s: float, lags_s: Mapping[str, float], by: float = ROUNDING) -> Problem:
     """The problem with what a placed gang and its sync tree really take, wherever that is more by such a share; the
     very same problem where it nowhere is."""
+    relays = {*gang.nodes, *lags_s} if problem.demand.bound else ()
 
     def is_worse(column: RolloutColumn) -> bool:
-        return lags_s.get(column.offer, 0.0) > column.lag_from_s(gang.root) * (1 + by)
+        return lags_s.get(column.offer, 0.0) > column.lag_from_s(gang.root, relays) * (1 + by)
+
+    def later(column: RolloutColumn) -> RolloutColumn:
+        least_s, over_s = lags_s[column.offer], column.lag_over_s.get(gang.root, {})
+        lag_s = {**column.lag_s, gang.root: max(least_s, column.lag_from_s(gang.root))}
+        over_s = {name: max(least_s, way_s) for name, way_s in over_s.items()}
+        return replace(column, lag_s=lag_s, lag_over_s={**column.lag_over_s, gang.root: over_s})
 
     gangs, rollout = problem.gangs, problem.rollout
     if any(step_s > each.step_s * (1 + by) for each in gangs if each.name == gang.name):
         gangs = tuple(replace(each, step_s=step_s) if each.name == gang.name else each for each in gangs)
     if any(is_worse(column) for column in rollout):
-        rollout = tuple(
-            replace(column, lag_s={**column.lag_s, gang.root: lags_s[column.offer]}) if is_worse(column) else column
-            for column in rollout
-        )
+        rollout = tuple(later(column) if is_worse(column) else column for column in rollout)
     if gangs is problem.gangs and rollout is problem.rollout:
         return problem
     return replace(problem, gangs=gangs, rollout=rollout)
@@ -114,10 +118,12 @@ def enough_s(problem: Problem, placed: Problem, solution: Solution) -> float:
         before = {column.name: column.lag_from_s(root) for column in problem.rollout if column.name in slower}
         rises = [slower[name].lag_from_s(root) - before[name] for name in slower]
         return tau_s + (period_s - _gang(problem, solution).period_s) + max(rises, default=0.0)
-    tails = [demand.tail_tokens * each.token_s + demand.lag_s + each.lag_from_s(root) for each in slower.values()]
-    window = demand.bound - demand.age_guard
-    opens_s = max(tails, default=0.0) / window if demand.tail_tokens and window > 0 else 0.0
-    return max(tau_s, period_s, opens_s)
+    relays = {*_gang(placed, solution).nodes, *(each.offer for each in slower.values())}
+    tails = [
+        demand.tail_tokens * each.token_s + demand.lag_s + each.lag_from_s(root, relays) for each in slower.values()
+    ]
+    opens_s = (max(tails, default=0.0) + period_s) / (demand.bound + 1 - demand.age_guard)
+    return max(tau_s, period_s, opens_s if demand.tail_tokens else 0.0)
 
 
 def period_s(problem: Problem, placed: Problem, solution: Solution) -> float:

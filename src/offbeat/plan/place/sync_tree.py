@@ -6,8 +6,9 @@ it. So a version crosses a slow link once, and is spread by those that have it. 
 its way; receivers pass chunks on as they come.
 
 Between alike nodes the tree is built class by class: the way with the widest narrowest link between classes (Prim),
-then a fan-out inside each class, as wide as the arriving rate leaves room for. Between measured nodes it is built node
-by node and, where they are few, improved by hanging subtrees elsewhere.
+then a fan-out inside each class, as wide as the arriving rate leaves room for; where it leaves none, two trees that
+carry half of the chunks each, and in which nobody passes chunks on twice. Between measured nodes it is built node by
+node and, where they are few, improved by hanging subtrees elsewhere.
 
 No schedule beats bytes / (the least max-flow from the root to a receiver), whatever it sends where (Edmonds).
 """
@@ -22,8 +23,9 @@ from enum import StrEnum
 
 import networkx as nx
 
-from offbeat.plan.cost.sync import CHUNK_BYTES, MAX_FAN_OUT, spread_s
+from offbeat.plan.cost.sync import CHUNK_BYTES, fan_out, one_tree_s, two_trees_s
 from offbeat.plan.hardware import Link
+from offbeat.plan.place.arrival import Senders, arrival_s, hop_rates, shares_in_order
 from offbeat.plan.place.nodes import Fabric
 
 SWAP_S = 0.05
@@ -49,11 +51,14 @@ class Hop:
     receiver: str
     bytes_per_s: float
     """What this hop gets of the sender's port."""
+    share: float = 1.0
+    """Of a version's chunks, those that go this way: a half where two senders take turns."""
 
 
 @dataclass(frozen=True)
 class SyncTree:
     root: str
+    senders: Senders
     hops: tuple[Hop, ...]
     """Senders before their receivers."""
     chunk_bytes: float
@@ -68,23 +73,28 @@ def sync_tree(
     """A tree from `root` to all `receivers`; without receivers it is empty and takes no time."""
     wanted = sorted(set(receivers) - {root}, key=_by_number)
     if not wanted:
-        return SyncTree(root, (), chunk_bytes, 0.0, 0.0)
-    parents = relay(fabric, root, wanted, num_bytes, chunk_bytes)
-    seconds = arrival_s(fabric, root, parents, num_bytes, chunk_bytes)
-    rates = hop_rates(fabric, parents)
-    hops = tuple(Hop(parents[name], name, rates[name]) for name in _from_root(parents, root))
-    return SyncTree(root, hops, chunk_bytes, max(seconds.values()), lower_bound_s(fabric, root, wanted, num_bytes))
+        return SyncTree(root, {}, (), chunk_bytes, 0.0, 0.0)
+    senders = relay(fabric, root, wanted, num_bytes, chunk_bytes)
+    seconds = arrival_s(fabric, senders, num_bytes, chunk_bytes)
+    rates = hop_rates(fabric, senders)
+    ways = [(senders[name][part], name) for name, part in shares_in_order(senders)]
+    hops = tuple(Hop(sender, name, rates[sender, name], 1 / len(senders[name])) for sender, name in ways)
+    return SyncTree(
+        root, senders, hops, chunk_bytes, max(seconds.values()), lower_bound_s(fabric, root, wanted, num_bytes)
+    )
 
 
 def relay(
     fabric: Fabric, root: str, receivers: Iterable[str], num_bytes: float, chunk_bytes: float = CHUNK_BYTES
-) -> dict[str, str]:
+) -> Senders:
     """The tree alone: who sends to each receiver."""
     wanted = sorted(set(receivers) - {root}, key=_by_number)
     if not wanted:
         return {}
-    grow = _by_class if fabric.is_alike else _by_node
-    return grow(fabric, root, wanted, num_bytes, chunk_bytes)
+    if fabric.is_alike:
+        return _by_class(fabric, root, wanted, num_bytes, chunk_bytes)
+    parents = _by_node(fabric, root, wanted, num_bytes, chunk_bytes)
+    return {name: (sender,) for name, sender in parents.items()}
 
 
 def blocking_s(buffer: Buffer, num_bytes: float, tp: int, host_bytes_per_s: float, transfer_s: float) -> float:
@@ -92,44 +102,6 @@ def blocking_s(buffer: Buffer, num_bytes: float, tp: int, host_bytes_per_s: floa
     if buffer is Buffer.DEVICE:
         return SWAP_S
     return num_bytes / (tp * host_bytes_per_s) if buffer is Buffer.HOST else transfer_s
-
-
-def hop_rates(fabric: Fabric, parents: Mapping[str, str]) -> dict[str, float]:
-    """Bytes a second of the hop to each node, after shared links and ports are divided."""
-    crossings = Counter(_offers(fabric, sender, receiver) for receiver, sender in parents.items())
-    ports: dict[tuple[str, bool], dict[str, float]] = {}
-    for receiver, sender in parents.items():
-        users = crossings[_offers(fabric, sender, receiver)] if fabric.is_shared(sender, receiver) else 1
-        port = ports.setdefault((sender, fabric.is_near(sender, receiver)), {})
-        port[receiver] = fabric.bytes_per_s(sender, receiver) / users
-    rates: dict[str, float] = {}
-    for (sender, is_near), limits in ports.items():
-        rates |= _divided(limits, fabric.port_bytes_per_s(sender, is_near))
-    return rates
-
-
-def _divided(limits: Mapping[str, float], total: float) -> dict[str, float]:
-    """A port's rate among its hops, evenly, except that none gets more than its own limit."""
-    shares, left = {}, total
-    for i, (name, limit) in enumerate(sorted(limits.items(), key=lambda item: (item[1], item[0]))):
-        shares[name] = min(limit, left / (len(limits) - i))
-        left -= shares[name]
-    return shares
-
-
-def arrival_s(
-    fabric: Fabric, root: str, parents: Mapping[str, str], num_bytes: float, chunk_bytes: float = CHUNK_BYTES
-) -> dict[str, float]:
-    """When each node has everything: all bytes at the least rate of its way, and one chunk more per hop."""
-    rates = hop_rates(fabric, parents)
-    least: dict[str, float] = {root: math.inf}
-    delay_s: dict[str, float] = {root: 0.0}
-    for name in _from_root(parents, root):
-        sender = parents[name]
-        least[name] = min(least[sender], rates[name])
-        delay_s[name] = delay_s[sender] + chunk_bytes / rates[name] + fabric.latency_s(sender, name)
-    # The hop that first brings the bytes has its first chunk counted in them.
-    return {name: max(num_bytes - chunk_bytes, 0.0) / least[name] + delay_s[name] for name in parents}
 
 
 def lower_bound_s(fabric: Fabric, root: str, receivers: Sequence[str], num_bytes: float) -> float:
@@ -177,9 +149,7 @@ def _connect(network: nx.DiGraph, fabric: Fabric, senders: Sequence[str], receiv
     network.add_edges_from(((leave, ("in", receiver, is_near)) for receiver in receivers), capacity=rate)
 
 
-def _by_class(
-    fabric: Fabric, root: str, receivers: Sequence[str], num_bytes: float, chunk_bytes: float
-) -> dict[str, str]:
+def _by_class(fabric: Fabric, root: str, receivers: Sequence[str], num_bytes: float, chunk_bytes: float) -> Senders:
     """One copy into each class over the widest way, then a fan-out inside it."""
     members: dict[str, list[str]] = {}
     for name in receivers:
@@ -200,23 +170,33 @@ def _by_class(
         arriving_rate, _, offer, sender = max(ways)
         feeder[offer], arriving[offer] = members[offer][0], arriving_rate
         parents[members[offer][0]] = sender
+    senders: dict[str, tuple[str, ...]] = {name: (sender,) for name, sender in parents.items()}
     for offer, names in sorted(members.items()):
-        inside = [name for name in names if name != feeder[offer]]
-        line = [feeder[offer], *inside]
-        if inside:
-            width = _fan_out(fabric, line, arriving[offer], num_bytes, chunk_bytes)
-            parents |= {name: line[i // width] for i, name in enumerate(inside)}
-    return parents
+        line = [feeder[offer], *(name for name in names if name != feeder[offer])]
+        if len(line) > 1:
+            senders |= _within(fabric, line, arriving[offer], num_bytes, chunk_bytes)
+    return senders
 
 
-def _fan_out(fabric: Fabric, line: Sequence[str], arriving: float, num_bytes: float, chunk_bytes: float) -> int:
-    """To how many each should pass a version on."""
+def _within(fabric: Fabric, line: Sequence[str], arriving: float, num_bytes: float, chunk_bytes: float) -> Senders:
+    """From the first of alike nodes to all others: along one tree, or along two that carry half of the chunks each."""
     within = Link(fabric.bytes_per_s(line[0], line[1]), fabric.latency_s(line[0], line[1]))
+    if two_trees_s(num_bytes, arriving, within, len(line), chunk_bytes) < one_tree_s(
+        num_bytes, arriving, within, len(line), chunk_bytes
+    ):
+        one, other = line[1:], line[:0:-1]
+        # Whoever passes chunks on in one order is at the end of the other: no port carries more than one version.
+        heaps = [
+            {name: order[(i - 1) // 2] if i else line[0] for i, name in enumerate(order)} for order in (one, other)
+        ]
+        return {name: (heaps[0][name], heaps[1][name]) for name in one}
+    width = fan_out(num_bytes, arriving, within, len(line), chunk_bytes)
+    return {name: (line[i // width],) for i, name in enumerate(line[1:])}
 
-    def seconds(width: int) -> float:
-        return spread_s(num_bytes, arriving, within, len(line), width, chunk_bytes)
 
-    return min(range(1, MAX_FAN_OUT + 1), key=lambda width: (seconds(width), width))
+def _heap(root: str, names: Sequence[str]) -> dict[str, str]:
+    """By name: its sender in a binary tree under the root's only receiver, the first."""
+    return {name: names[(i - 1) // 2] if i else root for i, name in enumerate(names)}
 
 
 def _by_node(
@@ -226,7 +206,7 @@ def _by_node(
     trees = [_widest_first(fabric, root, receivers, divides) for divides in (True, False)]
     if len(receivers) <= MAX_IMPROVED:
         trees = [_improved(fabric, root, tree, num_bytes, chunk_bytes) for tree in trees]
-    return min(trees, key=lambda tree: _cost(fabric, root, tree, num_bytes, chunk_bytes))
+    return min(trees, key=lambda tree: _cost(fabric, tree, num_bytes, chunk_bytes))
 
 
 def _widest_first(fabric: Fabric, root: str, receivers: Sequence[str], divides: bool) -> dict[str, str]:
@@ -252,7 +232,7 @@ def _improved(
 ) -> dict[str, str]:
     """Hangs a subtree elsewhere as long as that brings the last, or all others, forward."""
     best = dict(parents)
-    best_s = _cost(fabric, root, best, num_bytes, chunk_bytes)
+    best_s = _cost(fabric, best, num_bytes, chunk_bytes)
     while True:
         moves = [
             {**best, name: near}
@@ -260,18 +240,17 @@ def _improved(
             for near in [root, *best]
             if near != best[name] and name not in _way(best, near)
         ]
-        costs = [_cost(fabric, root, move, num_bytes, chunk_bytes) for move in moves]
+        costs = [_cost(fabric, move, num_bytes, chunk_bytes) for move in moves]
         if not costs or min(costs) >= best_s:
             return best
         best_s = min(costs)
         best = moves[costs.index(best_s)]
 
 
-def _cost(
-    fabric: Fabric, root: str, parents: Mapping[str, str], num_bytes: float, chunk_bytes: float
-) -> tuple[float, float]:
+def _cost(fabric: Fabric, parents: Mapping[str, str], num_bytes: float, chunk_bytes: float) -> tuple[float, float]:
     """When the last receiver has all, then when they have all on average: a plateau of the first has a way down."""
-    seconds = arrival_s(fabric, root, parents, num_bytes, chunk_bytes).values()
+    senders = {name: (sender,) for name, sender in parents.items()}
+    seconds = arrival_s(fabric, senders, num_bytes, chunk_bytes).values()
     return round(max(seconds), 9), round(sum(seconds), 9)
 
 
@@ -281,21 +260,6 @@ def _way(parents: Mapping[str, str], name: str) -> list[str]:
     while way[-1] in parents:
         way.append(parents[way[-1]])
     return way
-
-
-def _from_root(parents: Mapping[str, str], root: str) -> list[str]:
-    """All but the root, senders before receivers."""
-    children: dict[str, list[str]] = {}
-    for name, sender in parents.items():
-        children.setdefault(sender, []).append(name)
-    order = [root]
-    for name in order:
-        order += children.get(name, [])
-    return order[1:]
-
-
-def _offers(fabric: Fabric, sender: str, receiver: str) -> tuple[str, str]:
-    return fabric.nodes[sender].offer, fabric.nodes[receiver].offer
 
 
 def _by_number(name: str) -> tuple[str, int]:

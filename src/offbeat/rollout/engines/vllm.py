@@ -7,21 +7,18 @@ log-probs are those after temperature. Its control calls ask for no key: it must
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from offbeat.rollout.engine import EngineError, Finish, KvMode
 from offbeat.rollout.engines.served.dialect import Call, Chunk, Facts, Span
 from offbeat.rollout.engines.served.http import NOT_JSON, Server, ServerRefused
+from offbeat.rollout.engines.vllm_files import LOAD_WITHIN_S, FromPath, Transfer
 from offbeat.weights.version import Version
 
 EXTENSION = "offbeat_in_vllm.Extension"
@@ -29,72 +26,22 @@ EXTENSION_FOLDER = Path(__file__).parent / "inside_vllm"
 """What a server is started with: a class, and where it is found."""
 ON_CPU_FOLDER = EXTENSION_FOLDER / "on_cpu"
 """Where its processes find what they are to import besides, on a machine without a GPU."""
+WHOLE_PROMPTS = "--no-enable-chunked-prefill"
+"""What a server without a GPU is started with: it draws a token for each part of a prompt that it splits, and ends
+where it cannot take the draw back, as with a seed on a CPU."""
 GENERATE = "/inference/v1/generate"
 RUNS_AS = "generate-tokens-"
 """What the server puts before the id of a call; an abort of the bare id is acknowledged and ends nothing."""
 STREAM_TOKENS = 32
 """Tokens in one event: fewer cost the server more than the tokens do, more come late."""
-LOAD_WITHIN_S = 600.0
 LOOK_WITHIN_S = 10.0
 INFO_WITHIN_S = 120.0
 """The first time, the server looks its whole machine over."""
 NO_LOGPROB = -9998.0
 """Log-probs below this stand for one that the server does not have."""
 TIED = re.compile(r"tie_word_embeddings['\"]?[:=] *[Tt]rue")
+SPLITS = re.compile(r"enable_chunked_prefill['\"]?[:=] *[Tt]rue")
 BORN = re.compile(r"^process_start_time_seconds ([0-9.e+]+)$", re.MULTILINE)
-
-
-class Transfer(Protocol):
-    """A way for weights into a server that is paused."""
-
-    async def stage(self, version: Version) -> None: ...
-
-    async def load(self, server: Server, version: Version) -> None: ...
-
-
-class FromPath:
-    """The server reads the version's files itself, while nothing is generated.
-
-    It reads them by names of their own: a version that the run needs no more may be deleted at any moment, and a reload
-    that finds no files leaves the server without weights.
-    """
-
-    def __init__(self) -> None:
-        self._linked: Path | None = None
-
-    async def stage(self, version: Version) -> None:
-        self._drop()
-        try:
-            self._linked = await asyncio.to_thread(_link, version.path.absolute())
-        except OSError as error:
-            raise EngineError(
-                f"version {version.number}: cannot be read from {version.path}: {error.strerror}"
-            ) from error
-
-    async def load(self, server: Server, version: Version) -> None:
-        assert self._linked is not None, "stage it first"
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._linked)}}
-        try:
-            await server.post("/collective_rpc", body, within_s=LOAD_WITHIN_S)
-        finally:
-            self._drop()
-
-    def _drop(self) -> None:
-        if self._linked is not None:
-            shutil.rmtree(self._linked, ignore_errors=True)
-            self._linked = None
-
-
-def _link(folder: Path) -> Path:
-    """A folder beside a version's with the same files in it, which take no space of their own."""
-    linked = Path(tempfile.mkdtemp(prefix=f".{folder.name}.served-", dir=folder.parent))
-    try:
-        for file in folder.iterdir():
-            os.link(file, linked / file.name)
-    except OSError:
-        shutil.rmtree(linked, ignore_errors=True)
-        raise
-    return linked
 
 
 class VllmDialect:
@@ -125,6 +72,7 @@ class VllmDialect:
                 "processed_logprobs"
             )
         self._packs = EXTENSION in str(info["vllm_config"].get("parallel_config"))
+        self._refuse_split_prompts(info["vllm_config"])
         await self._refuse_weights(info["vllm_config"])
         self._has_labels = await self._can_label()
         has_spans = self._has_labels and await self._sends_spans()
@@ -143,11 +91,17 @@ class VllmDialect:
 
     async def _refuse_weights(self, told: Mapping[str, Any]) -> None:
         """Refuses a server that cannot be given versions."""
-        is_tied = TIED.search(str(told.get("model_config")))
-        if is_tied and "cpu" in str(told.get("device_config")) and not self._packs:
+        if _is_on_cpu(told) and TIED.search(str(told.get("model_config"))) and not self._packs:
             raise EngineError(
                 f"{self.server.url}: vLLM on a CPU keeps the old output layer after a load where it shares the "
                 "embedding's weights; leave engine.url out, and the worker starts a server that does not"
+            )
+
+    def _refuse_split_prompts(self, told: Mapping[str, Any]) -> None:
+        if _is_on_cpu(told) and SPLITS.search(str(told.get("scheduler_config"))):
+            raise EngineError(
+                f"{self.server.url}: vLLM on a CPU ends when it splits the prompt of a call with a seed; start it with "
+                f"{WHOLE_PROMPTS}"
             )
 
     @contextmanager
@@ -317,3 +271,7 @@ class _Event(msgspec.Struct):
 
 
 _EVENT = msgspec.json.Decoder(_Event)
+
+
+def _is_on_cpu(told: Mapping[str, Any]) -> bool:
+    return "cpu" in str(told.get("device_config"))

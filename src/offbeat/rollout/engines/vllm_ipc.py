@@ -26,7 +26,7 @@ UPDATE_WITHIN_S = 120.0
 
 
 class FromGpu:
-    """Implements `offbeat.rollout.engines.vllm.Transfer`."""
+    """Implements `offbeat.rollout.engines.vllm_files.Transfer`."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -27,7 +27,8 @@ from uuid import uuid4
 from offbeat.rollout.engine import EngineDied, EngineError, KvMode
 from offbeat.rollout.engines.served.dialect import Call, Chunk, Facts
 from offbeat.rollout.engines.served.http import Server, ServerRefused
-from offbeat.rollout.engines.vllm import GENERATE, LOAD_WITHIN_S, LOOK_WITHIN_S, VllmDialect
+from offbeat.rollout.engines.vllm import GENERATE, LOOK_WITHIN_S, VllmDialect
+from offbeat.rollout.engines.vllm_files import LOAD_WITHIN_S
 from offbeat.weights.folder import ADAPTER_CONFIG, ADAPTER_FILE
 from offbeat.weights.version import Version
 
