@@ -32,8 +32,8 @@ def test_a_lease_ends_when_its_time_is_over_and_not_before():
     assert granted.is_held(held)
     assert granted.expired() == []
     clock.now_s += 0.1
-    assert not granted.is_held(held)
     assert granted.expired() == [held]
+    assert not granted.is_held(held)
     assert granted.expired() == []
     assert len(granted) == 0
 
@@ -56,11 +56,35 @@ def test_a_renewal_by_another_or_under_an_old_fence_is_told_that_it_is_lost():
     assert granted.renew([*strangers, Held(1, 2, "b")]) == strangers
 
 
-def test_a_lease_that_is_over_cannot_be_renewed_even_before_anyone_noticed():
+def test_a_late_renewal_saves_a_lease_that_nobody_has_taken_out_yet_and_none_after_that():
     held, (granted, clock) = Held(1, 1, "a"), leases()
     granted.grant([held])
+    clock.now_s += 2 * TTL_S
+    assert granted.renew([held]) == []
+    assert granted.expired() == []
     clock.now_s += TTL_S
+    assert granted.expired() == [held]
     assert granted.renew([held]) == [held]
+
+
+def test_a_grant_under_an_older_fence_leaves_the_newer_lease_alone():
+    older, newer, (granted, clock) = Held(1, 1, "a"), Held(1, 2, "b"), leases()
+    granted.grant([newer])
+    clock.now_s += 6
+    granted.grant([older])
+    assert granted.is_held(newer)
+    clock.now_s += 4
+    assert granted.expired() == [newer]
+
+
+def test_all_leases_have_their_whole_time_again_where_nobody_could_be_heard():
+    held, (granted, clock) = [Held(1, 1, "a"), Held(2, 1, "b")], leases()
+    granted.grant(held)
+    clock.now_s += 3 * TTL_S
+    granted.renew_all()
+    assert granted.expired() == []
+    clock.now_s += TTL_S
+    assert sorted(granted.expired()) == held
 
 
 def test_the_leases_of_a_worker_that_has_vanished_expire_together():
@@ -142,10 +166,21 @@ class AgainstAPlainTable(RuleBasedStateMachine):
     def renew(self, task, worker, behind):
         known = self.table.get(task)
         held = Held(task, (known[0].fence if known else 0) - behind, worker)
-        is_held = known is not None and known[0] == held and known[1] > self.clock.now_s
+        is_held = known is not None and known[0] == held
         assert self.granted.renew([held]) == ([] if is_held else [held])
         if is_held:
             self.set(held)
+
+    @rule()
+    def renew_all(self):
+        self.granted.renew_all()
+        for held, _, _ in list(self.table.values()):
+            self.set(held)
+
+    @rule(task=tasks, worker=workers)
+    def grant_under_an_older_fence(self, task, worker):
+        if task in self.table:
+            self.granted.grant([Held(task, self.table[task][0].fence - 1, worker)])
 
     @rule(task=tasks)
     def end(self, task):

@@ -1,6 +1,7 @@
 """Leases at a coordinator: who loses a task, who is given it next, and who is to blame."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -38,6 +39,37 @@ def test_a_worker_that_goes_on_beating_keeps_its_tasks(tmp_path):
             for _ in range(8):
                 assert (await made.heartbeat("w", held)).lost == ()
                 await asyncio.sleep(0.15)
+            assert (await made.lease("other", 100, 0, 0.0)).tasks == ()
+
+    asyncio.run(scenario())
+
+
+def test_a_coordinator_that_stood_still_itself_takes_no_task_from_anybody(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, rollout={"lease_s": 0.5}) as made:
+            await made.publish(version(0, 0))
+            lease = await made.lease("w", 100, 0, SOON_S)
+            held = [(task.id, task.fence) for task in lease.tasks]
+            await asyncio.sleep(0.1)  # the watch over leases begins to wait
+            time.sleep(1.5)  # noqa: ASYNC251
+            await asyncio.sleep(0.1)  # as long as a heartbeat may take that waited in a socket meanwhile
+            assert (await made.heartbeat("w", held)).lost == ()
+
+    asyncio.run(scenario())
+
+
+def test_a_heartbeat_counts_from_when_it_came_however_long_the_disk_takes(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, rollout={"lease_s": 0.8}) as made:
+            await made.publish(version(0, 0))
+            lease = await made.lease("w", 100, 0, SOON_S)
+            held = [(task.id, task.fence) for task in lease.tasks]
+            slow = asyncio.create_task(made.call(time.sleep, 1.8))
+            beats = []
+            while not slow.done():
+                beats.append(asyncio.create_task(made.heartbeat("w", held)))
+                await asyncio.sleep(0.2)
+            assert {beat.lost for beat in await asyncio.gather(*beats)} == {()}
             assert (await made.lease("other", 100, 0, 0.0)).tasks == ()
 
     asyncio.run(scenario())

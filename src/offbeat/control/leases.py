@@ -4,8 +4,9 @@ Deadlines live on one clock that only goes forward, the coordinator's: a wall cl
 clock is asked. The ledger remembers who holds what; after a restart every lease that it knows is granted anew, so that
 workers that went on generating meanwhile can come back for it.
 
-Guarantees: a lease ends once, by `end`, by `expired` or by a grant under a larger fence; a renewal under an older fence
-or by another worker is told that it is lost and changes nothing. The leases of a worker that has vanished expire
+Guarantees: a lease ends once, by `end`, by `expired` or by a grant under a larger fence. Until then its holder can
+renew it, however late: who is late to take it out may have been late to hear of the worker, too. A grant or a renewal
+under an older fence, or a renewal by another worker, changes nothing. The leases of a worker that has vanished expire
 together, when the last of them is over: which task is to blame shows only beside all others that the worker held. A
 worker that is heard of and does not name a lease any more keeps it for one more such time at most.
 """
@@ -43,7 +44,9 @@ class Leases:
     def grant(self, leases: Iterable[Held]) -> None:
         deadline_s = self._clock() + self.ttl_s
         for held in leases:
-            self._set(held, deadline_s)
+            found = self._deadlines.get(held.task)
+            if found is None or found[0].fence <= held.fence:
+                self._set(held, deadline_s)
 
     def renew(self, leases: Iterable[Held]) -> list[Held]:
         """Gives leases their whole time again; returns those that are lost."""
@@ -56,9 +59,13 @@ class Leases:
                 lost.append(held)
         return lost
 
+    def renew_all(self) -> None:
+        """For when nobody could be heard."""
+        self.grant([held for held, _ in self._deadlines.values()])
+
     def is_held(self, held: Held) -> bool:
         found = self._deadlines.get(held.task)
-        return found is not None and found[0] == held and found[1] > self._clock()
+        return found is not None and found[0] == held
 
     def end(self, tasks: Iterable[int]) -> None:
         """Forgets leases whose tasks ended, or were given back."""

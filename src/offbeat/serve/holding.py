@@ -4,7 +4,8 @@ The ledger remembers who holds what and `control.leases` says until when; this c
 a worker vanished with is a suspect until it is handed in, see `control.assign`.
 
 Guarantees: a task is lost to a worker only where the worker has vanished or begun anew; one that was merely lost from
-sight, by a worker that is heard of, is given back and nobody is to blame.
+sight, by a worker that is heard of, is given back and nobody is to blame. Time in which this process itself stood
+still, or waited for its disk, counts against nobody.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from offbeat.trajectory import Task
 
 MAX_SLEEP_S = 1.0
 """How often at least the leases are looked through."""
+
+HELD_UP_SHARE = 0.25
+"""Of the time of a lease: who wakes later than that was stopped or starved, and has heard nobody meanwhile. Workers
+beat several times in the time of a lease, so a smaller delay cannot cost one its tasks."""
 
 
 class Holding:
@@ -57,6 +62,7 @@ class Holding:
         self._presence.hear(worker)
         if self._presence.begins_anew(worker, life):
             await self._lose_all_but(worker, held)
+        self.leases.renew(Held(task, fence, worker) for task, fence in held)  # before the ledger, which may take long
         still = await self._share(self.ledger.still_held, worker, held)
         self.leases.grant(still)
         known = {lease.task for lease in still}
@@ -79,7 +85,11 @@ class Holding:
         while True:
             next_s = self.leases.next_deadline_s()
             left_s = MAX_SLEEP_S if next_s is None else min(max(next_s - time.monotonic(), 0.0), MAX_SLEEP_S)
+            wakes_s = time.monotonic() + left_s
             await asyncio.sleep(left_s)
+            if time.monotonic() - wakes_s > HELD_UP_SHARE * self.leases.ttl_s:
+                self.leases.renew_all()
+                continue
             expired = self.leases.expired()
             if not expired:
                 continue
