@@ -144,11 +144,10 @@ def test_a_task_that_a_living_worker_never_heard_of_goes_to_another_and_nobody_i
         async with coordinator(tmp_path, rollout={"lease_s": 0.3, "max_attempts": 1}) as made:
             await made.publish(version(0, 0))
             (unheard,) = (await made.lease("w", 1, 0, SOON_S)).tasks  # and the answer is lost on its way
-            for _ in range(40):
-                await made.heartbeat("w", [])
-                await asyncio.sleep(0.05)
-                if not await made.call(made.ledger.leased):
-                    break
+            async with asyncio.timeout(SOON_S):
+                while await made.call(made.ledger.leased):
+                    await made.heartbeat("w", [])
+                    await asyncio.sleep(0.05)
             again = (await made.lease("other", 1, 0, SOON_S)).tasks[0]
             assert (again.id, again.fence) == (unheard.id, 2)
             assert (await made.call(made.ledger.counts)).failed_tasks == {}
