@@ -19,15 +19,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from benchmarks import report
-from offbeat.plan import catalogue
-from offbeat.plan.check import check, unproven
-from offbeat.plan.columns import problem_of
-from offbeat.plan.hardware import Inventory, Link, MachineClass
-from offbeat.plan.lengths import log_normal
+from offbeat.plan.columns.columns import problem_of
+from offbeat.plan.inputs import catalogue
+from offbeat.plan.inputs.hardware import Inventory, Link, MachineClass
+from offbeat.plan.inputs.lengths import log_normal
+from offbeat.plan.inputs.shapes import known_model
+from offbeat.plan.inputs.workload import KvPolicy, Workload
 from offbeat.plan.problem import Problem
-from offbeat.plan.search import GAP, cheapest, fastest
-from offbeat.plan.shapes import known_model
-from offbeat.plan.workload import KvPolicy, Workload
+from offbeat.plan.solve.check import check, unproven
+from offbeat.plan.solve.search import GAP, cheapest, fastest
 
 SIZES = (64, 256, 1_024, 4_096, 16_384, 65_536)
 CARDS = ("a100-40gb", "a100-80gb", "l40s", "h20", "h100-pcie", "h100-sxm", "h200", "mi300x")

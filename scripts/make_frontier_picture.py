@@ -12,10 +12,10 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from offbeat.plan.drawing import HEIGHT, WIDTH, figure
-from offbeat.plan.fleets import homogeneous, mixed, split_by_class
-from offbeat.plan.inventory import load_inventory
-from offbeat.plan.workload_file import load_workload
+from offbeat.plan.inputs.inventory import load_inventory
+from offbeat.plan.inputs.workload_file import load_workload
+from offbeat.plan.tell.drawing import HEIGHT, WIDTH, figure
+from offbeat.plan.tell.fleets import homogeneous, mixed, split_by_class
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "planning"

@@ -12,8 +12,8 @@ import math
 
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.decode import attention_s, matmul_s, ridge_rows
-from offbeat.plan.hardware import Accelerator
-from offbeat.plan.workload import Workload
+from offbeat.plan.inputs.hardware import Accelerator
+from offbeat.plan.inputs.workload import Workload
 
 
 def drain_s(workload: Workload, card: Accelerator, figures: Figures, num_cards: int) -> float:

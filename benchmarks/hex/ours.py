@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from benchmarks.hex.published import H800_PRICE_PER_H, SPEEDUPS, value
 from benchmarks.hex.replay import Replay, Six, inventory, workload
-from offbeat.plan.columns import problem_of
+from offbeat.plan.columns.columns import problem_of
 from offbeat.plan.problem import Problem
-from offbeat.plan.search import Result, cheapest, fastest
+from offbeat.plan.solve.search import Result, cheapest, fastest
 
 Machines = tuple[int, int]
 """H800 and H20."""

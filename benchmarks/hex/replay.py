@@ -20,9 +20,9 @@ from benchmarks.hex.draining import drain_s
 from offbeat.plan.cost.constants import Constants, Figures, Source
 from offbeat.plan.cost.sync import copies_s
 from offbeat.plan.cost.training import compute_s
-from offbeat.plan.hardware import Accelerator, Inventory, Link, MachineClass
-from offbeat.plan.shapes import weight_bytes
-from offbeat.plan.workload import KvPolicy, Lengths, ModelShape, Workload
+from offbeat.plan.inputs.hardware import Accelerator, Inventory, Link, MachineClass
+from offbeat.plan.inputs.shapes import weight_bytes
+from offbeat.plan.inputs.workload import KvPolicy, Lengths, ModelShape, Workload
 
 PER_NODE = 8
 H800 = Accelerator("h800", 756e12, 80e9, 2.0e12, 200e9, 50e9, 5.28, "AReaL-Hex")

@@ -12,8 +12,8 @@ from benchmarks.planner_judge.shape import (
     touched_parameters,
     weight_bytes,
 )
-from offbeat.plan.hardware import Accelerator
-from offbeat.plan.workload import KvPolicy, Workload
+from offbeat.plan.inputs.hardware import Accelerator
+from offbeat.plan.inputs.workload import KvPolicy, Workload
 
 
 def step_s(card: Accelerator, workload: Workload, tp: int, running: float, figures: Figures) -> float:

@@ -20,8 +20,8 @@ from statistics import NormalDist
 from benchmarks.planner_judge import decode, train
 from benchmarks.planner_judge.plan import Figures, Plan, Replicas, Sync
 from benchmarks.planner_judge.shape import weight_bytes
-from offbeat.plan.hardware import Accelerator, Inventory
-from offbeat.plan.workload import Lengths, Workload
+from offbeat.plan.inputs.hardware import Accelerator, Inventory
+from offbeat.plan.inputs.workload import Lengths, Workload
 
 NUM_STEPS = 40
 NUM_WARM = 15

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offbeat.plan.workload import Lengths, ModelShape
+from offbeat.plan.inputs.workload import Lengths, ModelShape
 
 
 def attention_parameters(model: ModelShape) -> float:

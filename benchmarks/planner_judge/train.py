@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from benchmarks.planner_judge.plan import Figures, Gang
 from benchmarks.planner_judge.shape import all_parameters, attention_flops, body_parameters, head_parameters
-from offbeat.plan.hardware import Inventory
-from offbeat.plan.workload import Workload
+from offbeat.plan.inputs.hardware import Inventory
+from offbeat.plan.inputs.workload import Workload
 
 
 @dataclass(frozen=True)

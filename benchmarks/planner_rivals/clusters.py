@@ -6,8 +6,8 @@ import itertools
 import random
 from dataclasses import dataclass
 
-from offbeat.plan.hardware import Accelerator, Inventory, Link, MachineClass
-from offbeat.plan.workload import KvPolicy, Lengths, ModelShape, Workload
+from offbeat.plan.inputs.hardware import Accelerator, Inventory, Link, MachineClass
+from offbeat.plan.inputs.workload import KvPolicy, Lengths, ModelShape, Workload
 
 GB = 1e9
 H800 = Accelerator("H800 (paper)", 756e12, 80 * GB, 2000 * GB, 200 * GB, 64 * GB)

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from benchmarks.planner_judge.shape import weight_bytes
 from benchmarks.planner_rivals.answer import Answer
 from benchmarks.planner_rivals.repartition import bisections, rest
-from offbeat.plan.hardware import Inventory
+from offbeat.plan.inputs.hardware import Inventory
+from offbeat.plan.inputs.workload import Workload
 from offbeat.plan.problem import Gang, Problem, RolloutColumn
-from offbeat.plan.workload import Workload
 
 COPIES = 5.0
 """Of the weights over the slow link: published update times come to 4.2, 5.7 and 5.7."""

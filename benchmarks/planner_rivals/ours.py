@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.planner_rivals.answer import Answer
-from offbeat.plan.columns import problem_of
-from offbeat.plan.hardware import Inventory
+from offbeat.plan.columns.columns import problem_of
+from offbeat.plan.inputs.hardware import Inventory
+from offbeat.plan.inputs.workload import Workload
 from offbeat.plan.problem import Problem
-from offbeat.plan.search import fastest
-from offbeat.plan.workload import Workload
+from offbeat.plan.solve.search import fastest
 
 
 def problem(inventory: Inventory, workload: Workload) -> Problem:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offbeat.plan.hardware import Inventory
+from offbeat.plan.inputs.hardware import Inventory
 
 MAX_SPLITS = 20_000
 

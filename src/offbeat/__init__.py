@@ -18,9 +18,9 @@ from offbeat.errors import OffbeatError, UserError
 if TYPE_CHECKING:
     from offbeat.config import Config
     from offbeat.plan.cost.constants import Constants
-    from offbeat.plan.hardware import Inventory
+    from offbeat.plan.inputs.hardware import Inventory
+    from offbeat.plan.inputs.workload import Workload
     from offbeat.plan.record import Plan
-    from offbeat.plan.workload import Workload
 
 __all__ = ["Config", "OffbeatError", "UserError", "make_plan", "train"]
 
@@ -70,9 +70,9 @@ def make_plan(
     Each of the first three is a record or a file. `offbeat.plan` is the package that holds the parts.
     """
     from offbeat.plan.cost import constants as files
-    from offbeat.plan.inventory import load_inventory
+    from offbeat.plan.inputs.inventory import load_inventory
+    from offbeat.plan.inputs.workload_file import load_workload
     from offbeat.plan.planning import plan
-    from offbeat.plan.workload_file import load_workload
 
     if isinstance(cluster, (str, Path)):
         cluster = load_inventory(cluster)

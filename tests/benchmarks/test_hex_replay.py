@@ -12,7 +12,7 @@ from benchmarks.hex.published import HEX_PRICE_PER_H, MODELS, SPEEDUPS, case_stu
 from benchmarks.hex.replay import CARDS, PREDICTIONS, Replay, workload
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.decode import attention_s, decode_step_s, matmul_s
-from offbeat.plan.shapes import weight_bytes
+from offbeat.plan.inputs.shapes import weight_bytes
 
 WAITING = replace(START, h800_training=0.2)
 """Training is so fast that a step waits for its longest answer."""

@@ -11,8 +11,8 @@ from benchmarks.planner_judge import decode, train
 from benchmarks.planner_judge.plan import Card, Figures, Gang, Plan, Replicas, Sync
 from benchmarks.planner_judge.score import quantiles, score, update_s
 from benchmarks.planner_judge.shape import all_parameters, kv_bytes, touched_parameters, weight_bytes
-from offbeat.plan.hardware import Accelerator, Inventory, Link, MachineClass
-from offbeat.plan.workload import KvPolicy, Lengths, ModelShape, Workload
+from offbeat.plan.inputs.hardware import Accelerator, Inventory, Link, MachineClass
+from offbeat.plan.inputs.workload import KvPolicy, Lengths, ModelShape, Workload
 
 QWEN_7B = ModelShape("7b", 28, 3584, 28, 4, 128, 18_944, 152_064)
 QWEN_14B = ModelShape("14b", 48, 5120, 40, 8, 128, 13_824, 152_064)

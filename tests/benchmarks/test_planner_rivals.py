@@ -8,9 +8,9 @@ import pytest
 from benchmarks.planner_judge.plan import Sync
 from benchmarks.planner_rivals.hex import Hex
 from benchmarks.planner_rivals.repartition import bisections, link_bandwidth
-from offbeat.plan.hardware import Accelerator, Inventory, Link, MachineClass
+from offbeat.plan.inputs.hardware import Accelerator, Inventory, Link, MachineClass
+from offbeat.plan.inputs.workload import Lengths, ModelShape, Workload
 from offbeat.plan.problem import Demand, Gang, Offer, Problem, RolloutColumn
-from offbeat.plan.workload import Lengths, ModelShape, Workload
 
 H800 = Accelerator("H800", 756e12, 80e9, 2e12, 200e9, 64e9)
 H20 = Accelerator("H20", 148e12, 96e9, 4e12, 450e9, 64e9)

@@ -18,11 +18,11 @@ from offbeat.launch import machine_figures, measure
 from offbeat.launch.machine_figures import figures_of
 from offbeat.model.loading import TINY_FOLDER
 from offbeat.plan import record
-from offbeat.plan.catalogue import accelerator
 from offbeat.plan.cost.constants import Figures, load
 from offbeat.plan.cost.decode import decode_step_s
-from offbeat.plan.measured import Measurement, read
-from offbeat.plan.shapes import known_model, kv_bytes_per_token
+from offbeat.plan.cost.measured import Measurement, read
+from offbeat.plan.inputs.catalogue import accelerator
+from offbeat.plan.inputs.shapes import known_model, kv_bytes_per_token
 
 MODEL = "Qwen2.5-7B"
 WORKLOAD = f"""

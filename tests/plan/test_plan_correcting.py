@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.plan import record, telling
-from offbeat.plan.columns import problem_of
+from offbeat.plan import record
+from offbeat.plan.columns.columns import problem_of
 from offbeat.plan.correcting import MAX_ROUNDS, fastest_round, rounds
 from offbeat.plan.cost.constants import Constants
-from offbeat.plan.hardware import Inventory, at_best
-from offbeat.plan.inventory import load_inventory
-from offbeat.plan.placing import Placer
+from offbeat.plan.inputs.hardware import Inventory, at_best
+from offbeat.plan.inputs.inventory import load_inventory
+from offbeat.plan.inputs.workload_file import load_workload
+from offbeat.plan.place.placing import Placer
 from offbeat.plan.planning import plan
-from offbeat.plan.search import fastest
+from offbeat.plan.solve.search import fastest
+from offbeat.plan.tell import telling
 from offbeat.plan.verifying import verify
-from offbeat.plan.workload_file import load_workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "planning"
 HEX = load_inventory(EXAMPLES / "cluster_hex_56.toml")

@@ -9,17 +9,19 @@ import pytest
 
 import offbeat
 from offbeat.errors import UserError
-from offbeat.plan import fleets as fleets_module
-from offbeat.plan import record, telling, what_if
+from offbeat.plan import record
 from offbeat.plan.cost.constants import Constants, HeldOut
-from offbeat.plan.drawing import frontier_page, ticks
-from offbeat.plan.fleets import Point, alone, homogeneous, mixed, split_by_class
-from offbeat.plan.helping import what_would_help
-from offbeat.plan.inventory import load_inventory
+from offbeat.plan.inputs import what_if
+from offbeat.plan.inputs.inventory import load_inventory
+from offbeat.plan.inputs.workload_file import load_workload
 from offbeat.plan.planning import plan
-from offbeat.plan.search import GAP
+from offbeat.plan.solve.search import GAP
+from offbeat.plan.tell import fleets as fleets_module
+from offbeat.plan.tell import telling
+from offbeat.plan.tell.drawing import frontier_page, ticks
+from offbeat.plan.tell.fleets import Point, alone, homogeneous, mixed, split_by_class
+from offbeat.plan.tell.helping import what_would_help
 from offbeat.plan.verifying import verify
-from offbeat.plan.workload_file import load_workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "planning"
 HEX = load_inventory(EXAMPLES / "cluster_hex_56.toml")

@@ -16,7 +16,7 @@ from offbeat.errors import UserError
 
 if TYPE_CHECKING:
     from offbeat.plan.cost.constants import Constants
-    from offbeat.plan.workload import ModelShape
+    from offbeat.plan.inputs.workload import ModelShape
 
 PACKAGES = ("offbeat", "torch", "transformers")
 MEASURING_ALONE = ("quick", "accelerator", "tflops", "memory_gb", "bandwidth_tb_s")
@@ -39,9 +39,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     _check_words(arguments)
     if arguments.measure:
         return _measure(arguments)
-    from offbeat.plan.calibrate import fit_file
+    from offbeat.plan.cost.calibrate import fit_file
     from offbeat.plan.cost.constants import save
-    from offbeat.plan.measured import read
+    from offbeat.plan.cost.measured import read
 
     measured = read(Path(arguments.measurements))
     constants = fit_file(measured, _shape(arguments.model))
@@ -72,7 +72,7 @@ def _check_words(arguments: argparse.Namespace) -> None:
 def _shape(model: str) -> ModelShape:
     """Of a name that is known, of a config.json or of a folder that holds one."""
     from offbeat.model.loading import TINY, TINY_FOLDER
-    from offbeat.plan.shapes import known_model, read_config
+    from offbeat.plan.inputs.shapes import known_model, read_config
 
     if model == TINY:
         return dataclasses.replace(read_config(TINY_FOLDER), name=TINY)
@@ -89,8 +89,8 @@ def _measure(arguments: argparse.Namespace) -> int:
     from offbeat.launch.measure import CPU, GPU, QUICK, measure
     from offbeat.model.devices import pick_device, pick_dtype
     from offbeat.model.loading import resolve
-    from offbeat.plan.measured import EMBEDDED, Machine, write
-    from offbeat.plan.shapes import read_config
+    from offbeat.plan.cost.measured import EMBEDDED, Machine, write
+    from offbeat.plan.inputs.shapes import read_config
 
     device = pick_device()
     dtype = pick_dtype("auto", device)

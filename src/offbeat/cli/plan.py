@@ -12,8 +12,8 @@ from offbeat.errors import UserError
 
 if TYPE_CHECKING:
     from offbeat.plan.cost.constants import Constants
-    from offbeat.plan.hardware import Inventory
-    from offbeat.plan.workload import Workload
+    from offbeat.plan.inputs.hardware import Inventory
+    from offbeat.plan.inputs.workload import Workload
 
 
 def add_arguments(parser: Parser) -> None:
@@ -35,9 +35,9 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     _check_words(arguments)
     from offbeat.plan.cost import constants as files
-    from offbeat.plan.inventory import load_inventory
-    from offbeat.plan.what_if import changed, parse_changes
-    from offbeat.plan.workload_file import load_workload
+    from offbeat.plan.inputs.inventory import load_inventory
+    from offbeat.plan.inputs.what_if import changed, parse_changes
+    from offbeat.plan.inputs.workload_file import load_workload
 
     add, remove = parse_changes(arguments.add, "--add"), parse_changes(arguments.remove, "--remove")
     inventory = changed(load_inventory(arguments.cluster), add, remove)
@@ -64,10 +64,10 @@ def _check_words(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workload, constants: Constants) -> int:
-    from offbeat.plan.helping import what_would_help
     from offbeat.plan.planning import plan
     from offbeat.plan.record import to_json
-    from offbeat.plan.telling import tell
+    from offbeat.plan.tell.helping import what_would_help
+    from offbeat.plan.tell.telling import tell
 
     found = plan(inventory, workload, constants=constants, budget=arguments.budget, throughput=arguments.throughput)
     drawn = _draw(Path(arguments.frontier), inventory, workload, constants) if arguments.frontier else None
@@ -85,8 +85,8 @@ def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workloa
 
 def _draw(file: Path, inventory: Inventory, workload: Workload, constants: Constants) -> int:
     """How many plans were drawn."""
-    from offbeat.plan.drawing import frontier_page
-    from offbeat.plan.fleets import homogeneous, mixed, split_by_class
+    from offbeat.plan.tell.drawing import frontier_page
+    from offbeat.plan.tell.fleets import homogeneous, mixed, split_by_class
 
     title = f"{workload.model.name}: cost against throughput"
     points = mixed(inventory, workload, constants)

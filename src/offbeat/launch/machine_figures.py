@@ -11,8 +11,8 @@ import torch
 
 from offbeat.errors import UserError
 from offbeat.model.devices import device_name
-from offbeat.plan import catalogue
-from offbeat.plan.inventory import CPU
+from offbeat.plan.inputs import catalogue
+from offbeat.plan.inputs.inventory import CPU
 from offbeat.spelling import suggest
 
 TERA, GIGA = 1e12, 1e9

@@ -22,9 +22,9 @@ from offbeat.learn.policy import AdamSettings, Policy
 from offbeat.learn.samples import Sample
 from offbeat.model.devices import empty_cache, memory_bytes, synchronize
 from offbeat.model.loading import context_window, load_model
-from offbeat.plan.measured import Measurement
-from offbeat.plan.shapes import kv_bytes_per_token
-from offbeat.plan.workload import ModelShape
+from offbeat.plan.cost.measured import Measurement
+from offbeat.plan.inputs.shapes import kv_bytes_per_token
+from offbeat.plan.inputs.workload import ModelShape
 from offbeat.rollout.engine import KvMode, Request
 from offbeat.rollout.engines.embedded.prefill import round_up
 from offbeat.rollout.engines.embedded.stepper import READ_BUCKET_TOKENS, Stepper

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from offbeat.plan.place.placing import Placer, Placing
 from offbeat.plan.place.realised import ROUNDING, slowed
-from offbeat.plan.placing import Placer, Placing
 from offbeat.plan.problem import Problem
-from offbeat.plan.search import Result
 from offbeat.plan.solution import Solution
+from offbeat.plan.solve.search import Result
 
 MAX_ROUNDS = 3
 """Of solving again."""

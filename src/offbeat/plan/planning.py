@@ -12,23 +12,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from offbeat.errors import UserError
-from offbeat.plan import reasons
-from offbeat.plan.certificate import Certificate, distance
-from offbeat.plan.columns import problem_of
+from offbeat.plan.columns.columns import problem_of
 from offbeat.plan.correcting import Round, cheapest_round, fastest_round, rounds
 from offbeat.plan.cost.constants import NAMES, Constants, Source
 from offbeat.plan.cost.sizes import update_bytes
-from offbeat.plan.explain import infeasible_because
-from offbeat.plan.hardware import Inventory
+from offbeat.plan.inputs.hardware import Inventory
+from offbeat.plan.inputs.workload import Workload
 from offbeat.plan.place.islands import Placed
+from offbeat.plan.place.placing import Placer, Placing
 from offbeat.plan.place.realised import ROUNDING
-from offbeat.plan.placing import Placer, Placing
 from offbeat.plan.problem import Gang, Problem
 from offbeat.plan.record import Placement, Plan, Pool, Staleness, Step, Sync, Training
-from offbeat.plan.search import Result, cheapest, fastest
 from offbeat.plan.solution import Solution
-from offbeat.plan.view import MICRO
-from offbeat.plan.workload import Workload
+from offbeat.plan.solve.certificate import Certificate, distance
+from offbeat.plan.solve.search import Result, cheapest, fastest
+from offbeat.plan.solve.view import MICRO
+from offbeat.plan.tell import reasons
+from offbeat.plan.tell.explain import infeasible_because
 
 COST_MODEL = "roofline with KV reads, 2"
 """Its version goes up whenever a formula changes: a certificate speaks of one."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter, ValidationError
 
 from offbeat.errors import UserError
-from offbeat.plan.certificate import Certificate
 from offbeat.plan.place.islands import Group
 from offbeat.plan.place.sync_tree import Hop
 from offbeat.plan.solution import Solution
+from offbeat.plan.solve.certificate import Certificate
 
 
 @dataclass(frozen=True)

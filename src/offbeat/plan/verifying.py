@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
 from offbeat.errors import UserError
-from offbeat.plan.certificate import distance
-from offbeat.plan.check import check
-from offbeat.plan.columns import problem_of
+from offbeat.plan.columns.columns import problem_of
 from offbeat.plan.cost.constants import Constants
-from offbeat.plan.hardware import Inventory
-from offbeat.plan.placing import Placer
+from offbeat.plan.inputs.hardware import Inventory
+from offbeat.plan.inputs.workload import Workload
+from offbeat.plan.place.placing import Placer
 from offbeat.plan.planning import compose
 from offbeat.plan.record import Plan
-from offbeat.plan.workload import Workload
+from offbeat.plan.solve.certificate import distance
+from offbeat.plan.solve.check import check
 
 ROUNDING = 1e-6
 """Of a gap: prices are proven in whole millionths of a dollar."""

@@ -7,7 +7,7 @@ from plan_shapes import CARD, QWEN3_30B_A3B, QWEN_1_5B, QWEN_7B
 
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.decode import allreduce_s, attention_s, decode_step_s, matmul_s, ridge_rows
-from offbeat.plan.shapes import active_matmul_parameters
+from offbeat.plan.inputs.shapes import active_matmul_parameters
 
 PEAK = Figures(
     gemm_share=1, weight_read_share=1, kv_read_share=1, link_share=1, allreduce_latency_s=0, step_overhead_s=0

@@ -14,7 +14,7 @@ from offbeat.plan.cost.memory import (
     state_bytes,
     training_bytes,
 )
-from offbeat.plan.shapes import num_parameters, weight_bytes
+from offbeat.plan.inputs.shapes import num_parameters, weight_bytes
 
 FIGURES = Figures()
 N = num_parameters(QWEN_7B)

@@ -5,8 +5,8 @@ from plan_shapes import CARD, QWEN_7B, work
 
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.prefill import drain_s, prefill_flop, prompt_s, refill_s, update_s
-from offbeat.plan.shapes import active_body_parameters
-from offbeat.plan.workload import KvPolicy, Lengths
+from offbeat.plan.inputs.shapes import active_body_parameters
+from offbeat.plan.inputs.workload import KvPolicy, Lengths
 
 PEAK = Figures(prefill_share=1)
 

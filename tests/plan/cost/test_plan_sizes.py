@@ -2,14 +2,14 @@ import pytest
 from plan_shapes import QWEN3_4B, QWEN3_30B_A3B, QWEN_1_5B, QWEN_7B, QWEN_14B, work
 
 from offbeat.plan.cost.sizes import mean_context_tokens, sum_square_tokens, touched_parameters, update_bytes
-from offbeat.plan.shapes import (
+from offbeat.plan.inputs.shapes import (
     active_body_parameters,
     active_matmul_parameters,
     kv_bytes_per_token,
     num_parameters,
     weight_bytes,
 )
-from offbeat.plan.workload import ModelShape
+from offbeat.plan.inputs.workload import ModelShape
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from plan_shapes import CARD, QWEN_14B, cluster, machines, work
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.sizes import update_bytes
 from offbeat.plan.cost.sync import CHUNK_BYTES, copies_s, publish_s, relay_s, swap_s, wake_s
-from offbeat.plan.shapes import weight_bytes
+from offbeat.plan.inputs.shapes import weight_bytes
 
 PLACE = cluster(machines("a", 1), machines("b", 6))
 WORK = work(QWEN_14B)

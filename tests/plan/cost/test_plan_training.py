@@ -15,8 +15,8 @@ from offbeat.plan.cost.training import (
     step_flop,
     tp_s,
 )
-from offbeat.plan.shapes import active_matmul_parameters, num_parameters
-from offbeat.plan.workload import Lengths
+from offbeat.plan.inputs.shapes import active_matmul_parameters, num_parameters
+from offbeat.plan.inputs.workload import Lengths
 
 PEAK = Figures(link_share=1, tp_exposed_share=1, dp_exposed_share=1)
 FABRIC = Fabric(card_bytes_per_s=1e11, node_bytes_per_s=8e9, per_node=8)

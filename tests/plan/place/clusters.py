@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offbeat.plan.hardware import Accelerator, Inventory, Link, MachineClass
+from offbeat.plan.inputs.hardware import Accelerator, Inventory, Link, MachineClass
 
 H800 = Accelerator("H800", 756e12, 80e9, 2e12, 200e9, 64e9)
 H20 = Accelerator("H20", 148e12, 96e9, 4e12, 450e9, 64e9)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.plan.check import check
-from offbeat.plan.columns import problem_of
+from offbeat.plan.columns.columns import problem_of
 from offbeat.plan.cost.constants import Constants
+from offbeat.plan.inputs.workload_file import load_workload
 from offbeat.plan.place.islands import Group, lay_gang
 from offbeat.plan.place.nodes import fabric_of
 from offbeat.plan.place.realised import lags_s, load, period_s, slowed, step_s
-from offbeat.plan.search import fastest
-from offbeat.plan.workload_file import load_workload
+from offbeat.plan.solve.check import check
+from offbeat.plan.solve.search import fastest
 from tests.plan.place.clusters import GB, cluster
 
 SEVEN = load_workload(Path(__file__).parents[3] / "examples" / "planning" / "workload_hex_7b.toml")

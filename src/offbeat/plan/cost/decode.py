@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.sizes import touched_parameters
-from offbeat.plan.hardware import Accelerator
-from offbeat.plan.shapes import active_matmul_parameters, kv_bytes_per_token
-from offbeat.plan.workload import ModelShape
+from offbeat.plan.inputs.hardware import Accelerator
+from offbeat.plan.inputs.shapes import active_matmul_parameters, kv_bytes_per_token
+from offbeat.plan.inputs.workload import ModelShape
 
 ACTIVATION_BYTES = 2
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.sizes import mean_context_tokens, trained_parameters
-from offbeat.plan.hardware import Accelerator
-from offbeat.plan.shapes import kv_bytes_per_token, num_parameters, weight_bytes
-from offbeat.plan.workload import Workload
+from offbeat.plan.inputs.hardware import Accelerator
+from offbeat.plan.inputs.shapes import kv_bytes_per_token, num_parameters, weight_bytes
+from offbeat.plan.inputs.workload import Workload
 
 KV_HEADROOM = 1.25
 """Contexts of running answers over their mean, so that none has to be pushed out."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.sizes import mean_context_tokens
-from offbeat.plan.hardware import Accelerator
-from offbeat.plan.shapes import active_body_parameters
-from offbeat.plan.workload import KvPolicy, ModelShape, Workload
+from offbeat.plan.inputs.hardware import Accelerator
+from offbeat.plan.inputs.shapes import active_body_parameters
+from offbeat.plan.inputs.workload import KvPolicy, ModelShape, Workload
 
 
 def prefill_flop(model: ModelShape, tokens: float, sum_square_tokens: float) -> float:

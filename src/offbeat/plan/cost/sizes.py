@@ -6,8 +6,8 @@ the LM head is, also where both share their weights.
 
 from __future__ import annotations
 
-from offbeat.plan.shapes import matmul_parameters, num_parameters
-from offbeat.plan.workload import ModelShape, Workload
+from offbeat.plan.inputs.shapes import matmul_parameters, num_parameters
+from offbeat.plan.inputs.workload import ModelShape, Workload
 
 
 def touched_parameters(model: ModelShape, rows: float) -> float:

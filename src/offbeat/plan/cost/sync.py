@@ -11,9 +11,9 @@ import math
 
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.sizes import trained_parameters, update_bytes
-from offbeat.plan.hardware import Accelerator, Inventory, Link, MachineClass
-from offbeat.plan.shapes import num_parameters, weight_bytes
-from offbeat.plan.workload import Workload
+from offbeat.plan.inputs.hardware import Accelerator, Inventory, Link, MachineClass
+from offbeat.plan.inputs.shapes import num_parameters, weight_bytes
+from offbeat.plan.inputs.workload import Workload
 
 CHUNK_BYTES = 16 * 2**20
 """A node passes a piece on once it has all of it: the size of our pieces."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from offbeat.plan.cost.constants import Figures
 from offbeat.plan.cost.memory import GRADIENT_BYTES, microbatch_tokens
 from offbeat.plan.cost.sizes import sum_square_tokens, trained_parameters
-from offbeat.plan.shapes import active_matmul_parameters, num_parameters
-from offbeat.plan.workload import Workload
+from offbeat.plan.inputs.shapes import active_matmul_parameters, num_parameters
+from offbeat.plan.inputs.workload import Workload
 
 ACTIVATION_BYTES = 2
 

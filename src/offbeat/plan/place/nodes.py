@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import networkx as nx
 
 from offbeat.errors import UserError
-from offbeat.plan.hardware import Inventory
+from offbeat.plan.inputs.hardware import Inventory
 
 
 @dataclass(frozen=True)

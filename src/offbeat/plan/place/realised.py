@@ -15,17 +15,17 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from offbeat.plan.check import check
+from offbeat.plan.columns.gangs import over_links
 from offbeat.plan.cost.constants import Constants
 from offbeat.plan.cost.training import boundary_s
-from offbeat.plan.gangs import over_links
-from offbeat.plan.hardware import Inventory
+from offbeat.plan.inputs.hardware import Inventory
+from offbeat.plan.inputs.workload import Workload
 from offbeat.plan.place.arrival import Senders, arrival_s
 from offbeat.plan.place.islands import Group, Layout
 from offbeat.plan.place.nodes import Fabric
 from offbeat.plan.problem import Gang, Problem, RolloutColumn
 from offbeat.plan.solution import Solution
-from offbeat.plan.workload import Workload
+from offbeat.plan.solve.check import check
 
 ROUNDING = 1e-9
 """Of a figure: the same links in another order of sums give no other figure than that."""

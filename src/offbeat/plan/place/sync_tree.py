@@ -24,7 +24,7 @@ from enum import StrEnum
 import networkx as nx
 
 from offbeat.plan.cost.sync import CHUNK_BYTES, fan_out, one_tree_s, two_trees_s
-from offbeat.plan.hardware import Link
+from offbeat.plan.inputs.hardware import Link
 from offbeat.plan.place.arrival import Senders, arrival_s, hop_rates, shares_in_order
 from offbeat.plan.place.nodes import Fabric
 

@@ -1,0 +1,1 @@
+"""Every gang that could train and every replica that could generate, each a column of the planning problem."""

@@ -1,0 +1,1 @@
+"""A plan for people: in words, with what holds it back, and as a picture."""

@@ -1,0 +1,1 @@
+"""Puts the problems and shapes that the folders below share within their reach."""
