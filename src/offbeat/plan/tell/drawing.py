@@ -37,7 +37,8 @@ def frontier_page(
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
         f"<p>Each point is the cheapest plan of its throughput, of {NUM_POINTS} that were looked at; a line shows what "
-        "its price surely buys. A class alone has as many nodes as the whole inventory's price buys.</p>"
+        "its price surely buys. A class alone has as many nodes as the whole inventory's price buys. Rates are from "
+        "before nodes are chosen: <code>offbeat plan</code> chooses them, and may tell a little less.</p>"
         f"{figure(title, points, fleets, split)}{missing}{SPLIT_TOLD if split else ''}{_table(lines)}</body></html>\n"
     )
 
