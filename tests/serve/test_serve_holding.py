@@ -12,6 +12,13 @@ from offbeat.ledger.records import Outcome
 from offbeat.trajectory import Segment
 
 
+async def lease_all(made) -> list[tuple[int, int]]:
+    """What worker w holds from then on, by task and fence."""
+    await made.publish(version(0, 0))
+    lease = await made.lease("w", 100, 0, SOON_S)
+    return [(task.id, task.fence) for task in lease.tasks]
+
+
 def test_a_worker_that_falls_silent_loses_its_tasks_to_another(tmp_path):
     async def scenario():
         async with coordinator(tmp_path, rollout={"lease_s": 0.2}) as made:
@@ -33,9 +40,7 @@ def test_a_worker_that_falls_silent_loses_its_tasks_to_another(tmp_path):
 def test_a_worker_that_goes_on_beating_keeps_its_tasks(tmp_path):
     async def scenario():
         async with coordinator(tmp_path, rollout={"lease_s": 0.6}) as made:
-            await made.publish(version(0, 0))
-            lease = await made.lease("w", 100, 0, SOON_S)
-            held = [(task.id, task.fence) for task in lease.tasks]
+            held = await lease_all(made)
             for _ in range(8):
                 assert (await made.heartbeat("w", held)).lost == ()
                 await asyncio.sleep(0.15)
@@ -47,11 +52,9 @@ def test_a_worker_that_goes_on_beating_keeps_its_tasks(tmp_path):
 def test_a_coordinator_that_stood_still_itself_takes_no_task_from_anybody(tmp_path):
     async def scenario():
         async with coordinator(tmp_path, rollout={"lease_s": 0.5}) as made:
-            await made.publish(version(0, 0))
-            lease = await made.lease("w", 100, 0, SOON_S)
-            held = [(task.id, task.fence) for task in lease.tasks]
+            held = await lease_all(made)
             await asyncio.sleep(0.1)  # the watch over leases begins to wait
-            time.sleep(1.5)  # noqa: ASYNC251
+            time.sleep(1.5)  # noqa: ASYNC251 - the loop itself is to stand still
             await asyncio.sleep(0.1)  # as long as a heartbeat may take that waited in a socket meanwhile
             assert (await made.heartbeat("w", held)).lost == ()
 
@@ -61,9 +64,7 @@ def test_a_coordinator_that_stood_still_itself_takes_no_task_from_anybody(tmp_pa
 def test_a_heartbeat_counts_from_when_it_came_however_long_the_disk_takes(tmp_path):
     async def scenario():
         async with coordinator(tmp_path, rollout={"lease_s": 0.8}) as made:
-            await made.publish(version(0, 0))
-            lease = await made.lease("w", 100, 0, SOON_S)
-            held = [(task.id, task.fence) for task in lease.tasks]
+            held = await lease_all(made)
             slow = asyncio.create_task(made.call(time.sleep, 1.8))
             beats = []
             while not slow.done():
