@@ -186,7 +186,7 @@ def losses(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Our planner beside AReaL-Hex's Algorithm 1, judged by a third.")
-    parser.add_argument("--quick", action="store_true", help="few random clusters: minutes instead of the better part of an hour")
+    parser.add_argument("--quick", action="store_true", help="few random clusters: ends within minutes")
     parser.add_argument("--seed", type=int, default=SEED, help="of the random clusters (default: %(default)s)")
     parser.add_argument("--num-random", type=int, help=f"random clusters (default: {NUM_RANDOM}; quick: {NUM_QUICK})")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time (default: %(default)s)")
