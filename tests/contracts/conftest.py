@@ -38,20 +38,21 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Version, L
 
 
 OWN = ("embedded", "embedded exact", "paced")
+ON_GPU = ("embedded gpu", "embedded gpu exact") if torch.cuda.is_available() else ()
 FOUND = [name for name in DIALECTS if any(os.environ.get(variable) for variable in SERVERS[name.split()[0]])]
 
 
-@pytest.fixture(params=[*OWN, *FOUND])
+@pytest.fixture(params=[*OWN, *ON_GPU, *FOUND])
 def served(request: pytest.FixtureRequest, published: list[tuple[Version, LlamaForCausalLM]]) -> Served:
     if request.param == "paced":
         return served_paced(published)
     if request.param in DIALECTS:
         return served_by(request.param, request.getfixturevalue(f"{request.param.split()[0]}_url"), published)
-    exact = request.param == "embedded exact"
+    exact, device = request.param.endswith("exact"), "cuda" if "gpu" in request.param else "cpu"
     torch.set_num_threads(1)
 
     async def open_embedded() -> Engine:
-        model = LlamaForCausalLM.from_pretrained(published[0][0].path, dtype=torch.float32)
+        model = LlamaForCausalLM.from_pretrained(published[0][0].path, dtype=torch.float32).to(device)
         return EmbeddedEngine(model, num_slots=NUM_SLOTS, max_context_tokens=MAX_CONTEXT_TOKENS, exact=exact)
 
     return served_model(open_embedded, published, 1e-4)

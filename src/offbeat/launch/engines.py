@@ -130,7 +130,7 @@ def make_engine(config: Config, name: str) -> Engine:
         return _paced(config, name)
     from offbeat.launch import models
 
-    models.set_threads(config)
+    models.prepare_torch(config)
     return models.make_embedded(config, name)
 
 

@@ -51,7 +51,7 @@ async def _evaluate(config: Config, reward: Callable[..., Any] | None, log: Path
         with interruptible():
             from offbeat.launch import models, wiring
 
-            models.set_threads(config)
+            models.prepare_torch(config)
             tokens = wiring.load_tokens(config)
             groups = wiring.make_issuer(config, mixture, tokens).held_out(version=0)
             if not groups:

@@ -34,7 +34,7 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
     config, start_s = folder.config, time.monotonic()
     async with AsyncExitStack() as stack:
         with interruptible():
-            models.set_threads(config)
+            models.prepare_torch(config)
             prepared = prepare(config, mixture)
             policy, reference = models.make_policy(config)
             adapter = models.make_adapter(config, policy)

@@ -23,7 +23,7 @@ from offbeat.learn.policy import AdamSettings, Policy
 from offbeat.learn.schedule import learning_rate
 from offbeat.learn.step import StepSettings
 from offbeat.learn.trainer import TrainerSettings
-from offbeat.model.devices import pick_device, pick_dtype
+from offbeat.model.devices import be_deterministic, pick_device, pick_dtype
 from offbeat.model.loading import load_model
 from offbeat.model.lora import Bare, Lora, base_tensors, describe, load_adapted
 from offbeat.rollout.engines.embedded import EmbeddedEngine
@@ -149,6 +149,10 @@ def step_settings(config: Config) -> StepSettings:
     )
 
 
-def set_threads(config: Config) -> None:
+def prepare_torch(config: Config) -> None:
+    """Settles what torch takes for the whole process: its threads, and with `run.exact` that equal work gives equal
+    bits. To be called before a model is loaded."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+    if config.run.exact:
+        be_deterministic(pick_device(config.model.device))

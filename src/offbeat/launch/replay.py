@@ -49,7 +49,7 @@ def replay(file: Path, device: str | None = None, model: str | None = None) -> R
     tensors = _weights(file, found)
     here = {"model.device": device, "model.path": model, "model.dtype": dtype_name(next(iter(tensors.values())).dtype)}
     config = from_dict(found.config, {key: value for key, value in here.items() if value is not None})
-    models.set_threads(config)
+    models.prepare_torch(config)
     policy, reference = models.make_policy(config)
     own = published_tensors(policy.model)
     if own.keys() != tensors.keys():

@@ -34,7 +34,7 @@ async def train(invitation: Invitation, overrides: Sequence[str], run: Path | No
             from offbeat.learn.checkpoint import Checkpoints
             from offbeat.learn.trainer import StepReport, Trainer
 
-            models.set_threads(config)
+            models.prepare_torch(config)
             policy, reference = models.make_policy(config)
             adapter = models.make_adapter(config, policy)
         weights = models.make_publisher(config, (run or folder) / "weights", folder / KEY, adapter, is_away=run is None)

@@ -7,6 +7,7 @@ it has.
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from pathlib import Path
@@ -64,6 +65,14 @@ def device_name(device: torch.device) -> str:
     if device.type == "mps":
         return f"Apple GPU ({platform.machine()})"
     return _cpu_name()
+
+
+def be_deterministic(device: torch.device) -> None:
+    """Makes equal work on this device give equal bits, at some cost in speed. To be called before the first work there:
+    cuBLAS chooses its workspace once. On a CPU torch is so already, given a number of threads."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it products on several streams may differ
+        torch.use_deterministic_algorithms(True)
 
 
 def synchronize(device: torch.device) -> None:
