@@ -118,16 +118,27 @@ class GpuRun(Supervised):
         os.killpg(os.getpgid(servers[0]), signal.SIGKILL)
 
     def servers(self) -> list[int]:
-        """Processes that are vLLM's server, the parents of all others of it."""
+        """Processes that are vLLM's server, the parents of all others of it. They are found by whom they come from: an
+        engine's environment holds nothing of Offbeat's, so that `living` does not know them."""
         found = []
-        for pid in self.living():
-            try:
+        for pid in descendants(self.process.pid):
+            with suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if b"-S" not in words and any(word.startswith(b"vllm.entrypoints") for word in words):
-                found.append(pid)
+                if b"-S" not in words and any(word.startswith(b"vllm.entrypoints") for word in words):
+                    found.append(pid)
         return found
+
+
+def descendants(pid: int) -> list[int]:
+    """A process's children, their children and so on."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(entry.parent.name)] = int(entry.read_text().rsplit(")", 1)[1].split()[1])
+    found = [pid]
+    for one in found:
+        found.extend(child for child, parent in parents.items() if parent == one)
+    return found[1:]
 
 
 def _kill(pid: int) -> None:
