@@ -7,9 +7,9 @@ and rounded into the model. Sums run in the order of the micro-batches, so equal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,15 +154,26 @@ class Policy:
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Restores what `state` gave, to the bit."""
-        moments = sorted({key.split(".", 1)[0] for key in tensors} - {"master"})
+        keys = sorted({key.split(".", 1)[0] for key in tensors} - {"master"})
+        (group,) = self.optimizer.param_groups
         for name, master in zip(self.names, self.masters, strict=True):
             master.copy_(tensors[f"master.{name}"])
-            restored = {key: tensors[f"{key}.{name}"] for key in moments if f"{key}.{name}" in tensors}
-            if restored:
-                step = {key: value.clone().to(torch.float32) for key, value in restored.items() if key == "step"}
-                rest = {key: value.to(self.device, copy=True) for key, value in restored.items() if key != "step"}
-                self.optimizer.state[master] = {**step, **rest}
+            saved = {key: tensors[f"{key}.{name}"] for key in keys if f"{key}.{name}" in tensors}
+            if saved:  # one tensor after the other, so that no second copy of them all is ever held
+                self.optimizer.state[master] = {
+                    key: value.to(state_device(key, master, group), torch.float32, copy=True)
+                    for key, value in saved.items()
+                }
         self._round_into_model()
+
+
+def state_device(key: str, master: Tensor, group: Mapping[str, Any]) -> torch.device:
+    """Device on which an optimizer with the options of `group` reads the state `key` of `master`.
+
+    Moments lie with their master. The count of steps does so only where a kernel of the device reads it; the other
+    kernels want a number of the CPU, and each refuses the other's.
+    """
+    return master.device if key != "step" or group["fused"] or group["capturable"] else torch.device("cpu")
 
 
 def _is_finite(gradient: Tensor | None) -> bool:
