@@ -28,6 +28,23 @@ def test_what_was_saved_comes_back_to_the_bit_with_the_random_state(tmp_path):
     assert all(torch.equal(state[name], tensor) for name, tensor in policy.state().items())
 
 
+def test_a_checkpoint_of_a_machine_with_more_devices_is_taken_up_here(tmp_path):
+    policy, checkpoints = trained_policy(), Checkpoints(tmp_path)
+    beyond = f"rng.cuda.{torch.cuda.device_count()}"
+    checkpoints.save(1, 1, {**policy.state(), beyond: torch.get_rng_state()})
+    assert checkpoints.load(1)[1].keys() == policy.state().keys()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_the_random_state_of_a_cuda_device_comes_back_too(tmp_path):
+    policy, checkpoints = trained_policy(), Checkpoints(tmp_path)
+    torch.cuda.manual_seed_all(7)
+    checkpoints.save(3, 5, policy.state())
+    drawn = torch.rand(4, device="cuda")
+    checkpoints.load(3)
+    assert torch.equal(torch.rand(4, device="cuda"), drawn)
+
+
 def test_only_the_latest_are_kept(tmp_path):
     policy, checkpoints = trained_policy(), Checkpoints(tmp_path, keep=2)
     for step in (1, 2, 3):

@@ -27,7 +27,8 @@ from offbeat.weights.adapter import Adapter
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-RNG = "rng.cpu"
+RNG = "rng."
+"""Begins the names of random states, one for each device that draws random numbers."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Checkpoints:
             draft.mkdir()
             name = "rank0.safetensors"
             tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
-            save_file({**tensors, RNG: torch.get_rng_state()}, draft / name)
+            save_file({**tensors, **_random_states()}, draft / name)
             fsync_file(draft / name)
             manifest = Manifest(FORMAT, step, version, {name: _digest(draft / name)}, self._adapter)
             (draft / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
@@ -103,12 +104,26 @@ class Checkpoints:
             if not file.is_file() or _digest(file) != digest:
                 raise _damaged(file)
             tensors.update(load_file(file))
-        torch.set_rng_state(tensors.pop(RNG))
+        _restore_random({name: tensors.pop(name) for name in list(tensors) if name.startswith(RNG)})
         return manifest, tensors
 
     def _drop_old(self) -> None:
         for step in self.steps()[: -self.keep]:
             shutil.rmtree(self.folder / f"{step:08d}", ignore_errors=True)
+
+
+def _random_states() -> dict[str, Tensor]:
+    """The random states of the CPU and of every CUDA device, by name. A loss of the user's own may draw on either."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {f"{RNG}cpu": torch.get_rng_state(), **{f"{RNG}cuda.{i}": state for i, state in enumerate(cuda)}}
+
+
+def _restore_random(states: dict[str, Tensor]) -> None:
+    """Sets the random states of the devices that are here: a run may go on with fewer, or with none but the CPU."""
+    torch.set_rng_state(states[f"{RNG}cpu"])
+    for i in range(torch.cuda.device_count()):
+        if f"{RNG}cuda.{i}" in states:
+            torch.cuda.set_rng_state(states[f"{RNG}cuda.{i}"], i)
 
 
 def _other_adapter(saved: dict[str, str] | None, now: dict[str, str] | None) -> str | None:
