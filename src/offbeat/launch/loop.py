@@ -14,7 +14,7 @@ from offbeat.config.models import Config
 from offbeat.launch import models
 from offbeat.launch.engines import make_engine
 from offbeat.launch.folder import RunFolder
-from offbeat.launch.office import Office, open_office, prepare, report_evaluations
+from offbeat.launch.office import Office, await_last_evaluation, open_office, prepare, report_evaluations
 from offbeat.launch.report import step_row
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.learn.checkpoint import Checkpoints
@@ -88,8 +88,6 @@ async def _work(config: Config, office: Office, worker: Worker, trainer: Trainer
         asked = parts.create_task(stopping.requested.wait())
         await trainer.run(stopping.requested)
         if trainer.step >= config.run.steps:
-            await asyncio.wait({judging, asked}, timeout=config.rollout.deadline_s, return_when=asyncio.FIRST_COMPLETED)
-            if not judging.done():
-                office.console.alarm("the last evaluation is left out: it was not complete when the run ended")
+            await await_last_evaluation(config, office, judging, asked)
         for part in (judging, asked, clock, working):
             part.cancel()
