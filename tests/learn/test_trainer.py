@@ -34,7 +34,7 @@ class Waiting:
 
     async def publish(self, version): ...
 
-    async def reconcile(self, step, version):
+    async def reconcile(self, step, version, *, home, from_scratch):
         return Reconciled(step, None, False)
 
     async def checkpointed(self, step): ...

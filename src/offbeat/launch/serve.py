@@ -49,7 +49,7 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
         await office.coordinator.start(keep_leases=True)
         saved = folder.last_event("checkpoint")
         if saved is not None:  # told to our predecessor, perhaps by a trainer that is done and will not tell it again
-            await office.coordinator.checkpointed(saved["step"])
+            office.coordinator.learn_of_checkpoint(saved["step"])
         served = _served(folder, office)
         server = await stack.enter_async_context(_serving(served, _address(config, folder.path)))
         near = server

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 from offbeat.control.admit import Standing
 from offbeat.control.leases import Held
@@ -42,6 +42,7 @@ from offbeat.ledger import (
     story,
     submissions,
     tasks,
+    trainers,
     verify,
     versions,
     workers,
@@ -66,6 +67,9 @@ from offbeat.ledger.records import (
 )
 from offbeat.trajectory import Task, Trajectory
 from offbeat.weights.version import Version
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Ledger:
@@ -262,10 +266,30 @@ class Ledger:
     def next_version_number(self) -> int:
         return versions.next_number(self._db)
 
-    def reconcile(self, checkpoint_step: int, checkpoint_version: int | None) -> Reconciled:
-        """Takes back what a checkpoint does not know; see `offbeat.ledger.resume`. Call it at every start."""
+    # Trainers
+
+    def reconcile(
+        self, checkpoint_step: int, checkpoint_version: int | None, arrival: trainers.Arrival | None = None
+    ) -> Reconciled:
+        """Takes back what a checkpoint does not know, and makes the trainer that arrives with it the only one that may
+        change the run; see `offbeat.ledger.resume`. Call it at every start of a trainer."""
         with self._db.transaction():
-            return resume.reconcile(self._db, checkpoint_step, checkpoint_version)
+            return resume.reconcile(self._db, checkpoint_step, checkpoint_version, arrival or trainers.Arrival())
+
+    def under(self, generation: int, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Makes a trainer's call, unless another trainer has taken over since: then it changes nothing."""
+        with self._db.transaction():
+            trainers.check(self._db, generation)
+            return call(*args, **kwargs)
+
+    def check_generation(self, generation: int) -> None:
+        """Raises unless this is the generation of the latest trainer, which is 0 before the first."""
+        trainers.check(self._db, generation)
+
+    def checkpointed(self, step: int) -> None:
+        """The latest trainer has a durable checkpoint of this step."""
+        with self._db.transaction():
+            trainers.checkpointed(self._db, step)
 
     # Room
 
