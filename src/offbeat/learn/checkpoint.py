@@ -27,7 +27,8 @@ from offbeat.files import fsync_file, replace_folder, write_atomic
 from offbeat.weights.adapter import Adapter
 
 MANIFEST = "manifest.json"
-IDENTITY = "identity"
+IDENTITY = "trainer.id"
+"""Beside the folder of checkpoints."""
 FORMAT = 1
 RNG = "rng."
 """Begins the names of random states, one for each device that draws random numbers."""
@@ -86,8 +87,8 @@ class Checkpoints:
         )
 
     def identity(self) -> str:
-        """Text that tells this folder of checkpoints from every other, made when it is first asked for."""
-        file = self.folder / IDENTITY
+        """Text that tells this place of checkpoints from every other, made when it is first asked for."""
+        file = self.folder.with_name(IDENTITY)
         try:
             if not file.is_file():
                 write_atomic(file, secrets.token_hex(16).encode())

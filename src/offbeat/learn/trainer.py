@@ -222,9 +222,10 @@ class Trainer:
         if last != self.step:
             return "resume with a smaller optimizer.lr, or look at the data"
         own: Path = self.checkpoints.folder / f"{last:08d}"
+        is_only = self.checkpoints.steps() == [last]
         return (
             "--resume tries the same batch again: mend the data or the loss first, or remove "
-            f"{own} and resume from before it with a smaller optimizer.lr"
+            f"{own} and resume from before it{' (--from-scratch)' if is_only else ''} with a smaller optimizer.lr"
         )
 
     @asynccontextmanager
