@@ -201,6 +201,8 @@ CREATE TABLE rewards (
     value REAL,
     parts TEXT,
     error TEXT CHECK ((error IS NULL) = (value IS NOT NULL)),
+    -- Of the columns above, so that a value that was changed since is noticed.
+    digest BLOB NOT NULL,
     scored_at REAL NOT NULL
 );
 
