@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from offbeat.cli.main import main
-from offbeat.config import load
+from offbeat.config import fixed_keys, load
 from offbeat.errors import OffbeatError
 from offbeat.launch.folder import RunFolder
+from offbeat.ledger.ledger import Ledger
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,8 @@ def write(text: str, name: str = "run.toml") -> str:
 def begin(name: str) -> RunFolder:
     folder = RunFolder.create(load(None, [f"--run.name={name}"]))
     folder.metrics({"step": 1, "reward": 0.5})
+    with Ledger(folder.ledger) as ledger:
+        ledger.begin_with(fixed_keys(folder.config))
     return folder
 
 
@@ -96,6 +99,7 @@ def test_a_wrong_file_is_refused(refused, text, told):
         (["train", "--name", "a/b"], '--run.name = "a/b": allowed letters'),
         (["train", "--resume"], "runs: has no run to resume; start one without --resume"),
         (["train", "--resume", "runs/a"], "runs/a: no such run"),
+        (["train", "--from-scratch"], "--from-scratch: goes with --resume"),
         (["eval"], "offbeat eval: the following arguments are required: MODEL"),
         (["eval", "nowhere"], "model.path = 'nowhere': no such folder"),
         (["eval", "offbeat-tiny", "--prompts", "0"], "--eval.prompts = 0: allowed 1 or more"),

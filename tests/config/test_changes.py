@@ -1,4 +1,6 @@
-from offbeat.config import Change, fixed_changes, free_changes, load, resolved
+import pytest
+
+from offbeat.config import Change, fixed_changes, fixed_keys, free_changes, from_dict, load, resolved
 
 
 def test_an_unchanged_configuration_has_no_changes():
@@ -41,3 +43,14 @@ def test_an_exact_run_keeps_what_decides_the_last_bits():
     other = ["--run.exact=true", "--run.threads=1", "--rollout.slots=64", "--run.steps=9"]
     assert {change.key for change in fixed_changes(old, load(None, other))} == {"run.threads", "rollout.slots"}
     assert [change.key for change in free_changes(old, load(None, other))] == ["run.steps"]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_fixed_keys_alone_tell_what_may_not_change(exact):
+    old = from_dict({"run": {"exact": exact, "steps": 3, "threads": 1}, "schedule": {"max_staleness": 0}})
+    kept = fixed_keys(old)
+    assert "steps" not in kept["run"]
+    assert ("threads" in kept["run"]) == exact
+    assert fixed_changes(kept, old) == []
+    new = from_dict({"run": {"exact": exact, "steps": 9, "threads": 2}, "batch": {"group_size": 3}})
+    assert [change.key for change in fixed_changes(kept, new)] == [c.key for c in fixed_changes(resolved(old), new)]

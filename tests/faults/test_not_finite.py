@@ -102,7 +102,8 @@ def test_a_run_stops_before_the_update_and_goes_on_with_the_same_batch_as_if_not
     file = "runs/a/broken/step-00000002.batch"
     told = r"step 2: the loss is not finite \(task (\d+), token (\d+)\); its batch \(step 2, from version 2\) is kept "
     told += rf"as {file}: offbeat replay {file} says more; --resume tries the same batch again: mend the data or the "
-    told += r"loss first, or remove runs/a/checkpoints/00000002 and resume from before it with a smaller optimizer\.lr"
+    told += r"loss first, or remove runs/a/checkpoints/00000002 and resume from before it \(--from-scratch\) "
+    told += r"with a smaller optimizer\.lr"
     task, token = map(int, re.fullmatch(told, line).groups())
     assert checkpoints() == [2]
     (event,) = events("not_finite")

@@ -6,10 +6,11 @@ import warnings
 
 import pytest
 
-from offbeat.config import load, resolved
+from offbeat.config import fixed_keys, load, resolved
 from offbeat.config.models import DEMO
 from offbeat.errors import OffbeatError, UserError
 from offbeat.launch.folder import RunFolder, newest, plain
+from offbeat.ledger.ledger import Ledger
 
 
 def config(tmp_path, *overrides: str):
@@ -23,6 +24,8 @@ def lines(file) -> list[dict]:
 def begin(tmp_path, name: str = "a") -> RunFolder:
     folder = RunFolder.create(config(tmp_path, f"--run.name={name}"))
     folder.metrics({"step": 1, "reward": 0.5})
+    with Ledger(folder.ledger) as ledger:
+        ledger.begin_with(fixed_keys(folder.config))
     return folder
 
 
@@ -85,6 +88,74 @@ def test_a_fixed_key_may_not(tmp_path):
     with pytest.raises(UserError, match=r"^run.seed = 1: the run .*a has 0, .*fixed.* \(and 1 more\)$"):
         RunFolder.open(tmp_path / "a", changed)
     RunFolder.open(tmp_path / "a").close()  # the refusal has let go of the folder
+
+
+def contents(folder) -> dict[str, bytes]:
+    """Every file of a run; those that SQLite makes for readers come and go."""
+    return {
+        str(file): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and not file.name.endswith(("-shm", "-wal"))
+    }
+
+
+@pytest.mark.parametrize("key, value", [("max_staleness", 9), ("mode", "overlap")])
+def test_a_fixed_key_that_was_changed_by_hand_in_the_stored_configuration_is_refused_by_the_ledger(
+    tmp_path, key, value
+):
+    begin(tmp_path).close()
+    file = tmp_path / "a" / "config.json"
+    stored = json.loads(file.read_text())
+    before, stored["schedule"][key] = stored["schedule"][key], value
+    file.write_text(json.dumps(stored))
+    left = contents(tmp_path)
+    told = rf"^schedule\.{key} = .*ledger\.sqlite was begun with .*fixed.*; set it back in .*a/config\.json, or start"
+    with pytest.raises(UserError, match=told):
+        RunFolder.open(tmp_path / "a")
+    assert contents(tmp_path) == left
+    stored["schedule"][key] = before
+    file.write_text(json.dumps(stored))
+    RunFolder.open(tmp_path / "a").close()
+
+
+def test_a_run_whose_folder_was_moved_goes_on_and_so_does_one_with_other_free_keys(tmp_path):
+    begin(tmp_path).close()
+    RunFolder.open(tmp_path / "a", config(tmp_path, "--run.steps=400")).close()
+    (tmp_path / "a").rename(tmp_path / "b")
+    for _ in range(2):
+        with RunFolder.open(tmp_path / "b") as folder:
+            assert (folder.config.run.name, folder.config.run.steps) == ("b", 400)
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_lost_ledger_is_told_and_not_replaced_by_an_empty_one(tmp_path, is_empty):
+    begin(tmp_path).close()
+    (tmp_path / "a" / "ledger.sqlite").unlink()
+    if is_empty:
+        (tmp_path / "a" / "ledger.sqlite").touch()
+    left = contents(tmp_path)
+    with pytest.raises(UserError, match=r"ledger\.sqlite: is missing or empty; bring back a copy"):
+        RunFolder.open(tmp_path / "a")
+    assert contents(tmp_path) == left
+
+
+def test_a_run_that_never_began_has_nothing_to_resume(tmp_path):
+    RunFolder.create(config(tmp_path, "--run.name=a")).close()
+    with pytest.raises(UserError, match=r"a: ended before it began, .*; start it without --resume"):
+        RunFolder.open(tmp_path / "a")
+
+
+def test_damaged_pages_of_the_ledger_are_noticed_before_anything_is_written(tmp_path):
+    begin(tmp_path).close()
+    file = tmp_path / "a" / "ledger.sqlite"
+    data = bytearray(file.read_bytes())
+    middle = len(data) // 2 // 4096 * 4096
+    data[middle : middle + 4096] = bytes(4096)
+    file.write_bytes(data)
+    left = contents(tmp_path)
+    with pytest.raises(UserError, match=r"ledger\.sqlite: is damaged \(.*\); bring back a copy, then --resume"):
+        RunFolder.open(tmp_path / "a")
+    assert contents(tmp_path) == left
 
 
 def test_what_is_no_run_is_refused(tmp_path):

@@ -9,6 +9,7 @@ import time
 import pytest
 from models import tiny_model
 
+from offbeat.errors import UserError
 from offbeat.learn.checkpoint import Checkpoints
 from offbeat.learn.policy import AdamSettings, Policy
 from offbeat.learn.step import StepSettings
@@ -34,7 +35,7 @@ class Waiting:
 
     async def publish(self, version): ...
 
-    async def reconcile(self, step, version):
+    async def reconcile(self, step, version, *, home, from_scratch):
         return Reconciled(step, None, False)
 
     async def checkpointed(self, step): ...
@@ -47,6 +48,49 @@ class SlowDisk(Checkpoints):
     def save(self, *args, **how):
         time.sleep(0.2)
         super().save(*args, **how)
+
+
+class Listening(Waiting):
+    """A coordinator that remembers how trainers introduced themselves."""
+
+    def __init__(self):
+        self.heard = []
+
+    async def reconcile(self, step, version, *, home, from_scratch):
+        self.heard.append((step, version, home, from_scratch))
+        return Reconciled(step, None, False)
+
+
+def make_trainer(folder, client, told=None):
+    return Trainer(
+        client,
+        Policy(tiny_model("llama"), AdamSettings()),
+        Publisher(folder / "weights"),
+        Checkpoints(folder / "checkpoints"),
+        SETTINGS,
+        reference=None,
+        span=lambda name: contextlib.nullcontext(),
+        event=lambda name, **_: None if told is None else told.append(name),
+        on_step=lambda report: None,
+    )
+
+
+def test_a_trainer_is_known_by_the_place_of_its_checkpoints(tmp_path):
+    coordinator = Listening()
+    for place in ("a", "a", "b"):
+        asyncio.run(make_trainer(tmp_path / place, coordinator).start())
+    (_, _, first, _), (_, _, again, _), (_, _, other, _) = coordinator.heard
+    assert first == again != other
+    assert len(first) >= 16
+
+
+def test_to_begin_from_scratch_beside_a_checkpoint_is_refused_before_anyone_hears_of_it(tmp_path):
+    coordinator = Listening()
+    trainer = make_trainer(tmp_path, coordinator)
+    trainer.checkpoints.save(7, 7, trainer.policy.state())
+    with pytest.raises(UserError, match=r"--from-scratch: .*checkpoints has a checkpoint of step 7; go on from it"):
+        asyncio.run(trainer.start(from_scratch=True))
+    assert coordinator.heard == []
 
 
 def test_being_cancelled_again_while_saving_does_not_stop_the_checkpoint(tmp_path):

@@ -17,6 +17,7 @@ from offbeat.ledger import bodies, tasks
 from offbeat.ledger.errors import Fenced, Forbidden, LedgerError
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Outcome, Scored, Submission, derive_seed
+from offbeat.ledger.trainers import Arrival
 from offbeat.trajectory import End, Reward, Task, Trajectory
 
 WORKERS = st.sampled_from(["a", "b"])
@@ -260,7 +261,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(back=st.integers(0, 3), is_published=st.booleans())
     def resume(self, back: int, is_published: bool):
         step = max(0, self.oracle.step - back)
-        resumed = self.ledger.reconcile(step, None)
+        resumed = self.ledger.reconcile(step, None, Arrival(from_scratch=True))
         self.oracle.reconcile(step)
         assert resumed.parent == self.oracle.latest
         assert resumed.replays_batch == (step in self.oracle.batches)

@@ -14,6 +14,7 @@ from offbeat.control.admit import Pace, admit
 from offbeat.control.leases import Held
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Outcome, Scored
+from offbeat.ledger.trainers import Arrival
 from offbeat.trajectory import End, Reward, Task
 
 NUM_STEPS = 8
@@ -136,7 +137,7 @@ class Run:
     def resume(self) -> None:
         step = max(0, self.step() - self.rng.randint(0, 2))
         self.num_resumes += 1
-        resumed = self.ledger.reconcile(step, None)
+        resumed = self.ledger.reconcile(step, None, Arrival(from_scratch=True))
         assert resumed.parent is not None
         digest = self.ledger.version(resumed.parent).digest
         self.ledger.publish(version(self.ledger.next_version_number(), step, resumed.parent, digest))

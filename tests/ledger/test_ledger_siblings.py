@@ -15,6 +15,7 @@ from ledger_run import answer, handed, quick_folder, released_groups, score_all,
 from offbeat.ledger.errors import Refused
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Batch, Drawn, Outcome, Scored
+from offbeat.ledger.trainers import Arrival
 from offbeat.trajectory import Reward, Task
 from offbeat.weights.version import Version
 
@@ -207,7 +208,7 @@ class Run:
 
     def resume(self, step: int) -> None:
         self.num_resumes += 1
-        resumed = self.ledger.reconcile(step, None)
+        resumed = self.ledger.reconcile(step, None, Arrival(from_scratch=True))
         assert resumed.parent is not None
         digest = self.ledger.version(resumed.parent).digest
         self.ledger.publish(version(self.ledger.next_version_number(), step, resumed.parent, digest))

@@ -9,7 +9,9 @@ import pytest
 from ledger_run import answer, eval_groups, full_step, handed, new_groups, score_all, version, work
 
 from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.records import Scored
 from offbeat.ledger.rules import RULES
+from offbeat.trajectory import Reward
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +71,15 @@ EDITS = {
     ),
     "answered task opened": (f"UPDATE tasks SET state = 'open' WHERE id = {SCORED}", "is open, but has 1 trajectories"),
     "reward lost": (f"DELETE FROM rewards WHERE task = {SCORED}", "does not agree with its stored reward None"),
+    "reward changed": (f"UPDATE rewards SET value = value + 1 WHERE task = {SCORED}", "not the one that was stored"),
+    "part of a reward changed": (
+        f"UPDATE rewards SET parts = replace(parts, '\"position\":-1', '\"position\":0') WHERE task = {SCORED}",
+        "not the one that was stored: its digest differs",
+    ),
+    "error of a failure changed": (
+        "UPDATE rewards SET error = 'another' WHERE error IS NOT NULL",
+        "not the one that was stored: its digest differs",
+    ),
     "reward of a failure": (
         "UPDATE rewards SET value = 0.0, error = NULL WHERE error IS NOT NULL",
         "is failed (reward), which does not agree with its stored reward 0.0",
@@ -307,3 +318,12 @@ def test_bodies_may_be_left_out(sound: Path, tmp_path: Path):
         ledger._db.execute("UPDATE trajectories SET body = x'00'")
         assert ledger.verify(with_bodies=False).holds
         assert not ledger.verify().holds
+
+
+def test_a_reward_of_minus_zero_is_the_one_that_was_stored(tmp_path: Path):
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.publish(version(0, 0))
+        ledger.admit(new_groups(ledger, 1))
+        work(ledger, 0)
+        ledger.score([Scored(waiting.task, [Reward(-0.0)]) for waiting in ledger.unscored(9)])
+        assert ledger.verify().holds

@@ -31,7 +31,7 @@ from offbeat.rollout.engines.embedded.stepper import Stepper
 from offbeat.rollout.running import Running, append, begin, request_for
 from offbeat.rollout.worker import Worker
 from offbeat.serve.coordinator import Coordinator
-from offbeat.serve.inside import InsideWorker
+from offbeat.serve.inside import InsideTrainer, InsideWorker
 from offbeat.trajectory import End, Task, Trajectory
 from offbeat.weights.publish import Publisher
 from offbeat.weights.version import Version
@@ -230,7 +230,7 @@ class Teacher:
     """A trainer that learns nothing: claims, publishes, commits. What it learns from is kept."""
 
     def __init__(self, made: Coordinator, folder: Path):
-        self.made, self.store = made, Publisher(folder / "weights")
+        self.made, self.client, self.store = made, InsideTrainer(made), Publisher(folder / "weights")
         self.version: Version | None = None
         self.step = 0
         self.batches: list[Batch] = []
@@ -239,20 +239,20 @@ class Teacher:
         """Publishes the first version, or after a restart the newest again."""
         before = await self.made.call(self.made.ledger.latest_version)
         self.step = before.step if before else 0
-        await self.made.reconcile(self.step, before.number if before else None)
-        await self._publish(self.made.publish, before.number if before else None)
+        await self.client.reconcile(self.step, before.number if before else None)
+        await self._publish(self.client.publish, before.number if before else None)
 
     async def claim(self) -> Batch:
-        self.batches.append(await self.made.claim(self.step, SOON_S))
+        self.batches.append(await self.client.claim(self.step, SOON_S))
         return self.batches[-1]
 
     async def commit(self) -> None:
         step, self.step = self.step, self.step + 1
         assert self.version is not None
-        await self._publish(lambda version: self.made.commit(step, version), self.version.number)
+        await self._publish(lambda version: self.client.commit(step, version), self.version.number)
 
     async def _publish(self, tell: Callable[[Version], Awaitable[None]], parent: int | None) -> None:
-        self.version = write_version(self.store, await self.made.next_version(), self.step, parent)
+        self.version = write_version(self.store, await self.client.next_version(), self.step, parent)
         await tell(self.version)
 
 

@@ -9,6 +9,7 @@ from coordinator_scenes import SOON_S, answer, coordinator, version
 
 from offbeat.control.leases import Held
 from offbeat.ledger.records import Outcome
+from offbeat.serve.inside import InsideTrainer
 from offbeat.trajectory import Segment, Task, Trajectory
 
 ROUNDS = {
@@ -181,14 +182,15 @@ def test_a_trainer_that_resumes_ends_the_round_of_what_it_left_behind_and_replay
             await made.commit(0, version(1, 1, 0))
             waiting = asyncio.create_task(made.round_over(1, SOON_S))
             await asyncio.sleep(0)
-            reconciled = await made.reconcile(0, 0)
+            trainer = InsideTrainer(made)
+            reconciled = await trainer.reconcile(0, 0)
             assert reconciled.replays_batch
             assert await waiting
-            await made.publish(version(2, 0, 0))
+            await trainer.publish(version(2, 0, 0))
             assert await made.round_over(2, 0.0), "its batch is claimed already"
-            again = await made.claim(0, SOON_S)
+            again = await trainer.claim(0, SOON_S)
             assert [group.group for group in again.groups] == [group.group for group in batch.groups]
-            await made.commit(0, version(3, 1, 2))
+            await trainer.commit(0, version(3, 1, 2))
             assert not await made.round_over(3, 0.0)
             assert (await made.call(made.ledger.verify)).violations == ()
 

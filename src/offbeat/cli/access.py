@@ -104,7 +104,7 @@ def _ledger(folder: Path, *, read_only: bool = False) -> Ledger:
         raise UserError(f"{folder}: holds no ledger; give a run's folder")
     from offbeat.ledger.ledger import Ledger
 
-    return Ledger(file, read_only=read_only)
+    return Ledger(file, read_only=read_only, must_exist=True)
 
 
 def _lines(found: list[Worker]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from offbeat.cli.parser import Parser
 from offbeat.config import Config, load
+from offbeat.errors import UserError
 
 EPILOG = """\
 Any key of the configuration can be given as --section.key value, such as --batch.group-size 16; a key of the only
@@ -27,6 +28,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--resume", nargs="?", const="", metavar="RUN", help="go on with a run; without RUN, the newest one"
     )
+    parser.add_argument(
+        "--from-scratch",
+        action="store_true",
+        help="with --resume: where the checkpoints are lost, undo all steps of the run and begin again",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what it adds up to, and stop")
     parser.add_argument("--keys", action="store_true", help="list every key of the configuration, and stop")
     parser.epilog = EPILOG
@@ -38,6 +44,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
         print(list_keys())
         return 0
+    if arguments.from_scratch and arguments.resume is None:
+        raise UserError("--from-scratch: goes with --resume; a new run begins from scratch anyway")
     if arguments.name:
         overrides = [*overrides, f"--run.name={arguments.name}"]
     config, resume = resolve(arguments.config, overrides, arguments.resume)
@@ -54,13 +62,15 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
         refuse_in_use(resume)
     if config.rollout.workers is not None:
-        return _supervise(config, resume, arguments.config, overrides)
+        return _supervise(config, resume, arguments.config, overrides, from_scratch=arguments.from_scratch)
     from offbeat.launch import local
 
-    return status_of(local.train(config, resume=resume))
+    return status_of(local.train(config, resume=resume, from_scratch=arguments.from_scratch))
 
 
-def _supervise(config: Config, resume: Path | None, file: str | None, overrides: list[str]) -> int:
+def _supervise(
+    config: Config, resume: Path | None, file: str | None, overrides: list[str], *, from_scratch: bool
+) -> int:
     """Coordinator, trainer and workers as processes of their own."""
     import asyncio
 
@@ -68,7 +78,7 @@ def _supervise(config: Config, resume: Path | None, file: str | None, overrides:
 
     again = ["serve", *([file] if file else []), *overrides]
     first = [*again, "--resume", str(resume)] if resume else again
-    return status_of(asyncio.run(Supervisor(config, first, again).run_to_the_end()))
+    return status_of(asyncio.run(Supervisor(config, first, again, from_scratch=from_scratch).run_to_the_end()))
 
 
 def status_of(summary: Mapping[str, Any], *, tell: bool = True) -> int:

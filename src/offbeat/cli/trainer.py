@@ -54,6 +54,9 @@ def invitation_of(arguments: argparse.Namespace, role: Role, folder: Path, name:
 
 def add_arguments(parser: Parser) -> None:
     add_join_arguments(parser, "trainer")
+    parser.add_argument(
+        "--from-scratch", action="store_true", help="without a checkpoint, undo all steps of the run and begin again"
+    )
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -67,7 +70,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         invitation = invitation_of(arguments, Role.TRAINER, folder, name)
         run_folder = folder if (folder / "ledger.sqlite").is_file() else None  # the coordinator's own: one disk
         try:
-            return told("trainer", asyncio.run(train(invitation, overrides, run_folder)))
+            work = train(invitation, overrides, run_folder, from_scratch=arguments.from_scratch)
+            return told("trainer", asyncio.run(work))
         except RunStopped as error:
             print(f"offbeat: {error}", file=sys.stderr)
             return STOPPED

@@ -39,6 +39,15 @@ def free_changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     return [change for place, change in _changes(old, new) if _may_change(place, new)]
 
 
+def fixed_keys(config: Config) -> dict[str, Any]:
+    """The keys that are fixed for the life of a run, with their values: what `fixed_changes` can be asked about."""
+    data = resolved(config)
+    for place, _ in list(leaves(data)):
+        if _may_change(place, config):
+            del value_at(data, place[:-1])[place[-1]]
+    return data
+
+
 def _may_change(place: Path, new: Config) -> bool:
     return is_free(place) and not (new.run.exact and place in FIXED_IF_EXACT)
 

@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from offbeat.config import Config, fixed_changes, free_changes, load, resolved
+from offbeat.config import Change, Config, fixed_changes, free_changes, load, resolved
 from offbeat.config.explain import show
 from offbeat.errors import OffbeatError, UserError
 from offbeat.files import write_atomic
@@ -30,7 +30,11 @@ from offbeat.launch.lock import FolderLock
 from offbeat.watch.appending import Appender
 from offbeat.watch.trace import Trace
 
-CONFIG, METRICS, EVENTS, TRACE, SUMMARY, LOCK = (
+if TYPE_CHECKING:
+    from offbeat.ledger.ledger import Ledger
+
+LEDGER, CONFIG, METRICS, EVENTS, TRACE, SUMMARY, LOCK = (
+    "ledger.sqlite",
     "config.json",
     "metrics.jsonl",
     "events.jsonl",
@@ -38,6 +42,8 @@ CONFIG, METRICS, EVENTS, TRACE, SUMMARY, LOCK = (
     "summary.json",
     "lock",
 )
+CHECK_WITHIN_S = 60.0
+"""How long a resume looks for damaged pages in the ledger; in that time a disk reads some ten gigabytes."""
 LOGGERS = ("offbeat", "py.warnings")
 """Whose records go to logs/; the root logger belongs to the program that called us."""
 
@@ -78,6 +84,8 @@ class RunFolder:
         with _owned(path) as lock:
             stored = stored_config(path)
             config = check_resumable(path, config or load(path / CONFIG))
+            with _existing_ledger(path) as ledger:
+                ledger.check_pages(CHECK_WITHIN_S)
             folder = cls(path, config, lock)
             folder._write_config()
             folder.event("reopen", pid=os.getpid())
@@ -87,7 +95,7 @@ class RunFolder:
 
     @property
     def ledger(self) -> Path:
-        return self.path / "ledger.sqlite"
+        return self.path / LEDGER
 
     @property
     def weights(self) -> Path:
@@ -172,7 +180,7 @@ def refuse_used(path: Path) -> None:
     A folder whose run ended before it began, as when a reward function could not be found, is used again.
     """
     if (path / CONFIG).is_file():
-        begun = (path / "ledger.sqlite", path / METRICS, path / SUMMARY)
+        begun = (path / LEDGER, path / METRICS, path / SUMMARY)
         if any(file.is_file() and file.stat().st_size for file in begun):
             raise UserError(f"{path}: this run exists; go on with it by --resume {path}, or choose another run.name")
     elif path.is_dir() and any(entry.name != LOCK for entry in path.iterdir()):
@@ -193,16 +201,40 @@ def stored_config(path: Path) -> dict[str, Any]:
 
 
 def check_resumable(path: Path, config: Config) -> Config:
-    """The configuration to go on with, under the run's own name; raises if it changes what is fixed."""
-    changes = fixed_changes(stored_config(path), config)
+    """The configuration to go on with, under the run's own name; raises if it changes what is fixed, for this run's
+    config.json or for its ledger, or if there is no ledger to go on with."""
+    _refuse_changes(fixed_changes(stored_config(path), config), f"the run {path} has", "leave it as it was")
+    config = _named(config, path)
+    with _existing_ledger(path) as ledger:
+        rules = ledger.begun_with()
+    if rules is not None:  # what is in the ledger holds, whatever was written into config.json since
+        rules["run"]["name"] = config.run.name  # a folder may be moved
+        changes = fixed_changes(rules, config)
+        _refuse_changes(changes, f"{path / LEDGER} was begun with", f"set it back in {path / CONFIG}")
+    return config
+
+
+def _refuse_changes(changes: list[Change], whose: str, remedy: str) -> None:
     if changes:
         key, old, new = changes[0]
         more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
         raise UserError(
-            f"{key} = {show(new)}: the run {path} has {show(old)}, and this key is fixed for the life of a run; "
-            f"leave it as it was, or start a new run{more}"
+            f"{key} = {show(new)}: {whose} {show(old)}, and this key is fixed for the life of a run; {remedy}, or "
+            f"start a new run{more}"
         )
-    return _named(config, path)
+
+
+def _existing_ledger(path: Path) -> Ledger:
+    """The ledger of a run that is to be resumed, to be read: a lost one is told, and never replaced by an empty one."""
+    file = path / LEDGER
+    if not (file.is_file() and file.stat().st_size):
+        has_begun = any((path / name).is_file() and (path / name).stat().st_size for name in (METRICS, SUMMARY))
+        if has_begun or any(path.glob("checkpoints/*")):
+            raise UserError(f"{file}: is missing or empty; bring back a copy of it, or start a new run")
+        raise UserError(f"{path}: ended before it began, so there is nothing to resume; start it without --resume")
+    from offbeat.ledger.ledger import Ledger  # here, because a start that is refused need not wait for numpy
+
+    return Ledger(file, read_only=True)
 
 
 def refuse_in_use(path: Path) -> None:
@@ -212,7 +244,7 @@ def refuse_in_use(path: Path) -> None:
 
 def newest(parent: Path) -> Path:
     """The run in a folder of runs that was at work last."""
-    begun = [ledger.parent for ledger in parent.glob("*/ledger.sqlite")]  # a start that was refused has none
+    begun = [ledger.parent for ledger in parent.glob(f"*/{LEDGER}")]  # a start that was refused has none
     runs = begun or [config.parent for config in parent.glob(f"*/{CONFIG}")]
     if not runs:
         raise UserError(f"{parent}: has no run to resume; start one without --resume")

@@ -22,14 +22,21 @@ from offbeat.launch.stopping import interruptible
 from offbeat.watch.sinks import check_sinks
 
 
-def train(config: Config, *, reward: Callable[..., Any] | None = None, resume: Path | None = None) -> dict[str, Any]:
-    """Runs a configuration to its end and returns the summary that is also in the run's folder."""
+def train(
+    config: Config,
+    *,
+    reward: Callable[..., Any] | None = None,
+    resume: Path | None = None,
+    from_scratch: bool = False,
+) -> dict[str, Any]:
+    """Runs a configuration to its end and returns the summary that is also in the run's folder. With `from_scratch` a
+    run to `resume` whose checkpoints are lost begins again."""
     check_sinks(config.log.sinks)
     check_engine(config, num_workers=None)
     sources.need_processes(config, "nobody can join a run of one process; set rollout.workers, or use offbeat serve")
     with RunFolder.open(resume, config) if resume else RunFolder.create(config) as folder:
         try:
-            return asyncio.run(_run(folder, reward))
+            return asyncio.run(_run(folder, reward, from_scratch=from_scratch))
         except BaseException as error:
             cause = _cause(error)
             with suppress(OffbeatError):  # on a full disk, what ended the run matters more than its last line
@@ -39,7 +46,7 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None, resume: P
             raise cause from None
 
 
-async def _run(folder: RunFolder, reward: Callable[..., Any] | None) -> dict[str, Any]:
+async def _run(folder: RunFolder, reward: Callable[..., Any] | None, *, from_scratch: bool) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         mixture = sources.make_mixture(folder.config, reward)
         pool = await sources.open_pool(folder.config, mixture, folder.logs / "rewards.log")
@@ -48,7 +55,7 @@ async def _run(folder: RunFolder, reward: Callable[..., Any] | None) -> dict[str
             print(f"run {folder.path}: {folder.config.model.path}; loading", flush=True)
         with interruptible():
             from offbeat.launch import loop
-        return await loop.run(folder, mixture, pool)
+        return await loop.run(folder, mixture, pool, from_scratch=from_scratch)
 
 
 def _cause(error: BaseException) -> BaseException:

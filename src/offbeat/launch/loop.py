@@ -14,7 +14,7 @@ from offbeat.config.models import Config
 from offbeat.launch import models
 from offbeat.launch.engines import make_engine
 from offbeat.launch.folder import RunFolder
-from offbeat.launch.office import Office, open_office, prepare, report_evaluations
+from offbeat.launch.office import Office, await_last_evaluation, open_office, prepare, report_evaluations
 from offbeat.launch.report import step_row
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.learn.checkpoint import Checkpoints
@@ -22,15 +22,15 @@ from offbeat.learn.trainer import StepReport, Trainer
 from offbeat.reward.pool import RewardPool
 from offbeat.rollout.engine import KvMode
 from offbeat.rollout.worker import Worker
-from offbeat.serve.inside import InsideWorker
+from offbeat.serve.inside import InsideTrainer, InsideWorker
 from offbeat.tasks.mixture import Mixture
 from offbeat.weights.publish import Publisher
 
 WORKER = "local"
 
 
-async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str, Any]:
-    """Trains until the run ends and returns its summary."""
+async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool, *, from_scratch: bool = False) -> dict[str, Any]:
+    """Trains until the run ends and returns its summary. With `from_scratch` one without a checkpoint begins again."""
     config, start_s = folder.config, time.monotonic()
     async with AsyncExitStack() as stack:
         with interruptible():
@@ -42,12 +42,13 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
         stack.push_async_callback(engine.close)
         office = await stack.enter_async_context(open_office(folder, mixture, pool, prepared))
         coordinator, reporter = office.coordinator, office.reporter
+        client = InsideTrainer(coordinator)
 
         async def on_step(report: StepReport) -> None:
-            await coordinator.report(step_row(report, folder.spans_since_last(), config.batch.siblings))
+            await client.report(step_row(report, folder.spans_since_last(), config.batch.siblings))
 
         trainer = Trainer(
-            coordinator,
+            client,
             policy,
             Publisher(folder.weights, adapter=adapter),
             Checkpoints(folder.checkpoints, config.checkpoint.keep, adapter),
@@ -60,7 +61,7 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
         stopping = Stopping(reporter.stopping)
         stopping.listen()
         await coordinator.start()
-        if await trainer.start() >= config.run.steps:
+        if await trainer.start(from_scratch=from_scratch) >= config.run.steps:
             office.console.note(f"the run is at step {trainer.step} already; raise run.steps to go on")
         worker = Worker(
             WORKER,
@@ -88,8 +89,6 @@ async def _work(config: Config, office: Office, worker: Worker, trainer: Trainer
         asked = parts.create_task(stopping.requested.wait())
         await trainer.run(stopping.requested)
         if trainer.step >= config.run.steps:
-            await asyncio.wait({judging, asked}, timeout=config.rollout.deadline_s, return_when=asyncio.FIRST_COMPLETED)
-            if not judging.done():
-                office.console.alarm("the last evaluation is left out: it was not complete when the run ended")
+            await await_last_evaluation(config, office, judging, asked)
         for part in (judging, asked, clock, working):
             part.cancel()

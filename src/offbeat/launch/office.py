@@ -5,6 +5,8 @@ Nothing durable is made before every part could be: a run that cannot begin leav
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -96,3 +98,17 @@ async def report_evaluations(config: Config, office: Office, first_step: int) ->
     for step in range(first_step, config.run.steps + 1):
         if plan.is_due(step, config.run.steps):
             office.reporter.evaluation(await office.coordinator.evaluation(step))
+
+
+async def await_last_evaluation(
+    config: Config, office: Office, judging: asyncio.Task[None], asked: asyncio.Task[Any]
+) -> None:
+    """Waits, once the last step is trained, until `judging` has reported its evaluation or `asked` ends the run.
+
+    A worker that has vanished, or a reward that nobody computes, must not keep a finished run from ending: after
+    `rollout.deadline_s` the evaluation is left out, which is told.
+    """
+    begin_s = time.monotonic()
+    await asyncio.wait({judging, asked}, timeout=config.rollout.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+    if not judging.done():
+        office.reporter.event("evaluation_left_out", step=config.run.steps, waited_s=time.monotonic() - begin_s)

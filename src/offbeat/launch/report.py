@@ -48,6 +48,11 @@ class Reporter:
             self.console.alarm(f"the ledger was not copied to {fields['target']}: {fields['error']}")
         elif kind == "quarantine":
             self.console.alarm(f"worker {fields['worker']} is shut out: {fields['why']}")
+        elif kind == "evaluation_left_out":
+            self.console.alarm(
+                f"the evaluation of step {fields['step']} is left out: it was not complete {fields['waited_s']:.0f} s "
+                "after the last step"
+            )
         elif kind == "resume":
             self.console.note(f"resumed at step {fields['step']} as version {fields['version']}")
 

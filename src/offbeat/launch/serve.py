@@ -21,7 +21,7 @@ from offbeat.files import write_atomic
 from offbeat.launch import sources, wiring
 from offbeat.launch.folder import RunFolder
 from offbeat.launch.joining import READY
-from offbeat.launch.office import Office, open_office, prepare, report_evaluations
+from offbeat.launch.office import Office, await_last_evaluation, open_office, prepare, report_evaluations
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.serve.http.desk import Served
 from offbeat.serve.http.server import Address, HttpServer
@@ -49,7 +49,7 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
         await office.coordinator.start(keep_leases=True)
         saved = folder.last_event("checkpoint")
         if saved is not None:  # told to our predecessor, perhaps by a trainer that is done and will not tell it again
-            await office.coordinator.checkpointed(saved["step"])
+            office.coordinator.learn_of_checkpoint(saved["step"])
         served = _served(folder, office)
         server = await stack.enter_async_context(_serving(served, _address(config, folder.path)))
         near = server
@@ -141,7 +141,7 @@ async def _until_over(folder: RunFolder, office: Office, stopping: Stopping) -> 
             saved = parts.create_task(coordinator.until_checkpointed(config.run.steps))
             await asyncio.wait({asked, saved}, return_when=asyncio.FIRST_COMPLETED)
             if saved.done():
-                await asyncio.wait({judging, asked}, return_when=asyncio.FIRST_COMPLETED)
+                await await_last_evaluation(config, office, judging, asked)
             is_finished = saved.done()
             for part in (broken, judging, clock, asked, saved):
                 part.cancel()

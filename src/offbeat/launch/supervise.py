@@ -47,6 +47,8 @@ class Child:
     log: Path | None = None
     role: str | None = None
     """What its join token is good for; None needs none."""
+    only_first: Sequence[str] = ()
+    """Arguments of its first start."""
     process: asyncio.subprocess.Process | None = None
     restarts: Restarts = field(default_factory=lambda: Restarts(time.monotonic))
     keeps_going: bool = True
@@ -65,10 +67,11 @@ class Child:
 class Supervisor:
     """The processes of one run; see the module."""
 
-    def __init__(self, config: Config, serve: Sequence[str], resume: Sequence[str]):
+    def __init__(self, config: Config, serve: Sequence[str], resume: Sequence[str], *, from_scratch: bool = False):
         """`serve` are the arguments that start the run's coordinator, `resume` those that start it again, both without
-        the run's folder and the port, which the first start tells."""
-        self.config, self._resume = config, resume
+        the run's folder and the port, which the first start tells. With `from_scratch` the first trainer may undo a run
+        that it has no checkpoint of; its successors go on from where it came to."""
+        self.config, self._resume, self._from_scratch = config, resume, from_scratch
         self.coordinator = Child("coordinator", serve)
         self.trainer = Child("trainer", ())
         self.workers: list[Child] = []
@@ -168,6 +171,7 @@ class Supervisor:
         logs = self.run / "logs"
         join = ["--join", self.url]
         self.trainer = Child("trainer", ["trainer", *join, "--dir", str(self.run)], logs / "trainer.log", "trainer")
+        self.trainer.only_first = ["--from-scratch"] if self._from_scratch else []
         for number in range(1, (self.config.rollout.workers or 0) + 1):
             name = f"worker-{number}"
             place = ["--name", name, "--dir", str(self.run / "workers" / name)]
@@ -182,7 +186,8 @@ class Supervisor:
             return await self._start_coordinator()
         more = {} if child.role is None else {TOKEN_VARIABLE: await asyncio.to_thread(new_token, self.run, child.role)}
         child.restarts.started()
-        child.process = await self._spawn(child.arguments, child.log, more, ())
+        child.process = await self._spawn([*child.arguments, *child.only_first], child.log, more, ())
+        child.only_first = ()
         self._note("started", child)
 
     async def _spawn(

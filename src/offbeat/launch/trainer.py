@@ -23,9 +23,11 @@ KEY = "signing.key"
 """In the trainer's folder: what its manifests are signed with."""
 
 
-async def train(invitation: Invitation, overrides: Sequence[str], run: Path | None) -> str | None:
+async def train(
+    invitation: Invitation, overrides: Sequence[str], run: Path | None, *, from_scratch: bool = False
+) -> str | None:
     """Trains until the run ends; returns why it stopped before. `run` is the coordinator's own folder of the run,
-    where trainer and coordinator share a disk."""
+    where trainer and coordinator share a disk. With `from_scratch` a run that it has no checkpoint of begins again."""
     async with AsyncExitStack() as stack:
         member = await stack.enter_async_context(joined(invitation, overrides))
         config, folder = member.config, invitation.folder
@@ -39,7 +41,8 @@ async def train(invitation: Invitation, overrides: Sequence[str], run: Path | No
             adapter = models.make_adapter(config, policy)
         weights = models.make_publisher(config, (run or folder) / "weights", folder / KEY, adapter, is_away=run is None)
         own = None if config.weights.store else weights.store  # a store that all reach needs no sending
-        client = _Client(member.connection, shares_disk=run is not None, store=own)
+        signer = "" if weights.key is None else weights.key.public
+        client = _Client(member.connection, shares_disk=run is not None, store=own, signer=signer)
         trace = Trace(folder / "trainer-trace.json")
         stack.callback(trace.close)
 
@@ -61,9 +64,7 @@ async def train(invitation: Invitation, overrides: Sequence[str], run: Path | No
         )
         stopping = Stopping(lambda why: None)
         stopping.listen()
-        if weights.key is not None:
-            await client.introduce(weights.key.public)
-        await trainer.start()
+        await trainer.start(from_scratch=from_scratch)
         await trainer.run(stopping.requested)
         return stopping.why if trainer.step < config.run.steps else None
 
@@ -71,8 +72,8 @@ async def train(invitation: Invitation, overrides: Sequence[str], run: Path | No
 class _Client(RemoteTrainer):
     """Tells what happened before it tells of a checkpoint: that may be the end of the run, and of its coordinator."""
 
-    def __init__(self, connection: Connection, *, shares_disk: bool, store: PieceStore | None):
-        super().__init__(connection, shares_disk=shares_disk, store=store)
+    def __init__(self, connection: Connection, *, shares_disk: bool, store: PieceStore | None, signer: str):
+        super().__init__(connection, shares_disk=shares_disk, store=store, signer=signer)
         self.events: list[dict[str, Any]] = []
 
     async def tell_events(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from offbeat.config.changes import fixed_keys
 from offbeat.config.learning import recipe
 from offbeat.config.models import Config
 from offbeat.control.rounds import Setting
@@ -166,8 +167,9 @@ def open_pieces(config: Config, folder: Path) -> PieceStore:
 
 
 def open_ledger(config: Config, path: Path) -> Ledger:
+    """The run's ledger; a new one records what is fixed for the life of the run."""
     batch = config.batch
-    return Ledger(
+    ledger = Ledger(
         path,
         min_group=batch.min_group,
         max_no_signal=batch.max_redraws * batch.groups_per_step if recipe(config).drop_no_signal else 0,
@@ -176,3 +178,5 @@ def open_ledger(config: Config, path: Path) -> Ledger:
         groups_per_step=batch.claims_per_step,
         stops=config.schedule.stops,
     )
+    ledger.begin_with(fixed_keys(config))
+    return ledger

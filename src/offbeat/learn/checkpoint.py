@@ -11,6 +11,7 @@ is refused by name instead of being trained from.
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,10 +23,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from offbeat.errors import OffbeatError, UserError
-from offbeat.files import fsync_file, replace_folder
+from offbeat.files import fsync_file, replace_folder, write_atomic
 from offbeat.weights.adapter import Adapter
 
 MANIFEST = "manifest.json"
+IDENTITY = "trainer.id"
+"""Beside the folder of checkpoints."""
 FORMAT = 1
 RNG = "rng."
 """Begins the names of random states, one for each device that draws random numbers."""
@@ -82,6 +85,18 @@ class Checkpoints:
         return (
             f"cannot write the checkpoint of step {step} to {self.folder}: {reason}; {kept}; free space, then --resume"
         )
+
+    def identity(self) -> str:
+        """Text that tells this place of checkpoints from every other, made when it is first asked for."""
+        file = self.folder.with_name(IDENTITY)
+        try:
+            if not file.is_file():
+                write_atomic(file, secrets.token_hex(16).encode())
+            return file.read_text()
+        except OSError as error:
+            raise OffbeatError(
+                f"{file}: cannot be written or read: {error.strerror}; mend that, then --resume"
+            ) from error
 
     def steps(self) -> list[int]:
         """Steps of whole checkpoints, oldest first."""

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from offbeat.crash import crash_here
-from offbeat.errors import DeadlineError, OffbeatError, RunStopped
+from offbeat.errors import DeadlineError, OffbeatError, RunStopped, UserError
 from offbeat.learn import broken
 from offbeat.learn.checkpoint import Checkpoints
 from offbeat.learn.finite import NotFinite
@@ -88,16 +88,23 @@ class Trainer:
         self.version: Version | None = None
         self._ahead: asyncio.Future[Batch] | None = None
 
-    async def start(self) -> int:
-        """Takes up the latest checkpoint, or the model as it was given, and publishes it; returns its step."""
+    async def start(self, *, from_scratch: bool = False) -> int:
+        """Takes the run over with the latest checkpoint, or with the model as it was given, and publishes it; returns
+        its step. With `from_scratch` there is no checkpoint, and all that the run has trained may be undone."""
         steps = self.checkpoints.steps()
+        if steps and from_scratch:
+            raise UserError(
+                f"--from-scratch: {self.checkpoints.folder} has a checkpoint of step {steps[-1]}; go on from it "
+                "without --from-scratch, or remove that folder"
+            )
         held_version = None
         if steps:
             manifest, state = await asyncio.to_thread(self.checkpoints.load, steps[-1])
             self.policy.load_state(state)
             self.step, held_version = manifest.step, manifest.version
             self.saved_step = self.step
-        reconciled = await self.client.reconcile(self.step, held_version)
+        home = self.checkpoints.identity()
+        reconciled = await self.client.reconcile(self.step, held_version, home=home, from_scratch=from_scratch)
         crash_here("reconciled")
         self.version = await self._write_version(self.step, reconciled.parent)
         await self.client.publish(self.version)
@@ -215,9 +222,10 @@ class Trainer:
         if last != self.step:
             return "resume with a smaller optimizer.lr, or look at the data"
         own: Path = self.checkpoints.folder / f"{last:08d}"
+        is_only = self.checkpoints.steps() == [last]
         return (
             "--resume tries the same batch again: mend the data or the loss first, or remove "
-            f"{own} and resume from before it with a smaller optimizer.lr"
+            f"{own} and resume from before it{' (--from-scratch)' if is_only else ''} with a smaller optimizer.lr"
         )
 
     @asynccontextmanager

@@ -50,10 +50,17 @@ REMEDIES = {
 class Database:
     """One connection, its clock for people, and its transactions."""
 
-    def __init__(self, path: Path, *, read_only: bool = False, wall_clock: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        path: Path,
+        *,
+        read_only: bool = False,
+        must_exist: bool = False,
+        wall_clock: Callable[[], float] = time.time,
+    ):
         self.path, self.wall_clock = path, wall_clock
         self.blobs = Blobs(path.parent / FOLDER)
-        self.connection = _connect(path, read_only)
+        self.connection = _connect(path, read_only, must_exist or read_only)
         self.execute, self.executemany = self.connection.execute, self.connection.executemany
 
     @contextmanager
@@ -103,6 +110,22 @@ class Database:
             self.execute(_insertion(into, len(rows[begin]), count), tuple(values))
             begin += count
 
+    def check_pages(self, within_s: float) -> None:
+        """Raises if pages of the file are damaged, as far as a look at it within this time can tell."""
+        deadline_s = time.monotonic() + within_s
+        self.connection.set_progress_handler(lambda: time.monotonic() > deadline_s, 100_000)
+        try:
+            found = [line for (line,) in self.execute("PRAGMA quick_check(1)") if line != "ok"]
+        except sqlite3.DatabaseError as error:
+            found = [] if getattr(error, "sqlite_errorname", "") == "SQLITE_INTERRUPT" else [str(error)]
+        finally:
+            self.connection.set_progress_handler(None, 0)
+        if found:
+            raise UserError(
+                f"{self.path}: is damaged ({' '.join(found[0].split())}); bring back a copy, then --resume (offbeat "
+                "ledger verify tells more)"
+            )
+
     def close(self) -> None:
         self.connection.close()
 
@@ -135,19 +158,19 @@ def network_file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str 
     return kind if kind in NETWORK_FILE_SYSTEMS else None
 
 
-def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
+def _connect(path: Path, read_only: bool, must_exist: bool) -> sqlite3.Connection:
     kind = network_file_system(path)
     if kind is not None:
         raise UserError(
             f"{path}: lies on a network file system ({kind}), where SQLite can lose data; set run.dir local"
         )
-    if read_only and not path.exists():
+    if must_exist and not path.exists():
         raise UserError(f"{path}: no ledger here")
     try:
         # One thread writes, but it need not be the thread that opened the ledger.
         connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         try:
-            _prepare(connection, path, read_only)
+            _prepare(connection, path, read_only, must_exist)
         except BaseException:
             connection.close()
             raise
@@ -156,8 +179,10 @@ def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
     return connection
 
 
-def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool) -> None:
+def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool, must_exist: bool) -> None:
     found = _schema_of(connection, path)
+    if found is None and must_exist:
+        raise UserError(f"{path}: holds no ledger")
     if found is not None and found > SCHEMA:
         raise UserError(f"{path}: written by a newer Offbeat (schema {found}; this one reads {SCHEMA}); upgrade")
     if found is not None and found < SCHEMA:
@@ -167,8 +192,6 @@ def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool) -> Non
     connection.execute("PRAGMA foreign_keys = ON")
     if read_only:
         connection.execute("PRAGMA query_only = ON")
-        if found is None:
-            raise UserError(f"{path}: holds no ledger")
         return
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")

@@ -21,11 +21,12 @@ hand out, take and drop is decided by `offbeat.control`; the ledger loads the ca
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 from offbeat.control.admit import Standing
 from offbeat.control.leases import Held
@@ -42,6 +43,7 @@ from offbeat.ledger import (
     story,
     submissions,
     tasks,
+    trainers,
     verify,
     versions,
     workers,
@@ -67,6 +69,9 @@ from offbeat.ledger.records import (
 from offbeat.trajectory import Task, Trajectory
 from offbeat.weights.version import Version
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class Ledger:
     """See the module."""
@@ -82,18 +87,34 @@ class Ledger:
         groups_per_step: int | None = None,
         stops: bool = False,
         read_only: bool = False,
+        must_exist: bool = False,
         wall_clock: Callable[[], float] = time.time,
     ):
         """`max_no_signal` is how many groups whose rewards are all equal may be dropped for a step. With `stops`, work
-        comes in rounds: from the publication of a version until the batch of its step is claimed."""
+        comes in rounds: from the publication of a version until the batch of its step is claimed. With `must_exist` a
+        missing or empty file is refused instead of becoming an empty ledger."""
         self.terms = Terms(min_group, max_no_signal)
         self.max_attempts, self.max_staleness, self.groups_per_step = max_attempts, max_staleness, groups_per_step
         self.stops = stops
-        self._db = Database(Path(path), read_only=read_only, wall_clock=wall_clock)
+        self._db = Database(Path(path), read_only=read_only, must_exist=must_exist, wall_clock=wall_clock)
         self._bodies = Bodies(self._db)
 
     def close(self) -> None:
         self._db.close()
+
+    def check_pages(self, within_s: float) -> None:
+        """Raises if pages of the file are damaged, as far as a look at it within this time can tell."""
+        self._db.check_pages(within_s)
+
+    def begin_with(self, rules: Mapping[str, Any]) -> None:
+        """Records what is fixed for the life of the run; once, when the ledger is new."""
+        with self._db.transaction():
+            self._db.execute("INSERT OR IGNORE INTO meta VALUES ('rules', ?)", (json.dumps(rules),))
+
+    def begun_with(self) -> dict[str, Any] | None:
+        """What was recorded as fixed for the life of the run; None where the run never began."""
+        row = self._db.execute("SELECT value FROM meta WHERE key = 'rules'").fetchone()
+        return None if row is None else json.loads(row[0])
 
     def naming_damage(self) -> AbstractContextManager[None]:
         """Inside, a full disk or a damaged file is a `LedgerError` that names the ledger and says what to do."""
@@ -262,10 +283,30 @@ class Ledger:
     def next_version_number(self) -> int:
         return versions.next_number(self._db)
 
-    def reconcile(self, checkpoint_step: int, checkpoint_version: int | None) -> Reconciled:
-        """Takes back what a checkpoint does not know; see `offbeat.ledger.resume`. Call it at every start."""
+    # Trainers
+
+    def reconcile(
+        self, checkpoint_step: int, checkpoint_version: int | None, arrival: trainers.Arrival | None = None
+    ) -> Reconciled:
+        """Takes back what a checkpoint does not know, and makes the trainer that arrives with it the only one that may
+        change the run; see `offbeat.ledger.resume`. Call it at every start of a trainer."""
         with self._db.transaction():
-            return resume.reconcile(self._db, checkpoint_step, checkpoint_version)
+            return resume.reconcile(self._db, checkpoint_step, checkpoint_version, arrival or trainers.Arrival())
+
+    def under(self, generation: int, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Makes a trainer's call, unless another trainer has taken over since: then it changes nothing."""
+        with self._db.transaction():
+            trainers.check(self._db, generation)
+            return call(*args, **kwargs)
+
+    def check_generation(self, generation: int) -> None:
+        """Raises unless this is the generation of the latest trainer, which is 0 before the first."""
+        trainers.check(self._db, generation)
+
+    def checkpointed(self, step: int) -> None:
+        """The latest trainer has a durable checkpoint of this step."""
+        with self._db.transaction():
+            trainers.checkpointed(self._db, step)
 
     # Room
 

@@ -234,6 +234,8 @@ class Reconciled:
     num_reissued_groups: int = 0
     completed_step: int | None = None
     """A step that the checkpoint holds and whose commit was lost; now it counts as trained."""
+    generation: int = field(default=0, compare=False)
+    """Of the trainer, to be named with each of its calls; see `offbeat.ledger.trainers`."""
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,18 @@ the checkpoint's step is taken back, so that the surviving history trains nothin
 Groups that later steps dropped for want of a signal stay dropped: the same weights would give them the same rewards.
 They still count as drawn for their step, so that what is left of it is judged as before.
 
+A trainer without a checkpoint begins at step 0, which undoes everything: `offbeat.ledger.trainers` says when it may.
+
 So with exact generation the replayed steps see the same groups in the same order with the same tokens. Doing it twice
 changes nothing more.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from offbeat.errors import UserError
-from offbeat.ledger import partials, versions
+from offbeat.ledger import partials, trainers, versions
 from offbeat.ledger.batches import mark_trained, sum_up
 from offbeat.ledger.database import Database
 from offbeat.ledger.groups import drop, reissue
@@ -26,7 +30,14 @@ from offbeat.ledger.records import Drop, Purpose, Reconciled
 from offbeat.weights.version import Version
 
 
-def reconcile(db: Database, step: int, version: int | None) -> Reconciled:
+def reconcile(db: Database, step: int, version: int | None, arrival: trainers.Arrival) -> Reconciled:
+    """Brings the ledger to the step of a trainer's checkpoint, and makes that trainer the one that may change it."""
+    found = _reconcile(db, step, version, arrival)
+    has_checkpoint = step > 0 or version is not None
+    return replace(found, generation=trainers.take_over(db, arrival, step if has_checkpoint else None))
+
+
+def _reconcile(db: Database, step: int, version: int | None, arrival: trainers.Arrival) -> Reconciled:
     newest = versions.latest(db)
     if newest is None:
         if step > 0:
@@ -34,6 +45,10 @@ def reconcile(db: Database, step: int, version: int | None) -> Reconciled:
         return Reconciled(step=0, parent=None, replays_batch=False)
     if newest.step < step:
         return _complete(db, step, version, newest)
+    if step == 0 and version is None:
+        why = trainers.why_not_from_scratch(trainers.latest(db), arrival, newest.step)
+        if why is not None:
+            raise UserError(f"{db.path}: {why}")
     _check_checkpoint(db, step, version)
     _check_pruned(db, step)
     abandoned = [

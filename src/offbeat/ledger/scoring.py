@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
+from blake3 import blake3
 
 from offbeat.control.settle import Terms
 from offbeat.ledger.bodies import Bodies
@@ -97,22 +98,28 @@ def _parts(rewards: Sequence[Reward]) -> str:
     return msgspec.json.encode(plain).decode()
 
 
+def reward_digest(task: int, value: float | None, parts: str | None, error: str | None) -> bytes:
+    """A digest of what was stored for a task. SQLite knows no -0.0, so neither does this."""
+    told = [task, None if value is None else value + 0.0, parts, error]
+    return blake3(msgspec.json.encode(told)).digest(length=16)
+
+
 def _store(db: Database, results: Sequence[Scored], errors: dict[int, str | None]) -> None:
     now = db.wall_clock()
     good = [(r.task, r.rewards) for r in results if errors[r.task] is None and r.rewards is not None]
+    rows: list[tuple[int, float | None, str | None, str | None]]
+    rows = [(task, total(rewards), _parts(rewards), None) for task, rewards in good]
+    rows += [(task, None, None, error) for task, error in errors.items() if error is not None]
     db.insert(
-        "rewards (task, value, parts, scored_at)",
-        [(task, total(rewards), _parts(rewards), now) for task, rewards in good],
+        "rewards (task, value, parts, error, digest, scored_at)", [(*row, reward_digest(*row), now) for row in rows]
     )
     db.execute(
         "UPDATE tasks SET state = 'scored' WHERE id IN (SELECT value FROM json_each(?))",
         (array([task for task, _ in good]),),
     )
-    bad = [(task, error) for task, error in errors.items() if error is not None]
-    db.insert("rewards (task, error, scored_at)", [(task, error, now) for task, error in bad])
     db.executemany(
         "UPDATE tasks SET state = 'failed', reason = ?, detail = ? WHERE id = ?",
-        [(REWARD_FAILED, error, task) for task, error in bad],
+        [(REWARD_FAILED, error, task) for task, *_, error in rows if error is not None],
     )
 
 

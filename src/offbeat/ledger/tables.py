@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SCHEMA = 5
+SCHEMA = 6
 """Grows with every change of what follows; a file of another one is refused."""
 
 TABLES = """
@@ -201,6 +201,8 @@ CREATE TABLE rewards (
     value REAL,
     parts TEXT,
     error TEXT CHECK ((error IS NULL) = (value IS NOT NULL)),
+    -- Of the columns above, so that a value that was changed since is noticed.
+    digest BLOB NOT NULL,
     scored_at REAL NOT NULL
 );
 
@@ -225,6 +227,18 @@ CREATE TABLE workers (
     num_audited INTEGER NOT NULL DEFAULT 0,
     num_audit_failures INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
+
+-- Trainers that began, in order; the last of them alone may change what is trained.
+CREATE TABLE trainers (
+    generation INTEGER PRIMARY KEY,
+    name TEXT NOT NULL,
+    host TEXT NOT NULL,
+    -- Which folder its checkpoints are in.
+    home TEXT NOT NULL,
+    began_at REAL NOT NULL,
+    -- Of its latest durable checkpoint; none before the first.
+    checkpoint_step INTEGER
+);
 
 -- Public keys of the trainers that sign manifests.
 CREATE TABLE signers (key TEXT PRIMARY KEY, worker TEXT NOT NULL, added_at REAL NOT NULL) WITHOUT ROWID;

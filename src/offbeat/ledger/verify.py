@@ -1,8 +1,8 @@
 """Says whether everything that must always hold does hold.
 
 Reads only, and everything at one moment, so it may run beside a living run: the file's own consistency, the rules of
-`offbeat.ledger.rules`, the bytes of every trajectory against what the tables say of it, every seed, and the sums in
-which each generated token has exactly one place.
+`offbeat.ledger.rules`, the bytes of every trajectory against what the tables say of it, every reward against its
+digest, every seed, and the sums in which each generated token has exactly one place.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from offbeat.ledger.counts import counts
 from offbeat.ledger.database import Database
 from offbeat.ledger.records import Counts, derive_seed
 from offbeat.ledger.rules import RULES
+from offbeat.ledger.scoring import reward_digest
 from offbeat.trajectory import Trajectory
 
 MAX_EXAMPLES = 5
@@ -43,7 +44,7 @@ def verify(db: Database, *, with_bodies: bool = True) -> Report:
     if damage:
         return Report(damage, Counts())
     with db.snapshot():
-        found = [*_broken_references(db), *_broken_rules(db), *_broken_seeds(db)]
+        found = [*_broken_references(db), *_broken_rules(db), *_broken_seeds(db), *_changed_rewards(db)]
         if with_bodies:
             found += _shortened([*_broken_bodies(db), *_broken_partials(db)])
         counted = counts(db)
@@ -81,6 +82,16 @@ def _broken_seeds(db: Database) -> list[str]:
         if seed != derive_seed(group_seed, member)
     ]
     return _shortened(wrong)
+
+
+def _changed_rewards(db: Database) -> list[str]:
+    query = "SELECT task, value, parts, error, digest FROM rewards"
+    changed = [
+        f"the reward of task {row[0]} is not the one that was stored: its digest differs"
+        for *row, digest in db.execute(query)
+        if reward_digest(*row) != digest
+    ]
+    return _shortened(changed)
 
 
 def _broken_bodies(db: Database) -> Iterator[str]:

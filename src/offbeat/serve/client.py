@@ -108,10 +108,13 @@ class WorkerClient(Protocol):
 
 
 class TrainerClient(Protocol):
-    """What a trainer needs."""
+    """What a trainer needs. Once another trainer has begun, every call raises `RunStopped` and changes nothing."""
 
-    async def reconcile(self, step: int, version: int | None) -> Reconciled:
-        """Brings ledger and checkpoint to the same step; comes before anything else."""
+    async def reconcile(
+        self, step: int, version: int | None, *, home: str = "", from_scratch: bool = False
+    ) -> Reconciled:
+        """Brings ledger and checkpoint to the same step, and takes the run over; comes before anything else. `home`
+        is the identity of the folder of checkpoints; with `from_scratch` all that was trained may be undone."""
         ...
 
     async def next_version(self) -> int:

@@ -25,6 +25,7 @@ from offbeat.errors import DeadlineError, RunStopped
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Batch, EvalRound, Outcome, Reconciled, Submission
+from offbeat.ledger.trainers import Arrival
 from offbeat.ledger.workers import WorkerState
 from offbeat.serve.carrying import Carrying
 from offbeat.serve.clearing import Clearing
@@ -256,22 +257,30 @@ class Coordinator:
             return await self._writer.read(self.ledger.latest_version)
         return await self._share(self.ledger.version, wanted)
 
-    # --- trainer ---
+    # --- trainer; each call names the generation that `reconcile` gave, and is refused once there is a newer one ---
 
-    async def next_version(self) -> int:
-        return await self._share(self.ledger.next_version_number)
+    async def reconcile(self, step: int, version: int | None, arrival: Arrival) -> Reconciled:
+        reconciled = await self.call(self.ledger.reconcile, step, version, arrival)
+        self._rounds.ring()
+        self._bell.ring()  # a trainer that waits for a batch learns that it has been replaced
+        return reconciled
 
-    async def publish(self, version: Version) -> None:
-        await self._share(self.ledger.publish, version)
+    async def next_version(self, *, generation: int = 0) -> int:
+        return await self._share(self.ledger.under, generation, self.ledger.next_version_number)
+
+    async def publish(self, version: Version, *, generation: int = 0) -> None:
+        await self._share(self.ledger.under, generation, self.ledger.publish, version)
         await self._announce(version)
 
-    async def claim(self, step: int, within_s: float) -> Batch:
+    async def claim(self, step: int, within_s: float, *, generation: int = 0) -> Batch:
         deadline_s = time.monotonic() + within_s
         settings = self.settings
         while True:
             changed = self._bell.changed
             self._stop_if_failing()
             batch = await self._share(
+                self.ledger.under,
+                generation,
                 self.ledger.claim,
                 step,
                 settings.groups_per_step,
@@ -308,8 +317,8 @@ class Coordinator:
         """Seconds that the batch claimed last took to generate, and then to score."""
         return self._times.split()
 
-    async def commit(self, step: int, version: Version, audited: Sequence[int] = ()) -> None:
-        await self._share(self.ledger.commit, step, version, audited)
+    async def commit(self, step: int, version: Version, audited: Sequence[int] = (), *, generation: int = 0) -> None:
+        await self._share(self.ledger.under, generation, self.ledger.commit, step, version, audited)
         if (took := self._times.committed(step)) is not None:
             self._provisioning.trained(*took)
         crash_here("step-committed")
@@ -326,12 +335,12 @@ class Coordinator:
                 await self.leave(worker.name)
                 self.on_report({"event": "quarantine", "worker": worker.name, "why": why})
 
-    async def reconcile(self, step: int, version: int | None) -> Reconciled:
-        reconciled = await self.call(self.ledger.reconcile, step, version)
-        self._rounds.ring()
-        return reconciled
+    async def checkpointed(self, step: int, *, generation: int = 0) -> None:
+        await self._share(self.ledger.under, generation, self.ledger.checkpointed, step)
+        self.learn_of_checkpoint(step)
 
-    async def checkpointed(self, step: int) -> None:
+    def learn_of_checkpoint(self, step: int) -> None:
+        """A checkpoint of this step is durable, whoever told of it and when."""
         self._checkpointed_step = max(self._checkpointed_step, step)
         self._bell.spawn(self._keeper.after_checkpoint(step))
         self._bell.ring()
@@ -352,7 +361,8 @@ class Coordinator:
         self.judging.end()
         self._tell_all()
 
-    async def report(self, row: Mapping[str, Any]) -> None:
+    async def report(self, row: Mapping[str, Any], *, generation: int = 0) -> None:
+        await self._share(self.ledger.check_generation, generation)
         self.on_report(row)
 
     async def _announce(self, version: Version) -> None:

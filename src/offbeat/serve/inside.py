@@ -1,11 +1,14 @@
-"""The coordinator as a worker in the same process sees it."""
+"""The coordinator as a worker or a trainer in the same process sees it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from offbeat.control.step_time import Timing
-from offbeat.ledger.records import Outcome
+from offbeat.ledger.records import Batch, Outcome, Reconciled
+from offbeat.ledger.trainers import Arrival
 from offbeat.serve.client import Heartbeat, Lease, verified
 from offbeat.serve.coordinator import Coordinator
 from offbeat.trajectory import Trajectory
@@ -47,3 +50,37 @@ class InsideWorker:
 
     async def leave(self) -> None:
         await self._coordinator.leave(self._name)
+
+
+class InsideTrainer:
+    """Implements `TrainerClient` without a wire: remembers the generation that it was given."""
+
+    def __init__(self, coordinator: Coordinator, name: str = "trainer"):
+        self._coordinator, self._name = coordinator, name
+        self._generation = 0
+
+    async def reconcile(
+        self, step: int, version: int | None, *, home: str = "", from_scratch: bool = False
+    ) -> Reconciled:
+        arrival = Arrival(self._name, socket.gethostname(), home, from_scratch)
+        reconciled = await self._coordinator.reconcile(step, version, arrival)
+        self._generation = reconciled.generation
+        return reconciled
+
+    async def next_version(self) -> int:
+        return await self._coordinator.next_version(generation=self._generation)
+
+    async def publish(self, version: Version) -> None:
+        await self._coordinator.publish(version, generation=self._generation)
+
+    async def claim(self, step: int, within_s: float) -> Batch:
+        return await self._coordinator.claim(step, within_s, generation=self._generation)
+
+    async def commit(self, step: int, version: Version, audited: Sequence[int] = ()) -> None:
+        await self._coordinator.commit(step, version, audited, generation=self._generation)
+
+    async def checkpointed(self, step: int) -> None:
+        await self._coordinator.checkpointed(step, generation=self._generation)
+
+    async def report(self, row: Mapping[str, Any]) -> None:
+        await self._coordinator.report(row, generation=self._generation)

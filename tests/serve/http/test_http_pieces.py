@@ -109,8 +109,8 @@ def test_versions_travel_from_a_trainer_elsewhere_to_a_worker_elsewhere_as_what_
 
     async def scenario():
         async with connected(run, trainer) as ours, connected(run, worker) as theirs:
-            remote = RemoteTrainer(ours, store=away.store)
-            await remote.introduce(away.key.public)
+            remote = RemoteTrainer(ours, store=away.store, signer=away.key.public)
+            await remote.reconcile(0, 0)
             receiving = Receiving(theirs, tmp_path / "worker", report=figures.append)
             client = RemoteWorker(theirs, tmp_path / "worker", receiving=receiving)
             version = away.write(await remote.next_version(), 0, 0)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -146,19 +147,25 @@ class RemoteWorker:
 class RemoteTrainer:
     """Implements `TrainerClient` over a connection that has joined as a trainer."""
 
-    def __init__(self, connection: Connection, *, shares_disk: bool = False, store: PieceStore | None = None):
+    def __init__(
+        self, connection: Connection, *, shares_disk: bool = False, store: PieceStore | None = None, signer: str = ""
+    ):
         """With `shares_disk`, versions are written where the coordinator keeps them, and need not be sent; otherwise
-        what has a manifest is sent from `store`, or not at all where all machines share the store."""
-        self._connection, self._shares_disk, self._store = connection, shares_disk, store
-        self._signer = ""
+        what has a manifest is sent from `store`, or not at all where all machines share the store. `signer` is the key
+        that this trainer's manifests are signed with."""
+        self._connection, self._shares_disk, self._store, self._signer = connection, shares_disk, store, signer
 
-    async def introduce(self, signer: str) -> None:
-        """Names the key that this trainer's manifests are signed with; comes before the first of them."""
-        await self._connection.tell("/v1/introduce", wire.IntroduceCall(key=signer))
-        self._signer = signer
-
-    async def reconcile(self, step: int, version: int | None) -> Reconciled:
-        return await self._connection.call("/v1/reconcile", wire.ReconcileCall(step=step, version=version), Reconciled)
+    async def reconcile(
+        self, step: int, version: int | None, *, home: str = "", from_scratch: bool = False
+    ) -> Reconciled:
+        call = wire.ReconcileCall(
+            step=step, version=version, host=socket.gethostname(), home=home, from_scratch=from_scratch
+        )
+        reconciled = await self._connection.call("/v1/reconcile", call, Reconciled)
+        self._connection.generation = reconciled.generation
+        if self._signer:  # before the first manifest that it signs
+            await self._connection.tell("/v1/introduce", wire.IntroduceCall(key=self._signer))
+        return reconciled
 
     async def next_version(self) -> int:
         return (await self._connection.call("/v1/next-version", wire.Nothing(), wire.NextVersion)).number

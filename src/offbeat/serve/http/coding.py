@@ -15,6 +15,8 @@ CONTENT_DIGEST = "Content-Digest"
 """Of the bytes sent, as they are sent."""
 WHOLE_DIGEST = "Repr-Digest"
 """Of a whole file, also where a part of it is sent."""
+GENERATION = "Offbeat-Generation"
+"""Of the trainer that calls; see `offbeat.ledger.trainers`."""
 MAX_WINDOW_BYTES = 32 * 1024 * 1024
 """What a compressed body may make us keep beside its content."""
 SIP_BYTES = 256

@@ -70,6 +70,8 @@ class Connection:
         allow_plain: bool = False,
     ):
         self.url, self.secret, self.patience_s = url.rstrip("/"), secret, patience_s
+        self.generation = 0
+        """Of a trainer that has reconciled."""
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"{url!r}: not the URL of a coordinator; it looks like https://host:port")
@@ -172,6 +174,8 @@ class Connection:
         held = {**headers, "Accept-Encoding": "identity" if self.is_local else coding.ZSTD}
         if self.secret is not None:
             held["Authorization"] = f"Bearer {self.secret}"
+        if self.generation:
+            held[coding.GENERATION] = str(self.generation)
         silence_s = SILENCE_S if within_s == STREAM_WITHIN_S else None  # a call may wait in silence, a stream may not
         timeout = aiohttp.ClientTimeout(total=within_s, sock_connect=SILENCE_S, sock_read=silence_s)
         data = body() if callable(body) else body
@@ -186,8 +190,9 @@ class Connection:
         return self._session
 
     def _error(self, status: int, why: str, kind: str | None) -> OffbeatError:
-        if kind == RunStopped.__name__:
-            return RunStopped(why)
+        for told in (RunStopped, UserError):
+            if kind == told.__name__:
+                return told(why)
         if status == 504:
             return DeadlineError(why)
         if status == 401 or status not in ERRORS:

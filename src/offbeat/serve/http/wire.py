@@ -113,6 +113,9 @@ class SubmitRewardsCall(Call):
 class ReconcileCall(Call):
     step: Count
     version: Count | None
+    host: Name = ""
+    home: Name = ""
+    from_scratch: bool = False
 
 
 class PublishCall(Call):
