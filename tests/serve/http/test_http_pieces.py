@@ -157,6 +157,8 @@ def test_a_piece_is_handed_out_whole_and_in_parts(run, trainer, worker):
     part = run.send("GET", f"/v1/pieces/{digest}", headers={"Range": "bytes=1000-"}, secret=worker)
     assert (part.status, part.body, part.headers["Content-Range"]) == (206, data[1000:], "bytes 1000-255999/256000")
     assert run.send("GET", f"/v1/pieces/{digest}", headers={"Range": "bytes=256000-"}, secret=worker).status == 416
+    long = {"Range": f"bytes={'9' * 5000}-"}
+    assert run.send("GET", f"/v1/pieces/{digest}", headers=long, secret=worker).status == 400
     assert run.send("GET", f"/v1/pieces/{'0' * 64}", secret=worker).status == 404
     assert run.send("GET", "/v1/pieces/x", secret=worker).status == 404
 

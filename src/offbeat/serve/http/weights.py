@@ -29,7 +29,6 @@ from offbeat.weights.version import Version
 
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """No separators, and no leading dot: nothing outside a version's folder, and no draft, can be named."""
-RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 PIECE_BYTES = MIB
 MAX_DIGESTS = 256
 
@@ -125,21 +124,6 @@ class WholeFiles:
         if not final.is_dir():
             raise Refused(f"version {version.number}: its weights were never sent")
         return replace(version, path=final)
-
-
-def byte_range(header: str | None, size: int) -> tuple[int, int] | None:
-    """First byte and one past the last that a Range header asks for; None: the whole file. 416 where there is none."""
-    found = RANGE.fullmatch(header or "")
-    if found is None or found.group(0) == "bytes=-":
-        return None
-    first, last = found.groups()
-    if not first:
-        start, stop = max(size - int(last), 0), size
-    else:
-        start, stop = int(first), min(int(last) + 1, size) if last else size
-    if start >= stop:
-        raise Refusal(416, f"Range: {header}: the file has {size} bytes")
-    return start, stop
 
 
 async def pieces_of(path: Path, start: int, stop: int) -> AsyncIterator[bytes]:

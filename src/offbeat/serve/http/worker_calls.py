@@ -18,8 +18,9 @@ from offbeat.serve.http import coding, wire
 from offbeat.serve.http.bodies import reply
 from offbeat.serve.http.desk import Desk, Route, coordinate
 from offbeat.serve.http.refusals import Refusal
-from offbeat.serve.http.weights import byte_range, pieces_of
+from offbeat.serve.http.weights import pieces_of
 from offbeat.serve.relaying import Place
+from offbeat.weights.ranges import RangeError, byte_range
 
 ROLLOUT = frozenset({Role.ROLLOUT})
 ANYONE = frozenset(Role)
@@ -136,7 +137,10 @@ def _ranged(
     request: Request, size: int, read: Callable[[int, int], AsyncIterator[bytes]], headers: dict[str, str]
 ) -> Response:
     """What a Range header asks for, or all."""
-    wanted = byte_range(request.headers.get("range"), size)
+    try:
+        wanted = byte_range(request.headers.get("range"), size)
+    except RangeError as error:
+        raise Refusal(error.status, str(error)) from error
     start, stop = wanted or (0, size)
     headers |= {"Accept-Ranges": "bytes", "Content-Length": str(stop - start)}
     if wanted is not None:
