@@ -120,7 +120,8 @@ def _metrics(desk: Desk) -> Endpoint:
         ledger = desk.coordinator.ledger
         counts = await desk.coordinator.call(ledger.counts)
         leased = await desk.coordinator.call(ledger.num_leased)
-        return Response(metrics.text(counts, leased, desk.figures), media_type=metrics.CONTENT_TYPE)
+        page = metrics.text(counts, leased, desk.figures, desk.coordinator.worker_figures)
+        return Response(page, media_type=metrics.CONTENT_TYPE)
 
     return endpoint
 

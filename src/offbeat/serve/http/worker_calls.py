@@ -57,8 +57,8 @@ async def welcome_back(desk: Desk, worker: Worker) -> None:
 
 async def heartbeat(desk: Desk, worker: Worker, request: Request) -> Response:
     call = await desk.bodies.record(request, wire.HeartbeatCall)
-    desk.figures.workers[worker.name] = call.figures
-    return await reply(request, await desk.coordinator.heartbeat(worker.name, call.held, call.life))
+    beat = await desk.coordinator.heartbeat(worker.name, call.held, call.life, call.figures)
+    return await reply(request, beat)
 
 
 async def fail(desk: Desk, worker: Worker, request: Request) -> Response:
