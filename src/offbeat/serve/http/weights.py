@@ -22,7 +22,7 @@ from blake3 import blake3
 from offbeat.files import fsync_folder, replace_folder
 from offbeat.ledger.errors import Conflict, Refused, Unknown
 from offbeat.serve.http.limits import MIB
-from offbeat.serve.http.refusals import Refusal
+from offbeat.serve.http.refusals import Refusal, damaged
 from offbeat.serve.http.wire import WeightFile
 from offbeat.weights.folder import WeightFolder
 from offbeat.weights.version import Version
@@ -152,7 +152,7 @@ async def _write(part: Path, pieces: AsyncIterator[bytes], digest: bytes) -> Non
                 await asyncio.to_thread(store)
         await asyncio.to_thread(store)
         if hasher.digest() != digest:
-            raise Refusal(400, "Content-Digest: the file is not what was sent")
+            raise damaged("file")
         await asyncio.to_thread(file.flush)
         await asyncio.to_thread(os.fsync, file.fileno())
 
