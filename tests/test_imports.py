@@ -32,7 +32,18 @@ MAY_NOT_IMPORT = {
 }
 """Modules from outside, by our own package or module."""
 
-WITHOUT_TORCH = ("version", "folder", "verify", "manifest", "pieces", "signing", "sources", "receive", "collect")
+WITHOUT_TORCH = (
+    "version",
+    "folder",
+    "verify",
+    "manifest",
+    "pieces",
+    "signing",
+    "sources",
+    "receive",
+    "collect",
+    "ranges",
+)
 """What of the weights a coordinator may touch."""
 
 KNOWS: dict[str, set[str]] = {

@@ -28,7 +28,7 @@ from offbeat.config.models import Config
 from offbeat.launch import sources, wiring
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Outcome
-from offbeat.ledger.workers import Role
+from offbeat.ledger.workers import Role, new_secret, secret_hash
 from offbeat.serve.clearing import Clearing
 from offbeat.serve.client import Heartbeat, Lease
 from offbeat.serve.coordinator import Coordinator
@@ -164,7 +164,10 @@ async def serve(options: argparse.Namespace) -> None:
 
 def _enrol(ledger: Ledger, count: int) -> list[str]:
     """Secrets of workers that joined without the wire, where joins are slowed down on purpose."""
-    return [ledger.redeem(ledger.issue_token(Role.ROLLOUT, 60), f"w{i}", {}).secret for i in range(count)]
+    made = [new_secret() for _ in range(count)]
+    for number, secret in enumerate(made):
+        ledger.redeem(ledger.issue_token(Role.ROLLOUT, 60), f"w{number}", {}, secret_hash(secret))
+    return made
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ invariants or raises `SegmentError` and changes nothing:
 - segments tile the response: each starts where the one before it ended, and none is empty;
 - a `sampled` segment has one finite float32 log-prob <= 0 per token, a version and a `kv_version` <= version;
   a `given` segment has neither and is never trained on;
-- every further named array has one row per token;
+- every further named array has one row of numbers per token; there are few of them, and their rows are small;
 - a version may be lower than the sampled one before it by at most `max_version_drop`;
 - the response never grows past `max_new_tokens`, and nothing follows an end.
 
@@ -15,6 +15,7 @@ Bytes on the wire and on disk are msgpack; `encode` and `decode` lose nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,6 +29,14 @@ from offbeat.errors import OffbeatError
 
 LOGPROB_TOLERANCE = 1e-4
 """How far above 0 a log-prob may lie: softmax in float32 can round a certain token to a hair over probability 1."""
+MAX_ARRAYS = 8
+"""Named arrays of one segment."""
+MAX_ARRAY_BYTES = 4096
+"""For one token, in all arrays together: the experts that it went to in 94 layers, 8 of each, take 1,504, and the 20
+likeliest tokens with their log-probs 160."""
+ARRAY_NAME = "[a-z][a-z0-9_]{0,31}"
+ARRAY_KINDS = "biuf"
+"""Truth values, integers and floats, of at most 8 bytes each."""
 
 
 class SegmentError(OffbeatError, ValueError):
@@ -131,9 +140,8 @@ class Trajectory:
             raise refuse(f"ends at {segment.end}, past max_new_tokens = {self.max_new_tokens}")
         if int(segment.tokens.min()) < 0:
             raise refuse(f"token {int(segment.tokens.min())} is negative")
-        for name, array in segment.arrays.items():
-            if len(array) != count:
-                raise refuse(f"array {name!r} has {len(array)} rows for {count} tokens")
+        if segment.arrays and (problem := _arrays_problem(segment.arrays, count)):
+            raise refuse(problem)
         problem = self._sampled_problem(segment) if segment.origin is Origin.SAMPLED else _given_problem(segment)
         if problem:
             raise refuse(problem)
@@ -151,9 +159,9 @@ class Trajectory:
             return "sampled tokens need version and kv_version"
         if kv_version > version:
             return f"kv_version {kv_version} is newer than version {version}"
-        before = [s.version for s in self.segments if s.version is not None]
-        if before and before[-1] - version > self.max_version_drop:
-            return f"version {version} after {before[-1]}: may drop by at most {self.max_version_drop}"
+        before = next((s.version for s in reversed(self.segments) if s.version is not None), version)
+        if before - version > self.max_version_drop:
+            return f"version {version} after {before}: may drop by at most {self.max_version_drop}"
         return None
 
     @property
@@ -234,6 +242,23 @@ class Trajectory:
 def _given_problem(segment: Segment) -> str | None:
     if segment.logprobs is not None or segment.version is not None or segment.kv_version is not None:
         return "given tokens have no log-probs and no version"
+    return None
+
+
+def _arrays_problem(arrays: Mapping[str, np.ndarray], count: int) -> str | None:
+    """Why a segment of `count` tokens cannot carry these; None: it can."""
+    if len(arrays) > MAX_ARRAYS:
+        return f"{len(arrays)} arrays; allowed {MAX_ARRAYS}"
+    for name, array in arrays.items():
+        if re.fullmatch(ARRAY_NAME, name) is None:
+            return f"array {name[:40]!r}: a name has up to 32 small letters, digits and '_', a letter first"
+        if array.dtype.kind not in ARRAY_KINDS or array.itemsize > 8 or array.dtype.str.startswith(">"):
+            return f"array {name!r}: {array.dtype.str[:20]}; allowed are little-endian numbers of up to 8 bytes"
+        if array.ndim == 0 or len(array) != count:
+            return f"array {name!r} has {len(array) if array.ndim else 'no'} rows for {count} tokens"
+    num_bytes = sum(array.nbytes for array in arrays.values())
+    if num_bytes > MAX_ARRAY_BYTES * count:
+        return f"arrays of {num_bytes} bytes for {count} tokens; allowed {MAX_ARRAY_BYTES} for each"
     return None
 
 

@@ -8,7 +8,7 @@ from offbeat.cli import access
 from offbeat.cli.parser import Parser
 from offbeat.errors import UserError
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.workers import Role, WorkerState
+from offbeat.ledger.workers import Role, WorkerState, new_secret, secret_hash
 
 
 @pytest.fixture
@@ -26,8 +26,10 @@ def run(*words) -> int:
 def joined(folder, capsys, name, *options) -> str:
     assert run("token", folder, *options) == 0
     token = capsys.readouterr().out.strip()
+    secret = new_secret()
     with Ledger(folder / "ledger.sqlite") as ledger:
-        return ledger.redeem(token, name, {}).secret
+        ledger.redeem(token, name, {}, secret_hash(secret))
+    return secret
 
 
 def worker_of(folder, secret):

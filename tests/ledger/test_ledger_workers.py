@@ -7,6 +7,7 @@ import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from ledger_run import new_groups
 from offbeat.errors import UserError
 from offbeat.ledger.errors import Forbidden, Unknown
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.workers import MOVES, NAME, Role, WorkerState
+from offbeat.ledger.workers import MOVES, NAME, Role, WorkerState, new_secret, secret_hash
 
 ACTIVE, LEFT, QUARANTINED, REVOKED = WorkerState
 MINUTES = 15
@@ -41,13 +42,23 @@ def timed(tmp_path, clock):
         yield opened
 
 
-def join(ledger, name="w", role=Role.ROLLOUT):
-    return ledger.redeem(ledger.issue_token(role, MINUTES), name, {})
+class Member(NamedTuple):
+    name: str
+    secret: str
+
+
+def redeem(ledger, token, name, capabilities=None, secret=None) -> Member:
+    secret = secret or new_secret()
+    return Member(ledger.redeem(token, name, capabilities or {}, secret_hash(secret)).name, secret)
+
+
+def join(ledger, name="w", role=Role.ROLLOUT) -> Member:
+    return redeem(ledger, ledger.issue_token(role, MINUTES), name)
 
 
 def test_a_token_becomes_a_worker_that_its_secret_finds(ledger):
     token = ledger.issue_token(Role.TRAINER, MINUTES)
-    joined = ledger.redeem(token, "box.local", {"slots": 8})
+    joined = redeem(ledger, token, "box.local", {"slots": 8})
     found = ledger.worker_of(joined.secret)
     assert (found.name, found.role, found.state) == ("box.local", Role.TRAINER, ACTIVE)
     assert found.capabilities == {"slots": 8}
@@ -56,16 +67,42 @@ def test_a_token_becomes_a_worker_that_its_secret_finds(ledger):
 
 def test_a_token_is_used_once_and_says_who_used_it(ledger):
     token = ledger.issue_token(Role.ROLLOUT, MINUTES)
-    ledger.redeem(token, "first", {})
+    redeem(ledger, token, "first")
     with pytest.raises(Forbidden, match="already used, by first"):
-        ledger.redeem(token, "second", {})
+        redeem(ledger, token, "second")
     assert [worker.name for worker in ledger.list_workers()] == ["first"]
+
+
+def test_a_token_used_again_with_the_same_secret_is_the_same_worker(timed, clock):
+    """As where the answer was lost: whatever name is wished for, and however late."""
+    token, secret = timed.issue_token(Role.TRAINER, 1), new_secret()
+    first = redeem(timed, token, "first", {"slots": 8}, secret)
+    clock.now_s += 61.0
+    assert redeem(timed, token, "first", {"slots": 8}, secret) == redeem(timed, token, "another", {}, secret) == first
+    (worker,) = timed.list_workers()
+    assert (worker.name, worker.role, worker.capabilities) == ("first", Role.TRAINER, {"slots": 8})
+    assert timed.worker_of(secret).name == "first"
+
+
+def test_a_secret_is_one_workers(ledger):
+    first = join(ledger)
+    with pytest.raises(Forbidden, match="secret: already that of w; draw a new one"):
+        redeem(ledger, ledger.issue_token(Role.ROLLOUT, MINUTES), "second", secret=first.secret)
+    assert [worker.name for worker in ledger.list_workers()] == ["w"]
+
+
+def test_a_token_is_known_before_and_after_it_is_used(ledger):
+    token = ledger.issue_token(Role.ROLLOUT, MINUTES)
+    assert ledger.is_token(token)
+    redeem(ledger, token, "w")
+    assert ledger.is_token(token)
+    assert not ledger.is_token("x" * 43)
 
 
 def test_a_token_of_nobody_is_refused(ledger):
     join(ledger)
     with pytest.raises(Forbidden, match="never issued"):
-        ledger.redeem("x" * 43, "w", {})
+        redeem(ledger, "x" * 43, "w")
     assert len(ledger.list_workers()) == 1
 
 
@@ -73,10 +110,10 @@ def test_a_token_ends_with_its_time(timed, clock):
     token = timed.issue_token(Role.ROLLOUT, 1)
     clock.now_s += 59.9
     other = timed.issue_token(Role.ROLLOUT, 1)
-    timed.redeem(token, "in-time", {})
+    redeem(timed, token, "in-time")
     clock.now_s += 60.0
     with pytest.raises(Forbidden, match="expired"):
-        timed.redeem(other, "late", {})
+        redeem(timed, other, "late")
 
 
 @pytest.mark.parametrize("minutes", [0, -1, float("nan"), float("inf"), 8 * 24 * 60])
@@ -108,18 +145,17 @@ def test_names_are_plain_or_refused(tmp_path_factory, name):
 
 def test_secrets_and_tokens_are_nowhere_in_the_file(ledger, tmp_path):
     token = ledger.issue_token(Role.ROLLOUT, MINUTES)
-    joined = ledger.redeem(token, "w", {})
+    joined = redeem(ledger, token, "w")
     ledger._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     for file in tmp_path.iterdir():
         data = file.read_bytes()
         assert token.encode() not in data
         assert joined.secret.encode() not in data
-    assert joined.secret not in repr(joined)
 
 
 def test_secrets_and_tokens_are_256_bits_and_never_the_same(ledger):
     tokens = {ledger.issue_token(Role.ROLLOUT, MINUTES) for _ in range(50)}
-    secrets = {ledger.redeem(token, "w", {}).secret for token in tokens}
+    secrets = {redeem(ledger, token, "w").secret for token in tokens}
     assert len(tokens) == len(secrets) == 50
     assert {len(text) for text in tokens | secrets} == {43}  # 32 bytes in base 64
 
@@ -181,7 +217,7 @@ def _race(path: Path, token: str, number: int, start, answers) -> None:
     with Ledger(path, wall_clock=lambda: 1_000_000.0) as ledger:
         start.wait()
         try:
-            answers.put(ledger.redeem(token, f"racer-{number}", {}).name)
+            answers.put(redeem(ledger, token, f"racer-{number}").name)
         except Forbidden:
             answers.put(None)
 
@@ -206,16 +242,16 @@ def test_a_token_that_processes_race_for_makes_exactly_one_worker(ledger, tmp_pa
 def test_a_token_that_threads_race_for_makes_exactly_one_worker(ledger, tmp_path):
     token = ledger.issue_token(Role.ROLLOUT, MINUTES)
 
-    def redeem(number: int) -> bool:
+    def attempt(number: int) -> bool:
         with Ledger(tmp_path / "ledger.sqlite", wall_clock=lambda: 1_000_000.0) as mine:
             try:
-                mine.redeem(token, f"w{number}", {})
+                redeem(mine, token, f"w{number}")
             except Forbidden:
                 return False
             return True
 
     with ThreadPoolExecutor(8) as pool:
-        assert sum(pool.map(redeem, range(8))) == 1
+        assert sum(pool.map(attempt, range(8))) == 1
     assert len(ledger.list_workers()) == 1
 
 
@@ -225,7 +261,7 @@ def test_half_a_redemption_leaves_nothing(ledger):
         "CREATE TRIGGER stop BEFORE UPDATE ON join_tokens BEGIN SELECT RAISE(ABORT, 'the machine died'); END"
     )
     with pytest.raises(sqlite3.IntegrityError, match="the machine died"):
-        ledger.redeem(token, "w", {})
+        redeem(ledger, token, "w")
     assert ledger.list_workers() == []
     ledger._db.execute("DROP TRIGGER stop")
-    assert ledger.redeem(token, "w", {}).name == "w"
+    assert redeem(ledger, token, "w").name == "w"

@@ -25,6 +25,8 @@ def test_a_piece_is_served_whole_and_in_ranges(store, data):
             assert (await get(url, Range="bytes=299990-400000"))[:2] == (206, data[299_990:])
             assert (await get(url, Range=f"bytes={len(data)}-"))[0] == 416
             assert (await get(url, Range="bytes=5-4"))[0] == 416
+            assert (await get(url, Range="bytes=-5"))[:2] == (206, data[-5:])
+            assert (await get(url, Range=f"bytes={'9' * 5000}-"))[0] == 400
 
     asyncio.run(run())
 

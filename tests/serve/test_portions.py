@@ -186,3 +186,12 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
+
+
+def test_judges_that_came_and_left_leave_nothing_behind():
+    portions = Portions(10, SAMPLE_S, SLACK_S, Clock())
+    portions.add([sample(1)])
+    for number in range(10_000):
+        assert portions.lease(f"judge {number}", 1, REWARDS) is not None
+        portions.leave(f"judge {number}")
+    assert len(portions._by_judge) == 0

@@ -37,3 +37,37 @@ def test_a_worker_begins_anew_when_it_speaks_from_another_life():
     assert presence.begins_anew("a", "two")
     assert not presence.begins_anew("a", "two")
     assert not presence.begins_anew("b", "two")
+
+
+def test_a_hundred_thousand_workers_that_came_and_left_leave_nothing_behind():
+    presence = Presence(Clock())
+    for number in range(100_000):
+        name = f"w{number}"
+        presence.hear(name, 4)
+        presence.begins_anew(name, "one")
+        presence.told(name, {"bytes": 1.0})
+        presence.left(name)
+    assert [len(map) for map in vars(presence).values() if isinstance(map, dict)] == [0] * 4
+
+
+def test_who_is_silent_for_too_long_is_named_until_it_is_forgotten():
+    clock = Clock()
+    presence = Presence(clock)
+    presence.hear("gone")
+    clock.now_s += 50
+    presence.told("leaving", {})
+    clock.now_s += 50
+    presence.hear("here")
+    assert presence.silent(for_s=60) == ["gone"]
+    assert presence.silent(for_s=20) == ["gone", "leaving"]
+    presence.left("gone")
+    assert presence.silent(for_s=60) == []
+
+
+def test_figures_are_those_that_a_worker_told_last():
+    presence = Presence(Clock())
+    presence.told("b", {"bytes": 1.0})
+    presence.told("a", {"bytes": 1.0})
+    presence.told("a", {"bytes": 2.0})
+    presence.left("b")
+    assert presence.figures == {"a": {"bytes": 2.0}}

@@ -9,6 +9,7 @@ from coordinator_scenes import SOON_S, answer, coordinator, version
 
 from offbeat.ledger.errors import Fenced
 from offbeat.ledger.records import Outcome
+from offbeat.serve import holding
 from offbeat.trajectory import Segment
 
 
@@ -152,5 +153,21 @@ def test_a_task_that_a_living_worker_never_heard_of_goes_to_another_and_nobody_i
             again = (await made.lease("other", 1, 0, SOON_S)).tasks[0]
             assert (again.id, again.fence) == (unheard.id, 2)
             assert (await made.call(made.ledger.counts)).failed_tasks == {}
+
+    asyncio.run(scenario())
+
+
+def test_suspects_that_failed_for_good_are_forgotten(tmp_path, monkeypatch):
+    """Whoever hands a suspect in clears it; one whose attempts are used up is never handed in."""
+    monkeypatch.setattr(holding, "MIN_SUSPECTS", 2)
+
+    async def scenario():
+        async with coordinator(tmp_path, rollout={"lease_s": 600.0, "max_attempts": 1}) as made:
+            held = await lease_all(made)
+            await made.heartbeat("w", held, "one life")
+            await made.heartbeat("w", held[1:], "another life")  # the first is to blame, and fails at once
+            await made.heartbeat("w", held[2:], "a third")
+            await made.heartbeat("w", held[3:], "a fourth")
+            assert len(made.holding._suspects) < 3
 
     asyncio.run(scenario())

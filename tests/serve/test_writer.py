@@ -164,3 +164,61 @@ def test_closing_answers_what_was_asked_and_refuses_what_comes_later(ledger):
             await asyncio.wait_for(writer.call(issue, ledger), 10)
 
     asyncio.run(run())
+
+
+def test_an_error_that_no_future_can_hold_is_told_to_its_caller_alone(ledger):
+    """A future refuses a StopIteration; whoever asked must hear of it all the same."""
+
+    def run_out():
+        return next(iter(()))
+
+    async def body(writer):
+        calls = [writer.call(issue, ledger), writer.call(run_out), writer.call(issue, ledger)]
+        told = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+        return told, await asyncio.wait_for(writer.call(issue, ledger), 10)
+
+    (first, failed, last), after = use(ledger, body)
+    assert isinstance(failed, RuntimeError)
+    assert "StopIteration" in str(failed)
+    assert all(isinstance(done, bytes) for done in (first, last, after))
+
+
+def test_a_bug_in_the_writer_fails_those_it_owes_an_answer_and_it_goes_on(ledger):
+    together = ledger.together
+    ledger.together = lambda calls: together(calls)[:-1]  # one result too few
+
+    async def body(writer):
+        asked = [writer.call(issue, ledger), writer.call(issue, ledger)]
+        told = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
+        ledger.together = together
+        return told, await asyncio.wait_for(asyncio.gather(*(writer.call(issue, ledger) for _ in range(2))), 10)
+
+    told, after = use(ledger, body)
+    assert [type(result) for result in told] == [bytes, ValueError]
+    assert len(set(after)) == 2
+
+
+def test_a_writer_that_is_ended_from_outside_leaves_nobody_waiting(ledger):
+    """Calls that wait for their turn, and reads that others share, end with it; closing does not hang."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def block():
+        entered.set()
+        go_on.wait(10)
+
+    async def run():
+        writer = Writer(ledger)
+        asked = [asyncio.create_task(writer.alone(block))]
+        await asyncio.to_thread(entered.wait, 10)
+        asked += [asyncio.create_task(writer.read(ledger.num_worker_moves)) for _ in range(2)]
+        asked.append(asyncio.create_task(writer.call(issue, ledger)))
+        await asyncio.sleep(0)
+        writer._writing.cancel()
+        done, _ = await asyncio.wait(asked, timeout=10)
+        go_on.set()
+        assert len(done) == len(asked)
+        assert all(isinstance(task.exception(), LedgerError) for task in asked)
+        assert await asyncio.wait_for(writer.read(ledger.num_worker_moves), 10) == 0
+        await asyncio.wait_for(writer.close(), 10)
+
+    asyncio.run(run())

@@ -30,7 +30,7 @@ READY = "OFFBEAT_READY"
 """Names the descriptor to which a coordinator writes, as a line of JSON, where it listens and where its run lies."""
 LOCAL_TOKEN_MINUTES = 5.0
 """For children of the same machine: they join at once or not at all."""
-CREDENTIALS = "credentials.json"
+CREDENTIALS, KEY = "credentials.json", "joining.key"
 MAX_PLACES = 1000
 
 
@@ -92,7 +92,9 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
         with suppress(UserError):  # another run at the same address, or a revoked worker: a token may help
             return await rejoin(connection, known)
         connection.secret = None
-    member = await join(connection, saved.read_token(invitation.token_file), invitation.name)
+    token = saved.read_token(invitation.token_file)
+    secret = saved.own_secret(invitation.folder / f"{invitation.role.value}-{KEY}", token)
+    member = await join(connection, token, invitation.name, secret=secret)
     if member.credentials.role is not invitation.role:
         raise UserError(
             f"{saved.TOKEN_VARIABLE}: the token is for a {member.credentials.role.value}, not for a "

@@ -337,10 +337,15 @@ class Ledger:
         with self._db.transaction():
             return workers.issue_token(self._db, role, minutes)
 
-    def redeem(self, token: str, name: str, capabilities: Mapping[str, Any]) -> workers.Joined:
-        """Exchanges a join token for a worker of that name, or of the next free one like it."""
+    def is_token(self, token: str) -> bool:
+        """Whether a join token was ever issued; it may be used up or too old."""
+        return workers.is_token(self._db, token)
+
+    def redeem(self, token: str, name: str, capabilities: Mapping[str, Any], secret_hash: bytes) -> workers.Joined:
+        """Exchanges a join token for a worker of that name, or of the next free one like it, whose secret has this
+        hash; told the same again, it returns the same worker."""
         with self._db.transaction():
-            return workers.redeem(self._db, token, name, capabilities)
+            return workers.redeem(self._db, token, name, capabilities, secret_hash)
 
     def worker_of(self, secret: str) -> workers.Worker | None:
         """Who a secret belongs to; what another process revoked a moment ago is seen as revoked."""

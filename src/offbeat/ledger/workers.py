@@ -1,8 +1,10 @@
 """Who may take part: join tokens, workers and their secrets.
 
-A join token is issued to a person, lives a short time and is exchanged once for a worker's name and secret. Tokens and
-secrets are 256 random bits and are kept as hashes alone: whoever reads the file cannot speak for anyone. The exchange
-is one transaction, so that a token used twice, in however many processes, makes exactly one worker.
+A join token is issued to a person, lives a short time and is exchanged once for a worker's name. The worker draws its
+secret itself and tells its hash alone. Tokens and secrets are 256 random bits and are kept as hashes: whoever reads the
+file cannot speak for anyone. The exchange is one transaction, so that a token used twice, in however many processes,
+makes exactly one worker; used again with the hash of the same secret it names that worker, so that one whose answer was
+lost can ask again.
 
 Every move of a worker from one state to another is counted, so that whoever remembers workers sees at a glance, in
 whichever process it was made, that there was one.
@@ -79,10 +81,9 @@ class Worker:
 
 @dataclass(frozen=True)
 class Joined:
-    """A worker's name, and its secret for the only time that it is seen."""
+    """Who a worker is."""
 
     name: str
-    secret: str = field(repr=False)
     role: Role
 
 
@@ -92,34 +93,53 @@ def issue_token(db: Database, role: Role, minutes: float) -> str:
     token, now = secrets.token_urlsafe(SECRET_BYTES), db.wall_clock()
     db.execute(
         "INSERT INTO join_tokens (hash, role, issued_at, expires_at) VALUES (?, ?, ?, ?)",
-        (_hash(token), role.value, now, now + 60 * minutes),
+        (secret_hash(token), role.value, now, now + 60 * minutes),
     )
     return token
 
 
-def redeem(db: Database, token: str, wanted_name: str, capabilities: Mapping[str, Any]) -> Joined:
-    """Makes a worker of a token; `Forbidden` says why the token is worth nothing."""
-    found = db.execute("SELECT role, expires_at, used_by FROM join_tokens WHERE hash = ?", (_hash(token),)).fetchone()
+def new_secret() -> str:
+    """A secret for a worker that is about to join."""
+    return secrets.token_urlsafe(SECRET_BYTES)
+
+
+def is_token(db: Database, token: str) -> bool:
+    """Whether a token was ever issued."""
+    return bool(
+        db.execute("SELECT EXISTS (SELECT 1 FROM join_tokens WHERE hash = ?)", (secret_hash(token),)).fetchone()[0]
+    )
+
+
+def redeem(db: Database, token: str, wanted_name: str, capabilities: Mapping[str, Any], hashed_secret: bytes) -> Joined:
+    """Makes a worker of a token, or finds the one that was made of both; `Forbidden` says why there will be none."""
+    found = db.execute(
+        "SELECT role, expires_at, used_by FROM join_tokens WHERE hash = ?", (secret_hash(token),)
+    ).fetchone()
     if found is None:
         raise Forbidden("join token: never issued for this run")
     role, expires_at, used_by = found
+    owner = db.execute("SELECT name FROM workers WHERE secret_hash = ?", (hashed_secret,)).fetchone()
     if used_by is not None:
+        if owner == (used_by,):
+            return Joined(name=used_by, role=Role(role))
         raise Forbidden(f"join token: already used, by {used_by}")
+    if owner is not None:
+        raise Forbidden(f"secret: already that of {owner[0]}; draw a new one")
     now = db.wall_clock()
     if now >= expires_at:
         raise Forbidden("join token: expired")
-    name, secret = _free_name(db, wanted_name), secrets.token_urlsafe(SECRET_BYTES)
+    name = _free_name(db, wanted_name)
     db.execute(
         "INSERT INTO workers (name, role, secret_hash, state, capabilities, joined_at) VALUES (?, ?, ?, ?, ?, ?)",
-        (name, role, _hash(secret), ACTIVE.value, json.dumps(dict(capabilities)), now),
+        (name, role, hashed_secret, ACTIVE.value, json.dumps(dict(capabilities)), now),
     )
-    db.execute("UPDATE join_tokens SET used_by = ?, used_at = ? WHERE hash = ?", (name, now, _hash(token)))
-    return Joined(name=name, secret=secret, role=Role(role))
+    db.execute("UPDATE join_tokens SET used_by = ?, used_at = ? WHERE hash = ?", (name, now, secret_hash(token)))
+    return Joined(name=name, role=Role(role))
 
 
 def find(db: Database, secret: str) -> Worker | None:
     """The worker that a secret belongs to, whatever its state; None where it is nobody's."""
-    hashed = _hash(secret)
+    hashed = secret_hash(secret)
     row = db.execute(f"SELECT secret_hash, {COLUMNS} FROM workers WHERE secret_hash = ?", (hashed,)).fetchone()
     if row is None or not hmac.compare_digest(row[0], hashed):
         return None
@@ -217,5 +237,6 @@ def _free_name(db: Database, wanted: str) -> str:
     return name
 
 
-def _hash(secret: str) -> bytes:
+def secret_hash(secret: str) -> bytes:
+    """What is kept, and told, of a secret or a token."""
     return blake3(secret.encode()).digest()

@@ -29,11 +29,11 @@ from aiohttp import web
 
 from offbeat.errors import UserError
 from offbeat.weights.pieces import PieceDamaged, PieceMissing, PieceStore, StoreError
+from offbeat.weights.ranges import RangeError, byte_range
 
 log = logging.getLogger(__name__)
 
 PATH = re.compile(r"/pieces/(?P<piece>[0-9a-f]{64})|/manifests/(?P<number>\d{1,16})/(?P<manifest>[0-9a-f]{64})")
-RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 WAIT = re.compile(r"\d{1,4}(\.\d{1,3})?")
 WRITE_BYTES = 256 * 1024
 STOP_WITHIN_S = 0.1
@@ -199,12 +199,13 @@ class PeerServer:
             await self._arrival.wait()
 
     async def _send(self, request: web.BaseRequest, data: bytes) -> web.StreamResponse:
-        start, stop = 0, len(data)
+        try:
+            wanted = byte_range(request.headers.get("Range"), len(data))
+        except RangeError as error:
+            return _refusal(error.status, str(error))
+        start, stop = wanted or (0, len(data))
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-        if found := RANGE.fullmatch(request.headers.get("Range", "")):
-            start, stop = int(found[1]), min(int(found[2]) + 1, stop) if found[2] else stop
-            if start >= stop:
-                return _refusal(416, f"Range: it has {len(data)} bytes")
+        if wanted is not None:
             response.set_status(206)
             response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
         response.content_length = stop - start

@@ -50,6 +50,10 @@ R = TypeVar("R")
 
 THEIR_FAULT = (Conflict, Fenced, Forbidden, Refused, Unknown)
 """What is wrong with a call, and not with us."""
+FORGET_AFTER_S = 3600.0
+"""Of silence: nobody counts on such a worker any more, and it loses nothing by being a new one to us. Never less than
+twice the time of a lease, within which its tasks are taken back."""
+FORGET_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ class Coordinator:
         await self.holding.start(keep_leases=keep_leases)
         self.judging.start(self.ledger, self._share, self._bell, self._tell_workers)
         self._bell.spawn(self.holding.expire())
+        self._bell.spawn(self._forget_for_ever())
 
     async def close(self) -> None:
         await self._bell.close()
@@ -178,8 +183,16 @@ class Coordinator:
         self._bell.ring()
         self._tell_workers()
 
-    async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str = "") -> Heartbeat:
+    async def heartbeat(
+        self,
+        worker: str,
+        held: Sequence[tuple[int, int]],
+        life: str = "",
+        figures: Mapping[str, float] | None = None,
+    ) -> Heartbeat:
         self.relaying.hear(worker)
+        if figures is not None:
+            self._presence.told(worker, figures)
         return await self.holding.heartbeat(worker, held, life)
 
     async def submit(self, worker: str, trajectory: Trajectory, fence: int) -> Outcome:
@@ -225,6 +238,7 @@ class Coordinator:
         return await self._rounds.is_over(number, wait_s)
 
     def timed(self, worker: str, timings: Sequence[Timing]) -> None:
+        self._presence.hear(worker)
         self._provisioning.timed(worker, timings)
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
@@ -239,12 +253,31 @@ class Coordinator:
 
     async def leave(self, worker: str) -> None:
         await self.holding.leave(worker)
+        self._forget(worker)
+        self.judging.leave(worker)
+        self._tell_workers()
+
+    def _forget(self, worker: str) -> None:
         self._presence.left(worker)
         self._rounds.left(worker)
         self._provisioning.left(worker)
         self.relaying.leave(worker)
-        self.judging.leave(worker)
-        self._tell_workers()
+
+    def forget_silent(self) -> None:
+        """Forgets workers that vanished long ago, or memory would grow with every name that ever joined."""
+        for worker in self._presence.silent(max(FORGET_AFTER_S, 2 * self.settings.lease_ttl_s)):
+            self._forget(worker)
+        self.judging.forget_silent()
+
+    async def _forget_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(FORGET_EVERY_S)
+            self.forget_silent()
+
+    @property
+    def worker_figures(self) -> Mapping[str, Mapping[str, float]]:
+        """What each worker that is there told of itself last."""
+        return self._presence.figures
 
     def present(self, within_s: float) -> list[str]:
         """Workers and judges that were heard of in this time and have not left."""

@@ -28,6 +28,9 @@ HELD_UP_SHARE = 0.25
 """Of the time of a lease: who wakes later than that was stopped or starved, and has heard nobody meanwhile. Workers
 beat several times in the time of a lease, so a smaller delay cannot cost one its tasks."""
 
+MIN_SUSPECTS = 256
+"""So many are remembered before the ledger is asked which of them still are."""
+
 
 class Holding:
     """See the module; `on_free` hears that tasks can be begun by somebody else."""
@@ -36,6 +39,7 @@ class Holding:
         self.ledger, self.leases = ledger, Leases(ttl_s, time.monotonic)
         self._share, self._presence, self._on_free = writer.call, presence, on_free
         self._suspects: set[int] = set()
+        self._max_suspects = MIN_SUSPECTS
 
     async def start(self, *, keep_leases: bool) -> None:
         """Where leases are kept they have their whole time again; otherwise nobody can hold one."""
@@ -59,7 +63,6 @@ class Holding:
 
     async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str) -> Heartbeat:
         """Gives leases their whole time again, and says which are lost."""
-        self._presence.hear(worker)
         if self._presence.begins_anew(worker, life):
             await self._lose_all_but(worker, held)
         self.leases.renew(Held(task, fence, worker) for task, fence in held)  # before the ledger, which may take long
@@ -108,5 +111,9 @@ class Holding:
             self._on_free()
 
     async def _lose(self, leases: Sequence[Held]) -> int:
+        num_lost = await self._share(self.ledger.lose, leases)
         self._suspects.update(held.task for held in leases)
-        return await self._share(self.ledger.lose, leases)
+        if len(self._suspects) >= self._max_suspects:  # those that failed for good are never handed in
+            self._suspects &= set(await self._share(self.ledger.suspects))
+            self._max_suspects = max(2 * len(self._suspects), MIN_SUSPECTS)
+        return num_lost

@@ -132,6 +132,11 @@ class Judging:
         if self.portions.leave(judge):
             self._hand_out()
 
+    def forget_silent(self) -> None:
+        """Forgets judges that hold nothing and have gone without a word."""
+        here = self.present()
+        self._heard = {judge: heard_s for judge, heard_s in self._heard.items() if judge in here}
+
     def present(self, within_s: float = PRESENT_S) -> list[str]:
         """Judges elsewhere that hold samples, or asked for some in this time."""
         since_s = self._clock() - within_s

@@ -61,7 +61,7 @@ class Portions:
     @property
     def held(self) -> dict[str, int]:
         """Samples that are out, by judge."""
-        return {judge: count for judge, count in self._by_judge.items() if count}
+        return dict(self._by_judge)
 
     def held_of(self, judge: str, reward: str) -> int:
         return sum(len(p.samples) for p in self._out.values() if (p.judge, p.reward) == (judge, reward))
@@ -128,6 +128,8 @@ class Portions:
     def _end(self, number: int) -> Portion:
         portion = self._out.pop(number)
         self._by_judge[portion.judge] -= len(portion.samples)
+        if not self._by_judge[portion.judge]:
+            del self._by_judge[portion.judge]  # or they would grow with every judge that ever came
         self._by_reward[portion.reward] -= len(portion.samples)
         return portion
 

@@ -3,7 +3,8 @@
 Calls that arrive while the thread is busy are made together next: one trip to the thread, one transaction, one flush.
 So a disk that takes milliseconds to flush does not limit a swarm to hundreds of calls a second. Each is answered once
 that transaction is on disk; one that fails has changed nothing and takes no other along. Submissions among them are one
-call to the ledger, before the others, which keep the order in which they came.
+call to the ledger, before the others, which keep the order in which they came. Whatever happens to the writer itself,
+nobody is left waiting for an answer.
 
 Long calls, and those with transactions of their own, go through `alone`: whatever came before them is on disk then.
 """
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from offbeat.ledger.errors import LedgerError
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Outcome, Submission
 
@@ -30,7 +32,7 @@ class _Call:
     def __init__(self, work: Callable[[], Any], *, is_alone: bool = False):
         self.work, self.is_alone = work, is_alone
         self._answers: list[asyncio.Future[Any]] = []
-        """Of everyone who asked the same."""
+        """Futures of all callers that share this call."""
 
     def answer(self) -> asyncio.Future[Any]:
         self._answers.append(asyncio.get_running_loop().create_future())
@@ -39,6 +41,11 @@ class _Call:
     def tell(self, result: Any) -> None:
         for answer in self._answers:
             _tell(answer, result)
+
+    def fail(self, error: BaseException) -> None:
+        """Tells every caller that has no answer yet why there will be none."""
+        for answer in self._answers:
+            _tell(answer, error if isinstance(error, Exception) else LedgerError(f"the writer ended: {error!r}"))
 
 
 class _Submit(_Call):
@@ -57,7 +64,9 @@ class _Submit(_Call):
 def _tell(answer: asyncio.Future[Any], result: Any) -> None:
     if answer.done():
         return  # whoever asked has gone
-    if isinstance(result, Exception):
+    if isinstance(result, StopIteration):  # which no future may hold
+        answer.set_exception(RuntimeError(f"a ledger call raised {result!r}"))
+    elif isinstance(result, Exception):
         answer.set_exception(result)
     else:
         answer.set_result(result)
@@ -107,16 +116,27 @@ class Writer:
 
     async def _write(self) -> None:
         """Makes the calls that have come, until none is left; callers that have gone are served all the same."""
-        await asyncio.sleep(0)  # lets every caller of this moment in
-        while self._calls or self._submissions:
-            calls = self._next_calls()
-            try:
-                results = await asyncio.get_running_loop().run_in_executor(self._thread, self._make, calls)
-            except RuntimeError as error:  # closed
-                results = [error] * len(calls)
-            for call, result in zip(calls, results, strict=True):
-                call.tell(result)
-        self._writing = None
+        calls: list[_Call] = []
+        try:
+            await asyncio.sleep(0)  # lets every caller of this moment in
+            while self._calls or self._submissions:
+                calls = self._next_calls()
+                try:
+                    results = await asyncio.get_running_loop().run_in_executor(self._thread, self._make, calls)
+                    for call, result in zip(calls, results, strict=True):
+                        call.tell(result)
+                except Exception as error:  # noqa: BLE001 - closed, or a bug: callers hear of it, and later ones are served
+                    for call in calls:
+                        call.fail(error)
+        except BaseException as error:
+            self._reads.clear()
+            waiting, self._calls = [*calls, _Submit(self.ledger, self._submissions), *self._calls], []
+            self._submissions = []
+            for call in waiting:
+                call.fail(error)
+            raise
+        finally:
+            self._writing = None
 
     def _next_calls(self) -> list[_Call]:
         """One that is to be alone, or submissions and the calls that may share their transaction."""

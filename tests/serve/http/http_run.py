@@ -23,7 +23,7 @@ from safetensors.numpy import save
 from offbeat.config import from_dict
 from offbeat.launch import sources, wiring
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.workers import Role
+from offbeat.ledger.workers import Role, new_secret, secret_hash
 from offbeat.serve.clearing import Clearing
 from offbeat.serve.client import Lease
 from offbeat.serve.http import coding, wire
@@ -138,8 +138,9 @@ class LiveRun:
 
     def secret(self, name: str = "w", role: Role = Role.ROLLOUT) -> str:
         """Joins without the wire, so that no join is counted."""
-        ledger = self.coordinator.ledger
-        return self.ask(self.coordinator.call(ledger.redeem, self.token(role), name, {})).secret
+        ledger, secret = self.coordinator.ledger, new_secret()
+        self.ask(self.coordinator.call(ledger.redeem, self.token(role), name, {}, secret_hash(secret)))
+        return secret
 
     def connect(self) -> socket.socket:
         return socket.create_connection((self.address.host, self.server.port), timeout=SOON_S)
@@ -160,15 +161,16 @@ class LiveRun:
             connection.close()
 
     def post(self, path: str, record: Any, secret: str = "") -> Answer:
-        return self.send("POST", path, wire.encode(record), {"Content-Type": wire.MSGPACK}, secret)
+        return self.post_bytes(path, wire.encode(record), secret)
+
+    def post_bytes(self, path: str, body: bytes, secret: str = "", **changes: Any) -> Answer:
+        return self.send("POST", path, body, headers_of(body, **changes), secret)
 
     def submit(self, trajectory: Trajectory, fence: int, secret: str, **changes: Any) -> Answer:
         return self.put(trajectory.task, fence, trajectory.encode(), secret, **changes)
 
     def put(self, task: int, fence: int, body: bytes, secret: str, **changes: Any) -> Answer:
-        headers = {"Content-Type": wire.MSGPACK, coding.CONTENT_DIGEST: coding.content_digest(body), **changes}
-        held = {name: value for name, value in headers.items() if value is not None}
-        return self.send("PUT", f"/v1/trajectories/{task}/{fence}", body, held, secret)
+        return self.send("PUT", f"/v1/trajectories/{task}/{fence}", body, headers_of(body, **changes), secret)
 
     def lease(self, secret: str, capacity: int = 1, have_version: int = 0, wait_s: float = SOON_S) -> list[Task]:
         call = wire.LeaseCall(capacity=capacity, have_version=have_version, wait_s=wait_s)
@@ -186,6 +188,12 @@ class LiveRun:
                     continue
                 digest.update(repr((table, row)).encode())
         return digest.hexdigest()
+
+
+def headers_of(body: bytes, **changes: Any) -> dict[str, str]:
+    """Those that every call has; `changes` may take some away."""
+    headers = {"Content-Type": wire.MSGPACK, coding.CONTENT_DIGEST: coding.content_digest(body), **changes}
+    return {name: value for name, value in headers.items() if value is not None}
 
 
 def answer(task: Task, number: int = 0, tokens: tuple[int, ...] = (5, 6, 7), **changes: Any) -> Trajectory:

@@ -6,7 +6,7 @@ import sys
 import pytest
 from http_run import LiveRun, answer
 
-from offbeat.ledger.workers import Role, WorkerState
+from offbeat.ledger.workers import Role, WorkerState, new_secret, secret_hash
 from offbeat.serve.http import coding, wire
 from offbeat.serve.http.limits import ServerSettings
 
@@ -36,18 +36,19 @@ def run(tmp_path_factory):
         yield live
 
 
-def join(run, token, name="box", **capabilities):
-    return run.post("/v1/join", wire.Join(token=token, name=name, capabilities=capabilities))
+def join(run, token, name="box", secret=None, **capabilities):
+    hashed = secret_hash(secret or new_secret())
+    return run.post("/v1/join", wire.Join(name=name, secret_hash=hashed, capabilities=capabilities), token)
 
 
-def test_a_token_is_exchanged_for_a_name_a_secret_and_the_configuration(run):
-    response = join(run, run.token(Role.TRAINER), "trainer", ranks=2)
+def test_a_token_is_exchanged_for_a_name_and_the_configuration(run):
+    secret = new_secret()
+    response = join(run, run.token(Role.TRAINER), "trainer", secret, ranks=2)
     welcome = response.record(wire.Welcome)
     assert response.status == 201
     assert (welcome.worker, welcome.role, welcome.run) == ("trainer", Role.TRAINER, "live")
     assert welcome.config == {"run": {"name": "live"}}
-    assert run.post("/v1/next-version", wire.Nothing(), welcome.secret).status == 200
-    assert welcome.secret not in repr(welcome)
+    assert run.post("/v1/next-version", wire.Nothing(), secret).status == 200
 
 
 def test_a_token_used_again_is_401_and_makes_nobody(run, unchanged):
@@ -61,6 +62,15 @@ def test_a_token_used_again_is_401_and_makes_nobody(run, unchanged):
     assert len(run.ledger.list_workers()) == before
 
 
+def test_a_join_whose_answer_was_lost_is_made_again_by_the_same_worker(run):
+    token, secret = run.token(), new_secret()
+    first, again = join(run, token, "lost", secret), join(run, token, "lost", secret)
+    assert (first.status, again.status) == (201, 201)
+    assert first.record(wire.Welcome) == again.record(wire.Welcome)
+    assert [w.name for w in run.ledger.list_workers() if w.name.startswith("lost")] == ["lost"]
+    assert join(run, token, "thief").status == 401
+
+
 @pytest.mark.parametrize("token", ["", "x", "y" * 43, "\u00e9" * 43])
 def test_a_forged_token_is_401(run, token, unchanged):
     before = len(run.ledger.list_workers())
@@ -68,8 +78,35 @@ def test_a_forged_token_is_401(run, token, unchanged):
     assert len(run.ledger.list_workers()) == before
 
 
-def test_a_token_that_does_not_fit_its_field_is_400(run, unchanged):
-    assert join(run, "z" * 1000).status == 400
+def test_a_token_that_is_too_long_is_401(run, unchanged):
+    assert join(run, "z" * 1000).status == 401
+
+
+def test_nothing_of_a_strangers_body_is_looked_at(run, unchanged):
+    """Neither what it is, nor how large it says it will be, nor whether it ever comes."""
+    bomb = coding.compress(wire.encode({"capabilities": {str(i): [] for i in range(10_000)}}))
+    for secret in ("", "x", "y" * 43):
+        for body in (bomb, b"no msgpack"):
+            for changes in ({}, {"Content-Encoding": "zstd"}, {"Content-Type": "text/plain"}):
+                assert run.post_bytes("/v1/join", body, secret, **changes).status == 401
+        with run.connect() as line:
+            head = (
+                f"POST /v1/join HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {secret}\r\nContent-Length: 9999\r\n\r\n"
+            )
+            line.sendall(head.encode())
+            assert line.recv(12) == b"HTTP/1.1 401"
+
+
+def test_a_join_is_small_once_decompressed_too(run, unchanged):
+    """Whoever has a token may be a stranger's victim: 700 bytes that become gigabytes are refused as they are."""
+    token = run.token()
+    huge = wire.encode({"name": "box", "secret_hash": bytes(32), "capabilities": {"x": [[]] * 2**22}})
+    body = coding.compress(huge)
+    assert len(body) < 1000
+    response = run.post_bytes("/v1/join", body, token, **{"Content-Encoding": "zstd"})
+    assert (response.status, "once decompressed" in response.error) == (413, True)
+    assert run.post_bytes("/v1/join", huge, token).status == 413
+    assert join(run, token).status == 201
 
 
 def test_a_token_is_still_good_after_a_bad_name(run):
@@ -95,8 +132,8 @@ def test_without_a_secret_every_call_is_401(run, path, unchanged):
     "header", ["", "Bearer", "Bearer ", "Bearer nobody", "Basic abc", "Bearer " + "a" * 5000, "Bearer \xe9\xff"]
 )
 def test_a_secret_that_is_nobodys_is_401(run, header, unchanged):
-    headers = {"Content-Type": wire.MSGPACK, "Authorization": header}
-    response = run.send("POST", "/v1/lease", wire.encode(WORKER_CALLS["/v1/lease"]), headers)
+    body = wire.encode(WORKER_CALLS["/v1/lease"])
+    response = run.post_bytes("/v1/lease", body, Authorization=header)
     assert response.status == 401
 
 

@@ -58,12 +58,16 @@ def test_a_body_too_large_as_sent_is_413(run, worker, task, unchanged):
 
 def test_a_body_too_large_that_does_not_tell_its_length_is_413(run, worker, task, unchanged):
     chunk = b"%x\r\n" % 50_000 + bytes(50_000) + b"\r\n"
-    head = head_of("PUT", f"/v1/trajectories/{task.id}/{task.fence}", worker, b"Transfer-Encoding: chunked")
+    head = head_of(
+        "PUT", f"/v1/trajectories/{task.id}/{task.fence}", worker, b"Transfer-Encoding: chunked", digest(b"")
+    )
     assert converse(run, head, chunk, chunk, chunk) == 413
 
 
 def test_a_body_that_claims_to_be_huge_is_413_before_it_comes(run, worker, task, unchanged):
-    head = head_of("PUT", f"/v1/trajectories/{task.id}/{task.fence}", worker, b"Content-Length: 999999999999")
+    head = head_of(
+        "PUT", f"/v1/trajectories/{task.id}/{task.fence}", worker, b"Content-Length: 999999999999", digest(b"")
+    )
     assert converse(run, head) == 413
 
 
@@ -112,7 +116,6 @@ def test_another_content_type_is_415(run, worker, task, kind, unchanged):
 
 
 def test_calls_that_are_malformed_are_400(run, worker, unchanged):
-    headers = {"Content-Type": wire.MSGPACK}
     for body in (
         b"",
         b"\xc1",
@@ -123,7 +126,7 @@ def test_calls_that_are_malformed_are_400(run, worker, unchanged):
         wire.encode({"capacity": 1, "have_version": 0, "wait_s": float("inf")}),
         wire.encode({"capacity": 1, "have_version": 0, "wait_s": 0.0, "worker": "someone else"}),
     ):
-        assert run.send("POST", "/v1/lease", body, headers, worker).status == 400
+        assert run.post_bytes("/v1/lease", body, worker).status == 400
 
 
 def test_a_body_cut_short_by_a_broken_line_changes_nothing(run, worker, task, unchanged):
@@ -203,7 +206,7 @@ def test_whoever_is_refused_early_and_goes_on_for_ever_is_hung_up(run):
 
 def test_two_requests_on_one_line_are_both_answered(run, worker):
     call = wire.encode(wire.HeartbeatCall(held=[]))
-    one = head_of("POST", "/v1/heartbeat", worker, length(call)) + call
+    one = head_of("POST", "/v1/heartbeat", worker, length(call), digest(call)) + call
     with run.connect() as line:
         line.sendall(one + one)
         data = b""
@@ -228,7 +231,7 @@ def test_when_bodies_fill_the_memory_others_are_asked_to_come_back(tmp_path):
         path, padding = f"/v1/trajectories/{task.id}/{task.fence}", bytes(15_000)
         before = run.content()
         with run.connect() as line:
-            line.sendall(head_of("PUT", path, worker, b"Content-Length: 20000") + padding)
+            line.sendall(head_of("PUT", path, worker, b"Content-Length: 20000", digest(b"")) + padding)
             wait_until(lambda: run.server.desk.bodies.held_bytes == 15_000)
             response = run.put(task.id, task.fence, bytes(10_000), worker)
             assert (response.status, response.headers["Retry-After"]) == (503, "1")

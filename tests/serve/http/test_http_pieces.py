@@ -13,7 +13,7 @@ from safetensors.torch import load
 
 from offbeat.errors import OffbeatError
 from offbeat.ledger.workers import Role, WorkerState
-from offbeat.serve.http import wire
+from offbeat.serve.http import coding, wire
 from offbeat.serve.http.client import RemoteTrainer, RemoteWorker
 from offbeat.serve.http.connection import Connection
 from offbeat.serve.http.receiving import Receiving
@@ -79,7 +79,7 @@ def introduced(run, trainer, key):
 
 
 def put(run, secret, path, data):
-    return run.send("PUT", path, data, OCTETS, secret)
+    return run.send("PUT", path, data, {**OCTETS, coding.CONTENT_DIGEST: coding.content_digest(data)}, secret)
 
 
 def put_pieces(run, trainer, away, version):
@@ -138,7 +138,7 @@ def test_a_piece_is_taken_once_it_is_what_its_name_says(run, trainer, away):
     asked = wire.MissingCall(pieces=[digest])
     assert run.post("/v1/pieces/missing", asked, trainer).record(wire.Missing).pieces == [digest]
     response = put(run, trainer, f"/v1/pieces/{digest}", b"another piece")
-    assert (response.status, "not what the name says" in response.error) == (400, True)
+    assert (response.status, "not what was sent" in response.error) == (400, True)
     assert put(run, trainer, f"/v1/pieces/{digest}", data).status == 201
     assert put(run, trainer, f"/v1/pieces/{digest}", data).status == 201
     assert run.post("/v1/pieces/missing", asked, trainer).record(wire.Missing).pieces == []
@@ -157,6 +157,8 @@ def test_a_piece_is_handed_out_whole_and_in_parts(run, trainer, worker):
     part = run.send("GET", f"/v1/pieces/{digest}", headers={"Range": "bytes=1000-"}, secret=worker)
     assert (part.status, part.body, part.headers["Content-Range"]) == (206, data[1000:], "bytes 1000-255999/256000")
     assert run.send("GET", f"/v1/pieces/{digest}", headers={"Range": "bytes=256000-"}, secret=worker).status == 416
+    long = {"Range": f"bytes={'9' * 5000}-"}
+    assert run.send("GET", f"/v1/pieces/{digest}", headers=long, secret=worker).status == 400
     assert run.send("GET", f"/v1/pieces/{'0' * 64}", secret=worker).status == 404
     assert run.send("GET", "/v1/pieces/x", secret=worker).status == 404
 

@@ -9,7 +9,7 @@ from http_run import SOON_S, LiveRun
 
 from offbeat.errors import UserError
 from offbeat.serve.client import Lease
-from offbeat.serve.http import wire
+from offbeat.serve.http import coding, wire
 from offbeat.serve.http.limits import ServerSettings
 from offbeat.serve.http.server import Address
 
@@ -56,7 +56,7 @@ def test_until_it_is_open_everyone_is_asked_to_come_back(tmp_path):
             run.send("GET", "/healthz"),
             run.send("GET", "/metrics"),
             run.post("/v1/lease", LONG_LEASE, secret),
-            run.post("/v1/join", wire.Join(token=run.token(), name="w")),
+            run.post("/v1/join", wire.Join(name="w", secret_hash=bytes(32)), run.token()),
         ):
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
             assert "starting" in response.error
@@ -103,7 +103,8 @@ def test_a_caller_that_goes_away_while_it_waits_is_given_nothing(tmp_path):
         call = wire.encode(wire.LeaseCall(capacity=1, have_version=0, wait_s=10 * SOON_S))
         head = (
             f"POST /v1/lease HTTP/1.1\r\nHost: x\r\nContent-Type: {wire.MSGPACK}\r\n"
-            f"Authorization: Bearer {gone}\r\nContent-Length: {len(call)}\r\n\r\n"
+            f"Authorization: Bearer {gone}\r\nContent-Length: {len(call)}\r\n"
+            f"{coding.CONTENT_DIGEST}: {coding.content_digest(call)}\r\n\r\n"
         )
         with run.connect() as line:
             line.sendall(head.encode() + call)
@@ -159,7 +160,8 @@ def test_a_caller_that_goes_away_while_its_lease_is_written_has_one_that_ends(tm
         call = wire.encode(wire.LeaseCall(capacity=1, have_version=0, wait_s=30.0))
         head = (
             f"POST /v1/lease HTTP/1.1\r\nHost: x\r\nContent-Type: {wire.MSGPACK}\r\n"
-            f"Authorization: Bearer {secret}\r\nContent-Length: {len(call)}\r\n\r\n"
+            f"Authorization: Bearer {secret}\r\nContent-Length: {len(call)}\r\n"
+            f"{coding.CONTENT_DIGEST}: {coding.content_digest(call)}\r\n\r\n"
         )
         leasing = threading.Event()
         lease = run.coordinator.ledger.lease

@@ -77,6 +77,12 @@ def test_a_range_that_holds_nothing_is_416(run, worker, asked):
     assert run.send("GET", FILE, headers={"Range": asked}, secret=worker).status == 416
 
 
+@pytest.mark.parametrize("asked", ["bytes={}-", "bytes=0-{}", "bytes=-{}"])
+def test_a_range_of_thousands_of_digits_is_400(run, worker, asked):
+    response = run.send("GET", FILE, headers={"Range": asked.format("9" * 5000)}, secret=worker)
+    assert (response.status, "digits" in response.error) == (400, True)
+
+
 @pytest.mark.parametrize("asked", ["bytes=a-b", "lines=1-2", "bytes=-", "bytes=0-1,5-6"])
 def test_a_range_that_nobody_understands_is_ignored(run, worker, asked):
     assert run.send("GET", FILE, headers={"Range": asked}, secret=worker).status == 200

@@ -1,8 +1,9 @@
 """Who is calling, whether they may, and whether they call too often.
 
-A caller proves who it is with the secret that it was given when it joined. Who that is, is looked up in the ledger, on
-a connection that only reads, and remembered until some worker's state changes: what another process revoked is over
-within `KNOWN_S`. Secrets are never logged.
+A caller proves who it is with the secret that it joined with, and one that wants to join with its token; both stand in
+the head of the request, so that nothing of a stranger's body is looked at. Who a secret belongs to is looked up in the
+ledger, on a connection that only reads, and remembered until some worker's state changes: what another process revoked
+is over within `KNOWN_S`. Secrets are never logged.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from offbeat.ledger.workers import Role, Worker, WorkerState
 from offbeat.serve.http.limits import Buckets, ServerSettings
 from offbeat.serve.http.refusals import Refusal
 
+HOW_TO_JOIN = "ask for another: offbeat worker token RUN"
 MAX_SECRET_CHARACTERS = 256
 KNOWN_S = 0.05
 """How long we may not notice a change: a look at the ledger costs as much as the rest of a small call."""
@@ -47,17 +49,19 @@ class Access:
             raise Refusal(403, f"worker {worker.name}: joined as {worker.role.value}; this is for {allowed}")
         return worker
 
-    def admit_stranger(self, request: Request) -> None:
-        """Lets someone try a join token, a few times a second."""
+    def admit_stranger(self, request: Request) -> str:
+        """The join token of someone who tries one, a few times a second; refuses one that was never issued."""
         if wait_s := self._joins.take(address(request)):
             raise Refusal(429, "too many attempts to join", retry_after_s=wait_s)
+        token = _bearer(request, "a join token")
+        with self.reader.naming_damage():
+            is_issued = self.reader.is_token(token)
+        if not is_issued:
+            raise Refusal(401, f"join token: never issued for this run; {HOW_TO_JOIN}")
+        return token
 
     def identify(self, request: Request) -> Worker:
-        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not secret:
-            raise Refusal(401, "Authorization: missing; the secret that a worker was given when it joined is needed")
-        if len(secret) > MAX_SECRET_CHARACTERS:
-            raise Refusal(401, "Authorization: nobody's secret")
+        secret = _bearer(request, "the secret that a worker joined with")
         worker = self._worker_of(secret)
         if worker is None:
             raise Refusal(401, "Authorization: nobody's secret; join again with a new token")
@@ -85,6 +89,16 @@ class Access:
         if num_moves != self._num_moves:
             self._known.clear()
             self._num_moves = num_moves
+
+
+def _bearer(request: Request, what: str) -> str:
+    """What a caller shows to prove who it is."""
+    scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not shown:
+        raise Refusal(401, f"Authorization: missing; {what} is needed")
+    if len(shown) > MAX_SECRET_CHARACTERS:
+        raise Refusal(401, f"Authorization: {what} is needed, and none is that long")
+    return shown
 
 
 def address(request: Request) -> str:

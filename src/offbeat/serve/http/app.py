@@ -2,7 +2,8 @@
 
 A call passes, in this order: are we open, who is it, not too often, may they, the body's kind, size and form, and then
 the coordinator. Whatever goes wrong on the way has one status and one line (`refusals`), and has changed nothing.
-Bodies are raw bytes of one schema each (`wire`), so nothing is parsed twice.
+Bodies are raw bytes of one schema each (`wire`), so nothing is parsed twice. Every answer carries its digest, unless it
+is a file.
 
 FastAPI routes what is rare, and says no to what is unknown. The calls that hundreds of workers make all the time go
 straight to their endpoints, because its layers would cost them as much as all the rest.
@@ -14,12 +15,15 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from offbeat.serve.http import judge_calls, metrics, refusals, trainer_calls, worker_calls
 from offbeat.serve.http.access import address, is_loopback
+from offbeat.serve.http.bodies import seal
+from offbeat.serve.http.connections import prove
 from offbeat.serve.http.desk import Desk, Doors, Route, sent_away
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -73,6 +77,7 @@ def _guarded(desk: Desk, route: Route) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         desk.check_open()
         worker = desk.access.admit(request, route.roles)
+        prove(request)
         return await route.handler(desk, worker, request)
 
     return endpoint
@@ -97,6 +102,10 @@ def _counted(desk: Desk, path: str, inner: Endpoint) -> Endpoint:
             response = Response(status_code=GONE)
         except Exception as error:  # noqa: BLE001 - a bug in one call is that call's alone
             response = refusals.answer(error)
+        finally:
+            desk.bodies.release(request)
+        if not isinstance(response, StreamingResponse):
+            await seal(response)
         desk.figures.add(path, response.status_code, desk.clock() - start_s)
         return response
 
@@ -120,10 +129,13 @@ def _metrics(desk: Desk) -> Endpoint:
         ledger = desk.coordinator.ledger
         counts = await desk.coordinator.call(ledger.counts)
         leased = await desk.coordinator.call(ledger.num_leased)
-        return Response(metrics.text(counts, leased, desk.figures), media_type=metrics.CONTENT_TYPE)
+        page = metrics.text(counts, leased, desk.figures, desk.coordinator.worker_figures)
+        return Response(page, media_type=metrics.CONTENT_TYPE)
 
     return endpoint
 
 
 async def _unrouted(request: Request, error: HTTPException) -> Response:
-    return refusals.told(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+    response = refusals.told(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+    await seal(response)
+    return response

@@ -1,12 +1,15 @@
 """Request bodies on their way in, and answers on their way out.
 
-Guarantees: a body that is too large, as sent or once decompressed, is never in memory beyond the limit; one that comes
-too slowly, or does not match its digest, goes no further; all bodies together stay within one budget.
+Guarantees: a body that is too large, as sent or once decompressed, is never in memory beyond the limit of its call; one
+that comes too slowly, or does not match its digest, goes no further; all bodies that are being received, decompressed
+or answered stay within one budget. What is large is hashed, decompressed and decoded on another thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from blake3 import blake3
@@ -14,15 +17,18 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
 from offbeat.serve.http import coding, wire
-from offbeat.serve.http.limits import MIB, ServerSettings
-from offbeat.serve.http.refusals import Refusal
+from offbeat.serve.http.limits import ServerSettings
+from offbeat.serve.http.refusals import Refusal, damaged
 
 T = TypeVar("T")
+C = TypeVar("C", bound=wire.Call)
 
-LARGE_BYTES = MIB
-"""From here on, (de)compressing would hold up other callers and is done on another thread."""
+LARGE_BYTES = 256 * 1024
+"""From here on, work on a body would hold up other callers and is done on another thread."""
 SMALL_BYTES = 1024
 """Up to here, compressing is not worth it."""
+HELD = "offbeat.held_bytes"
+"""Where a request's scope says how much of the budget it has."""
 
 
 class Bodies:
@@ -32,35 +38,46 @@ class Bodies:
         self.settings = settings
         self.held_bytes = 0
 
-    async def record(self, request: Request, kind: type[T], limit_bytes: int | None = None) -> T:
-        """A small call's body as a record."""
-        return decoded(await self.read(request, limit_bytes=limit_bytes), kind)
+    async def record(self, request: Request, kind: type[C]) -> C:
+        """The body as a call, within the bytes that such a call may have."""
+        return await self.read(request, kind.max_bytes, partial(wire.decode, kind=kind))
 
-    async def read(self, request: Request, *, limit_bytes: int | None = None, needs_digest: bool = False) -> bytes:
-        """The body, decompressed; refuses what is not msgpack, too large, too slow or damaged."""
+    async def read(self, request: Request, limit_bytes: int, form: Callable[[bytes], T]) -> T:
+        """What `form` makes of the body, once that is whole and decompressed.
+
+        Refuses what is not msgpack, of more than `limit_bytes`, too slow, damaged, or `Malformed` to `form`.
+        """
         check_type(request, wire.MSGPACK)
-        limit = self.settings.max_body_bytes if limit_bytes is None else limit_bytes
-        refuse_large(request, limit)
-        data = await self._receive(request, limit)
-        digest = coding.read_digest(request.headers, coding.CONTENT_DIGEST)
-        if needs_digest and digest is None:
-            raise Refusal(400, f"{coding.CONTENT_DIGEST}: missing; the blake3 digest of the body is needed")
-        if digest is not None and blake3(data).digest() != digest:
-            raise Refusal(400, f"{coding.CONTENT_DIGEST}: the body is not what was sent")
+        digest = needed_digest(request)
         encoding = request.headers.get("content-encoding", "identity")
-        if encoding == "identity":
-            return data
-        if encoding != coding.ZSTD:
+        if encoding not in ("identity", coding.ZSTD):
             raise Refusal(415, f"Content-Encoding: {encoding[:40]!r}; allowed {coding.ZSTD} or none")
-        return await self._decompress(data)
+        data = await self._receive(request, min(limit_bytes, self.settings.max_body_bytes))
+        await _check_digest(data, digest)
+        limit_bytes = min(limit_bytes, self.settings.max_decompressed_bytes)
+        try:
+            size = len(data)
+            if encoding == coding.ZSTD:
+                size = self._hold_decompressed(request, data, limit_bytes)
+                form = partial(_decompressed, limit_bytes=limit_bytes, form=form)
+            return form(data) if size <= LARGE_BYTES else await asyncio.to_thread(form, data)
+        except coding.Malformed as error:
+            raise Refusal(400, str(error)) from error
 
-    async def octets(self, request: Request, limit_bytes: int) -> bytes:
-        """A body that is nothing but bytes, all of it in memory."""
+    async def octets(self, request: Request, limit_bytes: int, digest: bytes | None = None) -> bytes:
+        """A body that is nothing but bytes, all of it in memory, with this digest or the one that the caller tells."""
         check_type(request, wire.OCTETS)
-        refuse_large(request, limit_bytes)
-        return await self._receive(request, limit_bytes)
+        digest = digest or needed_digest(request)
+        data = await self._receive(request, limit_bytes)
+        await _check_digest(data, digest)
+        return data
+
+    def release(self, request: Request) -> None:
+        """Gives back what a request that is answered has of the budget."""
+        self.held_bytes -= request.scope.pop(HELD, 0)
 
     async def _receive(self, request: Request, limit_bytes: int) -> bytes:
+        refuse_large(request, limit_bytes)
         parts: list[bytes] = []
         size, more = 0, True
         try:
@@ -72,40 +89,65 @@ class Bodies:
                     part, more = message.get("body", b""), message.get("more_body", False)
                     if size + len(part) > limit_bytes:
                         raise too_large(limit_bytes)
-                    self._hold(len(part))
+                    self._hold(request, len(part))
                     size += len(part)
                     parts.append(part)
         except TimeoutError:
             raise Refusal(408, f"the body took longer than {self.settings.body_within_s:g} s", close=True) from None
-        finally:
-            self.held_bytes -= size
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _hold(self, num_bytes: int) -> None:
+    def _hold(self, request: Request, num_bytes: int) -> None:
         if self.held_bytes + num_bytes > self.settings.max_held_bytes:
             raise Refusal(503, "too many bodies at once", retry_after_s=1.0)
         self.held_bytes += num_bytes
+        request.scope[HELD] = request.scope.get(HELD, 0) + num_bytes
 
-    async def _decompress(self, data: bytes) -> bytes:
-        limit = self.settings.max_decompressed_bytes
-        try:
-            size = coding.decompressed_size(data)
-            if size is not None and size <= LARGE_BYTES:
-                found = coding.decompress(data, limit)
-            else:
-                found = await asyncio.to_thread(coding.decompress, data, limit)
-        except coding.Malformed as error:
-            raise Refusal(400, str(error)) from error
-        if found is None:
-            raise Refusal(413, f"the body is more than {limit} bytes once decompressed")
-        return found
+    def _hold_decompressed(self, request: Request, data: bytes, limit_bytes: int) -> int:
+        """Makes room for what a body will become; returns how much that is at most."""
+        size = coding.decompressed_size(data)
+        if size is not None and size > limit_bytes:
+            raise _too_large_inside(limit_bytes)
+        size = limit_bytes if size is None else size
+        self._hold(request, size)
+        return size
 
 
-def decoded(data: bytes, kind: type[T]) -> T:
-    try:
-        return wire.decode(data, kind)
-    except coding.Malformed as error:
-        raise Refusal(400, str(error)) from error
+def needed_digest(request: Request) -> bytes:
+    """The digest that a caller tells of its body."""
+    digest = coding.read_digest(request.headers, coding.CONTENT_DIGEST)
+    if digest is None:
+        raise Refusal(
+            400,
+            f"{coding.CONTENT_DIGEST}: missing; every body comes with its blake3 digest; use the same Offbeat",
+            kind=coding.DAMAGED,
+        )
+    return digest
+
+
+async def _check_digest(data: bytes, digest: bytes) -> None:
+    """Comes before anything is concluded from a body: one that was damaged may look like anything."""
+    if await _on_bytes(data, _digest) != digest:
+        raise damaged()
+
+
+def _digest(data: bytes) -> bytes:
+    return blake3(data).digest()
+
+
+async def _on_bytes(data: bytes, work: Callable[[bytes], T]) -> T:
+    """Does some work on bytes, on another thread where they are many."""
+    return work(data) if len(data) <= LARGE_BYTES else await asyncio.to_thread(work, data)
+
+
+def _decompressed(data: bytes, limit_bytes: int, form: Callable[[bytes], T]) -> T:
+    found = coding.decompress(data, limit_bytes)
+    if found is None:
+        raise _too_large_inside(limit_bytes)
+    return form(found)
+
+
+def _too_large_inside(limit_bytes: int) -> Refusal:
+    return Refusal(413, f"the body is more than {limit_bytes} bytes once decompressed")
 
 
 def check_type(request: Request, allowed: str) -> None:
@@ -130,6 +172,12 @@ async def reply(request: Request, record: Any, status: int = 200) -> Response:
     data = wire.encode(record)
     headers = {}
     if len(data) > SMALL_BYTES and coding.ZSTD in request.headers.get("accept-encoding", ""):
-        data = coding.compress(data) if len(data) <= LARGE_BYTES else await asyncio.to_thread(coding.compress, data)
+        data = await _on_bytes(data, coding.compress)
         headers["Content-Encoding"] = coding.ZSTD
     return Response(data, status, headers, wire.MSGPACK)
+
+
+async def seal(response: Response) -> None:
+    """Gives an answer that is whole its digest, by which callers know that it is ours and undamaged."""
+    digest = await _on_bytes(bytes(response.body), coding.content_digest)
+    response.raw_headers.append((coding.CONTENT_DIGEST.lower().encode(), digest.encode()))

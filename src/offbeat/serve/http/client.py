@@ -18,6 +18,7 @@ from offbeat.control.step_time import Timing
 from offbeat.errors import DeadlineError, UserError
 from offbeat.ledger.errors import Forbidden, LedgerError
 from offbeat.ledger.records import Batch, Outcome, Reconciled
+from offbeat.ledger.workers import new_secret, secret_hash
 from offbeat.reward.pool import RewardResult
 from offbeat.serve.client import Heartbeat, Lease, RewardLease, verified
 from offbeat.serve.http import wire
@@ -45,16 +46,22 @@ class Membership:
 
 
 async def join(
-    connection: Connection, token: str, name: str, capabilities: Mapping[str, Any] | None = None
+    connection: Connection,
+    token: str,
+    name: str,
+    capabilities: Mapping[str, Any] | None = None,
+    secret: str | None = None,
 ) -> Membership:
-    """Exchanges a join token for credentials, which the connection uses from now on."""
-    call = wire.Join(token=token, name=name, capabilities=dict(capabilities or {}))
+    """Exchanges a join token for credentials, which the connection uses from now on. They hold `secret`, or one drawn
+    here; whoever joins again with the same token and secret is the same worker."""
+    secret = secret or new_secret()
+    call = wire.Join(name=name, secret_hash=secret_hash(secret), capabilities=dict(capabilities or {}))
     try:
-        found = await connection.call("/v1/join", call, wire.Welcome)
+        found = await connection.call("/v1/join", call, wire.Welcome, secret=token)
     except LedgerError as error:
         raise UserError(f"{connection.url}: {error}") from error
-    connection.secret = found.secret
-    return Membership(Credentials(connection.url, found.worker, found.secret, found.role, found.run), found.config)
+    connection.secret = secret
+    return Membership(Credentials(connection.url, found.worker, secret, found.role, found.run), found.config)
 
 
 async def rejoin(connection: Connection, credentials: Credentials) -> Membership:
@@ -102,7 +109,7 @@ class RemoteWorker:
 
     async def submit(self, trajectory: Trajectory, fence: int) -> Outcome:
         path = f"/v1/trajectories/{trajectory.task}/{fence}"
-        _, data = await self._connection.send("PUT", path, trajectory.encode(), with_digest=True)
+        data = await self._connection.send("PUT", path, trajectory.encode())
         return self._connection.decoded(data, wire.Submitted).outcome
 
     async def fail(self, task: int, fence: int, reason: str) -> None:

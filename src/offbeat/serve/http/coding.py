@@ -13,6 +13,8 @@ from blake3 import blake3
 ZSTD = "zstd"
 CONTENT_DIGEST = "Content-Digest"
 """Of the bytes sent, as they are sent."""
+DAMAGED = "Damaged"
+"""The kind of a refusal that says no more than that a body changed on its way: it is worth sending again."""
 WHOLE_DIGEST = "Repr-Digest"
 """Of a whole file, also where a part of it is sent."""
 GENERATION = "Offbeat-Generation"

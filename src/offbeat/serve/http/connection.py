@@ -1,8 +1,10 @@
 """One caller's line to the coordinator: every request has a deadline, and is made again until it is answered.
 
-Calls are idempotent or fenced, so making one again is always safe. What asks for patience (429, 5xx, a body that was
-too slow, a broken connection) is tried again with growing, jittered pauses, for as long as `patience_s`; whatever else
-the coordinator refuses is raised as the error that it was on the other side.
+Calls are idempotent or fenced, so making one again is always safe. Every body carries its digest, in both directions.
+What asks for patience (429, 5xx, a body that was too slow or damaged on its way, a broken connection) is tried again
+with growing, jittered pauses, for as long as `patience_s`; so is whatever a proxy or a captive portal answers in the
+coordinator's place, which is known by the digest that it lacks. Whatever else the coordinator refuses is raised as the
+error that it was on the other side.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import math
 import random
 import ssl
 import time
@@ -44,6 +45,10 @@ BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
 AGAIN = (408, 429)
 """And 5xx, but 504: there the coordinator waited in vain, and says for what."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 15.0
+MAX_RETRY_AFTER_S = 60.0
+"""However long we are told to stay away: whoever says so may be no coordinator."""
+WORTH_A_WARNING_S = 60.0
+"""Of waiting; before that a coordinator may just be starting again."""
 REQUEST_WITHIN_S = 60.0
 """Beyond the wait that a call asks for."""
 STREAM_WITHIN_S = 3600.0
@@ -55,6 +60,14 @@ IDLE_S = 30.0
 COMPRESS_FROM_BYTES = 1024
 MAX_ANSWER_BYTES = 16 * 1024**3
 """The coordinator is trusted; a batch may be large."""
+MAX_ERROR_BYTES = 64 * 1024
+"""Of an answer that says no; an HTML page may be longer, and says nothing to us."""
+LARGE_BYTES = 256 * 1024
+"""From here on, work on a body would hold up heartbeats and is done on another thread."""
+
+
+class Damaged(ConnectionError):
+    """An answer that is not what the coordinator sent, or not the coordinator's at all; the call is made again."""
 
 
 class Connection:
@@ -91,17 +104,21 @@ class Connection:
 
     # --- calls ---
 
-    async def call(self, path: str, record: Any, answer: type[T], *, wait_s: float = 0.0) -> T:
-        """POSTs a record and returns the answer; the coordinator may wait `wait_s` for something to tell."""
-        _, data = await self.send("POST", path, wire.encode(record), within_s=wait_s + REQUEST_WITHIN_S)
-        return self.decoded(data, answer)
+    async def call(
+        self, path: str, record: Any, answer: type[T], *, wait_s: float = 0.0, secret: str | None = None
+    ) -> T:
+        """POSTs a record and returns the answer; the coordinator may wait `wait_s` for something to tell. `secret`
+        stands in for the connection's own, as a token does before there is one."""
+        within_s = wait_s + REQUEST_WITHIN_S
+        return self.decoded(
+            await self.send("POST", path, wire.encode(record), within_s=within_s, secret=secret), answer
+        )
 
     async def tell(self, path: str, record: Any) -> None:
         await self.send("POST", path, wire.encode(record))
 
     async def get(self, path: str, answer: type[T]) -> T:
-        _, data = await self.send("GET", path)
-        return self.decoded(data, answer)
+        return self.decoded(await self.send("GET", path), answer)
 
     def decoded(self, data: bytes, answer: type[T]) -> T:
         try:
@@ -115,38 +132,55 @@ class Connection:
         path: str,
         body: bytes | None = None,
         *,
-        with_digest: bool = False,
         within_s: float = REQUEST_WITHIN_S,
-    ) -> tuple[int, bytes]:
-        """One call, made until it is answered; returns its status and body."""
-        headers = {"Content-Type": wire.MSGPACK} if body is not None else {}
-        if body is not None and len(body) >= COMPRESS_FROM_BYTES and not self.is_local:
-            body = coding.compress(body)
-            headers["Content-Encoding"] = coding.ZSTD
-        if body is not None and with_digest:
-            headers[coding.CONTENT_DIGEST] = coding.content_digest(body)
+        secret: str | None = None,
+    ) -> bytes:
+        """One call with a body of msgpack or none, made until it is answered; returns the answer's body."""
+        headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+        if body is not None:
+            headers["Content-Type"] = wire.MSGPACK
+            if len(body) >= COMPRESS_FROM_BYTES and not self.is_local:
+                body = await _on_bytes(body, coding.compress)
+                headers["Content-Encoding"] = coding.ZSTD
+            headers[coding.CONTENT_DIGEST] = await _on_bytes(body, coding.content_digest)
+        return await self._answered(method, path, headers, body, within_s)
+
+    async def put(self, path: str, body: Body, num_bytes: int, digest: bytes) -> None:
+        """Sends bytes of this length and digest, until they have arrived."""
+        headers = {
+            "Content-Type": wire.OCTETS,
+            "Content-Length": str(num_bytes),
+            coding.CONTENT_DIGEST: coding.digest_header(digest),
+        }
+        await self._answered("PUT", path, headers, body, STREAM_WITHIN_S)
+
+    async def _answered(self, method: str, path: str, headers: Mapping[str, str], body: Body, within_s: float) -> bytes:
+        """The body of the coordinator's answer, whole and undamaged."""
         retry = self.retry(f"{method} {path}")
         while True:
             try:
-                async with self.open(method, path, headers, body, within_s=within_s) as response:
-                    return response.status, await _read(response)
+                async with self._good(method, path, headers, body, within_s, retry) as response:
+                    return await self._read(response, f"{method} {path}")
             except OffbeatError:
                 raise
             except BROKEN as error:
-                await retry.pause(f"{type(error).__name__}: {error}")
+                await retry.pause(_in_words(error))
 
     @contextlib.asynccontextmanager
     async def open(
-        self,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        body: Body = None,
-        *,
-        within_s: float = STREAM_WITHIN_S,
+        self, path: str, headers: Mapping[str, str], *, within_s: float = STREAM_WITHIN_S
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A good answer whose body is yet to be read; what breaks while it is read, is the reader's to mend."""
-        retry = self.retry(f"{method} {path}")
+        """A file whose bytes are yet to be read; what breaks or is damaged while they are, is the reader's to mend."""
+        async with self._good("GET", path, headers, None, within_s, self.retry(f"GET {path}")) as response:
+            if response.content_type != wire.OCTETS:
+                raise Damaged(f"{response.content_type} came in place of a file; something on the way answers for us")
+            yield response
+
+    @contextlib.asynccontextmanager
+    async def _good(
+        self, method: str, path: str, headers: Mapping[str, str], body: Body, within_s: float, retry: Retry
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer that says yes, and whose body is yet to be read."""
         while True:
             try:
                 response = await self._request(method, path, headers, body, within_s)
@@ -156,23 +190,44 @@ class Connection:
                     "give the CA file that signed it"
                 ) from error
             except BROKEN as error:
-                await retry.pause(f"{type(error).__name__}: {error}")
+                await retry.pause(_in_words(error))
                 continue
             async with response:
                 if response.status < 300:
                     yield response
                     return
-                why, kind = await _told(response)
-                if not _asks_for_patience(response.status):
+                try:
+                    why, kind = await _told(response)
+                except BROKEN as error:
+                    await retry.pause(f"{response.status}: {_in_words(error)}", _retry_after_s(response))
+                    continue
+                if not _asks_for_patience(response.status, kind):
                     raise self._error(response.status, why, kind)
                 await retry.pause(f"{response.status}: {why}", _retry_after_s(response))
+
+    async def _read(self, response: aiohttp.ClientResponse, what: str) -> bytes:
+        """The body of an answer, checked and decompressed."""
+        data = await response.read()
+        await _check(response, data)
+        if response.headers.get("Content-Encoding") != coding.ZSTD:
+            return data
+        try:
+            found = await _on_bytes(data, lambda data: coding.decompress(data, MAX_ANSWER_BYTES))
+        except coding.Malformed as error:
+            raise OffbeatError(f"{self.url}: {what}: {error}; use the same Offbeat") from error
+        if found is None:
+            raise OffbeatError(
+                f"{self.url}: {what}: an answer of more than {MAX_ANSWER_BYTES} bytes; have it send less at a time, as "
+                "with a smaller batch.groups_per_step"
+            )
+        return found
 
     async def _request(
         self, method: str, path: str, headers: Mapping[str, str], body: Body, within_s: float
     ) -> aiohttp.ClientResponse:
         session = self._opened()
         held = {**headers, "Accept-Encoding": "identity" if self.is_local else coding.ZSTD}
-        if self.secret is not None:
+        if self.secret is not None and "Authorization" not in held:
             held["Authorization"] = f"Bearer {self.secret}"
         if self.generation:
             held[coding.GENERATION] = str(self.generation)
@@ -215,34 +270,52 @@ class Retry:
         pause_s = (retry_after_s or 0.0) + self._pause_s * random.uniform(0.5, 1.0)
         if self._patience_s is not None and waited_s + pause_s > self._patience_s:
             raise DeadlineError(f"{self._what}: not answered for {waited_s:.0f} s: {why}")
-        log.info("%s: %s; again in %.1f s", self._what, why, pause_s)
+        level = logging.INFO if waited_s < WORTH_A_WARNING_S else logging.WARNING
+        log.log(level, "%s: %s; again in %.1f s", self._what, why, pause_s)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         await asyncio.sleep(pause_s)
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    data = await response.read()
-    if response.headers.get("Content-Encoding") != coding.ZSTD:
-        return data
-    return coding.decompress(data, MAX_ANSWER_BYTES) or b""
+async def _check(response: aiohttp.ClientResponse, data: bytes) -> None:
+    """Raises `Damaged` unless this is what the coordinator sent."""
+    digest = coding.read_digest(response.headers, coding.CONTENT_DIGEST)
+    if digest is None:
+        raise Damaged(f"{response.content_type} without a {coding.CONTENT_DIGEST}; something on the way answers for it")
+    if coding.digest_header(digest) != await _on_bytes(data, coding.content_digest):
+        raise Damaged("the answer was damaged on its way")
 
 
-def _asks_for_patience(status: int) -> bool:
-    return status in AGAIN or (status >= 500 and status != 504)
+async def _on_bytes(data: bytes, work: Callable[[bytes], T]) -> T:
+    """Does some work on bytes, on another thread where they are many."""
+    return work(data) if len(data) <= LARGE_BYTES else await asyncio.to_thread(work, data)
+
+
+def _asks_for_patience(status: int, kind: str | None) -> bool:
+    return kind == coding.DAMAGED or status in AGAIN or (status >= 500 and status != 504)
 
 
 def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:
     found = response.headers.get("Retry-After", "")
-    return float(found) if found.isdecimal() and math.isfinite(float(found)) else None
+    return min(float(found), MAX_RETRY_AFTER_S) if found.isascii() and found.isdecimal() else None
 
 
 async def _told(response: aiohttp.ClientResponse) -> tuple[str, str | None]:
-    """The line and the kind of an error; whatever stands between us and the coordinator may answer without either."""
+    """The line and the kind of the coordinator's error; `Damaged` where it is not the coordinator's."""
+    data = b""
+    async for part in response.content.iter_any():
+        data += part
+        if len(data) > MAX_ERROR_BYTES:
+            raise Damaged(f"{response.content_type} of more than {MAX_ERROR_BYTES} bytes; no coordinator says so much")
+    await _check(response, data)
     try:
-        found = msgspec.json.decode(await response.read())
+        found = msgspec.json.decode(data)
         return str(found["error"]), found.get("kind")
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError, *BROKEN):
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
         return response.reason or "no reason given", None
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _tls(ca_file: Path | None) -> ssl.SSLContext:

@@ -1,7 +1,9 @@
 """Connections that may not be held open by sending nothing, or next to nothing.
 
 uvicorn waits as long as a client likes for the head of a request. Here a head must come within a time and a size, and a
-client that was answered before it had sent its whole body has a time to finish, so that it can read the answer.
+client that was answered before it had sent its whole body has a time to finish, so that it can read the answer. Where
+all places are taken, connections on which nobody has proved who it is give way to new ones, the oldest first: however
+many a stranger opens, those who belong here come through.
 
 Also, uvicorn sends head and body of an answer separately; here a small answer is one packet and one system call.
 """
@@ -11,10 +13,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from fastapi import Request
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from offbeat.serve.http.limits import ServerSettings
 
+CONNECTION = "offbeat.connection"
+"""Where a request's scope names its connection."""
 TOO_SLOW = b'{"error":"the head of the request took too long"}'
 TOO_LONG = b'{"error":"the head of the request is too long"}'
 
@@ -51,6 +56,8 @@ class GuardedProtocol(HttpToolsProtocol):
     """See the module; `guarded` makes one with its limits."""
 
     limits: ServerSettings
+    unproven: dict[GuardedProtocol, None]
+    """Connections of one server on which nobody has proved who it is, the oldest first."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -60,12 +67,27 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self.limits.max_connections - 1:  # the last place refuses whoever takes it
+            self._make_room()
         super().connection_made(OneWrite(transport, self.loop))  # type: ignore[arg-type]  # it is one to all who ask
+        self.unproven[self] = None
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.prove()
         super().connection_lost(exc)
+
+    def prove(self) -> None:
+        """Somebody has shown on this connection who it is; or it is gone."""
+        self.unproven.pop(self, None)
+
+    def _make_room(self) -> None:
+        oldest = next(iter(self.unproven), None)
+        if oldest is not None:
+            oldest.prove()
+            self.connections.discard(oldest)
+            oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if not self._in_request:
@@ -77,12 +99,20 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope[CONNECTION] = self  # type: ignore[literal-required]
         self._await_head()
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
         self._in_request, self._num_head_bytes = True, 0
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.max_head_bytes:
+            self._hang_up(b"431 Request Header Fields Too Large", TOO_LONG)
+            raise ValueError("a head too long, which came in one piece")  # ends the parsing
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():  # we have said what is wrong
+            super().send_400_response(msg)
 
     def on_message_complete(self) -> None:
         self._stop_timer()
@@ -124,4 +154,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def guarded(settings: ServerSettings) -> type[GuardedProtocol]:
-    return type("GuardedProtocol", (GuardedProtocol,), {"limits": settings})
+    return type("GuardedProtocol", (GuardedProtocol,), {"limits": settings, "unproven": {}})
+
+
+def prove(request: Request) -> None:
+    """The caller of this request has proved who it is, and its connection is not closed for a stranger's."""
+    request.scope[CONNECTION].prove()

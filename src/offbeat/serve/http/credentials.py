@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+from blake3 import blake3
 
 from offbeat.errors import UserError
-from offbeat.files import fsync_folder
+from offbeat.files import create_atomic, fsync_folder
 from offbeat.ledger.workers import Role
 
 TOKEN_VARIABLE = "OFFBEAT_TOKEN"
@@ -59,6 +60,20 @@ def save(path: Path, credentials: Credentials) -> None:
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def own_secret(path: Path, token: str) -> str:
+    """The secret to join with a token: the same whenever it is asked for, because it follows from the token and a key
+    in the file at `path`. So a worker that was killed while it joined is the same worker when it joins again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            create_atomic(path, os.urandom(blake3.key_size).hex().encode(), mode=0o600)
+        return blake3(token.encode(), key=bytes.fromhex(path.read_text())).hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be used to join: {error.strerror}; see who owns it, and its disk") from error
+    except ValueError:  # whose message could quote the key
+        raise UserError(f"{path}: not a key; delete it, and join with a new token") from None
 
 
 def read_token(file: Path | None, environment: Mapping[str, str] = os.environ) -> str:

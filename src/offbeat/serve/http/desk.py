@@ -20,6 +20,7 @@ from offbeat.ledger.errors import Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role, Worker, WorkerState
 from offbeat.serve.coordinator import Coordinator
+from offbeat.serve.http import wire
 from offbeat.serve.http.access import Access
 from offbeat.serve.http.bodies import Bodies
 from offbeat.serve.http.limits import ServerSettings
@@ -75,6 +76,7 @@ class Desk:
         self.files = WholeFiles(served.weights, self.published)
         self.pieces = Pieces(served.pieces or FolderStore(served.weights.folder), self.published, self.signers)
         self.figures = CallFigures()
+        self.max_trajectory_bytes = wire.max_trajectory_bytes(self.coordinator.settings.max_new_tokens)
         self.doors = Doors.STARTING
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

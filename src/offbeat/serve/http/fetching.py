@@ -105,10 +105,9 @@ class CoordinatorSources:
     async def manifest(self, number: int, digest: str) -> bytes:
         try:
             path = f"/v1/manifests/{number}/{digest}" if digest else f"/v1/manifests/{number}"
-            _, sealed = await self._connection.send("GET", path)
+            return await self._connection.send("GET", path)
         except Unknown as error:
             raise PieceMissing(str(error)) from error
-        return sealed
 
     async def piece(self, digest: str, num_bytes: int, into: Path) -> None:
         try:
@@ -148,7 +147,7 @@ async def fill(connection: Connection, path: str, part: Path, num_bytes: int) ->
 async def _append(connection: Connection, path: str, part: Path, have: int) -> None:
     headers = {"Range": f"bytes={have}-"} if have else {}
     try:
-        async with connection.open("GET", path, headers) as response:
+        async with connection.open(path, headers) as response:
             mode = "ab" if response.status == 206 else "wb"
             with await asyncio.to_thread(open, part, mode) as file:
                 async for piece in response.content.iter_chunked(1024 * 1024):

@@ -16,14 +16,14 @@ class ServerSettings:
     """What the coordinator's face grants, in all and to each caller."""
 
     max_body_bytes: int = 64 * MIB
-    """As sent, perhaps compressed; weights are files, and have no limit but the disk."""
+    """As sent, perhaps compressed. Most calls have a smaller limit of their own; weights are files, and have no limit
+    but the disk."""
     max_decompressed_bytes: int = 256 * MIB
     """A trajectory of a million tokens has 8 MB."""
     max_held_bytes: int = 1024 * MIB
-    """Bodies of all callers together that are in memory at one moment; beyond it callers are asked to come back."""
-    max_join_bytes: int = 64 * 1024
-    """Of a call by someone who has proved nothing yet."""
-    max_head_bytes: int = 64 * 1024
+    """Bodies of all callers together, as sent and decompressed, until they are answered; beyond it callers are asked to
+    come back."""
+    max_head_bytes: int = 16 * 1024
     requests_per_s: float = 200.0
     """Of one worker. One with a thousand slots and answers of ten seconds sends a hundred."""
     request_burst: float = 400.0
@@ -37,6 +37,7 @@ class ServerSettings:
     keep_alive_s: float = 75.0
     """Longer than clients keep an idle connection, so that none sends into one that is just being closed."""
     max_connections: int = 4096
+    """Beyond it, those on which nobody has proved who it is give way, the oldest first."""
     stop_within_s: float = 5.0
     """For calls that are being answered when the server stops."""
 

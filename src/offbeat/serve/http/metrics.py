@@ -18,8 +18,6 @@ class CallFigures:
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int]] = Counter()
         self._seconds: Counter[str] = Counter()
-        self.workers: dict[str, Mapping[str, float]] = {}
-        """What each worker told of itself last: sums over its life."""
 
     def add(self, route: str, status: int, seconds: float) -> None:
         self._counts[route, status] += 1
@@ -32,14 +30,12 @@ class CallFigures:
         yield "# TYPE offbeat_request_seconds_total counter"
         for route, seconds in sorted(self._seconds.items()):
             yield f'offbeat_request_seconds_total{{route="{route}"}} {seconds:.6f}'
-        yield "# TYPE offbeat_worker_weights_total counter"
-        for worker, told in sorted(self.workers.items()):
-            for figure, value in sorted(told.items()):
-                labels = f'worker="{_escaped(worker)}",figure="{_escaped(figure)}"'
-                yield f"offbeat_worker_weights_total{{{labels}}} {value:.6f}"
 
 
-def text(counts: Counts, leased: Mapping[str, int], calls: CallFigures) -> str:
+def text(
+    counts: Counts, leased: Mapping[str, int], calls: CallFigures, workers: Mapping[str, Mapping[str, float]]
+) -> str:
+    """The page; `workers` is what each told of itself last: sums over its life."""
     lines = [
         "# TYPE offbeat_max_staleness_trained gauge",
         f"offbeat_max_staleness_trained {counts.max_staleness_trained}",
@@ -53,8 +49,17 @@ def text(counts: Counts, leased: Mapping[str, int], calls: CallFigures) -> str:
         "# TYPE offbeat_leases gauge",
         *(f'offbeat_leases{{worker="{_escaped(worker)}"}} {count}' for worker, count in sorted(leased.items())),
         *calls.lines(),
+        *_told(workers),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _told(workers: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    yield "# TYPE offbeat_worker_weights_total counter"
+    for worker, told in sorted(workers.items()):
+        for figure, value in sorted(told.items()):
+            labels = f'worker="{_escaped(worker)}",figure="{_escaped(figure)}"'
+            yield f"offbeat_worker_weights_total{{{labels}}} {value:.6f}"
 
 
 def _by_state(name: str, counts: Any) -> Iterator[str]:

@@ -15,6 +15,7 @@ from fastapi import Response
 
 from offbeat.errors import DeadlineError, OffbeatError, RunStopped, UserError
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, LedgerError, Refused, Unknown
+from offbeat.serve.http.coding import CONTENT_DIGEST, DAMAGED
 from offbeat.trajectory import SegmentError
 
 log = logging.getLogger(__name__)
@@ -39,9 +40,17 @@ JSON = "application/json"
 class Refusal(OffbeatError):
     """A call that was not let through, with the status that says so."""
 
-    def __init__(self, status: int, why: str, *, retry_after_s: float | None = None, close: bool = False):
+    def __init__(
+        self,
+        status: int,
+        why: str,
+        *,
+        retry_after_s: float | None = None,
+        close: bool = False,
+        kind: str | None = None,
+    ):
         super().__init__(why)
-        self.status, self.retry_after_s, self.close = status, retry_after_s, close
+        self.status, self.retry_after_s, self.close, self.kind = status, retry_after_s, close, kind
 
     def headers(self) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -54,9 +63,14 @@ class Refusal(OffbeatError):
         return found
 
 
+def damaged(what: str = "body") -> Refusal:
+    """The refusal of what changed on its way here; the caller sends it again."""
+    return Refusal(400, f"{CONTENT_DIGEST}: the {what} is not what was sent", kind=DAMAGED)
+
+
 def answer(error: Exception) -> Response:
     if isinstance(error, Refusal):
-        return told(error.status, str(error), headers=error.headers())
+        return told(error.status, str(error), kind=error.kind, headers=error.headers())
     for kind in type(error).__mro__:
         if kind in STATUS:
             return told(STATUS[kind], str(error), kind=kind.__name__)

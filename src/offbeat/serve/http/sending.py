@@ -12,7 +12,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from offbeat.serve.http import coding, wire
+from offbeat.serve.http import wire
 from offbeat.serve.http.connection import Connection
 from offbeat.weights.manifest import Manifest
 from offbeat.weights.pieces import PieceStore
@@ -43,18 +43,12 @@ async def _send(connection: Connection, store: PieceStore, number: int, digest: 
     async def carry() -> None:
         for digest in missing:
             data = await asyncio.to_thread(store.get, digest)
-            await _put(connection, f"/v1/pieces/{digest}", data)
+            await connection.put(f"/v1/pieces/{digest}", data, len(data), bytes.fromhex(digest))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(NUM_PARALLEL):
             group.create_task(carry())
-    await _put(connection, f"/v1/manifests/{number}/{digest}", sealed)
-
-
-async def _put(connection: Connection, path: str, data: bytes) -> None:
-    headers = {"Content-Type": wire.OCTETS, "Content-Length": str(len(data))}
-    async with connection.open("PUT", path, headers, data):
-        pass
+    await connection.put(f"/v1/manifests/{number}/{digest}", sealed, len(sealed), blake3(sealed).digest())
 
 
 async def send_files(connection: Connection, version: Version) -> None:
@@ -65,13 +59,7 @@ async def send_files(connection: Connection, version: Version) -> None:
 
 async def _send_file(connection: Connection, where: str, path: Path) -> None:
     digest = await asyncio.to_thread(lambda: blake3(max_threads=blake3.AUTO).update_mmap(path).digest())
-    headers = {
-        "Content-Type": wire.OCTETS,
-        "Content-Length": str(path.stat().st_size),
-        coding.CONTENT_DIGEST: coding.digest_header(digest),
-    }
-    async with connection.open("PUT", where, headers, lambda: _chunks(path)):
-        pass
+    await connection.put(where, lambda: _chunks(path), path.stat().st_size, digest)
 
 
 async def _chunks(path: Path) -> AsyncIterator[bytes]:

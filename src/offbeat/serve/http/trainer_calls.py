@@ -12,9 +12,9 @@ from starlette.requests import ClientDisconnect
 from offbeat.ledger.trainers import Arrival
 from offbeat.ledger.workers import Role, Worker
 from offbeat.serve.http import coding, wire
-from offbeat.serve.http.bodies import check_type, reply
+from offbeat.serve.http.bodies import check_type, needed_digest, reply
 from offbeat.serve.http.desk import Desk, Handler, Route, coordinate
-from offbeat.serve.http.pieces import MAX_MANIFEST_BYTES, MAX_PIECE_BYTES
+from offbeat.serve.http.pieces import MAX_MANIFEST_BYTES, MAX_PIECE_BYTES, checked
 from offbeat.serve.http.refusals import Refusal
 
 TRAINER = frozenset({Role.TRAINER})
@@ -29,9 +29,7 @@ async def claim(desk: Desk, worker: Worker, request: Request) -> Response:
 
 async def put_weights(desk: Desk, worker: Worker, request: Request) -> Response:
     check_type(request, wire.OCTETS)
-    digest = coding.read_digest(request.headers, coding.CONTENT_DIGEST)
-    if digest is None:
-        raise Refusal(400, f"{coding.CONTENT_DIGEST}: missing; the blake3 digest of the file is needed")
+    digest = needed_digest(request)
     pieces = _pieces(request, desk.settings.body_within_s)
     is_new = await desk.files.receive(coordinate(request, "number"), request.path_params["file"], pieces, digest)
     return Response(status_code=201 if is_new else 200)
@@ -75,7 +73,8 @@ async def missing_pieces(desk: Desk, worker: Worker, request: Request) -> Respon
 
 
 async def put_piece(desk: Desk, worker: Worker, request: Request) -> Response:
-    await desk.pieces.take_piece(request.path_params["digest"], await desk.bodies.octets(request, MAX_PIECE_BYTES))
+    name = checked(request.path_params["digest"])
+    await desk.pieces.take_piece(name, await desk.bodies.octets(request, MAX_PIECE_BYTES, bytes.fromhex(name)))
     return Response(status_code=201)
 
 
@@ -120,11 +119,11 @@ def _fenced(handler: Handler) -> Handler:
     """Refuses a trainer that was replaced before anything of its body is read; what writes to the ledger checks again
     within its transaction."""
 
-    async def checked(desk: Desk, worker: Worker, request: Request) -> Response:
+    async def guarded(desk: Desk, worker: Worker, request: Request) -> Response:
         desk.reader.check_generation(_generation(request))
         return await handler(desk, worker, request)
 
-    return checked
+    return guarded
 
 
 ROUTES = (

@@ -22,14 +22,13 @@ from blake3 import blake3
 from offbeat.files import fsync_folder, replace_folder
 from offbeat.ledger.errors import Conflict, Refused, Unknown
 from offbeat.serve.http.limits import MIB
-from offbeat.serve.http.refusals import Refusal
+from offbeat.serve.http.refusals import Refusal, damaged
 from offbeat.serve.http.wire import WeightFile
 from offbeat.weights.folder import WeightFolder
 from offbeat.weights.version import Version
 
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """No separators, and no leading dot: nothing outside a version's folder, and no draft, can be named."""
-RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 PIECE_BYTES = MIB
 MAX_DIGESTS = 256
 
@@ -127,21 +126,6 @@ class WholeFiles:
         return replace(version, path=final)
 
 
-def byte_range(header: str | None, size: int) -> tuple[int, int] | None:
-    """First byte and one past the last that a Range header asks for; None: the whole file. 416 where there is none."""
-    found = RANGE.fullmatch(header or "")
-    if found is None or found.group(0) == "bytes=-":
-        return None
-    first, last = found.groups()
-    if not first:
-        start, stop = max(size - int(last), 0), size
-    else:
-        start, stop = int(first), min(int(last) + 1, size) if last else size
-    if start >= stop:
-        raise Refusal(416, f"Range: {header}: the file has {size} bytes")
-    return start, stop
-
-
 async def pieces_of(path: Path, start: int, stop: int) -> AsyncIterator[bytes]:
     """The bytes of a file. It stays readable to its end even if it is deleted meanwhile."""
     with await asyncio.to_thread(open, path, "rb") as file:
@@ -168,7 +152,7 @@ async def _write(part: Path, pieces: AsyncIterator[bytes], digest: bytes) -> Non
                 await asyncio.to_thread(store)
         await asyncio.to_thread(store)
         if hasher.digest() != digest:
-            raise Refusal(400, "Content-Digest: the file is not what was sent")
+            raise damaged("file")
         await asyncio.to_thread(file.flush)
         await asyncio.to_thread(os.fsync, file.fileno())
 

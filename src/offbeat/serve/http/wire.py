@@ -1,15 +1,16 @@
 """What calls and answers look like as bytes: msgpack; `coding` compresses it and gives it a digest.
 
 What we send is our own records as they are, so that a field added to one of them crosses the wire by itself. What a
-worker sends is checked against a schema, field by field and with bounds, before it becomes anything: `trajectory` then
-builds through `Trajectory.append`, which refuses what does not fit. Nothing received is ever executed or unpickled.
+worker sends is checked against a schema, field by field and with bounds, before it becomes anything: a call has a limit
+of bytes, and whatever in it can be long has one of its own. `trajectory` then builds through `Trajectory.append`, which
+refuses what does not fit. Nothing received is ever executed or unpickled.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ from offbeat.ledger.records import Outcome
 from offbeat.ledger.workers import Role
 from offbeat.reward.pool import RewardResult
 from offbeat.serve.http.coding import Malformed
-from offbeat.trajectory import End, Origin, Reward, Segment, Trajectory
+from offbeat.trajectory import ARRAY_NAME, MAX_ARRAY_BYTES, MAX_ARRAYS, End, Origin, Reward, Segment, Trajectory
 from offbeat.weights.manifest import Digest
 from offbeat.weights.version import Version
 
@@ -31,6 +32,14 @@ MAX_SEGMENTS = 2048
 """Each is looked at in the light of those before it; a trajectory that crosses thousands of versions is not one."""
 MAX_TIMINGS = 256
 """In one call; an engine's step times are known by far fewer."""
+MAX_HELD = 100_000
+"""Tasks that one worker can name in one call."""
+MAX_SAMPLES = 4096
+"""Rewards in one call; a coordinator hands out no more samples than that."""
+MAX_PROMPT_BYTES = 4 * 2**20
+"""A million tokens."""
+MAX_SEGMENT_BYTES = 16 * 1024
+"""Of a segment without its tokens, log-probs and arrays: names, numbers and shapes."""
 DTYPE = re.compile(r"[<|][biuf][1248]|<f2")
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -42,11 +51,18 @@ Rate = Annotated[float, Meta(gt=0.0, le=1e15)]
 class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What a caller sends."""
 
+    max_bytes: ClassVar[int] = 64 * 1024
+    """As sent, and once decompressed."""
+
 
 class Join(Call):
-    token: Annotated[str, Meta(max_length=256)]
+    """Comes with a token, which proves that the caller was invited, in place of a secret."""
+
+    max_bytes: ClassVar[int] = 16 * 1024
     name: Name
-    capabilities: dict[str, Any] = {}
+    secret_hash: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    """Of the secret that the caller has drawn and that is to be its own; see `ledger.workers.secret_hash`."""
+    capabilities: Annotated[dict[Name, Any], Meta(max_length=64)] = {}
 
 
 class LeaseCall(Call):
@@ -56,7 +72,8 @@ class LeaseCall(Call):
 
 
 class HeartbeatCall(Call):
-    held: Annotated[list[tuple[Count, Count]], Meta(max_length=100_000)]
+    max_bytes: ClassVar[int] = 4 * 2**20
+    held: Annotated[list[tuple[Count, Count]], Meta(max_length=MAX_HELD)]
     life: Name = ""
     figures: Annotated[dict[Name, float], Meta(max_length=64)] = {}
     """What it has done so far, in sums."""
@@ -69,7 +86,8 @@ class FailCall(Call):
 
 
 class GiveBackCall(Call):
-    leases: Annotated[list[tuple[Count, Count]], Meta(max_length=100_000)]
+    max_bytes: ClassVar[int] = 4 * 2**20
+    leases: Annotated[list[tuple[Count, Count]], Meta(max_length=MAX_HELD)]
 
 
 class RoundOverCall(Call):
@@ -106,8 +124,9 @@ class ResultBody(Call):
 
 
 class SubmitRewardsCall(Call):
+    max_bytes: ClassVar[int] = 16 * 2**20
     ticket: Annotated[str, Meta(max_length=64)]
-    results: Annotated[list[ResultBody], Meta(max_length=100_000)]
+    results: Annotated[list[ResultBody], Meta(max_length=MAX_SAMPLES)]
 
 
 class ReconcileCall(Call):
@@ -128,9 +147,10 @@ class ClaimCall(Call):
 
 
 class CommitCall(Call):
+    max_bytes: ClassVar[int] = 2**20
     step: Count
     version: Version
-    audited: list[Count] = []
+    audited: Annotated[list[Count], Meta(max_length=MAX_HELD)] = []
 
 
 class CheckpointedCall(Call):
@@ -138,7 +158,8 @@ class CheckpointedCall(Call):
 
 
 class ReportCall(Call):
-    row: dict[str, Any]
+    max_bytes: ClassVar[int] = 2**20
+    row: Annotated[dict[Name, Any], Meta(max_length=10_000)]
 
 
 class IntroduceCall(Call):
@@ -147,6 +168,7 @@ class IntroduceCall(Call):
 
 
 class MissingCall(Call):
+    max_bytes: ClassVar[int] = 8 * 2**20
     pieces: Annotated[list[Digest], Meta(max_length=100_000)]
 
 
@@ -165,13 +187,9 @@ class Welcome(msgspec.Struct, frozen=True):
     """The answer to a token: who the worker is from now on, and what it takes part in."""
 
     worker: str
-    secret: str
     role: Role
     run: str
     config: dict[str, Any]
-
-    def __repr__(self) -> str:  # it is logged sooner or later
-        return f"Welcome(worker={self.worker!r}, role={self.role.value!r}, run={self.run!r})"
 
 
 class RunInfo(msgspec.Struct, frozen=True):
@@ -225,31 +243,41 @@ class WeightFiles(msgspec.Struct, frozen=True):
 class _SegmentBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start: Count
     origin: Origin
-    tokens: bytes
-    logprobs: bytes | None
+    tokens: memoryview
+    logprobs: memoryview | None
     version: Count | None
     kv_version: Count | None
     worker: Name
-    engine: Annotated[str, Meta(max_length=4096)]
-    arrays: dict[Name, _ArrayBody]
+    engine: Annotated[str, Meta(max_length=1024)]
+    arrays: Annotated[dict[_ArrayName, _ArrayBody], Meta(max_length=MAX_ARRAYS)]
+
+
+_ArrayName = Annotated[str, Meta(pattern=f"^{ARRAY_NAME}$", max_length=32)]
 
 
 class _ArrayBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Annotated[str, Meta(max_length=8)]
     shape: Annotated[list[Count], Meta(min_length=1, max_length=8)]
-    data: bytes
+    data: memoryview
 
 
 class _TrajectoryBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`Trajectory.encode`, as a schema."""
+    """`Trajectory.encode`, as a schema. What is long stays where it came in: nothing is copied before it is checked."""
 
     task: Count
     index: Count
-    prompt: bytes
+    prompt: Annotated[memoryview, Meta(max_length=MAX_PROMPT_BYTES)]
     max_new_tokens: Count
     max_version_drop: Count
     end: End | None
     segments: Annotated[list[_SegmentBody], Meta(max_length=MAX_SEGMENTS)]
+
+
+def max_trajectory_bytes(max_new_tokens: int) -> int:
+    """The most that a trajectory of so many tokens takes."""
+    per_token = 2 * 4 + MAX_ARRAY_BYTES
+    num_segments = min(max_new_tokens, MAX_SEGMENTS)
+    return MAX_PROMPT_BYTES + max_new_tokens * per_token + (num_segments + 1) * MAX_SEGMENT_BYTES
 
 
 def trajectory(data: bytes) -> Trajectory:
@@ -297,7 +325,7 @@ def _segment(body: _SegmentBody) -> Segment:
     )
 
 
-def _vector(data: bytes, dtype: type) -> np.ndarray:
+def _vector(data: memoryview, dtype: type) -> np.ndarray:
     try:
         return np.frombuffer(data, dtype)
     except ValueError as error:

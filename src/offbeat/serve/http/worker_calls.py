@@ -15,25 +15,22 @@ from offbeat.ledger.errors import Forbidden
 from offbeat.ledger.records import Outcome
 from offbeat.ledger.workers import Role, Worker, WorkerState
 from offbeat.serve.http import coding, wire
+from offbeat.serve.http.access import HOW_TO_JOIN
 from offbeat.serve.http.bodies import reply
 from offbeat.serve.http.desk import Desk, Route, coordinate
 from offbeat.serve.http.refusals import Refusal
-from offbeat.serve.http.weights import byte_range, pieces_of
+from offbeat.serve.http.weights import pieces_of
 from offbeat.serve.relaying import Place
+from offbeat.weights.ranges import RangeError, byte_range
 
 ROLLOUT = frozenset({Role.ROLLOUT})
 ANYONE = frozenset(Role)
 SUBMIT_PATH = "/v1/trajectories/{task}/{fence}"
-HOW_TO_JOIN = "ask for another: offbeat worker token RUN"
 
 
 async def submit(desk: Desk, worker: Worker, request: Request) -> Response:
     task, fence = coordinate(request, "task"), coordinate(request, "fence")
-    data = await desk.bodies.read(request, needs_digest=True)
-    try:
-        trajectory = wire.trajectory(data)
-    except coding.Malformed as error:
-        raise Refusal(400, str(error)) from error
+    trajectory = await desk.bodies.read(request, desk.max_trajectory_bytes, wire.trajectory)
     if trajectory.task != task:
         raise Refusal(400, f"the path names task {task}, the body task {trajectory.task}")
     outcome = await desk.coordinator.submit(worker.name, trajectory, fence)
@@ -56,8 +53,8 @@ async def welcome_back(desk: Desk, worker: Worker) -> None:
 
 async def heartbeat(desk: Desk, worker: Worker, request: Request) -> Response:
     call = await desk.bodies.record(request, wire.HeartbeatCall)
-    desk.figures.workers[worker.name] = call.figures
-    return await reply(request, await desk.coordinator.heartbeat(worker.name, call.held, call.life))
+    beat = await desk.coordinator.heartbeat(worker.name, call.held, call.life, call.figures)
+    return await reply(request, beat)
 
 
 async def fail(desk: Desk, worker: Worker, request: Request) -> Response:
@@ -136,7 +133,10 @@ def _ranged(
     request: Request, size: int, read: Callable[[int, int], AsyncIterator[bytes]], headers: dict[str, str]
 ) -> Response:
     """What a Range header asks for, or all."""
-    wanted = byte_range(request.headers.get("range"), size)
+    try:
+        wanted = byte_range(request.headers.get("range"), size)
+    except RangeError as error:
+        raise Refusal(error.status, str(error)) from error
     start, stop = wanted or (0, size)
     headers |= {"Accept-Ranges": "bytes", "Content-Length": str(stop - start)}
     if wanted is not None:
@@ -145,17 +145,19 @@ def _ranged(
 
 
 async def join(desk: Desk, request: Request) -> Response:
-    """Exchanges a token for a name and a secret; the only call that a stranger may make."""
-    desk.access.admit_stranger(request)
-    call = await desk.bodies.record(request, wire.Join, desk.settings.max_join_bytes)
+    """Makes a worker of a caller with a token; the only call that a stranger may make. Made again with the same token
+    and hash of a secret, as where our answer was lost, it is answered with the same worker."""
+    token = desk.access.admit_stranger(request)
+    call = await desk.bodies.record(request, wire.Join)
     _check_plain(call.capabilities)
-    coordinator = desk.coordinator
+    coordinator, run = desk.coordinator, desk.served
     try:
-        joined = await coordinator.call(coordinator.ledger.redeem, call.token, call.name, call.capabilities)
+        joined = await coordinator.call(
+            coordinator.ledger.redeem, token, call.name, call.capabilities, call.secret_hash
+        )
     except Forbidden as error:
         raise Refusal(401, f"{error}; {HOW_TO_JOIN}") from error
-    run = desk.served
-    return await reply(request, wire.Welcome(joined.name, joined.secret, joined.role, run.name, dict(run.config)), 201)
+    return await reply(request, wire.Welcome(joined.name, joined.role, run.name, dict(run.config)), 201)
 
 
 def _check_plain(capabilities: dict[str, Any]) -> None:
