@@ -2,6 +2,7 @@ import json
 import logging
 import multiprocessing
 import os
+import threading
 import warnings
 
 import pytest
@@ -188,3 +189,25 @@ def test_the_newest_run_is_the_one_at_work_last(tmp_path):
     assert newest(tmp_path).name == "a"
     with pytest.raises(UserError, match="has no run to resume"):
         newest(tmp_path / "a")
+
+
+def test_runs_of_one_process_keep_their_logs_apart_and_the_first_to_end_stops_no_other(tmp_path):
+    def work(name: str) -> None:
+        with begin(tmp_path, name):
+            both_open.wait(30)
+            logging.getLogger("offbeat.learn").info("said by %s", name)
+            both_said.wait(30)
+            if name == "b":
+                first.join(30)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("always")
+                    warnings.warn("the other one has ended", stacklevel=1)
+
+    both_open, both_said = threading.Barrier(2), threading.Barrier(2)
+    first = threading.Thread(target=work, args=("a",))
+    first.start()
+    work("b")
+    logs = {name: (tmp_path / name / "logs" / "offbeat.log").read_text() for name in "ab"}
+    assert ("said by a" in logs["a"], "said by b" in logs["a"]) == (True, False)
+    assert ("said by a" in logs["b"], "said by b" in logs["b"]) == (False, True)
+    assert "the other one has ended" in logs["b"]

@@ -15,9 +15,11 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -40,6 +42,10 @@ CONFIG, METRICS, EVENTS, TRACE, SUMMARY, LOCK = (
 )
 LOGGERS = ("offbeat", "py.warnings")
 """Whose records go to logs/; the root logger belongs to the program that called us."""
+_at_work: ContextVar[Path | None] = ContextVar("at_work", default=None)
+"""The folder of the run whose code this is, for its log; threads that torch or an engine started do not know."""
+_open_logs: set[logging.Handler] = set()
+_logs_lock = threading.Lock()
 
 
 class RunFolder:
@@ -52,6 +58,8 @@ class RunFolder:
         self._trace = Trace(path / TRACE)
         self.attempt = _last_attempt(path / EVENTS) + 1
         self._handler = _log_to(path / "logs" / "offbeat.log")
+        self._before = _at_work.get()
+        _at_work.set(path)
         self._start_s = time.monotonic()
 
     @classmethod
@@ -141,6 +149,7 @@ class RunFolder:
             for file in (self._metrics, self._events, self._trace):
                 stack.callback(file.close)
             stack.callback(_stop_logging, self._handler)
+            _at_work.set(self._before)
 
     def __enter__(self) -> Self:
         return self
@@ -266,7 +275,15 @@ def _last_attempt(events: Path) -> int:
 
 
 class _LogFile(logging.FileHandler):
-    """A log that a full disk cuts short; the ledger, the metrics and the checkpoints are what must not be lost."""
+    """A run's log, which a full disk cuts short: ledger, metrics and checkpoints are what must not be lost."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, encoding="utf-8")
+        self.run = path.parent.parent
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Several runs of one process keep their records apart."""
+        return bool(super().filter(record)) and _at_work.get() in (None, self.run)
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exception(), OSError):
@@ -280,11 +297,13 @@ class _LogFile(logging.FileHandler):
 def _log_to(path: Path) -> logging.Handler:
     try:
         path.parent.mkdir(exist_ok=True)
-        handler = _LogFile(path, encoding="utf-8")
+        handler = _LogFile(path)
     except OSError as error:
         raise OffbeatError(f"{path}: cannot be written: {error.strerror}; mend that, then try again") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.captureWarnings(True)
+    with _logs_lock:
+        _open_logs.add(handler)
+        logging.captureWarnings(True)
     for name in LOGGERS:
         logging.getLogger(name).addHandler(handler)
     if logging.getLogger("offbeat").level == logging.NOTSET:
@@ -293,7 +312,9 @@ def _log_to(path: Path) -> logging.Handler:
 
 
 def _stop_logging(handler: logging.Handler) -> None:
-    logging.captureWarnings(False)
+    with _logs_lock:
+        _open_logs.discard(handler)
+        logging.captureWarnings(bool(_open_logs))
     for name in LOGGERS:
         logging.getLogger(name).removeHandler(handler)
     handler.close()

@@ -33,6 +33,9 @@ from offbeat.weights.digest import weights_digest
 from offbeat.weights.publish import Publisher
 from offbeat.weights.signing import SigningKey
 
+NUM_THREADS = torch.get_num_threads()
+"""Before any run of this process has changed it."""
+
 
 def make_embedded(config: Config, name: str, version: int | None = None) -> EmbeddedEngine:
     """An engine with a model of its own; it serves nothing until it is given a version, unless it holds one."""
@@ -150,5 +153,6 @@ def step_settings(config: Config) -> StepSettings:
 
 
 def set_threads(config: Config) -> None:
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
+    """Gives the calling thread `run.threads`, or as many as torch chose: a new thread begins with whatever was set last
+    in any other, such as by the engine of a run before."""
+    torch.set_num_threads(config.run.threads or NUM_THREADS)

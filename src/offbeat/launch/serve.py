@@ -45,7 +45,7 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
             prepared = prepare(config, mixture)
         office = await stack.enter_async_context(open_office(folder, mixture, pool, prepared))
         stopping = Stopping(office.reporter.stopping)
-        stopping.listen()
+        stack.enter_context(stopping.listening())
         await office.coordinator.start(keep_leases=True)
         saved = folder.last_event("checkpoint")
         if saved is not None:  # told to our predecessor, perhaps by a trainer that is done and will not tell it again

@@ -60,7 +60,7 @@ async def train(invitation: Invitation, overrides: Sequence[str], run: Path | No
             on_step=on_step,
         )
         stopping = Stopping(lambda why: None)
-        stopping.listen()
+        stack.enter_context(stopping.listening())
         if weights.key is not None:
             await client.introduce(weights.key.public)
         await trainer.start()
