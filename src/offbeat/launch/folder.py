@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -30,6 +30,7 @@ from offbeat.errors import OffbeatError, UserError
 from offbeat.files import write_atomic
 from offbeat.launch.lock import FolderLock
 from offbeat.watch.appending import Appender
+from offbeat.watch.history import read_events
 from offbeat.watch.trace import Trace
 
 CONFIG, METRICS, EVENTS, TRACE, SUMMARY, LOCK = (
@@ -56,7 +57,9 @@ class RunFolder:
         self._metrics = Appender(path / METRICS)
         self._events = Appender(path / EVENTS)
         self._trace = Trace(path / TRACE)
-        self.attempt = _last_attempt(path / EVENTS) + 1
+        events = read_events(path / EVENTS)
+        self._last_events = {event["event"]: event for event in events}
+        self.attempt = max((event.get("attempt", 0) for event in events), default=0) + 1
         self._handler = _log_to(path / "logs" / "offbeat.log")
         self._before = _at_work.get()
         _at_work.set(path)
@@ -89,8 +92,11 @@ class RunFolder:
             folder = cls(path, config, lock)
             folder._write_config()
             folder.event("reopen", pid=os.getpid())
-            for change in free_changes(stored, config):
-                folder.event("config_change", key=change.key, old=change.old, new=change.new)
+            changes = [(change.key, change.old, change.new) for change in free_changes(stored, config)]
+            if (before := _name_in(stored)) != config.run.name:
+                changes.append(("run.name", before, config.run.name))
+            for key, old, new in changes:
+                folder.event("config_change", key=key, old=old, new=new)
         return folder
 
     @property
@@ -123,12 +129,13 @@ class RunFolder:
         """Appends something that happened, with the time for people and seconds since this attempt's start."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         head = {"time": when, "seconds": round(time.monotonic() - self._start_s, 3), "attempt": self.attempt}
-        self._events.line(json.dumps(plain({"event": kind, **head, **fields})))
+        row = plain({"event": kind, **head, **fields})
+        self._events.line(json.dumps(row))
+        self._last_events[kind] = row
 
     def last_event(self, kind: str) -> dict[str, Any] | None:
         """The latest event of a kind, of any attempt."""
-        events = (json.loads(line) for line in (self.path / EVENTS).read_text().splitlines())
-        return next((event for event in reversed(list(events)) if event["event"] == kind), None)
+        return self._last_events.get(kind)
 
     def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
         """Times what happens inside, for trace.json and `spans_since_last`."""
@@ -198,12 +205,19 @@ def stored_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: holds no run (it has no {CONFIG})") from None
     except ValueError as error:
         raise UserError(f"{path / CONFIG}: is damaged ({error}); bring it back or start a new run") from error
-    return dict(stored)
+    if not isinstance(stored, dict):
+        raise UserError(f"{path / CONFIG}: is damaged (not a JSON object); bring it back or start a new run")
+    return stored
 
 
 def check_resumable(path: Path, config: Config) -> Config:
-    """The configuration to go on with, under the run's own name; raises if it changes what is fixed."""
-    changes = fixed_changes(stored_config(path), config)
+    """The configuration to go on with; raises if it changes what is fixed.
+
+    A run is called like its folder, which may have been copied or moved under another name since it was at work.
+    """
+    stored = stored_config(path)
+    is_own_name = config.run.name in (None, path.name, path.resolve().name)
+    changes = fixed_changes(stored, _renamed(config, _name_in(stored)) if is_own_name else config)
     if changes:
         key, old, new = changes[0]
         more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
@@ -253,8 +267,16 @@ def _owned(path: Path) -> Iterator[FolderLock]:
 
 
 def _named(config: Config, path: Path) -> Config:
-    run = config.run.model_copy(update={"name": path.name})
-    return config.model_copy(update={"run": run})
+    return _renamed(config, path.resolve().name)
+
+
+def _renamed(config: Config, name: str | None) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def _name_in(stored: Mapping[str, Any]) -> str | None:
+    run = stored.get("run")
+    return run.get("name") if isinstance(run, Mapping) else None
 
 
 def _unused(path: Path) -> Path:
@@ -268,10 +290,6 @@ def _unused(path: Path) -> Path:
 def _runs_beside(path: Path) -> str:
     names = sorted(config.parent.name for config in path.parent.glob(f"*/{CONFIG}")) if path.parent.is_dir() else []
     return f"; {path.parent} has {', '.join(names[-4:])}" if names else ""
-
-
-def _last_attempt(events: Path) -> int:
-    return max((json.loads(line).get("attempt", 0) for line in events.read_text().splitlines()), default=0)
 
 
 class _LogFile(logging.FileHandler):

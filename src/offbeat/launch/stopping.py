@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-Handler = Callable[[signal.Signals], None]
+Handler = Callable[[signal.Signals], object]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
