@@ -44,6 +44,10 @@ def train(
 
     `config` is a `Config`, a dict or a TOML file; without one, the run's own (`resume`) or the built-in demo. Overrides
     are sections with some of their keys, `batch={"group_size": 16}`, or dotted keys, `**{"batch.group_size": 16}`.
+
+    Works inside a running event loop, too, as in a notebook. Ctrl-C ends the run after the step under way, with a
+    checkpoint; the summary's `stopped_by` says so. Signal handlers are given back. Several runs may follow one another
+    in a process, or share it in threads of their own, each in its own folder; there signals are the caller's affair.
     """
     from offbeat.config import DEMO, Config, from_dict, load, resolved
 

@@ -7,8 +7,26 @@ import os
 import secrets
 from pathlib import Path
 
+from offbeat.errors import OffbeatError
+
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 """What file systems say that know no second name for a file."""
+
+
+REMEDIES = {
+    errno.ENOSPC: "free space on its disk",
+    errno.EDQUOT: "free space within your quota, or have it raised",
+    errno.EROFS: "make its file system writable",
+    errno.EACCES: "give yourself the right to write there",
+    errno.EPERM: "give yourself the right to write there",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+}
+
+
+def cannot_write(path: Path, error: OSError, then: str = "then --resume the run") -> OffbeatError:
+    """The one line that tells of a file that cannot be written: which, why, and what to do; `then` says what after."""
+    remedy = REMEDIES.get(error.errno or 0, "mend that")
+    return OffbeatError(f"{path}: cannot be written: {error.strerror or error}; {remedy}, {then}")
 
 
 def write_atomic(path: Path, data: bytes) -> None:

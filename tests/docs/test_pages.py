@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,10 @@ def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
         case ["offbeat", "train", *words]:
             said = reader.run.is_dir() and reader.offbeat("train", *words, "--dry-run")
             assert said.status == 0 or SINK_IS_MISSING in said.err, said.err
+        case ["cp", "-r", "runs/NAME", "runs/again", "&&", "offbeat", *words]:
+            shutil.copytree(reader.run, reader.folder / "runs" / "again")
+            assert "would resume runs/again" in reader.succeed(*words, "--dry-run")
+            shutil.rmtree(reader.folder / "runs" / "again")
         case ["offbeat", "eval", *words]:
             assert reader.model.is_dir()
             assert "mean@" in reader.succeed("eval", *words, "--prompts=4")

@@ -2,14 +2,18 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
+import threading
 import warnings
+from pathlib import Path
 
 import pytest
 
+from offbeat.cli.train import resolve
 from offbeat.config import fixed_keys, load, resolved
 from offbeat.config.models import DEMO
 from offbeat.errors import OffbeatError, UserError
-from offbeat.launch.folder import RunFolder, newest, plain
+from offbeat.launch.folder import RunFolder, check_resumable, newest, plain
 from offbeat.ledger.ledger import Ledger
 
 
@@ -164,9 +168,10 @@ def test_what_is_no_run_is_refused(tmp_path):
         RunFolder.open(tmp_path / "b")
     with pytest.raises(UserError, match="holds no run"):
         RunFolder.open(tmp_path)
-    (tmp_path / "a" / "config.json").write_text("{")
-    with pytest.raises(UserError, match="is damaged"):
-        RunFolder.open(tmp_path / "a")
+    for content in ("{", "[]"):
+        (tmp_path / "a" / "config.json").write_text(content)
+        with pytest.raises(UserError, match="is damaged"):
+            RunFolder.open(tmp_path / "a")
 
 
 def test_whoever_comes_second_is_refused_and_told_who_is_there(tmp_path):
@@ -259,3 +264,85 @@ def test_the_newest_run_is_the_one_at_work_last(tmp_path):
     assert newest(tmp_path).name == "a"
     with pytest.raises(UserError, match="has no run to resume"):
         newest(tmp_path / "a")
+
+
+def test_runs_of_one_process_keep_their_logs_apart_and_the_first_to_end_stops_no_other(tmp_path):
+    def work(name: str) -> None:
+        with begin(tmp_path, name):
+            both_open.wait(30)
+            logging.getLogger("offbeat.learn").info("said by %s", name)
+            both_said.wait(30)
+            if name == "b":
+                first.join(30)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("always")
+                    warnings.warn("the other one has ended", stacklevel=1)
+
+    both_open, both_said = threading.Barrier(2), threading.Barrier(2)
+    first = threading.Thread(target=work, args=("a",))
+    first.start()
+    work("b")
+    logs = {name: (tmp_path / name / "logs" / "offbeat.log").read_text() for name in "ab"}
+    assert ("said by a" in logs["a"], "said by b" in logs["a"]) == (True, False)
+    assert ("said by a" in logs["b"], "said by b" in logs["b"]) == (False, True)
+    assert "the other one has ended" in logs["b"]
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"event": "sta', b"\xff\xfe\x00", b"null", b'{"time": 3}', b'{"event": "x", "attempt": "2"}']
+)
+def test_a_garbage_line_among_the_events_is_skipped_with_a_word(tmp_path, capsys, line):
+    begin(tmp_path).close()
+    with open(tmp_path / "a" / "events.jsonl", "ab") as file:
+        file.write(line + b"\n")
+    with RunFolder.open(tmp_path / "a") as folder:
+        assert folder.attempt == 2
+        assert folder.last_event("start")["attempt"] == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"warning: {tmp_path / 'a' / 'events.jsonl'}: line 2 is skipped: ")
+    assert told.count("\n") == 1
+
+
+def test_the_latest_event_of_a_kind_is_known_as_soon_as_it_happened(tmp_path):
+    with begin(tmp_path) as folder:
+        folder.event("checkpoint", step=1)
+        folder.event("checkpoint", step=2)
+    with RunFolder.open(tmp_path / "a") as folder:
+        assert folder.last_event("checkpoint")["step"] == 2
+        folder.event("checkpoint", step=3)
+        assert folder.last_event("checkpoint")["step"] == 3
+        assert folder.last_event("end") is None
+
+
+@pytest.mark.parametrize("named", ["by its new name", "by nothing", "by the name in its configuration file"])
+def test_a_run_that_was_copied_or_moved_goes_on_under_the_name_of_its_folder(tmp_path, named):
+    begin(tmp_path).close()
+    shutil.copytree(tmp_path / "a", tmp_path / "elsewhere" / "b")
+    name = {"by its new name": ["--run.name=b"], "by nothing": []}.get(named, ["--run.name=a"])
+    checked = check_resumable(tmp_path / "elsewhere" / "b", config(tmp_path, *name))
+    with RunFolder.open(tmp_path / "elsewhere" / "b", checked) as folder:
+        assert folder.config.run.name == "b"
+        change = lines(folder.path / "events.jsonl")[-1]
+        assert (change["event"], change["key"], change["old"], change["new"]) == ("config_change", "run.name", "a", "b")
+    with RunFolder.open(tmp_path / "a") as original:  # which knows nothing of its copy
+        assert original.config.run.name == "a"
+
+
+def test_a_run_is_resumed_from_within_its_folder_under_its_own_name(tmp_path, monkeypatch):
+    begin(tmp_path).close()
+    monkeypatch.chdir(tmp_path / "a")
+    with RunFolder.open(Path()) as folder:
+        assert folder.config.run.name == "a"
+
+
+def test_a_name_that_is_neither_the_folders_nor_the_runs_is_refused(tmp_path):
+    begin(tmp_path).close()
+    with pytest.raises(UserError, match=r'^run.name = "c": the run .*a has "a", .*fixed'):
+        RunFolder.open(tmp_path / "a", config(tmp_path, "--run.name=c"))
+
+
+def test_a_copy_is_found_by_its_name_among_the_runs(tmp_path):
+    begin(tmp_path).close()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    found, path = resolve(None, [f"--run.dir={tmp_path}", "--run.name=b"], "")
+    assert (path, found.run.name) == (tmp_path / "b", "b")

@@ -1,6 +1,7 @@
 """Whole runs of the shipped model, small enough to be quick."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import offbeat
+from offbeat.cli.main import main
 from offbeat.config import from_dict
 from offbeat.errors import UserError
 from offbeat.launch.evaluate import evaluate
@@ -126,3 +128,18 @@ def test_evaluation_of_a_model_gives_mean_and_pass_at_k():
     assert figures["eval_failed"] == 0
     assert 0.1 < figures["eval_mean@4"] < 0.6
     assert figures["eval_mean@4"] < figures["eval_pass@4"] <= 1.0
+
+
+@pytest.mark.full
+def test_a_copied_run_goes_on_elsewhere_without_its_original(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    offbeat.train(small(Path("runs"), "a"))
+    shutil.copytree("runs/a", "elsewhere/b")
+    shutil.rmtree("runs")
+    (tmp_path / "elsewhere" / "b" / "metrics.jsonl").open("ab").write(b"\xff\x00 no row\n")
+    assert main(["train", "--resume", "--name=b", "--run.dir=elsewhere", "--run.steps=5"]) == 0
+    assert main(["ledger", "verify", "elsewhere/b"]) == 0
+    assert main(["export", "elsewhere/b", "exported"]) == 0
+    stored = json.loads(Path("elsewhere/b/config.json").read_text())
+    assert stored["run"]["name"] == "b"
+    assert json.loads(Path("elsewhere/b/summary.json").read_text())["steps"] == 5

@@ -1,6 +1,8 @@
 """Which versions somebody may still ask for, and what stands in a version's row."""
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from ledger_run import answer, new_groups, version
@@ -9,6 +11,7 @@ from offbeat.ledger.errors import Conflict
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Scored, Submission
 from offbeat.trajectory import Reward
+from offbeat.weights.version import Version
 
 BOUND = 8
 
@@ -71,3 +74,21 @@ def test_a_version_is_known_by_its_manifest_too(ledger):
 
 def test_peers_show_each_other_one_key_for_the_whole_run(ledger):
     assert ledger.peer_key() == ledger.peer_key() != ""
+
+
+def test_a_moved_run_finds_its_own_weights_and_not_those_that_it_was_copied_from(tmp_path):
+    run, copy = tmp_path / "a", tmp_path / "elsewhere" / "b"
+    weights = run / "weights" / "00000000"
+    weights.mkdir(parents=True)
+    with Ledger(run / "ledger.sqlite") as ledger:
+        ledger.publish(Version(0, 0, None, "digest", weights))
+        assert ledger.latest_version().path == weights
+    shutil.copytree(run, copy)
+    with Ledger(copy / "ledger.sqlite", read_only=True) as ledger:
+        assert ledger.latest_version().path == copy / "weights" / "00000000"
+
+
+def test_weights_outside_the_runs_folder_stay_where_they_are(tmp_path):
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.publish(Version(0, 0, None, "digest", Path("/shared/weights/0")))
+        assert ledger.latest_version().path == Path("/shared/weights/0")

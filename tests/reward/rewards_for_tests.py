@@ -1,6 +1,7 @@
 """Rewards that misbehave in every way the pool must survive; the response says how."""
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -95,3 +96,64 @@ def judge_without_asking(response, solution):
 
 
 number_of_judges = 3
+
+
+def close_descriptors(rest):
+    first, last = map(int, rest.split())
+    os.closerange(first, last)
+    return 1.0
+
+
+def close_streams(rest):
+    sys.stdout.close()
+    sys.stderr.close()
+    return 1.0
+
+
+def overwrite_streams(rest):
+    """Whatever is printed from now on would land in the user's file."""
+    with open(rest, "ab") as file:
+        for descriptor in (0, 1, 2):
+            os.dup2(file.fileno(), descriptor)
+    return 1.0
+
+
+def scribble(rest):
+    """Writes to whatever is open, as a library does that has mixed its numbers up."""
+    for descriptor in range(3, 1024):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, bytes.fromhex(rest))
+    return 1.0
+
+
+def flood(rest):
+    for _ in range(int(rest)):
+        os.write(1, b"x" * (1 << 20))
+    return 1.0
+
+
+def leave_a_daemon(rest):
+    """Leaves a process in a session of its own behind, whose parent is gone, and notes it; then does as it is told."""
+    path, then = rest.split()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            note(path, os.getpid())
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return ACTIONS[then]("1.0")
+
+
+ACTIONS |= {
+    "close": close_descriptors,
+    "close_streams": close_streams,
+    "overwrite_streams": overwrite_streams,
+    "scribble": scribble,
+    "flood": flood,
+    "daemon": leave_a_daemon,
+    "print": lambda rest: print(rest, flush=True) or 1.0,
+    "kill_parent": lambda rest: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(600),
+}

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from offbeat.errors import OffbeatError, UserError
+from offbeat.reward import guard
+from offbeat.reward.log import MAX_LOG_BYTES
 from offbeat.reward.pool import RewardInput, RewardPool
+from offbeat.reward.wire import HEAD, MARK, Answer, Answers, frame
 from offbeat.trajectory import Reward
 
 FILE = Path(__file__).parent / "rewards_for_tests.py"
@@ -302,10 +305,10 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("is_in_c", [False, True])
-def test_no_process_survives_an_owner_that_is_sigkilled(tmp_path, is_in_c):
-    notes = tmp_path / "pids"
-    response = "hang_in_c" if is_in_c else f"child {notes}"
+@pytest.mark.parametrize("doing", ["hang_in_c", "child", "daemon"])
+def test_no_process_survives_an_owner_that_is_sigkilled(tmp_path, doing):
+    notes, is_in_c = tmp_path / "pids", doing == "hang_in_c"
+    response = {"hang_in_c": doing, "child": f"child {notes}", "daemon": f"daemon {notes} hang"}[doing]
     command = [sys.executable, "-c", OWNER, OBEY, response, str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_path()) as owner:
         pids = {int(owner.stdout.readline())}
@@ -335,14 +338,79 @@ def test_a_process_that_cannot_start_again_fails_its_samples_and_says_why(tmp_pa
     assert late.error.startswith("start: task.reward = ")
 
 
-def test_a_guard_that_is_killed_is_replaced(tmp_path):
-    async def run():
-        async with pool_of(tmp_path) as pool:
-            await pool.check({"r": RewardInput("value 1")})
-            pool._guard._process.kill()
-            return await pool.score("r", says("crash", "value 1", "crash", "value 2"))
+def test_a_reward_that_kills_its_parent_costs_its_own_sample(tmp_path):
+    results = score(tmp_path, "value 1", "kill_parent", "value 2", timeout_s=30.0)
+    assert [result.value for result in results] == [1.0, None, 2.0]
+    assert results[1].error.startswith("crash: the reward process was killed by SIGKILL")
 
-    assert [result.value for result in asyncio.run(run())] == [None, 1.0, None, 2.0]
+
+@pytest.mark.parametrize("what", [pytest.param("close 3 1024", marks=pytest.mark.full), "close 0 1024"])
+def test_a_reward_that_closes_the_pools_pipe_fails_and_no_other_sample_does(tmp_path, what):
+    samples = [*(f"value {i}" for i in range(3)), what, *(f"value {i}" for i in range(3, 6))]
+    results = score(tmp_path, *samples, timeout_s=10.0)
+    harmed = results.pop(3)
+    assert harmed.error == "crash: the reward closed or replaced a descriptor of the reward process"
+    assert [result.value for result in results] == list(range(6))
+
+
+@pytest.mark.parametrize("what", ["close 0 3", "close_streams", "overwrite_streams {}"])
+def test_a_reward_that_closes_or_replaces_its_streams_leaves_them_whole_for_the_next(tmp_path, what):
+    mine = tmp_path / "mine.txt"
+    results = score(tmp_path, what.format(mine), "print all is well", "raise an egg", timeout_s=10.0)
+    assert [result.value for result in results] == [1.0, 1.0, None]
+    assert "all is well" in log_of(tmp_path)
+    assert "ValueError: cannot judge an egg" in log_of(tmp_path)
+    assert not mine.exists() or mine.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        pytest.param("ff", id="one byte"),
+        pytest.param("00" * 64, id="zeros", marks=pytest.mark.full),
+        pytest.param(HEAD.pack(MARK, 2**32 - 1).hex(), id="a frame of four gigabytes", marks=pytest.mark.full),
+        pytest.param((HEAD.pack(MARK, 2) + bytes(2)).hex(), id="a frame of nothing", marks=pytest.mark.full),
+        pytest.param(frame(Answers([Answer(77, [(1.0, "reward", -1)])], last=False)).hex(), id="a forged answer"),
+    ],
+)
+def test_junk_in_the_pools_pipe_fails_the_sample_that_wrote_it_and_no_other(tmp_path, junk):
+    samples = [*(f"value {i}" for i in range(3)), f"scribble {junk}", *(f"value {i}" for i in range(3, 6))]
+    results = score(tmp_path, *samples, timeout_s=10.0)
+    assert results.pop(3).error == "crash: the reward wrote into the pipe of the reward process"
+    assert [result.value for result in results] == list(range(6))
+
+
+def test_a_flood_of_words_costs_a_bounded_part_of_the_disk(tmp_path):
+    results = score(tmp_path, "print the beginning", "flood 80", "print the end", timeout_s=60.0)
+    assert [result.value for result in results] == [1.0] * 3
+    kept = list((tmp_path / "logs").iterdir())
+    assert sum(file.stat().st_size for file in kept) <= 2 * MAX_LOG_BYTES + (1 << 20)
+    assert log_of(tmp_path).endswith("the end\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process that left its session cannot be found")
+@pytest.mark.parametrize(
+    "then",
+    [pytest.param("value", marks=pytest.mark.full), "hang", "crash", pytest.param("segfault", marks=pytest.mark.full)],
+)
+def test_a_daemon_in_a_session_of_its_own_ends_with_the_process_that_left_it(tmp_path, then):
+    notes = tmp_path / "pid"
+    (result,) = score(tmp_path, f"daemon {notes} {then}", timeout_s=2.0)
+    kinds = {"value": None, "hang": "timeout", "crash": "crash", "segfault": "crash"}
+    assert (result.error or "").partition(":")[0] == (kinds[then] or "")
+    wait_until(lambda: not is_alive(int(notes.read_text())))
+
+
+def test_descendants_are_found_without_proc_too():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        assert guard.parents_by_ps()[child.pid] == os.getpid()
+        if sys.platform == "linux":
+            assert guard.parents_by_proc()[child.pid] == os.getpid()
+        assert child.pid in guard.descendants(os.getpid())
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_a_reward_process_imports_nothing_heavy():

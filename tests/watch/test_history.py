@@ -1,9 +1,14 @@
+import io
 import json
+import tempfile
+from contextlib import redirect_stderr
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.watch.history import read_metrics, survivors
+from offbeat.watch.history import read_events, read_metrics, survivors
 
 
 def trained(attempt: int, *steps: int) -> list[dict]:
@@ -42,3 +47,38 @@ def test_half_a_line_at_the_end_is_not_read(tmp_path):
     file.write_text(json.dumps({"step": 1, "reward": 0.5}) + '\n{"step": 2, "rew')
     assert read_metrics(file) == [{"step": 1, "reward": 0.5}]
     assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+GARBAGE = {
+    "torn": b'{"step": 2, "rew',
+    "binary": bytes(range(128, 140)) + b"\x00\x00",
+    "empty": b"",
+    "of another type": b"[1, 2]",
+    "only a number": b"17",
+    "without its step": b'{"reward": 0.5}',
+    "with a step of another type": b'{"step": "two", "reward": 0.5}',
+    "with an attempt of another type": b'{"step": 2, "attempt": null}',
+    "with a figure of another type": b'{"step": 2, "reward": "high"}',
+    "nested beyond measure": b"[" * 100_000,
+    "a number beyond measure": b'{"step": ' + b"9" * 10_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_a_line_that_is_no_row_is_skipped_and_told_once(tmp_path, capsys, kind):
+    file = tmp_path / "metrics.jsonl"
+    good = [json.dumps(row).encode() for row in trained(1, 1, 2)]
+    file.write_bytes(b"\n".join([good[0], GARBAGE[kind], good[1], b""]))
+    for _ in range(2):
+        assert [row["step"] for row in read_metrics(file)] == [1, 2]
+    told = capsys.readouterr().err
+    assert told.startswith(f"warning: {file}: line 2 is skipped: ")
+    assert told.count("\n") == 1
+
+
+@given(st.lists(st.binary(max_size=30)))
+def test_whatever_bytes_a_file_of_rows_holds_it_can_be_read(lines):
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
+        file = Path(folder) / "rows.jsonl"
+        file.write_bytes(b"\n".join(lines))
+        assert all(isinstance(row, dict) for row in [*read_metrics(file), *read_events(file)])

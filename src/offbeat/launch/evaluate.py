@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.config.models import Config
 from offbeat.errors import OffbeatError, UserError
-from offbeat.launch import sources
-from offbeat.launch.stopping import interruptible
+from offbeat.launch import sources, stopping
 from offbeat.ledger.records import EvalGroup, EvalRound, GroupState, NewGroup, derive_seed
 from offbeat.ledger.scoring import total
 from offbeat.reward.failures import FailureWatch
@@ -32,11 +31,11 @@ def evaluate(config: Config, *, reward: Callable[..., Any] | None = None, log: P
     Without a `log`, one that anything was written to stays among the temporary files.
     """
     if log is not None:
-        return asyncio.run(_evaluate(config, reward, log))
+        return stopping.run(_evaluate(config, reward, log))
     descriptor, name = tempfile.mkstemp(prefix="offbeat-eval-", suffix=".log")
     os.close(descriptor)
     try:
-        return asyncio.run(_evaluate(config, reward, Path(name)))
+        return stopping.run(_evaluate(config, reward, Path(name)))
     finally:
         if not os.path.getsize(name):
             os.unlink(name)
@@ -48,7 +47,7 @@ async def _evaluate(config: Config, reward: Callable[..., Any] | None, log: Path
         mixture = sources.make_mixture(config, reward)
         pool = await sources.open_pool(config, mixture, log)
         stack.push_async_callback(pool.close)
-        with interruptible():
+        with stopping.interruptible():
             from offbeat.launch import models, wiring
 
             models.prepare_torch(config)

@@ -3,7 +3,6 @@ adapter alone, as peft has it."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from offbeat.config import load
 from offbeat.errors import OffbeatError, UserError
 from offbeat.files import fsync_file, replace_folder
-from offbeat.launch import wiring
+from offbeat.launch import stopping, wiring
 from offbeat.launch.folder import CONFIG, stored_config
 from offbeat.ledger.ledger import Ledger
 from offbeat.weights.adapter import base_digest
@@ -68,7 +67,7 @@ def _whole(run: Path, version: Version, signers: Sequence[str], scratch: Path) -
     if place.is_dir() or not version.manifest:
         return replace(version, path=place)
     store = wiring.open_pieces(load(run / CONFIG), run / "weights")
-    return asyncio.run(Receiver(scratch, StoreSources(store), signers).fetch(version))
+    return stopping.run(Receiver(scratch, StoreSources(store), signers).fetch(version))
 
 
 def _write(run: Path, version: Version, folder: Path) -> None:

@@ -15,9 +15,11 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -28,6 +30,7 @@ from offbeat.errors import OffbeatError, UserError
 from offbeat.files import write_atomic
 from offbeat.launch.lock import FolderLock
 from offbeat.watch.appending import Appender
+from offbeat.watch.history import read_events
 from offbeat.watch.trace import Trace
 
 if TYPE_CHECKING:
@@ -46,6 +49,10 @@ CHECK_WITHIN_S = 60.0
 """How long a resume looks for damaged pages in the ledger; in that time a disk reads some ten gigabytes."""
 LOGGERS = ("offbeat", "py.warnings")
 """Whose records go to logs/; the root logger belongs to the program that called us."""
+_at_work: ContextVar[Path | None] = ContextVar("at_work", default=None)
+"""The folder of the run whose code this is, for its log; threads that torch or an engine started do not know."""
+_open_logs: set[logging.Handler] = set()
+_logs_lock = threading.Lock()
 
 
 class RunFolder:
@@ -56,8 +63,12 @@ class RunFolder:
         self._metrics = Appender(path / METRICS)
         self._events = Appender(path / EVENTS)
         self._trace = Trace(path / TRACE)
-        self.attempt = _last_attempt(path / EVENTS) + 1
+        events = read_events(path / EVENTS)
+        self._last_events = {event["event"]: event for event in events}
+        self.attempt = max((event.get("attempt", 0) for event in events), default=0) + 1
         self._handler = _log_to(path / "logs" / "offbeat.log")
+        self._before = _at_work.get()
+        _at_work.set(path)
         self._start_s = time.monotonic()
 
     @classmethod
@@ -89,8 +100,11 @@ class RunFolder:
             folder = cls(path, config, lock)
             folder._write_config()
             folder.event("reopen", pid=os.getpid())
-            for change in free_changes(stored, config):
-                folder.event("config_change", key=change.key, old=change.old, new=change.new)
+            changes = [(change.key, change.old, change.new) for change in free_changes(stored, config)]
+            if (before := _name_in(stored)) != config.run.name:
+                changes.append(("run.name", before, config.run.name))
+            for key, old, new in changes:
+                folder.event("config_change", key=key, old=old, new=new)
         return folder
 
     @property
@@ -123,12 +137,13 @@ class RunFolder:
         """Appends something that happened, with the time for people and seconds since this attempt's start."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         head = {"time": when, "seconds": round(time.monotonic() - self._start_s, 3), "attempt": self.attempt}
-        self._events.line(json.dumps(plain({"event": kind, **head, **fields})))
+        row = plain({"event": kind, **head, **fields})
+        self._events.line(json.dumps(row))
+        self._last_events[kind] = row
 
     def last_event(self, kind: str) -> dict[str, Any] | None:
         """The latest event of a kind, of any attempt."""
-        events = (json.loads(line) for line in (self.path / EVENTS).read_text().splitlines())
-        return next((event for event in reversed(list(events)) if event["event"] == kind), None)
+        return self._last_events.get(kind)
 
     def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
         """Times what happens inside, for trace.json and `spans_since_last`."""
@@ -149,6 +164,7 @@ class RunFolder:
             for file in (self._metrics, self._events, self._trace):
                 stack.callback(file.close)
             stack.callback(_stop_logging, self._handler)
+            _at_work.set(self._before)
 
     def __enter__(self) -> Self:
         return self
@@ -197,19 +213,24 @@ def stored_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: holds no run (it has no {CONFIG})") from None
     except ValueError as error:
         raise UserError(f"{path / CONFIG}: is damaged ({error}); bring it back or start a new run") from error
-    return dict(stored)
+    if not isinstance(stored, dict):
+        raise UserError(f"{path / CONFIG}: is damaged (not a JSON object); bring it back or start a new run")
+    return stored
 
 
 def check_resumable(path: Path, config: Config) -> Config:
-    """The configuration to go on with, under the run's own name; raises if it changes what is fixed, for this run's
-    config.json or for its ledger, or if there is no ledger to go on with."""
-    _refuse_changes(fixed_changes(stored_config(path), config), f"the run {path} has", "leave it as it was")
+    """The configuration to go on with, under the name of its folder, which may have been copied or moved since the run
+    was at work; raises if it changes what is fixed, for this run's config.json or for its ledger, or if there is no
+    ledger to go on with."""
+    stored = stored_config(path)
+    is_own_name = config.run.name in (None, path.name, path.resolve().name)
+    changes = fixed_changes(stored, _renamed(config, _name_in(stored)) if is_own_name else config)
+    _refuse_changes(changes, f"the run {path} has", "leave it as it was")
     config = _named(config, path)
     with _existing_ledger(path) as ledger:
         rules = ledger.begun_with()
     if rules is not None:  # what is in the ledger holds, whatever was written into config.json since
-        rules["run"]["name"] = config.run.name  # a folder may be moved
-        changes = fixed_changes(rules, config)
+        changes = fixed_changes(rules, _renamed(config, _name_in(rules)))
         _refuse_changes(changes, f"{path / LEDGER} was begun with", f"set it back in {path / CONFIG}")
     return config
 
@@ -276,8 +297,16 @@ def _owned(path: Path) -> Iterator[FolderLock]:
 
 
 def _named(config: Config, path: Path) -> Config:
-    run = config.run.model_copy(update={"name": path.name})
-    return config.model_copy(update={"run": run})
+    return _renamed(config, path.resolve().name)
+
+
+def _renamed(config: Config, name: str | None) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def _name_in(stored: Mapping[str, Any]) -> str | None:
+    run = stored.get("run")
+    return run.get("name") if isinstance(run, Mapping) else None
 
 
 def _unused(path: Path) -> Path:
@@ -293,12 +322,16 @@ def _runs_beside(path: Path) -> str:
     return f"; {path.parent} has {', '.join(names[-4:])}" if names else ""
 
 
-def _last_attempt(events: Path) -> int:
-    return max((json.loads(line).get("attempt", 0) for line in events.read_text().splitlines()), default=0)
-
-
 class _LogFile(logging.FileHandler):
-    """A log that a full disk cuts short; the ledger, the metrics and the checkpoints are what must not be lost."""
+    """A run's log, which a full disk cuts short: ledger, metrics and checkpoints are what must not be lost."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, encoding="utf-8")
+        self.run = path.parent.parent
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Several runs of one process keep their records apart."""
+        return bool(super().filter(record)) and _at_work.get() in (None, self.run)
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exception(), OSError):
@@ -312,11 +345,13 @@ class _LogFile(logging.FileHandler):
 def _log_to(path: Path) -> logging.Handler:
     try:
         path.parent.mkdir(exist_ok=True)
-        handler = _LogFile(path, encoding="utf-8")
+        handler = _LogFile(path)
     except OSError as error:
         raise OffbeatError(f"{path}: cannot be written: {error.strerror}; mend that, then try again") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.captureWarnings(True)
+    with _logs_lock:
+        _open_logs.add(handler)
+        logging.captureWarnings(True)
     for name in LOGGERS:
         logging.getLogger(name).addHandler(handler)
     if logging.getLogger("offbeat").level == logging.NOTSET:
@@ -325,7 +360,9 @@ def _log_to(path: Path) -> logging.Handler:
 
 
 def _stop_logging(handler: logging.Handler) -> None:
-    logging.captureWarnings(False)
+    with _logs_lock:
+        _open_logs.discard(handler)
+        logging.captureWarnings(bool(_open_logs))
     for name in LOGGERS:
         logging.getLogger(name).removeHandler(handler)
     handler.close()

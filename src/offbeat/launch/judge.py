@@ -115,7 +115,7 @@ async def judge(invitation: Invitation, overrides: Sequence[str]) -> str | None:
         made = Judge(RemoteJudge(member.connection), max(processes, 1), invitation.folder / "rewards.log")
         stack.push_async_callback(made.close)
         stopping = Stopping(lambda why: None)
-        stopping.listen()
+        stack.enter_context(stopping.listening())
         print(f"judge {member.worker}: joined {member.run} at {invitation.url}", flush=True)
         judging = asyncio.ensure_future(made.run())
         asked = asyncio.ensure_future(stopping.requested.wait())

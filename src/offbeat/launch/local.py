@@ -7,7 +7,6 @@ checkpoint to resume from.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any
 
 from offbeat.config.models import Config
 from offbeat.errors import OffbeatError
-from offbeat.launch import sources
+from offbeat.launch import sources, stopping
 from offbeat.launch.engines import check_engine
 from offbeat.launch.folder import RunFolder
-from offbeat.launch.stopping import interruptible
 from offbeat.watch.sinks import check_sinks
 
 
@@ -36,7 +34,7 @@ def train(
     sources.need_processes(config, "nobody can join a run of one process; set rollout.workers, or use offbeat serve")
     with RunFolder.open(resume, config) if resume else RunFolder.create(config) as folder:
         try:
-            return asyncio.run(_run(folder, reward, from_scratch=from_scratch))
+            return stopping.run(_run(folder, reward, from_scratch=from_scratch))
         except BaseException as error:
             cause = _cause(error)
             with suppress(OffbeatError):  # on a full disk, what ended the run matters more than its last line
@@ -53,7 +51,7 @@ async def _run(folder: RunFolder, reward: Callable[..., Any] | None, *, from_scr
         stack.push_async_callback(pool.close)
         if folder.config.log.console != "quiet":
             print(f"run {folder.path}: {folder.config.model.path}; loading", flush=True)
-        with interruptible():
+        with stopping.interruptible():
             from offbeat.launch import loop
         return await loop.run(folder, mixture, pool, from_scratch=from_scratch)
 

@@ -10,6 +10,8 @@ import time
 from contextlib import AsyncExitStack
 from typing import Any
 
+import torch
+
 from offbeat.config.models import Config
 from offbeat.launch import models
 from offbeat.launch.engines import make_engine
@@ -33,6 +35,7 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool, *, from_scr
     """Trains until the run ends and returns its summary. With `from_scratch` one without a checkpoint begins again."""
     config, start_s = folder.config, time.monotonic()
     async with AsyncExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
         with interruptible():
             models.prepare_torch(config)
             prepared = prepare(config, mixture)
@@ -59,7 +62,7 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool, *, from_scr
             on_step=on_step,
         )
         stopping = Stopping(reporter.stopping)
-        stopping.listen()
+        stack.enter_context(stopping.listening())
         await coordinator.start()
         if await trainer.start(from_scratch=from_scratch) >= config.run.steps:
             office.console.note(f"the run is at step {trainer.step} already; raise run.steps to go on")

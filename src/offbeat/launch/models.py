@@ -33,6 +33,9 @@ from offbeat.weights.digest import weights_digest
 from offbeat.weights.publish import Publisher
 from offbeat.weights.signing import SigningKey
 
+NUM_THREADS = torch.get_num_threads()
+"""Before any run of this process has changed it."""
+
 
 def make_embedded(config: Config, name: str, version: int | None = None) -> EmbeddedEngine:
     """An engine with a model of its own; it serves nothing until it is given a version, unless it holds one."""
@@ -150,9 +153,9 @@ def step_settings(config: Config) -> StepSettings:
 
 
 def prepare_torch(config: Config) -> None:
-    """Settles what torch takes for the whole process: its threads, and with `run.exact` that equal work gives equal
-    bits. To be called before a model is loaded."""
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
+    """Settles how torch computes: `run.threads`, or as many as torch chose, for the calling thread, which begins with
+    whatever was set last in any other; and with `run.exact`, for the whole process, that equal work gives equal bits.
+    To be called before a model is loaded."""
+    torch.set_num_threads(config.run.threads or NUM_THREADS)
     if config.run.exact:
         be_deterministic(pick_device(config.model.device))

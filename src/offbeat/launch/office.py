@@ -83,7 +83,7 @@ def _hold(folder: RunFolder, key: str, fact: str, value: Any) -> None:
     """Records what the configuration alone does not tell and what must not change half-way: it would change what is
     trained. A file's chat template is such a thing, and a reward handed in from Python."""
     before = folder.last_event(fact)
-    if before is None:
+    if before is None or "value" not in before:
         folder.event(fact, value=value)
     elif before["value"] != value:
         raise UserError(

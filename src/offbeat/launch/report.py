@@ -209,18 +209,19 @@ def _weights_row(figures: Figures | None) -> dict[str, Any]:
 
 def _seconds_before(rows: Sequence[Mapping[str, Any]], attempt: int) -> float:
     """What the surviving steps of earlier attempts took."""
-    return sum(row["seconds"] for row in rows if "reward" in row and row["attempt"] < attempt)
+    return _sum([row for row in rows if "reward" in row and row.get("attempt", 1) < attempt], "seconds")
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts) -> dict[str, Any]:
     """A run's summary from its surviving rows."""
     steps = [row for row in rows if "reward" in row]
     evals = [value for row in rows if (value := held_out(row)) is not None]
-    spent = sum(row["seconds"] for row in steps)
+    spent = _sum(steps, "seconds")
     half = max(1, len(steps) // 2)
 
     def mean_reward(part: Sequence[Mapping[str, Any]]) -> float | None:
-        return float(np.mean([row["reward"] for row in part])) if part else None
+        rewards = [row["reward"] for row in part if row["reward"] is not None]
+        return float(np.mean(rewards)) if rewards else None
 
     trajectories = counts.trajectories
     return {
@@ -230,8 +231,8 @@ def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts)
         "reward_last": mean_reward(steps[-min(LAST_STEPS, half) :]),
         "eval_first": evals[0] if evals else None,
         "eval_last": evals[-1] if evals else None,
-        "samples_per_second": sum(row["samples"] for row in steps) / spent if spent else None,
-        "tokens_per_second": sum(row["tokens"] for row in steps) / spent if spent else None,
+        "samples_per_second": _sum(steps, "samples") / spent if spent else None,
+        "tokens_per_second": _sum(steps, "tokens") / spent if spent else None,
         "max_staleness_trained": counts.max_staleness_trained,
         "trajectories": {
             "accepted": trajectories.accepted,
@@ -242,3 +243,8 @@ def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts)
         "versions": counts.num_versions,
         "failures": dict(counts.failed_tasks),
     }
+
+
+def _sum(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Over the rows that have it."""
+    return sum(row.get(name) or 0 for row in rows)

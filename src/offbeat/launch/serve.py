@@ -45,10 +45,11 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
             prepared = prepare(config, mixture)
         office = await stack.enter_async_context(open_office(folder, mixture, pool, prepared))
         stopping = Stopping(office.reporter.stopping)
-        stopping.listen()
+        stack.enter_context(stopping.listening())
         await office.coordinator.start(keep_leases=True)
         saved = folder.last_event("checkpoint")
-        if saved is not None:  # told to our predecessor, perhaps by a trainer that is done and will not tell it again
+        # Told to our predecessor, perhaps by a trainer that is done and will not tell it again.
+        if saved is not None and "step" in saved:
             office.coordinator.learn_of_checkpoint(saved["step"])
         served = _served(folder, office)
         server = await stack.enter_async_context(_serving(served, _address(config, folder.path)))
@@ -106,14 +107,23 @@ def _near_address(run: Path) -> Address:
 
 
 def _port_before(run: Path, which: str) -> int:
-    """The port that the run had when it was served last; 0, which means any, if it was not."""
-    with suppress(OSError, ValueError, KeyError):
-        return int(json.loads((run / ADDRESS).read_text())[which].rsplit(":", 1)[1])
+    """The port that the run had when it was served last; 0, which means any, if it was not.
+
+    A copy of a run leaves the port to the run that it was copied from, whose workers look for it there.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        told = json.loads((run / ADDRESS).read_text())
+        home = Path(told.get("run") or run)
+        if home.resolve() == run.resolve() or not (home / ADDRESS).is_file():
+            return int(told[which].rsplit(":", 1)[1])
     return 0
 
 
 def _tell(folder: RunFolder, url: str, near_url: str, office: Office) -> None:
-    write_atomic(folder.path / ADDRESS, json.dumps({"url": url, "near_url": near_url}).encode())
+    write_atomic(
+        folder.path / ADDRESS,
+        json.dumps({"url": url, "near_url": near_url, "run": str(folder.path.resolve())}).encode(),
+    )
     folder.event("serve", url=url)
     descriptor = os.environ.pop(READY, None)
     if descriptor is not None:

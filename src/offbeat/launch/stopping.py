@@ -2,23 +2,46 @@
 
 The first request lets the step under way finish and ends with a checkpoint. A second signal ends the run at once: it
 can be resumed all the same, from the checkpoint before.
+
+Signals are the main thread's. Whatever handled them before a run handles them again after it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent import futures
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+Handler = Callable[[signal.Signals], object]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end, as `asyncio.run` does, also where an event loop runs already, as in a notebook.
+
+    There it gets a thread of its own; the caller waits for it, and passes on the signals that the main thread receives.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        with asyncio.Runner() as runner:
+            return runner.run(main)
+    return _Beside(main).run()
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Lets Ctrl-C end at once what never awaits, such as importing torch; asyncio alone would see to it afterwards."""
-    if threading.current_thread() is not threading.main_thread():
+    if not _is_main_thread():
         yield
         return
     asked = False
@@ -45,11 +68,18 @@ class Stopping:
         self.why: str | None = None
         self._tell = tell
 
-    def listen(self) -> None:
-        """Takes signals from now on, until the event loop is closed."""
-        if threading.current_thread() is threading.main_thread():  # no other may; there, signals are the caller's
-            for number in SIGNALS:
-                asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Takes signals within the block; outside the main thread only those that `run` passes on."""
+        loop, beside = asyncio.get_running_loop(), _beside.get()
+        if beside is not None:
+            with beside.passing_on(self._on_signal):
+                yield
+        elif _is_main_thread():
+            with _handling(lambda number: loop.call_soon_threadsafe(self._on_signal, number)):
+                yield
+        else:
+            yield
 
     def request(self, why: str) -> None:
         if not self.requested.is_set():
@@ -66,3 +96,113 @@ class Stopping:
         if self.requested.is_set():
             raise KeyboardInterrupt
         self.request(number.name)
+
+
+class _Beside(Generic[T]):
+    """A coroutine that runs in a thread of its own, beside the event loop of the thread that waits for it."""
+
+    def __init__(self, main: Coroutine[Any, Any, T]):
+        self._main = main
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[T] | None = None
+        self._pass_on: Handler | None = None
+        self._is_interrupted = False
+        self._ended: futures.Future[T] = futures.Future()
+
+    def run(self) -> T:
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=context.run, args=(self._in_thread,), name="offbeat-run")
+        with _handling(self._signalled) if _is_main_thread() else nullcontext():
+            thread.start()
+            self._wait()
+        return self._ended.result()
+
+    @contextmanager
+    def passing_on(self, handler: Handler) -> Iterator[None]:
+        """Signals go to the handler, called by the coroutine's loop; without one they cancel the coroutine."""
+        self._pass_on = handler
+        try:
+            yield
+        finally:
+            self._pass_on = None
+
+    def _wait(self) -> None:
+        """Returns when the coroutine has ended; whatever is raised here meanwhile ends it first."""
+        try:
+            while not self._ended.done():
+                try:
+                    futures.wait([self._ended])
+                except KeyboardInterrupt:
+                    self._signalled(signal.SIGINT)
+        except BaseException:
+            self._call(self._cancel)
+            futures.wait([self._ended])
+            raise
+
+    def _in_thread(self) -> None:
+        _beside.set(self)
+        try:
+            with asyncio.Runner() as runner:
+                self._loop = runner.get_loop()
+                result = runner.run(self._noticed())
+        except asyncio.CancelledError as error:
+            self._ended.set_exception(KeyboardInterrupt() if self._is_interrupted else error)
+        except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(result)
+
+    async def _noticed(self) -> T:
+        self._task = asyncio.current_task()
+        if self._is_interrupted:
+            self._main.close()
+            raise asyncio.CancelledError
+        return await self._main
+
+    def _signalled(self, number: signal.Signals) -> None:
+        self._call(self._take, number)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function from the coroutine's loop; before that runs, the coroutine never begins."""
+        if self._loop is None:
+            self._is_interrupted = True
+            return
+        with suppress(RuntimeError):  # the loop is closed: the coroutine has ended
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _take(self, number: signal.Signals) -> None:
+        if self._pass_on is not None:
+            self._pass_on(number)
+        else:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        self._is_interrupted = True
+        if self._task is not None:
+            self._task.cancel()
+
+
+_beside: ContextVar[_Beside[Any] | None] = ContextVar("beside", default=None)
+"""What passes signals on to the coroutine that we are in, where that has a thread of its own."""
+
+
+@contextmanager
+def _handling(handler: Handler) -> Iterator[None]:
+    """Handles `SIGNALS` within the block, in the main thread, and gives back what handled them before."""
+
+    def handle(number: int, _: FrameType | None) -> None:
+        handler(signal.Signals(number))
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    ours = [number for number in SIGNALS if before[number] is not None]  # one that is not Python's could not come back
+    try:
+        for number in ours:
+            signal.signal(number, handle)
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -83,8 +83,8 @@ class Supervisor:
 
     async def run_to_the_end(self) -> dict[str, Any]:
         stopping = Stopping(lambda why: None)
-        stopping.listen()
         with ExitStack() as stack:
+            stack.enter_context(stopping.listening())
             stack.callback(os.close, self._write)
             stack.callback(os.close, self._read)
             try:

@@ -63,7 +63,7 @@ async def train(
             on_step=on_step,
         )
         stopping = Stopping(lambda why: None)
-        stopping.listen()
+        stack.enter_context(stopping.listening())
         await trainer.start(from_scratch=from_scratch)
         await trainer.run(stopping.requested)
         return stopping.why if trainer.step < config.run.steps else None

@@ -61,7 +61,7 @@ async def work(
             )
 
         stopping = Stopping(lambda why: None)
-        stopping.listen()
+        stack.enter_context(stopping.listening())
         print(f"worker {member.worker}: joined {member.run} at {invitation.url}", flush=True)
         await Lives(member, engines, spool, figures, new_client, stopping).live()
         return stopping.why

@@ -16,6 +16,8 @@ from offbeat.ledger.errors import Conflict, Refused
 from offbeat.weights.version import Version
 
 COLUMNS = "number, step, parent, digest, path, manifest"
+HERE = "./"
+"""How a path begins that is meant from the ledger's own folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +35,20 @@ class Lineage:
 def latest(db: Database) -> Version | None:
     """The newest version that is not abandoned: the one trained from next."""
     row = db.execute(f"SELECT {COLUMNS} FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 1").fetchone()
-    return None if row is None else _version(row)
+    return None if row is None else _version(db, row)
 
 
 def find(db: Database, number: int) -> tuple[Version, bool] | None:
     """A version by its number, and whether it is abandoned."""
     row = db.execute(f"SELECT {COLUMNS}, abandoned FROM versions WHERE number = ?", (number,)).fetchone()
-    return None if row is None else (_version(row[:6]), bool(row[6]))
+    return None if row is None else (_version(db, row[:6]), bool(row[6]))
 
 
 def living_at(db: Database, step: int) -> Version | None:
     """The newest living version of a step."""
     query = f"SELECT {COLUMNS} FROM versions WHERE abandoned = 0 AND step = ? ORDER BY number DESC LIMIT 1"
     row = db.execute(query, (step,)).fetchone()
-    return None if row is None else _version(row)
+    return None if row is None else _version(db, row)
 
 
 def in_use(db: Database) -> list[int]:
@@ -165,7 +167,7 @@ def record(db: Database, version: Version) -> None:
             version.step,
             version.parent,
             version.digest,
-            str(version.path),
+            _told(db, version.path),
             version.manifest,
             db.wall_clock(),
         ),
@@ -184,6 +186,13 @@ def record(db: Database, version: Version) -> None:
     )
 
 
-def _version(row: tuple[int, int, int | None, str, str, str]) -> Version:
-    number, step, parent, digest, path, manifest = row
-    return Version(number=number, step=step, parent=parent, digest=digest, path=Path(path), manifest=manifest)
+def _told(db: Database, path: Path) -> str:
+    """A version's place as it is stored: seen from the ledger's folder, if it lies in there, so that a run can move."""
+    folder = db.path.parent.absolute()
+    return f"{HERE}{path.relative_to(folder)}" if path.is_relative_to(folder) else str(path)
+
+
+def _version(db: Database, row: tuple[int, int, int | None, str, str, str]) -> Version:
+    number, step, parent, digest, told, manifest = row
+    path = db.path.parent.absolute() / told if told.startswith(HERE) else Path(told)
+    return Version(number=number, step=step, parent=parent, digest=digest, path=path, manifest=manifest)

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.j
 WINDOW_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 NO_WINDOW_TOKENS = 1 << 20
 """For architectures without positions to run out of, such as state-space models."""
+_loading = threading.Lock()
+"""While transformers loads a model it swaps initialisers and the default dtype of the whole process."""
 
 
 def resolve(path: str | Path, *, need_weights: bool = True) -> Path:
@@ -68,7 +71,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
 
     folder = resolve(path)
     logging.disable_progress_bar()  # a bar per load would tear the run's own display
-    with _one_line(f"model.path = {str(path)!r}: transformers cannot load it"):
+    with _loading, _one_line(f"model.path = {str(path)!r}: transformers cannot load it"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _turn_dropout_off(config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -88,7 +91,7 @@ def load_shape(path: str | Path) -> PreTrainedModel:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with _one_line(f"model.path = {str(path)!r}: transformers cannot load it"), torch.device("meta"):
+    with _loading, _one_line(f"model.path = {str(path)!r}: transformers cannot load it"), torch.device("meta"):
         config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=False)
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 

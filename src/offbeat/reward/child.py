@@ -1,7 +1,9 @@
 """A reward process: loads rewards, then answers samples until its pool goes away. `python -m offbeat.reward.child`.
 
 - It imports neither torch nor anything that does, so it starts in a fraction of a second.
-- What a reward prints goes to the log, never into the protocol.
+- What a reward prints goes to the log, never into the protocol. Standard streams that it closes or replaces are mended
+  after the sample; where it harms the protocol's own descriptors, the process ends there and then, so that no other
+  sample is blamed.
 - Samples of a plain function run one after another, those of an async one side by side, each under the deadline.
 - A reward that raises or returns no finite number gives an error, never a value; the traceback is in the log.
 - It ends when its pool does: with the pipe, and on Linux by the kernel's own hand even in the middle of a sample.
@@ -12,23 +14,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import inspect
 import math
 import os
 import pickle
+import resource
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Awaitable, Mapping
 from numbers import Integral, Real
-from typing import Any, BinaryIO
+from typing import Any
 
 from offbeat.errors import UserError
 from offbeat.locate import Function, accepted_arguments, is_async, one_line
 from offbeat.reward.verifiers import load_reward
 from offbeat.reward.wire import (
     ARGUMENTS,
+    HARMED,
     Answer,
     Answers,
     Loaded,
@@ -49,17 +54,71 @@ HAND_BACK_AFTER_S = 0.1
 """Then a process hands back what it has not begun, for whoever is free: slow samples are shared out one by one, quick
 ones travel in the largest messages."""
 MAX_ERROR_CHARS = 400
+FAR = 700
+"""Descriptors from here on are seldom anybody's: programs that become daemons close the first 256."""
 LAST = -1
 """The position of the last token."""
 SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
 
 
-class RewardServer:
-    """Loads rewards and judges samples; talks through `outgoing`."""
+class Pipes:
+    """The protocol's pipes and the log, kept where user code is unlikely to step on them; and what it may step on."""
 
-    def __init__(self, setup: Setup, outgoing: BinaryIO, progress: Progress):
-        self.timeout_s, self.outgoing, self.progress = setup.timeout_s, outgoing, progress
+    def __init__(self) -> None:
+        far = min(FAR, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        found = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, far) for fd in (0, 1, 2, nothing)]
+        os.close(nothing)
+        incoming, outgoing, self.log, self.nothing = found
+        self._streams = {0: self.nothing, 1: self.log, 2: self.log}
+        for stream, source in self._streams.items():  # user code reads nothing, and its prints join the log
+            os.dup2(source, stream)
+        self._own = {fd: _identity(fd) for fd in found}
+        self._watched = [(fd, os.fstat(fd).st_ino) for fd in (incoming, outgoing, 1, 2)]
+        self.incoming, self.outgoing = os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
+
+    def mend(self) -> None:
+        """After user code: gives the standard streams back, or ends the process where more than they were harmed."""
+        try:
+            is_whole = all(os.fstat(fd).st_ino == number for fd, number in self._watched)
+        except OSError:
+            is_whole = False
+        if is_whole and sys.stdout and not sys.stdout.closed and sys.stderr and not sys.stderr.closed:
+            return  # as it is after nearly every sample, so that this is quick
+        if any(_identity(fd) != identity for fd, identity in self._own.items()):
+            os._exit(HARMED)
+        for stream, source in self._streams.items():
+            os.dup2(source, stream)
+        if not sys.stdout or sys.stdout.closed:
+            sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for as long as we live
+        if not sys.stderr or sys.stderr.closed:
+            sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+    def send(self, message: Ready | Refused | Answers) -> None:
+        self.outgoing.write(frame(message))
+        self.outgoing.flush()
+
+    def tell(self, text: str) -> None:
+        """Adds to the log, whatever user code has made of `sys.stderr`."""
+        with contextlib.suppress(OSError):  # a log that nobody keeps costs no sample
+            os.write(self.log, text.encode(errors="replace"))
+
+
+def _identity(descriptor: int) -> tuple[int, int] | None:
+    """Which file a descriptor stands for; None: none."""
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+class RewardServer:
+    """Loads rewards and judges samples; talks through `pipes`."""
+
+    def __init__(self, setup: Setup, pipes: Pipes, progress: Progress):
+        self.timeout_s, self.pipes, self.progress = setup.timeout_s, pipes, progress
         self.functions = {name: load_reward(spec) for name, spec in setup.named.items()}
         self.functions |= {name: _unpickle(name, data) for name, data in setup.pickled.items()}
         self.loop = asyncio.Runner()
@@ -94,7 +153,8 @@ class RewardServer:
                     value = self.loop.run(_finish(value))
                 answers.append(Answer(index, parts_of(value)))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything; it is reported
-                answers.append(Answer(index, error=_report(work.reward, error)))
+                answers.append(Answer(index, error=self._report(work.reward, error)))
+            self.pipes.mend()
         self._send(answers, last=True)
 
     async def _judge_side_by_side(self, work: Work, function: Function) -> None:
@@ -110,12 +170,19 @@ class RewardServer:
                 answer = Answer(index, parts_of(await function(**sample)))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
             hung = isinstance(error, TimeoutError) and limit.expired()
-            answer = Answer(index, error=timeout_error(self.timeout_s) if hung else _report(reward, error))
+            answer = Answer(index, error=timeout_error(self.timeout_s) if hung else self._report(reward, error))
+        self.pipes.mend()
         self._send([answer])
 
     def _send(self, answers: list[Answer], last: bool = False) -> None:
-        self.outgoing.write(frame(Answers(answers, last)))
-        self.outgoing.flush()
+        self.pipes.send(Answers(answers, last))
+
+    def _report(self, reward: str, error: BaseException) -> str:
+        """Writes the error to the log, with the traceback of one that was raised, and returns it as one line."""
+        is_value = isinstance(error, BadValue)
+        text = f"value: {error}" if is_value else f"raised: {one_line(error)}"
+        self.pipes.tell(f"reward {reward} {text}\n{'' if is_value else ''.join(traceback.format_exception(error))}")
+        return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 3] + "..."
 
 
 class BadValue(ValueError):
@@ -173,26 +240,6 @@ def _unpickle(name: str, data: bytes) -> Function:
         raise UserError(f"reward {name}: cannot be rebuilt in a process of its own: {one_line(error)}") from error
 
 
-def _report(reward: str, error: BaseException) -> str:
-    """Writes the error to the log, with the traceback of one that was raised, and returns it as one line."""
-    is_value = isinstance(error, BadValue)
-    text = f"value: {error}" if is_value else f"raised: {one_line(error)}"
-    with contextlib.suppress(OSError):  # a log on a full disk costs no sample
-        sys.stderr.write(f"reward {reward} {text}\n{'' if is_value else ''.join(traceback.format_exception(error))}")
-        sys.stderr.flush()
-    return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 3] + "..."
-
-
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keeps the protocol's pipes to ourselves: user code reads nothing, and its prints join the log."""
-    incoming, outgoing = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
-
-
 def _die_with(parent: int) -> None:
     """On Linux the kernel kills us when the thread that started us ends, whatever we are doing then."""
     if sys.platform == "linux":
@@ -204,22 +251,22 @@ def _die_with(parent: int) -> None:
 
 
 def main() -> None:
-    parent, cell = int(sys.argv[1]), int(sys.argv[2])
+    cell, parent = int(sys.argv[1]), int(sys.argv[2])
     _die_with(parent)
-    incoming, outgoing = _take_pipes()
-    setup = read_from_pool(incoming)
+    pipes = Pipes()
+    setup = read_from_pool(pipes.incoming)
     if not isinstance(setup, Setup):
         return
     progress = Progress(cell)
     os.close(cell)  # the mapping stays; what a reward starts must not inherit the file
     try:
-        server = RewardServer(setup, outgoing, progress)
+        server = RewardServer(setup, pipes, progress)
         reply: Ready | Refused = server.describe()
     except UserError as error:
         reply = Refused(str(error))
-    outgoing.write(frame(reply))
-    outgoing.flush()
-    while isinstance(work := read_from_pool(incoming), Work) and isinstance(reply, Ready):
+    pipes.mend()  # user code was imported
+    pipes.send(reply)
+    while isinstance(work := read_from_pool(pipes.incoming), Work) and isinstance(reply, Ready):
         server.judge(work)
 
 

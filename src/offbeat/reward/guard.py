@@ -1,85 +1,147 @@
-"""Kills reward processes, and all that they started, when whoever owns them dies without a word.
+"""Starts a reward process, and lets nothing that it started outlive it.
 
-A SIGKILLed owner cannot clean up, and what a reward started (a compiler, a test run) would live on. So a small process
-of its own keeps the list of process groups; the end of its input tells it that the owner is gone. It is run as a file
-with the standard library alone, so that it starts in a blink.
+    guard LIFELINE OWNER COMMAND ...     COMMAND gets this process' id as its last argument
+
+The pool starts this small process, and this one the reward process. When that has ended, or when the pool has had
+enough or is gone, as the end of the LIFELINE, a pipe, tells, everything is killed that descends from it. On Linux
+orphans become children of this process, so that a daemon is found even in a session of its own. Elsewhere it is the
+process group, and what still descends from it. Then this process ends as the reward process did.
+
+It is run as a file with the standard library alone, so that it starts in a blink.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
+import time
 
-WAIT_S = 5.0
-"""More than enough for a process that only has to notice the end of its input."""
-
-
-class Guard:
-    """The owner's side; one per pool."""
-
-    def __init__(self) -> None:
-        self._groups: set[int] = set()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def watch(self, group: int) -> None:
-        self._groups.add(group)
-        self._tell(f"+{group}\n")
-
-    def forget(self, group: int) -> None:
-        self._groups.discard(group)
-        self._tell(f"-{group}\n")
-
-    def close(self) -> None:
-        """Ends the guard, which kills what is still on its list."""
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            self._process.wait(WAIT_S)
-
-    def _tell(self, line: str) -> None:
-        if self._process is None:
-            self._process = _start_guard()
-        try:
-            _write(self._process, line)
-        except BrokenPipeError:  # someone killed the guard: a new one learns the whole list
-            self._process.wait(WAIT_S)
-            self._process = _start_guard()
-            _write(self._process, "".join(f"+{group}\n" for group in self._groups))
+WITHIN_S = 4.0
+"""For everything to be found, killed and gone; the kernel needs milliseconds unless the machine is in trouble."""
+LOOK_EVERY_S = 0.005
+CANNOT_START = 127
+SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36
+"""Of Linux's prctl."""
 
 
-def _start_guard() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", os.path.abspath(__file__)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        bufsize=0,
-        start_new_session=True,  # a Ctrl-C in the terminal is for the owner
-    )
+def main(lifeline: int, owner: int, command: list[str]) -> None:
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+        prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)  # a fork of the owner may hold the lifeline open
+    if os.getppid() != owner:
+        os._exit(1)
+    os.set_inheritable(lifeline, False)
+    child = _start(command)
+    signal.signal(signal.SIGTERM, lambda *_: _end(child))
+    threading.Thread(target=_end_with_lifeline, args=(lifeline, child), daemon=True).start()
+    status = _wait_for(child)
+    _clear(child)
+    _end_like(status)
 
 
-def _write(process: subprocess.Popen[bytes], text: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(text.encode())
+def _start(command: list[str]) -> int:
+    child = os.fork()
+    if child:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):  # the pipes are between the pool and the reward process
+            os.dup2(nothing, stream)
+        return child
+    try:
+        os.setsid()
+        os.execv(command[0], [*command, str(os.getppid())])
+    finally:
+        os._exit(CANNOT_START)
 
 
-def kill_group(group: int) -> None:
-    """SIGKILL to a process group; one that is already gone is fine."""
+def _wait_for(child: int) -> int:
+    """How the child ended; orphans that end before it are reaped, too."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return status
+
+
+def _end_with_lifeline(lifeline: int, child: int) -> None:
+    while os.read(lifeline, 1):
+        pass  # nobody writes; only the end of the pipe is news
+    _end(child)
+
+
+def _end(child: int) -> None:
+    _clear(child)
+    os._exit(1)
+
+
+def _clear(child: int) -> None:
+    """Kills everything below this process: all is stopped before anything dies, so that nothing can fork away."""
+    deadline_s = time.monotonic() + WITHIN_S
+    stopped: set[int] = set()
+    while (found := descendants(os.getpid()) - stopped) and time.monotonic() < deadline_s:
+        for pid in found:
+            _send(pid, signal.SIGSTOP)
+        stopped |= found
+    for pid in stopped:
+        _send(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(child, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while time.monotonic() < deadline_s:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(LOOK_EVERY_S)
 
 
-def main() -> None:
-    groups: set[int] = set()
-    for line in sys.stdin:
-        group = int(line[1:])
-        (groups.add if line[0] == "+" else groups.discard)(group)
-    for group in groups:
-        kill_group(group)
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _end_like(status: int) -> None:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the reward process has left its own, where it may
+        with contextlib.suppress(OSError):  # SIGKILL
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.WEXITSTATUS(status))
+
+
+def descendants(ancestor: int) -> set[int]:
+    """The processes that a process has started, those that they have started, and so on."""
+    parents = parents_by_proc() if os.path.isdir("/proc/self") else parents_by_ps()
+    found, new = set[int](), {ancestor}
+    while new := {pid for pid, parent in parents.items() if parent in new} - found:
+        found |= new
+    return found
+
+
+def parents_by_proc() -> dict[int, int]:
+    """Every process' parent."""
+    parents = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            # It may have ended meanwhile.
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
+                parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
+    return parents
+
+
+def parents_by_ps() -> dict[int, int]:
+    """The same where there is no /proc; without ps, nothing."""
+    try:
+        with subprocess.Popen(["ps", "-A", "-o", "pid=,ppid="], stdout=subprocess.PIPE, text=True) as ps:
+            assert ps.stdout is not None
+            pairs = [line.split() for line in ps.stdout]
+    except OSError:
+        return {}
+    return {int(pid): int(parent) for pid, parent in pairs if int(pid) != ps.pid}
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

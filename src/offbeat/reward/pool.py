@@ -11,10 +11,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +20,7 @@ from typing import Any, Self
 import cloudpickle
 
 from offbeat.errors import OffbeatError, UserError
-from offbeat.reward.guard import Guard
+from offbeat.reward.log import RewardLog
 from offbeat.reward.process import Outcome, RewardProcess
 from offbeat.reward.wire import Answer, Setup
 from offbeat.trajectory import Reward
@@ -91,9 +89,7 @@ class RewardPool:
             named={name: spec for name, spec in rewards.items() if isinstance(spec, str)},
             pickled={name: _pickle(name, spec) for name, spec in rewards.items() if not isinstance(spec, str)},
         )
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._log = log_path.open("ab")
-        self._guard = Guard()
+        self._log = RewardLog(log_path)
         self._queues: dict[str, deque[_Job]] = {name: deque() for name in rewards}
         self._num_running = Counter[str]()
         self._calls: set[_Call] = set()
@@ -152,8 +148,7 @@ class RewardPool:
         await asyncio.gather(*(process.kill() for process in self._ready))
         self._ready.clear()
         self._give_up(OffbeatError("the reward pool was closed"))
-        await asyncio.to_thread(self._guard.close)
-        self._log.close()
+        await asyncio.to_thread(self._log.close)
 
     # --- the life of a process, and of those that take its place ---
 
@@ -176,7 +171,7 @@ class RewardPool:
                 await process.kill()
 
     async def _start(self) -> RewardProcess:
-        return await RewardProcess.start(self._setup, self._log, self._guard, within_s=START_S)
+        return await RewardProcess.start(self._setup, self._log, within_s=START_S)
 
     async def _judge(self, process: RewardProcess, name: str, jobs: Sequence[_Job]) -> bool:
         """Whether the process survived."""
@@ -195,8 +190,7 @@ class RewardPool:
     def _put_back(self, name: str, jobs: Sequence[_Job], outcome: Outcome) -> None:
         """Fails the sample that took a process down and queues the others again, in their order."""
         if outcome.error is not None:
-            with suppress(OSError):  # a log on a full disk costs no sample
-                os.write(self._log.fileno(), f"reward {name} {outcome.error}\n".encode())
+            self._log.write(f"reward {name} {outcome.error}\n")
         again = []
         for index in outcome.unanswered:
             job = jobs[index]

@@ -14,14 +14,18 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import IO, Any, Self, cast
+from typing import Any, Self, cast
 
 from offbeat.errors import DeadlineError, OffbeatError, UserError
-from offbeat.reward.guard import Guard, kill_group
+from offbeat.reward import guard
+from offbeat.reward.log import RewardLog
 from offbeat.reward.wire import (
+    HARMED,
     Answer,
     Answers,
+    Junk,
     Loaded,
     Moment,
     Progress,
@@ -57,11 +61,17 @@ class _Pipes(asyncio.SubprocessProtocol):
 
     def __init__(self) -> None:
         self.buffer, self.messages = bytearray(), deque[Ready | Refused | Answers]()
+        self.is_junk = False
+        """From where on nothing that the process sent can be believed."""
         self.news, self.over, self.exited = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        self.buffer += data
-        self.messages.extend(take_from_process(self.buffer))
+        if not self.is_junk:
+            self.buffer += data
+            try:
+                self.messages.extend(take_from_process(self.buffer))
+            except Junk:
+                self.is_junk = True
         self.news.set()
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
@@ -73,42 +83,48 @@ class _Pipes(asyncio.SubprocessProtocol):
         self.exited.set()
 
     async def receive(self, until_s: float) -> bool:
-        """Waits for a message or the end of the pipe; False when the deadline came first."""
-        while not self.messages and not self.over.is_set():
+        """Waits for a message, for junk or for the end of the pipe; False when the deadline came first."""
+        while not self._has_news():
             self.news.clear()
             try:
                 async with asyncio.timeout(max(until_s - time.monotonic(), 0.0)):
                     await self.news.wait()
             except TimeoutError:
-                return bool(self.messages) or self.over.is_set()
+                return self._has_news()
         return True
+
+    def _has_news(self) -> bool:
+        return bool(self.messages) or self.is_junk or self.over.is_set()
 
 
 class RewardProcess:
     """Use `start`; a process that was lost is dead and reaped, and takes no more work."""
 
-    def __init__(self, transport: asyncio.SubprocessTransport, pipes: _Pipes, progress: Progress, guard: Guard):
-        self._transport, self._pipes, self._progress, self._guard = transport, pipes, progress, guard
-        self.pid = transport.get_pid()
+    def __init__(self, transport: asyncio.SubprocessTransport, pipes: _Pipes, progress: Progress, lifeline: int):
+        self._transport, self._pipes, self._progress = transport, pipes, progress
+        self._lifeline: int | None = lifeline
         self.rewards: dict[str, Loaded] = {}
         self.timeout_s = 0.0
 
     @classmethod
-    async def start(cls, setup: Setup, log: IO[bytes], guard: Guard, within_s: float) -> Self:
+    async def start(cls, setup: Setup, log: RewardLog, within_s: float) -> Self:
         """Starts a process and has it load its rewards; a reward that cannot be loaded is a `UserError`."""
-        with tempfile.TemporaryFile() as cell:
+        with ExitStack() as stack:
+            cell = stack.enter_context(tempfile.TemporaryFile())
             cell.truncate(Progress.SIZE)
+            until, lifeline = os.pipe()
+            stack.callback(os.close, until)
+            stack.push(lambda kind, *_: os.close(lifeline) if kind else None)
             transport, pipes = await asyncio.get_running_loop().subprocess_exec(
                 _Pipes,
-                *(sys.executable, "-P", "-u", "-X", "faulthandler", "-m", "offbeat.reward.child"),
-                *(str(os.getpid()), str(cell.fileno())),
-                stderr=log,
+                *(sys.executable, "-I", "-S", guard.__file__, str(until), str(os.getpid())),
+                *(sys.executable, "-P", "-u", "-X", "faulthandler", "-m", "offbeat.reward.child", str(cell.fileno())),
+                stderr=log.fileno(),
                 env=_environment(),
-                pass_fds=(cell.fileno(),),
-                start_new_session=True,  # a group of its own, so that what it starts can be killed with it
+                pass_fds=(cell.fileno(), until),
+                start_new_session=True,  # a Ctrl-C in the terminal is for us
             )
-            process = cls(transport, pipes, Progress(cell.fileno()), guard)
-        guard.watch(process.pid)
+            process = cls(transport, pipes, Progress(cell.fileno()), lifeline)
         try:
             await process._load(setup, within_s)
         except BaseException:
@@ -149,13 +165,18 @@ class RewardProcess:
         at = self._progress.read() if in_time else seen  # after a deadline it may have got on, and is not to blame
         await self.kill()
         self._take_answers(unanswered, on_answer)  # what it had sent before it went still counts
+        in_turn = in_turn and not self._pipes.is_junk  # which may have lain in the pipe while others were begun
         return Outcome(tuple(sorted(unanswered)), error, _culprit(unanswered, at.num_begun - before.num_begun, in_turn))
 
     def _take_answers(self, unanswered: set[int], on_answer: Callable[[Answer], None]) -> bool:
         """Whether the process is free again."""
         last = False
         while self._pipes.messages:
-            message = cast(Answers, self._pipes.messages.popleft())
+            message = self._pipes.messages.popleft()
+            if not isinstance(message, Answers) or not unanswered.issuperset(a.index for a in message.answers):
+                self._pipes.is_junk = True
+                self._pipes.messages.clear()
+                return False
             last = message.last
             for answer in message.answers:
                 unanswered.remove(answer.index)
@@ -168,20 +189,21 @@ class RewardProcess:
         return seen.begun_s + self.timeout_s + (0.0 if in_turn else GRACE_S)
 
     async def kill(self) -> None:
-        """Kills the process and its group, and reaps it."""
-        kill_group(self.pid)
-        try:
+        """Kills the process and all that it started, and reaps it."""
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+        with suppress(TimeoutError):  # not even SIGKILL ends it now: we go on without it
             async with asyncio.timeout(EXIT_S):
                 await self._pipes.exited.wait()
                 await self._pipes.over.wait()  # until then, answers that it had written may still arrive
-            self._guard.forget(self.pid)
-        except TimeoutError:
-            pass  # not even SIGKILL ends it now: it stays on the guard's list, and we go on without it
-        self._transport.close()
+        self._transport.close()  # kills the guard where it is still there
         self._progress.close()
 
     async def _end(self) -> str:
-        """How a process whose pipe is closed ended."""
+        """How a process ended whose pipe is closed, or no longer to be believed."""
+        if self._pipes.is_junk:
+            return "the reward wrote into the pipe of the reward process"
         try:
             async with asyncio.timeout(EXIT_S):
                 await self._pipes.exited.wait()
@@ -189,6 +211,8 @@ class RewardProcess:
             return "the reward process closed its pipe"
         status = self._transport.get_returncode()
         assert status is not None
+        if status == HARMED:
+            return "the reward closed or replaced a descriptor of the reward process"
         if status < 0:
             return f"the reward process was killed by {signal.Signals(-status).name}"
         return f"the reward process ended with status {status}"

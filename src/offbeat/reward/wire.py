@@ -1,7 +1,8 @@
-"""What a reward pool and its processes say to each other: length-prefixed msgpack frames, and a shared progress cell.
+"""What a reward pool and its processes say to each other: msgpack frames, and a shared progress cell.
 
-Frames cost something, so answers of quick rewards travel together. The cell, sixteen bytes of shared memory, tells the
-pool at any moment which sample a process is at and since when: a process that hangs cannot be asked.
+A frame begins with a mark and its length, so that what a reward writes into the pipe by mistake is known for junk at
+once. Frames cost something, so answers of quick rewards travel together. The cell, sixteen bytes of shared memory,
+tells the pool at any moment which sample a process is at and since when: a process that hangs cannot be asked.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-LENGTH = struct.Struct("<I")
+MARK = b"\xf0\x9f\xa5\x81"
+HEAD = struct.Struct("<4sI")
+MAX_BYTES = 1 << 28
+"""Of a frame from a process; answers are small."""
+HARMED = 86
+"""The exit status of a process whose reward closed or replaced the descriptors that its answers go through."""
 ARGUMENTS = ("response", "answer", "prompt", "info", "tokens")
 """What a reward may ask for, by the names of its parameters."""
 
@@ -75,30 +81,43 @@ _from_pool = msgspec.msgpack.Decoder(Setup | Work)
 _from_process = msgspec.msgpack.Decoder(Ready | Refused | Answers)
 
 
+class Junk(ValueError):
+    """What came out of a pipe is not what was meant to go in."""
+
+
 def frame(message: Setup | Work | Ready | Refused | Answers) -> bytes:
     body = _encoder.encode(message)
-    return LENGTH.pack(len(body)) + body
+    return HEAD.pack(MARK, len(body)) + body
 
 
 def read_from_pool(pipe: BinaryIO) -> Setup | Work | None:
     """The next message, waiting for it; None when the pool closed the pipe or is gone."""
-    head = pipe.read(LENGTH.size)
-    if len(head) < LENGTH.size:
+    head = pipe.read(HEAD.size)
+    if len(head) < HEAD.size:
         return None
-    (length,) = LENGTH.unpack(head)
+    _, length = HEAD.unpack(head)
     body = pipe.read(length)
     return _from_pool.decode(body) if len(body) == length else None
 
 
 def take_from_process(buffer: bytearray) -> Iterator[Ready | Refused | Answers]:
-    """The whole messages at the front of what arrived, which leave the buffer."""
+    """The whole messages at the front of what arrived, which leave the buffer; raises `Junk` where there is any."""
     start = 0
-    while len(buffer) - start >= LENGTH.size:
-        (length,) = LENGTH.unpack_from(buffer, start)
-        end = start + LENGTH.size + length
+    while len(buffer) - start >= len(MARK):
+        if not buffer.startswith(MARK, start):
+            raise Junk
+        if len(buffer) - start < HEAD.size:
+            break
+        _, length = HEAD.unpack_from(buffer, start)
+        if length > MAX_BYTES:
+            raise Junk
+        end = start + HEAD.size + length
         if len(buffer) < end:
             break
-        yield _from_process.decode(bytes(buffer[start + LENGTH.size : end]))
+        try:
+            yield _from_process.decode(bytes(buffer[start + HEAD.size : end]))
+        except msgspec.MsgspecError as error:
+            raise Junk from error
         start = end
     del buffer[:start]
 

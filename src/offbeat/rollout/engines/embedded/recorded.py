@@ -11,6 +11,7 @@ Weights and KV are read where they lie, so both may change under a recording.
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +31,9 @@ ERROR_CHARACTERS = 300
 Forward = Callable[..., Tensor]
 """From tokens (rows, 1), positions (rows,), mask (rows, 1, 1, read tokens), a mask of the last rows where those
 are read less far, and all keys and values to logits."""
+
+_recording = threading.Lock()
+"""How warnings are told belongs to the process: engines of two runs that record at a time would hear each other's."""
 
 
 class DecodeForward:
@@ -86,7 +90,7 @@ def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Fo
     """A recording made with the first inputs and compared on all of them, or `forward` itself."""
     if inputs[0][0].device.type != "cpu":
         return forward
-    with warnings.catch_warnings(record=True) as told:
+    with _recording, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
             replay = Replay(forward, inputs[0])
