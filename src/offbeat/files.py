@@ -1,21 +1,49 @@
-"""Writing files so that a reader, or a machine that lost power, sees the old content or the new, never half."""
+"""Writing files so that a reader, or a machine that lost power, sees the old content or the new, never half; and so
+that only those who may can read them."""
 
 from __future__ import annotations
 
 import errno
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 """What file systems say that know no second name for a file."""
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+MASKS = {"private": 0o077, "group": 0o027, "everyone": 0o022}
+"""What files and folders are not to allow, by who else may read them (`run.access`)."""
+
+
+@contextmanager
+def readable_by(who: str) -> Iterator[None]:
+    """Has this process, and those that it starts, make files and folders for nobody but `who` to read."""
+    before = os.umask(MASKS[who])
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder as the mask says, and the folders above it as usual: what is in them is others' affair."""
+    own = os.umask(MASKS["everyone"])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    finally:
+        os.umask(own)
+    path.mkdir(exist_ok=True)
+
+
+def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replaces a file's content: draft in the same folder, flush, rename, flush the folder."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
-        with open(draft, "wb") as file:
+        draft.unlink(missing_ok=True)  # of a process that had our number: its mode would stay
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
