@@ -13,7 +13,7 @@ TORCH = {"torch", "transformers", "safetensors.torch", "peft", "accelerate"}
 HTTP = {"http", "urllib", "aiohttp", "httpx", "requests", "fastapi", "uvicorn", "starlette", "socketserver"}
 SQL = {"sqlite3"}
 
-BASE = {"crash", "errors", "extras", "files", "locate", "spelling", "threads"}
+BASE = {"crash", "errors", "extras", "files", "locate", "redact", "spelling", "threads"}
 """Small things of the standard library alone, which everyone may use."""
 
 MAY_NOT_IMPORT = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from benchmarks.serving.work import Batch, Done, checked
 from offbeat.errors import OffbeatError
 from offbeat.launch.engine_commands import SERVED_NAME
 from offbeat.rollout.engine import Engine, Finish, Request
+from offbeat.rollout.engines.served.http import UNIX
 from offbeat.trajectory import Sampling
 
 
@@ -49,12 +51,10 @@ def requests_of(batch: Batch) -> Iterator[Request]:
 
 
 def naive(url: str, batch: Batch) -> Done:
-    address = urlsplit(url)
-
     def ask(prompt: list[int], seed: int) -> tuple[int, int]:
         sampling = {"max_tokens": batch.num_tokens, "temperature": 1.0, "seed": seed, "ignore_eos": True, "logprobs": 0}
         body = {"model": SERVED_NAME, "token_ids": prompt, "sampling_params": {**sampling, "detokenize": False}}
-        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=BATCH_WITHIN_S)
+        connection = _connection(url)
         try:
             connection.request("POST", "/inference/v1/generate", json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
@@ -71,3 +71,14 @@ def naive(url: str, batch: Batch) -> Done:
         counts = list(threads.map(ask, batch.prompts, batch.seeds))
         seconds = time.perf_counter() - start_s
     return checked("naive client", batch, Done(seconds, sum(c[0] for c in counts), sum(c[1] for c in counts)))
+
+
+def _connection(url: str) -> http.client.HTTPConnection:
+    if not url.startswith(UNIX):
+        address = urlsplit(url)
+        return http.client.HTTPConnection(address.hostname or "", address.port, timeout=BATCH_WITHIN_S)
+    connection = http.client.HTTPConnection("localhost")
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.settimeout(BATCH_WITHIN_S)
+    connection.sock.connect(url.removeprefix(UNIX))
+    return connection

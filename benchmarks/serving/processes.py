@@ -23,6 +23,7 @@ from offbeat.config.models import Config
 from offbeat.errors import OffbeatError, UserError
 from offbeat.launch import engine_commands
 from offbeat.launch.engine_commands import Machine
+from offbeat.launch.engine_doors import door_of
 from offbeat.launch.engine_server import EngineServer
 
 SCRIPT = Path(__file__).with_name("offline.py")
@@ -64,12 +65,12 @@ class Settings:
     def uses_ipc(self) -> bool:
         return engine_commands.uses_ipc(self.config, self.machine, sees_gpu=torch.cuda.is_available())
 
-    def command(self, port: int) -> list[str]:
-        return engine_commands.command(self.config, self.machine, port, ipc=self.uses_ipc)
+    def command(self, listen: Sequence[str]) -> list[str]:
+        return engine_commands.command(self.config, self.machine, listen, ipc=self.uses_ipc)
 
     def offline_command(self) -> list[str]:
         """The server's words, behind the script instead of its module."""
-        python, *words = engine_commands.command(self.config, self.machine, 0)
+        python, *words = engine_commands.command(self.config, self.machine, ())
         return [python, str(SCRIPT), *words[words.index(MODULE) + 2 :]]
 
 
@@ -101,6 +102,7 @@ async def server(settings: Settings, folder: Path, log: Path) -> AsyncIterator[s
         "vllm",
         settings.command,
         settings.environment,
+        door=lambda: door_of("vllm"),
         log=log,
         lock=folder / "engine.lock",
         start_within_s=START_WITHIN_S,

@@ -1,10 +1,16 @@
-"""Writing files so that a reader, or a machine that lost power, sees the old content or the new, never half."""
+"""Writing files so that a reader, or a machine that lost power, sees the old content or the new, never half; and so
+that only those who may can read them."""
 
 from __future__ import annotations
 
 import errno
 import os
 import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
 from offbeat.errors import OffbeatError
@@ -21,6 +27,11 @@ REMEDIES = {
     errno.EPERM: "give yourself the right to write there",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
 }
+MASKS = {"private": 0o077, "group": 0o027, "everyone": 0o022}
+"""What files and folders are not to allow, by who else may read them (`run.access`)."""
+_masks_lock = threading.Lock()
+_masks_held: list[int] = []
+_mask_before = 0
 
 
 def cannot_write(path: Path, error: OSError, then: str = "then --resume the run") -> OffbeatError:
@@ -29,11 +40,44 @@ def cannot_write(path: Path, error: OSError, then: str = "then --resume the run"
     return OffbeatError(f"{path}: cannot be written: {error.strerror or error}; {remedy}, {then}")
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+@contextmanager
+def readable_by(who: str) -> Iterator[None]:
+    """Has this process, and those that it starts, make files and folders for nobody but `who` to read. Blocks of
+    several threads may overlap: the strictest holds, and the last to end gives the process its own mask back."""
+    global _mask_before
+    with _masks_lock:
+        before = os.umask(_strictest([*_masks_held, MASKS[who]]))
+        if not _masks_held:
+            _mask_before = before
+        _masks_held.append(MASKS[who])
+    try:
+        yield
+    finally:
+        with _masks_lock:
+            _masks_held.remove(MASKS[who])
+            os.umask(_strictest(_masks_held) if _masks_held else _mask_before)
+
+
+def _strictest(masks: list[int]) -> int:
+    return reduce(or_, masks)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder as the mask says, and the folders above it as usual: what is in them is others' affair."""
+    own = os.umask(MASKS["everyone"])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    finally:
+        os.umask(own)
+    path.mkdir(exist_ok=True)
+
+
+def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replaces a file's content: draft in the same folder, flush, rename, flush the folder."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
-        with open(draft, "wb") as file:
+        draft.unlink(missing_ok=True)  # of a process that had our number: its mode would stay
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -14,6 +14,7 @@ from typing import Any
 
 from offbeat.config.models import Config
 from offbeat.launch import engine_commands
+from offbeat.launch.engine_doors import door_of
 from offbeat.launch.engine_server import EngineServer
 from offbeat.rollout.engines.served.dialect import Dialect
 from offbeat.rollout.engines.served.http import Server
@@ -50,8 +51,16 @@ DIALECTS = {
 }
 
 
+KEYS: dict[str, str | None] = {}
+"""What servers that were started here ask for, by their URLs."""
+
+
+def server_at(url: str) -> Server:
+    return Server(url, api_key=KEYS.get(url))
+
+
 def dialect_of(name: str, url: str) -> Dialect:
-    return DIALECTS[name](Server(url))
+    return DIALECTS[name](server_at(url))
 
 
 def started(name: str, model: Path) -> Iterator[str]:
@@ -87,12 +96,14 @@ def own_server(
             name,
             partial(engine_commands.command, config, machine),
             engine_commands.suited(environment, machine),
+            door=partial(door_of, name),
             log=log or Path(folder) / "engine.log",
             lock=Path(folder) / "engine.lock",
             start_within_s=START_WITHIN_S,
         )
         try:
             run(server.start())
+            KEYS[server.url] = server.key
             yield server.url, server
         finally:
             run(server.stop())

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import stat
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +36,29 @@ def server(tmp_path_factory):
     tiny_llama(seed=1, tied=True).save_pretrained(tmp_path / "model")
     with own_server("vllm", PYTHON, tmp_path / "model", tmp_path / "engine.log") as (url, server):
         yield url, server, Version(0, step=0, parent=None, digest="0", path=tmp_path / "model")
+
+
+def listening_ports() -> list[int]:
+    """Ports of this machine that anybody can connect to."""
+    rows = [line.split() for file in ("tcp", "tcp6") for line in Path(f"/proc/net/{file}").read_text().splitlines()[1:]]
+    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"]
+
+
+def speaks_http(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=2) as connection:
+            connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            return b'"version"' in connection.recv(2000)
+    except OSError:
+        return False
+
+
+def test_no_other_user_of_the_machine_can_call_a_workers_server(server):
+    url, _, _ = server
+    place = Path(url.removeprefix("unix:"))
+    assert stat.S_ISSOCK(place.stat().st_mode)
+    assert stat.S_IMODE(place.parent.stat().st_mode) == 0o700
+    assert not [port for port in listening_ports() if speaks_http(port)], "vLLM answers at a port"
 
 
 def test_an_output_layer_that_shares_the_embeddings_weights_follows_them(server, tmp_path):

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_servers import DIALECTS, dialect_of
+from engine_servers import DIALECTS, dialect_of, server_at
 from test_engine_contract import ask, generate, prompt, with_engine
 
 from offbeat.rollout.engine import Engine, EngineDied, Finish, Generation, KvMode
 from offbeat.rollout.engines.served.engine import ServedEngine
-from offbeat.rollout.engines.served.http import Server
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a server starts it, which takes minutes on busy cores
 HITS = re.compile(r"^vllm:prefix_cache_hits_total\{.*\} ([0-9.e+]+)$", re.MULTILINE)
@@ -35,7 +34,7 @@ def url(request, engine_name):
 
 
 async def num_hits(url: str) -> float:
-    server = Server(url)
+    server = server_at(url)
     try:
         found = HITS.search(await server.text("/metrics"))
         assert found is not None
@@ -73,7 +72,7 @@ def test_weights_that_someone_else_changed_end_the_engine_and_are_named(engine_n
     async def scenario(engine: ServedEngine) -> None:
         if not engine.facts.has_labels:
             pytest.skip("it could not be told")
-        other = Server(url)
+        other = server_at(url)
         running = asyncio.create_task(engine.generate(ask(prompt(22), max_new_tokens=1500)))
         await asyncio.sleep(0.3)
         await other.post("/update_weight_version", {"new_version": "theirs"})

@@ -15,6 +15,7 @@ from terminals import SMALL, Terminals
 from offbeat.config import load
 from offbeat.config.models import Config
 from offbeat.launch.engine_commands import Machine, command, environment
+from offbeat.rollout.engines.sglang import LAUNCHER
 from offbeat.rollout.engines.vllm_lora import RANKS
 
 PAGE = ROOT / "docs" / "engines.md"
@@ -22,6 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "engines-h200.md"
 (JOIN,) = [line for block in blocks(PAGE, "sh") for line in block.splitlines() if "--join" in line]
 VLLM, SGLANG = (shlex.split(line) for line in commands(PAGE) if "--host" in line)
 (SERVE, _) = blocks(ROOT / "docs" / "swarm.md", "sh")[-1].splitlines()
+PORT = ("--host", "127.0.0.1", "--port", "8000")
 OWN_CHOICE = {"--port", "--model-path"}
 """Options whose values are the reader's own."""
 
@@ -34,7 +36,7 @@ def options(words: list[str]) -> set[tuple[str, ...]]:
 
 def started_by_a_worker(engine: str) -> list[str]:
     config = load(None, [f"--rollout.engine={engine}", "--rollout.workers=1"])
-    return command(config, Machine("python", num_gpus=1), port=8000)
+    return command(config, Machine("python", num_gpus=1), PORT)
 
 
 @pytest.mark.parametrize("engine, words", [("vllm", VLLM), ("sglang", SGLANG)])
@@ -45,7 +47,8 @@ def test_a_server_to_attach_to_is_started_with_what_a_worker_starts_its_own_with
         assert "--tokens-only" in own  # which brings the same calls, and takes away those for text
         shown.remove(("--enable-scale-out",))
     else:
-        assert words[:3] == own[:3]
+        assert words[:3] == ["python", "-m", "sglang.launch_server"]
+        assert LAUNCHER in own  # the same, with a key
     assert shown <= options(own)
     assert len(shown) >= 4
 
@@ -65,7 +68,7 @@ def with_adapters() -> Config:
 
 def test_a_server_for_adapters_is_started_with_what_a_worker_starts_its_own_with():
     (shown,) = re.findall(r"`(--enable-lora [^`]*)`", PAGE.read_text())
-    assert options(shown.split()) <= options(command(with_adapters(), Machine("python", num_gpus=1), port=8000))
+    assert options(shown.split()) <= options(command(with_adapters(), Machine("python", num_gpus=1), PORT))
     (ranks,) = re.findall(r"can be started for are ([\d, and]+);", " ".join(PAGE.read_text().split()))
     assert tuple(map(int, re.findall(r"\d+", ranks))) == RANKS
 

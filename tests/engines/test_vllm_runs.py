@@ -38,7 +38,7 @@ CONFIG = """
 source = "arithmetic"
 reward = "slow.py:slow"
 """
-UP = re.compile(r"engine http://127\.0\.0\.1:(\d+): up after")
+UP = re.compile(r"engine unix:(\S+): up after")
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
@@ -78,17 +78,17 @@ def steps_of(run: Path) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-def kill_server(port: str) -> None:
+def kill_server(place: str) -> None:
     """The process that listens there, with all that it started, as when a machine has had enough of it."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             words = (entry / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"vllm.entrypoints.openai.api_server" in words and port.encode() in words and b"-S" not in words:
+        if b"vllm.entrypoints.openai.api_server" in words and place.encode() in words and b"-S" not in words:
             os.killpg(os.getpgid(int(entry.name)), signal.SIGKILL)
             return
-    raise AssertionError(f"no server on port {port}")
+    raise AssertionError(f"no server at {place}")
 
 
 def test_the_example_trains_a_real_model_through_a_real_server_in_signed_pieces(tmp_path):
@@ -127,7 +127,7 @@ def test_two_workers_on_two_servers_lose_nothing_when_one_server_is_killed(tmp_p
         assert training.returncode == 143, f"{printed}\n{logged(run)}"
     finally:
         training.kill()
-    assert re.search(r"engine http://\S+: dead: ", log.read_text())
+    assert re.search(r"engine unix:\S+: dead: ", log.read_text())
     assert "everything holds" in offbeat(tmp_path, "ledger", "verify", "runs/a")
 
 

@@ -68,6 +68,7 @@ class RemoteJudge:
             TOKEN_VARIABLE: new_token(run.run, "reward"),
         }
         words = ["worker", "--role", "reward", "--join", url, "--name", name, "--dir", str(run.folder / name)]
+        words += ["--task.reward", "judge.py:reward"]
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "offbeat", *words],

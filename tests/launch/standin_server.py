@@ -1,9 +1,11 @@
-"""A server that does nothing but answer /health, for tests of how processes are started and ended.
+"""A server that does little but answer /health, for tests of how processes are started and ended.
 
-    standin_server.py --port N [--child] [--deaf] [--stubborn] [--say TEXT --exit STATUS] [--killed-at-first FILE]
+    standin_server.py --uds PATH | --port N [--child] [--deaf] [--stubborn] [--say TEXT --exit STATUS]
+                      [--killed-at-first FILE]
 
 --child: starts another process, as engines do, and prints which. --deaf: never listens. --stubborn: ignores SIGTERM.
 --killed-at-first: unless there is such a file, is killed as soon as it has made one. All other options are ignored.
+At a port it is as SGLang is: /v1/models wants a key, and has a name, which are both in its environment.
 """
 
 import argparse
@@ -18,23 +20,31 @@ import time
 SLEEPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 
-async def serve(port: int) -> None:
+async def serve(uds: str | None, port: int | None) -> None:
     from aiohttp import web
 
     async def health(_: web.Request) -> web.Response:
         return web.Response()
 
+    async def models(request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {os.environ['OFFBEAT_SERVER_KEY']}":
+            return web.Response(status=401)
+        return web.json_response({"data": [{"id": os.environ["OFFBEAT_SERVER_NAME"]}]})
+
     app = web.Application()
     app.router.add_get("/health", health)
+    if port is not None:
+        app.router.add_get("/v1/models", models)
     runner = web.AppRunner(app)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
+    await (web.UnixSite(runner, uds) if uds else web.TCPSite(runner, "127.0.0.1", port)).start()
     await asyncio.Event().wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--uds")
+    parser.add_argument("--port", type=int)
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--stubborn", action="store_true")
@@ -42,7 +52,7 @@ def main() -> None:
     parser.add_argument("--exit", type=int)
     parser.add_argument("--killed-at-first", type=pathlib.Path)
     arguments, _ = parser.parse_known_args()
-    print(f"server {os.getpid()} on {arguments.port}", flush=True)
+    print(f"server {os.getpid()} on {arguments.uds or arguments.port}", flush=True)
     if arguments.child:
         child = subprocess.Popen([sys.executable, "-c", SLEEPER])
         print(f"child {child.pid}", flush=True)
@@ -57,7 +67,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if arguments.deaf:
         time.sleep(600)
-    asyncio.run(serve(arguments.port))
+    asyncio.run(serve(arguments.uds, arguments.port))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from offbeat.errors import UserError
 from offbeat.launch.engine_commands import Machine, command, environment, look_around, suited, uses_ipc
 from offbeat.model.loading import TINY_FOLDER
 
+SOCKET, PORT = ("--uds", "/private/engine"), ("--host", "127.0.0.1", "--port", "8123")
 CPU, GPU = Machine("/env/bin/python", 0), Machine("/env/bin/python", 2)
 
 
@@ -27,8 +28,8 @@ def options(words: list[str]) -> dict[str, str]:
     return {word: "" if following.startswith("--") else following for word, following in after.items()}
 
 
-def test_vllm_listens_on_this_machine_alone_and_takes_tokens_alone():
-    words = command(configured(rollout__slots=24, rollout__max_new_tokens=100, run__seed=7), CPU, 8123)
+def test_vllm_listens_at_a_socket_and_takes_tokens_alone():
+    words = command(configured(rollout__slots=24, rollout__max_new_tokens=100, run__seed=7), CPU, SOCKET)
     assert words[:3] == ["/env/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
     assert options(words) == {
         "--model": str(TINY_FOLDER),
@@ -45,39 +46,40 @@ def test_vllm_listens_on_this_machine_alone_and_takes_tokens_alone():
         "--tokens-only": "",
         "--disable-uvicorn-access-log": "",
         "--no-enable-chunked-prefill": "",
-        "--host": "127.0.0.1",
-        "--port": "8123",
+        "--uds": "/private/engine",
     }
 
 
 def test_on_a_gpu_it_is_told_its_share_of_memory_and_how_weights_come():
     config = configured(engine__memory_share=0.5, engine__tensor_parallel=2)
-    told = options(command(config, GPU, 1, ipc=True))
+    told = options(command(config, GPU, SOCKET, ipc=True))
     assert (told["--dtype"], told["--gpu-memory-utilization"], told["--tensor-parallel-size"]) == (
         "bfloat16",
         "0.5",
         "2",
     )
     assert json.loads(told["--weight-transfer-config"]) == {"backend": "ipc"}
-    assert "--weight-transfer-config" not in command(config, GPU, 1)
+    assert "--weight-transfer-config" not in command(config, GPU, SOCKET)
     assert "--no-enable-chunked-prefill" not in told
 
 
 def test_sglang_is_started_as_its_dialect_wants_it():
     config = configured(rollout__engine="sglang", rollout__kv="stale", schedule__mode="overlap")
-    words = command(config, GPU, 8123)
-    assert words[:3] == ["/env/bin/python", "-m", "sglang.launch_server"]
+    words = command(config, GPU, PORT)
+    assert words[:3] == ["/env/bin/python", "-m", "offbeat_in_sglang"]
     told = options(words)
     assert (told["--context-length"], told["--host"], told["--port"]) == ("102", "127.0.0.1", "8123")
     wanted = {"--skip-tokenizer-init", "--incremental-streaming-output", "--enable-deterministic-inference"}
     assert wanted | {"--disable-overlap-schedule"} <= told.keys()
-    assert "--disable-overlap-schedule" not in command(configured(rollout__engine="sglang"), GPU, 1)
-    assert options(command(config, CPU, 1))["--device"] == "cpu"
+    assert "--disable-overlap-schedule" not in command(configured(rollout__engine="sglang"), GPU, PORT)
+    assert options(command(config, CPU, PORT))["--device"] == "cpu"
 
 
-def test_a_users_own_words_come_last_so_that_they_win():
-    words = command(configured(engine__arguments=["--seed", "9", "--enforce-eager"]), CPU, 1)
-    assert words[-3:] == ["--seed", "9", "--enforce-eager"]
+def test_a_users_own_words_win_except_over_where_it_listens():
+    words = command(configured(engine__arguments=["--seed", "9", "--enforce-eager", "--host", "0.0.0.0"]), CPU, PORT)
+    told = options(words)
+    assert (told["--seed"], told["--host"], told["--port"]) == ("9", "127.0.0.1", "8123")
+    assert "--enforce-eager" in told
 
 
 def test_a_server_sees_no_secret_of_ours_and_none_of_our_packages():

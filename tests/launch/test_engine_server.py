@@ -5,16 +5,22 @@ import functools
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
-from offbeat.launch import engine_guard
+from offbeat.errors import UserError
+from offbeat.launch import engine_doors, engine_guard
+from offbeat.launch.engine_doors import PortDoor, SocketDoor
 from offbeat.launch.engine_server import EngineServer, ServerEnded, telling_line
-from offbeat.rollout.engines.served.http import Server
+from offbeat.rollout.engines.served.http import Server, ServerRefused
+from offbeat.rollout.engines.sglang import INSIDE_FOLDER, LAUNCHER
 
 HERE = Path(__file__).parent
 WITHIN_S = 60.0
@@ -28,12 +34,12 @@ def in_a_loop(test):
     return run
 
 
-def server_in(folder: Path, *words: str, start_within_s: float = WITHIN_S) -> EngineServer:
-    def command(port: int) -> list[str]:
-        return [sys.executable, str(HERE / "standin_server.py"), "--port", str(port), *words]
+def server_in(folder: Path, *words: str, start_within_s: float = WITHIN_S, door=SocketDoor) -> EngineServer:
+    def command(listen: Sequence[str]) -> list[str]:
+        return [sys.executable, str(HERE / "standin_server.py"), *listen, *words]
 
     log, lock = folder / "engine.log", folder / "engine.lock"
-    return EngineServer("stand-in", command, os.environ, log=log, lock=lock, start_within_s=start_within_s)
+    return EngineServer("stand-in", command, os.environ, door=door, log=log, lock=lock, start_within_s=start_within_s)
 
 
 def processes(folder: Path) -> list[int]:
@@ -106,7 +112,9 @@ async def test_only_what_the_last_start_printed_is_quoted(tmp_path):
 @in_a_loop
 async def test_a_program_that_is_not_there_is_told_as_such(tmp_path):
     log, lock = tmp_path / "engine.log", tmp_path / "lock"
-    server = EngineServer("x", lambda port: ["/no/such"], {}, log=log, lock=lock, start_within_s=WITHIN_S)
+    server = EngineServer(
+        "x", lambda listen: ["/no/such"], {}, door=SocketDoor, log=log, lock=lock, start_within_s=WITHIN_S
+    )
     with pytest.raises(ServerEnded, match=r"status 127: /no/such: No such file or directory"):
         await server.start()
     await server.stop()
@@ -142,7 +150,7 @@ def test_killing_the_owner_ends_the_server_and_all_that_it_started(tmp_path):
     paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(HERE / "server_owner.py"), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}) as owner:
-        assert owner.stdout.readline().startswith(b"http://127.0.0.1:")
+        assert owner.stdout.readline().startswith(b"unix:/")
         pids = processes(tmp_path)
         assert len(pids) == 2
         assert all(is_alive(pid) for pid in pids)
@@ -184,6 +192,83 @@ async def test_one_that_waits_for_its_turn_can_be_stopped(tmp_path):
     await asyncio.wait_for(second.stop(), WITHIN_S)
     assert len(processes(tmp_path)) == 1
     await first.stop()
+
+
+@in_a_loop
+async def test_nobody_but_this_user_reaches_a_socket_and_nothing_of_it_is_left(tmp_path):
+    server = server_in(tmp_path)
+    await server.start()
+    folder = Path(server.url.removeprefix("unix:")).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_ISSOCK((folder / "engine").stat().st_mode)
+    await server.stop()
+    assert not folder.exists()
+
+
+@in_a_loop
+async def test_a_server_at_a_port_has_a_key_that_no_command_line_shows(tmp_path):
+    server = server_in(tmp_path, door=PortDoor)
+    await server.start()
+    try:
+        (pid,) = processes(tmp_path)
+        assert server.key
+        assert server.key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        stranger = Server(server.url)
+        with pytest.raises(ServerRefused, match="401"):
+            await stranger.get("/v1/models")
+        await stranger.close()
+        first = server.key
+    finally:
+        await server.stop()
+    await server.start()
+    await server.stop()
+    assert server.key != first
+
+
+@in_a_loop
+async def test_a_stranger_who_took_the_port_is_not_mistaken_for_our_server(tmp_path, monkeypatch):
+    """It says yes to everything, and echoes whatever it is sent."""
+
+    async def agree(request: web.BaseRequest) -> web.Response:
+        echoed = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        return web.json_response({"data": [{"id": echoed}, {"id": "offbeat"}]})
+
+    stranger = web.Server(agree)
+    listener = await asyncio.get_running_loop().create_server(stranger, "127.0.0.1", 0)
+    monkeypatch.setattr(engine_doors, "_free_port", lambda: listener.sockets[0].getsockname()[1])
+    try:
+        server = server_in(tmp_path, "--deaf", door=PortDoor)
+        with pytest.raises(ServerEnded, match=r"another process answers at http://127\.0\.0\.1:") as caught:
+            await server.start()
+        assert caught.value.status < 0, "it is worth another try, at another port"
+        assert not any(is_alive(pid) for pid in processes(tmp_path))
+    finally:
+        listener.close()
+        await stranger.shutdown(timeout=0.01)
+
+
+def test_sglang_is_given_its_key_and_name_where_no_other_user_reads_them(tmp_path):
+    """By a package that says what it was started with."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "launch_server.py").write_text(
+        "import os, sys\nprint(__name__, *sys.argv[1:], *(n for n in os.environ if n.startswith('OFFBEAT_')))\n"
+    )
+    path = os.pathsep.join([str(INSIDE_FOLDER), str(tmp_path)])
+    secrets = {"OFFBEAT_SERVER_KEY": "k", "OFFBEAT_SERVER_NAME": "n", "PYTHONPATH": path}
+    words = [sys.executable, "-m", LAUNCHER, "--port", "1"]
+    said = subprocess.run(words, env={**os.environ, **secrets}, capture_output=True, text=True, check=True)
+    assert said.stdout == "__main__ --port 1 --api-key k --served-model-name n\n"
+
+
+@in_a_loop
+async def test_a_path_too_long_for_a_socket_is_told_at_once(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(UserError, match=r"^TMPDIR = .*: too long for the path of a socket; set a shorter one$"):
+        await server_in(tmp_path).start()
+    assert list(long.iterdir()) == []
 
 
 @pytest.mark.parametrize(

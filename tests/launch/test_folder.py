@@ -3,6 +3,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import stat
 import threading
 import warnings
 from pathlib import Path
@@ -346,3 +347,38 @@ def test_a_copy_is_found_by_its_name_among_the_runs(tmp_path):
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     found, path = resolve(None, [f"--run.dir={tmp_path}", "--run.name=b"], "")
     assert (path, found.run.name) == (tmp_path / "b", "b")
+
+
+def modes(folder) -> dict[str, int]:
+    """What of a folder and all that is in it others may do, by its path."""
+    return {str(path): stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (folder, *folder.rglob("*"))}
+
+
+def test_a_runs_folder_and_all_that_is_made_there_is_private(tmp_path):
+    parent = tmp_path / "runs"
+    with RunFolder.create(config(parent, "--run.name=a")) as folder:
+        (folder.path / "weights" / "00000001").mkdir(parents=True)  # as any module makes files
+        (folder.path / "weights" / "00000001" / "model.safetensors").write_bytes(b"")
+        folder.summary({})
+    assert len(modes(folder.path)) >= 9
+    assert set(modes(folder.path).values()) == {0}
+    assert stat.S_IMODE(parent.stat().st_mode) & 0o055, "what else is beside the run is not our affair"
+    (tmp_path / "later").touch()
+    assert modes(tmp_path / "later") == {str(tmp_path / "later"): 0o044}, "the process is as it was before"
+
+
+@pytest.mark.parametrize("access, folder_mode, file_mode", [("group", 0o50, 0o40), ("everyone", 0o55, 0o44)])
+def test_a_run_can_be_shared(tmp_path, access, folder_mode, file_mode):
+    with RunFolder.create(config(tmp_path, "--run.name=a", f"--run.access={access}")) as folder:
+        found = modes(folder.path)
+    assert (found[str(folder.path)], found[str(folder.path / "metrics.jsonl")]) == (folder_mode, file_mode)
+    assert found[str(folder.path / "config.json")] == file_mode
+
+
+def test_a_resumed_run_writes_as_privately_as_before_and_leaves_the_folder_to_its_owner(tmp_path):
+    begin(tmp_path).close()
+    (tmp_path / "a").chmod(0o750)
+    with RunFolder.open(tmp_path / "a") as folder:
+        (folder.path / "new").touch()
+    assert modes(folder.path)[str(folder.path / "new")] == 0
+    assert modes(folder.path)[str(folder.path)] == 0o50

@@ -14,7 +14,7 @@ ALLOW = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 def test_a_server_is_started_for_adapters_of_the_runs_rank():
     config = configured(model__lora_rank=12)
-    told = options(command(config, GPU, 1))
+    told = options(command(config, GPU, ()))
     assert told["--enable-lora"] == ""
     assert (told["--max-lora-rank"], told["--max-loras"], told["--max-cpu-loras"]) == ("16", "1", "2")
     assert environment(config, {})[ALLOW] == "1"
@@ -22,7 +22,7 @@ def test_a_server_is_started_for_adapters_of_the_runs_rank():
 
 def test_without_adapters_a_server_takes_none():
     config = configured()
-    assert not [word for word in command(config, GPU, 1) if "lora" in word]
+    assert not [word for word in command(config, GPU, ()) if "lora" in word]
     assert ALLOW not in environment(config, {})
 
 
@@ -35,11 +35,11 @@ def test_without_adapters_a_server_takes_none():
 )
 def test_adapters_that_vllm_has_no_arithmetic_for_are_refused(keys, machine, told):
     with pytest.raises(UserError, match=told):
-        command(configured(**{"model__lora_rank": 8, **keys}), machine, 1)
+        command(configured(**{"model__lora_rank": 8, **keys}), machine, ())
 
 
 def test_float32_is_what_adapters_are_served_in_on_a_cpu():
-    assert options(command(configured(model__lora_rank=8), CPU, 1))["--dtype"] == "float32"
+    assert options(command(configured(model__lora_rank=8), CPU, ()))["--dtype"] == "float32"
 
 
 def test_adapters_never_go_by_way_of_a_gpus_memory():

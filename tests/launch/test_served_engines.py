@@ -55,7 +55,7 @@ def test_a_server_is_started_asked_what_it_is_and_ended(tmp_path, capsys):
     assert not is_alive(pid)
     starting, up = capsys.readouterr().out.splitlines()
     assert starting == f"worker w: engine vllm: starting, see {tmp_path / 'engine.log'}"
-    assert up.startswith("worker w: engine http://127.0.0.1:")
+    assert up.startswith("worker w: engine unix:/")
 
 
 def test_what_it_prints_goes_where_it_is_told_to(tmp_path):

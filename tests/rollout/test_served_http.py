@@ -361,3 +361,24 @@ def test_a_url_may_end_in_a_slash_and_lie_below_a_path():
             await below.close()
 
     asyncio.run(run())
+
+
+def test_a_server_at_a_socket_of_this_machine_is_called_like_any_other(tmp_path):
+    place = tmp_path / "engine"
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        return web.json_response({"path": request.path})
+
+    async def run():
+        server = Server(f"unix:{place}")
+        with pytest.raises(ServerAway, match=f"^unix:{place}/health: ") as caught:
+            await server.get("/health")
+        assert caught.value.is_refused
+        runner = web.ServerRunner(web.Server(answer))
+        await runner.setup()
+        await web.UnixSite(runner, str(place)).start()
+        assert await server.get("/health") == {"path": "/health"}
+        await server.close()
+        await runner.cleanup()
+
+    asyncio.run(run())

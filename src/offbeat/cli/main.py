@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from offbeat.errors import OffbeatError, UserError
+from offbeat.redact import shown
 from offbeat.spelling import nearest
 from offbeat.threads import spin_briefly
 
@@ -97,5 +98,5 @@ def _help() -> str:
 
 
 def _say(error: OffbeatError | str, status: int) -> int:
-    print(f"offbeat: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"offbeat: {shown(' '.join(str(error).split()))}", file=sys.stderr)
     return status

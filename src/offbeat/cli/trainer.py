@@ -30,6 +30,12 @@ def add_join_arguments(parser: Parser, what: str) -> None:
     parser.add_argument(
         "--allow-plain", action="store_true", help="let secrets cross a network without TLS, as within a private one"
     )
+    parser.add_argument(
+        "--trust-coordinator", action="store_true", help="let it choose programs, code and folders for this machine"
+    )
+    parser.add_argument(
+        "--secrets-file", metavar="FILE", type=Path, help="URLs with passwords, by key, such as a run's secrets.json"
+    )
     parser.epilog = (
         "Keys that are this machine's own affair can be given as --section.key value, such as --model.device cuda:1, "
         "--model.path /models/here or --run.threads 8."
@@ -49,6 +55,8 @@ def invitation_of(arguments: argparse.Namespace, role: Role, folder: Path, name:
         ca_file=arguments.ca_file,
         patience_s=arguments.patience,
         allow_plain=arguments.allow_plain,
+        trusts_coordinator=arguments.trust_coordinator,
+        secrets_file=arguments.secrets_file,
     )
 
 

@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 from offbeat.config.keys import MISSING, TASK_MODELS, dotted, field_at, suggest_key, value_at
 from offbeat.config.lines import Path
 from offbeat.config.models import Config
+from offbeat.config.secrets import shown_value
 from offbeat.config.section import Section
 from offbeat.errors import UserError
 from offbeat.spelling import nearest
@@ -177,8 +178,8 @@ class _Mistake:
 
 
 def show(value: Any) -> str:
-    """A value as TOML writes it, cut when long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    """A value as TOML writes it, without secrets, cut when long."""
+    text = json.dumps(shown_value(value), ensure_ascii=False, default=str)
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from offbeat.config import secrets
 from offbeat.config.explain import Origin, explain
 from offbeat.config.keys import accepts, dotted, field_at, is_switch, leaves, value_at
 from offbeat.config.lines import Path, key_lines
@@ -68,6 +69,11 @@ def resolved(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
+def typed_keys(overrides: Sequence[str]) -> dict[str, str | None]:
+    """The dotted keys that words of a command line give, each with its text."""
+    return {key.replace("-", "_"): text for key, text in _pairs(overrides)}
+
+
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """A command line without its overrides, and its overrides: words such as `--batch.group-size` and their values."""
     rest: list[str] = []
@@ -114,7 +120,7 @@ def _read(path: pathlib.Path, origin: Origin) -> dict[str, Any]:
     origin.file = str(path)
     try:
         if path.suffix == ".json":
-            return dict(json.loads(text))
+            return secrets.restored(json.loads(text), secrets.load(path.with_name(secrets.SECRETS)))
         data = tomllib.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: is not JSON: {error.msg}") from error

@@ -24,6 +24,8 @@ class RunConfig(Section):
     """The run's folder below `dir`; without it, the date and time."""
     dir: str = free("runs")
     """Where runs are kept."""
+    access: Literal["private", "group", "everyone"] = free("private")
+    """Who else on this machine may read the run's folder, and what is written there."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Of prompts, sampling and everything else that is drawn."""
     steps: int = free(300, ge=1)

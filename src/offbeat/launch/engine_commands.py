@@ -14,8 +14,8 @@ from pathlib import Path
 
 from offbeat.config.models import Config
 from offbeat.errors import UserError
-from offbeat.launch.engine_server import HOST
 from offbeat.model.loading import resolve
+from offbeat.rollout.engines.sglang import INSIDE_FOLDER, LAUNCHER
 from offbeat.rollout.engines.vllm import EXTENSION, EXTENSION_FOLDER, ON_CPU_FOLDER, WHOLE_PROMPTS
 from offbeat.rollout.engines.vllm_lora import ALLOW, NUM_KEPT, RANKS, server_rank
 
@@ -88,12 +88,12 @@ def environment(config: Config, ours: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in ours.items() if name not in UNWANTED and not name.startswith("OFFBEAT_")}
     # No reports about its use to anyone.
     kept.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
-    # Control calls for whoever reaches the server, and pickled handles of GPU memory: it listens on loopback alone.
+    # Control calls for whoever reaches the server, and pickled handles of GPU memory: nobody else can (`engine_doors`).
     kept.update(VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     kept.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_KV_GB)
     if config.model.lora_rank:
         kept[ALLOW] = "1"
-    kept["PYTHONPATH"] = str(EXTENSION_FOLDER)
+    kept["PYTHONPATH"] = str(INSIDE_FOLDER if config.rollout.engine == "sglang" else EXTENSION_FOLDER)
     # A float32 is one: attention in tf32 would put log-probs off by hundredths.
     kept.setdefault("TRITON_F32_DEFAULT", "ieee")
     # What it keeps of the context for itself may pass the model's own length.
@@ -138,10 +138,10 @@ def uses_ipc(config: Config, machine: Machine, *, sees_gpu: bool) -> bool:
     return told != "path" and hindrance is None
 
 
-def command(config: Config, machine: Machine, port: int, *, ipc: bool = False) -> list[str]:
-    """The command line that starts the engine's server on a port of this machine."""
+def command(config: Config, machine: Machine, listen: Sequence[str], *, ipc: bool = False) -> list[str]:
+    """The command line that starts the engine's server; `listen` says where (`engine_doors`)."""
     words = _vllm(config, machine, ipc) if config.rollout.engine == "vllm" else _sglang(config, machine)
-    return [machine.python, *words, "--host", HOST, "--port", str(port), *config.engine.arguments]
+    return [machine.python, *words, *config.engine.arguments, *listen]
 
 
 def _vllm(config: Config, machine: Machine, ipc: bool) -> list[str]:
@@ -185,7 +185,6 @@ def _lora(config: Config, machine: Machine) -> dict[str, str]:
 def _sglang(config: Config, machine: Machine) -> list[str]:
     words = {
         "--model-path": str(resolve(config.model.path)),
-        "--served-model-name": SERVED_NAME,
         "--dtype": _dtype(config, machine),
         "--context-length": str(_context(config) + SGLANG_OWN_TOKENS),
         "--max-running-requests": str(config.rollout.slots),
@@ -202,7 +201,7 @@ def _sglang(config: Config, machine: Machine) -> list[str]:
     switches = ["--skip-tokenizer-init", "--incremental-streaming-output", "--enable-deterministic-inference"]
     if config.rollout.kv == "stale":
         switches.append("--disable-overlap-schedule")
-    return ["-m", "sglang.launch_server", *_flat(words), *switches]
+    return ["-m", LAUNCHER, *_flat(words), *switches]
 
 
 def _flat(words: Mapping[str, str]) -> Sequence[str]:

@@ -6,7 +6,8 @@ server is then asked to end, and killed with its whole process group where it do
 holds a lock, for which the next server of the same worker waits: two of them would not fit into one GPU. It is run as
 a file with the standard library alone, so that it starts in a blink.
 
-    guard LOCK COMMAND ...      tells the server's process, then how it ended, a number in a line each
+    guard LOCK FOLDER COMMAND ...   tells the server's process, then how it ended, a number in a line each; FOLDER is
+                                    deleted in the end, unless it is empty
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import fcntl
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,7 +39,15 @@ def kill_group(group: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    lock, *command = arguments
+    lock, folder, *command = arguments
+    try:
+        return _guard(lock, command)
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _guard(lock: str, command: list[str]) -> int:
     with open(lock, "ab") as held:
         if not _has_lock(held):
             return 0

@@ -1,14 +1,14 @@
-"""The process of an engine's server: started on a free port of this machine, watched, and ended with its worker.
+"""The process of an engine's server: started on this machine, watched, and ended with its worker.
 
-It listens on loopback alone, because its control calls ask nobody for a key. What it prints is appended to a log. A
-guard (`engine_guard`) ends it and all that it started when this process ends, however that ends.
+It listens where no other user can call it or pass for it (`engine_doors`). What it prints is appended to a log. A guard
+(`engine_guard`) ends it and all that it started when this process ends, however that ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import socket
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from offbeat.launch import engine_guard
+from offbeat.launch.engine_doors import Door
 from offbeat.launch.engine_guard import GRACE_S, VANISH_WITHIN_S, kill_group
 from offbeat.rollout.engine import EngineError
-from offbeat.rollout.engines.served.http import Server
+from offbeat.rollout.engines.served.http import Server, ServerAway, ServerRefused
 
-HOST = "127.0.0.1"
 HEALTH = "/health"
 LOOK_EVERY_S = 0.5
 LOOK_WITHIN_S = 5.0
@@ -50,17 +50,19 @@ class EngineServer:
     def __init__(
         self,
         name: str,
-        command: Callable[[int], Sequence[str]],
+        command: Callable[[Sequence[str]], Sequence[str]],
         environment: Mapping[str, str],
         *,
+        door: Callable[[], Door],
         log: Path,
         lock: Path,
         start_within_s: float,
     ):
-        """`name` is what errors call it; `command` starts it on a port."""
+        """`name` is what errors call it. Each start has a `door` of its own; `command` is given the words for it."""
         self.name, self.log, self.start_within_s = name, log, start_within_s
         self._command, self._environment, self._lock = command, dict(environment), lock
-        self.url = ""
+        self._new_door = door
+        self._door: Door | None = None
         self._guard: asyncio.subprocess.Process | None = None
         self._ended: asyncio.Future[int] | None = None
         self._group = 0
@@ -69,23 +71,23 @@ class EngineServer:
     async def start(self) -> None:
         """Returns once it answers; raises `ServerEnded` where it ends before, or does not answer in time."""
         assert self._guard is None, "stop it first"
-        port = _free_port()
-        self.url = f"http://{HOST}:{port}"
+        door = self._door = self._new_door()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             self._guard = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", engine_guard.__file__, str(self._lock), *self._command(port)),
-                env=self._environment,
+                *(sys.executable, "-I", "-S", engine_guard.__file__, str(self._lock), door.folder),
+                *self._command(door.words),
+                env={**self._environment, **door.environment},
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,  # a Ctrl-C in the terminal is for the worker
             )
         self._ended = asyncio.ensure_future(self._watch(self._guard))
-        server, deadline_s = Server(self.url), time.monotonic() + self.start_within_s
+        server, deadline_s = Server(door.url, api_key=door.key), time.monotonic() + self.start_within_s
         try:
-            while not await self._answers(server):
+            while not await self._answers(server, door):
                 if time.monotonic() > deadline_s:
                     await self.stop()
                     why = f"no answer within engine.start_within_s = {self.start_within_s:g} s"
@@ -93,16 +95,30 @@ class EngineServer:
         finally:
             await server.close()
 
-    async def _answers(self, server: Server) -> bool:
+    async def _answers(self, server: Server, door: Door) -> bool:
         assert self._ended is not None
-        with suppress(EngineError):
+        with suppress(ServerAway, ServerRefused):
             await server.text(HEALTH, within_s=LOOK_WITHIN_S)
+            is_ours = await door.is_ours(server)
             if not self._ended.done():
-                return True
+                if is_ours:
+                    return True
+                await self.stop()
+                raise ServerEnded(f"{self.name}: ended, because another process answers at {door.url}", KILLED)
         await asyncio.wait({self._ended}, timeout=LOOK_EVERY_S)
         if self._ended.done():
             raise await self.ended()
         return False
+
+    @property
+    def url(self) -> str:
+        """Where the latest start listens; "": there was none."""
+        return "" if self._door is None else self._door.url
+
+    @property
+    def key(self) -> str | None:
+        """What it asks for; None: nothing."""
+        return None if self._door is None else self._door.key
 
     @property
     def status(self) -> int | None:
@@ -129,6 +145,8 @@ class EngineServer:
             with suppress(ProcessLookupError):
                 guard.kill()
             await asyncio.wait({self._ended})
+        if self._door is not None and self._door.folder:  # where the guard could not see to it
+            shutil.rmtree(self._door.folder, ignore_errors=True)
 
     async def _watch(self, guard: asyncio.subprocess.Process) -> int:
         """How the server ended, as the guard tells; where that was killed itself, nobody is left but us."""
@@ -158,9 +176,3 @@ def telling_line(text: str) -> str:
     errors = [line for line in lines if TELLING.search(line)]
     chosen = [line for line in errors if not SAYS_NOTHING.search(line)] or errors or lines or ["it said nothing"]
     return chosen[-1] if len(chosen[-1]) <= MAX_TOLD else f"{chosen[-1][:MAX_TOLD]}…"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

@@ -1,6 +1,7 @@
 """A run's folder: who owns it, what is in it, and what is written there while the run goes on.
 
     config.json    every key, as this attempt runs with it        ledger.sqlite  weights/  checkpoints/
+    secrets.json   what of it is nobody's business, where there is any
     metrics.jsonl  a row a step      events.jsonl  what happened and when      trace.json  spans of time
     logs/          what modules log  summary.json  how it ended                lock        who is at work here
 
@@ -24,11 +25,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from offbeat.config import Change, Config, fixed_changes, free_changes, load, resolved
+from offbeat.config import Change, Config, fixed_changes, free_changes, load, resolved, secrets
 from offbeat.config.explain import show
 from offbeat.errors import OffbeatError, UserError
-from offbeat.files import write_atomic
+from offbeat.files import make_folder, readable_by, write_atomic
 from offbeat.launch.lock import FolderLock
+from offbeat.redact import shown
 from offbeat.watch.appending import Appender
 from offbeat.watch.history import read_events
 from offbeat.watch.trace import Trace
@@ -60,13 +62,16 @@ class RunFolder:
 
     def __init__(self, path: Path, config: Config, lock: FolderLock):
         self.path, self.config, self._lock = path, config, lock
-        self._metrics = Appender(path / METRICS)
-        self._events = Appender(path / EVENTS)
-        self._trace = Trace(path / TRACE)
-        events = read_events(path / EVENTS)
-        self._last_events = {event["event"]: event for event in events}
-        self.attempt = max((event.get("attempt", 0) for event in events), default=0) + 1
-        self._handler = _log_to(path / "logs" / "offbeat.log")
+        with ExitStack() as stack:
+            stack.enter_context(readable_by(config.run.access))  # for all that is made here, by whichever module
+            self._metrics = Appender(path / METRICS)
+            self._events = Appender(path / EVENTS)
+            self._trace = Trace(path / TRACE)
+            events = read_events(path / EVENTS)
+            self._last_events = {event["event"]: event for event in events}
+            self.attempt = max((event.get("attempt", 0) for event in events), default=0) + 1
+            self._handler = _log_to(path / "logs" / "offbeat.log")
+            self._access = stack.pop_all()
         self._before = _at_work.get()
         _at_work.set(path)
         self._start_s = time.monotonic()
@@ -77,7 +82,8 @@ class RunFolder:
         parent, name = Path(config.run.dir), config.run.name
         path = parent / name if name else _unused(parent / time.strftime("%Y%m%d-%H%M%S"))
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            with readable_by(config.run.access):
+                make_folder(path)
         except OSError as error:
             raise UserError(f"run.dir = {show(config.run.dir)}: {path} cannot be made: {error.strerror}") from error
         refuse_used(path)
@@ -138,7 +144,7 @@ class RunFolder:
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         head = {"time": when, "seconds": round(time.monotonic() - self._start_s, 3), "attempt": self.attempt}
         row = plain({"event": kind, **head, **fields})
-        self._events.line(json.dumps(row))
+        self._events.line(shown(json.dumps(row)))
         self._last_events[kind] = row
 
     def last_event(self, kind: str) -> dict[str, Any] | None:
@@ -160,6 +166,7 @@ class RunFolder:
     def close(self) -> None:
         """Gives the folder up; whatever cannot be closed, the rest is."""
         with ExitStack() as stack:
+            stack.callback(self._access.close)
             stack.callback(self._lock.release)
             for file in (self._metrics, self._events, self._trace):
                 stack.callback(file.close)
@@ -179,7 +186,13 @@ class RunFolder:
                 raise
 
     def _write_config(self) -> None:
-        self._replace(CONFIG, resolved(self.config))
+        """All of it, but for secrets, which have a file of their own: written first, so that none is ever lost."""
+        config = resolved(self.config)
+        try:
+            secrets.save(self.path / secrets.SECRETS, config)
+        except OSError as error:
+            raise OffbeatError(f"{self.path / secrets.SECRETS}: cannot be written: {error.strerror}") from error
+        self._replace(CONFIG, secrets.shown_value(config))
 
     def _replace(self, name: str, content: Any) -> None:
         try:
@@ -204,7 +217,7 @@ def refuse_used(path: Path) -> None:
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """A run's config.json."""
+    """A run's config.json, with its secrets."""
     if not path.is_dir():
         raise UserError(f"{path}: no such run{_runs_beside(path)}")
     try:
@@ -215,7 +228,7 @@ def stored_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path / CONFIG}: is damaged ({error}); bring it back or start a new run") from error
     if not isinstance(stored, dict):
         raise UserError(f"{path / CONFIG}: is damaged (not a JSON object); bring it back or start a new run")
-    return stored
+    return secrets.restored(stored, secrets.load(path / secrets.SECRETS))
 
 
 def check_resumable(path: Path, config: Config) -> Config:
@@ -342,13 +355,20 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
+class _LogLines(logging.Formatter):
+    """Lines without the passwords of URLs that libraries put into their messages."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown(super().format(record))
+
+
 def _log_to(path: Path) -> logging.Handler:
     try:
         path.parent.mkdir(exist_ok=True)
         handler = _LogFile(path)
     except OSError as error:
         raise OffbeatError(f"{path}: cannot be written: {error.strerror}; mend that, then try again") from error
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_LogLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     with _logs_lock:
         _open_logs.add(handler)
         logging.captureWarnings(True)

@@ -1,4 +1,5 @@
-"""How a worker or a trainer comes to a run: with a token, into a folder of its own, with the run's configuration.
+"""How a worker or a trainer comes to a run: with a token, into a folder of its own, with the run's configuration, of
+which it takes what is not its own machine's affair.
 
 Whoever joined keeps what it needs to come back in its folder: credentials, configuration, spool and weights. One that
 is started again and finds its folder is the same worker, and needs no token.
@@ -8,16 +9,19 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from offbeat.config import Config, load
+from offbeat.config import Config, load, secrets
+from offbeat.config.load import typed_keys
+from offbeat.config.local_keys import own_affairs
 from offbeat.errors import UserError
-from offbeat.files import write_atomic
+from offbeat.files import make_folder, readable_by, write_atomic
 from offbeat.launch.folder import CONFIG, LOCK
 from offbeat.launch.lock import FolderLock
 from offbeat.ledger.ledger import Ledger
@@ -48,6 +52,10 @@ class Invitation:
     """How long to look for a coordinator that does not answer; None: for ever."""
     allow_plain: bool = False
     """Whether the secret may cross a network in the clear."""
+    trusts_coordinator: bool = False
+    """Whether the coordinator may choose programs, code and folders for this machine (`config.local_keys`)."""
+    secrets_file: Path | None = None
+    """URLs with passwords, by key, which the coordinator keeps to itself (`config.secrets`)."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +85,32 @@ async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncItera
     )
     try:
         member = await _membership(invitation, connection)
-        file = invitation.folder / f"{member.credentials.role.value}-{CONFIG}"
-        write_atomic(file, dumps(dict(member.config), indent=2).encode())
-        config = load(file, list(overrides))
-        yield Joined(connection, member.credentials.worker, member.credentials.run, config)
+        config = own_config(invitation, member.config, overrides)
+        with readable_by(config.run.access):
+            yield Joined(connection, member.credentials.worker, member.credentials.run, config)
     finally:
         await connection.close()
+
+
+def own_config(invitation: Invitation, told: Mapping[str, Any], overrides: Sequence[str]) -> Config:
+    """What the coordinator told, as far as that is its affair; `overrides` say the rest."""
+    file = invitation.folder / f"{invitation.role.value}-{CONFIG}"
+    kept = _secrets(invitation.secrets_file) if invitation.secrets_file is not None else {}
+    words = [*(f"--{key}={value}" for key, value in kept.items() if isinstance(value, str)), *overrides]
+
+    def read(data: Mapping[str, Any]) -> Config:
+        write_atomic(file, dumps(secrets.shown_value(dict(data)), indent=2).encode(), secrets.PRIVATE)
+        return load(file, words)
+
+    if invitation.trusts_coordinator:
+        return read(told)
+    return own_affairs(told, typed_keys(words), invitation.role.value, read)
+
+
+def _secrets(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise UserError(f"--secrets-file {file}: no such file")
+    return secrets.load(file)
 
 
 async def _membership(invitation: Invitation, connection: Connection) -> Membership:
@@ -104,6 +132,12 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
     return member
 
 
+def make_private(path: Path) -> None:
+    """Makes a folder that nobody else on this machine can enter; one that is there stays as it is."""
+    with readable_by("private"):
+        make_folder(path)
+
+
 @contextmanager
 def own_folder(directory: str | None, name: str | None, url: str, lock_name: str = LOCK) -> Iterator[tuple[Path, str]]:
     """A folder that no other worker uses now, and the name to join by.
@@ -113,7 +147,7 @@ def own_folder(directory: str | None, name: str | None, url: str, lock_name: str
     """
     if directory is not None:
         path = Path(directory).expanduser().absolute()
-        path.mkdir(parents=True, exist_ok=True)
+        make_private(path)
         lock = FolderLock(path / lock_name)
         name = name or path.name
     else:
@@ -130,7 +164,7 @@ def _first_free(name: str, url: str) -> tuple[Path, str, FolderLock]:
     for number in range(1, MAX_PLACES):
         numbered = name if number == 1 else f"{name}-{number}"
         path = cache / "offbeat" / place / numbered
-        path.mkdir(parents=True, exist_ok=True)
+        make_private(path)
         with suppress(UserError):  # another worker's, who is at work
             return path, numbered, FolderLock(path / LOCK)
     raise UserError(f"{path}: and {MAX_PLACES} more are in use; name a folder with --dir")

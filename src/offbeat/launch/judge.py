@@ -4,17 +4,21 @@ It leases samples, has its own killable processes judge them, and answers, until
 the coordinator hear of it. Asked to stop, it gives back at once what it has not answered.
 
 Rewards are found by name on this machine. One that cannot be loaded here is this machine's trouble and no sample's: the
-judge gives everything back, leaves, and says so.
+judge gives everything back, leaves, and says so. The same goes for code that this machine's owner did not name: the
+coordinator could have any function of any module called with any text.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
+from offbeat.config.explain import show
+from offbeat.config.load import typed_keys
 from offbeat.errors import UserError
 from offbeat.launch.joining import Invitation, joined
 from offbeat.launch.stopping import Stopping
@@ -30,6 +34,7 @@ WORTH_S = 1.0
 MOST = 64
 """Samples in one lease; for async rewards, those that a process judges side by side."""
 LEAVE_WITHIN_S = 5.0
+REWARD = re.compile(r"task(\.\d+)?\.reward")
 NOT_LOADED = "start:"
 """How the error of a sample begins whose reward no process could load."""
 
@@ -37,8 +42,9 @@ NOT_LOADED = "start:"
 class Judge:
     """Judges for one coordinator; `run` returns when the run is over."""
 
-    def __init__(self, client: JudgeClient, processes: int, log_path: Path):
-        self.client, self.processes, self.log_path = client, processes, log_path
+    def __init__(self, client: JudgeClient, processes: int, log_path: Path, own_code: Collection[str] | None):
+        """`own_code` are the rewards of the form module:function that may run here; None: all of them."""
+        self.client, self.processes, self.log_path, self._own_code = client, processes, log_path, own_code
         self._pools: dict[tuple[str, float], RewardPool] = {}
 
     async def run(self) -> None:
@@ -95,6 +101,11 @@ class Judge:
 
     def _pool(self, lease: RewardLease) -> RewardPool:
         key = lease.reward, lease.timeout_s
+        if ":" in lease.reward and self._own_code is not None and lease.reward not in self._own_code:
+            raise UserError(
+                f"task.reward = {show(lease.reward)}: comes from the coordinator, which may not choose code for this "
+                f"machine; allow this reward, with --task.reward {lease.reward}, or all, with --trust-coordinator"
+            )
         if key not in self._pools:
             named = {lease.reward: lease.reward}
             self._pools[key] = RewardPool(self.processes, lease.timeout_s, named, self.log_path)
@@ -107,12 +118,18 @@ def next_capacity(num_samples: int, seconds: float) -> int:
     return max(1, min(wanted, 2 * num_samples, MOST))
 
 
+def rewards_in(overrides: Sequence[str]) -> set[str]:
+    """The rewards that a command line names."""
+    return {text for key, text in typed_keys(overrides).items() if text and REWARD.fullmatch(key)}
+
+
 async def judge(invitation: Invitation, overrides: Sequence[str]) -> str | None:
     """Judges until the run is over; returns why it stopped before."""
     async with AsyncExitStack() as stack:
         member = await stack.enter_async_context(joined(invitation, overrides))
         processes = member.config.reward.processes
-        made = Judge(RemoteJudge(member.connection), max(processes, 1), invitation.folder / "rewards.log")
+        own_code = None if invitation.trusts_coordinator else rewards_in(overrides)
+        made = Judge(RemoteJudge(member.connection), max(processes, 1), invitation.folder / "rewards.log", own_code)
         stack.push_async_callback(made.close)
         stopping = Stopping(lambda why: None)
         stack.enter_context(stopping.listening())

@@ -27,7 +27,7 @@ class FolderLock:
         self.path = path
         self._descriptor: int | None = None
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise UserError(f"{path.parent}: cannot be written: {error.strerror}; choose another run.dir") from error
         try:

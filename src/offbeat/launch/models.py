@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from transformers import PreTrainedModel
 
-from offbeat.config import resolved
+from offbeat.config import resolved, secrets
 from offbeat.config.learning import recipe
 from offbeat.config.models import Config
 from offbeat.control.chain import Anchoring
@@ -126,7 +126,7 @@ def trainer_settings(config: Config) -> TrainerSettings:
         max_logprob_gap=loss.max_logprob_gap,
         stop_logprob_gap=loss.stop_logprob_gap,
         claim_ahead=config.schedule.mode == "overlap",
-        config=resolved(config),
+        config=secrets.shown_value(resolved(config)),
     )
 
 

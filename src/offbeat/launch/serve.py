@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from offbeat.config import resolved
+from offbeat.config import resolved, secrets
 from offbeat.config.models import Config
 from offbeat.files import write_atomic
 from offbeat.launch import sources, wiring
@@ -71,7 +71,7 @@ def _served(folder: RunFolder, office: Office) -> Served:
     return Served(
         coordinator=office.coordinator,
         name=folder.path.name,
-        config=resolved(folder.config),
+        config=secrets.shown_value(resolved(folder.config)),
         ledger_path=str(folder.ledger),
         weights=WeightFolder(folder.weights),
         pieces=wiring.open_pieces(folder.config, folder.weights),
@@ -132,11 +132,18 @@ def _tell(folder: RunFolder, url: str, near_url: str, office: Office) -> None:
     office.console.note(f"serving {url}; workers join with: {_how_to_join(folder.path, url)}")
     if not folder.config.reward.processes:
         how = f"OFFBEAT_TOKEN=$(offbeat worker token {folder.path} --role reward) offbeat worker --role reward"
-        office.console.note(f"reward.processes = 0: judges join with: {how} --join {url}")
+        office.console.note(f"reward.processes = 0: judges join with: {how} --join {url}{_own_rewards(folder.config)}")
 
 
 def _how_to_join(run: Path, url: str) -> str:
     return f"OFFBEAT_TOKEN=$(offbeat worker token {run}) offbeat worker --join {url}"
+
+
+def _own_rewards(config: Config) -> str:
+    """What a judge is to be told besides: code runs on its machine that only its owner can allow."""
+    own = {number: task.reward for number, task in enumerate(config.task) if task.reward and ":" in task.reward}
+    place = "task" if len(config.task) == 1 else "task.{}"
+    return "".join(f" --{place.format(number)}.reward {reward}" for number, reward in own.items())
 
 
 async def _until_over(folder: RunFolder, office: Office, stopping: Stopping) -> bool:

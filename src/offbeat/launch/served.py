@@ -17,6 +17,7 @@ from offbeat.config.models import Config
 from offbeat.control.restarts import Restarts, Verdict
 from offbeat.errors import UserError
 from offbeat.launch import engine_commands
+from offbeat.launch.engine_doors import door_of
 from offbeat.launch.engine_server import FAILED, HEALTH, EngineServer, ServerEnded
 from offbeat.model.loading import resolve
 from offbeat.rollout.engine import EngineDied, EngineError, KvMode
@@ -122,6 +123,7 @@ class ServedEngines:
             config.rollout.engine,
             partial(engine_commands.command, config, machine, ipc=self._uses_ipc),
             engine_commands.suited(environment, machine),
+            door=partial(door_of, config.rollout.engine),
             log=self._log,
             lock=self._folder / LOCK,
             start_within_s=config.engine.start_within_s,
@@ -158,7 +160,7 @@ class ServedEngines:
             )
 
     def _dialect(self) -> Dialect:
-        key = os.environ.get(KEY_VARIABLE) if self.config.engine.url else None
+        key = os.environ.get(KEY_VARIABLE) if self._server is None else self._server.key
         server = Server(self.url, api_key=key)
         if self.config.rollout.engine == "sglang":
             from offbeat.rollout.engines.sglang import SglangDialect

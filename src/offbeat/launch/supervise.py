@@ -22,6 +22,7 @@ from typing import Any
 
 from offbeat.config.checks import SERVED
 from offbeat.config.models import Config
+from offbeat.config.secrets import SECRETS
 from offbeat.control.restarts import Restarts, Verdict
 from offbeat.errors import OffbeatError, RunStopped
 from offbeat.launch import tether
@@ -169,7 +170,10 @@ class Supervisor:
 
     def _name_children(self) -> None:
         logs = self.run / "logs"
-        join = ["--join", self.url]
+        # Its own coordinator, on its own machine, with a configuration of the same user's.
+        join = ["--join", self.url, "--trust-coordinator"]
+        if (self.run / SECRETS).is_file():
+            join += ["--secrets-file", str(self.run / SECRETS)]
         self.trainer = Child("trainer", ["trainer", *join, "--dir", str(self.run)], logs / "trainer.log", "trainer")
         self.trainer.only_first = ["--from-scratch"] if self._from_scratch else []
         for number in range(1, (self.config.rollout.workers or 0) + 1):

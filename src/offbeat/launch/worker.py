@@ -37,8 +37,9 @@ async def work(
     shares_disk: bool = True,
     engine_log: Path | None = None,
 ) -> str | None:
-    """Works until the run is over; returns why it stopped before. On the coordinator's machine its files are read where
-    they lie, unless `shares_disk` is False. `engine_log` is for what an engine's server prints."""
+    """Works until the run is over; returns why it stopped before. The files of a coordinator on this machine that is
+    trusted are read where they lie, unless `shares_disk` is False. `engine_log` is for what an engine's server
+    prints."""
     async with AsyncExitStack() as stack:
         member = await stack.enter_async_context(joined(invitation, overrides))
         spool = Spool(invitation.folder / "spool" / member.run)
@@ -55,7 +56,7 @@ async def work(
             return RemoteWorker(
                 member.connection,
                 cache,
-                shares_disk=shares_disk and member.connection.is_local,
+                shares_disk=shares_disk and member.connection.is_local and invitation.trusts_coordinator,
                 receiving=brought,
                 figures=figures.told,
             )

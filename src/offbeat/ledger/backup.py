@@ -21,6 +21,7 @@ from offbeat.errors import UserError
 from offbeat.extras import import_extra
 from offbeat.ledger.blobs import FOLDER, UNFINISHED, Blobs, sync_folder
 from offbeat.ledger.errors import LedgerError
+from offbeat.redact import shown
 
 LEDGER = "ledger.sqlite"
 PAGES = 1024
@@ -134,11 +135,11 @@ class Remote:
     """Whatever fsspec knows how to reach."""
 
     def __init__(self, url: str):
-        fsspec = import_extra("fsspec", "remote", f"a backup to {url}")
+        fsspec = import_extra("fsspec", "remote", f"a backup to {shown(url)}")
         try:
             self._files, self._root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
-            raise UserError(f"{url}: cannot be used as a target: {error}") from error
+            raise UserError(f"{shown(url)}: cannot be used as a target: {error}") from error
 
     def blobs(self) -> set[bytes]:
         return {bytes.fromhex(name) for name in self._names()}

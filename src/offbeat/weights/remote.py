@@ -23,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 from offbeat.errors import UserError
 from offbeat.extras import import_extra
+from offbeat.redact import shown
 from offbeat.weights.pieces import (
     DIGEST,
     MANIFESTS,
@@ -68,7 +69,7 @@ class RemoteStore:
 
     def __init__(self, url: str, within_s: float = WITHIN_S):
         self._secrets = _secrets(url)
-        self.url, self._within_s = _shown(url), within_s
+        self.url, self._within_s = shown(url), within_s
         fsspec = import_extra("fsspec", "remote", f"a store at {self.url}")
         try:
             self._files, root = fsspec.core.url_to_fs(url, **_options(fsspec, url))
@@ -240,11 +241,6 @@ def _secrets(url: str) -> list[str]:
     login = parts.netloc.rpartition("@")[0]
     found = [login, parts.password or "", parts.query]
     return sorted(filter(None, {*found, *map(unquote, found)}), key=len, reverse=True)
-
-
-def _shown(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 def _put_s(info: dict[str, Any]) -> float:

@@ -11,7 +11,7 @@ import pytest
 from http_run import SOON_S, LiveRun, answer
 
 from offbeat.errors import UserError
-from offbeat.launch.judge import Judge, next_capacity
+from offbeat.launch.judge import Judge, next_capacity, rewards_in
 from offbeat.ledger.errors import Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.workers import Role, WorkerState
 from offbeat.reward.pool import RewardResult
@@ -223,7 +223,7 @@ def test_a_judge_judges_until_the_run_is_over_and_then_leaves(tmp_path):
 
         async def scenario():
             async with remote(run, "judge") as client:
-                made = Judge(client, 2, tmp_path / "rewards.log")
+                made = Judge(client, 2, tmp_path / "rewards.log", own_code=None)
                 try:
                     judging = asyncio.create_task(made.run())
                     tasks = await asyncio.to_thread(generate, run, 12)
@@ -259,7 +259,7 @@ def test_a_judge_that_cannot_load_the_reward_says_so_and_fails_no_sample(tmp_pat
 
         async def scenario():
             async with remote(run, "judge") as client:
-                made = Judge(client, 1, tmp_path / "rewards.log")
+                made = Judge(client, 1, tmp_path / "rewards.log", own_code=["only_elsewhere.py:reward"])
                 try:
                     with pytest.raises(UserError, match=r"there is no file only_elsewhere\.py.*on its own machine"):
                         await made.run()
@@ -269,6 +269,35 @@ def test_a_judge_that_cannot_load_the_reward_says_so_and_fails_no_sample(tmp_pat
         asyncio.run(scenario())
         assert stored(run, task) is None
         assert len(lease(run, run.secret("other", Role.REWARD)).inputs) == 1
+
+
+def test_a_judge_runs_no_code_that_its_owner_did_not_name(tmp_path):
+    """The coordinator names a function of the standard library, which would be called with texts of its choice."""
+    task = [{"source": "arithmetic", "reward": "shutil:rmtree"}]
+    with LiveRun(tmp_path / "run", task=task, reward={"processes": 0}) as run:
+        (task,) = generate(run)
+
+        async def scenario(own_code):
+            async with remote(run, "judge") as client:
+                made = Judge(client, 1, tmp_path / "rewards.log", own_code)
+                try:
+                    with pytest.raises(UserError) as caught:
+                        await made.run()
+                    return str(caught.value)
+                finally:
+                    await made.close()
+
+        for own_code in (set(), rewards_in(["--task.reward", "mine.py:reward", "--task.0.reward=other:one"])):
+            assert asyncio.run(scenario(own_code)) == (
+                'task.reward = "shutil:rmtree": comes from the coordinator, which may not choose code for this '
+                "machine; allow this reward, with --task.reward shutil:rmtree, or all, with --trust-coordinator"
+            )
+        assert stored(run, task) is None, "and no sample fails for it"
+
+
+def test_the_rewards_that_a_command_line_names_may_run():
+    words = ["--task.reward", "a.py:f", "--task.1.reward=b:g", "--reward.processes=4"]
+    assert rewards_in(words) == {"a.py:f", "b:g"}
 
 
 def test_a_judge_leases_about_a_second_of_work():

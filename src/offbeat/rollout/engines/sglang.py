@@ -19,6 +19,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -29,6 +30,9 @@ from offbeat.rollout.engines.served.http import NOT_JSON, Server, ServerRefused
 from offbeat.trajectory import Sampling
 from offbeat.weights.version import Version
 
+LAUNCHER = "offbeat_in_sglang"
+INSIDE_FOLDER = Path(__file__).parent / "inside_sglang"
+"""What a worker's own server is started by, and where that is found."""
 GENERATE = "/generate"
 STREAM_TOKENS = 32
 """Tokens in one event: fewer cost the server more than the tokens do, more come late."""

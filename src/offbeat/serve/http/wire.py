@@ -45,6 +45,8 @@ DTYPE = re.compile(r"[<|][biuf][1248]|<f2")
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
 Name = Annotated[str, Meta(max_length=256)]
+FileName = Annotated[str, Meta(max_length=200, pattern=r"\A[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*\Z")]
+"""What becomes part of a path on the machine that is told it: one name, no way out of the folder, nothing hidden."""
 Rate = Annotated[float, Meta(gt=0.0, le=1e15)]
 
 
@@ -186,14 +188,14 @@ class Nothing(Call):
 class Welcome(msgspec.Struct, frozen=True):
     """The answer to a token: who the worker is from now on, and what it takes part in."""
 
-    worker: str
+    worker: FileName
     role: Role
-    run: str
+    run: FileName
     config: dict[str, Any]
 
 
 class RunInfo(msgspec.Struct, frozen=True):
-    run: str
+    run: FileName
     config: dict[str, Any]
 
 
@@ -231,7 +233,7 @@ class Missing(msgspec.Struct, frozen=True):
 
 
 class WeightFile(msgspec.Struct, frozen=True):
-    name: str
+    name: FileName
     num_bytes: int
     blake3: str
 

@@ -18,9 +18,13 @@ CALL_WITHIN_S = 30.0
 CONNECT_WITHIN_S = 10.0
 MAX_LINE_BYTES = 64 * 2**20
 """The longest event of a stream."""
+UNIX = "unix:"
+"""How the URL of a server begins that listens at a socket of this machine; its path follows."""
 KEEPALIVE_S = 4.0
 """Shorter than what common servers grant an idle connection, so that none is reused while it is being closed."""
 MAX_QUOTED = 300
+NOBODY = (ConnectionRefusedError, FileNotFoundError)
+"""What a port says where nobody listens, and a socket that is not there."""
 NOT_JSON = (ValueError, RecursionError)
 """What decoding raises: its own error and that of bytes that are no text are of the first kind."""
 
@@ -50,6 +54,7 @@ class Server:
     def __init__(self, url: str, *, api_key: str | None = None):
         _check(url)
         self.url = url.rstrip("/")
+        self._base = "http://localhost" if url.startswith(UNIX) else self.url
         if api_key and not (api_key.isascii() and api_key.isprintable()):
             raise UserError(f"{self.url}: the engine's key holds what cannot be sent, such as an end of line")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -129,22 +134,27 @@ class Server:
     def _request(self, method: str, path: str, query: Mapping[str, str], body: Any) -> Any:
         """To be entered for the answer. Redirections are not followed: a POST would become a GET on the way."""
         data = None if body is None else msgspec.json.encode(body)
-        return self._open().request(method, self.url + path, params=query, data=data, allow_redirects=False)
+        return self._open().request(method, self._base + path, params=query, data=data, allow_redirects=False)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._is_closed:
             raise ServerAway(f"{self.url}: it was closed")
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+            connector = self._connector()
             headers = {"Content-Type": "application/json", **self._headers}
             timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_WITHIN_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout)
         return self._session
 
+    def _connector(self) -> aiohttp.BaseConnector:
+        if self.url.startswith(UNIX):
+            return aiohttp.UnixConnector(self.url.removeprefix(UNIX), limit=0, keepalive_timeout=KEEPALIVE_S)
+        return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+
     def _away(self, path: str, error: BaseException) -> ServerAway:
         said = " ".join(str(error).split()) or "broke off"
         if isinstance(error, aiohttp.ClientConnectorError):
-            is_refused, is_cut = isinstance(error.os_error, ConnectionRefusedError), False
+            is_refused, is_cut = isinstance(error.os_error, NOBODY), False
         else:
             is_refused, is_cut = False, isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
         return ServerAway(f"{self.url}{path}: {type(error).__name__}: {said}", is_refused=is_refused, is_cut=is_cut)
@@ -181,6 +191,8 @@ class Lines:
 
 
 def _check(url: str) -> None:
+    if url.startswith(f"{UNIX}/"):
+        return
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

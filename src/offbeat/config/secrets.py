@@ -1,0 +1,70 @@
+"""Passwords and tokens within URLs: kept in a file of their own, and shown to nobody.
+
+A URL such as s3://KEY:SECRET@bucket/run may stand anywhere in a configuration. Whatever is written down, printed or
+sent to another role has the URL without its login and its query. The whole value is in `secrets.json`, beside the run's
+config.json, a file that only its owner can read; reading the one puts back what the other holds.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from offbeat.config.keys import leaves, value_at
+from offbeat.errors import UserError
+from offbeat.files import write_atomic
+from offbeat.redact import shown
+
+SECRETS = "secrets.json"
+PRIVATE = 0o600
+
+
+def shown_value(value: Any) -> Any:
+    """A value as JSON has it, with every URL in it cut down to what anyone may read."""
+    if isinstance(value, str):
+        return shown(value)
+    if isinstance(value, Mapping):
+        return {key: shown_value(inner) for key, inner in value.items()}
+    return [shown_value(inner) for inner in value] if isinstance(value, list) else value
+
+
+def secrets_in(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with something to hide, by their dotted keys."""
+    return {".".join(map(str, place)): value for place, value in leaves(data) if shown_value(value) != value}
+
+
+def restored(data: Mapping[str, Any], secrets: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with its secrets put back, except where it has been changed since."""
+    whole = copy.deepcopy(dict(data))
+    for key, value in secrets.items():
+        *parents, name = (int(part) if part.isdecimal() else part for part in key.split("."))
+        if value_at(whole, (*parents, name)) == shown_value(value):
+            value_at(whole, tuple(parents))[name] = value
+    return whole
+
+
+def save(file: Path, data: Mapping[str, Any]) -> None:
+    """Keeps the secrets of a configuration; without any there is no file."""
+    if found := secrets_in(data):
+        write_atomic(file, (json.dumps(found, indent=2) + "\n").encode(), PRIVATE)
+    else:
+        file.unlink(missing_ok=True)
+
+
+def load(file: Path) -> dict[str, Any]:
+    """What was kept; nothing where there is no file."""
+    try:
+        found = json.loads(file.read_text())
+        is_open = bool(file.stat().st_mode & 0o077)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: no secrets can be read there: {error}") from error
+    if is_open:
+        raise UserError(f"{file}: holds secrets and is open to others; chmod 600 it")
+    if not isinstance(found, dict):
+        raise UserError(f'{file}: holds no secrets; it looks like {{"weights.store": "s3://KEY:SECRET@bucket/run"}}')
+    return found
