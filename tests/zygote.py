@@ -2,13 +2,15 @@
 
 Importing them takes seconds, and tests start hundreds of processes. `install()` has `subprocess` and asyncio ask a
 zygote for `python -m offbeat …`, for `python -m benchmarks.…` and for scripts among the tests; whatever else they start
-is started as ever. The zygote is a process that has imported packages of others, nothing of Offbeat, and has one thread.
+is started as ever. The zygote is a process that has imported the packages that Offbeat uses, nothing of Offbeat itself,
+and that has one thread.
 
-The copy behaves as the command that it stands for. It is a child of the process that asked, with the arguments, the
+A copy behaves as the command that it stands for. It is a child of the process that asked, with the arguments, the
 environment, the working folder, the session, the files and the numbers of files that were asked for; `/proc` shows its
-words and its environment; it imports Offbeat itself, after all that; it ends as an interpreter ends. A copy that will
-start others gets a zygote of its own at birth. Only these differ from a process that was really started: the packages
-are there, the seed of hashes is the zygote's, and numpy's linear algebra has one thread.
+words and its environment; it imports Offbeat itself, after all that. It differs from a process that was really started
+in this: the packages are there, the seed of hashes is the zygote's, numpy's linear algebra has one thread, a command
+that starts others has a zygote of its own, and at the end threads, exit functions and streams are seen to, but modules
+are not taken apart.
 
 Really started nevertheless: a process whose environment holds a setting that an interpreter or a package reads when it
 starts (`PYTHONHASHSEED`, `OMP_WAIT_POLICY`, …), one with a `preexec_fn`, all within `no_zygote()`, and all with
@@ -35,7 +37,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 SWITCH = "OFFBEAT_TEST_ZYGOTE"
 TESTS = Path(__file__).parent
@@ -56,8 +58,6 @@ APPLIED_LATER = ("PYTHONPATH", "OMP_NUM_THREADS")
 """Settings that a copy can still heed."""
 ROOM = 100_000
 """Bytes that `/proc` can show of a copy's words, and as many of its environment."""
-HAVE_OWN_ZYGOTE = ("train",)
-"""Commands of Offbeat that start commands of Offbeat."""
 PR_SET_CHILD_SUBREAPER = 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -84,7 +84,8 @@ class Job:
 
     @property
     def starts_others(self) -> bool:
-        return self.module != "offbeat" or self.words[2:3] in [[word] for word in HAVE_OWN_ZYGOTE]
+        """Whether it may start commands of Offbeat itself."""
+        return self.module is not None and (self.module != "offbeat" or self.words[2:3] == ["train"])
 
 
 class Zygote:
@@ -315,13 +316,36 @@ def _set_up_interpreter(job: Job) -> None:
     importlib.invalidate_caches()
 
 
-def become_and_run(job: Job, files: list[int], tell: int) -> None:
-    become(job, files, tell)
-    if job.module:
-        runpy.run_module(job.module, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(job.words[0], run_name="__main__")
-    sys.exit(0)
+def become_and_run(job: Job, files: list[int], tell: int) -> NoReturn:
+    """Ends as an interpreter ends, but for taking its modules apart: with all of these that takes half a second."""
+    try:
+        become(job, files, tell)
+        if job.module:
+            runpy.run_module(job.module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(job.words[0], run_name="__main__")
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        status = -signal.SIGINT
+    except BaseException:  # noqa: BLE001 - as an interpreter does
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined] # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        status = status or 120
+    if status < 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status & 0xFF)
 
 
 def main() -> None:
