@@ -33,6 +33,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -230,8 +231,11 @@ def serve(link: socket.socket) -> tuple[Job, list[int], int]:
         read, write = os.pipe()
         between = os.fork()
         if between == 0:
+            between = os.getpid()
             if os.fork():
                 os._exit(0)
+            while os.getppid() == between:
+                time.sleep(0.0005)
             link.close()
             os.close(read)
             return job, files, write
