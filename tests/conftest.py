@@ -28,6 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("full"):  # scripts/full_tier.py reads it in the results
+            item.user_properties.append(("full", item.nodeid.partition("::")[0]))
     if config.option.markexpr == FAST_TIER:
         owners = {owner for item in items for owner in (getattr(item, "obj", None), getattr(item, "cls", None))}
         for owner in owners:
