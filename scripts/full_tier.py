@@ -54,7 +54,7 @@ class Record:
 
 
 def packages_touched(files: Iterable[str]) -> set[str]:
-    """Folders of tests that go with changed files: of their packages, and of whole runs where those take part in them."""
+    """Folders of tests that go with changed files: of their packages, and of whole runs where these take part."""
     touched = set()
     for file in files:
         match file.split("/"):

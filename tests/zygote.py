@@ -1,8 +1,8 @@
 """Starts Offbeat's processes in tests as copies of one that has imported torch and its like already.
 
 Importing them takes seconds, and tests start hundreds of processes. `install()` has `subprocess` and asyncio ask a
-zygote for `python -m offbeat …`, for `python -m benchmarks.…` and for scripts among the tests; whatever else they start
-is started as ever. The zygote is a process that has imported the packages that Offbeat uses, nothing of Offbeat itself,
+zygote for most commands of `python -m offbeat`, for `python -m benchmarks.…` and for scripts among the tests; whatever
+else they start is started as ever. The zygote is a process that has imported the packages that Offbeat uses, nothing of Offbeat itself,
 and that has one thread.
 
 A copy behaves as the command that it stands for. It is a child of the process that asked, with the arguments, the
@@ -57,6 +57,8 @@ READ_AT_START = (
 """How the names of settings begin that somebody reads while starting."""
 APPLIED_LATER = ("PYTHONPATH", "OMP_NUM_THREADS")
 """Settings that a copy can still heed."""
+COMMANDS = ("train", "serve", "trainer", "worker", "eval", "export", "ledger", "show", "replay", "check-loss")
+"""Commands of Offbeat that import much; the doctor has to look at a machine as it is."""
 ROOM = 100_000
 """Bytes that `/proc` can show of a copy's words, and as many of its environment."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -174,7 +176,9 @@ def _is_ours(words: list[str]) -> bool:
     if words[0] != sys.executable or len(words) < 2:
         return False
     if words[1] == "-m":
-        return words[2] == "offbeat" or words[2].startswith("benchmarks.")
+        return words[2].startswith("benchmarks.") or (
+            words[2] == "offbeat" and words[3:4] != [] and words[3] in COMMANDS
+        )
     return words[1].endswith(".py") and TESTS in Path(words[1]).parents
 
 
