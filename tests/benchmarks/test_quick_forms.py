@@ -105,6 +105,7 @@ DECIDES_NOTHING = {
 """Bars that no quick run may call reached or missed."""
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", BARS)
 def test_a_quick_form_prints_its_bars_and_leaves_open_what_a_minute_cannot_decide(name: str):

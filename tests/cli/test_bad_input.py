@@ -1,7 +1,6 @@
 """What users and machines get wrong, through the real command: one line, an exit status, nothing lost, nobody left.
 
-Each test runs `python -m offbeat` as a process of its own; those that import torch take long, so they run two at a time
-beside the others. Also through the real command, but elsewhere:
+Each test runs `python -m offbeat` as a process of its own. Also through the real command, but elsewhere:
 
 - a full disk: `faults/test_disk_full.py`;
 - runs that are killed outright: `faults/test_exact_resume.py`;
@@ -15,8 +14,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,6 +31,7 @@ from real_command import (
     rows,
     wait_until,
 )
+from zygote import no_zygote
 
 from offbeat.ledger.ledger import Ledger
 from offbeat.model.loading import TINY_FOLDER
@@ -44,32 +42,6 @@ from offbeat.weights.version import Version
 def offbeat(tmp_path):
     with command_in(tmp_path) as command:
         yield command
-
-
-LONG_ONES: dict[str, Callable[[Command], None]] = {}
-
-
-def takes_long(scenario: Callable[[Command], None]) -> Callable[..., None]:
-    """Makes a test of a scenario that imports torch; see `under_way`."""
-
-    def test(under_way):
-        under_way[scenario.__name__].result()
-
-    LONG_ONES[scenario.__name__] = scenario
-    return test
-
-
-@pytest.fixture(scope="module", autouse=True)
-def under_way(request, tmp_path_factory):
-    """The long scenarios that were asked for, two at a time, the longest first."""
-
-    def play(scenario: Callable[[Command], None]) -> None:
-        with command_in(tmp_path_factory.mktemp("long")) as command:
-            scenario(command)
-
-    wanted = {item.name for item in request.session.items}
-    with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(play, scenario) for name, scenario in reversed(LONG_ONES.items()) if name in wanted}
 
 
 @pytest.mark.parametrize(
@@ -152,14 +124,12 @@ def refuses_to_begin(offbeat: Command, *words: str) -> str:
     return told
 
 
-@takes_long
 def test_a_model_without_a_tokenizer_is_told(offbeat):
     shutil.copytree(TINY_FOLDER, offbeat.folder / "mute", ignore=shutil.ignore_patterns("tokenizer.json"))
     told = "model.path = 'mute': has no tokenizer (tokenizer.json); copy the model's tokenizer files there, or name"
     assert refuses_to_begin(offbeat, "--model.path=mute").startswith(told)
 
 
-@takes_long
 def test_chat_messages_without_a_chat_template_are_told(offbeat):
     (offbeat.folder / "chat.jsonl").write_text('{"m": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
     words = ("--task.source=file", "--task.path=chat.jsonl", "--task.messages=m", "--task.reward=exact")
@@ -167,20 +137,17 @@ def test_chat_messages_without_a_chat_template_are_told(offbeat):
     assert refuses_to_begin(offbeat, *words) == told
 
 
-@takes_long
 def test_a_prompt_that_is_too_long_is_told(offbeat):
     told = r"arithmetic, problem 0: its prompt has (\d+) tokens, over rollout\.max_prompt_tokens = 2; raise that to \1 "
     told += "or more, or leave the problem out"
     assert re.fullmatch(told, refuses_to_begin(offbeat, "--rollout.max-prompt-tokens=2"))
 
 
-@takes_long
 def test_a_model_whose_window_is_too_small_is_told(offbeat):
     told = "rollout.max_prompt_tokens + rollout.max_new_tokens = 600 + 8: offbeat-tiny has a window of 512 tokens; "
     assert refuses_to_begin(offbeat, "--rollout.max-prompt-tokens=600") == told + "lower one of them"
 
 
-@takes_long
 def test_rewards_that_fail_now_and_then_are_left_out_counted_and_never_zero(offbeat):
     (offbeat.folder / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     status, out, errors = offbeat(
@@ -207,7 +174,6 @@ def test_rewards_that_fail_now_and_then_are_left_out_counted_and_never_zero(offb
     assert "everything holds" in offbeat.succeeds("ledger", "verify", "runs/a")
 
 
-@takes_long
 def test_a_run_whose_rewards_fail_too_often_stops_and_goes_on_once_they_are_mended_until_its_time_is_up(offbeat):
     run = offbeat.folder / "runs" / "a"
     process = offbeat.start("train", *QUICK, ENDLESS, "--task.reward=rewards.py:away")
@@ -237,7 +203,6 @@ def test_a_run_whose_rewards_fail_too_often_stops_and_goes_on_once_they_are_mend
     assert "everything holds" in offbeat.succeeds("ledger", "verify", "runs/a")
 
 
-@takes_long
 def test_a_run_survives_its_helpers_and_ends_cleanly_by_sigterm_or_ctrl_c(offbeat):
     """One run in three attempts; none of them loses a step."""
     run = offbeat.folder / "runs" / "a"
@@ -275,10 +240,10 @@ def test_a_run_survives_its_helpers_and_ends_cleanly_by_sigterm_or_ctrl_c(offbea
     assert "everything holds" in offbeat.succeeds("ledger", "verify", "runs/a")
 
 
-@takes_long
 def test_ctrl_c_while_torch_is_imported_ends_a_run_at_once_and_leaves_its_name_free(offbeat):
     run = offbeat.folder / "runs" / "a"
-    process = offbeat.start("train", *QUICK)
+    with no_zygote():
+        process = offbeat.start("train", *QUICK)
     wait_until(lambda: "reward.child" in "".join(offbeat.processes().values()), "the reward process", process)
     process.send_signal(signal.SIGINT)
     status, out, errors = ended(process)

@@ -10,6 +10,7 @@ from benchmarks.faults.audit import audit
 NUM_KILLS = 6
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("partial", [False, True], ids=["overlap", "partial"])
 def test_a_run_under_random_faults_loses_nothing_doubles_nothing_and_keeps_its_bound(tmp_path, partial):

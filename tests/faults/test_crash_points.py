@@ -7,10 +7,12 @@ nothing was lost, nothing trained twice, nothing drawn anew.
 import os
 
 import pytest
+from shared_results import shared
 
 from benchmarks.faults.supervised import TINY, Supervised, check_whole, final_digest, rows
 from offbeat import crash
 
+pytestmark = pytest.mark.full
 NUM_STEPS = 4
 EXACT = (*TINY, "--run.exact=true", f"--run.steps={NUM_STEPS}", "--checkpoint.every=2")
 JUDGED = ("--eval.every=2", "--eval.prompts=2", "--eval.samples=1")
@@ -20,9 +22,12 @@ NEEDS = {"coordinator": 2, "trainer": 1, "worker": 1}
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory) -> str:
-    run = Supervised(tmp_path_factory.mktemp("calm"), *EXACT, *JUDGED)
-    assert run.finish() == ""
-    return final_digest(run.run)
+    def train() -> str:
+        run = Supervised(tmp_path_factory.mktemp("calm"), *EXACT, *JUDGED)
+        assert run.finish() == ""
+        return final_digest(run.run)
+
+    return shared(tmp_path_factory, "calm", train)
 
 
 @pytest.fixture(scope="module", params=list(NEEDS))

@@ -56,8 +56,7 @@ def train(folder: Path, *words: str, max_file_bytes: int | None = None) -> tuple
     """The real command's status and what it says on stderr."""
 
     def limit_files() -> None:
-        if max_file_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, resource.RLIM_INFINITY))
 
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
     done = subprocess.run(
@@ -67,7 +66,7 @@ def train(folder: Path, *words: str, max_file_bytes: int | None = None) -> tuple
         capture_output=True,
         text=True,
         timeout=WITHIN_S,
-        preexec_fn=limit_files,
+        preexec_fn=limit_files if max_file_bytes is not None else None,
         check=False,
     )
     return done.returncode, done.stderr

@@ -3,24 +3,17 @@
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
-
-from offbeat.ledger.ledger import Ledger
+from killed_runs import final_digest, finish, kill, lines, start, train, wait_for_lines
 
 NUM_KILLS = 10
 NUM_STEPS = 50
-WITHIN_S = 120.0
-CONFIG = f"""
+CONFIG = """
 [run]
 dir = "runs"
 seed = 7
-steps = {NUM_STEPS}
 exact = true
 threads = 1
 [batch]
@@ -41,64 +34,44 @@ console = "quiet"
 """
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "offbeat", "train", *arguments]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+def resumes(run) -> list[dict]:
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event["event"] == "resume"]
 
 
-def finish(process: subprocess.Popen) -> None:
-    _, errors = process.communicate(timeout=WITHIN_S)
-    assert process.returncode == 0, errors.decode()
+@pytest.mark.timeout(600)
+def test_a_run_killed_between_a_commit_and_its_checkpoint_ends_bit_equal_to_an_undisturbed_one(tmp_path):
+    (tmp_path / "config.toml").write_text(CONFIG)
+    few = ("--run.steps=5", "--batch.groups-per-step=2")
+    train(tmp_path, "config.toml", *few, "--run.name=calm")
+    train(tmp_path, "config.toml", *few, "--run.name=stormy", dies_at="step-committed:4")  # one past the checkpoint
+    train(tmp_path, "--resume", "runs/stormy")
+    (resumed,) = resumes(tmp_path / "runs" / "stormy")
+    assert (resumed["step"], bool(resumed["abandoned"])) == (3, True)
+    assert final_digest(tmp_path / "runs" / "stormy", 5) == final_digest(tmp_path / "runs" / "calm", 5)
 
 
-def wait_for(file: Path, num_lines: int, process: subprocess.Popen) -> bool:
-    """Whether the file grew so long while the process ran."""
-    until_s = time.monotonic() + WITHIN_S
-    while time.monotonic() < until_s:
-        if lines(file) >= num_lines:
-            return True
-        if process.poll() is not None:
-            return False
-        time.sleep(0.01)
-    raise TimeoutError(f"the run did not get on: {file} has {lines(file)} lines")
-
-
-def lines(file: Path) -> int:
-    return file.read_bytes().count(b"\n") if file.exists() else 0
-
-
-def final_digest(run: Path) -> str:
-    """The digest of the weights that a finished run ended with; its ledger must hold."""
-    with Ledger(run / "ledger.sqlite", read_only=True) as ledger:
-        assert ledger.verify().violations == ()
-        version = ledger.latest_version()
-    assert version is not None
-    assert version.step == NUM_STEPS
-    return version.digest
-
-
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_run_killed_at_ten_random_moments_ends_bit_equal_to_an_undisturbed_one(tmp_path):
     (tmp_path / "config.toml").write_text(CONFIG)
-    finish(start(tmp_path, "config.toml", "--run.name", "calm"))
+    all_steps = f"--run.steps={NUM_STEPS}"
+    train(tmp_path, "config.toml", all_steps, "--run.name=calm")
 
     rng = random.Random(os.environ.get("OFFBEAT_TEST_SEED", "1"))
     run = tmp_path / "runs" / "stormy"
-    process = start(tmp_path, "config.toml", "--run.name", "stormy")
-    for kill in range(NUM_KILLS):
+    process = start(tmp_path, "config.toml", all_steps, "--run.name=stormy")
+    for number in range(NUM_KILLS):
         # Some kills fall into the start, where the ledger is reconciled; most into later steps, and between them.
-        file = run / ("events.jsonl" if kill % 3 == 2 else "metrics.jsonl")
-        enough = lines(file) + (1 if kill % 3 == 2 else rng.randint(1, NUM_STEPS // NUM_KILLS))
-        assert wait_for(file, enough, process), f"ended before kill {kill}: {process.stderr.read().decode()}"
+        file = run / ("events.jsonl" if number % 3 == 2 else "metrics.jsonl")
+        enough = lines(file) + (1 if number % 3 == 2 else rng.randint(1, NUM_STEPS // NUM_KILLS))
+        wait_for_lines(file, enough, process)
         time.sleep(rng.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=WITHIN_S)
-        assert process.returncode == -signal.SIGKILL, "the run ended before it was killed"
+        kill(process)
         process = start(tmp_path, "--resume", "runs/stormy")
     finish(process)
 
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    resumed = [event for event in events if event["event"] == "resume"]
+    resumed = resumes(run)
     assert any(event["abandoned"] for event in resumed), "no kill fell between a commit and its checkpoint"
     assert any(event["step"] > 0 for event in resumed), "no run was resumed from a checkpoint"
-    assert final_digest(run) == final_digest(tmp_path / "runs" / "calm")
+    assert final_digest(run, NUM_STEPS) == final_digest(tmp_path / "runs" / "calm", NUM_STEPS)

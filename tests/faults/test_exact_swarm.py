@@ -5,6 +5,7 @@ import random
 import time
 
 import pytest
+from shared_results import shared
 
 from benchmarks.faults.supervised import TINY, Supervised, check_whole, final_digest
 
@@ -19,12 +20,17 @@ KILLS = {
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> str:
     """The last weights of a run in one process."""
-    run = Supervised(tmp_path_factory.mktemp("alone"), *EXACT)
-    assert run.finish() == ""
-    check_whole(run.run, NUM_STEPS)
-    return final_digest(run.run)
+
+    def train() -> str:
+        run = Supervised(tmp_path_factory.mktemp("alone"), *EXACT)
+        assert run.finish() == ""
+        check_whole(run.run, NUM_STEPS)
+        return final_digest(run.run)
+
+    return shared(tmp_path_factory, "alone", train)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_workers", list(KILLS))
 def test_kills_at_random_moments_change_no_bit(num_workers, alone, tmp_path):

@@ -28,21 +28,7 @@ from offbeat.weights.version import Version
 NUM_VERSIONS = 6
 NUM_KILLS = 12
 WITHIN_S = 120.0
-CHILD = """
-import asyncio, json, sys
-from pathlib import Path
-from offbeat.weights.pieces import FolderStore
-from offbeat.weights.receive import Receiver
-from offbeat.weights.sources import StoreSources
-from offbeat.weights.version import Version
-
-store, folder, key, rows = sys.argv[1:]
-receiver = Receiver(Path(folder), StoreSources(FolderStore(Path(store))), [key])
-print("ready", flush=True)
-for number, step, parent, digest, path, manifest in json.loads(rows):
-    here = asyncio.run(receiver.fetch(Version(number, step, parent, digest, Path(path), manifest)))
-    print(here.path, flush=True)
-"""
+CHILD = str(Path(__file__).with_name("killable_receiver.py"))
 
 
 class Published:
@@ -62,7 +48,7 @@ class Published:
         rows = [[v.number, v.step, v.parent, v.digest, str(v.path), v.manifest] for v in self.versions]
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
         return subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(self.store), str(folder), self.key.public, json.dumps(rows)],
+            [sys.executable, CHILD, str(self.store), str(folder), self.key.public, json.dumps(rows)],
             env={**os.environ, "PYTHONPATH": path, **environment},
             stdout=subprocess.PIPE,
             text=True,
@@ -94,7 +80,7 @@ def published(tmp_path_factory) -> Published:
     return Published(tmp_path_factory.mktemp("run"))
 
 
-@pytest.mark.parametrize("time", [1, 4])
+@pytest.mark.parametrize("time", [1, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("point", crash.POINTS["receiver"])
 def test_a_receiver_killed_at_a_named_place_leaves_whole_versions_and_its_successor_ends_well(
     point, time, published, tmp_path
@@ -106,6 +92,7 @@ def test_a_receiver_killed_at_a_named_place_leaves_whole_versions_and_its_succes
     published.check_end(tmp_path)
 
 
+@pytest.mark.full
 def test_a_receiver_killed_at_any_moment_leaves_whole_versions_and_its_successor_ends_well(published, tmp_path):
     draw, seen = random.Random(7), set()
     for _ in range(NUM_KILLS):

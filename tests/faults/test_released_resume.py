@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from killed_runs import final_digest, train
 
-from offbeat import crash
 from offbeat.ledger.ledger import Ledger
 from offbeat.watch.history import read_metrics
 
@@ -85,45 +80,31 @@ def advantage(rewards, groups):
 """
 
 
-def run(folder: Path, *arguments: str, dies_at: str | None = None) -> None:
-    environment = {**os.environ, **({crash.AT: dies_at} if dies_at else {})}
-    command = [sys.executable, "-m", "offbeat", "train", *arguments]
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=300)
-    assert ended.returncode == (-signal.SIGKILL if dies_at else 0), ended.stderr.decode()
-
-
-def final_digest(folder: Path) -> str:
-    with Ledger(folder / "ledger.sqlite", read_only=True) as ledger:
-        assert ledger.verify().violations == ()
-        version = ledger.latest_version()
-    assert version is not None
-    assert version.step == NUM_STEPS
-    return version.digest
-
-
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_with_exact_a_killed_run_ends_bit_equal_though_prompts_reach_across_steps(tmp_path):
     (tmp_path / "config.toml").write_text(EXACT)
     (tmp_path / "picky.py").write_text(PICKY)
-    run(tmp_path, "config.toml", "--run.name", "calm")
-    run(tmp_path, "config.toml", "--run.name", "stormy", dies_at="step-committed:5")  # a step past the checkpoint
-    run(tmp_path, "--resume", "runs/stormy", dies_at="submission-stored:15")  # within what it forgot
-    run(tmp_path, "--resume", "runs/stormy")
+    train(tmp_path, "config.toml", "--run.name", "calm")
+    train(tmp_path, "config.toml", "--run.name", "stormy", dies_at="step-committed:5")  # a step past the checkpoint
+    train(tmp_path, "--resume", "runs/stormy", dies_at="submission-stored:15")  # within what it forgot
+    train(tmp_path, "--resume", "runs/stormy")
     rows = [row for row in read_metrics(tmp_path / "runs" / "calm" / "metrics.jsonl") if "reward" in row]
     assert any(row["early_share"] > 0 for row in rows), "no prompt's answers were trained in two steps"
-    assert final_digest(tmp_path / "runs" / "stormy") == final_digest(tmp_path / "runs" / "calm")
+    assert final_digest(tmp_path / "runs" / "stormy", NUM_STEPS) == final_digest(tmp_path / "runs" / "calm", NUM_STEPS)
     with Ledger(tmp_path / "runs" / "stormy" / "ledger.sqlite", read_only=True) as ledger:
         assert ledger.counts().dropped_groups["abandoned"] > 0, "nothing was there to count twice"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_batch_claimed_before_a_kill_has_the_same_advantages_after_it(tmp_path):
     (tmp_path / "config.toml").write_text(UNEVEN)
     (tmp_path / "recording.py").write_text(RECORDING)
-    run(tmp_path, "config.toml", "--run.name", "long", dies_at="step-committed:6")  # two steps past the checkpoint
-    run(tmp_path, "--resume", "runs/long")
+    train(tmp_path, "config.toml", "--run.name", "long", dies_at="step-committed:6")  # two steps past the checkpoint
+    train(tmp_path, "--resume", "runs/long")
     seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
     assert len(seen) == 6 + NUM_STEPS - 3
     assert seen[6] == seen[3], "the step that the checkpoint was followed by"
     assert any(len(rewards) > 12 for rewards, *_ in seen), "no sibling outside a batch was known"
-    final_digest(tmp_path / "runs" / "long")
+    final_digest(tmp_path / "runs" / "long", NUM_STEPS)

@@ -16,6 +16,7 @@ from offbeat.weights.digest import file_digest, weights_digest
 from offbeat.weights.folder import FILE_NAME
 from offbeat.weights.publish import Publisher
 
+FULL = pytest.mark.full
 NUM_RANDOM = 15
 WITHIN_S = 60.0
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -66,7 +67,11 @@ def check_published(folder, number) -> None:
     ]
 
 
-@pytest.mark.parametrize("number, num_before", [(0, 0), (1, 1), (1, 2)], ids=["full", "delta", "again"])
+@pytest.mark.parametrize(
+    "number, num_before",
+    [pytest.param(0, 0, marks=FULL), (1, 1), pytest.param(1, 2, marks=FULL)],
+    ids=["full", "delta", "again"],
+)
 def test_a_publisher_killed_at_any_call_leaves_all_that_is_named_whole(tmp_path, number, num_before):
     key_of(tmp_path)
     for before in range(num_before):
@@ -84,6 +89,7 @@ def test_a_publisher_killed_at_any_call_leaves_all_that_is_named_whole(tmp_path,
             return
 
 
+@FULL
 def test_a_publisher_that_is_killed_again_and_again_gets_there(tmp_path):
     key_of(tmp_path)
     publish(tmp_path, 0)
@@ -94,8 +100,8 @@ def test_a_publisher_that_is_killed_again_and_again_gets_there(tmp_path):
     check_published(tmp_path, 1)
 
 
-@pytest.mark.parametrize("is_again", [False, True], ids=["new", "again"])
-@pytest.mark.parametrize("first", [0, 1], ids=["from an anchor", "from its base"])
+@pytest.mark.parametrize("is_again", [False, pytest.param(True, marks=FULL)], ids=["new", "again"])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=FULL), 1], ids=["from an anchor", "from its base"])
 def test_a_worker_killed_at_any_call_of_putting_a_version_together_has_the_old_one_or_the_new(
     tmp_path, first, is_again
 ):
@@ -116,6 +122,7 @@ def test_a_worker_killed_at_any_call_of_putting_a_version_together_has_the_old_o
     assert sorted(path.name for path in new.iterdir()) == [FILE_NAME]
 
 
+@FULL
 def test_killed_at_any_moment_both_get_there(tmp_path):
     moments, number = random.Random(0), 0
     key_of(tmp_path)
