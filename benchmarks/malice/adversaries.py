@@ -8,3 +8,8 @@ from benchmarks.malice.members import MEMBERS
 from benchmarks.malice.strangers import STRANGERS
 
 ADVERSARIES: tuple[type[Adversary], ...] = (*STRANGERS, *MEMBERS, *FORGERS)
+
+
+def num_tokens() -> int:
+    """How many join tokens the adversaries need, that of their accomplice among them."""
+    return 1 + sum(kind.num_tokens for kind in ADVERSARIES)

@@ -12,7 +12,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -177,11 +177,11 @@ def request(method: str, path: str, body: bytes = b"", headers: Mapping[str, str
 
 
 class Line(Connection):
-    """A member's connection: it counts what comes back, from an address of its own."""
+    """A member's connection, from an address of its own: it counts what comes back, except to `groundwork`."""
 
-    def __init__(self, url: str, address: str, tally: Tally):
+    def __init__(self, url: str, address: str, tally: Tally, groundwork: Collection[str]):
         super().__init__(url, patience_s=PATIENCE_S)
-        self._address, self._tally = address, tally
+        self._address, self._tally, self._groundwork = address, tally, groundwork
         self._session: aiohttp.ClientSession | None = None
 
     async def _request(
@@ -195,7 +195,8 @@ class Line(Connection):
         except (aiohttp.ClientError, OSError):
             self._tally.answers[HUNG_UP] += 1
             raise
-        self._tally.answers[str(response.status)] += 1
+        if path not in self._groundwork or response.status >= 400:
+            self._tally.answers[str(response.status)] += 1
         return response
 
     def _opened(self) -> aiohttp.ClientSession:
@@ -211,13 +212,14 @@ class Member(Adversary):
 
     num_tokens = 1
     line: ClassVar[type[Line]] = Line
+    groundwork: ClassVar[Collection[str]] = ("/v1/join", "/v1/lease", "/v1/give-back")
+    """Calls that it makes to have something to lie about; their answers are no answers to its attack."""
 
     async def prepare(self) -> None:
         self.connection, self.client = await self._join(self.tokens[0])
-        self.tally.answers.clear()  # joining was no attack
 
     async def _join(self, token: str) -> tuple[Connection, RemoteWorker]:
-        connection = self.line(self.scene.url, self.address, self.tally)
+        connection = self.line(self.scene.url, self.address, self.tally, self.groundwork)
         connection.patience_s = JOIN_WITHIN_S
         member = await join(connection, token, f"node-{self.number + 1}")
         connection.patience_s = PATIENCE_S
@@ -265,11 +267,15 @@ class Member(Adversary):
             await response.content.read(1024)
 
 
-async def whatever(*calls: Awaitable[object]) -> None:
+async def whatever(*calls: Coroutine[Any, Any, object]) -> None:
     """Makes calls in turn, and goes on whatever the answers are."""
-    for call in calls:
-        with suppress(*EXPECTED):
-            await call
+    try:
+        for call in calls:
+            with suppress(*EXPECTED):
+                await call
+    finally:
+        for call in calls:
+            call.close()
 
 
 def with_segments(trajectory: Trajectory, segments: Sequence[Segment], **changes: Any) -> Trajectory:

@@ -24,8 +24,9 @@ from typing import Any, Self
 from benchmarks import report
 from benchmarks.faults.supervised import Supervised, until
 from benchmarks.load import TICKS_PER_S
-from benchmarks.malice import attack, honest
 from benchmarks.malice.account import Account, account
+from benchmarks.malice.adversaries import num_tokens
+from benchmarks.malice.plans import AttackPlan, HonestPlan
 from offbeat.errors import DeadlineError
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role
@@ -171,14 +172,13 @@ def play(folder: Path, model: Path, *, is_attacked: bool, seconds: float, seed: 
         workers = stack.enter_context(Child("honest", folder))
         enemies = stack.enter_context(Child("attack", folder)) if is_attacked else None
         run = Supervised(folder, "run.toml", *SETTINGS, f"--model.path={model}", f"--run.seed={seed}")
-        stack.callback(_kill_left, run)
-        stack.callback(run.end)
+        stack.callback(end, run)
         url = f"http://127.0.0.1:{run.port()}"
-        tokens = _tokens(run.run / "ledger.sqlite", len(HONEST) + (attack.num_tokens() if is_attacked else 0))
+        tokens = _tokens(run.run / "ledger.sqlite", len(HONEST) + (num_tokens() if is_attacked else 0))
         own = dict(zip(HONEST, tokens, strict=False))
-        workers.tell(asdict(honest.Plan(url, str(folder / "honest"), own, NUM_SLOTS, STEP_S)))
+        workers.tell(asdict(HonestPlan(url, str(folder / "honest"), own, NUM_SLOTS, STEP_S)))
         if enemies is not None:
-            aim = attack.Plan(
+            aim = AttackPlan(
                 url=url,
                 folder=str(folder / "enemies"),
                 honest=list(HONEST),
@@ -214,7 +214,7 @@ def _window(run: Supervised, workers: Child, enemies: Child | None, seconds: flo
         adversaries = enemies.hear(END_WITHIN_S) or [{**told, "broken": "did not end"} for told in adversaries]
     workers.hang_up()
     errors = workers.hear(END_WITHIN_S)
-    _end(run)
+    end(run)
     return Outcome(
         is_attacked=enemies is not None,
         seconds=elapsed_s,
@@ -248,18 +248,10 @@ def _why_ended(run: Supervised, watched: Watched) -> str:
     return (run.errors.splitlines() or [f"ended with status {run.process.returncode}"])[-1]
 
 
-def _end(run: Supervised) -> None:
-    """Asks a run to stop, and makes it."""
-    if run.process.poll() is None:
-        run.process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            run.process.wait(END_WITHIN_S)
+def end(run: Supervised) -> None:
+    """Ends a run at once, with all of its processes: what its ledger holds must be whole all the same."""
     run.end()
-    _kill_left(run)
-
-
-def _kill_left(run: Supervised) -> None:
-    """Ends processes of the run that outlived their supervisor."""
     for pid in run.living():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    until(lambda: not run.living(), f"the end of {run.folder}", END_WITHIN_S)

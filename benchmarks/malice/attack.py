@@ -1,8 +1,8 @@
 """The adversaries of a run, all in this process: `python -m benchmarks.malice.attack`, told what to do on its input.
 
 The process is niced and bound to one core, so that what it costs others is what it makes the coordinator do. The first
-line of input is a `Plan` as JSON. Once all have joined it says who they are, as a line of JSON; with the next line of
-input the attack begins. In the end it says, as a line of JSON, what each adversary tried and what came back.
+line of input is an `AttackPlan` as JSON. Once all have joined it says who they are, as a line of JSON. With the next
+line of input the attack begins. In the end it says, as a line of JSON, what each adversary tried and what came back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +24,7 @@ import torch
 from benchmarks.malice.adversaries import ADVERSARIES
 from benchmarks.malice.adversary import Adversary, Member, Scene, whatever
 from benchmarks.malice.model import MAX_CONTEXT_TOKENS, tiny_model
+from benchmarks.malice.plans import AttackPlan
 from benchmarks.malice.strangers import false_size, zstd_bomb
 from offbeat.rollout.engines.embedded import EmbeddedEngine
 
@@ -32,25 +32,6 @@ NICE = 19
 NUM_SLOTS = 8
 NEWER_WAIT_S = 5.0
 END_WITHIN_S = 5.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Whom to attack, and how long."""
-
-    url: str
-    folder: str
-    honest: list[str]
-    used_token: str
-    tokens: list[str]
-    """As many as `num_tokens` says."""
-    seconds: float
-    seed: int
-
-
-def num_tokens() -> int:
-    """How many join tokens the adversaries need, the accomplice's among them."""
-    return 1 + sum(kind.num_tokens for kind in ADVERSARIES)
 
 
 class Accomplice(Member):
@@ -66,7 +47,7 @@ class Accomplice(Member):
             await engine.load(await self.client.fetch(version))
 
 
-async def attack(plan: Plan) -> list[dict[str, Any]]:
+async def attack(plan: AttackPlan) -> list[dict[str, Any]]:
     zstd_bomb(), false_size()  # made once, before anything is timed
     place = urlsplit(plan.url)
     async with AsyncExitStack() as stack:
@@ -132,7 +113,7 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    plan = Plan(**json.loads(sys.stdin.readline()))
+    plan = AttackPlan(**json.loads(sys.stdin.readline()))
     print(json.dumps(asyncio.run(attack(plan))), flush=True)
 
 

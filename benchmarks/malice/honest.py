@@ -1,7 +1,7 @@
 """The honest workers of a run, all in this process: `python -m benchmarks.malice.honest`, told what to do on its input.
 
 Real workers, clients and spools; the engine is the embedded one at a modelled pace. The first line of input is a
-`Plan` as JSON. They work until the input ends, and then say as a line of JSON why any of them ended before.
+`HonestPlan` as JSON. They work until the input ends, and then say as a line of JSON why any of them ended before.
 """
 
 from __future__ import annotations
@@ -10,32 +10,20 @@ import asyncio
 import json
 import sys
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks.malice.model import MAX_CONTEXT_TOKENS, tiny_model
 from benchmarks.malice.pace import SteadyEngine
+from benchmarks.malice.plans import HonestPlan
 from offbeat.rollout.spool import Spool
 from offbeat.rollout.worker import Worker
 from offbeat.serve.http.client import RemoteWorker, join
 from offbeat.serve.http.connection import Connection
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Who works where, and how fast."""
-
-    url: str
-    folder: str
-    tokens: dict[str, str]
-    """Join tokens by the names of the workers."""
-    num_slots: int
-    step_s: float
-
-
-async def work(plan: Plan) -> dict[str, str]:
+async def work(plan: HonestPlan) -> dict[str, str]:
     """Works until the input ends; returns the errors of workers that ended before, by name."""
     async with AsyncExitStack() as stack:
         workers = {}
@@ -54,7 +42,7 @@ async def work(plan: Plan) -> dict[str, str]:
         return errors
 
 
-async def _joined(plan: Plan, name: str, token: str, stack: AsyncExitStack) -> Worker:
+async def _joined(plan: HonestPlan, name: str, token: str, stack: AsyncExitStack) -> Worker:
     folder, connection = Path(plan.folder) / name, Connection(plan.url)
     stack.push_async_callback(connection.close)
     await join(connection, token, name)
@@ -69,7 +57,7 @@ async def _joined(plan: Plan, name: str, token: str, stack: AsyncExitStack) -> W
 
 def main() -> None:
     torch.set_num_threads(1)
-    plan = Plan(**json.loads(sys.stdin.readline()))
+    plan = HonestPlan(**json.loads(sys.stdin.readline()))
     print(json.dumps(asyncio.run(work(plan))), flush=True)
 
 

@@ -162,7 +162,7 @@ class AnotherFence(Liar):
 
 
 class TwoAnswers(Liar):
-    """Hands in one true answer and then others under the same fence: which of them is the task's?"""
+    """Hands in one true answer and then others under the same fence: which of them is kept."""
 
     async def use(self, task: Task) -> None:
         true = await self.answer(task)
@@ -206,6 +206,7 @@ class WrongDigest(Liar):
 class Hoarder(Member):
     """Takes 16 tasks, keeps them alive with heartbeats and never answers: the groups that wait for them."""
 
+    groundwork = ()
     pause_s = 1.0
 
     async def prepare(self) -> None:
@@ -242,6 +243,7 @@ class Deserter(Member):
 class ComesAndGoes(Member):
     """Joins, leaves and comes back, a thousand times where it may: what is kept of those who left."""
 
+    groundwork = ()
     pause_s, num_tokens = 0.05, 20
 
     async def strike(self) -> None:
@@ -279,6 +281,7 @@ class LiesAboutTimes(Member):
 class Greedy(Member):
     """Says that it has room for 100,000 tasks and gives back what it gets: how much is drawn, and who waits for it."""
 
+    groundwork = ()
     pause_s = 2.0
 
     async def strike(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from typing import TYPE_CHECKING
 
 from offbeat.model.loading import TINY, load_tokenizer, save_hf
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 VOCAB_SIZE, STOP_TOKEN, PAD_TOKEN = 258, 257, 256
 DIGITS = tuple(range(48, 58))
@@ -20,6 +21,9 @@ all tokens are about as likely, and no audit could tell a forged one."""
 
 def tiny_model(seed: int) -> LlamaForCausalLM:
     """Two layers, 32 wide; models of different seeds agree about nothing."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
