@@ -112,23 +112,32 @@ class Life:
         self.ledger.admit([group])
         return ordinal
 
-    def hand_in(self, worker: str, num_tokens: int, *, is_whole: bool = True, versions: tuple[int, ...] = ()) -> int:
-        """The next task, carried on by a worker by so many tokens of each version; returns its number."""
-        latest = self.ledger.latest_version()
-        assert latest is not None
-        [task] = self.ledger.lease(worker, 1, latest.number)
-        trajectory = longer(task, worker, num_tokens, versions or (latest.number,), End.LENGTH if is_whole else None)
-        [outcome] = self.ledger.submit([Submission(trajectory, worker, task.fence)])
-        assert not isinstance(outcome, Exception), outcome
+    def hand_in(self, worker: str, num_tokens: int, *, is_whole: bool = True) -> int:
+        """The next task, carried on by a worker by so many tokens; returns its number."""
+        task, version = self.lease(worker), self.latest().number
+        self.submit(task, worker, num_tokens, version, End.LENGTH if is_whole else None)
         if is_whole:
             self.ledger.score([Scored(task.id, [Reward(float(task.id))])])
         return task.id
 
-    def train(self, audited: tuple[int, ...] = ()) -> None:
-        """One step of one group."""
+    def latest(self) -> Version:
         latest = self.ledger.latest_version()
         assert latest is not None
-        assert self.ledger.claim(latest.step, 1, BOUND) is not None
+        return latest
+
+    def lease(self, worker: str) -> Task:
+        [task] = self.ledger.lease(worker, 1, self.latest().number)
+        return task
+
+    def submit(self, task: Task, worker: str, num_tokens: int, version: int, end: End | None = End.LENGTH) -> None:
+        trajectory = longer(task, worker, num_tokens, version, end)
+        [outcome] = self.ledger.submit([Submission(trajectory, worker, task.fence)])
+        assert not isinstance(outcome, Exception), outcome
+
+    def train(self, audited: tuple[int, ...] = (), bound: int = BOUND) -> None:
+        """One step of one group."""
+        latest = self.latest()
+        assert self.ledger.claim(latest.step, 1, bound) is not None
         number = latest.number + 1
         made = Version(number, latest.step + 1, latest.number, f"digest {number}", Path(f"weights/{number}"))
         self.ledger.commit(latest.step, made, audited)
@@ -142,14 +151,13 @@ class Life:
         return account(self.path, {HONEST}, {FORGER}, since, until)
 
 
-def longer(task: Task, worker: str, num_tokens: int, versions: tuple[int, ...], end: End | None) -> Trajectory:
+def longer(task: Task, worker: str, num_tokens: int, version: int, end: End | None) -> Trajectory:
     trajectory = task.new_trajectory() if task.prefix is None else Trajectory.decode(task.prefix.encode())
-    for version in versions:
-        tokens, logprobs = np.full(num_tokens, 5), np.full(num_tokens, -1.0)
-        place = trajectory.num_tokens
-        trajectory.append(Segment(place, tokens, logprobs=logprobs, version=version, kv_version=version, worker=worker))
-    if end is not None:
-        trajectory.finish(end)
+    tokens, logprobs = np.full(num_tokens, 5), np.full(num_tokens, -1.0)
+    segment = Segment(
+        trajectory.num_tokens, tokens, logprobs=logprobs, version=version, kv_version=version, worker=worker
+    )
+    trajectory.append(segment, end)
     return trajectory
 
 
@@ -195,13 +203,13 @@ def never_trained(life: Life) -> None:
 
 
 def too_old_in_part(life: Life) -> None:
-    for _ in range(BOUND + 1):
-        life.draw(1)
-        life.hand_in(HONEST, 8)
-        life.train()
     life.draw(1)
-    life.hand_in(FORGER, 4, versions=(1, 3))
+    life.hand_in(HONEST, 8)
+    life.draw(1)
+    life.hand_in(FORGER, 4, is_whole=False)
     life.train()
+    life.hand_in(HONEST, 4)
+    life.train(bound=0)  # what the forger began is a step old
 
 
 @pytest.mark.parametrize(
@@ -212,7 +220,7 @@ def too_old_in_part(life: Life) -> None:
         (forged_end, 8, 6),
         (found_by_the_audit, 8, 0),
         (never_trained, 8, 0),
-        (too_old_in_part, 20, 4),
+        (too_old_in_part, 12, 0),
     ],
 )
 def test_trained_tokens_are_counted_as_their_author_s(
@@ -236,16 +244,19 @@ def test_steps_before_the_window_do_not_count(life: Life):
 
 def test_honest_tokens_are_those_that_honest_workers_got_accepted_and_may_be_trained(tmp_path: Path):
     life = Life(tmp_path, min_group=2, max_attempts=1)
-    life.draw(2)
+    life.draw(3)
     life.hand_in(FORGER, 3, is_whole=False)
     life.hand_in(HONEST, 5)  # counts, without what it carried on
     life.hand_in(HONEST, 8)  # counts
+    unjudged = life.lease(HONEST)
+    life.submit(unjudged, HONEST, 8, version=1)
+    life.ledger.score([Scored(unjudged.id, error="the reward failed")])
     life.train()
     life.draw(2)
     life.train(audited=(life.hand_in(HONEST, 8), life.hand_in(FORGER, 8)))  # was not believed
     life.draw(2)
     life.hand_in(HONEST, 8)
-    [task] = life.ledger.lease(FORGER, 1, 3)
+    task = life.lease(FORGER)
     life.ledger.fail(FORGER, task.id, task.fence, "engine")  # its sibling is lost with it
     [ended] = life.ask("SELECT MAX(accepted_at) FROM trajectories")
     life.draw(2)
