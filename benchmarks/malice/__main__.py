@@ -19,11 +19,13 @@ import signal
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report
 from benchmarks.load import Load
+from benchmarks.malice.adversaries import ADVERSARIES
 from benchmarks.malice.arena import Outcome, play
 from benchmarks.malice.model import write_model
 from benchmarks.malice.verdicts import bars_of, rows_of
@@ -44,7 +46,7 @@ def say(text: str) -> None:
     print(f"malice: {text}", file=sys.stderr, flush=True)
 
 
-def outcomes_of(folder: Path, size: Size) -> tuple[list[Outcome], list[Outcome]]:
+def outcomes_of(folder: Path, size: Size, titles: Sequence[str]) -> tuple[list[Outcome], list[Outcome]]:
     """The calm runs and the attacked ones."""
     model = folder / "model"
     write_model(model)
@@ -53,7 +55,8 @@ def outcomes_of(folder: Path, size: Size) -> tuple[list[Outcome], list[Outcome]]
     for seed in range(1, size.pairs + 1):
         for kind, found in (("calm", calm), ("attacked", attacked)):
             place = folder / f"{kind}-{seed}"
-            found.append(play(place, model, is_attacked=kind == "attacked", seconds=size.seconds, seed=seed))
+            is_attacked = kind == "attacked"
+            found.append(play(place, model, is_attacked=is_attacked, seconds=size.seconds, seed=seed, titles=titles))
             say(f"{kind} {seed}: {told(found[-1])}")
     return calm, attacked
 
@@ -72,13 +75,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.malice", description="Offbeat under attack.")
     parser.add_argument("--quick", action="store_true", help="one short window of each kind: ends within a minute")
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="leave the runs there")
+    parser.add_argument(
+        "--only", metavar="NAME", action="append", default=[], help="one adversary of the table; may be given again"
+    )
     options = parser.parse_args()
+    if unknown := set(options.only) - {kind.title() for kind in ADVERSARIES}:
+        parser.error(f"--only: no adversary is called {sorted(unknown)[0]!r}; the table of --quick names them")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
     load, quick = Load(), options.quick
     cache = report.REPOSITORY / ".cache"
     cache.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="malice-") as temporary:
-        calm, attacked = outcomes_of(options.keep or Path(temporary), QUICK if quick else FULL)
+        calm, attacked = outcomes_of(options.keep or Path(temporary), QUICK if quick else FULL, options.only)
     report.show(
         "malice",
         ("adversary", "what it attacks", "attempts", "answers", "what became of it"),

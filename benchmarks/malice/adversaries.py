@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from benchmarks.malice.adversary import Adversary
 from benchmarks.malice.forgers import FORGERS
 from benchmarks.malice.members import MEMBERS
@@ -10,6 +12,11 @@ from benchmarks.malice.strangers import STRANGERS
 ADVERSARIES: tuple[type[Adversary], ...] = (*STRANGERS, *MEMBERS, *FORGERS)
 
 
-def num_tokens() -> int:
-    """How many join tokens the adversaries need, that of their accomplice among them."""
-    return 1 + sum(kind.num_tokens for kind in ADVERSARIES)
+def chosen(titles: Collection[str]) -> list[type[Adversary]]:
+    """Adversaries by their titles, in the order of the list; all of them where none is named."""
+    return [kind for kind in ADVERSARIES if not titles or kind.title() in titles]
+
+
+def num_tokens(kinds: Sequence[type[Adversary]]) -> int:
+    """How many join tokens adversaries need, that of their accomplice among them."""
+    return 1 + sum(kind.num_tokens for kind in kinds)

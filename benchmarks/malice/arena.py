@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Collection
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from benchmarks import report
 from benchmarks.faults.supervised import Supervised, until
 from benchmarks.load import TICKS_PER_S
 from benchmarks.malice.account import Account, account
-from benchmarks.malice.adversaries import num_tokens
+from benchmarks.malice.adversaries import chosen, num_tokens
 from benchmarks.malice.plans import AttackPlan, HonestPlan
 from offbeat.errors import DeadlineError
 from offbeat.ledger.ledger import Ledger
@@ -164,8 +165,11 @@ class Child:
         self.process.wait()
 
 
-def play(folder: Path, model: Path, *, is_attacked: bool, seconds: float, seed: int) -> Outcome:
-    """Starts a run, lets it work for a window of so many seconds, and ends it."""
+def play(
+    folder: Path, model: Path, *, is_attacked: bool, seconds: float, seed: int, titles: Collection[str] = ()
+) -> Outcome:
+    """Starts a run, lets it work for a window of so many seconds, and ends it; `titles` are those of the adversaries,
+    all of them where none is named."""
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(TASK)
     with ExitStack() as stack:
@@ -174,7 +178,7 @@ def play(folder: Path, model: Path, *, is_attacked: bool, seconds: float, seed: 
         run = Supervised(folder, "run.toml", *SETTINGS, f"--model.path={model}", f"--run.seed={seed}")
         stack.callback(end, run)
         url = f"http://127.0.0.1:{run.port()}"
-        tokens = _tokens(run.run / "ledger.sqlite", len(HONEST) + (num_tokens() if is_attacked else 0))
+        tokens = _tokens(run.run / "ledger.sqlite", len(HONEST) + (num_tokens(chosen(titles)) if is_attacked else 0))
         own = dict(zip(HONEST, tokens, strict=False))
         workers.tell(asdict(HonestPlan(url, str(folder / "honest"), own, NUM_SLOTS, STEP_S)))
         if enemies is not None:
@@ -183,6 +187,7 @@ def play(folder: Path, model: Path, *, is_attacked: bool, seconds: float, seed: 
                 folder=str(folder / "enemies"),
                 honest=list(HONEST),
                 used_token=own[HONEST[0]],
+                titles=list(titles),
                 tokens=tokens[len(HONEST) :],
                 seconds=seconds,
                 seed=seed,

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from benchmarks.malice.adversaries import ADVERSARIES
+from benchmarks.malice.adversaries import chosen
 from benchmarks.malice.adversary import Adversary, Member, Scene, whatever
 from benchmarks.malice.model import MAX_CONTEXT_TOKENS, tiny_model
 from benchmarks.malice.plans import AttackPlan
@@ -68,11 +68,10 @@ async def attack(plan: AttackPlan) -> list[dict[str, Any]]:
             other_engine=engines[1],
             rng=random.Random(plan.seed),
         )
-        tokens = iter(plan.tokens)
-        accomplice = Accomplice(scene, len(ADVERSARIES), [next(tokens)])
+        kinds, tokens = chosen(plan.titles), iter(plan.tokens)
+        accomplice = Accomplice(scene, len(kinds), [next(tokens)])
         adversaries = [
-            kind(scene, number, [next(tokens) for _ in range(kind.num_tokens)])
-            for number, kind in enumerate(ADVERSARIES)
+            kind(scene, number, [next(tokens) for _ in range(kind.num_tokens)]) for number, kind in enumerate(kinds)
         ]
         for adversary in (accomplice, *adversaries):
             await adversary.prepare()

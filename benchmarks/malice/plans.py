@@ -25,6 +25,8 @@ class AttackPlan:
     folder: str
     honest: list[str]
     used_token: str
+    titles: list[str]
+    """Of the adversaries that attack; none: all of them."""
     tokens: list[str]
     """As many as `adversaries.num_tokens` says."""
     seconds: float

@@ -57,7 +57,8 @@ def found_out(attacked: Sequence[Outcome]) -> report.Bar:
     """Undecided while the forger is at large and has not handed in enough to be known by."""
     counts, verdicts = [], []
     for outcome in attacked:
-        name = next(found["worker"] for found in outcome.adversaries if found["name"] == ForgesAFifth.title())
+        named = (found["worker"] for found in outcome.adversaries if found["name"] == ForgesAFifth.title())
+        name = next(named, "")  # it may have been left out
         count = outcome.account.submissions.get(name, 0)
         counts.append(float(count))
         verdicts.append(count <= FOUND_OUT_TARGET if name in outcome.account.set_aside else _at_large(count))
