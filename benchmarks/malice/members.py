@@ -206,7 +206,7 @@ class WrongDigest(Liar):
 class Hoarder(Member):
     """Takes 16 tasks, keeps them alive with heartbeats and never answers: the groups that wait for them."""
 
-    groundwork = ()
+    groundwork = ("/v1/join",)
     pause_s = 1.0
 
     async def prepare(self) -> None:
@@ -281,7 +281,7 @@ class LiesAboutTimes(Member):
 class Greedy(Member):
     """Says that it has room for 100,000 tasks and gives back what it gets: how much is drawn, and who waits for it."""
 
-    groundwork = ()
+    groundwork = ("/v1/join",)
     pause_s = 2.0
 
     async def strike(self) -> None:
