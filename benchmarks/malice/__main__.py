@@ -39,7 +39,7 @@ class Size:
     """Of the window in which each is measured."""
 
 
-FULL, QUICK = Size(pairs=3, seconds=60.0), Size(pairs=1, seconds=8.0)
+FULL, QUICK = Size(pairs=3, seconds=60.0), Size(pairs=1, seconds=6.0)
 
 
 def say(text: str) -> None:
@@ -79,17 +79,20 @@ def main() -> None:
         "--only", metavar="NAME", action="append", default=[], help="one adversary of the table; may be given again"
     )
     options = parser.parse_args()
-    if unknown := set(options.only) - {kind.title() for kind in ADVERSARIES}:
-        parser.error(f"--only: no adversary is called {sorted(unknown)[0]!r}; the table of --quick names them")
+    known = [kind.title() for kind in ADVERSARIES]
+    if unknown := set(options.only) - set(known):
+        parser.error(f"--only: no adversary is called {sorted(unknown)[0]!r}; there are {', '.join(known)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
     load, quick = Load(), options.quick
     cache = report.REPOSITORY / ".cache"
     cache.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="malice-") as temporary:
         calm, attacked = outcomes_of(options.keep or Path(temporary), QUICK if quick else FULL, options.only)
+    for adversary in attacked[0].adversaries:
+        print(f"{adversary['name']}: {adversary['attacks']}")
     report.show(
         "malice",
-        ("adversary", "what it attacks", "attempts", "answers", "what became of it"),
+        ("adversary", "attempts", "answers", "what became of it"),
         rows_of(attacked),
         bars_of(calm, attacked, quick),
         quick=quick,

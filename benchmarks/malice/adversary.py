@@ -158,7 +158,8 @@ class Stranger(Adversary):
             pass
         except OSError:
             found = HUNG_UP
-        self.tally.answers[found] += 1
+        finally:
+            self.tally.answers[found] += 1
         return found
 
 

@@ -71,7 +71,7 @@ def _at_large(count: int) -> bool | None:
 
 
 def rows_of(attacked: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    """Each adversary: what it attacked, how often in all runs, what it got back, and what became of it."""
+    """Each adversary: how often it tried in all runs, what it got back, and what became of it."""
     rows: list[tuple[str, ...]] = []
     for found in zip(*(outcome.adversaries for outcome in attacked), strict=True):
         answers: Counter[str] = Counter()
@@ -80,7 +80,6 @@ def rows_of(attacked: Sequence[Outcome]) -> list[tuple[str, ...]]:
         rows.append(
             (
                 found[0]["name"],
-                found[0]["attacks"],
                 f"{sum(adversary['attempts'] for adversary in found):,}",
                 ", ".join(f"{answer}: {count:,}" for answer, count in answers.most_common(5)),
                 _fate(found, attacked),
