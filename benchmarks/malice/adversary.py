@@ -1,0 +1,294 @@
+"""What all adversaries share: a name, a pace, a count of what came back, and the two ways to reach a coordinator.
+
+Strangers have no token and write bytes to sockets. Members have one and speak through the project's own client and wire
+modules, so that they follow the protocol in everything but their lie. Each comes from a loopback address of its own,
+as attackers would: what is limited by address then limits them one by one, and not the honest workers with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Collection, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import aiohttp
+import numpy as np
+
+from offbeat.errors import OffbeatError
+from offbeat.rollout.engine import Engine
+from offbeat.rollout.running import append, begin, request_for
+from offbeat.serve.http import coding, wire
+from offbeat.serve.http.client import RemoteWorker, join
+from offbeat.serve.http.connection import Body, Connection
+from offbeat.trajectory import Segment, Task, Trajectory
+
+ANSWER_WITHIN_S = 5.0
+"""How long an adversary waits for an answer before it tries something else."""
+PATIENCE_S = 3.0
+"""How long one asks again that was told to come back later."""
+JOIN_WITHIN_S = 60.0
+LEASE_WAIT_S = 1.0
+SILENT, HUNG_UP = "no answer", "hung up"
+EXPECTED = (OffbeatError, aiohttp.ClientError, OSError, TimeoutError, EOFError)
+"""How an attack may end; any other error is a mistake of the adversary's own, and is told."""
+
+
+@dataclass
+class Tally:
+    """What one adversary tried, and what came back."""
+
+    num_attempts: int = 0
+    answers: Counter[str] = field(default_factory=Counter)
+    """Statuses, or that the connection was closed or stayed silent."""
+    broken: str = ""
+    """The adversary's own mistake, if it made one."""
+
+
+@dataclass
+class Scene:
+    """What the adversaries of one run know."""
+
+    host: str
+    port: int
+    folder: Path
+    honest: tuple[str, ...]
+    """Names of honest workers."""
+    used_token: str
+    engine: Engine
+    """A real one, for adversaries that need true tokens to begin with."""
+    other_engine: Engine
+    """One whose weights are not the run's."""
+    rng: random.Random
+    seen: list[tuple[int, int]] = field(default_factory=list)
+    """Task and fence of every lease that an adversary was given."""
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def version(self) -> int:
+        """The newest version that the accomplice's engine serves."""
+        return self.engine.version or 0
+
+
+class Adversary:
+    """One attacker; its docstring is the sentence that says what it attacks."""
+
+    pause_s: ClassVar[float] = 0.5
+    """Between two attempts."""
+    max_attempts: ClassVar[int] = 1000
+    num_tokens: ClassVar[int] = 0
+    """Join tokens that it needs."""
+    forges: ClassVar[bool] = False
+    """Whether it hands in tokens that the weights which it names did not sample, or log-probs that are not theirs."""
+
+    def __init__(self, scene: Scene, number: int, tokens: Sequence[str] = ()):
+        self.scene, self.number, self.tokens = scene, number, list(tokens)
+        self.tally = Tally()
+        self.worker: str | None = None
+        """The name that it joined under."""
+
+    @classmethod
+    def title(cls) -> str:
+        return re.sub(r"(?<=.)([A-Z])", r" \1", cls.__name__).lower()
+
+    @classmethod
+    def attacks(cls) -> str:
+        return " ".join((cls.__doc__ or "").split())
+
+    @property
+    def address(self) -> str:
+        return f"127.0.1.{self.number + 1}"
+
+    async def prepare(self) -> None:
+        """Comes before the attack, as joining does."""
+
+    async def strike(self) -> None:
+        """One attempt."""
+        raise NotImplementedError
+
+    async def attack(self, until_s: float) -> None:
+        """Strikes again and again until that moment of the monotonic clock."""
+        while (left_s := until_s - time.monotonic()) > 0 and self.tally.num_attempts < self.max_attempts:
+            self.tally.num_attempts += 1
+            try:
+                async with asyncio.timeout(left_s):
+                    await self.strike()
+            except EXPECTED:
+                pass
+            except Exception as error:  # noqa: BLE001 - one clumsy adversary must not stop the others, and is told
+                self.tally.broken = f"{type(error).__name__}: {error}"
+            await asyncio.sleep(self.pause_s * self.scene.rng.uniform(0.5, 1.5))
+
+    async def close(self) -> None:
+        pass
+
+
+class Stranger(Adversary):
+    """Writes bytes to a socket."""
+
+    pause_s = 1.0
+
+    async def say(self, *parts: bytes, pause_s: float = 0.0, within_s: float = ANSWER_WITHIN_S) -> str:
+        """Sends parts with pauses between, and returns the status that came back, or what came instead of one."""
+        found = SILENT
+        try:
+            async with asyncio.timeout(within_s + pause_s * len(parts)):
+                reader, writer = await asyncio.open_connection(
+                    self.scene.host, self.scene.port, local_addr=(self.address, 0)
+                )
+                try:
+                    for part in parts:
+                        writer.write(part)
+                        await writer.drain()
+                        await asyncio.sleep(pause_s)
+                    words = (await reader.readline()).split()
+                    found = words[1].decode("latin-1") if len(words) > 1 else HUNG_UP
+                finally:
+                    writer.transport.abort()
+        except TimeoutError:
+            pass
+        except OSError:
+            found = HUNG_UP
+        finally:
+            self.tally.answers[found] += 1
+        return found
+
+
+def request(method: str, path: str, body: bytes = b"", headers: Mapping[str, str | None] | None = None) -> bytes:
+    """A request as bytes, well-formed unless `headers` say otherwise; None leaves one out."""
+    told: dict[str, str | None] = {
+        "Host": "coordinator",
+        "Content-Type": wire.MSGPACK,
+        "Content-Length": str(len(body)),
+        coding.CONTENT_DIGEST: coding.content_digest(body),
+        "Connection": "close",
+        **(headers or {}),
+    }
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in told.items() if value is not None)]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+class Line(Connection):
+    """A member's connection, from an address of its own: it counts what comes back, except to `groundwork`."""
+
+    def __init__(self, url: str, address: str, tally: Tally, groundwork: Collection[str]):
+        super().__init__(url, patience_s=PATIENCE_S)
+        self._address, self._tally, self._groundwork = address, tally, groundwork
+        self._session: aiohttp.ClientSession | None = None
+
+    async def _request(
+        self, method: str, path: str, headers: Mapping[str, str], body: Body, within_s: float
+    ) -> aiohttp.ClientResponse:
+        try:
+            response = await super()._request(method, path, headers, body, min(within_s, 2 * ANSWER_WITHIN_S))
+        except TimeoutError:
+            self._tally.answers[SILENT] += 1
+            raise
+        except (aiohttp.ClientError, OSError):
+            self._tally.answers[HUNG_UP] += 1
+            raise
+        if path not in self._groundwork or response.status >= 400:
+            self._tally.answers[str(response.status)] += 1
+        return response
+
+    def _opened(self) -> aiohttp.ClientSession:
+        session = self._session
+        if session is None:
+            connector = aiohttp.TCPConnector(local_addr=(self._address, 0))
+            session = self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+        return session
+
+
+class Member(Adversary):
+    """Has joined as a worker."""
+
+    num_tokens = 1
+    line: ClassVar[type[Line]] = Line
+    groundwork: ClassVar[Collection[str]] = ("/v1/join", "/v1/lease", "/v1/give-back")
+    """Calls that it makes to have something to lie about; their answers are no answers to its attack."""
+
+    async def prepare(self) -> None:
+        self.connection, self.client = await self._join(self.tokens[0])
+
+    async def _join(self, token: str) -> tuple[Connection, RemoteWorker]:
+        connection = self.line(self.scene.url, self.address, self.tally, self.groundwork)
+        connection.patience_s = JOIN_WITHIN_S
+        member = await join(connection, token, f"node-{self.number + 1}")
+        connection.patience_s = PATIENCE_S
+        self.worker = member.credentials.worker
+        folder = self.scene.folder / self.worker
+        return connection, RemoteWorker(connection, folder, shares_disk=True)
+
+    async def close(self) -> None:
+        await self.connection.close()
+
+    async def lease(self, capacity: int = 1) -> tuple[Task, ...]:
+        """Tasks, if there are any."""
+        lease = await self.client.lease(capacity, self.scene.version, LEASE_WAIT_S)
+        self.scene.seen.extend((task.id, task.fence) for task in lease.tasks)
+        return lease.tasks
+
+    async def strike(self) -> None:
+        for task in await self.lease():
+            try:
+                await self.use(task)
+            finally:
+                await self.client.give_back([(task.id, task.fence)])
+
+    async def use(self, task: Task) -> None:
+        """What it does with a task, which it gives back afterwards: hoarding is the trade of others."""
+        raise NotImplementedError
+
+    async def answer(self, task: Task, engine: Engine | None = None) -> Trajectory:
+        """An answer as an honest worker would give it, stamped with this worker's name."""
+        running = begin(task)
+        generation = await (engine or self.scene.engine).generate(request_for(running))
+        append(running.trajectory, generation)
+        trajectory = running.trajectory
+        num_before = len(task.prefix.segments) if task.prefix is not None else 0
+        own = [replace(segment, worker=self.worker or "") for segment in trajectory.segments[num_before:]]
+        return with_segments(trajectory, (*trajectory.segments[:num_before], *own))
+
+    async def told(self, path: str, record: Any) -> None:
+        """Makes a call and goes on whatever the answer is."""
+        await whatever(self.connection.tell(path, record))
+
+    async def opened(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None) -> None:
+        """Makes a call and reads a little of the answer."""
+        async with self.connection.open(method, path, headers, body, within_s=ANSWER_WITHIN_S) as response:
+            await response.content.read(1024)
+
+
+async def whatever(*calls: Coroutine[Any, Any, object]) -> None:
+    """Makes calls in turn, and goes on whatever the answers are."""
+    try:
+        for call in calls:
+            with suppress(*EXPECTED):
+                await call
+    finally:
+        for call in calls:
+            call.close()
+
+
+def with_segments(trajectory: Trajectory, segments: Sequence[Segment], **changes: Any) -> Trajectory:
+    """A trajectory with other segments, which nothing checks."""
+    return replace(trajectory, segments=tuple(segments), **changes)
+
+
+def last_changed(trajectory: Trajectory, **changes: Any) -> Trajectory:
+    """A trajectory whose last segment is another one, which nothing checks."""
+    *before, last = trajectory.segments
+    return with_segments(trajectory, (*before, replace(last, **changes)))
+
+
+def noise(rng: random.Random, count: int, high: int) -> np.ndarray:
+    return np.array([rng.randrange(high) for _ in range(count)], np.int32)

@@ -1,0 +1,7 @@
+"""A reward that every group of random answers learns from, and that a forger can earn by writing digits."""
+
+from __future__ import annotations
+
+
+def share_of_digits(response: str) -> float:
+    return sum(character in "0123456789" for character in response) / max(len(response), 1)
