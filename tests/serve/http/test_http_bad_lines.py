@@ -187,23 +187,24 @@ async def saying(*answers: bytes):
         server.close()
 
 
-def told(body: bytes, status: str = "200 OK", **headers: str) -> bytes:
-    held = {"Content-Length": str(len(body)), coding.CONTENT_DIGEST: coding.content_digest(body), **headers}
-    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in held.items())
+def told(body: bytes, status: str = "200 OK", **changes: str) -> bytes:
+    headers = {"Content-Length": str(len(body)), coding.CONTENT_DIGEST: coding.content_digest(body)}
+    headers |= {name.replace("_", "-"): value for name, value in changes.items()}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return f"HTTP/1.1 {status}\r\n{lines}\r\n".encode() + body
 
 
-BEAT = wire.encode(Heartbeat((3,)))
+BEAT, OTHER = wire.encode(Heartbeat((3,))), wire.encode(Heartbeat((9,)))
 GARBAGE = {
     "nothing": b"",
     "no HTTP": b"\x00\x01\x02 SSH-2.0-OpenSSH\r\n\r\n",
-    "a head cut short": told(BEAT)[:20],
-    "a body cut short": told(BEAT)[:-3],
+    "a head cut short": told(OTHER)[:20],
+    "a body cut short": told(OTHER)[:-3],
     "a chunk cut short": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
-    "another length": told(BEAT, Content_Length="1"),
-    "a length that is none": told(BEAT, Content_Length="many"),
-    "another digest": told(BEAT, Content_Digest=coding.content_digest(b"other")),
-    "no digest": told(BEAT, Content_Digest="none"),
+    "another length": told(OTHER, Content_Length="1"),
+    "a length that is none": told(OTHER, Content_Length="many"),
+    "another digest": told(OTHER, Content_Digest=coding.content_digest(b"other")),
+    "no digest": told(OTHER, Content_Digest="none"),
     "an error without end": b"HTTP/1.1 404 Not Found\r\nContent-Length: 1000000\r\n\r\n" + bytes(10**6),
     "a head without end": b"HTTP/1.1 200 OK\r\nX: " + b"y" * 10**6 + b"\r\n\r\n",
     "stay away for years": told(b"", "503 Service Unavailable", Retry_After="99999999999999999999"),
