@@ -55,6 +55,15 @@ BAD = {
         "no log-probs",
     ),
     "an array of another length": (sampled(2, arrays={"routing": np.zeros(3)}), "array 'routing' has 3 rows"),
+    "an array without rows": (sampled(2, arrays={"routing": np.array(1.0)}), "has no rows for 2 tokens"),
+    "an array of objects": (sampled(2, arrays={"x": np.array([None, None])}), "allowed are little-endian numbers"),
+    "an array of texts": (sampled(2, arrays={"x": np.array(["a", "b"])}), "allowed are little-endian numbers"),
+    "an array of complex numbers": (sampled(2, arrays={"x": np.zeros(2, np.complex64)}), "allowed are little-endian"),
+    "an array the wrong way round": (sampled(2, arrays={"x": np.zeros(2, ">f4")}), "allowed are little-endian"),
+    "an array with large rows": (sampled(2, arrays={"x": np.zeros((2, 513))}), "8208 bytes for 2 tokens; allowed 4096"),
+    "too many arrays": (sampled(2, arrays={f"a{i}": np.zeros(2) for i in range(9)}), "9 arrays; allowed 8"),
+    "an array with a name like a path": (sampled(2, arrays={"../x": np.zeros(2)}), "array '../x': a name has"),
+    "an array with a long name": (sampled(2, arrays={"x" * 33: np.zeros(2)}), "a name has up to 32"),
 }
 
 
@@ -76,6 +85,14 @@ def test_nothing_follows_an_end():
         whole.append(sampled(2))
     with pytest.raises(SegmentError, match="already ended"):
         whole.finish(End.STOP)
+
+
+def test_arrays_have_room_for_routing_and_for_likely_tokens():
+    whole, arrays = trajectory(), {f"a{i}": np.zeros(2, np.bool_) for i in range(5)}
+    arrays["routing"] = np.zeros((2, 94, 8), np.int16)
+    arrays["top_logprobs"], arrays["top_tokens"] = np.zeros((2, 20), np.float32), np.zeros((2, 20), np.int32)
+    whole.append(sampled(0, arrays=arrays))
+    assert Trajectory.decode(whole.encode()) == whole
 
 
 @st.composite

@@ -2,7 +2,8 @@
 
 Calls pass one by one, so that whole ones can be held up, sent twice, or recorded. The line can be cut: whatever is
 under way then waits, in both directions, and arrives late when the cut heals, as it does over TCP. It can be slow, by
-a delay for each call and a rate that all connections share; it can break after so many bytes. Chance is seeded.
+a delay for each call and a rate that all connections share; it can break after so many bytes. Bits of bodies can flip
+on the way, answers can be lost, and pages of whatever stands in between can come in their place. Chance is seeded.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ PIECE_BYTES = 4096
 ENDS = (OSError, EOFError, asyncio.LimitOverrunError)
 """How a conversation ends that either side broke off; an incomplete read is an EOFError."""
 SUBMISSION = re.compile(rb"PUT /v1/trajectories/(\d+)/(\d+) ")
-ONCE_ONLY = b"POST /v1/join "
-"""The one call that may not come twice: a token is good for one worker."""
+PAGES = ("404 Not Found", "502 Bad Gateway", "200 OK", "403 Forbidden", "413 Payload Too Large", "302 Found")
+"""What proxies, gateways and hotels say in a coordinator's place."""
+HTML = b"<html><body><h1>Please log in</h1></body></html>"
 
 
 @dataclass
@@ -49,6 +51,14 @@ class Line:
     twice: float = 0.0
     """The share of calls that are sent twice, the copy up to `late_s` later."""
     late_s: float = 0.0
+    damaged: float = 0.0
+    """The share of calls, and of answers, in whose body a bit flips."""
+    lost: float = 0.0
+    """The share of calls that are answered, and whose answer does not come back."""
+    strange: float = 0.0
+    """The share of calls that do not arrive and are answered with a page, one of `PAGES` after the other."""
+    max_faults: int | None = None
+    """So many of these three happen, and no more."""
 
 
 @dataclass
@@ -61,6 +71,8 @@ class Seen:
     copies: Counter[int] = field(default_factory=Counter)
     """Statuses of calls that were sent a second time."""
     submissions: list[Call] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    """How often a body was damaged, an answer lost, or a page sent in its place."""
 
 
 class FaultProxy(Listener):
@@ -110,8 +122,12 @@ class FaultProxy(Listener):
             while True:
                 call = Call(head, await reader.readexactly(_length(head)))
                 await self._hold_up(len(call.whole))
+                if self._happens("strange", self.line.strange):
+                    writer.write(_page(PAGES[self.seen.faults["strange"] % len(PAGES)]))
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    continue
                 self._perhaps_again(call)
-                back.write(call.whole)
+                back.write(call.head + self._perhaps_damaged(call.body))
                 following = asyncio.ensure_future(reader.readuntil(b"\r\n\r\n"))
                 answer = asyncio.ensure_future(answers.readuntil(b"\r\n\r\n"))
                 try:
@@ -120,6 +136,8 @@ class FaultProxy(Listener):
                         return  # the caller has hung up
                     told = await answer
                     self._note(call, _status(told))
+                    if self._happens("lost", self.line.lost):
+                        return
                     left = await self._give(told, answers, writer, left)
                     head = await following
                 finally:
@@ -153,6 +171,7 @@ class FaultProxy(Listener):
             if not piece:
                 raise EOFError
             num_bytes -= len(piece)
+            piece = self._perhaps_damaged(piece)
 
     async def _hold_up(self, num_bytes: int) -> None:
         await self._healthy.wait()
@@ -169,14 +188,32 @@ class FaultProxy(Listener):
             self.seen.acknowledged[task, fence] = blake3(call.body).digest()
             self.seen.submissions.append(call)
 
+    def _happens(self, fault: str, share: float) -> bool:
+        most = self.line.max_faults
+        if self._rng.random() >= share or (most is not None and self.seen.faults.total() >= most):
+            return False
+        self.seen.faults[fault] += 1
+        return True
+
+    def _perhaps_damaged(self, body: bytes) -> bytes:
+        if not body or not self._happens("damaged", self.line.damaged):
+            return body
+        place = self._rng.randrange(len(body))
+        return body[:place] + bytes([body[place] ^ 1 << self._rng.randrange(8)]) + body[place + 1 :]
+
     def _perhaps_again(self, call: Call) -> None:
-        if self._rng.random() < self.line.twice and not call.head.startswith(ONCE_ONLY):
+        if self._rng.random() < self.line.twice:
             self._spawn(self._again(call, self._rng.uniform(0.0, self.line.late_s)))
 
     async def _again(self, call: Call, later_s: float) -> None:
         await asyncio.sleep(later_s)
         with suppress(*ENDS):
             self.seen.copies[await self.replay(call)] += 1
+
+
+def _page(status: str) -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: text/html\r\nLocation: /login\r\nContent-Length: {len(HTML)}\r\n\r\n"
+    return head.encode() + HTML
 
 
 def _length(head: bytes) -> int:

@@ -132,23 +132,44 @@ def test_who_waits_in_vain_is_told_whether_to_ask_again(store, data):
     asyncio.run(run())
 
 
-def test_callers_and_connections_are_bounded(store, data):
+def test_callers_are_bounded(store, data):
     async def run():
-        limits = PeerLimits(max_requests=1, max_connections=2)
-        async with serving(store, expects=lambda digest: True, limits=limits) as server:
+        async with serving(store, expects=lambda digest: True, limits=PeerLimits(max_requests=1)) as server:
             url = f"{server.url}/pieces/{name(data)}"
             first = asyncio.create_task(get(f"{url}?wait_s=30"))
             await until(lambda: server._num_requests)
             assert (await get(url))[0] == 429
-            await until(lambda: len(server._http.connections) == 1)
-            idle = await asyncio.open_connection("127.0.0.1", server.port)
-            await until(lambda: len(server._http.connections) == 2)
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            assert await asyncio.wait_for(reader.read(), 10) == b""
-            for end in (writer, idle[1]):
-                end.close()
             store.put(name(data), data)
             assert (await asyncio.wait_for(first, 20))[0] == 200
+
+    asyncio.run(run())
+
+
+def test_connections_are_bounded_and_whoever_shows_the_key_is_not_sent_away_for_another(store, data):
+    async def run():
+        async with serving(store, expects=lambda digest: True, limits=PeerLimits(max_connections=2)) as server:
+            url = f"{server.url}/pieces/{name(data)}"
+            waiting = [asyncio.create_task(get(f"{url}?wait_s=30")) for _ in range(2)]
+            await until(lambda: server._num_requests == 2)
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+            store.put(name(data), data)
+            assert [(await asyncio.wait_for(call, 20))[0] for call in waiting] == [200, 200]
+
+    asyncio.run(run())
+
+
+def test_a_stranger_that_takes_all_connections_keeps_no_peer_out(store, data):
+    store.put(name(data), data)
+
+    async def run():
+        async with serving(store, limits=PeerLimits(max_connections=3)) as server:
+            strangers = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(10)]
+            assert (await get(f"{server.url}/pieces/{name(data)}"))[:2] == (200, data)
+            assert await asyncio.wait_for(strangers[0][0].read(), 10) == b""  # it gave way
+            for _, writer in strangers:
+                writer.close()
 
     asyncio.run(run())
 
@@ -188,15 +209,14 @@ def test_a_connection_on_which_nobody_proves_who_it_is_is_closed(store):
 
 def test_a_caller_that_does_not_read_is_dropped(store):
     data = bytes(32 * 1024 * 1024)
-    store.put(name(data), data)
+    digest = name(data)  # which may take longer than a connection may be silent
+    store.put(digest, data)
 
     async def run():
         async with serving(store, limits=PeerLimits(silence_s=0.2)) as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1)
             reader._transport.pause_reading()
-            writer.write(
-                f"GET /pieces/{name(data)} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
-            )
+            writer.write(f"GET /pieces/{digest} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode())
             await until(lambda: server._num_requests)
             await until(lambda: not server._num_requests)
             assert server.num_sent_bytes < len(data)

@@ -43,6 +43,7 @@ STOP_WITHIN_S = 0.1
 @dataclass(frozen=True, kw_only=True)
 class PeerLimits:
     max_connections: int = 64
+    """Beyond it, those on which nobody has shown the key give way, the oldest first."""
     max_requests: int = 64
     """That are being answered or waited with at one moment."""
     max_sent: int = 8
@@ -91,8 +92,8 @@ class PeerServer:
         self._num_requests = 0
         self._sending = asyncio.Semaphore(self._limits.max_sent)
         self._arrival = asyncio.Event()
-        self._unproven: set[asyncio.BaseProtocol] = set()
-        """Connections of late on which nobody has shown the key."""
+        self._unproven: dict[web.RequestHandler, None] = {}
+        """Connections of late on which nobody has shown the key, the oldest first."""
 
     async def start(self) -> None:
         self._http = web.Server(
@@ -126,22 +127,25 @@ class PeerServer:
 
     def _connect(self) -> asyncio.BaseProtocol:
         if len(self._http.connections) >= self._limits.max_connections:
-            return _HangUp()
+            oldest = next(iter(self._unproven), None)
+            if oldest is None:
+                return _HangUp()
+            self._drop_unproven(oldest)  # however many a stranger opens, peers come through
         connection = self._http()
-        self._unproven.add(connection)
+        self._unproven[connection] = None
         asyncio.get_running_loop().call_later(self._limits.silence_s, self._drop_unproven, connection)
         return connection
 
     def _drop_unproven(self, connection: web.RequestHandler) -> None:
         if connection in self._unproven:
-            self._unproven.remove(connection)
+            del self._unproven[connection]
             connection.force_close()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, self._credentials):
             return _refusal(401, "Authorization: not the key of this run's workers")
-        self._unproven.discard(request.protocol)
+        self._unproven.pop(request.protocol, None)
         found = PATH.fullmatch(request.path)
         if request.method != "GET" or found is None:
             return _refusal(404, "there are /pieces/DIGEST and /manifests/NUMBER/DIGEST, to GET")

@@ -2,13 +2,17 @@
 
 import json
 import socket
+import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 import zstandard
 from http_run import SOON_S, LiveRun, answer
 
+from offbeat.ledger.errors import Refused
 from offbeat.serve.http import coding, wire
+from offbeat.serve.http.bodies import LARGE_BYTES
 from offbeat.serve.http.limits import ServerSettings
 
 LIMIT, DECOMPRESSED_LIMIT = 100_000, 1_000_000
@@ -186,6 +190,11 @@ def test_a_head_without_end_is_431(run):
     assert converse(run, b"GET / HTTP/1.1\r\n", *[b"X: " + b"y" * 5000 + b"\r\n"] * 4) == 431
 
 
+def test_a_long_head_that_comes_in_one_piece_is_431_too(run):
+    headers = b"".join(b"X-%d: y\r\n" % i for i in range(2000))
+    assert converse(run, b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n") == 431
+
+
 def test_what_is_no_http_is_400(run):
     assert converse(run, b"\x16\x03\x01 this is no HTTP\r\n\r\n") == 400
 
@@ -236,8 +245,65 @@ def test_when_bodies_fill_the_memory_others_are_asked_to_come_back(tmp_path):
             response = run.put(task.id, task.fence, bytes(10_000), worker)
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
         wait_until(lambda: run.server.desk.bodies.held_bytes == 0)
+        for compress in (coding.compress, compressed_unsized):  # what it becomes counts, as far as it is known
+            response = run.put(task.id, task.fence, compress(bytes(30_000)), worker, **{"Content-Encoding": "zstd"})
+            assert (response.status, "too many bodies" in response.error) == (503, True)
+            assert run.server.desk.bodies.held_bytes == 0
         assert run.content() == before
         assert run.submit(big, task.fence, worker).status == 201
+
+
+@pytest.mark.parametrize("num_bytes", [1000, 500_000])
+@pytest.mark.parametrize("compress", [coding.compress, compressed_unsized])
+def test_what_is_large_once_decompressed_is_decoded_beside_the_loop(
+    run, worker, task, num_bytes, compress, monkeypatch
+):
+    threads, trajectory = [], wire.trajectory
+
+    def watched(data):
+        threads.append(threading.get_ident())
+        return trajectory(data)
+
+    monkeypatch.setattr(wire, "trajectory", watched)
+    body = compress(bytes(num_bytes))
+    assert run.put(task.id, task.fence, body, worker, **{"Content-Encoding": "zstd"}).status == 400
+    is_beside = threads != [run._thread.ident]
+    assert is_beside == (num_bytes > LARGE_BYTES or compress is compressed_unsized)
+
+
+def test_a_body_waits_on_its_budget_until_its_call_is_answered(tmp_path):
+    with LiveRun(tmp_path) as run:
+        worker, held = run.secret(), []
+
+        async def watched(*_):
+            held.append(run.server.desk.bodies.held_bytes)
+            raise Refused("looked at")
+
+        run.coordinator.heartbeat = watched
+        call = wire.HeartbeatCall(held=[(1, 1)] * 1000)
+        body = coding.compress(wire.encode(call))
+        assert run.post_bytes("/v1/heartbeat", body, worker, **{"Content-Encoding": "zstd"}).status == 422
+        assert held == [len(body) + len(wire.encode(call))]
+        assert run.server.desk.bodies.held_bytes == 0
+
+
+def test_a_stranger_that_takes_all_connections_keeps_nobody_out(tmp_path):
+    """Those on which nobody has proved who it is give way; a worker's own is kept."""
+    with LiveRun(tmp_path, settings=ServerSettings(max_connections=8)) as run, ExitStack() as stack:
+        worker, call = run.secret(), wire.HeartbeatCall(held=[])
+        body = wire.encode(call)
+        request = head_of("POST", "/v1/heartbeat", worker, length(body), digest(body)) + body
+        own = stack.enter_context(run.connect())
+        own.sendall(request)
+        assert status(own) == 200
+        strangers = [stack.enter_context(run.connect()) for _ in range(20)]
+        strangers[-1].sendall(b"GET /v1/run HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert status(strangers[-1]) == 401
+        assert run.post("/v1/heartbeat", call, worker).status == 200
+        own.sendall(request)
+        assert status(own) == 200
+        assert len(run.server._uvicorn.server_state.connections) < 8
+        assert strangers[0].recv(1) == b""  # the first gave way
 
 
 # --- raw lines ---

@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.errors import UserError
 from offbeat.ledger.workers import Role
-from offbeat.serve.http.credentials import Credentials, load, read_token, save
+from offbeat.serve.http.credentials import Credentials, load, own_secret, read_token, save
 
 GIVEN = Credentials("https://c:1", "w", "s" * 43, Role.ROLLOUT, "demo")
 
@@ -41,6 +41,24 @@ def test_what_holds_no_credentials_is_named(tmp_path, text):
 
 def test_where_nothing_was_saved_nothing_is_loaded(tmp_path):
     assert load(tmp_path / "absent") is None
+
+
+def test_the_secret_to_join_with_is_the_same_for_the_same_token_in_the_same_folder_alone(tmp_path):
+    """So whoever is killed while it joins can join again; what anybody could read is no key to it."""
+    file = tmp_path / "deep" / "joining.key"
+    secret = own_secret(file, "token")
+    assert own_secret(file, "token") == secret
+    assert own_secret(file, "another") != secret
+    assert own_secret(tmp_path / "elsewhere.key", "token") != secret
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert len(bytes.fromhex(secret)) == 32
+
+
+@pytest.mark.parametrize("text", ["", "no key", "ab"])
+def test_a_key_that_is_none_is_named_and_not_quoted(tmp_path, text):
+    (tmp_path / "joining.key").write_text(text)
+    with pytest.raises(UserError, match=r"joining\.key: not a key; delete it, and join with a new token$"):
+        own_secret(tmp_path / "joining.key", "token")
 
 
 def test_a_token_comes_from_a_file_or_the_environment(tmp_path):

@@ -132,13 +132,13 @@ FORGERIES = {
     "no prompt": lambda t: forged(answer(t), prompt=b""),
     "another length": lambda t: forged(answer(t), max_new_tokens=t.sampling.max_new_tokens + 1),
     "a second trajectory": lambda t: forged(answer(t), index=1),
-    "a million tokens": lambda t: forged(
+    "many tokens": lambda t: forged(
         answer(t),
-        max_new_tokens=10**6,
-        segment={"tokens": ints(*[5] * 10**6), "logprobs": floats(*[-0.1] * 10**6)},
+        max_new_tokens=10**5,
+        segment={"tokens": ints(*[5] * 10**5), "logprobs": floats(*[-0.1] * 10**5)},
     ),
-    "a million tokens within the issued length": lambda t: forged(
-        answer(t), segment={"tokens": ints(*[5] * 10**6), "logprobs": floats(*[-0.1] * 10**6)}
+    "many tokens within the issued length": lambda t: forged(
+        answer(t), segment={"tokens": ints(*[5] * 10**5), "logprobs": floats(*[-0.1] * 10**5)}
     ),
     "no tokens": lambda t: forged(answer(t), segment={"tokens": b"", "logprobs": b""}),
     "no segments": lambda t: forged(answer(t), segments=[]),
@@ -159,8 +159,16 @@ FORGERIES = {
     "an array of another length": lambda t: forged(
         answer(t), segment={"arrays": {"x": {"dtype": "<f4", "shape": [1], "data": floats(1.0)}}}
     ),
+    "an array with large rows": lambda t: forged(answer(t), segment={"arrays": {"x": rows_of(4097)}}),
+    "arrays with large rows together": lambda t: forged(
+        answer(t), segment={"arrays": {name: rows_of(1366) for name in "abc"}}
+    ),
 }
 """Well formed, and inadmissible."""
+
+
+def rows_of(num_bytes: int) -> dict:
+    return {"dtype": "|u1", "shape": [3, num_bytes], "data": bytes(3 * num_bytes)}
 
 
 def two_segments(task, start: int) -> bytes:
@@ -207,6 +215,10 @@ MALFORMED = {
     "an array larger than its bytes": lambda t: forged(
         answer(t), segment={"arrays": {"x": {"dtype": "<f4", "shape": [3, 2**40], "data": floats(1.0, 2.0, 3.0)}}}
     ),
+    "nine arrays": lambda t: forged(answer(t), segment={"arrays": {f"a{i}": rows_of(1) for i in range(9)}}),
+    "an array named like a path": lambda t: forged(answer(t), segment={"arrays": {"../x": rows_of(1)}}),
+    "an array with a name without end": lambda t: forged(answer(t), segment={"arrays": {"x" * 33: rows_of(1)}}),
+    "an engine without end": lambda t: forged(answer(t), segment={"engine": "x" * 1025}),
     "segments without end": lambda t: msgspec.msgpack.encode(
         {**as_dict(answer(t)), "segments": as_dict(answer(t))["segments"] * (wire.MAX_SEGMENTS + 1)}
     ),
@@ -219,6 +231,24 @@ def test_what_is_malformed_is_400(run, worker, task, name, unchanged):
     response = run.put(task.id, task.fence, MALFORMED[name](task), worker)
     assert response.status == 400, response.body
     assert response.error
+
+
+def test_six_answers_of_three_tokens_stay_as_small_as_they_are(run, worker):
+    """What a few bytes decompress to is refused before there is room for it, and nothing of it reaches the disk."""
+    tasks = run.lease(worker, capacity=6)
+    huge = {"dtype": "|u1", "shape": [3, 2**23], "data": bytes(3 * 2**23)}
+    sizes = sum(file.stat().st_size for file in run.folder.iterdir() if file.is_file())
+    for task in tasks:
+        body = coding.compress(forged(answer(task), segment={"arrays": {"x": huge}}))
+        assert len(body) < 10_000
+        response = run.put(task.id, task.fence, body, worker, **{"Content-Encoding": "zstd"})
+        assert (response.status, "once decompressed" in response.error) == (413, True)
+    assert run.server.desk.bodies.held_bytes == 0
+    assert sum(file.stat().st_size for file in run.folder.iterdir() if file.is_file()) < sizes + 10**6
+    assert (
+        run.submit(answer(tasks[0], arrays={"routing": np.zeros((3, 8, 94), np.int16)}), tasks[0].fence, worker).status
+        == 201
+    )
 
 
 def test_a_digest_must_be_there_and_true(run, worker, task, unchanged):

@@ -1,5 +1,6 @@
 """Records to bytes and back: nothing is lost, whatever they hold."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +8,29 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import inspect
 
 from offbeat.ledger.records import Batch, BatchGroup, Member, Reconciled
 from offbeat.serve.client import Heartbeat, Lease
 from offbeat.serve.http import coding, wire
-from offbeat.trajectory import End, Origin, Reward, Sampling, Segment, SegmentError, Task, Trajectory
+from offbeat.trajectory import (
+    ARRAY_NAME,
+    MAX_ARRAY_BYTES,
+    MAX_ARRAYS,
+    End,
+    Origin,
+    Reward,
+    Sampling,
+    Segment,
+    SegmentError,
+    Task,
+    Trajectory,
+)
 from offbeat.weights.version import Version
 
 COUNTS = st.integers(0, 2**63 - 1)
 NAMES = st.text(max_size=20)
+ARRAY_NAMES = st.from_regex(ARRAY_NAME, fullmatch=True)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5)
 
 
@@ -43,7 +58,7 @@ def trajectories(draw) -> Trajectory:
     for _ in range(draw(st.integers(0, 4))):
         tokens = np.array(draw(TOKENS))
         named: dict[str, Any] = {"worker": draw(NAMES), "engine": draw(NAMES)}
-        further = draw(st.dictionaries(NAMES, arrays(len(tokens)), max_size=2))
+        further = draw(st.dictionaries(ARRAY_NAMES, arrays(len(tokens)), max_size=2))
         if draw(st.booleans()):
             made.append(Segment(made.num_tokens, tokens, Origin.GIVEN, arrays=further, **named))
             continue
@@ -132,6 +147,68 @@ def test_a_version_arrives_whole(version):
 )
 def test_small_records_arrive_whole(record):
     assert same(crossed(record), record)
+
+
+@pytest.mark.parametrize("num_segments", [1, 7])
+def test_the_largest_trajectory_is_within_its_limit_and_the_limit_near_it(num_segments):
+    """Every name and number as long as it may be."""
+    count, most = num_segments * 50, 2**63 - 1
+    made = Trajectory(most, np.full(wire.MAX_PROMPT_BYTES // 4, 2**31 - 1), count, most, most)
+    rows = MAX_ARRAY_BYTES // MAX_ARRAYS // 8
+    for _ in range(num_segments):
+        named = {f"{i}".rjust(32, "a"): np.zeros((50, 1, 1, 1, 1, 1, 1, rows), np.float64) for i in range(MAX_ARRAYS)}
+        made.append(
+            Segment(
+                made.num_tokens,
+                np.full(50, 2**31 - 1),
+                logprobs=np.zeros(50),
+                version=most,
+                kv_version=most,
+                worker="\U0001f984" * 256,
+                engine="\U0001f984" * 1024,
+                arrays=named,
+            )
+        )
+    body = made.encode()
+    assert wire.trajectory(body) == made
+    assert wire.MAX_PROMPT_BYTES < len(body) <= wire.max_trajectory_bytes(count)
+
+
+def calls(kind: type = wire.Call) -> Iterator[type[wire.Call]]:
+    for call in kind.__subclasses__():
+        yield call
+        yield from calls(call)
+
+
+def unbounded(found: inspect.Type, where: str) -> Iterator[str]:
+    """Places in a schema that hold as much as a sender likes."""
+    if getattr(found, "max_length", 0) is None:
+        yield where
+    for part in (getattr(found, name, None) for name in ("item_type", "key_type", "value_type")):
+        if part is not None:
+            yield from unbounded(part, f"{where}[]")
+    parts = getattr(found, "types", None) or getattr(found, "item_types", None) or ()
+    for part in parts:
+        yield from unbounded(part, where)
+    for field in getattr(found, "fields", ()):
+        yield from unbounded(field.type, f"{where}.{field.name}")
+    if isinstance(found, inspect.AnyType):
+        yield f"{where}: anything"
+
+
+@pytest.mark.parametrize("kind", list(calls()), ids=lambda kind: kind.__name__)
+def test_whatever_can_be_long_in_a_call_has_a_bound(kind):
+    open_places = list(unbounded(inspect.type_info(kind), kind.__name__))
+    if kind.max_bytes > 64 * 1024:
+        allowed = {"ReportCall.row[]: anything", "CommitCall.version.digest", "CommitCall.version.manifest"}
+        assert set(open_places) <= allowed  # of trainers; and bounded by the whole call
+        assert kind.max_bytes <= (2**20 if open_places else 16 * 2**20)
+
+
+def test_whatever_can_be_long_in_a_trajectory_has_a_bound():
+    """Tokens, log-probs and arrays are bounded by the whole body, and then by each other."""
+    open_places = {place.split(".", 1)[1] for place in unbounded(inspect.type_info(wire._TrajectoryBody), "it")}
+    assert open_places == {"segments[].tokens", "segments[].logprobs", "segments[].arrays[].data"}
 
 
 def test_a_row_of_figures_may_hold_numpys_numbers():
