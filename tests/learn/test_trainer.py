@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 from models import tiny_model
 
 from offbeat.errors import UserError
 from offbeat.learn.checkpoint import Checkpoints
+from offbeat.learn.losses import clip
 from offbeat.learn.policy import AdamSettings, Policy
 from offbeat.learn.step import StepSettings
 from offbeat.learn.trainer import Trainer, TrainerSettings
-from offbeat.ledger.records import Reconciled
+from offbeat.ledger.records import Batch, BatchGroup, Member, Reconciled
+from offbeat.trajectory import End, Reward, Segment, Trajectory
 from offbeat.weights.publish import Publisher
 
 SETTINGS = TrainerSettings(
@@ -61,17 +67,20 @@ class Listening(Waiting):
         return Reconciled(step, None, False)
 
 
-def make_trainer(folder, client, told=None):
+async def ignore(report): ...
+
+
+def make_trainer(folder, client, told=None, settings=SETTINGS):
     return Trainer(
         client,
         Policy(tiny_model("llama"), AdamSettings()),
         Publisher(folder / "weights"),
         Checkpoints(folder / "checkpoints"),
-        SETTINGS,
+        settings,
         reference=None,
         span=lambda name: contextlib.nullcontext(),
         event=lambda name, **_: None if told is None else told.append(name),
-        on_step=lambda report: None,
+        on_step=ignore,
     )
 
 
@@ -97,17 +106,8 @@ def test_being_cancelled_again_while_saving_does_not_stop_the_checkpoint(tmp_pat
     told: list[str] = []
 
     async def scenario():
-        trainer = Trainer(
-            Waiting(),
-            Policy(tiny_model("llama"), AdamSettings()),
-            Publisher(tmp_path / "weights"),
-            SlowDisk(tmp_path / "checkpoints"),
-            SETTINGS,
-            reference=None,
-            span=lambda name: contextlib.nullcontext(),
-            event=lambda name, **_: told.append(name),
-            on_step=lambda report: None,
-        )
+        trainer = make_trainer(tmp_path, Waiting(), told=told)
+        trainer.checkpoints = SlowDisk(tmp_path / "checkpoints")
         await trainer.start()
         running = asyncio.create_task(trainer.run(asyncio.Event()))
         for _ in range(3):  # another part fails, and then the parts that fail with it
@@ -120,3 +120,121 @@ def test_being_cancelled_again_while_saving_does_not_stop_the_checkpoint(tmp_pat
     asyncio.run(scenario())
     assert told == ["checkpoint"]
     assert Checkpoints(tmp_path / "checkpoints").steps() == [0]
+
+
+class Handing(Waiting):
+    """A coordinator with one batch for each step."""
+
+    def __init__(self, *batches):
+        self.batches, self.num_versions = batches, 0
+        self.committed = None
+
+    async def next_version(self):
+        self.num_versions += 1
+        return self.num_versions
+
+    async def claim(self, step, within_s):
+        return self.batches[step]
+
+    async def commit(self, step, version, audited):
+        self.committed = step
+
+
+def batch(step, *groups):
+    """A batch of groups of answers, each given as its tokens."""
+    made = []
+    for i, answers in enumerate(groups):
+        members = []
+        for j, tokens in enumerate(answers):
+            trajectory = Trajectory(10 * i + j, np.arange(1, 4), max_new_tokens=9)
+            logprobs = np.full(len(tokens), -3.0, np.float32)
+            trajectory.append(Segment(0, np.array(tokens), logprobs=logprobs, version=0, kv_version=0), End.STOP)
+            fresh = np.zeros(len(tokens), np.int32)
+            members.append(Member(10 * i + j, j, trajectory, (Reward(float(j)),), float(j), fresh))
+        made.append(BatchGroup(i, i, "sums", tuple(members)))
+    return Batch(step, 0, tuple(made))
+
+
+GOOD = ([4, 5, 6], [7, 8])
+BEYOND_THE_VOCABULARY = ([4, 5, 6], [7, 1000])
+
+
+@pytest.mark.parametrize("updates_per_step", [1, 2])
+def test_a_step_that_fails_on_its_data_leaves_a_checkpoint_of_all_that_was_learnt_before_it(tmp_path, updates_per_step):
+    settings = replace(SETTINGS, step=StepSettings(updates_per_step=updates_per_step))
+    client = Handing(batch(0, GOOD, GOOD), batch(1, GOOD, BEYOND_THE_VOCABULARY), batch(1, GOOD, GOOD))
+    trainer = make_trainer(tmp_path, client, settings=settings)
+    told: list[dict] = []
+
+    async def scenario():
+        await trainer.start()
+        trainer.on_step = remember
+        await trainer.run(asyncio.Event())
+
+    async def remember(report):
+        told.append({name: tensor.clone() for name, tensor in trainer.policy.state().items()})
+
+    with pytest.raises(IndexError):
+        asyncio.run(scenario())
+    assert trainer.checkpoints.steps() == [1]
+    _, saved = trainer.checkpoints.load(1)
+    assert saved.keys() == told[0].keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in told[0].items())
+    assert asyncio.run(make_trainer(tmp_path, client).start()) == 1, "and the run goes on from there"
+
+
+def test_a_step_that_fails_after_an_update_of_its_own_is_not_saved_half_way(tmp_path):
+    num_calls = 0
+
+    def raising(tokens, settings):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise ZeroDivisionError
+        return clip(tokens, settings)
+
+    settings = replace(SETTINGS, step=StepSettings(updates_per_step=2, policy_loss=raising))
+    trainer = make_trainer(tmp_path, Handing(batch(0, GOOD, GOOD)), settings=settings)
+
+    async def scenario():
+        await trainer.start()
+        await trainer.run(asyncio.Event())
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(scenario())
+    assert num_calls == 2
+    assert trainer.checkpoints.steps() == []
+
+
+@pytest.mark.parametrize("was_asked_to_stop", [False, True])
+def test_a_step_under_way_when_another_part_fails_is_finished_and_saved_unless_nobody_waits(
+    tmp_path, was_asked_to_stop
+):
+    training, may_end = threading.Event(), threading.Event()
+
+    def slow(tokens, settings):
+        training.set()
+        assert may_end.wait(30)
+        return clip(tokens, settings)
+
+    settings = replace(SETTINGS, step=StepSettings(policy_loss=slow))
+    trainer = make_trainer(tmp_path, Handing(batch(0, GOOD)), settings=settings)
+
+    async def scenario():
+        await trainer.start()
+        stop = asyncio.Event()
+        running = asyncio.create_task(trainer.run(stop))
+        assert await asyncio.to_thread(training.wait, 30)
+        if was_asked_to_stop:
+            stop.set()
+        for _ in range(2):
+            running.cancel()
+            await asyncio.sleep(0.01)
+        assert running.done() == was_asked_to_stop
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(scenario())
+    assert trainer.checkpoints.steps() == ([] if was_asked_to_stop else [1])
+    assert trainer.client.committed == (None if was_asked_to_stop else 0)

@@ -76,6 +76,8 @@ class Policy:
         self.model, self.temperature, self.adam = model, temperature, adam
         self.device = next(model.parameters()).device
         self.num_threads = torch.get_num_threads()
+        self.num_updates = 0
+        """Updates begun since this object was made: whoever sees the same number twice has seen the same weights."""
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()  # checkpointing is active only then; dropout was set to 0 when the model was loaded
@@ -131,6 +133,7 @@ class Policy:
         torch.nn.utils.clip_grads_with_norm_(self.masters, self.adam.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.num_updates += 1
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._round_into_model()

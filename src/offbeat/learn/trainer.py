@@ -2,14 +2,15 @@
 
 The work is in the parts; `run` shows the order. A step's version is on disk before its commit makes it known, and a
 checkpoint holds what the ledger does not. Whatever is killed in between, a restart claims the same batch for the same
-step. A step that meets NaN or infinity ends the run before the update: its batch is kept, and nothing of the step.
+step. A step that meets NaN or infinity, or fails in any other way, ends the run before the update: nothing of the step
+is kept, and a checkpoint holds all that was learnt before it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,28 +139,53 @@ class Trainer:
             if batch is None:
                 break
             crash_here("batch-claimed")
-            lr = self.settings.learning_rate(self.step)
-            with self.span("train"):
-                try:
-                    figures = await asyncio.to_thread(
-                        train_step, self.policy, samples_of(batch), self.settings.step, lr, self.reference
-                    )
-                except NotFinite as error:
-                    raise await self._broken(error, batch, lr) from error
-            self._watch_gap(figures)
-            with self.span("publish"):
-                assert self.version is not None
-                version = await self._write_version(self.step + 1, self.version.number)
-                crash_here("version-written")
-                await self.client.commit(self.step, version, audited_tasks(batch, figures))
-                crash_here("version-committed")
-                self.version = version
-            self.step += 1
+            report = await self._to_its_end(self._make_step(batch), stop)
             async with self._between_steps(stop):
-                # First, because a checkpoint would bury a lost row.
-                await self.on_step(StepReport(self.step - 1, batch, figures, lr, self.weights.figures))
+                await self.on_step(report)  # first, because a checkpoint would bury a lost row
             if self.settings.checkpoint_every and self.step % self.settings.checkpoint_every == 0:
                 await self.save()
+
+    async def _make_step(self, batch: Batch) -> StepReport:
+        """Trains on a batch, publishes the version that came of it, and commits."""
+        assert self.version is not None
+        lr, num_updates = self.settings.learning_rate(self.step), self.policy.num_updates
+        with self.span("train"):
+            try:
+                figures = await asyncio.to_thread(
+                    train_step, self.policy, samples_of(batch), self.settings.step, lr, self.reference
+                )
+            except NotFinite as error:
+                raise await self._broken(error, batch, lr) from error
+            except Exception:  # something is wrong with the batch, or with a loss of the user's own
+                if self.policy.num_updates == num_updates:
+                    await self._save_start_of_step()
+                raise
+        self._watch_gap(figures)
+        with self.span("publish"):
+            version = await self._write_version(self.step + 1, self.version.number)
+            crash_here("version-written")
+            await self.client.commit(self.step, version, audited_tasks(batch, figures))
+            crash_here("version-committed")
+            self.version = version
+        self.step += 1
+        return StepReport(self.step - 1, batch, figures, lr, self.weights.figures)
+
+    async def _to_its_end(self, step: Coroutine[Any, Any, StepReport], stop: asyncio.Event) -> StepReport:
+        """Awaits a step. When another part of the run fails meanwhile, the step is finished all the same, and saved:
+        what its thread is doing cannot be stopped, and nothing can be made of half a step."""
+        making = asyncio.ensure_future(step)
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            if stop.is_set():  # someone asked twice and will not wait
+                making.cancel()
+                raise
+            while not making.done():
+                with suppress(asyncio.CancelledError):  # once for each part that fails after the first
+                    await asyncio.wait({making})
+            if not making.cancelled() and making.exception() is None:
+                await self._save_undisturbed()
+            raise
 
     async def save(self, *, keeps_all: bool = False) -> None:
         if self.saved_step == self.step:
@@ -205,14 +231,19 @@ class Trainer:
         with suppress(OffbeatError):
             self.event("not_finite", step=self.step, version=self.version.number, tensor=error.tensor, **told)
         if error.num_updates == 0:
-            try:
-                await self.save(keeps_all=True)
-            except OffbeatError as problem:
-                log.warning("step %d: %s", self.step, problem)
+            await self._save_start_of_step()
         return RunStopped(
             f"step {self.step}: {error}{f' ({where})' if where else ''}; its batch (step {batch.step}, from version "
             f"{self.version.number}) is {kept}; {self._way_back(error)}"
         )
+
+    async def _save_start_of_step(self) -> None:
+        """Saves what was learnt before a step that failed without an update, beside all checkpoints that there are. If
+        that fails too, the run ends with its first reason."""
+        try:
+            await self.save(keeps_all=True)
+        except OffbeatError as problem:
+            log.warning("step %d: %s", self.step, problem)
 
     def _way_back(self, error: NotFinite) -> str:
         last = self.saved_step
@@ -235,11 +266,15 @@ class Trainer:
             yield
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, Exception) or not stop.is_set():  # otherwise someone asked twice and will not wait
-                saving = asyncio.ensure_future(self.save())
-                while not saving.done():
-                    with suppress(asyncio.CancelledError):  # what fails brings others down, which cancels us once more
-                        await asyncio.shield(saving)
+                await self._save_undisturbed()
             raise
+
+    async def _save_undisturbed(self) -> None:
+        """Saves, however often this is cancelled meanwhile: what fails brings others down, each of which does so."""
+        saving = asyncio.ensure_future(self.save())
+        while not saving.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.shield(saving)
 
     async def _claim_unless(self, stop: asyncio.Event) -> Batch | None:
         """The step's batch, or None when the run is to stop while it waits."""
