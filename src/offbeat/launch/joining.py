@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from offbeat.config import Config, load
-from offbeat.errors import UserError
+from offbeat.errors import DeadlineError, RunOver, UserError
 from offbeat.files import write_atomic
 from offbeat.launch.folder import CONFIG, LOCK
 from offbeat.launch.lock import FolderLock
@@ -31,6 +31,8 @@ READY = "OFFBEAT_READY"
 LOCAL_TOKEN_MINUTES = 5.0
 """For children of the same machine: they join at once or not at all."""
 CREDENTIALS = "credentials.json"
+OVER = "over"
+"""In the folder of one that left because its run was over."""
 MAX_PLACES = 1000
 
 
@@ -77,6 +79,7 @@ async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncItera
     )
     try:
         member = await _membership(invitation, connection)
+        _over_file(invitation).unlink(missing_ok=True)
         file = invitation.folder / f"{member.credentials.role.value}-{CONFIG}"
         write_atomic(file, dumps(dict(member.config), indent=2).encode())
         config = load(file, list(overrides))
@@ -89,9 +92,16 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
     file = invitation.folder / f"{invitation.role.value}-{CREDENTIALS}"
     known = saved.load(file)
     if known is not None and known.url == connection.url:
-        with suppress(UserError):  # another run at the same address, or a revoked worker: a token may help
+        try:
             return await rejoin(connection, known)
-        connection.secret = None
+        except UserError:  # another run at the same address, or a revoked worker: a token may help
+            connection.secret = None
+        except DeadlineError as error:
+            if not _over_file(invitation).exists():
+                raise
+            raise RunOver(
+                f"{known.worker}: run {known.run} was over when this left it; nobody serves it now"
+            ) from error
     member = await join(connection, saved.read_token(invitation.token_file), invitation.name)
     if member.credentials.role is not invitation.role:
         raise UserError(
@@ -100,6 +110,17 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
         )
     saved.save(file, member.credentials)
     return member
+
+
+def say_over(invitation: Invitation, member: Joined, what: str) -> None:
+    """Tells that the run is over, and remembers it for when `what` is started again and nobody serves the run."""
+    with suppress(OSError):
+        _over_file(invitation).touch()
+    print(f"{what} {member.worker}: run {member.run} is over; nothing is left to do", flush=True)
+
+
+def _over_file(invitation: Invitation) -> Path:
+    return invitation.folder / f"{invitation.role.value}-{OVER}"
 
 
 @contextmanager

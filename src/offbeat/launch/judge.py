@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from offbeat.errors import UserError
-from offbeat.launch.joining import Invitation, joined
+from offbeat.launch.joining import Invitation, joined, say_over
 from offbeat.launch.stopping import Stopping
 from offbeat.ledger.errors import Fenced, Unknown
 from offbeat.reward.pool import RewardPool
@@ -127,4 +127,6 @@ async def judge(invitation: Invitation, overrides: Sequence[str]) -> str | None:
             asked.cancel()
             judging.cancel()
             await asyncio.wait({judging})
+        if stopping.why is None:
+            say_over(invitation, member, "judge")
         return stopping.why

@@ -21,7 +21,7 @@ from offbeat.control.rounds import Setting
 from offbeat.control.step_time import Timing
 from offbeat.control.trust import is_believable
 from offbeat.crash import crash_here
-from offbeat.errors import DeadlineError, RunStopped
+from offbeat.errors import DeadlineError, RunOver, RunStopped
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Batch, EvalRound, Outcome, Reconciled, Submission
@@ -178,6 +178,7 @@ class Coordinator:
         self._tell_workers()
 
     async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str = "") -> Heartbeat:
+        self._presence.hear(worker)
         self.relaying.hear(worker)
         return await self.holding.heartbeat(worker, held, life)
 
@@ -233,6 +234,8 @@ class Coordinator:
             version = await self._version_to_serve()
             if version is not None and version.number != have_version:
                 return version
+            if self._is_over:  # whose worker is busy asks for nothing else
+                raise RunOver("the run is over")
             if not await self._bell.wait(changed, deadline_s):
                 return None
 
@@ -351,6 +354,7 @@ class Coordinator:
         self._is_over = True
         self.judging.end()
         self._tell_all()
+        self._versions.ring()
 
     async def report(self, row: Mapping[str, Any]) -> None:
         self.on_report(row)

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from offbeat.errors import DeadlineError, OffbeatError, RunStopped, UserError
+from offbeat.errors import DeadlineError, OffbeatError, RunOver, RunStopped, UserError
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.serve.http import coding, wire
 
@@ -186,8 +186,9 @@ class Connection:
         return self._session
 
     def _error(self, status: int, why: str, kind: str | None) -> OffbeatError:
-        if kind == RunStopped.__name__:
-            return RunStopped(why)
+        for ended in (RunOver, RunStopped):
+            if kind == ended.__name__:
+                return ended(why)
         if status == 504:
             return DeadlineError(why)
         if status == 401 or status not in ERRORS:
