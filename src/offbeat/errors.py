@@ -17,5 +17,9 @@ class DeadlineError(OffbeatError, TimeoutError):
     """A wait ran past its deadline; the message names who was waited for and for how long."""
 
 
+class RunOver(OffbeatError):
+    """The run has ended, so that whoever works for it has nothing left to do; not a failure of anybody."""
+
+
 class RunStopped(OffbeatError):
     """A run ended itself to protect the user's training; the message says why."""

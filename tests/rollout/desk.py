@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from offbeat.control.step_time import Timing
+from offbeat.errors import RunOver
 from offbeat.ledger.errors import Fenced, Refused
 from offbeat.ledger.records import Outcome
 from offbeat.serve.client import Heartbeat, Lease, verified
@@ -174,9 +175,14 @@ class Desk:
         self._note("timed", tuple(timings))
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
-        return await self._wait(
-            lambda: self.wanted if self.wanted and self.wanted.number != have_version else None, wait_s
-        )
+        def find() -> Version | bool | None:
+            is_new = self.wanted is not None and self.wanted.number != have_version
+            return self.wanted if is_new else True if self.is_over else None
+
+        found = await self._wait(find, wait_s)
+        if found is True:
+            raise RunOver("the run is over")
+        return found
 
     async def fetch(self, version: Version) -> Version:
         self._note("fetch", version.number)

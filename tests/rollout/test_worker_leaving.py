@@ -48,6 +48,21 @@ def test_a_worker_ends_when_the_run_is_over(versions):
     assert desk.names("leave") == [None]
 
 
+def test_a_worker_whose_slots_are_all_taken_hears_of_the_end_too(versions):
+    async def script(desk: Desk) -> None:
+        desk.publish(versions[1])
+        desk.add(a_task(1, 5000))
+        async with at_work(Worker("w", open_engine(num_slots=1), desk)) as running:
+            await asyncio.sleep(20.5)
+            desk.end()
+            await running
+            assert now_s() < 30
+
+    desk = scene(script)
+    assert [p.num_tokens for p in desk.partials] == [21]
+    assert desk.calls[-1][1] == "leave"
+
+
 def test_a_drained_worker_gives_up_what_has_no_new_token(versions):
     async def script(desk: Desk) -> None:
         desk.publish(versions[1])

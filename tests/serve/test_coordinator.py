@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from coordinator_scenes import SOON_S, answer, answer_all, coordinator, version
 
-from offbeat.errors import DeadlineError, RunStopped
+from offbeat.errors import DeadlineError, RunOver, RunStopped
 from offbeat.ledger.errors import LedgerError
 from offbeat.ledger.records import Outcome, Submission
 from offbeat.ledger.workers import Role, WorkerState
@@ -214,6 +214,32 @@ def test_when_the_run_is_over_workers_are_told(tmp_path):
             await asyncio.sleep(0)
             made.end()
             assert (await waiting).is_over
+
+    asyncio.run(scenario())
+
+
+def test_when_the_run_is_over_those_that_only_look_out_for_versions_are_told(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path) as made:
+            await made.publish(version(0, 0))
+            looking = asyncio.create_task(made.newer(0, SOON_S))
+            await asyncio.sleep(0.05)
+            made.end()
+            with pytest.raises(RunOver):
+                await looking
+            assert (await made.newer(None, 0.0)).number == 0  # what is there can still be had
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_only_renews_its_leases_is_present(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path) as made:
+            assert made.present(SOON_S) == []
+            await made.heartbeat("w", [])
+            assert made.present(SOON_S) == ["w"]
+            await made.leave("w")
+            assert made.present(SOON_S) == []
 
     asyncio.run(scenario())
 

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from offbeat.errors import OffbeatError, UserError
+from offbeat.errors import OffbeatError, RunOver, UserError
 from offbeat.redact import shown
 from offbeat.spelling import nearest
 from offbeat.threads import spin_briefly
@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return status
+    except RunOver as error:
+        print(error)
+        return 0
     except UserError as error:
         return _say(error, 2)
     except OffbeatError as error:

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from offbeat.config import Config, load, secrets
 from offbeat.config.load import typed_keys
 from offbeat.config.local_keys import own_affairs
-from offbeat.errors import UserError
+from offbeat.errors import DeadlineError, RunOver, UserError
 from offbeat.files import make_folder, readable_by, write_atomic
 from offbeat.launch.folder import CONFIG, LOCK
 from offbeat.launch.lock import FolderLock
@@ -35,6 +35,8 @@ READY = "OFFBEAT_READY"
 LOCAL_TOKEN_MINUTES = 5.0
 """For children of the same machine: they join at once or not at all."""
 CREDENTIALS, KEY = "credentials.json", "joining.key"
+OVER = "over"
+"""In the folder of one that left because its run was over."""
 MAX_PLACES = 1000
 
 
@@ -85,6 +87,7 @@ async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncItera
     )
     try:
         member = await _membership(invitation, connection)
+        _over_file(invitation).unlink(missing_ok=True)
         config = own_config(invitation, member.config, overrides)
         with readable_by(config.run.access):
             yield Joined(connection, member.credentials.worker, member.credentials.run, config)
@@ -117,9 +120,16 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
     file = invitation.folder / f"{invitation.role.value}-{CREDENTIALS}"
     known = saved.load(file)
     if known is not None and known.url == connection.url:
-        with suppress(UserError):  # another run at the same address, or a revoked worker: a token may help
+        try:
             return await rejoin(connection, known)
-        connection.secret = None
+        except UserError:  # another run at the same address, or a revoked worker: a token may help
+            connection.secret = None
+        except DeadlineError as error:
+            if not _over_file(invitation).exists():
+                raise
+            raise RunOver(
+                f"{known.worker}: run {known.run} was over when this left it; nobody serves it now"
+            ) from error
     token = saved.read_token(invitation.token_file)
     secret = saved.own_secret(invitation.folder / f"{invitation.role.value}-{KEY}", token)
     member = await join(connection, token, invitation.name, secret=secret)
@@ -136,6 +146,17 @@ def make_private(path: Path) -> None:
     """Makes a folder that nobody else on this machine can enter; one that is there stays as it is."""
     with readable_by("private"):
         make_folder(path)
+
+
+def say_over(invitation: Invitation, member: Joined, what: str) -> None:
+    """Tells that the run is over, and remembers it for when `what` is started again and nobody serves the run."""
+    with suppress(OSError):
+        _over_file(invitation).touch()
+    print(f"{what} {member.worker}: run {member.run} is over; nothing is left to do", flush=True)
+
+
+def _over_file(invitation: Invitation) -> Path:
+    return invitation.folder / f"{invitation.role.value}-{OVER}"
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from pathlib import Path
 from offbeat.config.explain import show
 from offbeat.config.load import typed_keys
 from offbeat.errors import UserError
-from offbeat.launch.joining import Invitation, joined
+from offbeat.launch.joining import Invitation, joined, say_over
 from offbeat.launch.stopping import Stopping
 from offbeat.ledger.errors import Fenced, Unknown
 from offbeat.reward.pool import RewardPool
@@ -144,4 +144,6 @@ async def judge(invitation: Invitation, overrides: Sequence[str]) -> str | None:
             asked.cancel()
             judging.cancel()
             await asyncio.wait({judging})
+        if stopping.why is None:
+            say_over(invitation, member, "judge")
         return stopping.why

@@ -63,7 +63,7 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
             stopped_by=None if is_finished else stopping.why,
             counts=await office.coordinator.call(office.ledger.counts),
         )
-        await _say_goodbye(office)
+        await _say_goodbye(office, config.rollout.lease_s)
         return summary
 
 
@@ -173,11 +173,11 @@ def _first_to_judge(folder: RunFolder) -> int:
     return max(judged, default=-1) + 1
 
 
-async def _say_goodbye(office: Office) -> None:
-    """Lets workers hear that the run is over, while any of them still holds a task or waits for one."""
+async def _say_goodbye(office: Office, lease_s: float) -> None:
+    """Lets workers hear that the run is over: those that were heard of within a lease, and have not left."""
     office.coordinator.end()
     deadline_s = time.monotonic() + FAREWELL_S
     while time.monotonic() < deadline_s:
-        if not office.coordinator.present(within_s=FAREWELL_S):
+        if not office.coordinator.present(within_s=lease_s):
             return
         await asyncio.sleep(0.2)

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from offbeat.launch.joining import Invitation, joined
+from offbeat.launch.joining import Invitation, joined, say_over
 from offbeat.launch.report import EVENT, step_row
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.serve.http.client import RemoteTrainer
@@ -66,7 +66,10 @@ async def train(
         stack.enter_context(stopping.listening())
         await trainer.start(from_scratch=from_scratch)
         await trainer.run(stopping.requested)
-        return stopping.why if trainer.step < config.run.steps else None
+        if trainer.step < config.run.steps:
+            return stopping.why
+        say_over(invitation, member, "trainer")
+        return None
 
 
 class _Client(RemoteTrainer):

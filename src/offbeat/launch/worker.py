@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from offbeat.errors import RunOver
 from offbeat.launch.engines import Engines, OwnBase, engines_of
-from offbeat.launch.joining import Invitation, Joined, joined
+from offbeat.launch.joining import Invitation, Joined, joined, say_over
 from offbeat.launch.peers import Site, receiving
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.rollout.engine import Engine, EngineDied, KvMode
@@ -64,7 +65,10 @@ async def work(
         stopping = Stopping(lambda why: None)
         stack.enter_context(stopping.listening())
         print(f"worker {member.worker}: joined {member.run} at {invitation.url}", flush=True)
-        await Lives(member, engines, spool, figures, new_client, stopping).live()
+        with suppress(RunOver):
+            await Lives(member, engines, spool, figures, new_client, stopping).live()
+        if stopping.why is None:
+            say_over(invitation, member, "worker")
         return stopping.why
 
 

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from offbeat.crash import crash_here
+from offbeat.errors import RunOver
 from offbeat.rollout.engine import Engine, EngineDied, EngineError, KvMode, Version
 from offbeat.rollout.outbox import REFUSALS, Outbox
 from offbeat.rollout.refresh import Versions
@@ -119,7 +120,15 @@ class Worker:
         return None
 
     def _loops(self, group: asyncio.TaskGroup) -> tuple[Coroutine[Any, Any, None], ...]:
-        return self._work(group), self._refresh(), self._stop_rounds(), self._tell_timings()
+        loops = self._work(group), self._refresh(), self._stop_rounds(), self._tell_timings()
+        return tuple(self._until_over(loop) for loop in loops)
+
+    async def _until_over(self, loop: Coroutine[Any, Any, None]) -> None:
+        """The end of the run is as if someone had asked us to leave: what is finished is sent first."""
+        try:
+            await loop
+        except RunOver:
+            self._draining.set()
 
     async def drain(self, within_s: float = DRAIN_WITHIN_S) -> None:
         """Leases no more, hands back what is unfinished, sends what is left, and ends `run`; gives up on the
@@ -167,8 +176,7 @@ class Worker:
                     crash_here("task-leased")
                 await self._begin(lease, group)
             if lease.is_over:
-                self._draining.set()  # as if someone had asked: what is finished is sent, and we leave
-                return
+                raise RunOver(f"worker {self.name}: the run is over")
 
     def _num_free(self) -> int:
         """How many tasks can begin now: none while more than the engine can run wait to be sent."""

@@ -21,7 +21,7 @@ from offbeat.control.rounds import Setting
 from offbeat.control.step_time import Timing
 from offbeat.control.trust import is_believable
 from offbeat.crash import crash_here
-from offbeat.errors import DeadlineError, RunStopped
+from offbeat.errors import DeadlineError, RunOver, RunStopped
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Batch, EvalRound, Outcome, Reconciled, Submission
@@ -190,6 +190,7 @@ class Coordinator:
         life: str = "",
         figures: Mapping[str, float] | None = None,
     ) -> Heartbeat:
+        self._presence.hear(worker)
         self.relaying.hear(worker)
         if figures is not None:
             self._presence.told(worker, figures)
@@ -248,6 +249,8 @@ class Coordinator:
             version = await self._version_to_serve()
             if version is not None and version.number != have_version:
                 return version
+            if self._is_over:  # whose worker is busy asks for nothing else
+                raise RunOver("the run is over")
             if not await self._bell.wait(changed, deadline_s):
                 return None
 
@@ -393,6 +396,7 @@ class Coordinator:
         self._is_over = True
         self.judging.end()
         self._tell_all()
+        self._versions.ring()
 
     async def report(self, row: Mapping[str, Any], *, generation: int = 0) -> None:
         await self._share(self.ledger.check_generation, generation)

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from offbeat.errors import DeadlineError, OffbeatError, RunStopped, UserError
+from offbeat.errors import DeadlineError, OffbeatError, RunOver, RunStopped, UserError
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.serve.http import coding, wire
 
@@ -245,7 +245,7 @@ class Connection:
         return self._session
 
     def _error(self, status: int, why: str, kind: str | None) -> OffbeatError:
-        for told in (RunStopped, UserError):
+        for told in (RunOver, RunStopped, UserError):
             if kind == told.__name__:
                 return told(why)
         if status == 504:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import msgspec
 from fastapi import Response
 
-from offbeat.errors import DeadlineError, OffbeatError, RunStopped, UserError
+from offbeat.errors import DeadlineError, OffbeatError, RunOver, RunStopped, UserError
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, LedgerError, Refused, Unknown
 from offbeat.serve.http.coding import CONTENT_DIGEST, DAMAGED
 from offbeat.trajectory import SegmentError
@@ -28,6 +28,7 @@ STATUS: dict[type[OffbeatError], int] = {
     UserError: 422,
     Conflict: 409,
     Fenced: 410,
+    RunOver: 410,
     RunStopped: 410,
     DeadlineError: 504,
     LedgerError: 500,
