@@ -76,6 +76,10 @@ class Sent:
     depth: int
 
 
+async def knows_key(key: str) -> bool:
+    return key == KEY
+
+
 class Nowhere:
     """Behind the sender there is nobody."""
 
@@ -90,11 +94,16 @@ class Worker:
     """What a worker has to receive versions and to hand them on."""
 
     def __init__(self, folder: Path, sender: Link):
-        self._root = PeerSources(Nowhere(), KEY)
-        self._root.use([sender.url])
-        self.sources = PeerSources(self._root, KEY)
+        self._root = PeerSources(Nowhere())
+        self._root.use({sender.url: KEY})
+        self.sources = PeerSources(self._root)
         self.incoming = Incoming(folder, self.sources, [], self._arrived)
-        self.server = PeerServer(self.incoming.store, KEY, expects=lambda digest: digest in self.incoming.expected)
+        self.server = PeerServer(
+            self.incoming.store,
+            knows_key,
+            expects=lambda digest: digest in self.incoming.expected,
+            arrived=self.incoming.num_bytes_arrived,
+        )
 
     def _arrived(self) -> None:
         self.server.tell()
@@ -137,7 +146,7 @@ async def send(way: str, manifest: Manifest, server: PeerServer, folder: Path, s
             tree.put(Receiver(name, "far away"))
         if way == "relays":
             for name, worker in workers.items():
-                worker.sources.use([uplinks[other].url for other in tree.sources(name) if other != ROOT])
+                worker.sources.use({uplinks[other].url: KEY for other in tree.sources(name) if other != ROOT})
         start_s, cpu_s = time.monotonic(), _cpu_s()
         await asyncio.gather(*(worker.incoming.pieces([manifest]) for worker in workers.values()))
         seconds, cpu_s = time.monotonic() - start_s, _cpu_s() - cpu_s
@@ -160,7 +169,7 @@ async def measure(folder: Path, sizes: Sizes) -> dict[str, list[Sent]]:
     for number, at in enumerate([warm_up, *[sizes] * sizes.rounds]):
         store = FolderStore(folder / "sender")
         manifest = version_of(at, store)
-        server = PeerServer(store, KEY)
+        server = PeerServer(store, knows_key)
         await server.start()
         try:
             for way in WAYS:

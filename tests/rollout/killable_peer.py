@@ -9,7 +9,10 @@ from offbeat.weights.pieces import FolderStore
 
 
 async def main(folder: str, key: str) -> None:
-    server = PeerServer(FolderStore(Path(folder)), key)
+    async def admits(shown: str) -> bool:
+        return shown == key
+
+    server = PeerServer(FolderStore(Path(folder)), admits)
     await server.start()
     print(server.port, flush=True)
     await asyncio.Event().wait()

@@ -12,10 +12,14 @@ from offbeat.rollout.peers import Patience, PeerSources
 from offbeat.weights.sources import StoreSources
 
 KEY = "the key of this run"
-PATIENT = Patience(poll_s=0.2, answer_within_s=60.0, expected_s=60.0, slow_after_s=60.0)
+PATIENT = Patience(poll_s=0.2, answer_within_s=60.0, still_s=60.0, slow_after_s=60.0)
 """Bears with an honest peer on a machine that stands still for seconds."""
-HURRIED = Patience(poll_s=0.2, answer_within_s=0.5, expected_s=20.0, slow_after_s=0.3)
+HURRIED = Patience(poll_s=0.2, answer_within_s=0.5, still_s=0.5, slow_after_s=0.3)
 """Leaves one that is silent or slow, soon."""
+
+
+async def knows_key(key):
+    return key == KEY
 
 
 def name(data):
@@ -40,7 +44,7 @@ class Root(StoreSources):
 
 @contextlib.asynccontextmanager
 async def serving(store, **settings):
-    server = PeerServer(store, KEY, **settings)
+    server = PeerServer(store, settings.pop("admits", knows_key), **settings)
     await server.start()
     try:
         yield server
@@ -50,8 +54,8 @@ async def serving(store, **settings):
 
 @contextlib.asynccontextmanager
 async def asking(root, *urls, key=KEY, **settings):
-    sources = PeerSources(root, key, **{"patience": PATIENT, **settings})
-    sources.use(urls)
+    sources = PeerSources(root, **{"patience": PATIENT, **settings})
+    sources.use(dict.fromkeys(urls, key))
     try:
         yield sources
     finally:

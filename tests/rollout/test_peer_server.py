@@ -4,10 +4,12 @@ import asyncio
 
 import aiohttp
 import pytest
-from peer_machines import KEY, get, name, serving, until
+from peer_machines import KEY, get, knows_key, name, serving, until
 
 from offbeat.errors import UserError
-from offbeat.rollout.peer_server import PeerLimits, PeerServer
+from offbeat.rollout import peer_server
+from offbeat.rollout.peer_server import FRESH_S, STALE_S, Guests, PeerLimits, PeerServer
+from offbeat.serve.relaying import key_hash
 from offbeat.weights.signing import SigningKey, seal
 
 
@@ -227,18 +229,110 @@ def test_a_caller_that_does_not_read_is_dropped(store):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.invalid"])
 def test_other_machines_are_not_listened_to_unless_we_are_told(store, host):
-    with pytest.raises(UserError, match="other machines"):
-        PeerServer(store, KEY, host=host)
-    PeerServer(store, KEY, host=host, beyond_loopback=True)
+    with pytest.raises(UserError, match=rf"^--peer-address {host}: keys .* in the clear; add --allow-plain"):
+        PeerServer(store, knows_key, host=host)
+    PeerServer(store, knows_key, host=host, beyond_loopback=True)
 
 
-def test_an_empty_key_and_a_taken_port_are_refused(store):
-    with pytest.raises(UserError, match="empty key"):
-        PeerServer(store, "")
-
+def test_a_taken_port_is_refused(store):
     async def run():
         async with serving(store) as server:
             with pytest.raises(UserError, match=f"port {server.port}.*choose another"):
-                await PeerServer(store, KEY, port=server.port).start()
+                await PeerServer(store, knows_key, port=server.port).start()
+
+    asyncio.run(run())
+
+
+class Coordinator:
+    """Who may fetch, and how often it was asked."""
+
+    def __init__(self, *keys):
+        self.keys, self.num_asked, self.is_away = set(keys), 0, False
+
+    async def __call__(self):
+        self.num_asked += 1
+        if self.is_away:
+            raise OSError("nobody there")
+        return [key_hash(key) for key in self.keys]
+
+
+def test_a_worker_that_left_can_fetch_no_more_and_a_newcomer_can(store, data, monkeypatch):
+    monkeypatch.setattr(peer_server, "ASK_EVERY_S", 0.0)
+    store.put(name(data), data)
+    now_s, coordinator = 100.0, Coordinator("first", "second")
+
+    async def run():
+        nonlocal now_s
+        guests = Guests(coordinator, lambda: now_s)
+        async with serving(store, admits=guests.admits) as server:
+
+            async def status(key):
+                nonlocal now_s
+                now_s += 0.001
+                return (await get(f"{server.url}/pieces/{name(data)}", key))[0]
+
+            assert [await status(key) for key in ("first", "second", "newcomer")] == [200, 200, 401]
+            coordinator.keys = {"second", "newcomer"}
+            now_s += FRESH_S
+            assert [await status(key) for key in ("first", "second", "newcomer")] == [401, 200, 200]
+
+    asyncio.run(run())
+
+
+def test_a_newcomer_is_admitted_without_waiting_for_the_next_look():
+    coordinator = Coordinator("old")
+    now_s = 100.0
+
+    async def run():
+        nonlocal now_s
+        guests = Guests(coordinator, lambda: now_s)
+        assert await guests.admits("old")
+        coordinator.keys.add("new")
+        now_s += 2.0
+        assert await guests.admits("new")
+        assert coordinator.num_asked == 2
+        assert all([await guests.admits(key) for key in ("old", "new") * 50])
+        assert coordinator.num_asked == 2, "keys that are known cost nothing"
+
+    asyncio.run(run())
+
+
+def test_strangers_do_not_make_us_ask_for_each_of_them(monkeypatch):
+    monkeypatch.setattr(peer_server, "ASK_EVERY_S", 0.2)
+    coordinator = Coordinator("ours")
+
+    async def run():
+        guests = Guests(coordinator)
+        tried = await asyncio.gather(*(guests.admits(f"guess {number}") for number in range(500)))
+        assert not any(tried)
+        assert coordinator.num_asked <= 2
+
+    asyncio.run(run())
+
+
+def test_while_the_coordinator_is_away_those_it_named_are_served_for_a_while():
+    coordinator = Coordinator("ours")
+    now_s = 100.0
+
+    async def run():
+        nonlocal now_s
+        guests = Guests(coordinator, lambda: now_s)
+        assert await guests.admits("ours")
+        coordinator.is_away = True
+        now_s += STALE_S - 1.0
+        assert await guests.admits("ours")
+        assert not await guests.admits("another")
+        now_s += 2.0
+        assert not await guests.admits("ours")
+
+    asyncio.run(run())
+
+
+def test_nobody_is_admitted_before_the_coordinator_has_spoken():
+    async def run():
+        coordinator = Coordinator("ours")
+        coordinator.is_away = True
+        assert not await Guests(coordinator).admits("ours")
+        assert not await Guests(Coordinator()).admits("")
 
     asyncio.run(run())

@@ -1,4 +1,7 @@
-from offbeat.serve.relaying import Place, Relaying
+import pytest
+
+from offbeat.ledger.errors import Refused
+from offbeat.serve.relaying import ON_THIS_MACHINE, Place, Relaying, key_hash, place_of
 
 
 class Clock:
@@ -9,13 +12,18 @@ class Clock:
 
 
 def at(site: str, name: str = "") -> Place:
-    return Place(site, f"http://{name}" if name else "")
+    return Place(site, (name, 7000) if name else None)
+
+
+def told(relaying: Relaying, worker: str, place: Place) -> list[str]:
+    """The hosts that a worker is sent to."""
+    return [source.address[0] for source in relaying.sources(worker, place)]
 
 
 def test_the_first_of_a_site_asks_us_and_the_others_ask_it():
     relaying = Relaying()
     assert relaying.sources("a", at("home", "a")) == []
-    assert relaying.sources("b", at("home", "b")) == ["http://a"]
+    assert told(relaying, "b", at("home", "b")) == ["a"]
     assert relaying.sources("c", at("away", "c")) == []
 
 
@@ -23,7 +31,7 @@ def test_whoever_cannot_serve_is_nobodys_source():
     relaying = Relaying()
     assert relaying.sources("a", at("home")) == []
     assert relaying.sources("b", at("home", "b")) == []
-    assert relaying.sources("a", at("home")) == ["http://b"]
+    assert told(relaying, "a", at("home")) == ["b"]
 
 
 def test_workers_without_a_site_have_no_peers():
@@ -36,14 +44,14 @@ def test_a_relay_that_left_or_fell_silent_is_not_named_any_more():
     clock = Clock()
     relaying = Relaying(clock, silent_s=60.0)
     relaying.sources("a", at("home", "a"))
-    assert relaying.sources("b", at("home", "b")) == ["http://a"]
+    assert told(relaying, "b", at("home", "b")) == ["a"]
     relaying.leave("a")
     assert relaying.sources("b", at("home", "b")) == []
-    assert relaying.sources("c", at("home", "c")) == ["http://b"]
+    assert told(relaying, "c", at("home", "c")) == ["b"]
     clock.now_s += 50
     relaying.hear("b")
     clock.now_s += 50
-    assert relaying.sources("c", at("home", "c")) == ["http://b"]
+    assert told(relaying, "c", at("home", "c")) == ["b"]
     clock.now_s += 61
     assert relaying.sources("c", at("home", "c")) == []
 
@@ -53,4 +61,82 @@ def test_a_worker_that_moves_to_another_site_is_found_there():
     relaying.sources("a", at("home", "a"))
     relaying.sources("a", at("away", "a"))
     assert relaying.sources("b", at("home", "b")) == []
-    assert relaying.sources("c", at("away", "c")) == ["http://a"]
+    assert told(relaying, "c", at("away", "c")) == ["a"]
+
+
+def test_every_two_workers_have_a_key_that_the_server_knows_by_its_hash_alone():
+    relaying = Relaying()
+    relaying.sources("a", at("home", "a"))
+    (of_b,), (of_c,) = (relaying.sources(name, at("home")) for name in ("b", "c"))
+    assert of_b.address == of_c.address == ("a", 7000)
+    assert of_b.key != of_c.key
+    assert set(relaying.guests("a")) == {key_hash(of_b.key), key_hash(of_c.key)}
+    assert of_b.key not in repr(of_b)
+    assert relaying.guests("b") == [], "it serves nobody"
+    relaying.sources("d", at("away", "d"))
+    assert len(relaying.guests("a")) == 2, "another site's have nothing to do here"
+    assert relaying.guests("nobody") == []
+
+
+def test_a_key_ends_with_its_worker_whichever_way_that_goes():
+    clock = Clock()
+    relaying = Relaying(clock, silent_s=60.0)
+
+    def key_of(worker: str) -> str:
+        (source,) = relaying.sources(worker, at("home"))
+        return key_hash(source.key)
+
+    relaying.sources("a", at("home", "a"))
+    left, aside, silent, stays = (key_of(name) for name in ("left", "aside", "silent", "stays"))
+    assert set(relaying.guests("a")) == {left, aside, silent, stays}
+    relaying.leave("left")
+    assert set(relaying.guests("a")) == {aside, silent, stays}
+    relaying.keep({"a", "silent", "stays"})
+    assert set(relaying.guests("a")) == {silent, stays}
+    clock.now_s += 50
+    relaying.hear("a")
+    relaying.hear("stays")
+    clock.now_s += 50
+    assert relaying.guests("a") == [stays]
+    assert key_of("left") != left, "who comes back has another key"
+    assert key_of("stays") == stays
+
+
+def test_a_workers_address_is_the_one_that_it_calls_from():
+    assert place_of("home", "10.0.0.7", "", 7000, []) == Place("home", ("10.0.0.7", 7000))
+    assert place_of("home", "10.0.0.7", "10.0.0.7", 7000, []) == Place("home", ("10.0.0.7", 7000))
+    assert place_of("home", "::ffff:10.0.0.7", "", 7000, []) == Place("home", ("10.0.0.7", 7000))
+    assert place_of("home", "fd00::7", "", 7000, []) == Place("home", ("fd00::7", 7000))
+    assert place_of("home", "10.0.0.7", "", 0, []) == Place("home")
+    assert place_of("", "10.0.0.7", "", 7000, []).site == ""
+    assert place_of("home", "unknown", "", 7000, []) == Place("home"), "who cannot be seen serves nobody"
+
+
+@pytest.mark.parametrize("host", ["10.0.0.8", "127.0.0.1", "169.254.169.254", "::1"])
+def test_another_address_is_refused_unless_the_coordinator_believes_in_its_network(host):
+    with pytest.raises(Refused, match=f"^peer address {host}: this worker calls from 203.0.113.5; .*peer_networks"):
+        place_of("home", "203.0.113.5", host, 7000, [])
+    with pytest.raises(Refused):
+        place_of("home", "203.0.113.5", host, 7000, ["192.168.0.0/16", "fd00::/8"])
+
+
+def test_behind_one_address_workers_name_their_own():
+    place = place_of("home", "203.0.113.5", "10.0.0.8", 7000, ["10.0.0.0/8"])
+    assert place == Place("home", ("10.0.0.8", 7000))
+
+
+@pytest.mark.parametrize("host", ["x", "10.0.0.1/x?", "evil.example", "http://10.0.0.1", "10.0.0.1:80", "0x7f000001"])
+def test_what_is_no_address_is_refused(host):
+    with pytest.raises(Refused, match="not an IP address"):
+        place_of("home", "10.0.0.7", host, 7000, ["0.0.0.0/0"])
+
+
+def test_loopback_is_for_those_on_the_same_machine_and_a_proxys_is_nobodys():
+    here = place_of("home", "127.0.0.1", "", 7000, [])
+    assert here == Place("home" + ON_THIS_MACHINE, ("127.0.0.1", 7000))
+    relaying = Relaying()
+    relaying.sources("here", here)
+    assert relaying.sources("there", place_of("home", "10.0.0.7", "", 7000, [])) == []
+    assert told(relaying, "beside", place_of("home", "127.0.0.1", "", 0, [])) == ["127.0.0.1"]
+    assert place_of("home", "127.0.0.1", "", 7000, [], behind_proxy=True).address is None
+    assert place_of("home", "10.0.0.7", "", 7000, [], behind_proxy=True).address == ("10.0.0.7", 7000)

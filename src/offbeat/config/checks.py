@@ -5,6 +5,7 @@ A check raises `ValueError` with one line that begins with the key to blame and 
 
 from __future__ import annotations
 
+import ipaddress
 from typing import TYPE_CHECKING
 
 from offbeat.config.learning import ADVANTAGES, BEYOND_SIBLINGS, HAVE_LEAST, HAVE_MOST, PRESETS, recipe
@@ -189,6 +190,14 @@ def stale_data_is_corrected(config: Config) -> None:
         )
 
 
+def networks_are_some(config: Config) -> None:
+    for network in config.serve.peer_networks:
+        try:
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            raise ValueError(f'serve.peer_networks = ["{network}"]: {error}; write it as 10.0.0.0/8') from error
+
+
 CHECKS = (
     batch_arithmetic_holds,
     schedule_holds_together,
@@ -196,4 +205,5 @@ CHECKS = (
     loss_is_known,
     gate_has_a_baseline,
     stale_data_is_corrected,
+    networks_are_some,
 )

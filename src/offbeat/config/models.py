@@ -153,6 +153,8 @@ class ServeConfig(Section):
     """The certificate's private key."""
     behind_proxy: bool = free(False)
     """A proxy in front of the coordinator ends TLS."""
+    peer_networks: list[str] = free([])
+    """Networks such as 10.0.0.0/8 in which workers behind one address may name their own for peers."""
 
 
 class RolloutConfig(Section):

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import ipaddress
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.errors import UserError
 from offbeat.launch.joining import Joined
-from offbeat.rollout.peer_server import PeerServer
+from offbeat.rollout.peer_server import Guests, PeerServer, is_loopback, peer_url
 from offbeat.rollout.peers import PeerSources
+from offbeat.serve.http import wire
 from offbeat.serve.http.fetching import CoordinatorSources
 from offbeat.serve.http.receiving import Receiving
 from offbeat.weights.pieces import open_store
 from offbeat.weights.receive import Figures
 from offbeat.weights.sources import Sources, StoreSources
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,16 @@ def read_address(text: str) -> tuple[str, int]:
 
 @asynccontextmanager
 async def receiving(
-    member: Joined, folder: Path, site: Site, report: Callable[[Figures], None], has_base: Callable[[str], bool]
+    member: Joined,
+    folder: Path,
+    site: Site,
+    report: Callable[[Figures], None],
+    has_base: Callable[[str], bool],
+    *,
+    allow_plain: bool = False,
 ) -> AsyncIterator[Receiving]:
     """Brings versions into `folder`, and hands their pieces on, until it is left. `has_base` says, by its digest,
-    whether this worker has what adapters stand on."""
+    whether this worker has what adapters stand on; `allow_plain` whether keys may cross a network in the clear."""
     coordinator = CoordinatorSources(member.connection)
     store = member.config.weights.store
     root: Sources = StoreSources(open_store(store)) if store else coordinator
@@ -52,11 +63,12 @@ async def receiving(
         stack.push_async_callback(peers.close)
         server: PeerServer | None = None
 
-        async def learn() -> str:
-            """Whom to ask for the next version; returns what peers want to see."""
-            told = await coordinator.peers(site.name, server.url if server else "", peers.root_bytes_per_s)
-            peers.use(told.urls, told.key)
-            return told.key
+        async def learn() -> list[str]:
+            """Whom to ask for the next version; returns the hashes of the keys that we are to honour."""
+            host, port = ("", 0) if server is None else (_own_host(server.host), server.port)
+            told = await coordinator.peers(site.name, host, port, peers.root_bytes_per_s)
+            peers.use(usable(told.peers, allow_plain=allow_plain))
+            return told.guests
 
         def arrived() -> None:
             if server is not None:
@@ -67,9 +79,31 @@ async def receiving(
         )
         if site.address is not None:
             host, port = site.address
-            server = PeerServer(
-                found.store, await learn(), expects=found.expects, host=host, port=port, beyond_loopback=True
+            opened = PeerServer(
+                found.store,
+                Guests(learn).admits,
+                expects=found.expects,
+                arrived=found.num_bytes_arrived,
+                host=host,
+                port=port,
+                beyond_loopback=allow_plain,
             )
-            await server.start()
-            stack.push_async_callback(server.stop)
+            await opened.start()
+            stack.push_async_callback(opened.stop)
+            server = opened
+            await learn()  # what is wrong with our address is told at once
         yield found
+
+
+def usable(peers: Sequence[wire.Peer], *, allow_plain: bool) -> dict[str, str]:
+    """The keys of peers that may be asked, by their addresses. Between peers there is no TLS."""
+    near = [peer for peer in peers if allow_plain or is_loopback(peer.host)]
+    if len(near) < len(peers):
+        num_left = len(peers) - len(near)
+        log.warning("%d peers are not asked: keys would cross the network in the clear; see --allow-plain", num_left)
+    return {peer_url(peer.host, peer.port): peer.key for peer in near}
+
+
+def _own_host(bound: str) -> str:
+    """The address to name for ours; none where we listen at all of them, and the coordinator sees which one."""
+    return "" if ipaddress.ip_address(bound).is_unspecified else bound

@@ -75,6 +75,7 @@ def _served(folder: RunFolder, office: Office) -> Served:
         ledger_path=str(folder.ledger),
         weights=WeightFolder(folder.weights),
         pieces=wiring.open_pieces(folder.config, folder.weights),
+        peer_networks=folder.config.serve.peer_networks,
     )
 
 

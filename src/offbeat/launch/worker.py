@@ -50,7 +50,9 @@ async def work(
         stack.push_async_callback(engines.close)
         figures, has_base = WorkerFigures(), OwnBase(engines, member.config)
         cache = invitation.folder / "weights"
-        brought = await stack.enter_async_context(receiving(member, cache, site, figures.fetched, has_base))
+        brought = await stack.enter_async_context(
+            receiving(member, cache, site, figures.fetched, has_base, allow_plain=invitation.allow_plain)
+        )
 
         def new_client() -> WorkerClient:
             """Each is another life of the same worker: its first heartbeat gives up what the one before held."""

@@ -369,10 +369,9 @@ class Ledger:
         """Keys whose manifests are to be believed."""
         return workers.signers(self._db)
 
-    def peer_key(self) -> str:
-        """What workers of this run show each other; made when it is first asked for."""
-        with self._db.transaction():
-            return workers.peer_key(self._db)
+    def active_workers(self) -> set[str]:
+        """The names of those who take part now."""
+        return workers.active(self._db)
 
     def list_workers(self) -> list[workers.Worker]:
         """Everyone who ever joined, with how many tasks they hold."""

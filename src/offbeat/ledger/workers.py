@@ -202,10 +202,9 @@ def signers(db: Database) -> list[str]:
     return [key for (key,) in db.execute(query)]
 
 
-def peer_key(db: Database) -> str:
-    """What workers of this run show each other before they hand on weights."""
-    db.execute("INSERT OR IGNORE INTO meta VALUES ('peer_key', ?)", (secrets.token_urlsafe(SECRET_BYTES),))
-    return str(db.execute("SELECT value FROM meta WHERE key = 'peer_key'").fetchone()[0])
+def active(db: Database) -> set[str]:
+    """The names of those who take part now: neither gone nor set aside."""
+    return {name for (name,) in db.execute("SELECT name FROM workers WHERE state = ?", (ACTIVE.value,))}
 
 
 def _worker(row: tuple[Any, ...], num_leased: int = 0) -> Worker:

@@ -27,6 +27,8 @@ LEAST_BYTES = 64 * 1024
 """What is smaller measures the way there, not the line's width."""
 LEAST_BYTES_PER_S = 4096.0
 """Below it a peer is as good as silent, whatever others give."""
+UNKNOWN_BYTES_PER_S = 64 * 1024.0
+"""What a peer must give where nobody knows what another would: who is slower may well be the slowest of all."""
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Ranking:
         now_s = self._clock()
         ready = [other for other, record in self._records.items() if record.rests_until_s <= now_s or other == ROOT]
         scores = [score for other in ready if other != url and (score := self.score(other)) is not None]
-        return max([LEAST_BYTES_PER_S, *(FAR_SLOWER * score for score in scores)])
+        return max(LEAST_BYTES_PER_S, FAR_SLOWER * max(scores)) if scores else UNKNOWN_BYTES_PER_S
 
     def gave(self, url: str, num_bytes: int, seconds: float) -> None:
         record = self._record(url)

@@ -1,6 +1,7 @@
 """Hands the pieces and manifests that this worker has on to its peers.
 
-    GET /pieces/DIGEST               200 or 206 with a Range; 404: neither here nor on its way; 503: not here yet
+    GET /pieces/DIGEST               200 or 206 with a Range; 404: neither here nor on its way; 503: not here yet, with
+                                     how much of all that is on its way has come (Offbeat-Arrived)
     GET /manifests/NUMBER/DIGEST     the same
 
 What is not here yet is waited for, as long as the caller asks (`?wait_s=`) and we allow, so that a version runs through
@@ -8,26 +9,27 @@ a chain of relays piece by piece. Where it is not even expected, the wait is sho
 moment later than those that it feeds.
 
 Guarantees: every byte was verified, since a piece is read whole and checked against its name before its first byte is
-sent; nobody is answered without the run's key; callers, and the pieces held for them, are bounded; nobody but this
-machine is listened to unless we are told to.
+sent; nobody is answered without a key that the coordinator honours now, or did a moment ago; callers, and the pieces
+held for them, are bounded; nobody but this machine is listened to unless we are told to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import ipaddress
 import logging
+import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from aiohttp import web
+from blake3 import blake3
 
-from offbeat.errors import UserError
+from offbeat.errors import OffbeatError, UserError
 from offbeat.weights.pieces import PieceDamaged, PieceMissing, PieceStore, StoreError
 from offbeat.weights.ranges import RangeError, byte_range
 
@@ -36,6 +38,12 @@ log = logging.getLogger(__name__)
 PATH = re.compile(r"/pieces/(?P<piece>[0-9a-f]{64})|/manifests/(?P<number>\d{1,16})/(?P<manifest>[0-9a-f]{64})")
 WAIT = re.compile(r"\d{1,4}(\.\d{1,3})?")
 WRITE_BYTES = 256 * 1024
+FRESH_S, STALE_S = 10.0, 60.0
+"""How long what the coordinator said about keys is good, and for how long where it cannot be asked."""
+ASK_EVERY_S, ASK_WITHIN_S = 1.0, 4.0
+"""Strangers with keys of their own invention do not make us ask more often; callers wait a little longer for us."""
+ARRIVED = "Offbeat-Arrived"
+"""Any other value than before says that something comes in."""
 STOP_WITHIN_S = 0.1
 """For answers that are being sent; 0 would mean for ever."""
 
@@ -57,10 +65,45 @@ class PeerLimits:
     """Of a caller that should read, and of a connection on which nobody has proved who it is."""
 
 
+class Guests:
+    """Whose keys are honoured. The coordinator is asked, by `ask`, for the hashes of those that are.
+
+    What it said is good for `FRESH_S`, so that a worker that left, or was set aside, is turned away soon; while it
+    cannot be reached, for `STALE_S`. A key that it did not name may be a newcomer's, for whom it is asked once more.
+    """
+
+    def __init__(self, ask: Callable[[], Awaitable[Collection[str]]], clock: Callable[[], float] = time.monotonic):
+        self._ask, self._clock = ask, clock
+        self._hashes: frozenset[str] = frozenset()
+        self._told_s = self._tried_s = -math.inf
+        self._asking = asyncio.Lock()
+
+    async def admits(self, key: str) -> bool:
+        came_s = self._clock()
+        if not self._knows(key):
+            async with self._asking:
+                if not self._knows(key) and self._tried_s < came_s:  # who waited beside us may have asked for all
+                    await asyncio.sleep(max(self._tried_s + ASK_EVERY_S - came_s, 0.0))
+                    await self._look()
+        return self._clock() - self._told_s <= STALE_S and _hash(key) in self._hashes
+
+    def _knows(self, key: str) -> bool:
+        return self._clock() - self._told_s <= FRESH_S and _hash(key) in self._hashes
+
+    async def _look(self) -> None:
+        self._tried_s = self._clock()
+        try:
+            async with asyncio.timeout(ASK_WITHIN_S):
+                self._hashes = frozenset(await self._ask())
+            self._told_s = self._clock()
+        except (OffbeatError, OSError) as error:  # TimeoutError is one
+            log.info("who may fetch weights here cannot be asked: %s: %s", type(error).__name__, error)
+
+
 class PeerServer:
     """One worker's face to its peers.
 
-    server = PeerServer(store, key, expects=lambda digest: digest in receiver.incoming.expected)
+    server = PeerServer(store, Guests(ask).admits, expects=lambda digest: digest in receiver.incoming.expected)
     await server.start()
     ...
     server.tell()       # whenever something came into the store; who waits is answered sooner
@@ -70,23 +113,23 @@ class PeerServer:
     def __init__(
         self,
         store: PieceStore,
-        key: str,
+        admits: Callable[[str], Awaitable[bool]],
         *,
         expects: Callable[[str], bool] = lambda digest: False,
+        arrived: Callable[[], int] = lambda: 0,
         host: str = "127.0.0.1",
         port: int = 0,
         beyond_loopback: bool = False,
         limits: PeerLimits | None = None,
     ):
-        if not key:
-            raise UserError("peers: an empty key would let everybody in")
-        if not beyond_loopback and not _is_loopback(host):
+        """`expects` says whether a piece is on its way here, and `arrived` how many bytes of all that is have come."""
+        if not beyond_loopback and not is_loopback(host):
             raise UserError(
-                f"peers: host {host!r} can be reached from other machines; allow it where they are the run's own, "
-                "or listen on 127.0.0.1"
+                f"--peer-address {host}: keys and weights would cross the network in the clear; add --allow-plain "
+                "within a private network, or listen on 127.0.0.1 and tunnel it"
             )
-        self._store, self._expects, self._limits = store, expects, limits or PeerLimits()
-        self._credentials = f"Bearer {key}".encode()
+        self._store, self._limits, self._admits = store, limits or PeerLimits(), admits
+        self._expects, self._num_arrived = expects, arrived
         self.host, self.port = host, port
         self.num_sent_bytes = 0
         self._num_requests = 0
@@ -106,7 +149,7 @@ class PeerServer:
             raise UserError(
                 f"peers: cannot listen at {self.host}, port {self.port}: {reason}; choose another port, or 0 for any"
             ) from error
-        self.port = self._listener.sockets[0].getsockname()[1]
+        self.host, self.port = self._listener.sockets[0].getsockname()[:2]
 
     async def stop(self) -> None:
         """Hangs up on everybody; the port is free afterwards."""
@@ -116,7 +159,7 @@ class PeerServer:
 
     @property
     def url(self) -> str:
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+        return peer_url(self.host, self.port)
 
     def tell(self) -> None:
         """Something came into the store, and is not expected any more; or it will not come. In the loop's thread."""
@@ -142,9 +185,9 @@ class PeerServer:
             connection.force_close()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, self._credentials):
-            return _refusal(401, "Authorization: not the key of this run's workers")
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme != "Bearer" or not await self._admits(key):
+            return _refusal(401, "Authorization: not the key of a worker that may fetch here")
         self._unproven.pop(request.protocol, None)
         found = PATH.fullmatch(request.path)
         if request.method != "GET" or found is None:
@@ -167,7 +210,8 @@ class PeerServer:
         wanted = _Wanted(found["piece"] or found["manifest"], int(found["number"]) if found["number"] else None)
         if not await self._wait_for(wanted, wait_s):
             if self._expects(wanted.digest):
-                return _refusal(503, f"{wanted.digest}: on its way to us; ask again")
+                come = {ARRIVED: str(await asyncio.to_thread(self._num_arrived))}
+                return _refusal(503, f"{wanted.digest}: on its way to us; ask again", come)
             return _refusal(404, f"{wanted.digest}: not here")
         try:
             await asyncio.wait_for(self._sending.acquire(), max(wait_s, 1.0))
@@ -249,11 +293,20 @@ class _HangUp(asyncio.Protocol):
         transport.close()
 
 
-def _refusal(status: int, why: str) -> web.Response:
-    return web.Response(status=status, text=why)
+def peer_url(host: str, port: int) -> str:
+    """Where a peer is called; `host` is an IP address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _is_loopback(host: str) -> bool:
+def _refusal(status: int, why: str, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(status=status, text=why, headers=headers)
+
+
+def _hash(key: str) -> str:
+    return blake3(key.encode(errors="surrogateescape")).hexdigest()
+
+
+def is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -5,8 +5,12 @@ slowly, or does not have what it is asked for costs one attempt; the next goes o
 is checked against its name before it counts. A peer that sent something else is not asked again for a while; where
 several have contributed, the piece is fetched anew from one alone, so that no honest peer is taken for a liar for long.
 
+A peer that has not got a piece yet is waited for as long as it says that something comes in, and no longer than the
+piece may take at the least pace: one that stands still, or lies about it, is left within seconds or, at worst, within
+the time that a line as slow as can be borne would take.
+
 Guarantees: `piece` and `manifest` return what was asked for, verified, or raise what the root raised; every wait has an
-end, except for those that the root takes.
+end, except for those that the root takes; a key is shown to the peer that it is for, and to nobody else.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +30,9 @@ from blake3 import blake3
 
 from offbeat.errors import OffbeatError
 from offbeat.rollout.peer_ranking import ROOT, Ranking
+from offbeat.rollout.peer_server import ARRIVED
 from offbeat.weights.background import in_thread
+from offbeat.weights.incoming import NUM_PARALLEL
 from offbeat.weights.pieces import PieceDamaged, is_intact
 from offbeat.weights.sources import Sources
 
@@ -39,6 +45,7 @@ whoever waits for the first of them to be handed on waits longer. Peers are aske
 themselves, and hand it on as it comes."""
 AGAIN_S = 0.05
 """Between two calls for what is on its way to a peer, which has waited with the first of them."""
+MAX_REASON_BYTES = 4096
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 MAX_REMEMBERED = 1000
 WRITE_BYTES = 1024 * 1024
@@ -50,12 +57,12 @@ EARLIER = "earlier"
 class Patience:
     """How long a peer is borne with."""
 
-    poll_s: float = 5.0
+    poll_s: float = 2.0
     """It may wait for a piece so long before it answers that it has none yet: who is silent for longer is dead."""
     answer_within_s: float = 5.0
     """Beyond that, in the middle of a piece, too; and for a connection to be made."""
-    expected_s: float = 300.0
-    """While it says again and again that a piece is on its way to it."""
+    still_s: float = 6.0
+    """While it says that a piece is on its way to it, and nothing comes in there."""
     slow_after_s: float = 3.0
     """Its pace is judged after so long."""
 
@@ -115,13 +122,14 @@ class PeerSources:
     def __init__(
         self,
         root: Sources,
-        key: str = "",
         *,
         num_at_once: int = NUM_AT_ONCE,
         patience: Patience | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._root, self._key, self._patience = root, key, patience or Patience()
+        self._root, self._patience = root, patience or Patience()
+        self._keys: Mapping[str, str] = {}
+        """By the address of the peer that each is for."""
         self._ranking, self._clock = Ranking(clock), clock
         self._turns = asyncio.Semaphore(num_at_once)
         self._session: aiohttp.ClientSession | None = None
@@ -130,10 +138,10 @@ class PeerSources:
         self.num_bytes: Counter[str] = Counter()
         """Of pieces, by the address that they came from; "" is the root."""
 
-    def use(self, peers: Sequence[str], key: str | None = None) -> None:
-        """From now on these are asked, in this order, and then the root; `key` is what they want to see."""
-        self._ranking.use([url.rstrip("/") for url in peers])
-        self._key = self._key if key is None else key
+    def use(self, keys: Mapping[str, str]) -> None:
+        """From now on the peers at these addresses are asked, in this order, and then the root; each has a key."""
+        self._keys = dict(keys)
+        self._ranking.use(list(keys))
 
     @property
     def root_bytes_per_s(self) -> float | None:
@@ -191,8 +199,13 @@ class PeerSources:
         if url == ROOT:
             sealed = await self._root.manifest(number, digest)
         else:
+            gathered = bytearray()
             async with self._open(url, f"/manifests/{number}/{digest}") as response:
-                sealed = await _read_at_most(response, MAX_MANIFEST_BYTES)
+                async for data in self._paced(url, response):
+                    gathered += data
+                    if len(gathered) > MAX_MANIFEST_BYTES:
+                        raise PeerFailed(f"sent more than {MAX_MANIFEST_BYTES} bytes")
+            sealed = bytes(gathered)
         if not is_intact(digest, sealed):
             raise PieceDamaged(f"version {number}: the manifest from {url or 'the root'} is not the one asked for")
         self._ranking.gave(url, 0, 0.0)
@@ -238,19 +251,17 @@ class PeerSources:
         """Adds what a peer sends; returns when its first byte came."""
         start, end = filling.have, filling.num_bytes
         span = {"Range": f"bytes={start}-{end - 1}"} if start else {}
-        async with self._open(url, f"/pieces/{filling.digest}", span) as response:
+        async with self._open(url, f"/pieces/{filling.digest}", span, end) as response:
             sent = response.headers.get("Content-Range")
             if span and sent != f"bytes {start}-{end - 1}/{end}":
                 raise PeerFailed(f"sent {sent} instead of {span['Range']}")
             start_s, gathered = self._clock(), bytearray()
             try:
-                async for data in response.content.iter_any():
+                async for data in self._paced(url, response):
                     gathered += data
-                    num_read = filling.have - start + len(gathered)
-                    if num_read > end - start:
+                    if filling.have - start + len(gathered) > end - start:
                         gathered.clear()
                         raise PeerFailed(f"sent more than the {end - start} bytes that it was asked for")
-                    self._check_pace(url, num_read, self._clock() - start_s)
                     if len(gathered) >= WRITE_BYTES:
                         await _add(filling, gathered)
             finally:
@@ -259,35 +270,59 @@ class PeerSources:
             raise PeerFailed(f"ended after {filling.have} of {end} bytes")
         return start_s
 
-    def _check_pace(self, url: str, num_bytes: int, seconds: float) -> None:
-        if seconds > self._patience.slow_after_s and num_bytes < seconds * self._ranking.least_bytes_per_s(url):
-            raise PeerSlow(num_bytes / seconds)
+    async def _paced(self, url: str, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        """What a peer sends, as long as it sends it fast enough."""
+        start_s, num_bytes = self._clock(), 0
+        while True:
+            async with asyncio.timeout(self._patience.answer_within_s):
+                data = await response.content.readany()
+            if not data:
+                return
+            num_bytes += len(data)
+            seconds = self._clock() - start_s
+            if seconds > self._patience.slow_after_s and num_bytes < seconds * self._ranking.least_bytes_per_s(url):
+                raise PeerSlow(num_bytes / seconds)
+            yield data
 
     @contextlib.asynccontextmanager
     async def _open(
-        self, url: str, path: str, headers: dict[str, str] | None = None
+        self, url: str, path: str, headers: dict[str, str] | None = None, num_bytes: int = 0
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A good answer, as soon as the peer has one."""
+        """A good answer, as soon as the peer has one; what is asked for has so many bytes."""
         patience = self._patience
-        deadline_s = self._clock() + patience.expected_s
-        within_s = patience.answer_within_s
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=within_s, sock_read=patience.poll_s + within_s)
-        held = {**(headers or {}), "Authorization": f"Bearer {self._key}", "Accept-Encoding": "identity"}
+        waiting = _Waiting(
+            self._clock,
+            still_s=patience.still_s,
+            # It fetches others beside this one.
+            within_s=patience.still_s + NUM_PARALLEL * num_bytes / self._ranking.least_bytes_per_s(url),
+        )
         while True:
-            async with self._opened().get(
-                url + path,
-                params={"wait_s": f"{patience.poll_s:.3f}"},
-                headers=held,
-                timeout=timeout,
-                allow_redirects=False,
-            ) as response:
+            response = await self._ask(url, path, headers or {})
+            async with response:
                 if response.status == (206 if headers else 200):
                     yield response
                     return
-                if response.status != 503 or self._clock() > deadline_s:
-                    why = (await _read_at_most(response, 4096)).decode(errors="replace")
-                    raise PeerFailed(f"{response.status}: {why}")
+                if response.status != 503:
+                    raise PeerFailed(f"{response.status}: {await self._reason(response)}")
+                waiting.hear(response.headers.get(ARRIVED, ""))
             await asyncio.sleep(AGAIN_S)
+
+    async def _ask(self, url: str, path: str, headers: dict[str, str]) -> aiohttp.ClientResponse:
+        """One call, up to its answer's head."""
+        patience = self._patience
+        key = self._keys.get(url, "")  # none where it was replaced while it was being asked
+        async with asyncio.timeout(patience.poll_s + patience.answer_within_s):
+            return await self._opened().get(
+                url + path,
+                params={"wait_s": f"{patience.poll_s:.3f}"},
+                headers={**headers, "Authorization": f"Bearer {key}", "Accept-Encoding": "identity"},
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=patience.answer_within_s),
+                allow_redirects=False,
+            )
+
+    async def _reason(self, response: aiohttp.ClientResponse) -> str:
+        async with asyncio.timeout(self._patience.answer_within_s):
+            return (await response.content.read(MAX_REASON_BYTES)).decode(errors="replace")
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -295,13 +330,22 @@ class PeerSources:
         return self._session
 
 
-async def _read_at_most(response: aiohttp.ClientResponse, num_bytes: int) -> bytes:
-    gathered = bytearray()
-    async for data in response.content.iter_any():
-        gathered += data
-        if len(gathered) > num_bytes:
-            raise PeerFailed(f"sent more than {num_bytes} bytes")
-    return bytes(gathered)
+class _Waiting:
+    """For what a peer says is on its way to it: not while it stands still there, and not for ever."""
+
+    def __init__(self, clock: Callable[[], float], *, still_s: float, within_s: float):
+        self._clock, self._still_s, self._end_s = clock, still_s, clock() + within_s
+        self._arrived, self._moved_s = "", clock()
+
+    def hear(self, arrived: str) -> None:
+        """It says that much has come in; raises if that is no reason to go on waiting."""
+        now_s = self._clock()
+        if arrived != self._arrived:
+            self._arrived, self._moved_s = arrived, now_s
+        if now_s - self._moved_s > self._still_s:
+            raise PeerFailed(f"has waited for it for {self._still_s:g} s, and nothing came in there")
+        if now_s > self._end_s:
+            raise PeerFailed("still waits for it, longer than it may take")
 
 
 async def _add(filling: Filling, gathered: bytearray) -> None:

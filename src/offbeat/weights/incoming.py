@@ -13,6 +13,7 @@ import mmap
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from blake3 import blake3
@@ -109,6 +110,14 @@ class Incoming:
                 return num_bytes
             log.warning("version %d: piece %s arrived damaged", number, piece.digest)
         raise PieceDamaged(f"version {number}: piece {piece.digest} arrived damaged {MAX_ATTEMPTS} times")
+
+    def num_bytes_arrived(self) -> int:
+        """Of the pieces that are on their way; what is complete counts no more, so any change means that some came."""
+        sizes = 0
+        for digest in list(self.expected):
+            with suppress(FileNotFoundError):
+                sizes += self._part(digest).stat().st_size
+        return sizes - len(self.expected)  # a piece that came whole between two looks shows, too
 
     def _part(self, digest: str) -> Path:
         return self._place(digest).with_suffix(".part")

@@ -13,6 +13,8 @@ from offbeat.weights.background import in_thread
 from offbeat.weights.manifest import Manifest, ManifestError
 from offbeat.weights.pieces import Entry, PieceDamaged, PieceMissing, PieceStore
 
+SLICE_BYTES = 4 * 1024 * 1024
+
 
 class Sources(Protocol):
     """The coordinator, a store, peers. What is gone for good is a `PieceMissing`; any other error may pass."""
@@ -62,5 +64,9 @@ class StoreSources:
     def _piece(self, digest: str, num_bytes: int, into: Path) -> None:
         have = into.stat().st_size if into.exists() else 0
         with open(into, "ab" if have <= num_bytes else "wb") as file:
-            if file.tell() < num_bytes:
-                file.write(self._store.get(digest, file.tell(), num_bytes))
+            while (at := file.tell()) < num_bytes:  # in slices: peers that wait for it see that it comes
+                data = self._store.get(digest, at, min(at + SLICE_BYTES, num_bytes))
+                if not data:
+                    return  # it is shorter than it should be, which its digest will tell
+                file.write(data)
+                file.flush()

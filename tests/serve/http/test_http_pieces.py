@@ -1,9 +1,11 @@
 """Versions in pieces over a real socket: what a trainer elsewhere may send, and what a worker elsewhere gets."""
 
 import asyncio
+import re
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import aiohttp
 import pytest
 import torch
 from blake3 import blake3
@@ -11,13 +13,19 @@ from http_run import SOON_S, WEIGHTS, LiveRun, answer
 from msgspec import structs
 from safetensors.torch import load
 
+from offbeat.config import from_dict
 from offbeat.errors import OffbeatError
+from offbeat.launch.joining import Joined
+from offbeat.launch.peers import Site, receiving
+from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role, WorkerState
+from offbeat.rollout import peer_server
 from offbeat.serve.http import coding, wire
 from offbeat.serve.http.client import RemoteTrainer, RemoteWorker
 from offbeat.serve.http.connection import Connection
 from offbeat.serve.http.receiving import Receiving
 from offbeat.serve.http.sending import send_pieces
+from offbeat.serve.relaying import key_hash
 from offbeat.weights.adapter import Adapter
 from offbeat.weights.digest import weights_digest
 from offbeat.weights.manifest import Manifest
@@ -266,18 +274,109 @@ def test_a_worker_refuses_what_another_key_has_signed_and_an_older_manifest_in_i
 def test_workers_of_one_site_are_told_to_ask_each_other(run):
     first, second, away = (run.secret(name) for name in ("first", "second", "away"))
 
-    def sources(secret, site, url=""):
-        response = run.post("/v1/sources", wire.SourcesCall(site=site, url=url), secret)
+    def sources(secret, site, port=0):
+        response = run.post("/v1/sources", wire.SourcesCall(site=site, port=port), secret)
         return response.record(wire.SourceList)
 
-    told = sources(first, "home", "http://10.0.0.1:7000")
-    assert told.urls == []
-    assert sources(second, "home").urls == ["http://10.0.0.1:7000"]
-    assert sources(away, "elsewhere").urls == []
-    assert sources(second, "home").key == told.key != ""
-    assert told.key not in repr(told)
-    bad = run.post("/v1/sources", wire.SourcesCall(site="home", url="file:///etc"), second)
-    assert bad.status == 400
+    assert sources(first, "home", 7000).peers == []
+    (peer,) = sources(second, "home").peers
+    assert (peer.host, peer.port) == ("127.0.0.1", 7000)
+    assert sources(away, "elsewhere").peers == []
+    assert sources(first, "home", 7000).guests == [key_hash(peer.key)]
+    assert peer.key not in repr(sources(second, "home"))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"url": "http://127.0.0.1:9/x?"},
+        {"host": "10.0.0.1", "port": 80},
+        {"host": "127.0.0.1/x?", "port": 80},
+        {"host": "localhost", "port": 80},
+        {"port": 70000},
+        {"port": -1},
+    ],
+)
+def test_no_worker_can_send_the_others_of_its_site_elsewhere(run, call):
+    first, second = run.secret("first"), run.secret("second")
+    assert run.post("/v1/sources", {"site": "home", **call}, first).status in (400, 422)
+    answer = run.post("/v1/sources", wire.SourcesCall(site="home"), second)
+    assert answer.record(wire.SourceList).peers == []
+
+
+def test_the_keys_of_a_worker_end_when_it_is_set_aside(run):
+    """Also when another process revokes it, as `offbeat worker revoke` does."""
+    secrets = {name: run.secret(name) for name in ("server", "stays", "revoked", "quarantined", "left")}
+
+    def sources(name, port=0):
+        return run.post("/v1/sources", wire.SourcesCall(site="home", port=port), secrets[name]).record(wire.SourceList)
+
+    sources("server", 7000)
+    hashes = {name: key_hash(sources(name).peers[0].key) for name in secrets if name != "server"}
+    assert set(sources("server", 7000).guests) == set(hashes.values())
+    with Ledger(run.folder / "ledger.sqlite") as beside:
+        beside.move_worker("revoked", WorkerState.REVOKED)
+        beside.move_worker("quarantined", WorkerState.QUARANTINED)
+    assert run.post("/v1/leave", wire.Nothing(), secrets["left"]).status == 204
+    assert sources("server", 7000).guests == [hashes["stays"]]
+
+
+def test_nothing_that_opens_a_peers_door_is_in_the_ledger(run):
+    first, second = run.secret("first"), run.secret("second")
+    run.post("/v1/sources", wire.SourcesCall(site="home", port=7000), first)
+    answer = run.post("/v1/sources", wire.SourcesCall(site="home"), second)
+    (peer,) = answer.record(wire.SourceList).peers
+    files = [file for file in run.folder.iterdir() if file.name.startswith("ledger.sqlite")]
+    assert files
+    assert not [file for file in files if peer.key.encode() in file.read_bytes()]
+    assert run.ledger._db.execute("SELECT COUNT(*) FROM meta WHERE key LIKE '%peer%'").fetchone() == (0,)
+
+
+def test_one_worker_of_a_site_hands_a_version_on_to_another_until_that_is_set_aside(run, trainer, away, tmp_path):
+    """As `offbeat worker --site` has it, over real sockets: with addresses and keys that the coordinator tells."""
+    introduced(run, trainer, away.key)
+    version = away.write(1, 0, 0)
+    put_pieces(run, trainer, away, version)
+    put_manifest(run, trainer, version, away.sealed(version))
+    assert run.post("/v1/publish", wire.PublishCall(version=version), trainer).status == 204
+    near, far = run.secret("near"), run.secret("far")
+
+    def brought(connection, name, address=None):
+        member = Joined(connection, name, "live", from_dict({}))
+        return receiving(member, tmp_path / name, Site("home", address), lambda figures: None, lambda digest: False)
+
+    async def scenario():
+        async with (
+            connected(run, near) as one,
+            connected(run, far) as other,
+            brought(one, "near", ("127.0.0.1", 0)) as first,
+            brought(other, "far") as second,
+        ):
+            await first.fetch(version)
+            (peer,) = (await second.coordinator.peers("home", "", 0, None)).peers
+            url = f"http://{peer.host}:{peer.port}/pieces/{away.manifest(version).pieces[0].digest}"
+            before = num_sent_by_the_root(run)
+            assert torch.equal(read(await second.fetch(version))["w"], away.tensors["w"])
+            assert num_sent_by_the_root(run) == before > 0
+            assert await status_of(url, peer.key) == 200
+            with Ledger(run.folder / "ledger.sqlite") as beside:
+                beside.move_worker("far", WorkerState.REVOKED)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(peer_server, "FRESH_S", 0.0)  # as if a while had passed
+                assert await status_of(url, peer.key) == 401
+
+    asyncio.run(scenario())
+
+
+def num_sent_by_the_root(run):
+    found = re.search(r'route="/v1/pieces/{digest}",status="200"} (\d+)', run.send("GET", "/metrics").body.decode())
+    return int(found[1])
+
+
+async def status_of(url, key):
+    held = {"Authorization": f"Bearer {key}"}
+    async with aiohttp.ClientSession() as session, session.get(url, headers=held) as response:
+        return response.status
 
 
 @pytest.mark.parametrize("key", ["", "x" * 64, "A" * 64, "a" * 63, "a" * 64 + "\n"])

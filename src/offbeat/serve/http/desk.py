@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -60,6 +60,8 @@ class Served:
     weights: WeightFolder
     pieces: PieceStore | None = None
     """Without one, in the folder of weights."""
+    peer_networks: Sequence[str] = ()
+    """Where workers may say that they are, although they call from elsewhere."""
     behind_proxy: bool = False
     """Then every caller seems to be this machine, and being it proves nothing."""
 

@@ -95,9 +95,10 @@ class CoordinatorSources:
         """The keys that manifests of the run are signed with."""
         return (await self._connection.get("/v1/signers", wire.Signers)).keys
 
-    async def peers(self, site: str, url: str, root_bytes_per_s: float | None) -> wire.SourceList:
-        """Whom to ask before the root, for a worker that serves pieces itself at `url`, or nowhere."""
-        call = wire.SourcesCall(site=site, url=url, root_bytes_per_s=root_bytes_per_s or None)
+    async def peers(self, site: str, host: str, port: int, root_bytes_per_s: float | None) -> wire.SourceList:
+        """Whom to ask before the root, for a worker that serves pieces itself at a port, or nowhere if that is 0;
+        `host` is its own address where it has to name one."""
+        call = wire.SourcesCall(site=site, host=host, port=port, root_bytes_per_s=root_bytes_per_s or None)
         return await self._connection.call("/v1/sources", call, wire.SourceList)
 
     async def manifest(self, number: int, digest: str) -> bytes:

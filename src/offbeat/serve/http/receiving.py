@@ -58,6 +58,10 @@ class Receiving:
         """Whether a piece is on its way here."""
         return digest in self._receiver.incoming.expected
 
+    def num_bytes_arrived(self) -> int:
+        """Of what is on its way here."""
+        return self._receiver.incoming.num_bytes_arrived()
+
     async def fetch(self, version: Version) -> Version:
         """The same version, verified, with its files here."""
         if not version.manifest:

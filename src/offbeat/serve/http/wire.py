@@ -176,7 +176,10 @@ class MissingCall(Call):
 
 class SourcesCall(Call):
     site: Name
-    url: Annotated[str, Meta(max_length=1024, pattern="^(https?://.*)?$")] = ""
+    host: Annotated[str, Meta(max_length=64)] = ""
+    """An address of its own; "": the one that it calls from."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Where it serves pieces; 0: nowhere."""
     up_bytes_per_s: Rate | None = None
     root_bytes_per_s: Rate | None = None
 
@@ -219,13 +222,21 @@ class Signers(msgspec.Struct, frozen=True):
     keys: list[str]
 
 
-class SourceList(msgspec.Struct, frozen=True):
-    urls: list[str]
+class Peer(msgspec.Struct, frozen=True):
+    host: Annotated[str, Meta(max_length=45, pattern=r"\A[0-9a-fA-F.:]+\Z")]
+    """An IP address."""
+    port: Annotated[int, Meta(ge=1, le=65535)]
     key: str
-    """What peers of this run ask of each other."""
+    """What to show there."""
 
     def __repr__(self) -> str:  # it is logged sooner or later
-        return f"SourceList(urls={self.urls!r})"
+        return f"Peer(host={self.host!r}, port={self.port})"
+
+
+class SourceList(msgspec.Struct, frozen=True):
+    peers: list[Peer]
+    guests: list[str]
+    """The hashes of the keys that may be honoured."""
 
 
 class Missing(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,12 @@ from offbeat.ledger.errors import Forbidden
 from offbeat.ledger.records import Outcome
 from offbeat.ledger.workers import Role, Worker, WorkerState
 from offbeat.serve.http import coding, wire
-from offbeat.serve.http.access import HOW_TO_JOIN
+from offbeat.serve.http.access import HOW_TO_JOIN, address
 from offbeat.serve.http.bodies import reply
 from offbeat.serve.http.desk import Desk, Route, coordinate
 from offbeat.serve.http.refusals import Refusal
 from offbeat.serve.http.weights import pieces_of
-from offbeat.serve.relaying import Place
+from offbeat.serve.relaying import place_of
 from offbeat.weights.ranges import RangeError, byte_range
 
 ROLLOUT = frozenset({Role.ROLLOUT})
@@ -114,9 +115,14 @@ async def signers(desk: Desk, worker: Worker, request: Request) -> Response:
 
 async def sources(desk: Desk, worker: Worker, request: Request) -> Response:
     call = await desk.bodies.record(request, wire.SourcesCall)
-    place = Place(call.site, call.url, call.up_bytes_per_s, call.root_bytes_per_s)
-    key = await desk.coordinator.call(desk.coordinator.ledger.peer_key)
-    return await reply(request, wire.SourceList(desk.coordinator.relaying.sources(worker.name, place), key))
+    served, relaying = desk.served, desk.coordinator.relaying
+    place = place_of(
+        call.site, address(request), call.host, call.port, served.peer_networks, behind_proxy=served.behind_proxy
+    )
+    measured = replace(place, up_bytes_per_s=call.up_bytes_per_s, root_bytes_per_s=call.root_bytes_per_s)
+    relaying.keep(desk.reader.active_workers())
+    peers = [wire.Peer(*source.address, source.key) for source in relaying.sources(worker.name, measured)]
+    return await reply(request, wire.SourceList(peers, relaying.guests(worker.name)))
 
 
 async def manifest(desk: Desk, worker: Worker, request: Request) -> Response:
