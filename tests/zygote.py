@@ -2,8 +2,8 @@
 
 Importing them takes seconds, and tests start hundreds of processes. `install()` has `subprocess` and asyncio ask a
 zygote for most commands of `python -m offbeat`, for `python -m benchmarks.…` and for scripts among the tests; whatever
-else they start is started as ever. The zygote is a process that has imported the packages that Offbeat uses, nothing of Offbeat itself,
-and that has one thread.
+else they start is started as ever. The zygote is a process that has imported the packages that Offbeat uses, nothing of
+Offbeat itself, and that has one thread.
 
 A copy behaves as the command that it stands for. It is a child of the process that asked, with the arguments, the
 environment, the working folder, the session, the files and the numbers of files that were asked for; `/proc` shows its
@@ -176,9 +176,8 @@ def _is_ours(words: list[str]) -> bool:
     if words[0] != sys.executable or len(words) < 2:
         return False
     if words[1] == "-m":
-        return words[2].startswith("benchmarks.") or (
-            words[2] == "offbeat" and words[3:4] != [] and words[3] in COMMANDS
-        )
+        _, _, module, *rest = words
+        return module.startswith("benchmarks.") or (module == "offbeat" and rest != [] and rest[0] in COMMANDS)
     return words[1].endswith(".py") and TESTS in Path(words[1]).parents
 
 

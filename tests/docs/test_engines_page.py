@@ -73,6 +73,7 @@ def test_a_server_for_adapters_is_started_with_what_a_worker_starts_its_own_with
     assert tuple(map(int, re.findall(r"\d+", ranks))) == RANKS
 
 
+@pytest.mark.full
 def test_a_worker_that_is_told_of_a_server_joins_and_waits_for_it(terminals: Terminals):
     terminals.start(SERVE, SMALL, "--run.steps=4 --serve.port", terminals.port)
     serving: Path = terminals.folder / "runs" / "swarm" / "serve.json"

@@ -22,6 +22,8 @@ STAND_INS = {
 }
 """What an example gets in place of what is not here: a download, a vLLM (tests/engines trains it with one), workers in
 other terminals (test_swarm opens some)."""
+FAST = ("partial", "mixture", "own_task")
+"""Examples that the fast tier trains; the README's commands train some more."""
 
 
 def name(example: Path) -> str:
@@ -42,7 +44,9 @@ def test_an_example_passes_a_dry_run(example: Path, reader: Reader):
     assert told.startswith("would start a run in runs/")
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=name)
+@pytest.mark.parametrize(
+    "example", [pytest.param(path, marks=[] if path.stem in FAST else pytest.mark.full) for path in EXAMPLES], ids=name
+)
 def test_an_example_trains(example: Path, reader: Reader):
     for package in needs(example):
         pytest.importorskip(package)

@@ -6,9 +6,11 @@ import json
 import os
 import signal
 
+import pytest
 from doc_reader import ROOT, blocks
 from terminals import SMALL, Terminals
 
+pytestmark = pytest.mark.full  # tests/faults has runs of several processes that are quicker to start
 PAGE = ROOT / "docs" / "swarm.md"
 LINES = [line for block in blocks(PAGE, "sh") for line in block.splitlines()]
 TRAIN, JOIN, SHOW, VERIFY, TOKEN, LIST, REVOKE, SERVE, TRAINER = LINES

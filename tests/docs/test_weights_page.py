@@ -15,6 +15,7 @@ from terminals import SMALL, Terminals
 
 from offbeat.model.loading import load_model, load_tokenizer
 
+pytestmark = pytest.mark.full
 (JOIN,) = [line for block in blocks(ROOT / "docs" / "weights.md", "sh") for line in block.splitlines()]
 (SERVE, TRAINER) = blocks(ROOT / "docs" / "swarm.md", "sh")[-1].splitlines()
 BF16 = "--model.dtype=bfloat16 --loss.max-logprob-gap=10 --optimizer.lr=1e-5 --weights.anchor-every=4"
