@@ -28,6 +28,8 @@ from offbeat.errors import OffbeatError
 
 LOGPROB_TOLERANCE = 1e-4
 """How far above 0 a log-prob may lie: softmax in float32 can round a certain token to a hair over probability 1."""
+MAX_REWARD = 1e6
+"""The largest size of a reward. One of 1e200 would leave the advantages of its group at 0, without a word."""
 
 
 class SegmentError(OffbeatError, ValueError):
@@ -348,3 +350,26 @@ class Reward(msgspec.Struct, frozen=True):
     position: int = -1
     weight: float = 1.0
     """What the value counts."""
+
+
+def total(rewards: Sequence[Reward]) -> float:
+    """What a member earned: the sum of its rewards, each by its weight."""
+    return float(sum(reward.weight * reward.value for reward in rewards))
+
+
+def reward_problem(rewards: Sequence[Reward]) -> str | None:
+    """Why rewards cannot be learnt from: one of them is not finite or too large."""
+    for reward in rewards:
+        if not abs(reward.value) <= MAX_REWARD:
+            return f"{reward.name!r} is {_too_large(reward.value)}"
+    return None
+
+
+def total_problem(rewards: Sequence[Reward]) -> str | None:
+    """The same of rewards that have their weights, and of what they add up to."""
+    earned = total(rewards)
+    return reward_problem(rewards) or (None if abs(earned) <= MAX_REWARD else f"they add up to {_too_large(earned)}")
+
+
+def _too_large(value: float) -> str:
+    return f"{float(value)!r}, no finite number of at most {MAX_REWARD:g} in size"
