@@ -9,6 +9,7 @@ from ledger_run import full_step, new_groups, version
 from offbeat.errors import UserError
 from offbeat.ledger import database
 from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.tables import SCHEMA
 
 
 def test_a_ledger_is_durable_by_its_settings(ledger: Ledger):
@@ -33,7 +34,7 @@ def test_a_newer_schema_is_refused_in_one_line(tmp_path: Path):
     Ledger(path).close()
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
-    with pytest.raises(UserError, match=r"written by a newer Offbeat \(schema 99; this one reads 5\)"):
+    with pytest.raises(UserError, match=rf"written by a newer Offbeat \(schema 99; this one reads {SCHEMA}\)"):
         Ledger(path)
 
 
@@ -105,5 +106,5 @@ def test_an_older_schema_is_refused_in_one_line(tmp_path: Path):
     Ledger(path).close()
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE meta SET value = '1' WHERE key = 'schema'")
-    with pytest.raises(UserError, match=r"written by an older Offbeat \(schema 1; this one reads 5\)"):
+    with pytest.raises(UserError, match=rf"written by an older Offbeat \(schema 1; this one reads {SCHEMA}\)"):
         Ledger(path)

@@ -56,7 +56,8 @@ async def generate(made, count: int) -> int:
     tasks = (await made.lease("w", count, 0, 0.0)).tasks
     for task in tasks:
         trajectory = task.new_trajectory()
-        trajectory.append(Segment(0, np.array([5, 6]), logprobs=np.full(2, -0.1), version=0, kv_version=0), End.STOP)
+        tokens = np.array([5, task.sampling.stop_token_ids[0]])
+        trajectory.append(Segment(0, tokens, logprobs=np.full(2, -0.1), version=0, kv_version=0), End.STOP)
         await made.submit("w", trajectory, task.fence)
     return len(tasks)
 
@@ -76,7 +77,7 @@ def test_without_local_processes_a_judge_elsewhere_judges_all_and_is_told_what_i
                 for given in lease.inputs:
                     assert given.prompt.endswith("=")
                     assert given.answer is not None
-                    assert given.tokens == [5, 6]
+                    assert given.tokens == [5, 257]
                 await made.judging.submit("j", lease.ticket, [GOOD] * len(lease.inputs))
                 num_judged += len(lease.inputs)
                 lease = await made.judging.lease("j", 100, 0.0 if num_judged == 8 else SOON_S)

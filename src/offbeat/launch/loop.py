@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 from offbeat.config.models import Config
@@ -42,6 +43,7 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
         stack.push_async_callback(engine.close)
         office = await stack.enter_async_context(open_office(folder, mixture, pool, prepared))
         coordinator, reporter = office.coordinator, office.reporter
+        coordinator.only_worker = WORKER
 
         async def on_step(report: StepReport) -> None:
             await coordinator.report(step_row(report, folder.spans_since_last(), config.batch.siblings))
@@ -51,7 +53,7 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool) -> dict[str
             policy,
             Publisher(folder.weights, adapter=adapter),
             Checkpoints(folder.checkpoints, config.checkpoint.keep, adapter),
-            models.trainer_settings(config),
+            replace(models.trainer_settings(config), num_witnesses=0),  # nobody but us hands in tokens
             reference=reference,
             span=folder.span,
             event=reporter.event,

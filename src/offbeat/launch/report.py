@@ -48,6 +48,15 @@ class Reporter:
             self.console.alarm(f"the ledger was not copied to {fields['target']}: {fields['error']}")
         elif kind == "quarantine":
             self.console.alarm(f"worker {fields['worker']} is shut out: {fields['why']}")
+        elif kind == "set_aside":
+            self.console.alarm(
+                f"worker {fields['worker']} is given nothing for {fields['seconds']:g} s: {fields['why']}"
+            )
+        elif kind == "clamped":
+            self.console.alarm(
+                f"step {fields['step']}: {fields['share']:.2%} of the tokens have a log-ratio beyond the clamp: what "
+                "they were sampled from has little to do with what is trained"
+            )
         elif kind == "resume":
             self.console.note(f"resumed at step {fields['step']} as version {fields['version']}")
 

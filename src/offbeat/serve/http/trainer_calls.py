@@ -89,7 +89,7 @@ async def publish(desk: Desk, worker: Worker, request: Request) -> Response:
 
 async def commit(desk: Desk, worker: Worker, request: Request) -> Response:
     call = await desk.bodies.record(request, wire.CommitCall)
-    await desk.coordinator.commit(call.step, await desk.settle(call.version), call.audited)
+    await desk.coordinator.commit(call.step, await desk.settle(call.version), call.audited, call.compared)
     return Response(status_code=204)
 
 

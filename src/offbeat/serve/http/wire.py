@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from offbeat.ledger.records import Outcome
+from offbeat.ledger.records import ComparedSegment, Outcome
 from offbeat.ledger.workers import Role
 from offbeat.reward.pool import RewardResult
 from offbeat.serve.http.coding import Malformed
@@ -128,6 +128,7 @@ class CommitCall(Call):
     step: Count
     version: Version
     audited: list[Count] = []
+    compared: list[ComparedSegment] = []
 
 
 class CheckpointedCall(Call):
