@@ -46,7 +46,7 @@ LEASE_TASKS = 16
 NUM_TOKENS = 4
 """With which a body has some 220 bytes: the less there is to write, the more the ledger's own work shows."""
 PROMPT = np.arange(1, 4, dtype=np.int32)
-SAMPLING = Sampling(max_new_tokens=64)
+SAMPLING = Sampling(max_new_tokens=NUM_TOKENS)
 WORKER = "worker"
 BOUND = 1000
 """So that nothing goes stale while the same rows wait for one claim after the other."""
@@ -161,7 +161,7 @@ def _answer(task: Task, version: int) -> Trajectory:
         worker=WORKER,
         engine="paced 1",
     )
-    trajectory.append(segment, End.STOP)
+    trajectory.append(segment, End.LENGTH)
     return trajectory
 
 

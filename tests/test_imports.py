@@ -69,7 +69,7 @@ KNOWS: dict[str, set[str]] = {
         "serve.client",
         "ledger.errors",
     },
-    "learn": {"trajectory", "control.settle", "model", "weights", "ledger.records", "serve.client"},
+    "learn": {"trajectory", "control.settle", "control.trust", "model", "weights", "ledger.records", "serve.client"},
     "watch": {"config"},
 }
 """Our own packages that a package may know, besides itself and the base; `a.b` allows that module alone."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,6 +116,20 @@ def _link(draft: Path, path: Path) -> bool:
             return False
         os.replace(draft, path)  # which leaves two a moment to do so both
     return True
+
+
+def link_folder(folder: Path, other: Path) -> None:
+    """Gives a folder's files further names in `other`, which stay when the folder is deleted; copies where a file can
+    have no second name. What was in `other` before is gone."""
+    shutil.rmtree(other, ignore_errors=True)
+    other.mkdir(parents=True)
+    for file in folder.iterdir():
+        try:
+            os.link(file, other / file.name)
+        except OSError as error:
+            if error.errno not in NO_LINKS | {errno.EXDEV}:
+                raise
+            shutil.copyfile(file, other / file.name)
 
 
 def replace_folder(draft: Path, final: Path) -> None:

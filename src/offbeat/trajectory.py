@@ -37,6 +37,8 @@ likeliest tokens with their log-probs 160."""
 ARRAY_NAME = "[a-z][a-z0-9_]{0,31}"
 ARRAY_KINDS = "biuf"
 """Truth values, integers and floats, of at most 8 bytes each."""
+MAX_REWARD = 1e6
+"""The largest size of a reward. One of 1e200 would leave the advantages of its group at 0, without a word."""
 
 
 class SegmentError(OffbeatError, ValueError):
@@ -373,3 +375,26 @@ class Reward(msgspec.Struct, frozen=True):
     position: int = -1
     weight: float = 1.0
     """What the value counts."""
+
+
+def total(rewards: Sequence[Reward]) -> float:
+    """What a member earned: the sum of its rewards, each by its weight."""
+    return float(sum(reward.weight * reward.value for reward in rewards))
+
+
+def reward_problem(rewards: Sequence[Reward]) -> str | None:
+    """Why rewards cannot be learnt from: one of them is not finite or too large."""
+    for reward in rewards:
+        if not abs(reward.value) <= MAX_REWARD:
+            return f"{reward.name!r} is {_too_large(reward.value)}"
+    return None
+
+
+def total_problem(rewards: Sequence[Reward]) -> str | None:
+    """The same of rewards that have their weights, and of what they add up to."""
+    earned = total(rewards)
+    return reward_problem(rewards) or (None if abs(earned) <= MAX_REWARD else f"they add up to {_too_large(earned)}")
+
+
+def _too_large(value: float) -> str:
+    return f"{float(value)!r}, no finite number of at most {MAX_REWARD:g} in size"

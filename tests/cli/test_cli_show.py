@@ -33,7 +33,7 @@ def said(task: Task, *parts: str) -> Trajectory:
         trajectory.append(
             Segment(trajectory.num_tokens, tokens, logprobs=logprobs, version=number, kv_version=number, worker="w1")
         )
-    trajectory.finish(End.STOP)
+    trajectory.finish(End.LENGTH)
     return trajectory
 
 
@@ -60,7 +60,8 @@ def long_enough(group):
 
     import msgspec
 
-    return replace(group, sampling=msgspec.structs.replace(group.sampling, max_new_tokens=64))
+    num_tokens = len(load_tokenizer("offbeat-tiny").encode("".join(PARTS), add_special_tokens=False))
+    return replace(group, sampling=msgspec.structs.replace(group.sampling, max_new_tokens=num_tokens))
 
 
 def show(run: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -23,7 +23,8 @@ from offbeat.ledger.records import Batch, NewGroup, Outcome, Purpose, Scored, Su
 from offbeat.trajectory import End, Reward, Sampling, Segment, Task, Trajectory
 from offbeat.weights.version import Version
 
-SAMPLING = Sampling(max_new_tokens=8, temperature=0.9, stop_token_ids=(0,))
+STOP = 0
+SAMPLING = Sampling(max_new_tokens=8, temperature=0.9, stop_token_ids=(STOP,))
 
 
 @contextmanager
@@ -113,6 +114,8 @@ def generate(
     for num_before, number in enumerate(versions[:room]):
         left = trajectory.max_new_tokens - trajectory.num_tokens - (min(len(versions), room) - num_before - 1)
         tokens = [rng.randrange(1, 50) for _ in range(min(rng.randint(1, 2), left))]
+        if end is End.STOP and num_before == min(len(versions), room) - 1:
+            tokens[-1] = STOP
         trajectory.append(
             Segment(
                 start=trajectory.num_tokens,
@@ -125,7 +128,7 @@ def generate(
             )
         )
     if end is not None:
-        trajectory.finish(end)
+        trajectory.finish(end if room else End.LENGTH)
     return trajectory
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ledger_run import answer, data_of, full_step, handed, new_groups, score_all, version, work
+from ledger_run import STOP, answer, data_of, full_step, handed, new_groups, score_all, version, work
 
 from offbeat.ledger.errors import Conflict, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Scored
-from offbeat.trajectory import End, Origin, Reward, Segment, Task, Trajectory
+from offbeat.ledger.records import ComparedSegment, Scored
+from offbeat.ledger.workers import Role, WorkerState
+from offbeat.trajectory import End, Reward, Segment, Task, Trajectory
 
 
 def test_nothing_is_claimed_while_too_few_groups_are_ready(ledger: Ledger):
@@ -146,18 +147,19 @@ def grow_to(ledger: Ledger, step: int) -> None:
         full_step(ledger, at, count=1)
 
 
-def sampled(task: Task, pieces: Sequence[int | None]) -> Trajectory:
-    """A trajectory with two tokens of each version named; None gives tokens that nobody sampled."""
+def sampled(task: Task, pieces: Sequence[int]) -> Trajectory:
+    """A trajectory with two tokens of each version named."""
     trajectory = task.new_trajectory()
     for number in pieces:
-        tokens = np.array([5, 6])
-        segment = Segment(start=trajectory.num_tokens, tokens=tokens, origin=Origin.GIVEN)
-        if number is not None:
-            segment = Segment(
-                start=trajectory.num_tokens, tokens=tokens, logprobs=-np.ones(2), version=number, kv_version=number
-            )
+        segment = Segment(
+            start=trajectory.num_tokens,
+            tokens=np.array([5, STOP]),
+            logprobs=-np.ones(2),
+            version=number,
+            kv_version=number,
+        )
         trajectory.append(segment)
-    trajectory.finish(End.LENGTH)
+    trajectory.finish(End.STOP)
     return trajectory
 
 
@@ -167,7 +169,7 @@ def _latest(ledger: Ledger) -> int:
     return latest.number
 
 
-def admit_answered(ledger: Ledger, *pieces: Sequence[int | None]) -> list[Task]:
+def admit_answered(ledger: Ledger, *pieces: Sequence[int]) -> list[Task]:
     """One group whose members were sampled as told."""
     ledger.admit(new_groups(ledger, 1, size=len(pieces), require_version=None))
     tasks = ledger.lease("w", len(pieces), _latest(ledger))
@@ -176,13 +178,13 @@ def admit_answered(ledger: Ledger, *pieces: Sequence[int | None]) -> list[Task]:
     return tasks
 
 
-def test_tokens_above_the_bound_and_given_tokens_are_masked(patient: Ledger):
+def test_tokens_above_the_bound_are_masked(patient: Ledger):
     grow_to(patient, 3)
-    admit_answered(patient, [0, None, 1, 3], [2])
+    admit_answered(patient, [0, 1, 3], [2])
     batch = patient.claim(3, 1, 2)
     assert batch is not None
     masks = [member.mask.tolist() for member in batch.groups[0].members]
-    assert masks == [[False, False, False, False, True, True, True, True], [True, True]]
+    assert masks == [[False, False, True, True, True, True], [True, True]]
     patient.commit(3, version(4, 4, 3))
     counts = patient.counts()
     assert counts.tokens.masked == {"stale": 2, "abandoned": 0, "audit": 0}
@@ -289,3 +291,62 @@ def test_a_batch_that_is_trained_again_is_audited_anew(patient: Ledger):
     patient.commit(0, version(2, 1, 0), audited=[second.id])
     counts = patient.counts()
     assert (counts.tokens.trained, counts.tokens.masked["audit"]) == (2, 2)
+
+
+def compared(patient: Ledger) -> list[tuple[int, int, int]]:
+    return patient._db.execute(
+        "SELECT task, num_compared, num_off FROM segments WHERE num_compared > 0 ORDER BY task, start"
+    ).fetchall()
+
+
+def test_what_an_audit_found_is_kept_by_segment_and_replaced_when_a_batch_is_trained_again(patient: Ledger):
+    first, second = admit_answered(patient, [0], [0])
+    assert patient.claim(0, 1, 0) is not None
+    patient.commit(
+        0, version(1, 1, 0), compared=[ComparedSegment(first.id, 0, 2, 1), ComparedSegment(second.id, 0, 1, 0)]
+    )
+    assert compared(patient) == [(first.id, 2, 1), (second.id, 1, 0)]
+    patient.reconcile(0, 0)
+    assert patient.claim(0, 1, 0) is not None
+    patient.commit(0, version(2, 1, 0), compared=[ComparedSegment(first.id, 0, 2, 0)])
+    assert compared(patient) == [(first.id, 2, 0), (second.id, 1, 0)], "evidence stands until there is better"
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        ComparedSegment(1, 1, 1, 0),
+        ComparedSegment(1, 0, 3, 0),
+        ComparedSegment(1, 0, 1, 2),
+        ComparedSegment(9, 0, 1, 0),
+    ],
+)
+def test_an_audit_of_what_is_not_in_the_batch_is_refused(patient: Ledger, found: ComparedSegment):
+    admit_answered(patient, [0], [0])
+    patient.claim(0, 1, 0)
+    with pytest.raises(Refused, match="audit of task"):
+        patient.commit(0, version(1, 1, 0), compared=[found])
+
+
+def test_blame_goes_by_segment_to_active_workers_the_latest_segments_first(patient: Ledger):
+    for name in ("liar", "honest"):
+        patient.redeem(patient.issue_token(Role.ROLLOUT, 5.0), name, {})
+    patient.admit(new_groups(patient, 1, size=2))
+    begun, other = patient.lease("liar", 2, 0)
+    partial = answer(begun, [0], end=None)
+    patient.submit([handed(partial, "liar"), handed(answer(other, [0]), "liar")])
+    (again,) = patient.lease("honest", 1, 0)
+    patient.submit([handed(answer(again, [0]), "honest", again.fence)])
+    score_all(patient)
+    patient.claim(0, 1, 0)
+    at = partial.num_tokens
+    found = [
+        ComparedSegment(begun.id, 0, at, at),
+        ComparedSegment(begun.id, at, 1, 0),
+        ComparedSegment(other.id, 0, 1, 1),
+    ]
+    patient.commit(0, version(1, 1, 0), compared=found)
+    assert patient.audited([begun.id]) == {"liar": [(at, at), (1, 1)], "honest": [(1, 0)]}
+    assert patient.audited([other.id]) == {"liar": [(at, at), (1, 1)]}
+    patient.move_worker("liar", WorkerState.QUARANTINED)
+    assert patient.audited([begun.id]) == {"honest": [(1, 0)]}

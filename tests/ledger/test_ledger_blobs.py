@@ -41,7 +41,7 @@ def begin(ledger: Ledger, size: int = 2) -> list[Task]:
 def long_answer(task: Task) -> Trajectory:
     trajectory = task.new_trajectory()
     tokens, logprobs = np.arange(NUM_TOKENS) % 1000, -np.linspace(0, 1, NUM_TOKENS)
-    trajectory.append(Segment(0, tokens, logprobs=logprobs, version=0, kv_version=0), End.STOP)
+    trajectory.append(Segment(0, tokens, logprobs=logprobs, version=0, kv_version=0), End.LENGTH)
     return trajectory
 
 

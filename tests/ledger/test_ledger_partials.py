@@ -177,3 +177,42 @@ def test_a_resume_wastes_beginnings_in_abandoned_versions_but_not_what_they_beca
     assert counts.wasted.keys() == {"abandoned"}
     kept = overlapping._db.execute("SELECT task, state FROM partials ORDER BY task").fetchall()
     assert kept == [(tasks[0].id, "continued"), (tasks[1].id, "wasted")]
+
+
+def handed_in(ledger: Ledger, task: int) -> list[tuple[int, str]]:
+    return ledger._db.execute("SELECT start, worker FROM segments WHERE task = ? ORDER BY start", (task,)).fetchall()
+
+
+def test_each_segment_is_remembered_with_the_worker_that_handed_it_in_first(overlapping: Ledger):
+    """Whatever a segment says of its own worker: that is only what somebody says."""
+    task = begin(overlapping)
+    first = hand_back(overlapping, task, 0)
+    again = overlapping.lease("v", 1, 0)[0]
+    second = hand_back(overlapping, again, 0, worker="v")
+    last = overlapping.lease("w", 1, 0)[0]
+    whole = answer(last, [0], worker="forged")
+    assert send(overlapping, whole, "w", last.fence) is Outcome.STORED
+    assert handed_in(overlapping, task.id) == [(0, "w"), (first.num_tokens, "v"), (second.num_tokens, "w")]
+
+
+def test_a_beginning_that_was_given_up_leaves_nobody_to_blame(overlapping: Ledger):
+    full_step(overlapping, 0)
+    task = begin(overlapping)
+    hand_back(overlapping, task, 1)
+    overlapping.reconcile(0, 0)  # which abandons version 1, and what was begun with it
+    overlapping.publish(version(2, 0, 0))
+    again = next(task for task in overlapping.lease("v", 9, 2) if task.prefix is None)
+    assert send(overlapping, answer(again, [2], worker="v"), "v", again.fence) is Outcome.STORED
+    assert handed_in(overlapping, again.id) == [(0, "v")]
+
+
+def test_a_beginning_that_was_carried_on_after_all_stays_its_own(overlapping: Ledger):
+    task = begin(overlapping, size=2)
+    begun = hand_back(overlapping, task, 0)
+    for _ in range(2):
+        again = overlapping.lease("v", 1, 0)[0]
+        overlapping.fail("v", task.id, again.fence, "engine")
+    assert overlapping.story().tasks["failed"] == 1, "its beginning is given up"
+    whole = answer(again, [0], worker="v")
+    assert send(overlapping, whole, "v", again.fence) is Outcome.LATE
+    assert handed_in(overlapping, task.id) == [(0, "w"), (begun.num_tokens, "v")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ledger_run import answer, full_step, handed, new_groups, score_all, version, work
 
 from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.records import ComparedSegment
 from offbeat.ledger.story import OldestLease
 
 
@@ -95,15 +96,33 @@ def test_beginnings_and_suspects_are_told(ledger: Ledger):
     assert len(lost) == 3
 
 
-def test_audits_are_told_by_the_worker_that_made_what_they_left_out(ledger: Ledger):
-    ledger.admit(new_groups(ledger, 1, size=3))
-    for worker, count in (("honest", 2), ("liar", 1)):
-        tasks = ledger.lease(worker, count, 0)
-        ledger.submit([handed(answer(task, [0]), worker) for task in tasks])
+def test_audits_are_told_by_the_worker_that_handed_in_what_they_found(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 1, size=2))
+    first, other = ledger.lease("liar", 2, 0)
+    begun = answer(first, [0], end=None)
+    ledger.submit([handed(begun, "liar"), handed(answer(other, [0]), "liar")])
+    (again,) = ledger.lease("honest", 1, 0)
+    whole = answer(again, [0], worker="honest")
+    ledger.submit([handed(whole, "honest", again.fence)])
     score_all(ledger)
     ledger.claim(0, 1, 0)
-    ledger.commit(0, version(1, 1, 0), audited=[tasks[0].id])
-    assert {made.worker: made.num_audited for made in ledger.story().producers} == {"honest": 0, "liar": 1}
+    sizes = [(segment.start, len(segment.tokens)) for segment in whole.segments]
+    found = [ComparedSegment(first.id, *sizes[0], sizes[0][1]), ComparedSegment(first.id, *sizes[1], 0)]
+    ledger.commit(0, version(1, 1, 0), audited=[first.id], compared=found)
+    told = {made.worker: (made.num_compared, made.num_off) for made in ledger.story().producers}
+    assert told == {"honest": (sizes[1][1], 0), "liar": (sizes[0][1], sizes[0][1])}
+
+
+def test_workers_that_are_set_aside_are_told_with_their_reason_and_their_failures(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 1, size=2))
+    (task,) = ledger.lease("broken", 1, 0)
+    ledger.fail("broken", task.id, task.fence, "engine", "CUDA error")
+    ledger.set_aside("broken", "8 of its latest 8 tasks failed: CUDA error", 300.0)
+    told = ledger.story()
+    assert told.set_aside == {"broken": "for another 300 s, 8 of its latest 8 tasks failed: CUDA error"}
+    assert [(made.worker, made.num_failed) for made in told.producers] == [("broken", 1)]
+    ledger.set_aside("back", "a flicker", -1.0)
+    assert "back" not in ledger.story().set_aside
 
 
 def test_versions_are_told_with_what_was_sampled_from_them_and_which_are_abandoned(ledger: Ledger):

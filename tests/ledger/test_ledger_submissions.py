@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from ledger_run import answer, full_step, handed, new_groups, score_all, send, version, work
+from ledger_run import STOP, answer, full_step, handed, new_groups, score_all, send, version, work
 
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
@@ -62,11 +63,60 @@ def test_a_trajectory_of_another_length_limit_is_refused(ledger: Ledger, task):
         send(ledger, answer(longer, [0]), "w")
 
 
-def test_a_trajectory_without_a_sampled_token_is_refused(ledger: Ledger, task):
-    given = Trajectory(task.id, task.prompt, 8)
-    given.append(Segment(start=0, tokens=np.array([1]), origin=Origin.GIVEN), End.STOP)
+def test_a_trajectory_without_a_token_is_refused(ledger: Ledger, task):
+    empty = Trajectory(task.id, task.prompt, 8, end=End.STOP)
     with pytest.raises(Refused, match="no sampled token"):
-        send(ledger, given, "w")
+        send(ledger, empty, "w")
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_given_tokens_in_a_task_that_has_none_are_refused(ledger: Ledger, task, start: int):
+    """Whoever puts words into the model's mouth would have them judged, and never be audited."""
+    words = Trajectory(task.id, task.prompt, 8)
+    for given_at in (0, 2):
+        is_given = given_at == start
+        origin = {"origin": Origin.GIVEN} if is_given else {"logprobs": -np.ones(2), "version": 0, "kv_version": 0}
+        words.append(Segment(start=given_at, tokens=np.array([5, STOP]), **origin))
+    words.finish(End.STOP)
+    with pytest.raises(Refused, match=f"tokens at {start} are given; the task has nobody to give any"):
+        send(ledger, words, "w")
+
+
+def test_a_stop_without_a_stop_token_at_the_end_is_refused(ledger: Ledger, task):
+    with pytest.raises(Refused, match="ended by stop, but its last token 7 is no stop token"):
+        send(ledger, of_tokens(task, [STOP, 7], End.STOP), "w")
+    assert send(ledger, of_tokens(task, [7, STOP], End.STOP), "w") is Outcome.STORED
+
+
+def test_an_end_by_length_before_the_limit_is_refused(ledger: Ledger, task):
+    with pytest.raises(Refused, match="ended by length after 7 of 8 tokens"):
+        send(ledger, of_tokens(task, [5] * 7, End.LENGTH), "w")
+    assert send(ledger, of_tokens(task, [5] * 8, End.LENGTH), "w") is Outcome.STORED
+
+
+def test_a_partial_may_end_anywhere(ledger: Ledger, task):
+    assert send(ledger, of_tokens(task, [7], None), "w") is Outcome.PARTIAL
+
+
+def test_keys_and_values_of_older_weights_are_refused_beyond_the_lag_that_a_run_allows(tmp_path: Path):
+    """Their tokens cannot be audited: where nobody keeps them, they would be a way around it."""
+    for lag, outcome in ((0, None), (1, Outcome.STORED)):
+        with Ledger(tmp_path / f"{lag}.sqlite", max_staleness=1, max_kv_lag=lag) as ledger:
+            ledger.publish(version(0, 0))
+            full_step(ledger, 0)
+            ledger.admit(new_groups(ledger, 1, require_version=None))
+            task = ledger.lease("w", 1, 1)[0]
+            (found,) = ledger.submit([handed(of_tokens(task, [STOP], End.STOP, number=1, kv_version=0))])
+            assert found == outcome or "lag 1 versions behind; allowed 0" in str(found)
+
+
+def of_tokens(task, tokens: list[int], end: End | None, number: int = 0, kv_version: int | None = None) -> Trajectory:
+    trajectory = task.new_trajectory()
+    kv_version = number if kv_version is None else kv_version
+    trajectory.append(
+        Segment(0, np.array(tokens), logprobs=-np.ones(len(tokens)), version=number, kv_version=kv_version), end
+    )
+    return trajectory
 
 
 def test_a_version_that_was_never_published_is_refused(ledger: Ledger, task):

@@ -295,3 +295,37 @@ def test_a_worker_is_given_the_same_tasks_however_few_groups_are_looked_at_first
                 return [task.id for task in ledger.lease("w", capacity, have_version, total_slots=total_slots)]
 
     assert given_when_looking_at(num_near) == given_when_looking_at(1000)
+
+
+def failures_of(ledger: Ledger) -> dict[int, int]:
+    return dict(ledger._db.execute("SELECT id, num_failures FROM tasks WHERE num_failures > 0"))
+
+
+def test_failures_of_a_worker_that_is_set_aside_cost_no_attempt(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 3, size=3))
+    broken = ledger.lease("broken", 3, 0)
+    for task in broken:
+        fail(ledger, task, worker="broken")
+    fine = ledger.lease("w", 1, 0)[0]
+    fail(ledger, fine)
+    assert fine.id == broken[0].id
+    assert failures_of(ledger) == {fine.id: 2, broken[1].id: 1, broken[2].id: 1}
+    assert ledger.counts().failed_tasks == {"engine": 1}, "what has ended, has"
+    assert ledger.set_aside("broken", "CUDA error", 300.0) == 2
+    assert failures_of(ledger) == {fine.id: 2}
+    late = ledger.lease("broken", 9, 0)
+    for task in late:
+        assert ledger.fail("broken", task.id, task.fence, "engine", counts=False) is TaskState.OPEN
+    assert failures_of(ledger) == {fine.id: 2}
+
+
+def test_a_task_that_a_worker_failed_is_left_to_others(ledger: Ledger):
+    ledger.admit(new_groups(ledger, 2, size=2))
+    first, second = ledger.lease("broken", 2, 0)
+    fail(ledger, first, worker="broken")
+    fail(ledger, second, worker="broken")
+    others = ledger.lease("broken", 9, 0, skips_failed=True)
+    assert {task.id for task in others} == {3, 4}
+    assert ledger.lease("broken", 9, 0, skips_failed=True) == []
+    assert [task.id for task in ledger.lease("w", 1, 0, skips_failed=True)] == [first.id]
+    assert [task.id for task in ledger.lease("broken", 9, 0)] == [second.id], "unless there is nobody else"

@@ -247,6 +247,14 @@ EDITS = {
         f"UPDATE tasks SET num_failures = 9 WHERE id = {LEASED}",
         "has 9 failures, but 1 leases",
     ),
+    "failure that nobody knows": (
+        f"UPDATE tasks SET num_failures = 1 WHERE id = {LEASED}",
+        "counts 1 failed attempts, but 0 are known that nobody forgave",
+    ),
+    "segment of a stranger": (
+        f"UPDATE segments SET worker = 'stranger' WHERE task = {SCORED}",
+        "is said to be handed in by stranger, who handed in nothing of that length",
+    ),
     "pruned and not counted": (
         f"UPDATE trajectories SET pruned = 1, body = NULL WHERE task = {SCORED}",
         "0 of its trajectories count as pruned, but 1 are",

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import UserError
-from offbeat.ledger.scoring import total
 from offbeat.reward.child import BadValue, parts_of
 from offbeat.reward.shaping import Shaping, penalty
-from offbeat.trajectory import Reward
+from offbeat.trajectory import Reward, total
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from offbeat.rollout.engines.embedded.sampling import (
     GOLDEN,
@@ -94,6 +95,24 @@ def test_filters_keep_the_likeliest_tokens_and_leave_logprobs_alone(how, kept):
     tokens, logprobs = many(probs.log(), 1000, **how)
     assert set(tokens.tolist()) == kept
     torch.testing.assert_close(logprobs, probs.log()[tokens])
+
+
+@pytest.mark.parametrize(
+    "top_k, top_p, min_p", [(3, 0.7, 0.0), (20, 0.9, 0.0), (5, 0.5, 0.05), (0, 0.8, 0.1), (8, 1.0, 0.3)]
+)
+def test_filters_together_draw_from_the_distribution_that_transformers_draws_from(top_k, top_p, min_p):
+    """Each filter works on what those before it left, renormalised: top-k, then top-p, then min-p."""
+    warpers = [TemperatureLogitsWarper(0.7)]
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [MinPLogitsWarper(min_p)] if min_p else []
+    for logits in 3 * torch.randn(20, 50, generator=torch.Generator().manual_seed(top_k)):
+        warped = logits[None]
+        for warper in warpers:
+            warped = warper(None, warped)
+        tokens, _ = many(logits, 4000, temperature=0.7, top_p=top_p, min_p=min_p, top_k=top_k)
+        shares = torch.bincount(tokens, minlength=50) / 4000
+        torch.testing.assert_close(shares, warped[0].softmax(-1), atol=1e-3, rtol=0)
 
 
 def test_of_equally_likely_tokens_top_k_keeps_k():

@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from coordinator_scenes import SOON_S, answer, answer_all, coordinator, version
 
 from offbeat.errors import DeadlineError, RunOver, RunStopped
 from offbeat.ledger.errors import LedgerError
-from offbeat.ledger.records import Outcome, Submission
+from offbeat.ledger.records import ComparedSegment, Outcome, Submission
 from offbeat.ledger.workers import Role, WorkerState
 from offbeat.trajectory import End, Segment
 
@@ -87,9 +88,10 @@ def test_a_wait_for_a_batch_ends_with_what_it_waited_for(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_run_whose_engine_fails_too_often_stops_and_says_why(tmp_path):
+def test_a_run_of_one_process_whose_engine_fails_too_often_stops_and_says_why(tmp_path):
     async def scenario():
         async with coordinator(tmp_path, batch={"groups_per_step": 16, "group_size": 4}) as made:
+            made.only_worker = "w"
             await made.publish(version(0, 0))
             lease = await made.lease("w", 100, 0, SOON_S)
             for task in lease.tasks:
@@ -256,13 +258,140 @@ def test_a_worker_whose_answers_fail_the_audit_is_shut_out_and_the_tokens_count_
             for i, task in enumerate(lease.tasks):
                 await made.submit(liar, answer(made, task, 0, right=i % 2 == 0), task.fence)
             batch = await made.claim(0, SOON_S)
-            audited = [member.task for group in batch.groups for member in group.members][:10]
-            await made.commit(0, version(1, 1, 0), audited)
+            members = [member for group in batch.groups for member in group.members]
+            off = [ComparedSegment(m.task, 0, m.trajectory.num_tokens, m.trajectory.num_tokens) for m in members[:10]]
+            await made.commit(0, version(1, 1, 0), [found.task for found in off], off)
             (worker,) = await made.call(made.ledger.list_workers)
-            assert (worker.state, worker.num_audited, worker.num_audit_failures) == (WorkerState.QUARANTINED, 16, 10)
+            count = sum(found.num_tokens for found in off)
+            assert (worker.state, worker.num_compared, worker.num_off) == (WorkerState.QUARANTINED, count, count)
+            assert worker.reason == f"{count} of the latest {count} log-probs compared are off by more than 0.5"
             assert [row["event"] for row in told] == ["quarantine"]
             counts = await made.call(made.ledger.counts)
             assert counts.tokens.masked["audit"] > 0
             assert (await made.call(made.ledger.verify)).violations == ()
+
+    asyncio.run(scenario())
+
+
+async def joined(made, name: str) -> str:
+    token = await made.call(made.ledger.issue_token, Role.ROLLOUT, 5.0)
+    return (await made.call(made.ledger.redeem, token, name, {})).name
+
+
+def test_who_carried_on_forged_beginnings_is_not_blamed_for_them(tmp_path):
+    """The forger hands back beginnings; the honest worker finishes them, and its own tokens are right."""
+
+    async def scenario():
+        async with coordinator(tmp_path, batch={"groups_per_step": 4, "group_size": 4}, eval={"every": 0}) as made:
+            await made.publish(version(0, 0))
+            forger, honest = await joined(made, "forger"), await joined(made, "honest")
+            for task in (await made.lease(forger, 100, 0, SOON_S)).tasks:
+                begun = task.new_trajectory()
+                begun.append(Segment(0, np.array([5, 6]), logprobs=-np.ones(2), version=0, kv_version=0))
+                await made.submit(forger, begun, task.fence)
+            await made.leave(forger)
+            for task in (await made.lease(honest, 100, 0, SOON_S)).tasks:
+                stop, whole = np.array(task.sampling.stop_token_ids[:1]), replace(task.prefix)
+                whole.append(Segment(2, stop, logprobs=-np.ones(1), version=0, kv_version=0), End.STOP)
+                await made.submit(honest, whole, task.fence)
+            batch = await made.claim(0, SOON_S)
+            tasks = [member.task for group in batch.groups for member in group.members]
+            found = [ComparedSegment(task, *of) for task in tasks for of in ((0, 2, 2), (2, 1, 0))]
+            await made.commit(0, version(1, 1, 0), tasks, found)
+            states = {worker.name: worker.state for worker in await made.call(made.ledger.list_workers)}
+            assert states == {"forger": WorkerState.QUARANTINED, "honest": WorkerState.ACTIVE}
+            assert (await made.call(made.ledger.verify)).violations == ()
+
+    asyncio.run(scenario())
+
+
+def test_tokens_that_were_not_compared_do_not_water_down_those_that_are_off(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, batch={"groups_per_step": 16, "group_size": 4}, eval={"every": 0}) as made:
+            await made.publish(version(0, 0))
+            forger = await joined(made, "forger")
+            for i, task in enumerate((await made.lease(forger, 100, 0, SOON_S)).tasks):
+                await made.submit(forger, answer(made, task, 0, right=i % 2 == 0), task.fence)
+            batch = await made.claim(0, SOON_S)
+            members = [member for group in batch.groups for member in group.members]
+            assert len(members) == 64
+            found = [ComparedSegment(m.task, 0, m.trajectory.num_tokens, m.trajectory.num_tokens) for m in members[:5]]
+            await made.commit(0, version(1, 1, 0), compared=found)
+            (worker,) = await made.call(made.ledger.list_workers)
+            assert worker.state is WorkerState.QUARANTINED
+
+    asyncio.run(scenario())
+
+
+BROKEN = "EngineError: CUDA error: an illegal memory access was encountered"
+
+
+def test_a_broken_worker_is_set_aside_and_the_others_finish_the_run(tmp_path):
+    """Fifty failed leases of one machine once stopped the run, as if rewards had failed."""
+
+    async def scenario():
+        told = []
+        async with coordinator(tmp_path, batch={"groups_per_step": 16, "group_size": 4}, eval={"every": 0}) as made:
+            made.on_report = told.append
+            await made.publish(version(0, 0))
+            broken = (await made.lease("broken", 50, 0, SOON_S)).tasks
+            assert len(broken) == 50
+            for task in broken:
+                await made.fail("broken", task.id, task.fence, BROKEN)
+            (event,) = told
+            assert (event["event"], event["worker"]) == ("set_aside", "broken")
+            assert event["why"] == f"8 of the latest 8 tasks of broken failed: {BROKEN}"
+            assert (await made.lease("broken", 50, 0, 0.0)).tasks == ()
+            story = await made.call(made.ledger.story)
+            assert BROKEN in story.set_aside["broken"]
+            query = "SELECT COUNT(*) FROM tasks WHERE num_failures > 0"
+            assert (await made.call(lambda: made.ledger._db.execute(query).fetchone())) == (0,)
+            await answer_all(made, 0, 64)
+            assert len((await made.claim(0, SOON_S)).groups) == 16
+            assert made.judging.scorer.num_failed == 50
+            assert (await made.call(made.ledger.verify)).violations == ()
+
+    asyncio.run(scenario())
+
+
+def test_a_task_that_one_worker_failed_goes_to_another_and_back_only_where_there_is_none(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, batch={"groups_per_step": 1, "group_size": 2}, eval={"every": 0}) as made:
+            await made.publish(version(0, 0))
+            first, second = (await made.lease("flaky", 2, 0, SOON_S)).tasks
+            await made.fail("flaky", first.id, first.fence, BROKEN)
+            assert [task.id for task in (await made.lease("flaky", 1, 0, SOON_S)).tasks] == [first.id], "it is alone"
+            await made.fail("flaky", first.id, first.fence + 1, BROKEN)
+            assert (await made.lease("other", 1, 0, 0.0)).tasks[0].id == first.id
+            await made.give_back("other", [(first.id, first.fence + 2)])
+            await made.fail("flaky", second.id, second.fence, BROKEN)
+            lease = (await made.lease("flaky", 2, 0, 0.0)).tasks
+            assert [task.id for task in lease] == [first.id], "the other's to try, and its own"
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_was_started_again_may_work_again(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, batch={"groups_per_step": 16, "group_size": 4}, eval={"every": 0}) as made:
+            await made.publish(version(0, 0))
+            await made.heartbeat("w", [], life="one")
+            for task in (await made.lease("w", 8, 0, SOON_S)).tasks:
+                await made.fail("w", task.id, task.fence, BROKEN)
+            assert (await made.lease("w", 8, 0, 0.0)).tasks == ()
+            await made.heartbeat("w", [], life="two")
+            assert len((await made.lease("w", 8, 0, 0.0)).tasks) == 8
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_in_vain_for_a_batch_is_told_who_is_set_aside(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, batch={"groups_per_step": 16, "group_size": 4}, eval={"every": 0}) as made:
+            await made.publish(version(0, 0))
+            for task in (await made.lease("w", 8, 0, SOON_S)).tasks:
+                await made.fail("w", task.id, task.fence, BROKEN)
+            with pytest.raises(DeadlineError, match="set aside: 8 of the latest 8 tasks of w failed: EngineError"):
+                await made.claim(0, 0.0)
 
     asyncio.run(scenario())

@@ -46,3 +46,19 @@ def test_weights_that_were_tried_before_training_are_not_told_again():
     made = scorer()
     made.scored([sample(Purpose.TRAIN)], [RIGHT])
     assert made.take_unseen() == []
+
+
+def test_parts_that_come_to_too_much_by_their_weights_are_a_failure_of_the_reward():
+    """An advantage of such a reward would be 0 for all the others of its group, without a word."""
+    made = scorer()
+    parts = RewardResult(9e5, rewards=(Reward(9e5, "right"),))
+    for purpose, earned in {Purpose.TRAIN: 1799999.5, Purpose.EVAL: 1800000.0}.items():
+        (found,) = made.scored([sample(purpose)], [parts])
+        assert found.rewards is None
+        assert found.error == f"value: they add up to {earned}, no finite number of at most 1e+06 in size"
+    assert (made.num_failed, made.watch.num_failed) == (2, 2)
+
+
+def test_a_reward_of_the_largest_size_is_one():
+    (found,) = scorer().scored([sample(Purpose.EVAL)], [RewardResult(-1e6, rewards=(Reward(-1e6),))])
+    assert (found.rewards, found.error) == ((Reward(-1e6),), None)

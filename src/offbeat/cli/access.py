@@ -110,10 +110,10 @@ def _ledger(folder: Path, *, read_only: bool = False) -> Ledger:
 def _lines(found: list[Worker]) -> list[str]:
     if not found:
         return ["nobody has joined; offbeat worker token RUN gives a token to join with"]
-    lines = [f"{'worker':<24} {'role':<8} {'state':<12} {'leased':>6} {'audited':>8} {'failed':>7}  joined"]
+    lines = [f"{'worker':<24} {'role':<8} {'state':<12} {'leased':>6} {'compared':>10} {'off':>7}  joined"]
     for worker in found:
         joined = time.strftime("%Y-%m-%d %H:%M", time.localtime(worker.joined_at))
-        figures = f"{worker.num_leased:>6,} {worker.num_audited:>8,} {worker.num_audit_failures:>7,}"
+        figures = f"{worker.num_leased:>6,} {worker.num_compared:>10,} {worker.num_off:>7,}"
         reason = f"  ({worker.reason})" if worker.reason else ""
         lines.append(f"{worker.name:<24} {worker.role:<8} {worker.state:<12} {figures}  {joined}{reason}")
     return lines

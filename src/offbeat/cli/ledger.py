@@ -73,6 +73,7 @@ def _lines(story: Story) -> list[str]:
         "waits for": story.waits_for,
         "oldest lease": "none" if lease is None else f"task {lease.task} by {lease.worker}, for {_span(lease.seconds)}",
         "partials": f"{story.num_partials} with {tokens.partial} tokens",
+        "set aside": "; ".join(f"{worker} {why}" for worker, why in story.set_aside.items()) or "none",
         "suspects": _told({f"lost {num} times": count for num, count in story.suspects.items()}),
         "versions": f"{counts.num_versions} published, {story.num_abandoned_versions} of them abandoned",
     }
@@ -81,10 +82,11 @@ def _lines(story: Story) -> list[str]:
 
 
 def _worker_rows(story: Story) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("worker", "trajectories", "tokens", "tokens/s", "leased", "partials", "audited")]
+    head = ("worker", "trajectories", "tokens", "tokens/s", "leased", "partials", "failed", "compared", "off")
+    rows: list[tuple[str, ...]] = [head]
     for made in story.producers:
         rate = "-" if made.tokens_per_second is None else f"{made.tokens_per_second:,.0f}"
-        rest = (made.num_leased, made.num_partials, made.num_audited)
+        rest = (made.num_leased, made.num_partials, made.num_failed, made.num_compared, made.num_off)
         rows.append(
             (made.worker, f"{made.num_trajectories:,}", f"{made.num_tokens:,}", rate, *map("{:,}".format, rest))
         )

@@ -134,7 +134,10 @@ class LossConfig(Section):
     stop_logprob_gap: float | None = free(None, gt=0)
     """Stop the run at this gap."""
     max_sample_gap: float = free(1.0, gt=0)
-    """An answer whose log-probs are off by more than this, on average over fresh tokens, is not learnt from."""
+    """An answer whose log-probs are off by more than this, on average over the tokens compared, is not learnt from."""
+    audit_share: float = free(0.3, ge=0, le=1)
+    """Of tokens of older weights, the share whose log-probs are compared with those of these very weights, where
+    workers are processes of their own; all fresh ones are. With 0 a worker evades the audit by naming older weights."""
 
     @property
     def is_own(self) -> bool:

@@ -14,12 +14,12 @@ from offbeat.config.models import Config
 from offbeat.errors import OffbeatError, UserError
 from offbeat.launch import sources, stopping
 from offbeat.ledger.records import EvalGroup, EvalRound, GroupState, NewGroup, derive_seed
-from offbeat.ledger.scoring import total
 from offbeat.reward.failures import FailureWatch
 from offbeat.reward.pool import RewardInput, RewardPool
 from offbeat.reward.shaping import Shaping
 from offbeat.rollout.engine import Engine, Request
 from offbeat.serve.evaluation import eval_figures
+from offbeat.trajectory import total, total_problem
 
 if TYPE_CHECKING:
     from offbeat.launch import wiring
@@ -89,16 +89,20 @@ async def _judge(
         for text, response in zip(tokens.decode(responses), responses, strict=True)
     ]
     results = await pool.score(group.reward, inputs)
+    values = []
     for result in results:
-        watch.record(failed=result.error is not None, reason=result.error)
-    values = tuple(total(shaping.weighted(result.rewards)) for result in results if result.error is None)
+        rewards = shaping.weighted(result.rewards)
+        error = result.error or total_problem(rewards)
+        watch.record(failed=error is not None, reason=error)
+        if error is None:
+            values.append(total(rewards))
     return EvalGroup(
         group=group.ordinal,
         ordinal=group.ordinal,
         source=group.source,
         state=GroupState.EVALUATED,
         reason=None,
-        rewards=values,
+        rewards=tuple(values),
         num_failed=group.size - len(values),
         size=group.size,
     )

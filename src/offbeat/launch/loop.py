@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool, *, from_scr
         office = await stack.enter_async_context(open_office(folder, mixture, pool, prepared))
         coordinator, reporter = office.coordinator, office.reporter
         client = InsideTrainer(coordinator)
+        coordinator.only_worker = WORKER
 
         async def on_step(report: StepReport) -> None:
             await client.report(step_row(report, folder.spans_since_last(), config.batch.siblings))
@@ -55,7 +57,7 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool, *, from_scr
             policy,
             Publisher(folder.weights, adapter=adapter),
             Checkpoints(folder.checkpoints, config.checkpoint.keep, adapter),
-            models.trainer_settings(config),
+            replace(models.trainer_settings(config), num_witnesses=0),  # nobody but us hands in tokens
             reference=reference,
             span=folder.span,
             event=reporter.event,

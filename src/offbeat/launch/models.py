@@ -125,6 +125,7 @@ def trainer_settings(config: Config) -> TrainerSettings:
         claim_within_s=config.rollout.deadline_s,
         max_logprob_gap=loss.max_logprob_gap,
         stop_logprob_gap=loss.stop_logprob_gap,
+        num_witnesses=config.schedule.bound + 1 if config.schedule.bound and loss.audit_share else 0,
         claim_ahead=config.schedule.mode == "overlap",
         config=secrets.shown_value(resolved(config)),
     )
@@ -149,6 +150,7 @@ def step_settings(config: Config) -> StepSettings:
         divergence=DIVERGENCES[loss.kl],
         # A paced engine's tokens come from no weights at all.
         max_sample_gap=None if config.rollout.engine == "paced" else loss.max_sample_gap,
+        audit_share=loss.audit_share,
     )
 
 

@@ -53,6 +53,15 @@ class Reporter:
                 f"the evaluation of step {fields['step']} is left out: it was not complete {fields['waited_s']:.0f} s "
                 "after the last step"
             )
+        elif kind == "set_aside":
+            self.console.alarm(
+                f"worker {fields['worker']} is given nothing for {fields['seconds']:g} s: {fields['why']}"
+            )
+        elif kind == "clamped":
+            self.console.alarm(
+                f"step {fields['step']}: {fields['share']:.2%} of the tokens have a log-ratio beyond the clamp: what "
+                "they were sampled from has little to do with what is trained"
+            )
         elif kind == "resume":
             self.console.note(f"resumed at step {fields['step']} as version {fields['version']}")
 

@@ -175,6 +175,7 @@ def open_ledger(config: Config, path: Path) -> Ledger:
         max_no_signal=batch.max_redraws * batch.groups_per_step if recipe(config).drop_no_signal else 0,
         max_attempts=config.rollout.max_attempts,
         max_staleness=config.schedule.bound,
+        max_kv_lag=config.rollout.kv_lag if config.rollout.kv == "stale" else 0,
         groups_per_step=batch.claims_per_step,
         stops=config.schedule.stops,
     )

@@ -8,10 +8,7 @@ A file is whole or not there. Nothing here is needed to go on with a run; whoeve
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ import numpy as np
 import zstandard
 
 from offbeat.errors import UserError
-from offbeat.files import NO_LINKS, write_atomic
+from offbeat.files import link_folder, write_atomic
 from offbeat.learn.finite import NotFinite
 from offbeat.ledger.records import Batch, Member
 
@@ -67,7 +64,7 @@ def save(folder: Path, broken: Broken, weights: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"step-{broken.batch.step:08d}{SUFFIX}"
     try:
-        _keep(weights, weights_of(file))
+        link_folder(weights, weights_of(file))
     except OSError as error:
         log.warning("%s: the weights were not kept: %s", file, error)
     packed = zstandard.compress(msgspec.msgpack.encode(broken, enc_hook=_to_wire))
@@ -90,19 +87,6 @@ def read(file: Path) -> Broken:
         raise UserError(f"{file}: cannot be read: {error.strerror}; give a file of a run's broken/") from error
     except (zstandard.ZstdError, msgspec.MsgspecError, KeyError) as error:
         raise UserError(f"{file}: holds no saved batch, or is damaged; give a file of a run's broken/") from error
-
-
-def _keep(weights: Path, beside: Path) -> None:
-    """Gives a version's files further names, which stay when the version is deleted; copies where there can be none."""
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-    for file in weights.iterdir():
-        try:
-            os.link(file, beside / file.name)
-        except OSError as error:
-            if error.errno not in NO_LINKS | {errno.EXDEV}:
-                raise
-            shutil.copyfile(file, beside / file.name)
 
 
 def _to_wire(value: Any) -> Any:

@@ -7,11 +7,14 @@ and rounded into the model. Sums run in the order of the micro-batches, so equal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,6 +22,7 @@ from offbeat.learn import attention
 from offbeat.learn.finite import NotFinite
 from offbeat.learn.packing import Microbatch
 from offbeat.learn.value import ValueHead
+from offbeat.model.lora import published_tensors
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,25 @@ class Policy:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 parameter.copy_(master)
+
+    @contextmanager
+    def weights_of(self, file: Path) -> Iterator[None]:
+        """Inside, the model has the weights of another version, as they were published in `file`: an adapter's, where
+        it is one. Where masters lie apart from the model there is no second copy: its own weights are rounded from them
+        once more."""
+        pairs = zip(self.parameters, self.masters, strict=True)
+        kept = [(parameter, parameter.detach().clone()) for parameter, master in pairs if master is parameter]
+        own = published_tensors(self.model)
+        try:
+            with torch.no_grad(), safe_open(file, framework="pt") as stored:
+                for name, tensor in own.items():
+                    tensor.copy_(stored.get_tensor(name))
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, before in kept:
+                    parameter.copy_(before)
+            self._round_into_model()
 
     def state(self) -> dict[str, Tensor]:
         """Masters and moments by name, for a checkpoint."""

@@ -30,6 +30,12 @@ class Sample:
     """True where a token was sampled, even if it is too old to be trained on; None: wherever `mask` is."""
     rewards: tuple[tuple[int, float], ...] = ()
     """The same reward as (position, value), already weighted; empty: all of it at the last token."""
+    segment: np.ndarray | None = None
+    """For each token, where its segment begins; None: it is one segment."""
+    version: np.ndarray | None = None
+    """The version of each token; None: not known, so that only fresh ones can be compared with its weights."""
+    old_kv: np.ndarray | None = None
+    """True where a token attended to keys and values of weights older than its own; None: nowhere."""
     siblings: int | None = None
     """What it has in common with other answers to its prompt that were claimed apart from it; None: its group."""
     earlier: tuple[float, ...] = ()
@@ -54,8 +60,22 @@ class Sample:
 
     @property
     def is_fresh(self) -> np.ndarray:
-        """True where a token was sampled from the very weights that the step begins with."""
-        return self.ages == 0
+        """True where a token was sampled from the very weights that the step begins with, and from nothing older."""
+        return (self.ages == 0) & self._own_kv
+
+    @property
+    def is_stale(self) -> np.ndarray:
+        """True where a trained token was sampled from older weights, and from those alone."""
+        return (self.ages > 0) & self._own_kv
+
+    @property
+    def _own_kv(self) -> np.ndarray | bool:
+        return True if self.old_kv is None else ~self.old_kv
+
+    @property
+    def starts(self) -> np.ndarray:
+        """For each token, where its segment begins."""
+        return np.zeros(self.num_tokens, np.int64) if self.segment is None else self.segment
 
     @property
     def counted(self) -> np.ndarray:

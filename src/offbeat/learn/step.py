@@ -5,8 +5,8 @@ Denominators are fixed per update before its first micro-batch. With one update 
 the policy itself, so its log-probs come for free; with several they are computed once before the first update, as are
 a value head's guesses.
 
-Samples are audited on the way: where the log-probs that came with fresh tokens are far from those of the very weights
-that they are said to come from, nothing of the sample is learnt from.
+Samples are audited on the way: where the log-probs that came with tokens are far from those of the very weights that
+they are said to come from, nothing of the sample is learnt from (`offbeat.learn.audit`).
 
 A sample without an advantage has no gradient (unless a KL term or a value head gives it one), so it is not sent
 backward: late in a run that is most of them. It is still measured, and still counts in every denominator.
@@ -16,8 +16,9 @@ Numbers that are not finite raise `NotFinite` before the update that they would 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from transformers import PreTrainedModel
 
 from offbeat.learn.advantages import Advantage, group_normalised
 from offbeat.learn.aggregation import Totals, token_weights
-from offbeat.learn.audit import believable
+from offbeat.learn.audit import audit, witness
 from offbeat.learn.corrections import CorrectionSettings, correct
 from offbeat.learn.credit import Credit, GaeSettings, credit
 from offbeat.learn.divergence import Divergence, k3
@@ -58,7 +59,9 @@ class StepSettings:
     kl_coef: float = 0.0
     divergence: Divergence = k3
     max_sample_gap: float | None = None
-    """Samples whose fresh tokens' log-probs are off by more than this on average are left out; None: no audit."""
+    """Samples whose compared tokens' log-probs are off by more than this on average are left out; None: no audit."""
+    audit_share: float = 0.0
+    """The share of older tokens that are compared with the weights of their own version."""
 
 
 def train_step(
@@ -67,11 +70,15 @@ def train_step(
     settings: StepSettings,
     lr: float,
     reference: PreTrainedModel | None = None,
+    weights_of: Callable[[int], Path | None] = lambda number: None,
 ) -> StepFigures:
-    """Trains on a batch; `reference` is the frozen starting model where a KL term is wanted."""
+    """Trains on a batch; `reference` is the frozen starting model where a KL term is wanted, `weights_of` finds the
+    file of an older version, for audits."""
     policy.use_threads()
     parts = parts_of(samples, settings.updates_per_step)
     step = StepUnderWay(policy, samples, settings, reference)
+    if settings.max_sample_gap is not None:
+        step.witnessed = witness(policy, samples, settings.audit_share, weights_of, settings.tokens_per_microbatch)
     step.begin(parts)
     norms: list[float] = []
     try:
@@ -99,6 +106,8 @@ class StepUnderWay:
         self.proximal: dict[int, np.ndarray] = {}
         """Log-probs at the step's start, by sample, where they were computed before it."""
         self.values: dict[int, np.ndarray] = {}
+        self.witnessed: dict[int, np.ndarray] = {}
+        """Log-probs of older tokens by their own weights, by sample; NaN where a token was not looked at."""
         self.credit = Credit((), None, 0.0)
         self.sums = Sums()
 
@@ -162,7 +171,7 @@ class StepUnderWay:
             if settings.gae is not None:
                 value = self._value_loss(batch, found, tokens, totals)
                 total = total + settings.gae.value_coef * value
-            sums.add(tokens, correction, token.clipped)
+            sums.add(tokens, correction, token.clipped, self._fresh(batch))
             told = torch.stack([total.detach(), kl_sum, value.detach()]).tolist()
             if not np.isfinite(told[0]):
                 wrong = (~costs.detach().isfinite()).nonzero()  # none: their sum, or another term, is at fault
@@ -177,7 +186,7 @@ class StepUnderWay:
         """Says what can be said of samples that have no gradient."""
         start = self._start(batch)
         tokens = self._tokens(batch, self.policy.logprobs(batch) if start is None else start, None)
-        self.sums.add(tokens, correct(tokens, self.settings.correction), None)
+        self.sums.add(tokens, correct(tokens, self.settings.correction), None, self._fresh(batch))
         self._count(batch)
 
     def _tokens(self, batch: Microbatch, logprobs: Tensor, reference: Tensor | None) -> Tokens:
@@ -186,11 +195,13 @@ class StepUnderWay:
         start = self._start(batch)
         proximal = logprobs.detach() if start is None else start
         mask = np.concatenate([sample.mask for sample in chosen])
-        if self.settings.max_sample_gap is not None:
-            wrong, believed = believable(chosen, proximal.cpu().numpy(), self.settings.max_sample_gap)
-            self.sums.audited += [i for i, is_wrong in zip(batch.samples, wrong, strict=True) if is_wrong]
-            mask &= believed
         lengths = [sample.num_tokens for sample in chosen]
+        if self.settings.max_sample_gap is not None:
+            witnessed = [self.witnessed.get(i) for i in batch.samples]
+            findings = audit(chosen, proximal.cpu().numpy(), self.settings.max_sample_gap, witnessed)
+            self.sums.audited += [i for i, is_off in zip(batch.samples, findings.is_off, strict=True) if is_off]
+            self.sums.compared += [found._replace(sample=batch.samples[found.sample]) for found in findings.segments]
+            mask &= np.repeat(~findings.is_off, lengths)
         tokens, wrong_tokens = clean(
             Tokens(
                 logprobs=logprobs,
@@ -243,6 +254,10 @@ class StepUnderWay:
         clipped = before + (values - before).clamp(-reach, reach)
         errors = torch.maximum((values - wanted).square(), (clipped - wanted).square()) / 2
         return torch.where(tokens.mask, errors, 0.0).sum() / max(totals.num_tokens, 1)
+
+    def _fresh(self, batch: Microbatch) -> Tensor:
+        is_fresh = np.concatenate([self.samples[i].is_fresh for i in batch.samples])
+        return torch.as_tensor(is_fresh, device=self.policy.device)
 
     def _start(self, batch: Microbatch) -> Tensor | None:
         return self._flat([self.proximal[i] for i in batch.samples]) if self.proximal else None

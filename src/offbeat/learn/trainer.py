@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from offbeat.crash import crash_here
@@ -26,14 +27,18 @@ from offbeat.learn.finite import NotFinite
 from offbeat.learn.policy import Policy
 from offbeat.learn.samples import Sample
 from offbeat.learn.step import StepFigures, StepSettings, train_step
-from offbeat.ledger.records import Batch
+from offbeat.learn.witnesses import Witnesses
+from offbeat.ledger.records import Batch, ComparedSegment
 from offbeat.model.lora import published_tensors
 from offbeat.serve.client import TrainerClient
+from offbeat.trajectory import Segment, Trajectory
 from offbeat.weights.publish import Figures, Publisher
 from offbeat.weights.version import Version
 
 log = logging.getLogger(__name__)
 
+MAX_CLAMPED_SHARE = 0.001
+"""Of a step's tokens: more log-ratios beyond the clamp are no accident, and the step is not what it seems."""
 TELL_WITHIN_S = 60.0
 """How long a trainer that has saved everything looks for a coordinator to tell."""
 
@@ -47,6 +52,8 @@ class TrainerSettings:
     claim_within_s: float
     max_logprob_gap: float
     stop_logprob_gap: float | None = None
+    num_witnesses: int = 0
+    """How many versions are kept, so that older tokens can be audited."""
     claim_ahead: bool = False
     """Whether the next step's batch is fetched while a step is trained; pointless where nothing is generated then."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -87,6 +94,9 @@ class Trainer:
         self.step = 0
         self.saved_step: int | None = None
         self.version: Version | None = None
+        self._witnesses: Witnesses | None = None
+        if settings.num_witnesses:
+            self._witnesses = Witnesses(weights.folder / "witnesses", settings.num_witnesses)
         self._ahead: asyncio.Future[Batch] | None = None
 
     async def start(self, *, from_scratch: bool = False) -> int:
@@ -152,7 +162,13 @@ class Trainer:
         with self.span("train"):
             try:
                 figures = await asyncio.to_thread(
-                    train_step, self.policy, samples_of(batch), self.settings.step, lr, self.reference
+                    train_step,
+                    self.policy,
+                    samples_of(batch),
+                    self.settings.step,
+                    lr,
+                    self.reference,
+                    self._weights_of,
                 )
             except NotFinite as error:
                 raise await self._broken(error, batch, lr) from error
@@ -161,10 +177,13 @@ class Trainer:
                     await self._save_start_of_step()
                 raise
         self._watch_gap(figures)
+        self._watch_clamp(figures)
         with self.span("publish"):
             version = await self._write_version(self.step + 1, self.version.number)
             crash_here("version-written")
-            await self.client.commit(self.step, version, audited_tasks(batch, figures))
+            await self.client.commit(
+                self.step, version, audited_tasks(batch, figures), compared_segments(batch, figures)
+            )
             crash_here("version-committed")
             self.version = version
         self.step += 1
@@ -301,7 +320,14 @@ class Trainer:
     async def _write_version(self, step: int, parent: int | None) -> Version:
         number = await self.client.next_version()
         tensors = published_tensors(self.policy.model)
-        return await asyncio.to_thread(self.weights.write, number, step, parent, tensors)
+        version = await asyncio.to_thread(self.weights.write, number, step, parent, tensors)
+        if self._witnesses is not None:
+            await asyncio.to_thread(self._witnesses.add, version)
+        return version
+
+    def _weights_of(self, number: int) -> Path | None:
+        """Where the weights of an older version lie; None where they are not kept."""
+        return None if self._witnesses is None else self._witnesses.file(number)
 
     def _watch_gap(self, figures: StepFigures) -> None:
         gap, settings = figures.logprob_gap, self.settings
@@ -313,6 +339,12 @@ class Trainer:
         if gap > settings.max_logprob_gap:
             log.warning("step %d: log-prob gap %.3g is over loss.max_logprob_gap", self.step, gap)
             self.event("logprob_gap", step=self.step, gap=gap, limit=settings.max_logprob_gap)
+
+    def _watch_clamp(self, figures: StepFigures) -> None:
+        share = figures.clamped_share
+        if share > MAX_CLAMPED_SHARE:
+            log.warning("step %d: %.2g of the tokens have a log-ratio beyond the clamp", self.step, share)
+            self.event("clamped", step=self.step, share=share, limit=MAX_CLAMPED_SHARE)
 
 
 async def _forget(claim: asyncio.Future[Batch]) -> None:
@@ -329,6 +361,12 @@ def audited_tasks(batch: Batch, figures: StepFigures) -> list[int]:
     return [tasks[i] for i in figures.audited]
 
 
+def compared_segments(batch: Batch, figures: StepFigures) -> list[ComparedSegment]:
+    """What an audit found of the batch's segments, by task."""
+    tasks = [member.task for group in batch.groups for member in group.members]
+    return [ComparedSegment(tasks[i], start, num_tokens, num_off) for i, start, num_tokens, num_off in figures.compared]
+
+
 def samples_of(batch: Batch) -> Sequence[Sample]:
     """A batch as learning sees it, in the order in which it was claimed."""
     return [
@@ -341,6 +379,9 @@ def samples_of(batch: Batch) -> Sequence[Sample]:
             reward=member.reward,
             staleness=member.staleness,
             sampled=member.trajectory.sampled_mask,
+            segment=_per_token(member.trajectory, [segment.start for segment in member.trajectory.segments]),
+            version=member.trajectory.versions,
+            old_kv=_per_token(member.trajectory, [_has_old_kv(segment) for segment in member.trajectory.segments]),
             rewards=tuple((part.position, part.weight * part.value) for part in member.rewards),
             siblings=group.prompt,
             earlier=group.earlier,
@@ -348,3 +389,13 @@ def samples_of(batch: Batch) -> Sequence[Sample]:
         for group in batch.groups
         for member in group.members
     ]
+
+
+def _per_token(trajectory: Trajectory, values: Sequence[int | bool]) -> np.ndarray:
+    """A value of each segment, given to each of its tokens."""
+    return np.repeat(values, [len(segment.tokens) for segment in trajectory.segments])
+
+
+def _has_old_kv(segment: Segment) -> bool:
+    """Whether its tokens attended to keys and values of older weights, so that no weights are quite their own."""
+    return segment.version is not None and segment.kv_version is not None and segment.kv_version < segment.version

@@ -16,12 +16,12 @@ import numpy as np
 
 from offbeat.control.select import Candidate, Stretch, is_trainable, select, staleness
 from offbeat.crash import crash_here
-from offbeat.ledger import siblings, versions, workers
+from offbeat.ledger import siblings, versions
 from offbeat.ledger.bodies import Bodies
 from offbeat.ledger.database import Database, array
 from offbeat.ledger.errors import Conflict, Refused, Unknown
 from offbeat.ledger.groups import drop, num_without_signal, reissue
-from offbeat.ledger.records import Batch, BatchGroup, BatchState, Drop, GroupState, Member, Surviving
+from offbeat.ledger.records import Batch, BatchGroup, BatchState, ComparedSegment, Drop, GroupState, Member, Surviving
 from offbeat.ledger.versions import Lineage
 from offbeat.trajectory import Origin, Reward, Trajectory
 from offbeat.weights.version import Version
@@ -227,7 +227,13 @@ def _ages(db: Database, trajectories: Sequence[Trajectory], step: int, bound: in
     return [of_all[start:end] for start, end in itertools.pairwise((0, *ends))]
 
 
-def commit(db: Database, step: int, version: Version, audited: Sequence[int] = ()) -> None:
+def commit(
+    db: Database,
+    step: int,
+    version: Version,
+    audited: Sequence[int] = (),
+    compared: Sequence[ComparedSegment] = (),
+) -> None:
     batch = _living_batch(db, step)
     if batch is None:
         raise Unknown(f"step {step}: nothing was claimed for it")
@@ -245,7 +251,7 @@ def commit(db: Database, step: int, version: Version, audited: Sequence[int] = (
         raise Conflict(f"version {version.number} is published already, and not by this commit")
     mark_trained(db, batch["id"])
     _leave_out(db, batch["id"], audited)
-    workers.count_audits(db, batch["id"])
+    _compare(db, batch["id"], compared)
     versions.record(db, version)
 
 
@@ -259,6 +265,17 @@ def _leave_out(db: Database, batch: int, tasks: Sequence[int]) -> None:
         raise Refused(f"audit of tasks {unique}: not all of them are in this batch")
     if found:
         sum_up(db, batch)
+
+
+def _compare(db: Database, batch: int, compared: Sequence[ComparedSegment]) -> None:
+    """Takes down what an audit found of the batch's segments; where they were audited before, in place of that."""
+    query = """UPDATE segments SET num_compared = ?, num_off = ? WHERE task = ? AND start = ? AND version IS NOT NULL
+               AND num_tokens >= ? AND task IN (SELECT task FROM batch_members WHERE batch = ?)"""
+    for task, start, num_tokens, num_off in compared:
+        if not 0 <= num_off <= num_tokens:
+            raise Refused(f"audit of task {task}: {num_off} of {num_tokens} tokens are off")
+        if db.execute(query, (num_tokens, num_off, task, start, num_tokens, batch)).rowcount != 1:
+            raise Refused(f"audit of task {task}: no segment of {num_tokens} tokens begins at {start} in this batch")
 
 
 def sum_up(db: Database, batch: int) -> None:

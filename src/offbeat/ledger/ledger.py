@@ -31,6 +31,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from offbeat.control.admit import Standing
 from offbeat.control.leases import Held
 from offbeat.control.settle import Terms
+from offbeat.control.trust import Compared
 from offbeat.ledger import (
     backup,
     batches,
@@ -53,6 +54,7 @@ from offbeat.ledger.database import Database
 from offbeat.ledger.errors import LedgerError, Unknown
 from offbeat.ledger.records import (
     Batch,
+    ComparedSegment,
     Counts,
     Cursor,
     EvalRound,
@@ -84,18 +86,20 @@ class Ledger:
         max_no_signal: float = 0,
         max_attempts: int = 3,
         max_staleness: int = 0,
+        max_kv_lag: int = 0,
         groups_per_step: int | None = None,
         stops: bool = False,
         read_only: bool = False,
         must_exist: bool = False,
         wall_clock: Callable[[], float] = time.time,
     ):
-        """`max_no_signal` is how many groups whose rewards are all equal may be dropped for a step. With `stops`, work
-        comes in rounds: from the publication of a version until the batch of its step is claimed. With `must_exist` a
-        missing or empty file is refused instead of becoming an empty ledger."""
+        """`max_no_signal` is how many groups whose rewards are all equal may be dropped for a step. `max_kv_lag` is how
+        many versions keys and values may be older than the weights that sampled with them. With `stops`, work comes in
+        rounds: from the publication of a version until the batch of its step is claimed. With `must_exist` a missing
+        or empty file is refused instead of becoming an empty ledger."""
         self.terms = Terms(min_group, max_no_signal)
         self.max_attempts, self.max_staleness, self.groups_per_step = max_attempts, max_staleness, groups_per_step
-        self.stops = stops
+        self.max_kv_lag, self.stops = max_kv_lag, stops
         self._db = Database(Path(path), read_only=read_only, must_exist=must_exist, wall_clock=wall_clock)
         self._bodies = Bodies(self._db)
 
@@ -166,12 +170,15 @@ class Ledger:
         *,
         total_slots: int | None = None,
         only_eval: bool = False,
+        skips_failed: bool = False,
     ) -> list[Task]:
         """Hands open tasks to a worker: those that require the version it has; or none, as far as pacing allows. Where
-        work comes in rounds there is nothing but evaluation between them."""
+        work comes in rounds there is nothing but evaluation between them. With `skips_failed`, tasks that it failed
+        itself are left to others."""
         with self._db.transaction():
             is_between = self.stops and batches.under_way(self._db)
-            asking = tasks.Asking(worker, capacity, have_version, total_slots, only_eval or is_between)
+            only_eval = only_eval or is_between
+            asking = tasks.Asking(worker, capacity, have_version, total_slots, only_eval, skips_failed)
             return tasks.lease(self._db, asking, self.max_staleness, self.groups_per_step)
 
     def wanted_version(self) -> int | None:
@@ -207,16 +214,27 @@ class Ledger:
         with self._db.transaction():
             return tasks.lose(self._db, leases, self.terms, self.max_attempts)
 
-    def fail(self, worker: str, task: int, fence: int, reason: str, detail: str | None = None) -> TaskState:
-        """An attempt failed. The task is opened again, or ends as failed after `max_attempts`."""
+    def fail(
+        self, worker: str, task: int, fence: int, reason: str, detail: str | None = None, *, counts: bool = True
+    ) -> TaskState:
+        """An attempt failed. The task is opened again, or ends as failed after `max_attempts` that count."""
         with self._db.transaction():
-            return tasks.fail(self._db, worker, task, fence, reason, detail, self.terms, self.max_attempts)
+            return tasks.fail(
+                self._db, worker, task, fence, reason, detail, self.terms, self.max_attempts, counts=counts
+            )
+
+    def set_aside(self, worker: str, why: str, seconds: float) -> int:
+        """Takes down that a worker is given nothing for a while, because it failed what it was given; its failures
+        count no longer against tasks that have not ended. Returns how many they were."""
+        with self._db.transaction():
+            workers.set_aside(self._db, worker, why, seconds)
+            return tasks.forgive(self._db, worker)
 
     def submit(self, submitted: Sequence[Submission]) -> list[Outcome | LedgerError]:
         """Stores trajectories and partials; those that may not be stored are answered with the error, and the others
         are stored all the same."""
         with self._db.transaction():
-            return submissions.submit(self._db, self._bodies, submitted, self.max_staleness)
+            return submissions.submit(self._db, self._bodies, submitted, self.max_staleness, self.max_kv_lag)
 
     # Rewards
 
@@ -241,11 +259,13 @@ class Ledger:
         with self._db.transaction():
             return batches.claim(self._db, self._bodies, step, count, bound, in_order=in_order)
 
-    def commit(self, step: int, version: Version, audited: Sequence[int] = ()) -> None:
+    def commit(
+        self, step: int, version: Version, audited: Sequence[int] = (), compared: Sequence[ComparedSegment] = ()
+    ) -> None:
         """The batch of `step` was trained, without the tasks that an audit left out, and gave `version`, of step + 1.
-        Repeating it changes nothing."""
+        `compared` is what the audit found of its segments. Repeating it changes nothing."""
         with self._db.transaction():
-            batches.commit(self._db, step, version, audited)
+            batches.commit(self._db, step, version, audited, compared)
 
     def current_round(self) -> int | None:
         """The version whose round is under way; None before the first, and while a batch is claimed and not trained."""
@@ -376,6 +396,10 @@ class Ledger:
     def list_workers(self) -> list[workers.Worker]:
         """Everyone who ever joined, with how many tasks they hold."""
         return workers.listed(self._db)
+
+    def audited(self, tasks: Sequence[int]) -> dict[str, list[Compared]]:
+        """What audits found lately of the active workers that handed in a part of these tasks."""
+        return workers.audited(self._db, tasks)
 
     def num_leased(self) -> dict[str, int]:
         """How many tasks each worker holds, whether it joined or runs beside us."""

@@ -53,6 +53,15 @@ def carry_on(db: Database, tasks: Iterable[int]) -> None:
     )
 
 
+def handed_in(db: Database, task: int) -> list[tuple[str, int]]:
+    """Who handed in the beginnings that a task's trajectory goes on from, in order, each with the sampled tokens that
+    it had by then. What came before a beginning that was given up is no part of it."""
+    query = """SELECT worker, num_sampled_tokens FROM partials WHERE task = :task AND state <> 'wasted'
+               AND seq > (SELECT COALESCE(MAX(seq), 0) FROM partials WHERE task = :task AND state = 'wasted')
+               ORDER BY seq"""
+    return [(worker, num_tokens) for worker, num_tokens in db.execute(query, {"task": task})]
+
+
 def rescue(db: Database, task: int) -> None:
     """The latest partial of a task was given up too soon: what follows holds its tokens."""
     db.execute(

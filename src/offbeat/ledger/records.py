@@ -209,6 +209,16 @@ class Batch:
     """Groups that were dropped for want of a signal while it was waited for."""
 
 
+class ComparedSegment(NamedTuple):
+    """What an audit found of a segment: how many of its tokens' log-probs were compared with those of their own
+    weights, and how many of these are off (`offbeat.control.trust`)."""
+
+    task: int
+    start: int
+    num_tokens: int
+    num_off: int
+
+
 @dataclass(frozen=True)
 class Surviving:
     """A training group that was begun and is in no batch yet."""

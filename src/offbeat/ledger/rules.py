@@ -274,6 +274,14 @@ TRAJECTORIES = (
            GROUP BY j.seq HAVING j.num_tokens <> n OR j.num_sampled_tokens <> sampled""",
     ),
     Rule(
+        "the segment of task {0} at position {1} is said to be handed in by {2}, who handed in nothing of that length",
+        """SELECT s.task, s.start, s.worker FROM segments s JOIN trajectories j
+               ON j.task = s.task AND j.trajectory_index = s.trajectory_index
+           WHERE s.worker <> j.worker AND NOT EXISTS (
+               SELECT 1 FROM partials p WHERE p.task = s.task AND p.worker = s.worker
+               AND p.num_sampled_tokens >= s.num_tokens)""",
+    ),
+    Rule(
         "the segments of task {0} leave a gap or overlap at position {1}",
         """SELECT task, start FROM (SELECT task, start, COALESCE(LAG(start + num_tokens) OVER (
                PARTITION BY task, trajectory_index ORDER BY start), 0) AS ought FROM segments) WHERE start <> ought""",
@@ -315,6 +323,11 @@ PARTIALS = (
     Rule(
         "task {0} has {1} failures, but {2} leases",
         "SELECT id, num_failures, fence FROM tasks WHERE num_failures > fence",
+    ),
+    Rule(
+        "task {0} counts {1} failed attempts, but {2} are known that nobody forgave",
+        """SELECT t.id, t.num_failures, COUNT(f.task) AS n FROM tasks t
+           LEFT JOIN failures f ON f.task = t.id AND f.forgiven = 0 GROUP BY t.id HAVING t.num_failures <> n""",
     ),
 )
 

@@ -1,13 +1,13 @@
 """Rewards: what waits for one, and what it came to.
 
-Guarantees: a reward is stored once and never again; one that could not be computed, or is not a finite number, makes
-its member failed, with the reason, and never becomes a value; a result for a task that no longer waits is ignored.
+Guarantees: a reward is stored once and never again; one that could not be computed, or is not finite or too large
+(`MAX_REWARD`), makes its member failed, with the reason, and never becomes a value; a result for a task that no longer
+waits is ignored.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from offbeat.ledger.database import Database, array
 from offbeat.ledger.errors import Unknown
 from offbeat.ledger.groups import settle_groups
 from offbeat.ledger.records import REWARD_FAILED, Purpose, Scored, Scores, TaskState, Unscored
-from offbeat.trajectory import Reward
+from offbeat.trajectory import Reward, total, total_problem
 
 
 def unscored(db: Database, bodies: Bodies, limit: int, after: int) -> list[Unscored]:
@@ -81,15 +81,8 @@ def error_of(result: Scored) -> str | None:
         return result.error
     if not result.rewards:
         return "the reward returned nothing"
-    for reward in result.rewards:
-        if not math.isfinite(reward.value):
-            return f"the reward {reward.name!r} is {reward.value}, which is not a finite number"
-    return None if math.isfinite(total(result.rewards)) else "the parts of the reward have no finite sum"
-
-
-def total(rewards: Sequence[Reward]) -> float:
-    """What a member earned: the sum of its rewards, each by its weight."""
-    return float(sum(reward.weight * reward.value for reward in rewards))
+    problem = total_problem(result.rewards)
+    return None if problem is None else f"the rewards: {problem}"
 
 
 def _parts(rewards: Sequence[Reward]) -> str:

@@ -1,5 +1,6 @@
 """What a run's ledger tells a person: who made what, how fast, how stale it was trained, what is waited for and since
-when, and what looks wrong: tasks that workers vanished with, answers that an audit left out, versions left behind.
+when, and what looks wrong: tasks that workers vanished with, workers that fail what they are given, tokens that an
+audit found to be off, versions left behind.
 
 Reads only. Every figure is a sum over the tables as they stand, so it may be asked while the run goes on.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from offbeat.ledger import counts, versions
+from offbeat.ledger import counts, versions, workers
 from offbeat.ledger.database import Database
 from offbeat.ledger.records import Counts
 
@@ -29,8 +30,12 @@ class Producer:
     num_leased: int
     num_partials: int = 0
     """Beginnings that it handed back."""
-    num_audited: int = 0
-    """Trajectories of it that an audit left out of training."""
+    num_failed: int = 0
+    """Attempts of it that failed."""
+    num_compared: int = 0
+    """Tokens of it that audits compared with the weights of their own version."""
+    num_off: int = 0
+    """Those whose log-probs are not those of these weights."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -73,6 +78,8 @@ class Story:
     """Beginnings that wait to be carried on, or are."""
     suspects: Mapping[int, int] = field(default_factory=dict)
     """Unfinished tasks by how many workers vanished with them; without those that none did."""
+    set_aside: Mapping[str, str] = field(default_factory=dict)
+    """Workers that are given nothing for a while, and why."""
     num_abandoned_versions: int = 0
     versions: tuple[VersionMade, ...] = ()
     """The latest ones."""
@@ -92,6 +99,7 @@ def story(db: Database) -> Story:
             oldest_lease=_oldest_lease(db),
             num_partials=_one(db, "SELECT COUNT(*) FROM partials WHERE state = 'kept'"),
             suspects=_suspects(db),
+            set_aside=_set_aside(db),
             num_abandoned_versions=_one(db, "SELECT COUNT(*) FROM versions WHERE abandoned = 1"),
             versions=_versions(db),
         )
@@ -119,6 +127,12 @@ def _suspects(db: Database) -> dict[int, int]:
     return dict(db.execute(query))
 
 
+def _set_aside(db: Database) -> dict[str, str]:
+    query = "SELECT worker, why, until FROM set_aside WHERE until > ? ORDER BY seq"
+    now = db.wall_clock()
+    return {worker: f"for another {until - now:.0f} s, {why}" for worker, why, until in db.execute(query, (now,))}
+
+
 def _versions(db: Database) -> tuple[VersionMade, ...]:
     query = "SELECT number, step, abandoned FROM versions ORDER BY number DESC LIMIT ?"
     latest = db.execute(query, (MAX_VERSIONS,)).fetchall()[::-1]
@@ -130,10 +144,8 @@ def _versions(db: Database) -> tuple[VersionMade, ...]:
 def _producers(db: Database) -> tuple[Producer, ...]:
     leased = dict(db.execute("SELECT worker, COUNT(*) FROM tasks WHERE state = 'leased' GROUP BY worker"))
     partials = dict(db.execute("SELECT worker, COUNT(*) FROM partials GROUP BY worker"))
-    query = """SELECT j.worker, COUNT(*) FROM batch_members m JOIN batches b ON b.id = m.batch
-               JOIN trajectories j ON j.task = m.task
-               WHERE b.state = 'trained' AND m.num_audit_tokens > 0 GROUP BY j.worker"""
-    audited = dict(db.execute(query))
+    failed = dict(db.execute("SELECT worker, COUNT(*) FROM failures GROUP BY worker"))
+    compared = workers.num_compared(db)
     query = """SELECT worker, COUNT(*), SUM(num_sampled_tokens), MAX(accepted_at) - MIN(accepted_at)
                FROM trajectories GROUP BY worker"""
     made = {worker: (num, tokens, seconds) for worker, num, tokens, seconds in db.execute(query)}
@@ -143,9 +155,11 @@ def _producers(db: Database) -> tuple[Producer, ...]:
             *made.get(worker, (0, 0, 0.0)),
             num_leased=leased.get(worker, 0),
             num_partials=partials.get(worker, 0),
-            num_audited=audited.get(worker, 0),
+            num_failed=failed.get(worker, 0),
+            num_compared=compared.get(worker, (0, 0))[0],
+            num_off=compared.get(worker, (0, 0))[1],
         )
-        for worker in sorted({*made, *leased, *partials})
+        for worker in sorted({*made, *leased, *partials, *failed})
     )
 
 

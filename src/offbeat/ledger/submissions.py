@@ -2,9 +2,11 @@
 
 Guarantees: a task has at most one trajectory, ever; the same bytes again change nothing, other bytes under the same
 fence are a conflict, and a fence that is over is told so. A stored trajectory answers the issued prompt within the
-issued length, goes on from the beginning that was issued with it, and every sampled segment names a published version:
-of the step that the task requires, or such that a token of it may still be trained. A trajectory whose task ended
-without it is kept and counts as wasted. One that may not be stored is answered with its error and takes no other along.
+issued length, goes on from the beginning that was issued with it, and ends as it says: by a stop token, or where its
+length is used up. It holds sampled tokens alone, because no task has others, and each of its segments names a published
+version: of the step that the task requires, or such that a token of it may still be trained. Each is remembered with
+the worker that handed it in first. A trajectory whose task ended without it is kept and counts as wasted. One that may
+not be stored is answered with its error and takes no other along.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from offbeat.ledger.database import Database, array
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, LedgerError, Refused, Unknown
 from offbeat.ledger.records import Outcome, Submission
 from offbeat.ledger.tasks import check_lease, sampling_of
-from offbeat.trajectory import Origin, Trajectory
+from offbeat.trajectory import End, Origin, Sampling, Trajectory
 
 ENDED = ("failed", "dropped")
 """States of a task that ended without a trajectory."""
@@ -78,8 +80,8 @@ class Fresh(NamedTuple):
 class Desk:
     """Looks at submissions one by one, and remembers those of this transaction that are to be stored."""
 
-    def __init__(self, db: Database, submissions: Sequence[Submission], bound: int):
-        self.db, self.bound = db, bound
+    def __init__(self, db: Database, submissions: Sequence[Submission], bound: int, kv_lag: int):
+        self.db, self.bound, self.kv_lag = db, bound, kv_lag
         rows = db.execute(ISSUED, (array([s.trajectory.task for s in submissions]),))
         self.issued = {row[0]: row for row in map(Issued._make, rows)}
         numbers = {s.version for t, _, _ in submissions for s in t.segments if s.version is not None}
@@ -123,16 +125,22 @@ class Desk:
             return f"max_version_drop = {trajectory.max_version_drop}; allowed 0, versions only rise"
         if trajectory.prompt.tobytes() != task.prompt:
             return "its prompt is not the one that was issued"
-        if trajectory.max_new_tokens != (issued := sampling_of(task.sampling).max_new_tokens):
-            return f"max_new_tokens = {trajectory.max_new_tokens}, issued with {issued}"
+        sampling = sampling_of(task.sampling)
+        if trajectory.max_new_tokens != sampling.max_new_tokens:
+            return f"max_new_tokens = {trajectory.max_new_tokens}, issued with {sampling.max_new_tokens}"
+        if problem := _end_problem(trajectory, sampling):
+            return problem
         if task.partial_state == "kept" and not is_late and not self._carries_on(trajectory, task):
             return "does not begin with the tokens that it was to carry on"
         numbers: list[int] = []
         for segment in trajectory.segments:
-            if segment.origin is Origin.SAMPLED:
-                if segment.version is None or segment.version not in self.known:
-                    return f"sampled from version {segment.version}, which was never published"
-                numbers.append(segment.version)
+            if segment.origin is not Origin.SAMPLED:
+                return f"tokens at {segment.start} are given; the task has nobody to give any"
+            if segment.version is None or segment.version not in self.known:
+                return f"sampled from version {segment.version}, which was never published"
+            if (lag := segment.version - (segment.kv_version or 0)) > self.kv_lag:
+                return f"its keys and values lag {lag} versions behind; allowed {self.kv_lag}"
+            numbers.append(segment.version)
         if not numbers:
             return "holds no sampled token"
         return None if is_late else self._age_problem(numbers, task.require_step)  # late: nobody will train on it
@@ -161,8 +169,21 @@ class Desk:
         return None
 
 
-def submit(db: Database, bodies: Bodies, submissions: Sequence[Submission], bound: int) -> list[Outcome | LedgerError]:
-    desk = Desk(db, submissions, bound)
+def _end_problem(trajectory: Trajectory, sampling: Sampling) -> str | None:
+    """Why a trajectory cannot have ended as it says."""
+    if trajectory.end is End.STOP and trajectory.num_tokens:
+        last = int(trajectory.segments[-1].tokens[-1])
+        if last not in sampling.stop_token_ids:
+            return f"ended by stop, but its last token {last} is no stop token"
+    if trajectory.end is End.LENGTH and trajectory.num_tokens < sampling.max_new_tokens:
+        return f"ended by length after {trajectory.num_tokens} of {sampling.max_new_tokens} tokens"
+    return None
+
+
+def submit(
+    db: Database, bodies: Bodies, submissions: Sequence[Submission], bound: int, kv_lag: int
+) -> list[Outcome | LedgerError]:
+    desk = Desk(db, submissions, bound, kv_lag)
     outcomes: list[Outcome | LedgerError] = []
     for submission in submissions:
         try:
@@ -203,17 +224,19 @@ def _store(db: Database, fresh: Sequence[tuple[Fresh, Issued]]) -> None:
     added: dict[int, list[int]] = {}
     for ((trajectory, worker, fence), body, digest, _), issued in fresh:
         task, num_sampled = trajectory.task, 0
+        by = [] if issued.partial_digest is None else partials.handed_in(db, task)
         for s in trajectory.segments:
             num_tokens = len(s.tokens)
-            segments.append((task, trajectory.index, s.start, num_tokens, s.version))
             num_sampled += num_tokens if s.origin is Origin.SAMPLED else 0
+            first = next((name for name, end in by if num_sampled <= end), worker)
+            segments.append((task, trajectory.index, s.start, num_tokens, s.version, first))
         counted = (str(trajectory.end), trajectory.num_tokens, num_sampled)
         rows.append((task, trajectory.index, digest, *counted, worker, fence, now, store(db, digest, body)))
         sums = added.setdefault(issued.group, [0, 0])
         sums[0] += 1
         sums[1] += num_sampled
     db.insert(TRAJECTORIES, rows)
-    db.insert("segments", segments)
+    db.insert("segments (task, trajectory_index, start, num_tokens, version, worker)", segments)
     db.execute(
         "UPDATE tasks SET state = 'accepted' "
         "WHERE id IN (SELECT value FROM json_each(?)) AND state IN ('open', 'leased')",

@@ -145,6 +145,8 @@ CREATE TABLE tasks (
 CREATE INDEX tasks_leased ON tasks (worker, num_losses, state) WHERE state = 'leased';
 CREATE INDEX tasks_lost ON tasks (group_id, num_losses) WHERE state = 'open' AND num_losses > 0;
 CREATE INDEX tasks_failed ON tasks (reason) WHERE state = 'failed';
+-- Open again because the worker that held it last failed it.
+CREATE INDEX tasks_to_retry ON tasks (worker, group_id) WHERE state = 'open' AND fence > 0 AND failed_fence = fence;
 
 CREATE TABLE trajectories (
     seq INTEGER PRIMARY KEY,
@@ -191,9 +193,15 @@ CREATE TABLE segments (
     start INTEGER NOT NULL,
     num_tokens INTEGER NOT NULL CHECK (num_tokens >= 1),
     version INTEGER REFERENCES versions (number),
+    -- Who handed it in first: a trajectory that was carried on has several.
+    worker TEXT NOT NULL,
+    -- Tokens that an audit compared with the weights of their own version, and those that are off.
+    num_compared INTEGER NOT NULL DEFAULT 0 CHECK (num_compared BETWEEN 0 AND num_tokens),
+    num_off INTEGER NOT NULL DEFAULT 0 CHECK (num_off BETWEEN 0 AND num_compared),
     PRIMARY KEY (task, trajectory_index, start),
     FOREIGN KEY (task, trajectory_index) REFERENCES trajectories (task, trajectory_index)
 ) WITHOUT ROWID;
+CREATE INDEX segments_compared ON segments (worker, task, start, num_compared, num_off) WHERE num_compared > 0;
 
 CREATE TABLE rewards (
     seq INTEGER PRIMARY KEY,
@@ -223,9 +231,7 @@ CREATE TABLE workers (
     state TEXT NOT NULL CHECK (state IN ('active', 'left', 'revoked', 'quarantined')),
     reason TEXT,
     capabilities TEXT NOT NULL,
-    joined_at REAL NOT NULL,
-    num_audited INTEGER NOT NULL DEFAULT 0,
-    num_audit_failures INTEGER NOT NULL DEFAULT 0
+    joined_at REAL NOT NULL
 ) WITHOUT ROWID;
 
 -- Trainers that began, in order; the last of them alone may change what is trained.
@@ -238,6 +244,28 @@ CREATE TABLE trainers (
     began_at REAL NOT NULL,
     -- Of its latest durable checkpoint; none before the first.
     checkpoint_step INTEGER
+);
+
+-- Attempts that failed, whoever made them. Those of a worker that was set aside count against no task.
+CREATE TABLE failures (
+    task INTEGER NOT NULL REFERENCES tasks (id),
+    fence INTEGER NOT NULL,
+    worker TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    detail TEXT,
+    failed_at REAL NOT NULL,
+    forgiven INTEGER NOT NULL DEFAULT 0 CHECK (forgiven IN (0, 1)),
+    PRIMARY KEY (task, fence)
+) WITHOUT ROWID;
+CREATE INDEX failures_by_worker ON failures (worker, forgiven, task);
+
+-- Workers that were given nothing for a while because they failed what they were given, whether they joined or not.
+CREATE TABLE set_aside (
+    seq INTEGER PRIMARY KEY,
+    worker TEXT NOT NULL,
+    why TEXT NOT NULL,
+    since REAL NOT NULL,
+    until REAL NOT NULL
 );
 
 -- Public keys of the trainers that sign manifests.

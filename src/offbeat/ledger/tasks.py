@@ -35,6 +35,8 @@ OPEN = """groups INDEXED BY groups_open
 """Groups with a task that a worker could be given."""
 OPEN_EVAL = f"{OPEN} AND (purpose <> 'eval') < 1"
 """Those among them that judge a version, asked for such that the index brings them in order."""
+TO_RETRY = "t.state = 'open' AND t.fence > 0 AND t.failed_fence = t.fence"
+"""Tasks that are open again because the worker that held them last failed them."""
 NUM_NEAR = 8
 """Groups looked at first, besides one per task wanted: with hundreds open, the rest seldom matters."""
 
@@ -54,6 +56,8 @@ class Asking:
     """Of all workers that ask these days; None: it is alone."""
     only_eval: bool = False
     """Whether nothing but evaluation is handed out."""
+    skips_failed: bool = False
+    """Whether tasks that this worker itself failed last are left to others."""
 
     @property
     def is_alone(self) -> bool:
@@ -173,6 +177,11 @@ def _open_groups(db: Database, limit: int = -1, asking: Asking | None = None) ->
         )
     )
     rows = db.execute(query, (limit,)).fetchall()
+    if asking is not None and asking.skips_failed:
+        query = f"SELECT t.group_id, COUNT(*) FROM tasks t WHERE {TO_RETRY} AND t.worker = ? GROUP BY t.group_id"
+        skipped = dict(db.execute(query, (asking.worker,)))
+        rows = [(*row[:4], row[4] - skipped.get(row[0], 0), *row[5:]) for row in rows]
+        rows = [row for row in rows if row[4]]
     begun = [row[0] for row in rows if row[-1] is not None and not row[2]]
     away = _away(db, begun, asking) if asking is not None else set()
     return [
@@ -204,9 +213,10 @@ def _open_tasks(db: Database, group: int, count: int, asking: Asking) -> tuple[l
                     FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
                     LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
                     WHERE g.id = :group AND t.state = 'open' AND (p.task IS NULL OR p.last_version <= :version)
-                          AND ({which})
+                          AND ({which}) AND NOT (:skips AND {TO_RETRY} AND t.worker IS :worker)
                     ORDER BY t.member LIMIT :limit"""
         known = {"group": group, "version": asking.have_version, "worker": asking.worker, "limit": limit}
+        known["skips"] = asking.skips_failed
         return db.execute(query, known).fetchall()
 
     if asking.is_alone:
@@ -314,8 +324,11 @@ def fail(
     detail: str | None,
     terms: Terms,
     max_attempts: int,
+    *,
+    counts: bool,
 ) -> TaskState:
-    """One attempt at a task failed: it is tried again, or ends as failed."""
+    """One attempt at a task failed: it is tried again, or ends as failed. Where it does not count, as that of a worker
+    that is set aside, the task has as many attempts left as before."""
     row = db.execute("SELECT state, worker, fence, failed_fence FROM tasks WHERE id = ?", (task,)).fetchone()
     if row is None:
         raise Unknown(f"task {task}: never issued")
@@ -325,7 +338,7 @@ def fail(
         return state  # told twice, or too late to matter
     if state not in (TaskState.OPEN, TaskState.LEASED):
         raise Fenced(f"task {task}: cannot fail, its trajectory is stored ({state.value})")
-    _fail(db, [task], reason, detail, terms, max_attempts)
+    _fail(db, [task], reason, detail, terms, max_attempts if counts else None)
     return TaskState(db.execute("SELECT state FROM tasks WHERE id = ?", (task,)).fetchone()[0])
 
 
@@ -345,14 +358,34 @@ def check_lease(task: int, worker: str, fence: int, *, holder: str | None, newes
         raise Forbidden(f"task {task}: leased by {holder}, not by {worker}")
 
 
-def _fail(db: Database, tasks: Sequence[int], reason: str, detail: str | None, terms: Terms, max_attempts: int) -> None:
-    query = "SELECT id, group_id, state, num_failures + 1 FROM tasks WHERE id IN (SELECT value FROM json_each(?))"
-    rows = db.execute(query, (array(tasks),)).fetchall()
+def forgive(db: Database, worker: str) -> int:
+    """Takes back what a worker's failures count against tasks that have not ended; returns how many they were."""
+    query = """SELECT f.task, f.fence FROM failures f JOIN tasks t ON t.id = f.task
+               WHERE f.worker = ? AND f.forgiven = 0 AND t.state IN ('open', 'leased')"""
+    rows = db.execute(query, (worker,)).fetchall()
+    db.executemany("UPDATE failures SET forgiven = 1 WHERE task = ? AND fence = ?", rows)
+    db.executemany("UPDATE tasks SET num_failures = num_failures - 1 WHERE id = ?", [(task,) for task, _ in rows])
+    return len(rows)
+
+
+def _fail(
+    db: Database, tasks: Sequence[int], reason: str, detail: str | None, terms: Terms, max_attempts: int | None
+) -> None:
+    """Without `max_attempts` the attempt does not count."""
+    counts = max_attempts is not None
+    db.execute(
+        "INSERT INTO failures SELECT id, fence, worker, ?, ?, ?, ? FROM tasks "
+        "WHERE id IN (SELECT value FROM json_each(?))",
+        (reason, detail, db.wall_clock(), not counts, array(tasks)),
+    )
+    query = "SELECT id, group_id, state, num_failures + ? FROM tasks WHERE id IN (SELECT value FROM json_each(?))"
+    rows = db.execute(query, (counts, array(tasks))).fetchall()
     db.executemany(
         "UPDATE tasks SET num_failures = ?, failed_fence = fence WHERE id = ?", [(n, task) for task, _, _, n in rows]
     )
-    _reopen(db, [(task, group) for task, group, state, n in rows if n < max_attempts and state == TaskState.LEASED])
-    ended = [(task, group, state) for task, group, state, n in rows if n >= max_attempts]
+    ended = [(task, group, state) for task, group, state, n in rows if max_attempts is not None and n >= max_attempts]
+    over = {task for task, _, _ in ended}
+    _reopen(db, [(task, group) for task, group, state, _ in rows if task not in over and state == TaskState.LEASED])
     db.executemany(
         "UPDATE tasks SET state = 'failed', reason = ?, detail = ? WHERE id = ?",
         [(reason, detail, task) for task, _, _ in ended],

@@ -16,21 +16,22 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from blake3 import blake3
 
+from offbeat.control.trust import WINDOW, Compared
 from offbeat.errors import UserError
-from offbeat.ledger.database import Database
+from offbeat.ledger.database import Database, array
 from offbeat.ledger.errors import Forbidden, Unknown
 
 SECRET_BYTES = 32
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """It stands in logs, metrics and file names as it is."""
-COLUMNS = "name, role, state, reason, capabilities, joined_at, num_audited, num_audit_failures"
+COLUMNS = "name, role, state, reason, capabilities, joined_at"
 MAX_MINUTES = 7 * 24 * 60
 """A token that lies about for longer than a week is a password."""
 
@@ -73,8 +74,10 @@ class Worker:
     reason: str | None = None
     capabilities: Mapping[str, Any] = field(default_factory=dict)
     joined_at: float = 0.0
-    num_audited: int = 0
-    num_audit_failures: int = 0
+    num_compared: int = 0
+    """Tokens of it that audits compared with the weights of their own version; counted where workers are listed."""
+    num_off: int = 0
+    """Those whose log-probs are not those of these weights."""
     num_leased: int = 0
     """Counted where workers are listed."""
 
@@ -148,9 +151,9 @@ def find(db: Database, secret: str) -> Worker | None:
 
 def listed(db: Database) -> list[Worker]:
     """All workers, in the order in which they joined."""
-    leased = num_leased(db)
+    leased, compared = num_leased(db), num_compared(db)
     rows = db.execute(f"SELECT {COLUMNS} FROM workers ORDER BY joined_at, name")
-    return [_worker(row, leased.get(row[0], 0)) for row in rows]
+    return [_worker(row, leased.get(row[0], 0), compared.get(row[0], (0, 0))) for row in rows]
 
 
 def num_leased(db: Database) -> dict[str, int]:
@@ -158,14 +161,29 @@ def num_leased(db: Database) -> dict[str, int]:
     return dict(db.execute("SELECT worker, count(*) FROM tasks WHERE state = 'leased' GROUP BY worker"))
 
 
-def count_audits(db: Database, batch: int) -> None:
-    """Adds what the trainer thought of a batch's trajectories to the records of those who sent them."""
-    query = """SELECT COUNT(*), SUM(m.num_audit_tokens > 0), j.worker FROM batch_members m
-               JOIN trajectories j ON j.task = m.task WHERE m.batch = ? GROUP BY j.worker"""
-    db.executemany(
-        "UPDATE workers SET num_audited = num_audited + ?, num_audit_failures = num_audit_failures + ? WHERE name = ?",
-        db.execute(query, (batch,)).fetchall(),
-    )
+def num_compared(db: Database) -> dict[str, tuple[int, int]]:
+    """By worker: tokens that audits compared, and those that are off."""
+    query = """SELECT worker, SUM(num_compared), SUM(num_off) FROM segments INDEXED BY segments_compared
+               WHERE num_compared > 0 GROUP BY worker"""
+    return {worker: (compared, off) for worker, compared, off in db.execute(query)}
+
+
+def audited(db: Database, tasks: Sequence[int]) -> dict[str, list[Compared]]:
+    """What speaks for and against the active workers that handed in a segment of these tasks: the latest segments of
+    each that were compared, in the order of their tasks."""
+    query = """SELECT DISTINCT s.worker FROM segments s JOIN workers w ON w.name = s.worker
+               WHERE s.task IN (SELECT value FROM json_each(?)) AND s.num_compared > 0 AND w.state = 'active'"""
+    names = [name for (name,) in db.execute(query, (array(tasks),))]
+    query = """SELECT num_compared, num_off FROM segments INDEXED BY segments_compared
+               WHERE worker = ? AND num_compared > 0 ORDER BY task DESC, start DESC LIMIT ?"""
+    return {name: [Compared(*row) for row in db.execute(query, (name, WINDOW))][::-1] for name in names}
+
+
+def set_aside(db: Database, worker: str, why: str, seconds: float) -> None:
+    """Takes down that a worker is given nothing for a while; leases are the coordinator's affair."""
+    now = db.wall_clock()
+    query = "INSERT INTO set_aside (worker, why, since, until) VALUES (?, ?, ?, ?)"
+    db.execute(query, (worker, why, now, now + seconds))
 
 
 def move(db: Database, name: str, state: WorkerState, reason: str | None = None) -> WorkerState:
@@ -207,8 +225,8 @@ def active(db: Database) -> set[str]:
     return {name for (name,) in db.execute("SELECT name FROM workers WHERE state = ?", (ACTIVE.value,))}
 
 
-def _worker(row: tuple[Any, ...], num_leased: int = 0) -> Worker:
-    name, role, state, reason, capabilities, joined_at, num_audited, num_failures = row
+def _worker(row: tuple[Any, ...], num_leased: int = 0, compared: tuple[int, int] = (0, 0)) -> Worker:
+    name, role, state, reason, capabilities, joined_at = row
     return Worker(
         name=name,
         role=Role(role),
@@ -216,8 +234,8 @@ def _worker(row: tuple[Any, ...], num_leased: int = 0) -> Worker:
         reason=reason,
         capabilities=json.loads(capabilities),
         joined_at=joined_at,
-        num_audited=num_audited,
-        num_audit_failures=num_failures,
+        num_compared=compared[0],
+        num_off=compared[1],
         num_leased=num_leased,
     )
 

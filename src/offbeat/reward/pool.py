@@ -23,7 +23,7 @@ from offbeat.errors import OffbeatError, UserError
 from offbeat.reward.log import RewardLog
 from offbeat.reward.process import Outcome, RewardProcess
 from offbeat.reward.wire import Answer, Setup
-from offbeat.trajectory import Reward
+from offbeat.trajectory import Reward, reward_problem
 
 RewardSpec = str | Callable[..., Any]
 """A built-in's name, `module:function`, `file.py:function`, or a function."""
@@ -282,4 +282,6 @@ def _result(answer: Answer) -> RewardResult:
     if answer.parts is None:
         return RewardResult(error=answer.error)
     rewards = tuple(Reward(value, name, position) for value, name, position in answer.parts)
+    if problem := reward_problem(rewards):
+        return RewardResult(error=f"value: {problem}")
     return RewardResult(sum(reward.value for reward in rewards), rewards=rewards)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from offbeat.control.step_time import Timing
-from offbeat.ledger.records import Batch, Outcome, Reconciled
+from offbeat.ledger.records import Batch, ComparedSegment, Outcome, Reconciled
 from offbeat.reward.pool import RewardInput, RewardResult
 from offbeat.trajectory import Task, Trajectory
 from offbeat.weights.verify import verify
@@ -129,9 +129,11 @@ class TrainerClient(Protocol):
         """The batch of a step, perhaps of the one after the next version: the same, however often it is asked for."""
         ...
 
-    async def commit(self, step: int, version: Version, audited: Sequence[int] = ()) -> None:
+    async def commit(
+        self, step: int, version: Version, audited: Sequence[int] = (), compared: Sequence[ComparedSegment] = ()
+    ) -> None:
         """Marks the step's batch as trained and makes the version that came of it known. `audited` are the tasks whose
-        log-probs could not be believed, so that they were left out."""
+        log-probs could not be believed, so that they were left out; `compared` is what was found of segments."""
         ...
 
     async def checkpointed(self, step: int) -> None:

@@ -13,18 +13,20 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from offbeat.control.admit import Pace
+from offbeat.control.fitness import ASIDE_S, Fitness
 from offbeat.control.over_provision import Decision
 from offbeat.control.rounds import Setting
 from offbeat.control.step_time import Timing
-from offbeat.control.trust import is_believable
+from offbeat.control.trust import OFF_GAP, is_believable
 from offbeat.crash import crash_here
 from offbeat.errors import DeadlineError, RunOver, RunStopped
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Batch, EvalRound, Outcome, Reconciled, Submission
+from offbeat.ledger.records import Batch, ComparedSegment, EvalRound, Outcome, Reconciled, Submission
 from offbeat.ledger.trainers import Arrival
 from offbeat.ledger.workers import WorkerState
 from offbeat.serve.carrying import Carrying
@@ -105,8 +107,12 @@ class Coordinator:
         self._rounds = Rounds(ledger, self._writer.read, self._bell)
         pace = Pace(settings.groups_per_step, settings.num_steps)
         self._drawing = Drawing(ledger, issuer, self._share, pace, requires_version=settings.max_staleness == 0)
-        self._presence, self.relaying = Presence(), Relaying()
-        self.holding = Holding(ledger, self._writer, self._presence, settings.lease_ttl_s, self._tell_all)
+        self._presence, self.relaying, self.fitness = Presence(), Relaying(), Fitness()
+        self.holding = Holding(
+            ledger, self._writer, self._presence, settings.lease_ttl_s, self._tell_all, self.fitness.forget
+        )
+        self.only_worker = ""
+        """The only one that a run of one process can have: without it there is nothing to wait for."""
         self._is_over = False
         self._checkpointed_step = -1
         self._newest: int | None = None
@@ -135,11 +141,16 @@ class Coordinator:
 
     async def lease(self, worker: str, capacity: int, have_version: int | None, wait_s: float) -> Lease:
         deadline_s, ttl_s = time.monotonic() + wait_s, self.settings.lease_ttl_s
-        self._presence.hear(worker, capacity)
         while True:
             changed = self._work.changed
             if self._is_over:
                 return Lease(ttl_s=ttl_s, is_over=True)
+            if aside_s := self.fitness.aside_s(worker):
+                until_s = min(deadline_s, time.monotonic() + aside_s)
+                if not await self._bell.wait(changed, until_s) and until_s == deadline_s:
+                    return Lease(ttl_s=ttl_s)
+                continue
+            self._presence.hear(worker, capacity)
             await self._drawing.draw(self._provisioning.factor())
             number = await self._rounds.current()
             tasks = await asyncio.shield(self._hand_out(worker, capacity, have_version, number))
@@ -155,14 +166,19 @@ class Coordinator:
         self, worker: str, capacity: int, have_version: int | None, round_number: int | None
     ) -> list[Task]:
         """Leases tasks and starts their clocks: to its end, also if whoever asked is gone; or they would never end."""
-        tasks = await self._share(
+        ttl_s = self.settings.lease_ttl_s
+        ask = partial(
             self.ledger.lease,
             worker,
             capacity,
             have_version,
-            total_slots=self._presence.total_slots(self.settings.lease_ttl_s),
+            total_slots=self._presence.total_slots(ttl_s),
             only_eval=not self._rounds.may_join(worker, round_number, have_version),
         )
+        has_failed = self.fitness.has_failed(worker)
+        tasks = await self._share(ask, skips_failed=has_failed)
+        if has_failed and not tasks and not self._presence.others(worker, ttl_s):
+            tasks = await self._share(ask)  # there is nobody to leave them to
         self.holding.granted(worker, tasks)
         if tasks:
             self._times.leased()
@@ -207,6 +223,7 @@ class Coordinator:
             raise
         crash_here("submission-stored")
         self.holding.ended(trajectory.task)
+        self.fitness.succeeded(worker)
         self._times.submitted()
         if outcome is not Outcome.REPEATED:
             self._provisioning.submitted(trajectory)
@@ -226,9 +243,15 @@ class Coordinator:
             raise Refused(f"task {trajectory.task}: token {highest} is none of the model's {size}")
 
     async def fail(self, worker: str, task: int, fence: int, reason: str) -> None:
-        await self._share(self.ledger.fail, worker, task, fence, "engine", reason)
-        self.judging.scorer.failed(reason)
+        """Counts against the task, and against the worker: one that fails most of what it is given is set aside."""
+        counts = not self.fitness.aside_s(worker)
+        await self._share(self.ledger.fail, worker, task, fence, "engine", reason, counts=counts)
+        self.judging.scorer.num_failed += 1
         self.holding.ended(task)
+        if counts and (why := self.fitness.failed(worker, task, reason)):
+            await self._share(self.ledger.set_aside, worker, why, ASIDE_S)
+            self._presence.left(worker)
+            self.on_report({"event": "set_aside", "worker": worker, "seconds": ASIDE_S, "why": why})
         self._tell_all()
 
     async def give_back(self, worker: str, leases: Sequence[tuple[int, int]]) -> None:
@@ -261,6 +284,7 @@ class Coordinator:
         self._tell_workers()
 
     def _forget(self, worker: str) -> None:
+        self.fitness.forget(worker)
         self._presence.left(worker)
         self._rounds.left(worker)
         self._provisioning.left(worker)
@@ -333,14 +357,17 @@ class Coordinator:
                     self.on_report({"event": "unused_weights", "names": names})
                 return batch
             if not await self._bell.wait(changed, deadline_s):
+                aside = "".join(f"; set aside: {why}" for why in self.fitness.aside().values())
                 raise DeadlineError(
                     f"step {step}: no batch within rollout.deadline_s = {within_s:.0f} s; "
-                    f"{await self.call(self.ledger.waiting_for)}; {self.judging.standing()}"
+                    f"{await self.call(self.ledger.waiting_for)}; {self.judging.standing()}{aside}"
                 )
 
     def _stop_if_failing(self) -> None:
         try:
             self.judging.scorer.stop_if_failing()
+            if self.only_worker in (aside := self.fitness.aside()):
+                raise RunStopped(f"{aside[self.only_worker]}; mend it, then --resume the run")
         except RunStopped as error:
             self._bell.fail(error)
             raise
@@ -353,23 +380,33 @@ class Coordinator:
         """Seconds that the batch claimed last took to generate, and then to score."""
         return self._times.split()
 
-    async def commit(self, step: int, version: Version, audited: Sequence[int] = (), *, generation: int = 0) -> None:
-        await self._share(self.ledger.under, generation, self.ledger.commit, step, version, audited)
+    async def commit(
+        self,
+        step: int,
+        version: Version,
+        audited: Sequence[int] = (),
+        compared: Sequence[ComparedSegment] = (),
+        *,
+        generation: int = 0,
+    ) -> None:
+        await self._share(self.ledger.under, generation, self.ledger.commit, step, version, audited, compared)
         if (took := self._times.committed(step)) is not None:
             self._provisioning.trained(*took)
         crash_here("step-committed")
-        if audited:
-            await self._quarantine()
+        if off := [found.task for found in compared if found.num_off]:
+            await self._quarantine(off)
         await self._announce(version)
 
-    async def _quarantine(self) -> None:
-        """Shuts out workers whose log-probs could too often not be believed."""
-        for worker in await self.call(self.ledger.list_workers):
-            if worker.state is WorkerState.ACTIVE and not is_believable(worker.num_audited, worker.num_audit_failures):
-                why = f"{worker.num_audit_failures} of {worker.num_audited} trajectories failed the audit"
-                await self.call(self.ledger.move_worker, worker.name, WorkerState.QUARANTINED, why)
-                await self.leave(worker.name)
-                self.on_report({"event": "quarantine", "worker": worker.name, "why": why})
+    async def _quarantine(self, tasks: Sequence[int]) -> None:
+        """Shuts out workers that handed in a part of these tasks and can no longer be believed."""
+        for worker, found in (await self.call(self.ledger.audited, tasks)).items():
+            if is_believable(found):
+                continue
+            num_tokens, num_off = (sum(numbers) for numbers in zip(*found, strict=True))
+            why = f"{num_off} of the latest {num_tokens} log-probs compared are off by more than {OFF_GAP:g}"
+            await self.call(self.ledger.move_worker, worker, WorkerState.QUARANTINED, why)
+            await self.leave(worker)
+            self.on_report({"event": "quarantine", "worker": worker, "why": why})
 
     async def checkpointed(self, step: int, *, generation: int = 0) -> None:
         await self._share(self.ledger.under, generation, self.ledger.checkpointed, step)

@@ -33,9 +33,19 @@ MIN_SUSPECTS = 256
 
 
 class Holding:
-    """See the module; `on_free` hears that tasks can be begun by somebody else."""
+    """See the module; `on_free` hears that tasks can be begun by somebody else, `on_new_life` of a worker that was
+    started again."""
 
-    def __init__(self, ledger: Ledger, writer: Writer, presence: Presence, ttl_s: float, on_free: Callable[[], None]):
+    def __init__(
+        self,
+        ledger: Ledger,
+        writer: Writer,
+        presence: Presence,
+        ttl_s: float,
+        on_free: Callable[[], None],
+        on_new_life: Callable[[str], None] = lambda worker: None,
+    ):
+        self._on_new_life = on_new_life
         self.ledger, self.leases = ledger, Leases(ttl_s, time.monotonic)
         self._share, self._presence, self._on_free = writer.call, presence, on_free
         self._suspects: set[int] = set()
@@ -64,6 +74,7 @@ class Holding:
     async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str) -> Heartbeat:
         """Gives leases their whole time again, and says which are lost."""
         if self._presence.begins_anew(worker, life):
+            self._on_new_life(worker)
             await self._lose_all_but(worker, held)
         self.leases.renew(Held(task, fence, worker) for task, fence in held)  # before the ledger, which may take long
         still = await self._share(self.ledger.still_held, worker, held)

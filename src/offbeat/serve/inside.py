@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offbeat.control.step_time import Timing
-from offbeat.ledger.records import Batch, Outcome, Reconciled
+from offbeat.ledger.records import Batch, ComparedSegment, Outcome, Reconciled
 from offbeat.ledger.trainers import Arrival
 from offbeat.serve.client import Heartbeat, Lease, verified
 from offbeat.serve.coordinator import Coordinator
@@ -76,8 +76,10 @@ class InsideTrainer:
     async def claim(self, step: int, within_s: float) -> Batch:
         return await self._coordinator.claim(step, within_s, generation=self._generation)
 
-    async def commit(self, step: int, version: Version, audited: Sequence[int] = ()) -> None:
-        await self._coordinator.commit(step, version, audited, generation=self._generation)
+    async def commit(
+        self, step: int, version: Version, audited: Sequence[int] = (), compared: Sequence[ComparedSegment] = ()
+    ) -> None:
+        await self._coordinator.commit(step, version, audited, compared, generation=self._generation)
 
     async def checkpointed(self, step: int) -> None:
         await self._coordinator.checkpointed(step, generation=self._generation)

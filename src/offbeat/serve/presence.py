@@ -49,6 +49,10 @@ class Presence:
         since_s = self._clock() - within_s
         return sorted(worker for worker, heard_s in self._heard.items() if heard_s >= since_s)
 
+    def others(self, worker: str, within_s: float) -> bool:
+        """Whether another worker with slots was heard of in this time."""
+        return any(self._slots[name] and name != worker for name in self.present(within_s))
+
     def total_slots(self, within_s: float) -> int:
         since_s = self._clock() - within_s
         return sum(self._slots[worker] for worker, heard_s in self._heard.items() if heard_s >= since_s)

@@ -6,7 +6,6 @@ large a share of the latest rewards failed, the run stops and says so instead of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from offbeat.ledger.records import Purpose, Scored, Unscored
 from offbeat.reward.failures import FailureWatch
 from offbeat.reward.pool import RewardInput, RewardResult
 from offbeat.reward.shaping import Shaping
-from offbeat.trajectory import Reward
+from offbeat.trajectory import Reward, reward_problem, total_problem
 
 
 class Scorer:
@@ -54,12 +53,16 @@ class Scorer:
         """Rewards, or the reasons why there are none."""
         scored = []
         for sample, result in zip(samples, results, strict=True):
-            if result.error is None:
+            rewards = self._shaped(sample, result.rewards) if result.error is None else ()
+            error = result.error
+            if problem := total_problem(rewards):  # each part may be sane, and what they count not
+                error = f"value: {problem}"
+            if error is None:
                 self.watch.record(failed=False)
-                scored.append(Scored(sample.task, self._shaped(sample, result.rewards)))
+                scored.append(Scored(sample.task, rewards))
             else:
-                self.failed(result.error)
-                scored.append(Scored(sample.task, error=result.error))
+                self.failed(error)
+                scored.append(Scored(sample.task, error=error))
         return scored
 
     def _shaped(self, sample: Unscored, rewards: Sequence[Reward]) -> Sequence[Reward]:
@@ -92,11 +95,9 @@ def admissible(sample: Unscored, result: RewardResult) -> RewardResult:
     if result.error is not None:
         return result
     num_tokens = len(sample.response_tokens)
+    if problem := reward_problem(result.rewards):
+        return RewardResult(error=f"value: the judge says {problem}")
     for reward in result.rewards:
-        if not math.isfinite(reward.value):
-            return RewardResult(error=f"value: the judge says {reward.name!r} is {reward.value}, no finite number")
         if not -1 <= reward.position < num_tokens:
             return RewardResult(error=f"value: {reward.name!r} stands at {reward.position} of {num_tokens} tokens")
-    if not math.isfinite(sum(reward.value for reward in result.rewards)):
-        return RewardResult(error="value: the parts of the reward have no finite sum")
     return result if result.rewards else RewardResult(error="value: the judge says nothing")

@@ -196,9 +196,10 @@ def headers_of(body: bytes, **changes: Any) -> dict[str, str]:
     return {name: value for name, value in headers.items() if value is not None}
 
 
-def answer(task: Task, number: int = 0, tokens: tuple[int, ...] = (5, 6, 7), **changes: Any) -> Trajectory:
-    """A finished answer; `changes` go into its only segment."""
+def answer(task: Task, number: int = 0, tokens: tuple[int, ...] = (5, 6), **changes: Any) -> Trajectory:
+    """A finished answer, with its stop token; `changes` go into its only segment."""
     trajectory = task.new_trajectory()
+    tokens = (*tokens, task.sampling.stop_token_ids[0])
     given = {"logprobs": np.full(len(tokens), -0.1), "version": number, "kv_version": number, "worker": "w"}
     trajectory.append(Segment(0, np.array(tokens), **{**given, **changes}), End.STOP)
     return trajectory

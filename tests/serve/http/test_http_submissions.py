@@ -69,7 +69,8 @@ def test_a_partial_is_kept_and_its_lease_is_over_then(run, worker, task):
     assert (again.fence, again.prefix) == (task.fence + 1, partial)
     assert run.submit(answer(task), task.fence, worker).status == 409
     whole = again.new_trajectory()
-    whole.append(Segment(2, np.array([7]), logprobs=np.array([-0.3]), version=0, kv_version=0), End.STOP)
+    stop = np.array(task.sampling.stop_token_ids[:1])
+    whole.append(Segment(2, stop, logprobs=np.array([-0.3]), version=0, kv_version=0), End.STOP)
     assert run.submit(whole, again.fence, next_worker).status == 201
     assert run.post("/v1/leave", wire.Nothing(), next_worker).status == 204
     assert run.ledger.verify().violations == ()
@@ -156,6 +157,9 @@ FORGERIES = {
     "only given tokens": lambda t: forged(
         answer(t), segment={"origin": "given", "logprobs": None, "version": None, "kv_version": None}
     ),
+    "a word of somebody else's": lambda t: given_between(t),
+    "a stop without a stop token": lambda t: forged(answer(t), segment={"tokens": ints(5, 6, 7)}),
+    "a length before the limit": lambda t: forged(answer(t), end="length"),
     "an array of another length": lambda t: forged(
         answer(t), segment={"arrays": {"x": {"dtype": "<f4", "shape": [1], "data": floats(1.0)}}}
     ),
@@ -174,6 +178,14 @@ def rows_of(num_bytes: int) -> dict:
 def two_segments(task, start: int) -> bytes:
     body = as_dict(answer(task))
     body["segments"].append({**body["segments"][0], "start": start})
+    return msgspec.msgpack.encode(body)
+
+
+def given_between(task) -> bytes:
+    body = as_dict(answer(task))
+    (last,) = body["segments"]
+    given = {"start": 0, "origin": "given", "logprobs": None, "version": None, "kv_version": None}
+    body["segments"] = [{**last, **given}, {**last, "start": 3}]
     return msgspec.msgpack.encode(body)
 
 

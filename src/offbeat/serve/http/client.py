@@ -17,7 +17,7 @@ from typing import Any
 from offbeat.control.step_time import Timing
 from offbeat.errors import DeadlineError, UserError
 from offbeat.ledger.errors import Forbidden, LedgerError
-from offbeat.ledger.records import Batch, Outcome, Reconciled
+from offbeat.ledger.records import Batch, ComparedSegment, Outcome, Reconciled
 from offbeat.ledger.workers import new_secret, secret_hash
 from offbeat.reward.pool import RewardResult
 from offbeat.serve.client import Heartbeat, Lease, RewardLease, verified
@@ -197,9 +197,12 @@ class RemoteTrainer:
                         f"step {step}: no batch within rollout.deadline_s = {within_s:.0f} s; {why}"
                     ) from error
 
-    async def commit(self, step: int, version: Version, audited: Sequence[int] = ()) -> None:
+    async def commit(
+        self, step: int, version: Version, audited: Sequence[int] = (), compared: Sequence[ComparedSegment] = ()
+    ) -> None:
         await self._send_weights(version)
-        await self._connection.tell("/v1/commit", wire.CommitCall(step=step, version=version, audited=list(audited)))
+        call = wire.CommitCall(step=step, version=version, audited=list(audited), compared=list(compared))
+        await self._connection.tell("/v1/commit", call)
 
     async def checkpointed(self, step: int) -> None:
         await self._connection.tell("/v1/checkpointed", wire.CheckpointedCall(step=step))

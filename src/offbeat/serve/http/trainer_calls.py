@@ -93,7 +93,7 @@ async def publish(desk: Desk, worker: Worker, request: Request) -> Response:
 async def commit(desk: Desk, worker: Worker, request: Request) -> Response:
     call = await desk.bodies.record(request, wire.CommitCall)
     version, generation = await desk.settle(call.version), _generation(request)
-    await desk.coordinator.commit(call.step, version, call.audited, generation=generation)
+    await desk.coordinator.commit(call.step, version, call.audited, call.compared, generation=generation)
     return Response(status_code=204)
 
 

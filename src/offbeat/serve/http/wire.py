@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from offbeat.ledger.records import Outcome
+from offbeat.ledger.records import ComparedSegment, Outcome
 from offbeat.ledger.workers import Role
 from offbeat.reward.pool import RewardResult
 from offbeat.serve.http.coding import Malformed
@@ -34,6 +34,8 @@ MAX_TIMINGS = 256
 """In one call; an engine's step times are known by far fewer."""
 MAX_HELD = 100_000
 """Tasks that one worker can name in one call."""
+MAX_COMPARED = 1_000_000
+"""Segments of one batch that a trainer tells of."""
 MAX_SAMPLES = 4096
 """Rewards in one call; a coordinator hands out no more samples than that."""
 MAX_PROMPT_BYTES = 4 * 2**20
@@ -149,10 +151,11 @@ class ClaimCall(Call):
 
 
 class CommitCall(Call):
-    max_bytes: ClassVar[int] = 2**20
+    max_bytes: ClassVar[int] = 32 * 2**20
     step: Count
     version: Version
     audited: Annotated[list[Count], Meta(max_length=MAX_HELD)] = []
+    compared: Annotated[list[ComparedSegment], Meta(max_length=MAX_COMPARED)] = []
 
 
 class CheckpointedCall(Call):

@@ -96,12 +96,14 @@ def _inverse_cdf(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 
 def _filtered(probs: torch.Tensor, rows: RowSampling) -> torch.Tensor:
-    """The same probabilities with zeros where top-k, top-p or min-p cut; the likeliest token always stays."""
+    """The same probabilities with zeros where top-k, top-p or min-p cut; the likeliest token always stays. As in vLLM
+    and transformers, top-p is a share of what top-k left."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[1], device=probs.device)
     top_k = torch.where(rows.top_k > 0, rows.top_k, probs.shape[1])
     cut = rank >= top_k.unsqueeze(1)
-    cut |= (ordered.cumsum(-1) - ordered >= rows.top_p.unsqueeze(1)) & (rows.top_p < 1).unsqueeze(1)
+    left = ordered.masked_fill(cut, 0.0).sum(-1, keepdim=True)
+    cut |= (ordered.cumsum(-1) - ordered >= rows.top_p.unsqueeze(1) * left) & (rows.top_p < 1).unsqueeze(1)
     cut |= ordered < rows.min_p.unsqueeze(1) * ordered[:, :1]
     cut[:, 0] = False
     return probs.masked_fill(torch.zeros_like(cut).scatter_(1, order, cut), 0.0)
