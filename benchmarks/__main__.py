@@ -50,9 +50,10 @@ def main() -> int:
 
 
 def available() -> list[str]:
-    """Modules here that can be run, by name."""
-    files = sorted(Path(__file__).parent.glob("[!_]*.py"))
-    return [file.stem for file in files if '__name__ == "__main__"' in file.read_text()]
+    """Modules and packages here that can be run, by name."""
+    here = Path(__file__).parent
+    files = [file for file in here.glob("[!_]*.py") if '__name__ == "__main__"' in file.read_text()]
+    return sorted([file.stem for file in files] + [file.parent.name for file in here.glob("*/__main__.py")])
 
 
 def run(name: str, *, quick: bool) -> dict[str, Any] | None:
