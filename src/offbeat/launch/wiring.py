@@ -17,7 +17,7 @@ from offbeat.control.rounds import Setting
 from offbeat.errors import UserError
 from offbeat.launch.sources import make_shaping
 from offbeat.ledger.ledger import Ledger
-from offbeat.model.loading import context_window, load_tokenizer, resolve, stop_token_ids
+from offbeat.model.loading import context_window, load_tokenizer, resolve, stop_token_ids, switching_lengths
 from offbeat.reward.failures import MIN_COUNT, FailureWatch
 from offbeat.reward.pool import RewardPool
 from offbeat.serve.clearing import Clearing
@@ -61,10 +61,13 @@ def load_tokens(config: Config) -> Tokens:
         ) from error
     window, vocab_size = context_window(model), int(model.get_text_config().vocab_size)
     rollout = config.rollout
+    beyond = ", from which on it codes positions by the longest row beside (longrope)" * (
+        window in switching_lengths(model.get_text_config())
+    )
     if rollout.max_prompt_tokens + rollout.max_new_tokens > window:
         raise UserError(
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {rollout.max_prompt_tokens} + "
-            f"{rollout.max_new_tokens}: {path} has a window of {window} tokens; lower one of them"
+            f"{rollout.max_new_tokens}: {path} has a window of {window} tokens{beyond}; lower one of them"
         )
     return Tokens(tokenizer, window, stop_token_ids(path, tokenizer), vocab_size)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from offbeat.errors import UserError
 from offbeat.learn.packing import Layout
 from offbeat.model.half import is_slow
+from offbeat.model.usage import Usage, usage, window_of
 
 NAME = "offbeat_packed"
 SHORT_TOKENS = 128
@@ -30,27 +30,29 @@ def packed_attention(
     *,
     layout: Layout,
     scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """From (1, heads, row, dim) to (1, row, heads, dim), as transformers' own attention functions do."""
-    if softcap is not None or s_aux is not None:
-        raise UserError(f"model.path: {type(module).__name__} changes attention scores in a way packed rows cannot")
+    """From (1, heads, row, dim) to (1, row, heads, dim), as transformers' own attention functions do.
+
+    `softcap` bounds scores, and `s_aux` is a score for each head of looking nowhere.
+    """
     if is_slow(query):
         wide = (query.float(), key.float(), value.float(), attention_mask)
-        how = {"layout": layout, "scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
+        how = {"layout": layout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
         return packed_attention(module, *wide, **how)[0].to(query.dtype), None  # type: ignore[arg-type]
     num_kv_heads, scale = key.shape[1], scaling if scaling is not None else query.shape[-1] ** -0.5
+    is_plain, own_window = softcap is None and s_aux is None, window_of(module)
     results = []
     for table in layout.buckets:
         q, k, v = (_gather(states[0], table, num_kv_heads) for states in (query, key, value))
         length = table.shape[1]
-        window = sliding_window if sliding_window is not None and sliding_window < length else None
-        attend = _short if query.device.type == "cpu" and length <= SHORT_TOKENS and not dropout else _long
-        results.append(attend(q, k, v, scale, window, dropout))
+        window = own_window if own_window is not None and own_window < length else None
+        if is_plain and (query.device.type != "cpu" or length > SHORT_TOKENS):
+            results.append(_fused(q, k, v, scale, window))
+        else:
+            results.append(_written_out(q, k, v, scale, window, softcap, s_aux))
     return torch.cat(results).index_select(0, layout.restore).unsqueeze(0), None
 
 
@@ -60,16 +62,32 @@ def _gather(states: Tensor, table: Tensor, num_kv_heads: int) -> Tensor:
     return taken.unflatten(1, (num_kv_heads, -1))
 
 
-def _short(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, dropout: float) -> Tensor:
-    """Plain matrix products: on a CPU, fused kernels spend more on short sequences than these do."""
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Plain matrix products: on a CPU, fused kernels spend more on short sequences than these do, and no kernel knows
+    of caps and sinks."""
     samples, kv_heads, per_kv_head, length, dim = query.shape
     scores = query.reshape(samples, kv_heads, per_kv_head * length, dim) @ (key[:, :, 0] * scale).transpose(-1, -2)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     scores = scores.unflatten(2, (per_kv_head, length)) + _causal_bias(length, window, query)
-    out = (scores.softmax(-1).flatten(2, 3) @ value[:, :, 0]).unflatten(2, (per_kv_head, length))
-    return out.permute(0, 3, 1, 2, 4).reshape(samples * length, kv_heads * per_kv_head, dim)
+    if sinks is not None:
+        nowhere = sinks.to(scores.dtype).view(1, kv_heads, per_kv_head, 1, 1).expand(samples, -1, -1, length, 1)
+        weights = torch.cat((scores, nowhere), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    out = (weights.flatten(2, 3) @ value[:, :, 0]).unflatten(2, (per_kv_head, length))
+    return out.permute(0, 3, 1, 2, 4).reshape(samples * length, kv_heads * per_kv_head, value.shape[-1])
 
 
-def _long(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, dropout: float) -> Tensor:
+def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
     """torch's fused attention."""
     per_kv_head = query.shape[2]
     out = scaled_dot_product_attention(
@@ -78,7 +96,6 @@ def _long(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int |
         value.expand(-1, -1, per_kv_head, -1, -1).flatten(1, 2),
         attn_mask=None if window is None else _causal_bias(query.shape[3], window, query),
         is_causal=window is None,
-        dropout_p=dropout,
         scale=scale,
     )
     return out.transpose(1, 2).flatten(0, 1)
@@ -95,9 +112,9 @@ def _causal_bias(length: int, window: int | None, like: Tensor) -> Tensor:
 AttentionInterface.register(NAME, packed_attention)
 
 
-def use(model: PreTrainedModel) -> None:
-    """Switches a model to packed rows, or says why it cannot be."""
-    kind = type(model).__name__
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UserError(f"model.path: {kind} does not take attention functions, which Offbeat trains with")
-    model.set_attn_implementation(NAME)
+def use(model: PreTrainedModel) -> Usage:
+    """Switches a model to packed rows, where it can be used so."""
+    found = usage(model)
+    if found.packs:
+        model.set_attn_implementation(NAME)
+    return found

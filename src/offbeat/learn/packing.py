@@ -5,6 +5,9 @@ nothing. Layers that work token by token see no padding at all. Attention needs 
 gather them: samples are put into buckets of similar length, each sample's keys are its prompt's and its own tokens, and
 `restore` takes the results back to the row. What a prompt's tokens attend to is the same for every member, so the
 first member's result stands for all.
+
+A model that cannot attend so takes the same sequences as rows of their own, right-padded: the buckets' tables are those
+rows, and `restore` takes their results to the packed row all the same.
 """
 
 from __future__ import annotations
@@ -53,11 +56,11 @@ class Microbatch:
         return self.tokens.numel()
 
 
-def plan(samples: Sequence[Sample], tokens_per_microbatch: int) -> list[list[int]]:
+def plan(samples: Sequence[Sample], tokens_per_microbatch: int, *, shares_prompts: bool = True) -> list[list[int]]:
     """Splits samples into micro-batches of at most so many row tokens, keeping groups together where they fit.
 
-    Order is by group and then by place in `samples`; it depends on nothing else. A sample that is alone over the limit
-    gets a micro-batch of its own.
+    `shares_prompts` says whether a group's prompt counts once, or for each member. Order is by group and then by place
+    in `samples`; it depends on nothing else. A sample that is alone over the limit gets a micro-batch of its own.
     """
     order = sorted(range(len(samples)), key=lambda i: (samples[i].prompt_id, i))
     batches: list[list[int]] = []
@@ -65,7 +68,8 @@ def plan(samples: Sequence[Sample], tokens_per_microbatch: int) -> list[list[int
     for i in order:
         sample = samples[i]
         own = max(sample.num_tokens - 1, 0)
-        cost = own if batches and sample.prompt_id == prompt_id else own + len(sample.prompt)
+        is_shared = shares_prompts and batches and sample.prompt_id == prompt_id
+        cost = own if is_shared else own + len(sample.prompt)
         if not batches or cost > room:
             batches.append([])
             room, cost = tokens_per_microbatch, own + len(sample.prompt)

@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from offbeat.learn import attention
+from offbeat.learn import attention, self_check
 from offbeat.learn.finite import NotFinite
+from offbeat.learn.forward import Forward, checkpoint_layers, forward
 from offbeat.learn.packing import Microbatch
 from offbeat.learn.value import ValueHead
 from offbeat.model.lora import published_tensors
@@ -34,35 +35,8 @@ class AdamSettings:
     max_grad_norm: float = 1.0
 
 
-class Forward(NamedTuple):
-    """What a forward pass says of every target of a micro-batch, in float32."""
-
-    logprobs: Tensor
-    """After temperature."""
-    values: Tensor | None = None
-    """What the value head expects before the token is chosen; None without a head."""
-
-
 LossFunction = Callable[[Forward], Tensor]
 """From what the policy says of the targets to a scalar whose gradient is wanted."""
-
-
-def packed_forward(
-    model: PreTrainedModel, microbatch: Microbatch, temperature: float, head: ValueHead | None = None
-) -> Forward:
-    output = model(
-        input_ids=microbatch.tokens[None],
-        position_ids=microbatch.positions[None],
-        use_cache=False,
-        layout=microbatch.layout,
-        logits_to_keep=microbatch.predict_from,
-    )
-    logits = output.logits[0].float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    chosen = logits[microbatch.target_row, microbatch.targets]
-    logprobs = chosen - torch.logsumexp(logits, dim=-1)[microbatch.target_row]
-    return Forward(logprobs, None if head is None else head.values()[microbatch.target_row])
 
 
 class Policy:
@@ -76,15 +50,14 @@ class Policy:
         gradient_checkpointing: bool = False,
         has_value_head: bool = False,
     ):
-        attention.use(model)
+        self.usage = attention.use(model)
         self.model, self.temperature, self.adam = model, temperature, adam
         self.device = next(model.parameters()).device
         self.num_threads = torch.get_num_threads()
         self.num_updates = 0
         """Updates begun since this object was made: whoever sees the same number twice has seen the same weights."""
         if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            model.train()  # checkpointing is active only then; dropout was set to 0 when the model was loaded
+            checkpoint_layers(model)
         self.head = ValueHead(model) if has_value_head else None
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if self.head is not None:
@@ -102,6 +75,7 @@ class Policy:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 parameter.register_post_accumulate_grad_hook(_add_to(master))
+        self_check.check(model, self.usage)
 
     def use_threads(self) -> None:
         """Takes all threads for the calling thread: it may be new, and start with whatever an engine last chose."""
@@ -110,16 +84,16 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, microbatch: Microbatch, model: PreTrainedModel | None = None) -> Tensor:
         """The targets' log-probs under this policy, or under another model that uses packed rows."""
-        return packed_forward(model or self.model, microbatch, self.temperature).logprobs
+        return forward(model or self.model, microbatch, self.temperature, self.usage).logprobs
 
     @torch.no_grad()
     def look(self, microbatch: Microbatch) -> Forward:
         """What the policy says as it is now."""
-        return packed_forward(self.model, microbatch, self.temperature, self.head)
+        return forward(self.model, microbatch, self.temperature, self.usage, self.head)
 
     def forward_backward(self, microbatch: Microbatch, loss: LossFunction) -> Tensor:
         """Adds one micro-batch's gradient; returns the targets' log-probs, detached."""
-        found = packed_forward(self.model, microbatch, self.temperature, self.head)
+        found = forward(self.model, microbatch, self.temperature, self.usage, self.head)
         loss(found).backward()
         return found.logprobs.detach()
 

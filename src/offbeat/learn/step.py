@@ -267,7 +267,8 @@ class StepUnderWay:
         self.sums.microbatches += 1
 
     def _microbatches(self, chosen: Sequence[int]) -> Iterator[Microbatch]:
-        for local in plan([self.samples[i] for i in chosen], self.settings.tokens_per_microbatch):
+        some, room = [self.samples[i] for i in chosen], self.settings.tokens_per_microbatch
+        for local in plan(some, room, shares_prompts=self.policy.usage.packs):
             yield pack(self.samples, [chosen[i] for i in local], self.policy.device)
 
     def _flat(self, parts: Sequence[np.ndarray]) -> Tensor:

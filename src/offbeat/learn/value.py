@@ -34,6 +34,7 @@ class ValueHead:
         self._hidden = args[0]
 
     def values(self) -> Tensor:
+        """Of each position whose logits were computed, in their shape."""
         assert self._hidden is not None, "the value head has seen no forward pass"
         hidden, self._hidden = self._hidden, None  # or a forward pass's activations would live until the next
-        return self.linear(hidden[0].float()).squeeze(-1)
+        return self.linear(hidden.float()).squeeze(-1)

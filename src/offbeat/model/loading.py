@@ -114,13 +114,24 @@ def load_tokenizer(path: str | Path, template: str | Path | None = None) -> PreT
 
 
 def context_window(config: PretrainedConfig) -> int:
-    """The most tokens, prompt and answer together, that the model takes."""
+    """The most tokens, prompt and answer together, that the model takes.
+
+    Of one whose positions are coded anew once any row beside is longer than some length (longrope), that length: up to
+    there a row's numbers are its own.
+    """
     text = config.get_text_config()
-    for key in WINDOW_KEYS:
-        value = getattr(text, key, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return NO_WINDOW_TOKENS
+    told = [getattr(text, key, None) for key in WINDOW_KEYS]
+    window = next((value for value in told if isinstance(value, int) and value > 0), NO_WINDOW_TOKENS)
+    return min([window, *switching_lengths(text)])
+
+
+def switching_lengths(config: PretrainedConfig) -> list[int]:
+    """The lengths from which on positions are coded in another way, one for each kind of layer that has it."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type") == "longrope"]
+    shorter = getattr(config, "original_max_position_embeddings", None)
+    lengths = [one.get("original_max_position_embeddings", shorter) for one in kinds]
+    return [length for length in lengths if length is not None]
 
 
 def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

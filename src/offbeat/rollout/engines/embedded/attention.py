@@ -14,19 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from offbeat.model.half import is_slow
-from offbeat.rollout.engine import EngineError
+from offbeat.model.usage import Usage, usage, window_of
 
 NAME = "offbeat_slots"
-LAYER_TYPES = {"full_attention", "sliding_attention"}
-NOT_UNDERSTOOD = ("softcap", "s_aux", "position_bias")
-"""What some models ask of their attention and this one does not do: capped scores, sinks, learned biases."""
 
 _less: ContextVar[torch.Tensor | None] = ContextVar("read_less", default=None)
 
@@ -44,28 +41,13 @@ def read_less(mask: torch.Tensor | None) -> Iterator[None]:
         _less.reset(token)
 
 
-def use_slot_attention(model: PreTrainedModel, max_context_tokens: int) -> None:
-    """Makes this instance of a model attend through the slots, or says why it cannot."""
-    kind, config = type(model).__name__, model.config.get_text_config()
-    if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
-        raise EngineError(f"embedded engine: {kind} does not let its attention be replaced, which this engine needs")
-    unknown = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-    if unknown:
-        raise EngineError(
-            f"embedded engine: {kind} has layers of type {', '.join(sorted(unknown))}, which this engine does not know"
-        )
-    chunk = getattr(config, "attention_chunk_size", None)
-    if chunk is not None and chunk < max_context_tokens:
-        raise EngineError(
-            f"embedded engine: {kind} attends in chunks of {chunk} tokens; allowed max_context_tokens up to {chunk}"
-        )
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and longest < max_context_tokens:
-        raise EngineError(
-            f"embedded engine: max_context_tokens = {max_context_tokens}, but {kind} was made for {longest} positions"
-        )
-    AttentionInterface.register(NAME, slot_attention)
-    model.set_attn_implementation(NAME)
+def use_slot_attention(model: PreTrainedModel) -> Usage:
+    """Makes this instance of a model attend through the slots, where it can be used so."""
+    found = usage(model)
+    if found.has_slots:
+        AttentionInterface.register(NAME, slot_attention)
+        model.set_attn_implementation(NAME)
+    return found
 
 
 def slot_attention(
@@ -75,65 +57,100 @@ def slot_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Query is (rows, heads, tokens, head dim), key and value (rows, KV heads, read tokens, head dim)."""
-    for name in NOT_UNDERSTOOD:
-        if kwargs.get(name) is not None:
-            raise EngineError(f"embedded engine: {type(module).__name__} needs {name} in its attention; not supported")
+    """Query is (rows, heads, tokens, head dim), key and value (rows, KV heads, read tokens, head dim).
+
+    `softcap` bounds scores, and `s_aux` is a score for each head of looking nowhere.
+    """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if is_slow(query):
         wide = (query.float(), key.float(), value.float(), None if attention_mask is None else attention_mask.float())
-        return slot_attention(module, *wide, scaling, sliding_window)[0].to(query.dtype), None
-    if attention_mask is None:
-        return _prefill(query, key, value, scaling, sliding_window), None
-    if sliding_window is not None and sliding_window < key.shape[2]:
-        attention_mask = _windowed(attention_mask, sliding_window)
-    return _decode(query, key, value, attention_mask, scaling), None
+        return slot_attention(module, *wide, scaling, softcap, s_aux)[0].to(query.dtype), None
+    scoring = _Scoring(scaling, window_of(module), softcap, s_aux)
+    attend = _prefill if attention_mask is None else _decode
+    return attend(query, key, value, attention_mask, scoring), None
+
+
+class _Scoring(NamedTuple):
+    """How a layer attends."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's own attention does all of it."""
+        return self.softcap is None and self.sinks is None
 
 
 def _prefill(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, sliding_window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: _Scoring
 ) -> torch.Tensor:
-    num_tokens, folded = query.shape[2], query.shape[1] != key.shape[1]
-    mask = None
-    if sliding_window is not None and sliding_window < num_tokens:
+    rows, num_heads, num_tokens, head_dim = query.shape
+    folded = num_heads != key.shape[1]
+    if not scoring.is_plain or (scoring.window is not None and scoring.window < num_tokens):
         age = torch.arange(num_tokens, device=query.device).unsqueeze(1) - torch.arange(num_tokens, device=query.device)
-        mask = (age >= 0) & (age < sliding_window)
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=folded
-    )
-    return out.transpose(1, 2)
+        mask = (age >= 0) & (age < (scoring.window or num_tokens))
+    if scoring.is_plain:
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scoring.scale, enable_gqa=folded
+        )
+        return out.transpose(1, 2)
+    assert mask is not None
+    by_head = query.reshape(rows, key.shape[1], -1, num_tokens, head_dim) * scoring.scale
+    hidden = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, float("-inf"))
+    out = _attend(by_head, key.unsqueeze(2), value.unsqueeze(2), hidden, scoring)
+    return out.reshape(rows, num_heads, num_tokens, value.shape[-1]).transpose(1, 2)
 
 
 def _decode(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: _Scoring
 ) -> torch.Tensor:
+    assert mask is not None
     rows, num_heads, _, head_dim = query.shape
     folded = query.reshape(rows, key.shape[1], num_heads // key.shape[1], head_dim)
-    if query.device.type == "cuda":  # one kernel, with scores in float32; on CPUs three products are faster
+    mask = _windowed(mask, scoring.window)
+    if query.device.type == "cuda" and scoring.is_plain:  # one kernel, with scores in float32
         mask = mask.expand(rows, 1, folded.shape[2], mask.shape[-1])
-        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scoring.scale)
         return out.reshape(rows, 1, num_heads, value.shape[-1])
-    less = _less.get()
+    less = _less.get()  # on CPUs three products are faster than one kernel, and can be cut
+    folded = folded * scoring.scale
     if less is None:
-        return _attend(folded * scaling, key, value, mask).reshape(rows, 1, num_heads, value.shape[-1])
+        return _attend(folded, key, value, mask, scoring).reshape(rows, 1, num_heads, value.shape[-1])
     num_far, reach = rows - less.shape[0], less.shape[-1]
-    folded = folded * scaling
-    far = _attend(folded[:num_far], key[:num_far], value[:num_far], mask[:num_far])
-    near = _attend(folded[num_far:], key[num_far:, :, :reach], value[num_far:, :, :reach], less)
+    less = _windowed(less, scoring.window)
+    far = _attend(folded[:num_far], key[:num_far], value[:num_far], mask[:num_far], scoring)
+    near = _attend(folded[num_far:], key[num_far:, :, :reach], value[num_far:, :, :reach], less, scoring)
     return torch.cat((far, near)).reshape(rows, 1, num_heads, value.shape[-1])
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    scores = torch.matmul(query, key.transpose(2, 3)).add_(mask)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-    return torch.matmul(weights, value)
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scoring: _Scoring
+) -> torch.Tensor:
+    """Query, scaled already, is (rows, KV heads, ..., head dim) with as many heads to a KV head as it has places."""
+    scores = torch.matmul(query, key.transpose(-2, -1))
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    scores = scores.add_(mask)
+    if scoring.sinks is None:
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    else:
+        by_head = scoring.sinks.float().view(1, key.shape[1], -1, *[1] * (scores.ndim - 3))
+        nowhere = by_head.expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat((scores.float(), nowhere), -1), dim=-1)[..., :-1]
+    return torch.matmul(weights.to(value.dtype), value)
 
 
-def _windowed(mask: torch.Tensor, sliding_window: int) -> torch.Tensor:
+def _windowed(mask: torch.Tensor, window: int | None) -> torch.Tensor:
     """Hides what lies a window or more behind each row's token, the last that its mask lets through."""
+    if window is None or window >= mask.shape[-1]:
+        return mask
     index = torch.arange(mask.shape[-1], device=mask.device)
     last = torch.where(mask == 0, index, -1).amax(-1, keepdim=True)
-    return mask.masked_fill(index <= last - sliding_window, float("-inf"))
+    return mask.masked_fill(index <= last - window, float("-inf"))

@@ -66,6 +66,8 @@ class KeyValueSlots:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], num_tokens: int) -> None:
         """Gives target slot i the first tokens of source slot i."""
+        if not self.keys:
+            return
         device = self.keys[0].device
         source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
         for tensor in (*self.keys, *self.values):

@@ -17,6 +17,9 @@ prefilled one at a time, and a prefix that is carried on is fed token by token, 
 what is held is, to the bit, what would be computed again, and whether it is held changes nothing but time.
 (Alone, that is, for one number of threads and of slots: with several threads, a library may split a large product by
 its number of rows. On one thread the number of slots does not matter either.)
+
+A model whose attention cannot be replaced (see `model.usage`) has no keys and values here: each of its steps computes
+every row from its first token on (see `recomputed`).
 """
 
 from __future__ import annotations
@@ -30,10 +33,14 @@ import torch
 from transformers import PreTrainedModel
 
 from offbeat.control.reading import exchanges, num_read_far
+from offbeat.errors import UserError
+from offbeat.model.loading import context_window
+from offbeat.model.usage import distance, kind_of, max_distance, own_logits, probe_tokens, telling, without_random
 from offbeat.rollout.engine import EngineFigures, Finish, Generation, KvMode, Request
 from offbeat.rollout.engines.embedded.attention import use_slot_attention
 from offbeat.rollout.engines.embedded.occupant import Occupant
 from offbeat.rollout.engines.embedded.prefill import Prefill, Wanted, round_up
+from offbeat.rollout.engines.embedded.recomputed import Recomputed
 from offbeat.rollout.engines.embedded.recorded import (
     DecodeForward,
     Forward,
@@ -46,6 +53,7 @@ from offbeat.rollout.engines.embedded.sampling import draw, is_filtered, is_gree
 from offbeat.rollout.engines.embedded.slots import KeyValueSlots
 from offbeat.rollout.engines.embedded.weights import Staged, swap
 from offbeat.rollout.engines.held import Held, HeldPrefixes, is_cheaper
+from offbeat.trajectory import Sampling
 
 READ_BUCKET_TOKENS = 16
 """Slots are read in multiples of this: vector lanes stay full and the shapes of a step change seldom."""
@@ -67,7 +75,13 @@ class Stepper:
         version: int | None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        use_slot_attention(model, max_context_tokens)
+        longest = context_window(model.config)
+        if max_context_tokens > longest:
+            raise UserError(
+                f"embedded engine: max_context_tokens = {max_context_tokens}, but {kind_of(model)} takes {longest}; "
+                "lower rollout.max_prompt_tokens or rollout.max_new_tokens"
+            )
+        self.usage = use_slot_attention(model)
         self.model, self.num_slots, self.max_context_tokens, self.exact = model, num_slots, max_context_tokens, exact
         self.worker, self.fingerprint, self.version = worker, fingerprint, version
         self.figures = EngineFigures()
@@ -85,10 +99,9 @@ class Stepper:
         self.num_steps = 0
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.num_threads = self._threads_now = torch.get_num_threads()
-        first = Wanted(0, np.zeros(1, np.int64), is_shared=False)
-        self.prefill.compute([first])  # allocates the KV, and fails here if the model cannot be served
-        forward = DecodeForward(model)
-        self._forward = forward if exact else recorded(forward, self._decode_inputs())
+        with telling(model, "a step of the embedded engine"), without_random(model):
+            self._forward = self._make_forward()
+            self._check()
         self._forward_in_parts: Forward | None = None
         """Made when it is first needed: most runs have no tail."""
         self.num_far = num_slots
@@ -123,7 +136,9 @@ class Stepper:
         self.prefill.prompts.clear()
         self.held.load(number)
         start_s = self._clock()
-        self._fill_again(sorted(slot for slot, running in self.running.items() if not running.may_keep_kv(number)))
+        keeps = self.usage.has_slots
+        again = [slot for slot, one in self.running.items() if not (keeps and one.may_keep_kv(number))]
+        self._fill_again(sorted(again))
         self.figures += EngineFigures(busy_seconds=self._clock() - start_s)
 
     def step(self) -> list[Generation]:
@@ -135,7 +150,7 @@ class Stepper:
             self._admit()
         if not self.exact:
             self._compact()
-            if self._has_started:
+            if self._has_started and self.usage.has_slots:
                 self._put_far_first()
         parts = self._parts()
         ended = self._end(self._decode(parts), None)
@@ -155,13 +170,10 @@ class Stepper:
 
     def _decode(self, parts: Sequence[tuple[int, int]]) -> list[int]:
         """One token for every live row; returns the slots that are done."""
-        num_rows = sum(num for num, _ in parts)
-        self._use_threads(num_rows)
-        rows, tokens = self.rows, self.rows.feed(num_rows)
-        masks = [rows.mask[:num_rows, None, None, : parts[0][1]]]
-        masks += [rows.mask[num_rows - num : num_rows, None, None, :reach] for num, reach in parts[1:]]
-        forward = self._forward if len(parts) == 1 else self._in_parts()
-        logits = forward(tokens, rows.positions(num_rows), *masks, *self.kv.keys, *self.kv.values)
+        num_rows, rows = sum(num for num, _ in parts), self.rows
+        logits = (
+            self._next_logits(num_rows, parts) if self.usage.has_slots else self._logits_anew(num_rows, parts[0][1])
+        )
         sampling = rows.sampling(num_rows, any_greedy=self.any_greedy, any_filtered=self.any_filtered)
         noise = uniform(sampling.keys, rows.response_positions(num_rows))
         drawn, logprobs = draw(logits.float(), sampling, noise)
@@ -170,6 +182,52 @@ class Stepper:
         self.num_steps += 1
         slots: list[int] = done.nonzero().squeeze(1).tolist()
         return slots
+
+    def _next_logits(self, num_rows: int, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Feeds each row its next token."""
+        self._use_threads(num_rows)
+        rows, tokens = self.rows, self.rows.feed(num_rows)
+        masks = [rows.mask[:num_rows, None, None, : parts[0][1]]]
+        masks += [rows.mask[num_rows - num : num_rows, None, None, :reach] for num, reach in parts[1:]]
+        forward = self._forward if len(parts) == 1 else self._in_parts()
+        return forward(tokens, rows.positions(num_rows), *masks, *self.kv.keys, *self.kv.values)
+
+    def _logits_anew(self, num_rows: int, reach: int) -> torch.Tensor:
+        """Feeds each row all its tokens."""
+        reach = min(reach, self.max_context_tokens)  # a read may round up to more than the model has positions for
+        self._use_threads(num_rows * reach)
+        return self._forward(self.rows.tokens[:num_rows, :reach], self.rows.positions(num_rows))
+
+    def _make_forward(self) -> Forward:
+        if not self.usage.has_slots:
+            return Recomputed(self.model, self.usage.picks_logits and not self.exact)
+        self.prefill.compute([Wanted(0, np.zeros(1, np.int64), is_shared=False)])  # allocates the KV
+        forward = DecodeForward(self.model)
+        return forward if self.exact else recorded(forward, self._decode_inputs())
+
+    def _check(self) -> None:
+        """Refuses a model whose next logits, as they are computed here, are not those of its own code: a few tokens
+        and, beside them where there is room, a row that begins with one."""
+        tokens = np.array(probe_tokens(self.model, 7))
+        prompts = [tokens[:6][: self.max_context_tokens - 1], tokens[6:]][: self.num_slots]
+        slots, num_rows = range(len(prompts)), len(prompts)
+        requests = [Request(str(slot), prompts[slot], slot, Sampling(max_new_tokens=1)) for slot in slots]
+        self.rows.tokens[:num_rows] = int(tokens[0])  # behind a row's own stands what others left, not padding
+        self.rows.start(slots, requests, [len(prompt) - 1 for prompt in prompts])
+        if self.usage.has_slots:
+            if len(prompts[0]) > 1:
+                self.prefill.compute([Wanted(0, prompts[0][:-1], is_shared=False)])
+            found = self._next_logits(num_rows, [(num_rows, READ_BUCKET_TOKENS)])
+        else:
+            found = self._logits_anew(num_rows, READ_BUCKET_TOKENS)
+        self.rows.clear(slots, [0] * num_rows)
+        own = [own_logits(self.model, self.rows.index(prompt.tolist())[None])[0, -1] for prompt in prompts]
+        gap, allowed = distance(found, torch.stack(own)), max_distance(self.model)
+        if gap is not None and not gap <= allowed:
+            raise UserError(
+                f"model.path: {kind_of(self.model)}: the embedded engine's log-probs are off by {gap:.2g} of their "
+                f'spread (allowed {allowed:g}); use rollout.engine = "vllm", or a model that docs/models.md lists'
+            )
 
     def _in_parts(self) -> Forward:
         if self._forward_in_parts is None:
@@ -208,9 +266,13 @@ class Stepper:
             positions.append(position)
             self.running[slot] = Occupant.of(request, position - self.num_steps, kv_version)
         self.rows.start(slots, requests, positions)
-        self.figures += self.prefill.fill(wanted)
+        self._prefill(wanted)
         self._has_started = True
         self._count()
+
+    def _prefill(self, wanted: Sequence[Wanted]) -> None:
+        if self.usage.has_slots:
+            self.figures += self.prefill.fill(wanted)
 
     def _take_held(self, request: Request) -> Held | None:
         """What free slots hold for a request, where using it costs less than making it anew."""
@@ -317,7 +379,7 @@ class Stepper:
         """Remembers what a slot that is being cut holds, for the request to be carried on."""
         running = self.running[slot]
         request, num_kept, num_prompt = running.request, self._num_kept(slot), running.num_prompt
-        if request.kv is KvMode.REFILL or num_kept < num_prompt:
+        if request.kv is KvMode.REFILL or num_kept < num_prompt or not self.usage.has_slots:
             return
         lag = request.kv_lag if request.kv is KvMode.STALE else 0
         self.held.hold(Held(slot, tokens[:num_kept].copy(), num_prompt, running.kv_version, lag))
@@ -347,5 +409,5 @@ class Stepper:
             wanted.append(Wanted(slot, tokens[row, : end - 1], running.request.kv is not KvMode.REFILL))
             running.refill(num_known[row], end - 1 - self.num_steps, self.version)
         self.rows.restart(slots, [len(one.tokens) for one in wanted], num_known)
-        self.figures += self.prefill.fill(wanted)
+        self._prefill(wanted)
         self._count()

@@ -1,0 +1,155 @@
+"""Trainer and embedded engine beside transformers' own code, on every causal architecture that transformers has.
+
+Each architecture is made tiny and random (see `tiny`) and compared (see `compare`): it agrees, or it is refused in one
+line. What could not be built is listed with its error. Nothing here is timed, so two models are tried at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from benchmarks import report
+from benchmarks.architectures import page, tiny
+from benchmarks.architectures.compare import Result, engine, judge, trainer
+
+NUM_PROCESSES = 2
+LIMIT_CPU_S = 60.0
+"""Of processor time for one architecture: most take a second or two, and one builds tables of its real size."""
+QUICK = (
+    "llama",
+    "mistral",
+    "gemma2",
+    "gpt_oss",
+    "phimoe",
+    "mixtral",
+    "deepseek_v3",
+    "nemotron",
+    "lfm2",
+    "bloom",
+    "roberta",
+)
+"""A window; a cap; sinks; a window that only the mask has; a router's noise; heads of unequal sizes; an attention that
+is told nothing; a convolution; an attention that cannot be replaced; and one that is refused."""
+MIN_ATTEMPTED, MAX_REFUSED_SHARE = 120, 0.30
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.architectures", description="All architectures beside transformers' own code."
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="architectures, all by default")
+    parser.add_argument("--quick", action="store_true", help=f"only {len(QUICK)} of them")
+    parser.add_argument("--page", metavar="FILE", type=Path, help="write the table of models there (docs/models.md)")
+    parser.add_argument("--raw", metavar="FILE", type=Path, help="write every result there, as JSON")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(tiny.names()):
+        print(f"architectures: {', '.join(sorted(unknown))}: transformers has no such causal model", file=sys.stderr)
+        return 2
+    start_s = time.monotonic()
+    results = attempt(options.names or (QUICK if options.quick else tiny.names()))
+    if options.raw:
+        lines = ",\n".join(json.dumps(asdict(result)) for result in results)
+        options.raw.write_text(f"[\n{lines}\n]\n")
+    if options.page:
+        options.page.write_text(page.written(results, transformers.__version__))
+    show(results, is_part=options.quick or bool(options.names), seconds=round(time.monotonic() - start_s))
+    return 0
+
+
+def attempt(names: Sequence[str]) -> list[Result]:
+    """What came of each, in the order of their names."""
+    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    with context.Pool(min(NUM_PROCESSES, len(names)), _begin) as pool:
+        return sorted(pool.imap_unordered(try_out, names), key=lambda result: result.name)
+
+
+def _begin() -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+
+
+def try_out(name: str) -> Result:
+    """Builds one architecture and compares it."""
+    kind = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+    make = partial(tiny.tiny_model, name)
+    try:
+        with _limited():
+            model = make()
+            with torch.no_grad():  # one that does not run by itself is no fault of ours
+                model(input_ids=torch.arange(3, 9)[None], use_cache=False)
+    except Exception as error:  # noqa: BLE001 - it is told with the results
+        return Result(name, kind, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    with _limited():
+        return Result(name, kind, None, judge(partial(trainer, make)), judge(partial(engine, make)))
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raises within the block once it has used its processor time: a busy machine does not count."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"not done after {LIMIT_CPU_S:.0f} s of processor time")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def show(results: Sequence[Result], *, is_part: bool, seconds: int) -> None:
+    built = [result for result in results if result.error is None]
+    refused = [result for result in built if "refused" in result.statuses]
+    disagreeing = [result.name for result in built if "disagrees" in result.statuses]
+    failing = [result.name for result in built if "fails" in result.statuses]
+    share = len(refused) / len(built) if built else 1.0
+    decides = None if is_part else True
+    bars = {
+        "architectures attempted": _bar(len(results), MIN_ATTEMPTED, decides and len(results) >= MIN_ATTEMPTED),
+        "disagreements": _bar(len(disagreeing), 0, not disagreeing),
+        "share refused of those built": _bar(share, MAX_REFUSED_SHARE, decides and share <= MAX_REFUSED_SHARE),
+        "tracebacks": _bar(len(failing), 0, not failing),
+    }
+    rows = [
+        (result.name, *(page.cell(verdict) for verdict in (result.trainer, result.engine)), result.error or "")
+        for result in results
+    ]
+    report.show(
+        "architectures",
+        ("architecture", "trainer", "engine", "not built"),
+        rows,
+        bars,
+        built=len(built),
+        refused=[result.name for result in refused],
+        disagreeing=disagreeing,
+        failing=failing,
+        seconds=seconds,
+        transformers=transformers.__version__,
+    )
+
+
+def _bar(value: float, target: float, holds: bool | None) -> report.Bar:
+    return report.Bar(round(value, 3), target, holds, (round(value, 3), round(value, 3)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

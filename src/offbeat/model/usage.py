@@ -1,0 +1,220 @@
+"""What a model can be used for, decided once for trainer and engine alike.
+
+Both replace a model's attention by one of their own, over packed rows or over KV slots. That is right only where tokens
+meet in attention and nowhere else, and where attention asks for nothing that theirs does not do. Names and flags do not
+tell, so the model is asked: one forward pass over two rows of four tokens, in which attention is a function that writes
+down what it is asked for and returns 0. The rows end in the same token. Whatever then differs there, in the logits or
+in what attention is given, came from other tokens by another way: a convolution, a state, an attention of its own.
+
+A model that cannot be used so is run as transformers runs it: samples in rows of their own, padded on the right, which
+a causal model does not see, and no keys and values kept.
+
+What this misses, a comparison with the model's own forward pass finds when trainer and engine start (`distance`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from offbeat.errors import OffbeatError, UserError
+
+PROBE = "offbeat_probe"
+OPTION = "offbeat_option"
+"""Given to a call, to see whether it reaches attention."""
+UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
+"""What attention may be asked for."""
+FOR_OTHERS = {OPTION, "position_ids", "use_cache", "logits_to_keep", "return_dict"} | {
+    f"output_{what}" for what in ("attentions", "hidden_states", "router_logits")
+}
+"""What models hand down to all their parts; nothing of it concerns attention."""
+MIXED = 1e-2
+"""Two rows differ if they do by more than this share of their size; where nothing mixes, only rounding is left."""
+MAX_DISTANCE = {torch.float32: 0.01, torch.float64: 0.01}
+MAX_DISTANCE_HALF = 0.15
+"""Rounding to bfloat16 moves log-probs by a few hundredths of their spread; one wrong layer does by a third or more."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How a model can be run."""
+
+    obstacle: str | None
+    """Why attention cannot be replaced, in words that follow the model's name; None: it can."""
+    hands_on: bool
+    """Whether attention gets to see what a call was given for it."""
+    picks_logits: bool
+    """Whether it takes `logits_to_keep` and computes no others."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether it can be trained over packed rows."""
+        return self.obstacle is None and self.hands_on
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether it can generate over KV slots."""
+        return self.obstacle is None
+
+
+def window_of(module: nn.Module) -> int | None:
+    """How many tokens, its own included, an attention layer looks at; None: all before it. Told by `usage`."""
+    window: int | None = module.__dict__.get("offbeat_window")
+    return window
+
+
+@torch.no_grad()
+def usage(model: PreTrainedModel) -> Usage:
+    """Asks a model, and notes at each of its attention layers the window that its masks have."""
+    takes, seen = inspect.signature(model.forward).parameters, _Seen()
+    obstacle = _obstacle(model, takes, seen)
+    return Usage(obstacle, seen.hands_on, "logits_to_keep" in takes)
+
+
+def _obstacle(model: PreTrainedModel, takes: Mapping[str, inspect.Parameter], seen: _Seen) -> str | None:
+    if "position_ids" not in takes:
+        return "does not take the positions of its tokens"
+    if not model._can_set_attn_implementation():
+        return "does not let its attention be replaced"
+    AttentionInterface.register(PROBE, seen.attend)
+    AttentionMaskInterface.register(PROBE, _pattern)
+    takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
+    given = {OPTION: True} if takes_more else {}
+    tokens = torch.tensor(probe_tokens(model, 7), device=model.device)
+    rows = torch.stack((tokens[:4], tokens[[4, 5, 6, 3]]))
+    try:
+        with attending(model, PROBE):
+            logits = model(input_ids=rows, use_cache=False, **given).logits
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a model's code does not bear, it cannot be used so
+        return f"does not let its attention be replaced ({type(error).__name__})"
+    if not seen.asked:
+        return "does not let its attention be replaced"
+    if seen.mixes or _differ(logits[:, -1]):
+        return "has layers beside attention that mix tokens"
+    return seen.obstacle
+
+
+@contextmanager
+def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Until the end of the block a model attends by another function; then each of its parts by its own again."""
+    parts = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
+    before = [(config, config._attn_implementation) for config in parts.values()]
+    try:
+        model.set_attn_implementation(implementation)
+        yield
+    finally:
+        for config, own in before:
+            config._attn_implementation_internal = own
+
+
+def max_distance(model: PreTrainedModel) -> float:
+    """How far two ways to compute the same log-probs may be apart, by `distance`, in the model's dtype."""
+    return MAX_DISTANCE.get(model.dtype, MAX_DISTANCE_HALF)
+
+
+def distance(found: Tensor, own: Tensor) -> float | None:
+    """How far logits lie from the model's own, over the spread of those; None where those are not finite themselves."""
+    one, other = found.float().log_softmax(-1), own.float().log_softmax(-1)
+    if not bool(other.isfinite().all()):
+        return None
+    return float((one - other).square().mean().sqrt() / other.std(-1).mean())
+
+
+def own_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """The logits of rows of tokens by transformers' own code alone."""
+    with attending(model, "eager"):
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits
+
+
+@contextmanager
+def telling(model: PreTrainedModel, what: str) -> Iterator[None]:
+    """Says in one line that a model's code failed at something that was only tried."""
+    try:
+        yield
+    except (OffbeatError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())[:160]
+        raise UserError(f"model.path: {kind_of(model)}: {what} fails: {type(error).__name__}: {why}") from error
+
+
+@contextmanager
+def without_random(model: PreTrainedModel) -> Iterator[None]:
+    """Puts back whatever random numbers were drawn within the block."""
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        yield
+
+
+def kind_of(model: PreTrainedModel) -> str:
+    return f"{type(model).__name__} ({model.config.model_type})"
+
+
+def probe_tokens(model: PreTrainedModel, count: int) -> list[int]:
+    """Different tokens that mean nothing special to a model."""
+    config = model.config.get_text_config()
+    named = [value for key, value in vars(config).items() if key.endswith("_token_id")]
+    special = {token for value in named for token in (value if isinstance(value, list) else [value])}
+    return [token for token in range(3, config.vocab_size) if token not in special][:count]
+
+
+class _Seen:
+    """Stands in for attention and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: dict[nn.Module, object] = {}
+        self.mixes, self.hands_on = False, True
+        self.obstacle: str | None = None
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        self.mixes |= any(_differ(states[:, :, -1]) for states in (query, key, value))
+        self.hands_on &= OPTION in options
+        extra = {name for name, asked in options.items() if asked is not None} - UNDERSTOOD - FOR_OTHERS
+        pattern = getattr(attention_mask, "offbeat_pattern", _OTHER)
+        if extra:
+            self.obstacle = f"asks for {', '.join(sorted(extra))} in its attention"
+        elif pattern is _OTHER or self.asked.get(module, pattern) != pattern:
+            self.obstacle = "has attention that is neither causal nor causal within a window"
+        else:
+            module.offbeat_window = pattern  # type: ignore[assignment]
+        self.asked[module] = pattern
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+_OTHER = object()
+
+
+def _pattern(
+    *, mask_function: Callable[..., Tensor], device: torch.device, local_size: int | None = None, **_: Any
+) -> Tensor:
+    """In place of a mask, something that says which it would have been."""
+    mask = torch.zeros((1, 1, 1, 1), device=device)
+    reach = 4 if local_size is None else local_size
+    at = torch.tensor(sorted({0, 1, reach - 1, reach, reach + 1, 2 * reach}), device=device)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    behind = at[:, None] - at[None, :]
+    wanted = (behind >= 0) if local_size is None else (behind >= 0) & (behind < local_size)
+    try:
+        found = torch.stack([torch.stack([mask_function(zero, zero, q, kv) for kv in at]) for q in at])
+    except IndexError:  # it depends on more than on how far apart tokens are
+        return mask
+    if torch.equal(found.bool(), wanted):
+        mask.offbeat_pattern = local_size  # type: ignore[attr-defined]
+    return mask
+
+
+def _differ(rows: Tensor) -> bool:
+    """Whether two rows that only rounding should tell apart differ by more."""
+    one, other = rows.float()
+    return bool((one - other).norm() > MIXED * one.norm())
