@@ -146,6 +146,7 @@ class FarWorker:
         with (self.run.folder / f"{self.name}.log").open("wb") as log:
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "offbeat", "worker", "--join", self.url, "--fetch-weights"),
+                "--trust-coordinator",  # which may be given a model of this machine
                 *("--name", self.name, "--dir", str(self.run.folder / self.name), "--patience", str(PATIENCE_S)),
                 env={**os.environ, **self.run.environment, "OFFBEAT_TOKEN": token},
                 stdout=log,

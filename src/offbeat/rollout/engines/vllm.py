@@ -2,7 +2,8 @@
 and later ones that can.
 
 A server wants `VLLM_SERVER_DEV_MODE=1` for its control calls, and `--logprobs-mode processed_logprobs`, so that
-log-probs are those after temperature. Its control calls ask for no key: it must listen where nobody else can reach it.
+log-probs are those after temperature. Its control calls ask for no key: it must listen where nobody else can reach it,
+such as at a socket (`unix:PATH` is its URL then).
 """
 
 from __future__ import annotations
