@@ -218,6 +218,9 @@ def _read(link: socket.socket, size: int) -> bytes:
 
 # ---- In the zygote and in its copies
 
+_on_interrupt: Any = signal.default_int_handler
+"""What the zygote found; a process that was started in the background ignores interrupts, and so do its children."""
+
 
 def serve(link: socket.socket) -> tuple[Job, list[int], int]:
     """Makes copies for whoever is at the other end, until that ends. Returns in every copy: its job, its files, and a
@@ -274,7 +277,7 @@ def become(job: Job, files: list[int], tell: int) -> None:
     if own is not None:
         own.detach()
         install(Zygote(socket.socket(fileno=kept[1])))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _on_interrupt)
     os.write(tell, struct.pack("!q", os.getpid()))
     os.close(tell)
 
@@ -358,7 +361,8 @@ def become_and_run(job: Job, files: list[int], tell: int) -> NoReturn:
 def main() -> None:
     link = socket.socket(fileno=int(sys.argv[1]))
     link.set_inheritable(False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the commands
+    global _on_interrupt
+    _on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the commands
     del sys.path[0]  # the folder of this script, which no command has there
     for package in PACKAGES:
         try:
