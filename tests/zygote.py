@@ -63,6 +63,8 @@ ROOM = 100_000
 """Bytes that `/proc` can show of a copy's words, and as many of its environment."""
 PR_SET_CHILD_SUBREAPER = 36
 
+_AT_IMPORT = dict(os.environb)
+"""What a zygote has read: of tests before any of them runs, of a zygote itself when it was started."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _started_for_real = subprocess._fork_exec  # type: ignore[attr-defined]
 
@@ -111,11 +113,11 @@ class Zygote:
 def start_zygote() -> Zygote:
     """Starts one from nothing; it ends with this process."""
     ours, theirs = socket.socketpair()
-    environment = {**{key: os.environ[key] for key in os.environ if key not in APPLIED_LATER}, "ROOM": "x" * ROOM}
+    environment = {name: value for name, value in _AT_IMPORT.items() if os.fsdecode(name) not in APPLIED_LATER}
     with theirs, no_zygote():
         subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno()), "x" * ROOM],
-            env={**environment, "OPENBLAS_NUM_THREADS": "1"},
+            env={**environment, b"ROOM": b"x" * ROOM},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
@@ -194,7 +196,7 @@ def _suits(environment: dict[bytes, bytes]) -> bool:
         kept = {name: value for name, value in of.items() if os.fsdecode(name).startswith(READ_AT_START)}
         return {b"GOMP_SPINCOUNT": b"1000", **{k: v for k, v in kept.items() if os.fsdecode(k) not in APPLIED_LATER}}
 
-    return settings(environment) == settings(dict(os.environb))
+    return settings(environment) == settings(_AT_IMPORT)
 
 
 @contextmanager
@@ -363,6 +365,7 @@ def main() -> None:
     link.set_inheritable(False)
     global _on_interrupt
     _on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the commands
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it would start threads as it is imported
     del sys.path[0]  # the folder of this script, which no command has there
     for package in PACKAGES:
         try:
