@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import zygote
 
+from offbeat.threads import SPIN_COUNT
+
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.environ.get(zygote.SWITCH) == "0", reason="there is no zygote"
 )
@@ -91,6 +93,10 @@ def test_signals_reach_it_and_asyncio_waits_for_it(kind):
         return await process.wait(), await process.stdout.read()
 
     assert asyncio.run(scenario()) == (-signal.SIGTERM, b"")
+
+
+def test_the_zygote_lets_threads_spin_as_offbeat_does():
+    assert zygote.SPIN_COUNT == SPIN_COUNT
 
 
 def test_many_threads_may_ask_at_a_time():

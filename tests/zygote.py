@@ -61,6 +61,8 @@ COMMANDS = ("train", "serve", "trainer", "worker", "eval", "export", "ledger", "
 """Commands of Offbeat that import much; the doctor has to look at a machine as it is."""
 ROOM = 100_000
 """Bytes that `/proc` can show of a copy's words, and as many of its environment."""
+SPIN_COUNT = "1000"
+"""That of `offbeat.threads`, of which the zygote knows nothing."""
 PR_SET_CHILD_SUBREAPER = 36
 
 _AT_IMPORT = dict(os.environb)
@@ -194,7 +196,10 @@ def _suits(environment: dict[bytes, bytes]) -> bool:
 
     def settings(of: dict[bytes, bytes]) -> dict[bytes, bytes]:
         kept = {name: value for name, value in of.items() if os.fsdecode(name).startswith(READ_AT_START)}
-        return {b"GOMP_SPINCOUNT": b"1000", **{k: v for k, v in kept.items() if os.fsdecode(k) not in APPLIED_LATER}}
+        return {
+            b"GOMP_SPINCOUNT": SPIN_COUNT.encode(),
+            **{k: v for k, v in kept.items() if os.fsdecode(k) not in APPLIED_LATER},
+        }
 
     return settings(environment) == settings(_AT_IMPORT)
 
@@ -366,6 +371,8 @@ def main() -> None:
     global _on_interrupt
     _on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the commands
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it would start threads as it is imported
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # as `offbeat.threads` does before torch is imported
     del sys.path[0]  # the folder of this script, which no command has there
     for package in PACKAGES:
         try:
