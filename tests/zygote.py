@@ -192,16 +192,15 @@ def _environment(given: Sequence[bytes] | None) -> dict[bytes, bytes]:
 
 
 def _suits(environment: dict[bytes, bytes]) -> bool:
-    """Whether the zygote has read the same settings; `spin_briefly` is done for it as for a command."""
+    """Whether the zygote has read the same settings."""
+    return _read_at_start(environment) == _read_at_start(_AT_IMPORT)
 
-    def settings(of: dict[bytes, bytes]) -> dict[bytes, bytes]:
-        kept = {name: value for name, value in of.items() if os.fsdecode(name).startswith(READ_AT_START)}
-        return {
-            b"GOMP_SPINCOUNT": SPIN_COUNT.encode(),
-            **{k: v for k, v in kept.items() if os.fsdecode(k) not in APPLIED_LATER},
-        }
 
-    return settings(environment) == settings(_AT_IMPORT)
+def _read_at_start(environment: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    found = {name: value for name, value in environment.items() if os.fsdecode(name).startswith(READ_AT_START)}
+    for name in APPLIED_LATER:
+        found.pop(os.fsencode(name), None)
+    return {b"GOMP_SPINCOUNT": SPIN_COUNT.encode(), **found}  # what a command settles for itself
 
 
 @contextmanager
