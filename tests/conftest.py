@@ -24,6 +24,7 @@ _long: dict[str, float] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "smoke: one of the few that `make test-engines SMOKE=1` runs with a real vLLM")
     settings.load_profile("fast" if config.option.markexpr == FAST_TIER else "full")
 
 

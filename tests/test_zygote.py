@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import zygote
 
+from offbeat.threads import SPIN_COUNT
+
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.environ.get(zygote.SWITCH) == "0", reason="there is no zygote"
 )
@@ -93,6 +95,10 @@ def test_signals_reach_it_and_asyncio_waits_for_it(kind):
     assert asyncio.run(scenario()) == (-signal.SIGTERM, b"")
 
 
+def test_the_zygote_lets_threads_spin_as_offbeat_does():
+    assert zygote.SPIN_COUNT == SPIN_COUNT
+
+
 def test_many_threads_may_ask_at_a_time():
     found: list[dict] = []
     threads = [threading.Thread(target=lambda n=number: found.append(look(str(n)))) for number in range(8)]
@@ -103,11 +109,13 @@ def test_many_threads_may_ask_at_a_time():
     assert sorted(int(said["words"][1]) for said in found) == list(range(8))
 
 
-def test_what_is_read_when_a_process_starts_has_it_started_for_real():
+def test_what_is_read_when_a_process_starts_has_it_started_for_real(monkeypatch):
     assert look()["has_torch"]
     assert not look(env={**os.environ, "OMP_WAIT_POLICY": "ACTIVE"})["has_torch"]
     assert not look(env={**os.environ, "PYTHONHASHSEED": "0"})["has_torch"]
     assert not look(preexec_fn=lambda: None)["has_torch"]
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert not look()["has_torch"], "tests change their own environment too"
 
 
 def test_nothing_of_offbeat_is_there_before_it_is_imported_with_the_environment_asked_for():

@@ -61,8 +61,12 @@ COMMANDS = ("train", "serve", "trainer", "worker", "eval", "export", "ledger", "
 """Commands of Offbeat that import much; the doctor has to look at a machine as it is."""
 ROOM = 100_000
 """Bytes that `/proc` can show of a copy's words, and as many of its environment."""
+SPIN_COUNT = "1000"
+"""That of `offbeat.threads`, of which the zygote knows nothing."""
 PR_SET_CHILD_SUBREAPER = 36
 
+_AT_IMPORT = dict(os.environb)
+"""What a zygote has read: of tests before any of them runs, of a zygote itself when it was started."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _started_for_real = subprocess._fork_exec  # type: ignore[attr-defined]
 
@@ -111,11 +115,11 @@ class Zygote:
 def start_zygote() -> Zygote:
     """Starts one from nothing; it ends with this process."""
     ours, theirs = socket.socketpair()
-    environment = {**{key: os.environ[key] for key in os.environ if key not in APPLIED_LATER}, "ROOM": "x" * ROOM}
+    environment = {name: value for name, value in _AT_IMPORT.items() if os.fsdecode(name) not in APPLIED_LATER}
     with theirs, no_zygote():
         subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno()), "x" * ROOM],
-            env={**environment, "OPENBLAS_NUM_THREADS": "1"},
+            env={**environment, b"ROOM": b"x" * ROOM},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
@@ -188,13 +192,15 @@ def _environment(given: Sequence[bytes] | None) -> dict[bytes, bytes]:
 
 
 def _suits(environment: dict[bytes, bytes]) -> bool:
-    """Whether the zygote has read the same settings; `spin_briefly` is done for it as for a command."""
+    """Whether the zygote has read the same settings."""
+    return _read_at_start(environment) == _read_at_start(_AT_IMPORT)
 
-    def settings(of: dict[bytes, bytes]) -> dict[bytes, bytes]:
-        kept = {name: value for name, value in of.items() if os.fsdecode(name).startswith(READ_AT_START)}
-        return {b"GOMP_SPINCOUNT": b"1000", **{k: v for k, v in kept.items() if os.fsdecode(k) not in APPLIED_LATER}}
 
-    return settings(environment) == settings(dict(os.environb))
+def _read_at_start(environment: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    found = {name: value for name, value in environment.items() if os.fsdecode(name).startswith(READ_AT_START)}
+    for name in APPLIED_LATER:
+        found.pop(os.fsencode(name), None)
+    return {b"GOMP_SPINCOUNT": SPIN_COUNT.encode(), **found}  # what a command settles for itself
 
 
 @contextmanager
@@ -217,6 +223,9 @@ def _read(link: socket.socket, size: int) -> bytes:
 
 
 # ---- In the zygote and in its copies
+
+_on_interrupt: Any = signal.default_int_handler
+"""What the zygote found; a process that was started in the background ignores interrupts, and so do its children."""
 
 
 def serve(link: socket.socket) -> tuple[Job, list[int], int]:
@@ -274,7 +283,7 @@ def become(job: Job, files: list[int], tell: int) -> None:
     if own is not None:
         own.detach()
         install(Zygote(socket.socket(fileno=kept[1])))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _on_interrupt)
     os.write(tell, struct.pack("!q", os.getpid()))
     os.close(tell)
 
@@ -358,7 +367,11 @@ def become_and_run(job: Job, files: list[int], tell: int) -> NoReturn:
 def main() -> None:
     link = socket.socket(fileno=int(sys.argv[1]))
     link.set_inheritable(False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the commands
+    global _on_interrupt
+    _on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the commands
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it would start threads as it is imported
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # as `offbeat.threads` does before torch is imported
     del sys.path[0]  # the folder of this script, which no command has there
     for package in PACKAGES:
         try:

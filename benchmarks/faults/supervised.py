@@ -24,7 +24,7 @@ MARK = "OFFBEAT_TEST_RUN"
 TINY = (
     *("--run.name=a", "--run.seed=3", "--batch.groups-per-step=2", "--batch.group-size=4", "--optimizer.lr=3e-4"),
     *("--rollout.max-new-tokens=8", "--rollout.slots=16", "--rollout.lease-s=4", "--eval.every=0", "--run.threads=1"),
-    "--log.console=quiet",
+    *("--log.console=quiet", "--rollout.max-attempts=20"),  # on busy cores a lease may end before its worker is heard
 )
 PACED = ("--rollout.engine=paced", "--paced.base-s=0.02", "--loss.max-sample-gap=1000", "--loss.max-logprob-gap=1000")
 """Workers without torch, which start in no time; what they generate teaches nothing, and need not."""

@@ -174,6 +174,7 @@ def test_rewards_that_fail_now_and_then_are_left_out_counted_and_never_zero(offb
     assert "everything holds" in offbeat.succeeds("ledger", "verify", "runs/a")
 
 
+@pytest.mark.full
 def test_a_run_whose_rewards_fail_too_often_stops_and_goes_on_once_they_are_mended_until_its_time_is_up(offbeat):
     run = offbeat.folder / "runs" / "a"
     process = offbeat.start("train", *QUICK, ENDLESS, "--task.reward=rewards.py:away")

@@ -116,6 +116,7 @@ def test_a_torch_that_crashes_is_a_line_and_takes_nothing_along(torch):
     assert sum(finding["level"] == "stops" for finding in said["findings"]) == 1
 
 
+@pytest.mark.full
 def test_what_hangs_is_a_line_after_its_deadline_and_is_gone(torch, tmp_path):
     torch("hanging")
     python = tmp_path / "python"
@@ -139,6 +140,7 @@ def test_an_interrupted_doctor_leaves_nobody_behind(torch, tmp_path):
     assert not is_alive(pid)
 
 
+@pytest.mark.full
 def test_a_terminal_gets_colours(torch):
     torch("missing")
     ours, theirs = pty.openpty()
@@ -179,6 +181,7 @@ def test_engines_are_found_in_another_python_without_being_imported(torch, tmp_p
     assert said["seen"]["interpreter"]["found"].keys() == {"vllm", "sglang"}
 
 
+@pytest.mark.full
 def test_an_installed_offbeat_is_known_by_its_metadata(tmp_path, monkeypatch):
     site = tmp_path / "site"
     info = site / "offbeat-9.8.7.dist-info"
@@ -197,7 +200,7 @@ def test_an_installed_offbeat_is_known_by_its_metadata(tmp_path, monkeypatch):
     assert about(said, "extra gym")["level"] == "fine"
 
 
-@pytest.mark.parametrize("path", ["nowhere/python", "."])
+@pytest.mark.parametrize("path", ["nowhere/python", pytest.param(".", marks=pytest.mark.full)])
 def test_a_python_that_is_none_is_told(torch, path):
     torch("missing")
     said = told(f"--engine.python={path}", "--rollout.engine=vllm", "--rollout.workers=1")
@@ -267,6 +270,7 @@ def test_a_server_is_asked_what_it_is(torch):
     assert vllm.sent == ["/inference/v1/generate"]
 
 
+@pytest.mark.full
 def test_a_server_that_a_worker_has_paused_stays_paused(torch):
     torch("missing")
     vllm = Vllm()
@@ -277,6 +281,7 @@ def test_a_server_that_a_worker_has_paused_stays_paused(torch):
     assert vllm.sent == []
 
 
+@pytest.mark.full
 def test_a_server_that_was_started_wrongly_is_told_with_how_to_start_it(torch):
     torch("missing")
     vllm = Vllm()
@@ -298,6 +303,7 @@ def test_a_port_in_use_stops_the_run_that_wants_it(torch):
     assert about(said, "ports")["level"] == "stops"
 
 
+@pytest.mark.full
 def test_a_folder_that_cannot_be_written_to_stops_the_run(torch):
     torch("missing")
     Path("file").touch()
@@ -320,6 +326,7 @@ def test_a_model_whose_weights_were_cut_off_is_told(torch):
     )
 
 
+@pytest.mark.full
 def test_files_that_the_configuration_names_are_looked_for(torch):
     torch("missing")
     Path("run.toml").write_text("[run]\nname = 'a'\n[[task]]\nsource = 'file'\npath = 'x.jsonl'\n")

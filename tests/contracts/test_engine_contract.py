@@ -70,6 +70,7 @@ def again(request: Request) -> Request:
     return replace(request, id=f"r{next(IDS)}")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_those_of_the_models_forward_pass(served, temperature):
     requests = [ask(prompt(i, 1 + 2 * i), seed=i, temperature=temperature) for i in range(12)]
@@ -138,6 +139,7 @@ def test_more_requests_than_the_engine_can_run_at_a_time_all_end(served):
     assert [len(tokens_of(g)) for g in generations] == [r.sampling.max_new_tokens for r in requests]
 
 
+@pytest.mark.smoke
 def test_abort_returns_what_was_sampled_so_far(served):
     request = ask(prompt(8), seed=3, max_new_tokens=LONG)
 
@@ -210,6 +212,7 @@ def test_a_continuation_does_not_replay_its_prefixs_noise(served):
     assert (continuation == prefix).sum() <= 3
 
 
+@pytest.mark.smoke
 def test_a_load_in_flight_splits_the_generation_by_version(served):
     request = ask(prompt(12), seed=6, max_new_tokens=LONG)
 
@@ -238,6 +241,7 @@ def test_a_load_in_flight_splits_the_generation_by_version(served):
         assert np.abs(segment.logprobs - wrong).mean() > 0.1
 
 
+@pytest.mark.smoke
 def test_no_kv_of_older_weights_is_used_after_a_load(served):
     async def scenario(engine: Engine) -> list[tuple[Request, Generation]]:
         answered = []

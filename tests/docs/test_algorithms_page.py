@@ -157,6 +157,7 @@ def test_an_uncorrected_run_with_older_weights_is_refused_in_the_words_of_the_pa
     assert main([*uncorrected, "--loss.allow-uncorrected"]) == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_trains(name: str, reader: Reader):
     reader.succeed("train", *SMALL_WORDS, f"--loss.name={name}", f"--run.name=preset-{name.replace('+', 'p')}")

@@ -31,6 +31,7 @@ def test_the_first_command_gives_the_shown_sentence(reader: Reader):
     assert [line.split(":")[0] for line in said.splitlines()] == [line.split(":")[0] for line in shown.splitlines()]
 
 
+@pytest.mark.full
 def test_the_commands_that_measure_fit_and_plan_work_one_after_the_other(reader: Reader):
     measure, fit, plan = (
         words for line in commands(PAGE) if {"measurements.jsonl", "constants.json"} & set(words := shlex.split(line))
@@ -46,6 +47,7 @@ def test_the_commands_that_measure_fit_and_plan_work_one_after_the_other(reader:
     assert reader.succeed(*plan[1:]).splitlines()[0] == blocks(PAGE, "")[0].splitlines()[0]
 
 
+@pytest.mark.full
 def test_the_numbers_beside_the_picture_are_those_of_the_plans():
     inventory, workload = load_inventory(EXAMPLES / FILES[0]), load_workload(EXAMPLES / FILES[1])
     split, (best, *_) = split_by_class(inventory, workload), mixed(inventory, workload)

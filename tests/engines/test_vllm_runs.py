@@ -131,6 +131,7 @@ def test_two_workers_on_two_servers_lose_nothing_when_one_server_is_killed(tmp_p
     assert "everything holds" in offbeat(tmp_path, "ledger", "verify", "runs/a")
 
 
+@pytest.mark.smoke
 def test_a_run_that_trains_adapters_serves_each_version_as_the_trainer_computes_it(tmp_path):
     pytest.importorskip("peft")
     lora = ("--model.lora-rank=4", "--optimizer.lr=1e-2", "--run.steps=4", "--schedule.max-staleness=1")

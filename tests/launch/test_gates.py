@@ -41,7 +41,7 @@ def replayed(run: Path, step: int) -> Batch:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule["mode"])
-@pytest.mark.parametrize("gate", ["strict", "release", "batch"])
+@pytest.mark.parametrize("gate", [pytest.param("strict", marks=pytest.mark.full), "release", "batch"])
 def test_a_step_trains_as_many_answers_of_the_same_problems_whatever_its_gate(tmp_path, gate, schedule):
     summary = offbeat.train(small(tmp_path, "run", gate, schedule=schedule))
     assert summary["trajectories"]["trained"] == STEPS * GROUPS * SIZE

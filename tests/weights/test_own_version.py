@@ -176,7 +176,7 @@ async def go_to_school(folder: Path, dtype: torch.dtype) -> School:
     return school
 
 
-@pytest.fixture(scope="module", params=NEAR, ids=str)
+@pytest.fixture(scope="module", params=[torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)], ids=str)
 def school(request: Any, tmp_path_factory: Any) -> School:
     torch.set_num_threads(1)
     work = go_to_school(tmp_path_factory.mktemp("school"), request.param)

@@ -184,6 +184,7 @@ def test_whatever_changes_a_follower_and_a_joiner_hold_what_was_published(tmp_pa
         assert same(run.fetch(number, have=[]), tensors)
 
 
+@pytest.mark.full
 def test_memory_holds_a_few_parts_whatever_the_model_weighs(run, monkeypatch):
     monkeypatch.setattr(parallel, "MAX_THREADS", 1)
     tensors = {f"{index}": torch.zeros(PIECE_BYTES, dtype=torch.bfloat16) for index in range(8)}  # 256 MiB
