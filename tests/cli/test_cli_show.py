@@ -55,12 +55,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def long_enough(group):
+def long_enough(group, text: str = "".join(PARTS)):
     from dataclasses import replace
 
     import msgspec
 
-    num_tokens = len(load_tokenizer("offbeat-tiny").encode("".join(PARTS), add_special_tokens=False))
+    num_tokens = len(load_tokenizer("offbeat-tiny").encode(text, add_special_tokens=False))
     return replace(group, sampling=msgspec.structs.replace(group.sampling, max_new_tokens=num_tokens))
 
 
@@ -121,7 +121,7 @@ def test_what_a_model_says_does_not_command_the_terminal(tmp_path: Path, capsys:
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         ledger.publish(version(0, 0))
         (group,) = new_groups(ledger, 1, size=1)
-        ledger.admit([long_enough(group)])
+        ledger.admit([long_enough(group, evil)])
         ledger.submit([handed(said(ledger.lease("w1", 1, 0)[0], evil), "w1")])
     for words in ([], ["1"]):
         told = show(tmp_path, capsys, *words)

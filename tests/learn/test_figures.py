@@ -9,6 +9,7 @@ from fixture_tokens import IMPORTANCE, fixture, some_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat.learn.audit import SegmentFinding
 from offbeat.learn.corrections import CorrectionSettings, correct
 from offbeat.learn.figures import BUCKET_NAMES, Sums
 from offbeat.learn.losses import LossSettings, clip
@@ -21,7 +22,7 @@ def added(*many: Tokens, correction=ICEPOP) -> Sums:
     sums = Sums()
     for tokens in many:
         cleaned = single(tokens)
-        sums.add(cleaned, correct(cleaned, correction), clip(cleaned, LossSettings()).clipped)
+        sums.add(cleaned, correct(cleaned, correction), clip(cleaned, LossSettings()).clipped, cleaned.staleness == 0)
     return sums
 
 
@@ -85,7 +86,7 @@ def test_any_split_into_micro_batches_gives_the_same_figures(seeds):
         tokens = some_tokens(seed)
         for i in range(tokens.num_sequences):
             cleaned = single(only(tokens, i))
-            apart.add(cleaned, correct(cleaned, ICEPOP), clip(cleaned, LossSettings()).clipped)
+            apart.add(cleaned, correct(cleaned, ICEPOP), clip(cleaned, LossSettings()).clipped, cleaned.staleness == 0)
     one, other = (sums.figures([1.0], 1.0, has_values=False) for sums in (whole, apart))
     for name, value in one.row().items():
         assert other.row()[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
@@ -104,6 +105,22 @@ def test_the_gap_is_the_mean_over_fresh_tokens_alone():
     assert figures.logprob_gap == pytest.approx((math.log(3) + math.log(2)) / 2)
 
 
+def test_the_gap_leaves_out_tokens_that_are_not_quite_of_their_own_weights():
+    """Those that attended to keys and values of older weights: their distance tells the age of these."""
+    cleaned, sums = single(replace(fixture(), staleness=torch.tensor([0, 1, 0, 1, 1, -1]))), Sums()
+    sums.add(cleaned, correct(cleaned, ICEPOP), None, torch.tensor([True, False, False, False, False, True]))
+    assert sums.figures([1.0], 1.0, has_values=False).logprob_gap == pytest.approx(math.log(3))
+
+
+def test_tokens_with_a_log_ratio_beyond_the_clamp_are_counted():
+    tokens = single(fixture())
+    far = torch.tensor([20.5, 0.0, 19.0, 0.0, -21.0, 99.0])
+    for name, sign in (("behaviour", 1), ("logprobs", -1)):
+        moved = replace(tokens, **{name: (tokens.proximal + sign * far).detach()})
+        assert added(moved).figures([1.0], 1.0, has_values=False).clamped_share == pytest.approx(2 / 5)
+    assert added(tokens).figures([1.0], 1.0, has_values=False).clamped_share == 0
+
+
 def test_where_nothing_is_trained_nothing_is_divided_by():
     tokens = replace(fixture(), mask=torch.zeros(6, dtype=torch.bool))
     figures = added(tokens).figures([0.0], 0.0, has_values=False)
@@ -115,7 +132,7 @@ def test_where_nothing_is_trained_nothing_is_divided_by():
 def test_samples_that_have_no_gradient_are_measured_and_count_as_unclipped():
     cleaned = single(fixture())
     sums = Sums()
-    sums.add(cleaned, correct(cleaned, ICEPOP), None)
+    sums.add(cleaned, correct(cleaned, ICEPOP), None, cleaned.staleness == 0)
     figures = sums.figures([1.0], 0.0, has_values=False)
     assert (figures.clip_share, figures.kept_share) == (0, pytest.approx(0.8))
 
@@ -123,8 +140,10 @@ def test_samples_that_have_no_gradient_are_measured_and_count_as_unclipped():
 def test_a_row_names_figures_by_staleness_and_leaves_out_what_does_not_apply():
     sums = added(fixture())
     sums.loss, sums.value_loss, sums.audited = 5.0, 3.0, [4, 1]
+    sums.compared = [SegmentFinding(4, 0, 10, 3), SegmentFinding(1, 2, 5, 0)]
     row = sums.figures([1.0, 2.0], 1.0, has_values=True).row()
     assert (row["audited"], row["loss"], row["value_loss"], row["grad_norm"]) == (2, 2.5, 1.5, 1.5)
+    assert (row["compared_tokens"], row["off_tokens"]) == (15, 3)
     assert row["kept_share/staleness_3-4"] == 0
     assert all(isinstance(value, int | float) for value in row.values())
     assert "value_loss" not in sums.figures([1.0], 1.0, has_values=False).row()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from models import tiny_model
+from safetensors.torch import save_file
 from test_packing import make_samples
 from test_step import SHAPE, weights
 
@@ -14,6 +15,7 @@ from offbeat.learn.corrections import CorrectionSettings
 from offbeat.learn.packing import pack, plan
 from offbeat.learn.policy import AdamSettings, Policy
 from offbeat.learn.step import StepSettings, train_step
+from offbeat.model.lora import Lora, attach, published_tensors
 
 AUDIT = StepSettings(max_sample_gap=1.0)
 
@@ -76,6 +78,95 @@ def test_old_tokens_are_no_evidence_against_anyone():
     assert figures.audited == ()
     assert math.isnan(figures.logprob_gap)
     assert figures.num_trained_tokens == sum(s.num_tokens for s in samples)
+
+
+def test_keys_and_values_of_older_weights_are_no_evidence_and_no_gap():
+    policy = Policy(tiny_model("llama"), AdamSettings())
+    samples = [dataclasses.replace(lying(s), old_kv=np.ones(s.num_tokens, bool)) for s in honest_samples(policy)]
+    figures = train_step(policy, samples, AUDIT, lr=1e-2)
+    assert (figures.audited, figures.compared) == ((), ())
+    assert math.isnan(figures.logprob_gap)
+
+
+def test_log_ratios_beyond_the_clamp_are_told():
+    policy = Policy(tiny_model("llama"), AdamSettings())
+    samples = honest_samples(policy)
+    far = [lying(s, 25.0) if i == 0 else s for i, s in enumerate(samples)]
+    share = samples[0].num_tokens / sum(s.num_tokens for s in samples)
+    assert train_step(policy, far, StepSettings(), lr=0.0).clamped_share == pytest.approx(share)
+    assert train_step(policy, samples, StepSettings(), lr=0.0).clamped_share == 0
+
+
+def adapted(seed: int, dtype: torch.dtype):
+    model = tiny_model("llama", seed).to(dtype)
+    attach(model, Lora(4, 8.0))
+    return model
+
+
+KINDS = {
+    "float32": lambda: tiny_model("llama"),
+    "bfloat16": lambda: tiny_model("llama").to(torch.bfloat16),
+    "an untied model": lambda: tiny_model("qwen2"),
+    "adapters": lambda: adapted(0, torch.float32),
+    "adapters in bfloat16": lambda: adapted(0, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_older_tokens_are_compared_with_the_weights_of_their_own_version(kind, tmp_path):
+    """An honest worker's are right, a forger's are not, and the step's own weights are as they were, to the bit."""
+    policy, alone = (Policy(KINDS[kind](), AdamSettings()) for _ in range(2))
+    save_file(published_tensors(policy.model), tmp_path / "7.safetensors")
+    samples = honest_samples(policy)
+    for trained in (policy, alone):
+        train_step(trained, samples, StepSettings(), lr=0.3)  # far enough to tell the versions apart
+    count = [s.num_tokens for s in samples]
+    stale = [
+        dataclasses.replace(s, staleness=np.ones(n, int), version=np.full(n, 7))
+        for s, n in zip(samples, count, strict=True)
+    ]
+    stale[3] = lying(stale[3])
+    settings = dataclasses.replace(AUDIT, audit_share=1.0)
+    figures = train_step(policy, stale, settings, 1e-2, weights_of=lambda number: tmp_path / f"{number}.safetensors")
+    assert figures.audited == (3,)
+    assert figures.compared == tuple((i, 0, n, n if i == 3 else 0) for i, n in enumerate(count))
+    assert math.isnan(figures.logprob_gap)
+    train_step(alone, [masked(s) if i == 3 else s for i, s in enumerate(stale)], AUDIT, lr=1e-2)
+    torch.testing.assert_close(weights(policy), weights(alone), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_has_its_own_weights_again_whatever_happens_meanwhile(kind, tmp_path):
+    policy = Policy(KINDS[kind](), AdamSettings())
+    file = tmp_path / "7.safetensors"
+    save_file(published_tensors(policy.model), file)
+    train_step(policy, honest_samples(policy), StepSettings(), lr=0.3)
+    own = {name: tensor.clone() for name, tensor in published_tensors(policy.model).items()}
+
+    def is_own() -> bool:
+        return all(torch.equal(tensor, own[name]) for name, tensor in published_tensors(policy.model).items())
+
+    def fail_inside() -> None:
+        with policy.weights_of(file):
+            assert not is_own()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    assert is_own()
+
+
+def test_weights_that_cannot_be_read_cost_an_audit_and_no_step(tmp_path):
+    policy = Policy(tiny_model("llama"), AdamSettings())
+    count = {i: s.num_tokens for i, s in enumerate(honest_samples(policy))}
+    stale = [
+        dataclasses.replace(s, staleness=np.ones(count[i], int), version=np.full(count[i], 7))
+        for i, s in enumerate(honest_samples(policy))
+    ]
+    (tmp_path / "7.safetensors").write_bytes(b"half")
+    settings = dataclasses.replace(AUDIT, audit_share=1.0)
+    figures = train_step(policy, stale, settings, 0.0, weights_of=lambda number: tmp_path / "7.safetensors")
+    assert (figures.compared, figures.num_trained_tokens) == ((), sum(count.values()))
 
 
 def gradient(samples, settings) -> torch.Tensor:

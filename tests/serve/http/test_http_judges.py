@@ -75,7 +75,7 @@ def test_a_sample_goes_out_with_all_that_a_reward_may_ask_for_and_comes_back_wit
     (given,) = found.inputs
     assert found.reward == "number"
     assert found.timeout_s == run.config.reward.timeout_s
-    assert list(given.tokens) == [5, 6, 7]
+    assert list(given.tokens) == [5, 6, 257]
     assert (given.prompt.endswith("="), given.answer.isdecimal(), type(given.response)) == (True, True, str)
     parts = [wire.RewardBody(value=0.5, name="right", position=-1), wire.RewardBody(value=0.25, name="b", position=2)]
     assert tell(run, judge, found.ticket, wire.ResultBody(rewards=parts)).status == 204
@@ -229,7 +229,7 @@ def test_a_judge_judges_until_the_run_is_over_and_then_leaves(tmp_path):
                     tasks = await asyncio.to_thread(generate, run, 12)
                     secret = await asyncio.to_thread(run.secret)
                     (bad,) = await asyncio.to_thread(run.lease, secret)
-                    await asyncio.to_thread(run.submit, answer(bad, tokens=(5, 6, 7, 8)), bad.fence, secret)
+                    await asyncio.to_thread(run.submit, answer(bad, tokens=(5, 6, 7)), bad.fence, secret)
                     while not all(stored(run, task) for task in (*tasks, bad.id)):  # noqa: ASYNC110
                         await asyncio.sleep(0.02)
                     run.ask(ended(run))
