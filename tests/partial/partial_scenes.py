@@ -271,7 +271,7 @@ async def claim_while_generating(teacher: Teacher, engines: Sequence[SteppedEngi
     """
     made, claiming = teacher.made, asyncio.create_task(teacher.claim())
     while not claiming.done():
-        if await made.call(made.ledger.unscored, 1) or await num_ready(made) >= made.settings.groups_per_step:
+        if await made.call(made.ledger.unscored, 1) or await num_ready(made) >= made.ledger.groups_per_step:
             await asyncio.wait({claiming}, timeout=0.1)
         if not claiming.done():
             for engine in engines:

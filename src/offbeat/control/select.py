@@ -59,10 +59,14 @@ def staleness(token_step: int | None, step: int) -> int | None:
     return None if token_step is None or token_step > step else step - token_step
 
 
+def oldest_trainable_step(step: int, bound: int) -> int:
+    """The step of the oldest version whose tokens may be trained from `step`."""
+    return step - bound
+
+
 def is_trainable(token_step: int | None, step: int, bound: int) -> bool:
     """Whether tokens of a version of `token_step` may be trained from `step`."""
-    age = staleness(token_step, step)
-    return age is not None and age <= bound
+    return token_step is not None and oldest_trainable_step(step, bound) <= token_step <= step
 
 
 def select(candidates: Iterable[Candidate], step: int, count: int, bound: int, *, in_order: bool = True) -> Selection:
@@ -107,11 +111,12 @@ def _last_chance(queue: Sequence[Candidate], take: Sequence[Candidate], step: in
 
     Unfinished groups whose oldest tokens reach the bound within n more steps must fit into those n steps. What is past
     the bound already has nothing to lose; where nothing younger is taken, waiting would win nothing."""
+    oldest = oldest_trainable_step(step, bound)
     passed_over = [
-        candidate for candidate in queue if not candidate.ready and step - bound <= _begun(candidate) < _begun(take[-1])
+        candidate for candidate in queue if not candidate.ready and oldest <= _begun(candidate) < _begun(take[-1])
     ]
     for num_older, candidate in enumerate(passed_over):
-        more_steps = _begun(candidate) + bound - step
+        more_steps = _begun(candidate) - oldest
         if num_older >= more_steps * len(take):
             return passed_over[0].group
     return None
@@ -120,4 +125,4 @@ def _last_chance(queue: Sequence[Candidate], take: Sequence[Candidate], step: in
 def _is_stale(candidate: Candidate, step: int, bound: int) -> bool:
     if candidate.ready:
         return not any(is_trainable(stretch.step, step, bound) for stretch in candidate.stretches)
-    return candidate.require_step is not None and step - candidate.require_step > bound
+    return candidate.require_step is not None and candidate.require_step < oldest_trainable_step(step, bound)

@@ -131,9 +131,7 @@ def make_coordinator(
         issuer,
         Judging(scorer, pool, issuer.mixture.rewards, config.reward.timeout_s),
         CoordinatorSettings(
-            groups_per_step=config.batch.claims_per_step,
             num_steps=config.run.steps,
-            max_staleness=config.schedule.bound,
             overlap=config.schedule.mode == "overlap",
             over_provision=config.schedule.factor,
             rounds=_rounds(config) if config.schedule.stops else None,

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from offbeat.control.select import Candidate, Stretch, is_trainable, select, staleness
+from offbeat.control.select import Candidate, Stretch, is_trainable, oldest_trainable_step, select, staleness
 from offbeat.crash import crash_here
 from offbeat.ledger import siblings, versions
 from offbeat.ledger.bodies import Bodies
@@ -115,14 +115,14 @@ def _is_worth_a_look(db: Database, step: int, count: int, bound: int) -> bool:
                     OR EXISTS (SELECT 1 FROM groups INDEXED BY groups_required
                                WHERE state = 'open' AND require_step < :oldest)
                     OR EXISTS (SELECT 1 FROM versions WHERE abandoned = 1)"""
-    return bool(db.execute(query, {"count": count, "oldest": step - bound}).fetchone()[0])
+    return bool(db.execute(query, {"count": count, "oldest": oldest_trainable_step(step, bound)}).fetchone()[0])
 
 
 def _eligible(db: Database, step: int, count: int, bound: int, in_order: bool) -> list[tuple[Any, ...]]:
     """The groups that selection has to see: the unfinished, the first `count` of the ready ones in the order in which
     they are taken, and all whose tokens may be too old or of an abandoned version. The rest could not be in the batch:
     however much waits, what is read is about as much as is trained."""
-    asked = {"step": step, "oldest": step - bound, "count": count}
+    asked = {"step": step, "oldest": oldest_trainable_step(step, bound), "count": count}
     columns, due = "id, ordinal, state, require_step, first_step", "(require_step IS NULL OR require_step <= :step)"
     unfinished = f"SELECT {columns} FROM groups WHERE state = 'open' AND purpose = 'train' AND {due}"
     ready = f"""SELECT {columns} FROM groups INDEXED BY groups_alive
@@ -220,7 +220,7 @@ def _ages(db: Database, trajectories: Sequence[Trajectory], step: int, bound: in
     ages: dict[int | None, int] = {}
     for number, version in known.items():
         age = staleness(version.living_step, step)
-        ages[number] = -1 if age is None or age > bound else age
+        ages[number] = age if age is not None and is_trainable(version.living_step, step, bound) else -1
     values = [ages[s.version] if s.origin is Origin.SAMPLED else -1 for s in segments]
     of_all = np.repeat(np.array(values, np.int32), [len(s.tokens) for s in segments])
     ends = itertools.accumulate(trajectory.num_tokens for trajectory in trajectories)

@@ -60,10 +60,9 @@ FORGET_EVERY_S = 60.0
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    groups_per_step: int
+    """How a run is coordinated. How many groups make a batch, and how old they may be, is the ledger's to say."""
+
     num_steps: int
-    max_staleness: int
-    """Where it is 0, every task requires the version of its step."""
     overlap: bool = False
     """Whether workers go on while the trainer trains."""
     over_provision: float | Literal["auto"] = 1.0
@@ -94,7 +93,7 @@ class Coordinator:
         self._times, self._carrying = StepTimes(), Carrying()
         self._provisioning = provisioning_of(
             settings.over_provision,
-            settings.max_staleness if settings.overlap else None,
+            ledger.max_staleness if settings.overlap else None,
             settings.rounds,
             settings.max_new_tokens,
             self._tell_choice,
@@ -105,8 +104,12 @@ class Coordinator:
         self._work, self._versions = News(), News()
         """For those who wait for tasks, and for those who wait for a version."""
         self._rounds = Rounds(ledger, self._writer.read, self._bell)
-        pace = Pace(settings.groups_per_step, settings.num_steps)
-        self._drawing = Drawing(ledger, issuer, self._share, pace, requires_version=settings.max_staleness == 0)
+        assert ledger.groups_per_step is not None
+        self._groups_per_step = ledger.groups_per_step
+        self._in_order = ledger.max_staleness == 0
+        """Then every task requires the version of its step, and batches take them by ordinal."""
+        pace = Pace(self._groups_per_step, settings.num_steps)
+        self._drawing = Drawing(ledger, issuer, self._share, pace, requires_version=self._in_order)
         self._presence, self.relaying, self.fitness = Presence(), Relaying(), Fitness()
         self.holding = Holding(
             ledger, self._writer, self._presence, settings.lease_ttl_s, self._tell_all, self.fitness.forget
@@ -334,7 +337,6 @@ class Coordinator:
 
     async def claim(self, step: int, within_s: float, *, generation: int = 0) -> Batch:
         deadline_s = time.monotonic() + within_s
-        settings = self.settings
         while True:
             changed = self._bell.changed
             self._stop_if_failing()
@@ -343,9 +345,9 @@ class Coordinator:
                 generation,
                 self.ledger.claim,
                 step,
-                settings.groups_per_step,
-                settings.max_staleness,
-                in_order=settings.max_staleness == 0,
+                self._groups_per_step,
+                self.ledger.max_staleness,
+                in_order=self._in_order,
             )
             if batch is not None:
                 crash_here("claim-stored")
