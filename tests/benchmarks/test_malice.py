@@ -260,7 +260,7 @@ def test_honest_tokens_are_those_that_honest_workers_got_accepted_and_may_be_tra
     life.ledger.fail(FORGER, task.id, task.fence, "engine")  # its sibling is lost with it
     [ended] = life.ask("SELECT MAX(accepted_at) FROM trajectories")
     life.draw(2)
-    life.hand_in(HONEST, 4)  # after the window
+    life.hand_in(HONEST, 8)  # after the window
     assert life.account(until=ended).honest_tokens == 5 + 8
 
 
