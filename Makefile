@@ -59,7 +59,7 @@ test-engines: $(READY) $(VLLM_READY)
 test-gpu: $(if $(GPU_PYTHON),,$(READY))
 	@python=$(or $(GPU_PYTHON),$(BIN)/python); \
 	if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	  $$python -m pytest -n 4 --dist worksteal -m "not full" tests/gpu tests/contracts tests/weights/test_device_codec.py \
+	  OFFBEAT_TEST_ZYGOTE=0 $$python -m pytest -n 4 --dist worksteal -m "not full" tests/gpu tests/contracts tests/weights/test_device_codec.py \
 	    tests/weights/test_publish.py $(ARGS); \
 	else echo "make test-gpu: torch finds no GPU here, so nothing was tested; run it where there is one"; fi
 

@@ -13,8 +13,8 @@ that starts others has a zygote of its own, and at the end threads, exit functio
 are not taken apart.
 
 Really started nevertheless: a process whose environment holds a setting that an interpreter or a package reads when it
-starts (`PYTHONHASHSEED`, `OMP_WAIT_POLICY`, …), one with a `preexec_fn`, all within `no_zygote()`, and all with
-`OFFBEAT_TEST_ZYGOTE=0`.
+starts (`PYTHONHASHSEED`, `OMP_WAIT_POLICY`, …), one with a `preexec_fn`, all within `no_zygote()`, all where a zygote
+could not be had, and all with `OFFBEAT_TEST_ZYGOTE=0`.
 """
 
 from __future__ import annotations
@@ -128,6 +128,8 @@ def start_zygote() -> Zygote:
 
 
 _zygote: Zygote | None = None
+_has_failed = False
+"""Whether a zygote could not be had on this machine; then every process is really started."""
 _is_off = threading.local()
 _starting = threading.Lock()
 
@@ -153,12 +155,13 @@ def no_zygote() -> Iterator[None]:
 
 def _fork_exec(*given: Any) -> int:
     """In place of the function of this name in `subprocess`, which tells all about a process to start in this order."""
-    global _zygote
+    global _zygote, _has_failed
     words, _, close_fds, pass_fds, folder, environment = given[:6]
     stdin, _, _, stdout, _, stderr, _, errors = given[6:14]
     _, new_session, group, *identity = given[14:-2]
     if (
         getattr(_is_off, "value", False)
+        or _has_failed
         or not close_fds
         or given[-2] is not None  # preexec_fn
         or any(part not in (None, -1) for part in identity)  # another user, groups or umask
@@ -173,7 +176,11 @@ def _fork_exec(*given: Any) -> int:
     files |= {file: file for file in pass_fds if file != errors}
     cwd = os.path.join(os.getcwd(), os.fsdecode(folder or "."))
     job = Job([os.fsdecode(word) for word in words[1:]], own, cwd, list(files), bool(new_session), group)
-    return _zygote.ask(job, list(files.values()))
+    try:
+        return _zygote.ask(job, list(files.values()))
+    except (OSError, EOFError):  # it has said why: with another build of torch, say, it may have threads
+        _has_failed = True
+        return _started_for_real(*given)
 
 
 def _is_ours(words: list[str]) -> bool:

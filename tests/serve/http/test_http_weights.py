@@ -256,7 +256,11 @@ def test_a_fetch_goes_on_where_an_earlier_one_ended(run, worker, tmp_path):
     assert [path.name for path in cache.iterdir()] == [here.path.name]
 
 
-@pytest.mark.parametrize("left", [WEIGHTS[:1000] + b"damage", WEIGHTS + b"more", os.urandom(len(WEIGHTS))])
+@pytest.mark.parametrize(
+    "left",
+    [WEIGHTS[:1000] + b"damage", WEIGHTS + b"more", os.urandom(len(WEIGHTS))],
+    ids=["damaged", "too long", "another"],
+)
 def test_what_an_earlier_fetch_left_damaged_is_fetched_again(run, worker, tmp_path, left):
     async def work(remote):
         found = await remote.newer(None, 1.0)
