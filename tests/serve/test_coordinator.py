@@ -11,7 +11,7 @@ from coordinator_scenes import SOON_S, answer, answer_all, coordinator, version
 from offbeat.errors import DeadlineError, RunOver, RunStopped
 from offbeat.ledger.errors import LedgerError
 from offbeat.ledger.records import ComparedSegment, Outcome, Submission
-from offbeat.ledger.workers import Role, WorkerState
+from offbeat.ledger.workers import Role, WorkerState, new_secret, secret_hash
 from offbeat.trajectory import End, Segment
 
 
@@ -253,7 +253,7 @@ def test_a_worker_whose_answers_fail_the_audit_is_shut_out_and_the_tokens_count_
             made.on_report = told.append
             await made.publish(version(0, 0))
             token = await made.call(made.ledger.issue_token, Role.ROLLOUT, 5.0)
-            liar = (await made.call(made.ledger.redeem, token, "liar", {})).name
+            liar = (await made.call(made.ledger.redeem, token, "liar", {}, secret_hash(new_secret()))).name
             lease = await made.lease(liar, 100, 0, SOON_S)
             for i, task in enumerate(lease.tasks):
                 await made.submit(liar, answer(made, task, 0, right=i % 2 == 0), task.fence)

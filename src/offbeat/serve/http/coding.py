@@ -25,6 +25,9 @@ SIP_BYTES = 256
 """Four bytes of zstd can stand for 128 KiB."""
 
 
+DIGEST = re.compile(r"(?:^|,)\s*blake3=:([A-Za-z0-9+/]{43}=):")
+
+
 class Malformed(ValueError):
     """Bytes that are not what they should be."""
 
@@ -39,7 +42,7 @@ def content_digest(data: bytes) -> str:
 
 def read_digest(headers: Mapping[str, str], name: str) -> bytes | None:
     """The blake3 digest in a header; None where there is none that we can read."""
-    found = re.search(r"(?:^|,)\s*blake3=:([A-Za-z0-9+/]{43}=):", headers.get(name) or "")
+    found = DIGEST.search(headers.get(name) or "")
     return None if found is None else base64.b64decode(found.group(1))
 
 

@@ -104,11 +104,15 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
+        may_be_long = self._num_head_bytes > self.limits.max_head_bytes  # or a body came with it
         self._in_request, self._num_head_bytes = True, 0
-        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.max_head_bytes:
+        if may_be_long and self._head_bytes() > self.limits.max_head_bytes:
             self._hang_up(b"431 Request Header Fields Too Large", TOO_LONG)
             raise ValueError("a head too long, which came in one piece")  # ends the parsing
         super().on_headers_complete()
+
+    def _head_bytes(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
     def send_400_response(self, msg: str) -> None:
         if not self.transport.is_closing():  # we have said what is wrong
