@@ -200,6 +200,11 @@ class Line(Connection):
             self._tally.answers[str(response.status)] += 1
         return response
 
+    async def once(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None) -> None:
+        """Makes a call that `Connection` would not make, and reads a little of the answer, whatever it is."""
+        async with await self._request(method, path, headers, body, ANSWER_WITHIN_S) as response:
+            await response.content.read(1024)
+
     def _opened(self) -> aiohttp.ClientSession:
         session = self._session
         if session is None:
@@ -219,7 +224,7 @@ class Member(Adversary):
     async def prepare(self) -> None:
         self.connection, self.client = await self._join(self.tokens[0])
 
-    async def _join(self, token: str) -> tuple[Connection, RemoteWorker]:
+    async def _join(self, token: str) -> tuple[Line, RemoteWorker]:
         connection = self.line(self.scene.url, self.address, self.tally, self.groundwork)
         connection.patience_s = JOIN_WITHIN_S
         member = await join(connection, token, f"node-{self.number + 1}")
@@ -264,8 +269,7 @@ class Member(Adversary):
 
     async def opened(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None) -> None:
         """Makes a call and reads a little of the answer."""
-        async with self.connection.open(method, path, headers, body, within_s=ANSWER_WITHIN_S) as response:
-            await response.content.read(1024)
+        await self.connection.once(method, path, headers, body)
 
 
 async def whatever(*calls: Coroutine[Any, Any, object]) -> None:

@@ -292,11 +292,12 @@ class FalsePeer(Member):
     """Registers the addresses of others, of the coordinator and of nobody as its own: whom others fetch from."""
 
     async def strike(self) -> None:
-        urls = (self.scene.url, "http://169.254.169.254/", "http://127.0.0.1:1", "http://a:b@c/" + "x" * 1000)
-        for url in urls:
-            call = wire.SourcesCall(site="", url=url, up_bytes_per_s=1e15, root_bytes_per_s=1e15)
+        theirs = (self.scene.host, self.scene.port)
+        for host, port in (theirs, ("169.254.169.254", 80), ("127.0.0.1", 1), ("a:b@c", 65535), ("x" * 1000, -1)):
+            call = wire.SourcesCall(site="", host=host, port=port, up_bytes_per_s=1e15, root_bytes_per_s=1e15)
             await self.told("/v1/sources", call)
-            await self.told("/v1/sources", wire.SourcesCall(site=f"site-{self.tally.num_attempts}", url=url))
+            site = f"site-{self.tally.num_attempts}"
+            await self.told("/v1/sources", wire.SourcesCall(site=site, host=host, port=port))
 
 
 class PlaysJudge(Member):

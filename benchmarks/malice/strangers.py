@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Mapping
 from functools import cache
 
 import zstandard
@@ -20,8 +21,17 @@ PATHS = ("/v1/join", "/v1/lease", "/v1/claim", "/v1/weights/1", "/v1/pieces/00",
 JOIN = "/v1/join"
 
 
-def joining(token: str, name: str = "stranger", **capabilities: object) -> bytes:
-    return wire.encode(wire.Join(token=token, name=name, capabilities=capabilities))
+MADE_UP = "a" * 40
+
+
+def to_join(body: bytes = b"", headers: Mapping[str, str | None] | None = None, token: str = MADE_UP) -> bytes:
+    """A request to join with this body, whatever it is."""
+    return request("POST", JOIN, body, {"Authorization": f"Bearer {token}", **(headers or {})})
+
+
+def joining(name: str = "stranger", **capabilities: object) -> bytes:
+    """The body of a request to join, as an honest worker would write it."""
+    return wire.encode(wire.Join(name=name, secret_hash=bytes(32), capabilities=capabilities))
 
 
 @cache
@@ -44,21 +54,21 @@ class ZstdBomb(Stranger):
     """Joins with a body of 16 kilobytes that decompresses to half a gigabyte: the coordinator's memory."""
 
     async def strike(self) -> None:
-        await self.say(request("POST", JOIN, zstd_bomb(), {"Content-Encoding": coding.ZSTD}))
+        await self.say(to_join(zstd_bomb(), {"Content-Encoding": coding.ZSTD}))
 
 
 class FalseSize(Stranger):
     """Joins with a compressed body that claims 200 MB and holds nothing like it: memory set aside in advance."""
 
     async def strike(self) -> None:
-        await self.say(request("POST", JOIN, false_size(), {"Content-Encoding": coding.ZSTD}))
+        await self.say(to_join(false_size(), {"Content-Encoding": coding.ZSTD}))
 
 
 class GiantHead(Stranger):
     """Sends a megabyte of headers: what is kept before anybody is known."""
 
     async def strike(self) -> None:
-        await self.say(request("POST", JOIN, b"", {"X-Padding": "a" * MIB}))
+        await self.say(to_join(b"", {"X-Padding": "a" * MIB}))
 
 
 class SlowHeads(Stranger):
@@ -67,7 +77,7 @@ class SlowHeads(Stranger):
     pause_s = 2.0
 
     async def strike(self) -> None:
-        parts = [bytes([byte]) for byte in request("POST", JOIN)[:SLOW_PARTS]]
+        parts = [bytes([byte]) for byte in to_join()[:SLOW_PARTS]]
         await asyncio.gather(*(self.say(*parts, pause_s=1.0, within_s=1.0) for _ in range(NUM_SLOW)))
 
 
@@ -77,7 +87,7 @@ class SlowBodies(Stranger):
     pause_s = 2.0
 
     async def strike(self) -> None:
-        head = request("POST", JOIN, b"", {"Content-Length": "60000"})
+        head = to_join(b"", {"Content-Length": "60000"})
         parts = [head, *([b"\x80"] * SLOW_PARTS)]
         await asyncio.gather(*(self.say(*parts, pause_s=1.0, within_s=1.0) for _ in range(NUM_SLOW)))
 
@@ -101,7 +111,7 @@ class Garbage(Stranger):
     """Joins with random bytes in place of msgpack: the decoder."""
 
     async def strike(self) -> None:
-        await self.say(request("POST", JOIN, self.scene.rng.randbytes(self.scene.rng.randrange(1, 4096))))
+        await self.say(to_join(self.scene.rng.randbytes(self.scene.rng.randrange(1, 4096))))
 
 
 class DeepNesting(Stranger):
@@ -109,8 +119,8 @@ class DeepNesting(Stranger):
 
     async def strike(self) -> None:
         nested = b"\x91" * 50_000 + b"\xc0"
-        body = b"\x83\xa5token\xa1a\xa4name\xa1b\xaccapabilities\x81\xa1c" + nested
-        await self.say(request("POST", JOIN, body))
+        body = b"\x83\xa4name\xa1b\xabsecret_hash\xc4\x20" + bytes(32) + b"\xaccapabilities\x81\xa1c" + nested
+        await self.say(to_join(body))
 
 
 class GuessedToken(Stranger):
@@ -119,7 +129,7 @@ class GuessedToken(Stranger):
     pause_s = 0.2
 
     async def strike(self) -> None:
-        await self.say(request("POST", JOIN, joining(secrets.token_urlsafe(32))))
+        await self.say(to_join(joining(), token=secrets.token_urlsafe(32)))
 
 
 class GuessedSecret(Stranger):
@@ -136,15 +146,15 @@ class UsedToken(Stranger):
     """Joins with a token that an honest worker used before: that worker's identity."""
 
     async def strike(self) -> None:
-        await self.say(request("POST", JOIN, joining(self.scene.used_token, self.scene.honest[0])))
+        await self.say(to_join(joining(self.scene.honest[0]), token=self.scene.used_token))
 
 
 class Truncated(Stranger):
     """Announces a body, sends half of it and hangs up: calls that are half done."""
 
     async def strike(self) -> None:
-        body = joining("a" * 40)
-        whole = request("POST", JOIN, body)
+        body = joining()
+        whole = to_join(body)
         await self.say(whole[: -len(body) // 2], within_s=0.2)
 
 
@@ -159,14 +169,14 @@ class Smuggler(Stranger):
             {"Content-Length": "9" * 5000},
             {"Transfer-Encoding": "chunked, identity", "Content-Length": None},
         )
-        await self.say(request("POST", JOIN, b"0\r\n\r\nGET /metrics HTTP/1.1\r\n\r\n", self.scene.rng.choice(heads)))
+        await self.say(to_join(b"0\r\n\r\nGET /metrics HTTP/1.1\r\n\r\n", self.scene.rng.choice(heads)))
 
 
 class EndlessChunks(Stranger):
     """Sends a body in chunks, without a length and past every limit: memory, a little at a time."""
 
     async def strike(self) -> None:
-        head = request("POST", JOIN, b"", {"Content-Length": None, "Transfer-Encoding": "chunked"})
+        head = to_join(b"", {"Content-Length": None, "Transfer-Encoding": "chunked"})
         chunk = b"4000\r\n" + bytes(0x4000) + b"\r\n"
         await self.say(head, *([chunk] * 256), within_s=2.0)
 
@@ -176,7 +186,7 @@ class LongNames(Stranger):
 
     async def strike(self) -> None:
         many = {f"key-{number}": "\x1b[31m\n" * 8 for number in range(600)}
-        await self.say(request("POST", JOIN, joining("a" * 256, "\n" * 200, **many)))
+        await self.say(to_join(joining("\n" * 200, **many), token="a" * 256))
 
 
 class Prowler(Stranger):
