@@ -265,7 +265,7 @@ class Coordinator:
 
     async def _tell_set_aside(self, worker: str, why: str) -> None:
         await self._share(self.ledger.set_aside, worker, why, ASIDE_S)
-        self._presence.left(worker)
+        self._presence.set_aside(worker)
         self.on_report({"event": "set_aside", "worker": worker, "seconds": ASIDE_S, "why": why})
 
     async def give_back(self, worker: str, leases: Sequence[tuple[int, int]]) -> None:
