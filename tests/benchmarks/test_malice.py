@@ -23,7 +23,7 @@ from benchmarks.malice.arena import Outcome
 from benchmarks.malice.verdicts import bars_of, found_out
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import NewGroup, Scored, Submission
-from offbeat.ledger.workers import Role, WorkerState
+from offbeat.ledger.workers import Role, WorkerState, secret_hash
 from offbeat.trajectory import End, Reward, Sampling, Segment, Task, Trajectory
 from offbeat.weights.version import Version
 
@@ -268,7 +268,7 @@ def test_workers_that_were_set_aside_and_what_they_had_handed_in_are_told(life: 
     by_one_worker(life)
     ledger = life.ledger
     for name in (HONEST, FORGER):
-        ledger.redeem(ledger.issue_token(Role.ROLLOUT, 5), f"{name}-2", {})
+        ledger.redeem(ledger.issue_token(Role.ROLLOUT, 5), f"{name}-2", {}, secret_hash(name))
     ledger.move_worker(f"{FORGER}-2", WorkerState.QUARANTINED, "because")
     ledger.move_worker(f"{HONEST}-2", WorkerState.LEFT)
     found = life.account()

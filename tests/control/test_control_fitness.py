@@ -61,3 +61,14 @@ def test_who_leaves_or_begins_anew_is_forgotten():
     failing(fitness, "w", range(MAX_FAILED + 1))
     fitness.forget("w")
     assert (fitness.aside_s("w"), fitness.has_failed("w")) == (0.0, False)
+
+
+def test_a_worker_may_be_set_aside_at_once_for_another_reason():
+    now = [0.0]
+    fitness = Fitness(lambda: now[0])
+    failing(fitness, "w", range(MAX_FAILED))
+    fitness.set_aside("w", "it hoards")
+    assert (fitness.aside_s("w"), fitness.aside()) == (ASIDE_S, {"w": "it hoards"})
+    now[0] = ASIDE_S
+    assert fitness.aside() == {}
+    assert fitness.failed("w", 99, "its first since") is None, "it begins with a clean record"

@@ -2,15 +2,17 @@
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 from coordinator_scenes import SOON_S, answer, coordinator, version
 
+from offbeat.control.leases import Held
 from offbeat.ledger.errors import Fenced
 from offbeat.ledger.records import Outcome
 from offbeat.serve import holding
-from offbeat.trajectory import Segment
+from offbeat.trajectory import Segment, Task
 
 
 async def lease_all(made) -> list[tuple[int, int]]:
@@ -169,5 +171,136 @@ def test_suspects_that_failed_for_good_are_forgotten(tmp_path, monkeypatch):
             await made.heartbeat("w", held[2:], "a third")
             await made.heartbeat("w", held[3:], "a fourth")
             assert len(made.holding._suspects) < 3
+
+    asyncio.run(scenario())
+
+
+async def answer_as_they_come(made, worker: str, seconds: float) -> None:
+    """Answers one task after the other, for ever, each after so long; no heartbeat may say that it is lost."""
+    while True:
+        for task in (await made.lease(worker, 1, 0, SOON_S)).tasks:
+            await asyncio.sleep(seconds)
+            assert (await made.heartbeat(worker, [(task.id, task.fence)])).lost == ()
+            assert await made.submit(worker, answer(made, task, 0, True), task.fence) is Outcome.STORED
+
+
+async def beat_for_ever(made, worker: str, tasks) -> None:
+    while True:
+        await made.heartbeat(worker, [(task.id, task.fence) for task in tasks])
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.full
+def test_a_hoarder_loses_its_tasks_to_the_others_and_a_worker_ten_times_slower_keeps_its_own(tmp_path):
+    """Heartbeats alone once kept a task for ever."""
+
+    async def scenario():
+        told = []
+        sections = {"batch": {"groups_per_step": 8, "group_size": 4}, "eval": {"every": 0}}
+        rollout = {"lease_s": 0.8, "max_attempts": 1, "max_new_tokens": 16}
+        async with coordinator(tmp_path, rollout=rollout, **sections) as made:
+            made.on_report = told.append
+            await made.publish(version(0, 0))
+            hoarded = (await made.lease("hoarder", 8, 0, SOON_S)).tasks
+            slow = asyncio.create_task(answer_as_they_come(made, "slow", 0.05))
+            quick = [asyncio.create_task(answer_as_they_come(made, f"quick-{n}", 0.005)) for n in range(3)]
+            beating = asyncio.create_task(beat_for_ever(made, "hoarder", hoarded))
+            batch = await made.claim(0, SOON_S)  # which needs what the hoarder has
+            assert len(batch.groups) == 8
+            (event,) = told
+            assert (event["event"], event["worker"]) == ("set_aside", "hoarder")
+            assert (await made.lease("hoarder", 8, 0, 0.0)).tasks == ()
+            assert (await made.call(made.ledger.counts)).failed_tasks == {}
+            assert (await made.call(made.ledger.verify)).violations == ()
+            for task in (slow, *quick, beating):
+                assert not task.done(), task.exception()
+                task.cancel()
+
+    asyncio.run(scenario())
+
+
+async def hoard(made, *, is_alone: bool = False) -> list[Task]:
+    """What worker w holds that has answered once, quickly, and then nothing for a long time."""
+    await made.publish(version(0, 0))
+    first, *rest = (await made.lease("w", 100, 0, SOON_S)).tasks
+    await made.submit("w", answer(made, first, 0, True), first.fence)
+    if not is_alone:
+        assert (await made.lease("other", 1, 0, 0.0)).tasks == ()
+    made.holding.pace.pass_by(1e9, made.holding.leases.all())
+    return rest
+
+
+@asynccontextmanager
+async def patient(tmp_path):
+    """A coordinator that comes to look at hoarders when it is told to, or a second later."""
+    async with coordinator(tmp_path, rollout={"lease_s": 600.0}) as made:
+        yield made
+
+
+def test_a_hoarder_s_late_answer_is_welcome_while_nobody_else_has_begun(tmp_path):
+    async def scenario():
+        async with patient(tmp_path) as made:
+            task, *_ = await hoard(made)
+            async with asyncio.timeout(SOON_S):
+                while not made.fitness.aside():  # noqa: ASYNC110 - the watch over leases looks every second
+                    await asyncio.sleep(0.02)
+            assert set(made.fitness.aside()) == {"w"}
+            while len(made.holding.leases):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            assert (await made.heartbeat("w", [(task.id, task.fence)])).lost == (task.id,)
+            assert await made.submit("w", answer(made, task, 0, True), task.fence) is Outcome.STORED
+
+    asyncio.run(scenario())
+
+
+def test_who_is_alone_keeps_its_tasks_however_long_it_takes(tmp_path):
+    async def scenario():
+        async with patient(tmp_path) as made:
+            tasks = await hoard(made, is_alone=True)
+            await made.holding._take_from_hoarders()
+            assert made.fitness.aside() == {}
+            assert (await made.heartbeat("w", [(task.id, task.fence) for task in tasks])).lost == ()
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_waits_for_the_disk_is_no_hoarder_s(tmp_path):
+    async def scenario():
+        async with patient(tmp_path) as made:
+            task, *_ = await hoard(made)
+            slow = asyncio.create_task(made.call(time.sleep, 0.2))
+            submitted = asyncio.create_task(made.submit("w", answer(made, task, 0, True), task.fence))
+            await asyncio.sleep(0.05)
+            await made.holding._take_from_hoarders()
+            await asyncio.gather(slow, submitted)
+            assert made.fitness.aside() == {}
+
+    asyncio.run(scenario())
+
+
+def test_the_same_answer_again_is_none(tmp_path):
+    async def scenario():
+        async with patient(tmp_path) as made:
+            task, *_ = await hoard(made)
+            await made.submit("w", answer(made, task, 0, True), task.fence)
+            made.holding.pace.pass_by(1e9, made.holding.leases.all())
+            assert await made.submit("w", answer(made, task, 0, True), task.fence) is Outcome.REPEATED
+            assert set(made.holding.pace.overdue()) == {"w"}
+
+    asyncio.run(scenario())
+
+
+def test_time_in_which_the_coordinator_stood_still_makes_nobody_a_hoarder(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path, rollout={"lease_s": 0.5}) as made:
+            held = await lease_all(made)
+            made.holding.pace.granted(Held(1000, 1, "w"), 0)
+            made.holding.pace.handed_in(Held(1000, 1, "w"), 100)  # at once: twice the time of a lease is its bound
+            await asyncio.sleep(0.1)  # the watch over leases begins to wait
+            time.sleep(1.5)  # noqa: ASYNC251 - the loop itself is to stand still
+            await made.lease("other", 1, 0, 0.0)
+            assert (await made.heartbeat("w", held)).lost == ()
+            await asyncio.sleep(0.1)
+            assert made.holding.pace.overdue() == made.fitness.aside() == {}
 
     asyncio.run(scenario())

@@ -1,8 +1,8 @@
-"""Which workers fail most of what they are given.
+"""Which workers are given nothing for a while, because they fail most of what they are given, or for another reason.
 
-Duty: set such a worker aside for a while, before its failures use up the attempts of tasks that others could do. It is
-judged by different tasks alone, so that a task that nobody can do sets nobody aside. A worker that leaves, or begins a
-new life, begins with a clean record. No I/O; the clock is injected.
+Duty: set such a worker aside before its failures use up the attempts of tasks that others could do. It is judged by
+different tasks alone, so that a task that nobody can do sets nobody aside. A worker that leaves, or begins a new life,
+begins with a clean record. No I/O; the clock is injected.
 """
 
 from __future__ import annotations
@@ -52,13 +52,19 @@ class Fitness:
         record.latest.append(task)
         if record.num_failed <= MAX_FAILED:
             return None
-        record.why = f"{record.num_failed} of the latest {len(record.latest)} tasks of {worker} failed: {reason}"
+        why = f"{record.num_failed} of the latest {len(record.latest)} tasks of {worker} failed: {reason}"
+        self.set_aside(worker, why)
+        return why
+
+    def set_aside(self, worker: str, why: str) -> None:
+        """Gives a worker nothing from now on, for `ASIDE_S`; then it begins with a clean record."""
+        record = self._records.setdefault(worker, _Record())
+        record.why = why
         record.latest.clear()
         record.back_s = self._clock() + ASIDE_S
-        return record.why
 
     def has_failed(self, worker: str) -> bool:
-        """Whether it failed anything since it came."""
+        """Whether it failed anything, or was set aside, since it came."""
         return worker in self._records
 
     def aside_s(self, worker: str) -> float:

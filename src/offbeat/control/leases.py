@@ -61,7 +61,10 @@ class Leases:
 
     def renew_all(self) -> None:
         """For when nobody could be heard."""
-        self.grant([held for held, _ in self._deadlines.values()])
+        self.grant(self.all())
+
+    def all(self) -> list[Held]:
+        return [held for held, _ in self._deadlines.values()]
 
     def is_held(self, held: Held) -> bool:
         found = self._deadlines.get(held.task)

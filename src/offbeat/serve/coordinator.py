@@ -112,7 +112,14 @@ class Coordinator:
         self._drawing = Drawing(ledger, issuer, self._share, pace, requires_version=self._in_order)
         self._presence, self.relaying, self.fitness = Presence(), Relaying(), Fitness()
         self.holding = Holding(
-            ledger, self._writer, self._presence, settings.lease_ttl_s, self._tell_all, self.fitness.forget
+            ledger,
+            self._writer,
+            self._presence,
+            settings.lease_ttl_s,
+            settings.max_new_tokens,
+            self._tell_all,
+            self.fitness.forget,
+            self._set_aside_hoarder,
         )
         self.only_worker = ""
         """The only one that a run of one process can have: without it there is nothing to wait for."""
@@ -225,7 +232,7 @@ class Coordinator:
             self._bell.fail(error)
             raise
         crash_here("submission-stored")
-        self.holding.ended(trajectory.task)
+        self.holding.handed_in(worker, trajectory, fence, is_new=outcome is not Outcome.REPEATED)
         self.fitness.succeeded(worker)
         self._times.submitted()
         if outcome is not Outcome.REPEATED:
@@ -250,12 +257,19 @@ class Coordinator:
         counts = not self.fitness.aside_s(worker)
         await self._share(self.ledger.fail, worker, task, fence, "engine", reason, counts=counts)
         self.judging.scorer.num_failed += 1
-        self.holding.ended(task)
+        self.holding.failed(worker, task)
         if counts and (why := self.fitness.failed(worker, task, reason)):
-            await self._share(self.ledger.set_aside, worker, why, ASIDE_S)
-            self._presence.left(worker)
-            self.on_report({"event": "set_aside", "worker": worker, "seconds": ASIDE_S, "why": why})
+            await self._tell_set_aside(worker, why)
         self._tell_all()
+
+    async def _set_aside_hoarder(self, worker: str, why: str) -> None:
+        self.fitness.set_aside(worker, why)
+        await self._tell_set_aside(worker, why)
+
+    async def _tell_set_aside(self, worker: str, why: str) -> None:
+        await self._share(self.ledger.set_aside, worker, why, ASIDE_S)
+        self._presence.set_aside(worker)
+        self.on_report({"event": "set_aside", "worker": worker, "seconds": ASIDE_S, "why": why})
 
     async def give_back(self, worker: str, leases: Sequence[tuple[int, int]]) -> None:
         if await self.holding.give_back(worker, leases):
@@ -288,6 +302,7 @@ class Coordinator:
 
     def _forget(self, worker: str) -> None:
         self.fitness.forget(worker)
+        self.holding.pace.forget(worker)
         self._presence.left(worker)
         self._rounds.left(worker)
         self._provisioning.left(worker)

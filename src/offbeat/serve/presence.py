@@ -35,6 +35,12 @@ class Presence:
         self.hear(worker)
         self.figures[worker] = figures
 
+    def set_aside(self, worker: str) -> None:
+        """Nobody counts on its slots until it is given tasks again; its life is remembered, or it could begin no new
+        one."""
+        if worker in self._slots:
+            self._slots[worker] = 0
+
     def left(self, worker: str) -> None:
         for known in (self._heard, self._slots, self._lives, self.figures):
             known.pop(worker, None)
