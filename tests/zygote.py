@@ -61,6 +61,8 @@ COMMANDS = ("train", "serve", "trainer", "worker", "eval", "export", "ledger", "
 """Commands of Offbeat that import much; the doctor has to look at a machine as it is."""
 ROOM = 100_000
 """Bytes that `/proc` can show of a copy's words, and as many of its environment."""
+SET_BY_PACKAGES = ("TORCHINDUCTOR_CACHE_DIR", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
+"""Settings that torch and Offbeat put into the environment of the tests themselves."""
 SPIN_COUNT = "1000"
 """That of `offbeat.threads`, of which the zygote knows nothing."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -205,7 +207,7 @@ def _suits(environment: dict[bytes, bytes]) -> bool:
 
 def _read_at_start(environment: dict[bytes, bytes]) -> dict[bytes, bytes]:
     found = {name: value for name, value in environment.items() if os.fsdecode(name).startswith(READ_AT_START)}
-    for name in APPLIED_LATER:
+    for name in (*APPLIED_LATER, *SET_BY_PACKAGES):
         found.pop(os.fsencode(name), None)
     return {b"GOMP_SPINCOUNT": SPIN_COUNT.encode(), **found}  # what a command settles for itself
 
