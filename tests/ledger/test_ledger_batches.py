@@ -12,7 +12,7 @@ from ledger_run import STOP, answer, data_of, full_step, handed, new_groups, sco
 from offbeat.ledger.errors import Conflict, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import ComparedSegment, Scored
-from offbeat.ledger.workers import Role, WorkerState
+from offbeat.ledger.workers import Role, WorkerState, new_secret, secret_hash
 from offbeat.trajectory import End, Reward, Segment, Task, Trajectory
 
 
@@ -330,7 +330,7 @@ def test_an_audit_of_what_is_not_in_the_batch_is_refused(patient: Ledger, found:
 
 def test_blame_goes_by_segment_to_active_workers_the_latest_segments_first(patient: Ledger):
     for name in ("liar", "honest"):
-        patient.redeem(patient.issue_token(Role.ROLLOUT, 5.0), name, {})
+        patient.redeem(patient.issue_token(Role.ROLLOUT, 5.0), name, {}, secret_hash(new_secret()))
     patient.admit(new_groups(patient, 1, size=2))
     begun, other = patient.lease("liar", 2, 0)
     partial = answer(begun, [0], end=None)

@@ -275,7 +275,7 @@ def test_a_worker_whose_answers_fail_the_audit_is_shut_out_and_the_tokens_count_
 
 async def joined(made, name: str) -> str:
     token = await made.call(made.ledger.issue_token, Role.ROLLOUT, 5.0)
-    return (await made.call(made.ledger.redeem, token, name, {})).name
+    return (await made.call(made.ledger.redeem, token, name, {}, secret_hash(new_secret()))).name
 
 
 def test_who_carried_on_forged_beginnings_is_not_blamed_for_them(tmp_path):

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from http_run import SOON_S, LiveRun
+from http_run import SOON_S, LiveRun, headers_of
 
 from offbeat.errors import RunStopped, UserError
 from offbeat.ledger.workers import Role
@@ -37,8 +37,9 @@ def test_every_call_of_a_trainer_that_was_replaced_is_refused_by_name_whatever_i
 
 
 def test_the_latest_trainer_is_let_through(run):
-    headers = {coding.GENERATION: "2", "Content-Type": wire.MSGPACK}
-    answer = run.send("POST", "/v1/next-version", wire.encode(wire.Nothing()), headers, run.secret("t", Role.TRAINER))
+    body = wire.encode(wire.Nothing())
+    headers = headers_of(body, **{coding.GENERATION: "2"})
+    answer = run.send("POST", "/v1/next-version", body, headers, run.secret("t", Role.TRAINER))
     assert answer.record(wire.NextVersion).number == 1
 
 

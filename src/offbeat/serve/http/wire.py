@@ -151,7 +151,7 @@ class ClaimCall(Call):
 
 
 class CommitCall(Call):
-    max_bytes: ClassVar[int] = 32 * 2**20
+    max_bytes: ClassVar[int] = 16 * 2**20
     step: Count
     version: Version
     audited: Annotated[list[Count], Meta(max_length=MAX_HELD)] = []
