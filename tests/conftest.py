@@ -3,6 +3,8 @@
 Tests marked `full` are left out of `make test` (`-m "not full"`), which also tries properties on fewer examples.
 """
 
+import signal
+
 import pytest
 import zygote
 from hypothesis import settings
@@ -10,6 +12,8 @@ from hypothesis import settings
 from offbeat.threads import spin_briefly
 
 spin_briefly()  # as the command line does: tests run side by side
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or all that tests start would ignore Ctrl-C too
 zygote.install()
 
 FAST_TIER = "not full"
