@@ -111,7 +111,7 @@ def test_every_correction_is_on_the_page_with_its_limits():
 
 def test_the_metrics_to_watch_exist():
     bucket = BucketFigures(num_tokens=1, ess=1, behaviour_kl=0, clip_share=0, kept_share=1)
-    figures = StepFigures(*[0.0] * 11, signal_share=1.0)
+    figures = StepFigures(*[0.0] * 12, signal_share=1.0)
     told = set(replace(figures, by_staleness={name: bucket for name in BUCKET_NAMES}).row())
     watched = {bare(row[0]) for row in table("metric")}
     assert {name.replace("AGE", "0") for name in watched} <= told

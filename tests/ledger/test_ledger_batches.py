@@ -328,7 +328,7 @@ def test_an_audit_of_what_is_not_in_the_batch_is_refused(patient: Ledger, found:
         patient.commit(0, version(1, 1, 0), compared=[found])
 
 
-def test_blame_goes_by_segment_to_active_workers_the_latest_segments_first(patient: Ledger):
+def test_blame_goes_by_segment_to_workers_that_may_come_back_the_latest_segments_last(patient: Ledger):
     for name in ("liar", "honest"):
         patient.redeem(patient.issue_token(Role.ROLLOUT, 5.0), name, {}, secret_hash(new_secret()))
     patient.admit(new_groups(patient, 1, size=2))
@@ -348,5 +348,7 @@ def test_blame_goes_by_segment_to_active_workers_the_latest_segments_first(patie
     patient.commit(0, version(1, 1, 0), compared=found)
     assert patient.audited([begun.id]) == {"liar": [(at, at), (1, 1)], "honest": [(1, 0)]}
     assert patient.audited([other.id]) == {"liar": [(at, at), (1, 1)]}
+    patient.move_worker("liar", WorkerState.LEFT)
+    assert "liar" in patient.audited([begun.id]), "leaving in time does not help"
     patient.move_worker("liar", WorkerState.QUARANTINED)
     assert patient.audited([begun.id]) == {"honest": [(1, 0)]}

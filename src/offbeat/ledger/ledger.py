@@ -398,7 +398,7 @@ class Ledger:
         return workers.listed(self._db)
 
     def audited(self, tasks: Sequence[int]) -> dict[str, list[Compared]]:
-        """What audits found lately of the active workers that handed in a part of these tasks."""
+        """What audits found lately of workers that handed in a part of these tasks, and are not shut out."""
         return workers.audited(self._db, tasks)
 
     def num_leased(self) -> dict[str, int]:

@@ -169,10 +169,11 @@ def num_compared(db: Database) -> dict[str, tuple[int, int]]:
 
 
 def audited(db: Database, tasks: Sequence[int]) -> dict[str, list[Compared]]:
-    """What speaks for and against the active workers that handed in a segment of these tasks: the latest segments of
-    each that were compared, in the order of their tasks."""
+    """What speaks for and against the workers that handed in a segment of these tasks and may come back: the latest
+    segments of each that were compared, in the order of their tasks."""
     query = """SELECT DISTINCT s.worker FROM segments s JOIN workers w ON w.name = s.worker
-               WHERE s.task IN (SELECT value FROM json_each(?)) AND s.num_compared > 0 AND w.state = 'active'"""
+               WHERE s.task IN (SELECT value FROM json_each(?)) AND s.num_compared > 0
+               AND w.state IN ('active', 'left')"""
     names = [name for (name,) in db.execute(query, (array(tasks),))]
     query = """SELECT num_compared, num_off FROM segments INDEXED BY segments_compared
                WHERE worker = ? AND num_compared > 0 ORDER BY task DESC, start DESC LIMIT ?"""

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from offbeat.control.step_time import Timing
 from offbeat.errors import DeadlineError, RunStopped, UserError
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
-from offbeat.ledger.records import Outcome
+from offbeat.ledger.records import ComparedSegment, Outcome
 from offbeat.ledger.workers import Role, WorkerState
 from offbeat.serve.client import Heartbeat, TrainerClient, WorkerClient
 from offbeat.serve.http.access import KNOWN_S
@@ -68,7 +68,9 @@ def test_a_step_from_lease_to_commit_over_the_wire(tmp_path):
                 assert batch.groups[0].members[0].trajectory == answer(lease.tasks[0])
                 assert batch.groups[0].members[0].mask.tolist() == [True] * 3
                 number = await trainer.next_version()
-                await trainer.commit(0, weights(tmp_path, number, step=1), audited=[])
+                left_out = batch.groups[0].members[0].task
+                found = [ComparedSegment(left_out, 0, 3, 2)]
+                await trainer.commit(0, weights(tmp_path, number, step=1), audited=[left_out], compared=found)
                 await trainer.checkpointed(1)
                 await trainer.report({"step": 0, "reward": np.float32(0.5)})
                 newest = await worker.newer(0, SOON_S)
@@ -80,7 +82,8 @@ def test_a_step_from_lease_to_commit_over_the_wire(tmp_path):
         asyncio.run(scenario())
         assert run.reports == [{"step": 0, "reward": 0.5}]
         assert run.ledger.latest_version().path == run.weights.path(1)
-        assert run.ledger.list_workers()[0].state is WorkerState.LEFT
+        (worker, *_) = run.ledger.list_workers()
+        assert (worker.state, worker.num_compared, worker.num_off) == (WorkerState.LEFT, 3, 2)
 
 
 def test_a_round_from_its_lease_to_the_next_over_the_wire(tmp_path):
