@@ -27,7 +27,7 @@ from typing import Any, Self
 from offbeat.config import Config, fixed_changes, free_changes, load, resolved
 from offbeat.config.explain import show
 from offbeat.errors import OffbeatError, UserError
-from offbeat.files import write_atomic
+from offbeat.files import cannot_write, write_atomic
 from offbeat.launch.lock import FolderLock
 from offbeat.watch.appending import Appender
 from offbeat.watch.history import read_events
@@ -77,8 +77,9 @@ class RunFolder:
         refuse_used(path)
         with _owned(path) as lock:
             refuse_used(path)  # again, now that nobody else can begin here
-            folder = cls(path, _named(config, path), lock)
-            folder._write_config()
+            config = _named(config, path)
+            _write_config(path, config)  # first: what is there without it is no run, and its name would be lost
+            folder = cls(path, config, lock)
             folder.event("start", pid=os.getpid())
         return folder
 
@@ -90,7 +91,7 @@ class RunFolder:
             stored = stored_config(path)
             config = check_resumable(path, config or load(path / CONFIG))
             folder = cls(path, config, lock)
-            folder._write_config()
+            _write_config(path, config)
             folder.event("reopen", pid=os.getpid())
             changes = [(change.key, change.old, change.new) for change in free_changes(stored, config)]
             if (before := _name_in(stored)) != config.run.name:
@@ -147,7 +148,7 @@ class RunFolder:
 
     def summary(self, summary: dict[str, Any]) -> None:
         """Replaces summary.json."""
-        self._replace(SUMMARY, plain(summary))
+        _replace(self.path / SUMMARY, plain(summary))
 
     def close(self) -> None:
         """Gives the folder up; whatever cannot be closed, the rest is."""
@@ -170,16 +171,16 @@ class RunFolder:
             if error is None:  # otherwise what ended the run matters more than lines that could not be flushed
                 raise
 
-    def _write_config(self) -> None:
-        self._replace(CONFIG, resolved(self.config))
 
-    def _replace(self, name: str, content: Any) -> None:
-        try:
-            write_atomic(self.path / name, (json.dumps(content, indent=2) + "\n").encode())
-        except OSError as error:
-            raise OffbeatError(
-                f"{self.path / name}: cannot be written: {error.strerror}; mend that, then --resume the run"
-            ) from error
+def _write_config(path: Path, config: Config) -> None:
+    _replace(path / CONFIG, resolved(config))
+
+
+def _replace(path: Path, content: Any) -> None:
+    try:
+        write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def refuse_used(path: Path) -> None:
@@ -317,7 +318,7 @@ def _log_to(path: Path) -> logging.Handler:
         path.parent.mkdir(exist_ok=True)
         handler = _LogFile(path)
     except OSError as error:
-        raise OffbeatError(f"{path}: cannot be written: {error.strerror}; mend that, then try again") from error
+        raise cannot_write(path, error, "then try again") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     with _logs_lock:
         _open_logs.add(handler)

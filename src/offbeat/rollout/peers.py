@@ -25,6 +25,7 @@ import aiohttp
 from blake3 import blake3
 
 from offbeat.errors import OffbeatError
+from offbeat.files import cannot_write
 from offbeat.rollout.peer_ranking import ROOT, Ranking
 from offbeat.weights.background import in_thread
 from offbeat.weights.pieces import PieceDamaged, is_intact
@@ -309,5 +310,5 @@ async def _add(filling: Filling, gathered: bytearray) -> None:
     try:
         await in_thread(filling.add, gathered)
     except OSError as error:
-        raise OffbeatError(f"{filling.into}: cannot be written: {error.strerror or error}; free space") from error
+        raise cannot_write(filling.into, error, "then start the worker again") from error
     gathered.clear()

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from offbeat.ledger.errors import Damaged
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Outcome, Submission
 
@@ -64,8 +65,9 @@ def _tell(answer: asyncio.Future[Any], result: Any) -> None:
 
 
 class Writer:
-    def __init__(self, ledger: Ledger):
-        self.ledger = ledger
+    def __init__(self, ledger: Ledger, on_damage: Callable[[Damaged], None] = lambda error: None):
+        """`on_damage` hears of a ledger that cannot be read or written, as on a full disk, whoever's call met it."""
+        self.ledger, self._on_damage = ledger, on_damage
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._submissions: list[tuple[Submission, asyncio.Future[Outcome]]] = []
         self._calls: list[_Call] = []
@@ -115,6 +117,8 @@ class Writer:
             except RuntimeError as error:  # closed
                 results = [error] * len(calls)
             for call, result in zip(calls, results, strict=True):
+                if isinstance(result, Damaged):
+                    self._on_damage(result)
                 call.tell(result)
         self._writing = None
 
