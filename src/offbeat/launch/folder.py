@@ -78,7 +78,8 @@ class RunFolder:
         with _owned(path) as lock:
             refuse_used(path)  # again, now that nobody else can begin here
             config = _named(config, path)
-            _write_config(path, config)  # first: what is there without it is no run, and its name would be lost
+            # First: what is there without it is no run, and its name would be lost.
+            _replace(path / CONFIG, resolved(config), "then start it again")
             folder = cls(path, config, lock)
             folder.event("start", pid=os.getpid())
         return folder
@@ -91,7 +92,7 @@ class RunFolder:
             stored = stored_config(path)
             config = check_resumable(path, config or load(path / CONFIG))
             folder = cls(path, config, lock)
-            _write_config(path, config)
+            _replace(path / CONFIG, resolved(config))
             folder.event("reopen", pid=os.getpid())
             changes = [(change.key, change.old, change.new) for change in free_changes(stored, config)]
             if (before := _name_in(stored)) != config.run.name:
@@ -172,15 +173,11 @@ class RunFolder:
                 raise
 
 
-def _write_config(path: Path, config: Config) -> None:
-    _replace(path / CONFIG, resolved(config))
-
-
-def _replace(path: Path, content: Any) -> None:
+def _replace(path: Path, content: Any, then: str = "then --resume the run") -> None:
     try:
         write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise cannot_write(path, error, then) from error
 
 
 def refuse_used(path: Path) -> None:
