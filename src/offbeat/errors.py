@@ -13,6 +13,10 @@ class UserError(OffbeatError, ValueError):
     """Something a user wrote or pointed at is wrong; the message says what, where, and how to mend it."""
 
 
+class DiskError(OffbeatError):
+    """A file cannot be written, as on a full disk; the message names it, and says what to do before going on."""
+
+
 class DeadlineError(OffbeatError, TimeoutError):
     """A wait ran past its deadline; the message names who was waited for and for how long."""
 

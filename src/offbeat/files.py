@@ -9,12 +9,12 @@ import secrets
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import reduce
 from operator import or_
 from pathlib import Path
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import DiskError
 
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 """What file systems say that know no second name for a file."""
@@ -26,8 +26,10 @@ REMEDIES = {
     errno.EROFS: "make its file system writable",
     errno.EACCES: "give yourself the right to write there",
     errno.EPERM: "give yourself the right to write there",
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EFBIG: "free space, or raise the limit on the size of files (ulimit -f)",
+    errno.EIO: "see that its disk works",
 }
+"""What to do, by what the system says of a file that cannot be written."""
 MASKS = {"private": 0o077, "group": 0o027, "everyone": 0o022}
 """What files and folders are not to allow, by who else may read them (`run.access`)."""
 _masks_lock = threading.Lock()
@@ -35,10 +37,31 @@ _masks_held: list[int] = []
 _mask_before = 0
 
 
-def cannot_write(path: Path, error: OSError, then: str = "then --resume the run") -> OffbeatError:
+def cannot_write(path: Path | str, error: OSError, then: str = "then --resume the run") -> DiskError:
     """The one line that tells of a file that cannot be written: which, why, and what to do; `then` says what after."""
-    remedy = REMEDIES.get(error.errno or 0, "mend that")
-    return OffbeatError(f"{path}: cannot be written: {error.strerror or error}; {remedy}, {then}")
+    return DiskError(f"{path}: cannot be written: {error.strerror or error}; {remedy(error)}, {then}")
+
+
+def remedy(error: Exception) -> str:
+    """What to do about an error of a disk; most often, also where a library has swallowed its number, it is full."""
+    return REMEDIES.get(getattr(error, "errno", None) or errno.ENOSPC, "mend that")
+
+
+def disk_trouble(error: BaseException, then: str = "then --resume the run") -> DiskError | None:
+    """The same for whatever ended something, if that was a disk; None: it was not, and may be a bug."""
+    if not isinstance(error, OSError) or error.errno not in REMEDIES:
+        return None
+    return cannot_write(error.filename or "standard output, or a file without a name", error, then)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives an error of the disk the name of the file that was to be written: that of a write itself has none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 @contextmanager
@@ -76,31 +99,35 @@ def make_folder(path: Path) -> None:
 def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replaces a file's content: draft in the same folder, flush, rename, flush the folder."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
-    try:
-        draft.unlink(missing_ok=True)  # of a process that had our number: its mode would stay
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    fsync_folder(path.parent)
+    with naming(path):
+        try:
+            draft.unlink(missing_ok=True)  # of a process that had our number: its mode would stay
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        except BaseException:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
+        fsync_folder(path.parent)
 
 
 def create_atomic(path: Path, data: bytes, mode: int = 0o666) -> bool:
     """Gives a new file its content in one go; False: there is one, and it stays. Of several that try, one does."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
-    try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        is_new = _link(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
-    fsync_folder(path.parent)  # also where it is not ours: whoever made it may have died before this
+    with naming(path):
+        try:
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            is_new = _link(draft, path)
+        finally:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+        fsync_folder(path.parent)  # also where it is not ours: whoever made it may have died before this
     return is_new
 
 

@@ -1,13 +1,16 @@
-"""A disk that fills up while a checkpoint is written: one line, the earlier checkpoint whole, and a run that can go on.
+"""A disk that fails, wherever a run writes: one line that names the file, nothing lost, and a run that can go on.
 
-As root on Linux the disk is a real one, a tmpfs of a few megabytes. Elsewhere a limit on the size of files stands in
+Whichever file: calls of the C library are made to fail, for each kind of file in turn. A checkpoint that does not fit:
+as root on Linux the disk is a real one, a tmpfs of a few megabytes. Elsewhere a limit on the size of files stands in
 for it: weights fit, a checkpoint, three times as large, does not.
 """
 
+import errno
 import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -52,7 +55,7 @@ def mount(what: str, folder: Path, num_bytes: int) -> bool:
     return subprocess.run(["mount", "-t", "tmpfs", "-o", options, what, folder], check=False).returncode == 0
 
 
-def train(folder: Path, *words: str, max_file_bytes: int | None = None) -> tuple[int, str]:
+def train(folder: Path, *words: str, max_file_bytes: int | None = None, **environment: str) -> tuple[int, str]:
     """The real command's status and what it says on stderr."""
 
     def limit_files() -> None:
@@ -62,7 +65,7 @@ def train(folder: Path, *words: str, max_file_bytes: int | None = None) -> tuple
     done = subprocess.run(
         [sys.executable, "-m", "offbeat", "train", *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
         timeout=WITHIN_S,
@@ -82,7 +85,7 @@ def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(disk):
         resumed = ("--resume", "runs/a", "--run.steps=3")
         status, errors = train(folder, *resumed, max_file_bytes=(WEIGHTS_BYTES + CHECKPOINT_BYTES) // 2)
     told = r"offbeat: cannot write the checkpoint of step 2 to runs/a/checkpoints: .*(No space left|File too large).*; "
-    told += r"the checkpoint of step 1 is intact; free space, then --resume\n"
+    told += r"the checkpoint of step 1 is intact; free space.*, then --resume the run\n"
     # While the checkpoint is written samples come in: now and then it is the ledger that meets the end of the disk.
     assert re.fullmatch(told, errors) or (is_mounted and re.fullmatch(LEDGER_IS_FULL, errors)), errors
     assert status == 1
@@ -125,6 +128,76 @@ def assert_goes_on(folder: Path, *words: str) -> None:
     assert json.loads((folder / "runs/a/summary.json").read_text())["finished"]
     with Ledger(folder / "runs/a/ledger.sqlite", read_only=True) as ledger:
         assert ledger.verify().violations == ()
+
+
+def scene(word: str, number: int, num_good: int) -> list:
+    return [word, number, num_good, ["train", *QUICK, "--run.steps=2"]]
+
+
+SCENES = [
+    scene("config.json", errno.ENOSPC, 0),
+    scene("events.jsonl", errno.EACCES, 0),
+    scene("events.jsonl", errno.ENOSPC, 3),
+    scene("metrics.jsonl", errno.EDQUOT, 1),
+    scene("trace.json", errno.EDQUOT, 3),
+    scene("logs/offbeat.log", errno.EROFS, 0),
+    scene("logs/rewards.log", errno.EACCES, 0),
+    scene("ledger.sqlite", errno.EROFS, 0),
+    scene("ledger.sqlite", errno.ENOSPC, 60),
+    scene("weights", errno.EROFS, 0),
+    scene("weights", errno.EDQUOT, 8),
+    scene("checkpoints", errno.EACCES, 0),
+    scene("checkpoints", errno.ENOSPC, 3),
+    scene("summary.json", errno.ENOSPC, 0),
+    scene("/runs", errno.ENOSPC, 40),
+]
+"""Each kind of file of a run that cannot be written from its n-th write on."""
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory) -> Path:
+    """What makes the C library's calls fail."""
+    compiler = shutil.which("cc")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("calls of the C library can be made to fail on Linux, with a compiler")
+    built = tmp_path_factory.mktemp("shim") / "failing_disk.so"
+    source = Path(__file__).parent / "failing_disk.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", built, source, "-ldl"], check=True)
+    return built
+
+
+@pytest.mark.full
+def test_whichever_file_cannot_be_written_a_run_ends_with_one_line_and_goes_on_later(tmp_path, shim):
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent / "failing_runs.py"],
+        input=json.dumps(SCENES),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "LD_PRELOAD": str(shim)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+    for (word, number, _, _), came in zip(SCENES, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        shown = f"{word}, {errno.errorcode[number]}: {came}"
+        assert (came["status"] in (1, 2), came["errors"].count("\n")) == (True, 1), shown
+        named = re.escape(word.strip("/").removeprefix("runs"))
+        remedy = r"(free|make|give|see) .*(space|writable|right to write|written)"
+        assert re.search(rf"^offbeat: .*{named}.*; {remedy}", came["errors"]), shown
+        assert (came["again"], came["verified"]) == ([0, ""], 0), shown
+
+
+@pytest.mark.full
+def test_a_role_on_a_full_disk_is_not_started_again_and_the_run_goes_on_later(tmp_path, shim):
+    words = (*QUICK, "--run.steps=2", "--rollout.workers=1")
+    fails = {"LD_PRELOAD": str(shim), "DISK_FAILS": f"{errno.ENOSPC} 4 checkpoints"}
+    status, errors = train(tmp_path, *words, **fails)
+    told = r"offbeat: trainer: ended with status 3: offbeat: cannot write the checkpoint of step 1 .*; free space .*\n"
+    assert (status, bool(re.fullmatch(told, errors))) == (1, True), errors
+    assert train(tmp_path, *words, "--resume") == (0, "")
+    for log in (tmp_path / "runs" / "a" / "logs").iterdir():
+        assert "Traceback" not in log.read_text(), log
 
 
 def test_a_version_that_does_not_fit_is_told_and_leaves_nothing_behind(tmp_path):

@@ -1,3 +1,4 @@
+import errno
 import json
 import logging
 import multiprocessing
@@ -13,7 +14,8 @@ import pytest
 from offbeat.cli.train import resolve
 from offbeat.config import fixed_keys, load, resolved
 from offbeat.config.models import DEMO
-from offbeat.errors import OffbeatError, UserError
+from offbeat.errors import DiskError, OffbeatError, UserError
+from offbeat.files import cannot_write
 from offbeat.launch.folder import RunFolder, check_resumable, newest, plain
 from offbeat.ledger.ledger import Ledger
 
@@ -255,6 +257,18 @@ def test_a_disk_that_fills_up_is_told_and_the_folder_is_let_go(tmp_path):
         folder.metrics({"step": 2})
     (tmp_path / "a" / "metrics.jsonl").unlink()
     RunFolder.open(tmp_path / "a").close()
+
+
+def test_a_run_that_a_full_disk_kept_from_beginning_can_be_begun_again_or_resumed(tmp_path, monkeypatch):
+    def full(path):
+        raise cannot_write(path, OSError(errno.ENOSPC, "No space left on device"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("offbeat.launch.folder._log_to", full)
+        with pytest.raises(DiskError):
+            RunFolder.create(config(tmp_path, "--run.name=a"))
+    RunFolder.open(tmp_path / "a").close()
+    RunFolder.create(config(tmp_path, "--run.name=a")).close()
 
 
 def test_the_newest_run_is_the_one_at_work_last(tmp_path):

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offbeat.errors import OffbeatError, UserError
+from offbeat.errors import DiskError, OffbeatError, UserError
 from offbeat.reward import guard
 from offbeat.reward.log import MAX_LOG_BYTES
 from offbeat.reward.pool import RewardInput, RewardPool
@@ -413,6 +414,18 @@ def test_descendants_are_found_without_proc_too():
     finally:
         child.kill()
         child.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process needs a temporary file")
+def test_a_process_needs_no_room_among_the_temporary_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    assert score(tmp_path, "value 1")[0].value == 1.0
+
+
+def test_a_log_that_cannot_be_written_is_told_in_one_line(tmp_path):
+    (tmp_path / "logs").write_text("in its way")
+    with pytest.raises(DiskError, match=r"rewards\.log: cannot be written: .*, then --resume the run"):
+        score(tmp_path, "value 1")
 
 
 def test_a_reward_process_imports_nothing_heavy():

@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from coordinator_scenes import SOON_S, answer, answer_all, coordinator, version
+from faulty_disk import no_file_over
 
-from offbeat.errors import DeadlineError, RunOver, RunStopped
-from offbeat.ledger.errors import LedgerError
+from offbeat.errors import DeadlineError, DiskError, RunOver, RunStopped
+from offbeat.ledger.errors import Damaged, LedgerError
 from offbeat.ledger.records import ComparedSegment, Outcome, Submission
 from offbeat.ledger.workers import Role, WorkerState, new_secret, secret_hash
 from offbeat.trajectory import End, Segment
@@ -230,6 +231,33 @@ def test_when_the_run_is_over_those_that_only_look_out_for_versions_are_told(tmp
             with pytest.raises(RunOver):
                 await looking
             assert (await made.newer(None, 0.0)).number == 0  # what is there can still be had
+
+    asyncio.run(scenario())
+
+
+def test_a_ledger_that_cannot_be_written_ends_the_run_whoever_met_it(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path) as made:
+            await made.publish(version(0, 0))
+            with no_file_over(1), pytest.raises(Damaged, match=r"ledger\.sqlite: .*then --resume the run"):
+                await made.lease("w", 1, 0, 0.0)
+            with pytest.raises(Damaged):
+                await asyncio.wait_for(made.until_broken(), SOON_S)
+
+    asyncio.run(scenario())
+
+
+def test_a_row_that_cannot_be_written_ends_the_run(tmp_path):
+    def full(row):
+        raise DiskError("metrics.jsonl: cannot be written")
+
+    async def scenario():
+        async with coordinator(tmp_path) as made:
+            made.on_report = full
+            with pytest.raises(DiskError):
+                await made.report({"step": 1})
+            with pytest.raises(DiskError):
+                await asyncio.wait_for(made.until_broken(), SOON_S)
 
     asyncio.run(scenario())
 

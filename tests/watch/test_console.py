@@ -1,4 +1,5 @@
 import io
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +79,16 @@ def test_a_quiet_console_speaks_only_of_alarms(capsys):
         console.alarm("engine and trainer disagree")
     told = capsys.readouterr()
     assert (told.out, told.err) == ("", "warning: engine and trainer disagree\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_console_on_a_full_disk_loses_lines_and_ends_nothing():
+    full = io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True)
+    with PlainConsole(3, full) as console:
+        console.note("serving")
+        console.step({"step": 1, "reward": 0.5})
+        console.finish({"steps": 1}, "runs/a")
+    full.detach().close()
 
 
 def test_auto_draws_on_a_terminal_and_writes_lines_elsewhere():

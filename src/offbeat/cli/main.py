@@ -1,7 +1,7 @@
 """The command line: finds the command, runs it, and turns errors into one line and an exit status.
 
-0: done. 1: a failure that Offbeat foresaw. 2: something that the user can mend. 130: interrupted; 143: by SIGTERM. A
-traceback is a bug.
+0: done. 1: a failure that Offbeat foresaw. 2: something that the user can mend. 3: a role that would fail again. 130:
+interrupted; 143: by SIGTERM. A traceback is a bug.
 Commands are imported when they are called, so that `--help` and a wrong configuration answer at once, and so that
 Ctrl-C meets us rather than an import.
 """
@@ -13,7 +13,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from offbeat.errors import OffbeatError, RunOver, UserError
+from offbeat.errors import DiskError, OffbeatError, RunOver, UserError
+from offbeat.files import disk_trouble
 from offbeat.redact import shown
 from offbeat.spelling import nearest
 from offbeat.threads import spin_briefly
@@ -38,14 +39,20 @@ COMMANDS = {
 ACCESS = ("token", "list", "revoke")
 """`offbeat worker` with one of these is about who may join; a module of its own."""
 TAKES_OVERRIDES = ("train", "serve", "trainer", "worker", "eval", "doctor")
+ROLES = ("serve", "trainer", "worker")
+STOPPED = 3
+"""The exit status of a role that ended for a reason which starting it again would meet again."""
 HELP_WORDS = ("-h", "--help", "help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
     spin_briefly()
+    words = list(sys.argv[1:] if argv is None else argv)
+    # A role that is started again would meet the same disk.
+    on_bad_disk = STOPPED if words[:1] and words[0] in ROLES else 1
     try:
-        status = _run(list(sys.argv[1:] if argv is None else argv))
+        status = _run(words)
         sys.stdout.flush()
         return status
     except RunOver as error:
@@ -53,13 +60,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except UserError as error:
         return _say(error, 2)
+    except DiskError as error:
+        return _say(error, on_bad_disk)
     except OffbeatError as error:
         return _say(error, 1)
     except KeyboardInterrupt:
         return _say("interrupted", 130)
     except BrokenPipeError:  # whoever read our output has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_no_more()
         return 1
+    except OSError as error:
+        told = disk_trouble(error, "then try again")
+        if told is None:
+            raise
+        if error.filename is None:
+            _print_no_more()
+        return _say(told, on_bad_disk)
+
+
+def _print_no_more() -> None:
+    """Drops what standard output still holds: Python would try to write it once more at its end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str]) -> int:

@@ -7,13 +7,11 @@ import asyncio
 import os
 import sys
 
+from offbeat.cli.main import STOPPED
 from offbeat.cli.parser import Parser
 from offbeat.cli.train import resolve, status_of
 from offbeat.errors import RunStopped
 from offbeat.extras import hidden
-
-STOPPED = 3
-"""The exit status of a run that ended for a reason which starting it again would meet again."""
 
 
 def add_arguments(parser: Parser) -> None:

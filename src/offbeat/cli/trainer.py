@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offbeat.cli.main import STOPPED
 from offbeat.cli.parser import Parser
-from offbeat.cli.serve import STOPPED
 from offbeat.errors import RunStopped
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 from offbeat.config import Change, Config, fixed_changes, free_changes, load, resolved, secrets
 from offbeat.config.explain import show
 from offbeat.errors import OffbeatError, UserError
-from offbeat.files import make_folder, readable_by, write_atomic
+from offbeat.files import cannot_write, make_folder, readable_by, write_atomic
 from offbeat.launch.lock import FolderLock
 from offbeat.redact import shown
 from offbeat.watch.appending import Appender
@@ -89,8 +89,10 @@ class RunFolder:
         refuse_used(path)
         with _owned(path) as lock:
             refuse_used(path)  # again, now that nobody else can begin here
-            folder = cls(path, _named(config, path), lock)
-            folder._write_config()
+            config = _named(config, path)
+            # First: what is there without it is no run, and its name would be lost.
+            _write_config(path, config, "then start it again")
+            folder = cls(path, config, lock)
             folder.event("start", pid=os.getpid())
         return folder
 
@@ -104,7 +106,7 @@ class RunFolder:
             with _existing_ledger(path) as ledger:
                 ledger.check_pages(CHECK_WITHIN_S)
             folder = cls(path, config, lock)
-            folder._write_config()
+            _write_config(path, config)
             folder.event("reopen", pid=os.getpid())
             changes = [(change.key, change.old, change.new) for change in free_changes(stored, config)]
             if (before := _name_in(stored)) != config.run.name:
@@ -161,7 +163,7 @@ class RunFolder:
 
     def summary(self, summary: dict[str, Any]) -> None:
         """Replaces summary.json."""
-        self._replace(SUMMARY, plain(summary))
+        _replace(self.path / SUMMARY, plain(summary))
 
     def close(self) -> None:
         """Gives the folder up; whatever cannot be closed, the rest is."""
@@ -185,22 +187,23 @@ class RunFolder:
             if error is None:  # otherwise what ended the run matters more than lines that could not be flushed
                 raise
 
-    def _write_config(self) -> None:
-        """All of it, but for secrets, which have a file of their own: written first, so that none is ever lost."""
-        config = resolved(self.config)
-        try:
-            secrets.save(self.path / secrets.SECRETS, config)
-        except OSError as error:
-            raise OffbeatError(f"{self.path / secrets.SECRETS}: cannot be written: {error.strerror}") from error
-        self._replace(CONFIG, secrets.shown_value(config))
 
-    def _replace(self, name: str, content: Any) -> None:
+def _write_config(path: Path, config: Config, then: str = "then --resume the run") -> None:
+    """All of it, but for secrets, which have a file of their own: written first, so that none is ever lost."""
+    stated = resolved(config)
+    with readable_by(config.run.access):
         try:
-            write_atomic(self.path / name, (json.dumps(content, indent=2) + "\n").encode())
+            secrets.save(path / secrets.SECRETS, stated)
         except OSError as error:
-            raise OffbeatError(
-                f"{self.path / name}: cannot be written: {error.strerror}; mend that, then --resume the run"
-            ) from error
+            raise cannot_write(path / secrets.SECRETS, error, then) from error
+        _replace(path / CONFIG, secrets.shown_value(stated), then)
+
+
+def _replace(path: Path, content: Any, then: str = "then --resume the run") -> None:
+    try:
+        write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
+    except OSError as error:
+        raise cannot_write(path, error, then) from error
 
 
 def refuse_used(path: Path) -> None:
@@ -367,7 +370,7 @@ def _log_to(path: Path) -> logging.Handler:
         path.parent.mkdir(exist_ok=True)
         handler = _LogFile(path)
     except OSError as error:
-        raise OffbeatError(f"{path}: cannot be written: {error.strerror}; mend that, then try again") from error
+        raise cannot_write(path, error, "then try again") from error
     handler.setFormatter(_LogLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     with _logs_lock:
         _open_logs.add(handler)

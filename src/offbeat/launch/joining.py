@@ -72,7 +72,7 @@ class Joined:
 
 def new_token(run: Path, role: str) -> str:
     """A token for a child of this machine."""
-    with Ledger(run / "ledger.sqlite", must_exist=True) as ledger:
+    with Ledger(run / "ledger.sqlite", must_exist=True) as ledger, ledger.naming_damage():
         return ledger.issue_token(Role(role), LOCAL_TOKEN_MINUTES)
 
 

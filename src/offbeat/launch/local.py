@@ -14,6 +14,7 @@ from typing import Any
 
 from offbeat.config.models import Config
 from offbeat.errors import OffbeatError
+from offbeat.files import disk_trouble
 from offbeat.launch import sources, stopping
 from offbeat.launch.engines import check_engine
 from offbeat.launch.folder import RunFolder
@@ -37,11 +38,12 @@ def train(
             return stopping.run(_run(folder, reward, from_scratch=from_scratch))
         except BaseException as error:
             cause = _cause(error)
+            cause = disk_trouble(cause) or cause
             with suppress(OffbeatError):  # on a full disk, what ended the run matters more than its last line
                 folder.event("error", error=f"{type(cause).__name__}: {cause}")
             if cause is error:
                 raise
-            raise cause from None
+            raise cause from (error if isinstance(error, OSError) else None)
 
 
 async def _run(folder: RunFolder, reward: Callable[..., Any] | None, *, from_scratch: bool) -> dict[str, Any]:

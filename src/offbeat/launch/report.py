@@ -31,7 +31,7 @@ class Reporter:
     """Writes a row a step to the run's folder, the console and the sinks."""
 
     def __init__(self, folder: RunFolder, console: Console, sinks: Sequence[Sink]):
-        self.folder, self.console, self.sinks = folder, console, sinks
+        self.folder, self.console, self.sinks = folder, console, list(sinks)
         self._last_s = time.monotonic()
         self._num_failed = 0
 
@@ -131,8 +131,12 @@ class Reporter:
     def _emit(self, row: dict[str, Any]) -> None:
         self.folder.metrics(row)
         self.console.step(row)
-        for sink in self.sinks:
-            sink.log(row)
+        for sink in list(self.sinks):
+            try:
+                sink.log(row)
+            except OSError as error:  # the run's own files come first, and have the row
+                self.sinks.remove(sink)
+                self.console.alarm(f"log.sinks: {type(sink).__name__} gets no more rows: {error}")
 
     def _plot(self, rows: Sequence[Mapping[str, Any]]) -> None:
         from offbeat.watch.plot import plot_rewards

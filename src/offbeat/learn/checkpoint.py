@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from offbeat.errors import OffbeatError, UserError
-from offbeat.files import fsync_file, replace_folder, write_atomic
+from offbeat.errors import DiskError, OffbeatError, UserError
+from offbeat.files import fsync_file, remedy, replace_folder, write_atomic
 from offbeat.weights.adapter import Adapter
 
 MANIFEST = "manifest.json"
@@ -73,7 +73,7 @@ class Checkpoints:
             replace_folder(draft, final)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
-            raise OffbeatError(self._cannot_write(step, error)) from error
+            raise DiskError(self._cannot_write(step, error)) from error
         if not keeps_all:
             self._drop_old()
         return final
@@ -83,7 +83,8 @@ class Checkpoints:
         kept = f"the checkpoint of step {earlier[-1]} is intact" if earlier else "there is no earlier one"
         reason = " ".join(str(error).split())
         return (
-            f"cannot write the checkpoint of step {step} to {self.folder}: {reason}; {kept}; free space, then --resume"
+            f"cannot write the checkpoint of step {step} to {self.folder}: {reason}; {kept}; {remedy(error)}, then "
+            "--resume the run"
         )
 
     def identity(self) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from offbeat.ledger.errors import LedgerError
+from offbeat.files import cannot_write
+from offbeat.ledger.errors import Damaged, LedgerError
 
 FOLDER = "blobs"
 UNFINISHED = ".new"
@@ -29,6 +30,12 @@ class Blobs:
 
     def write(self, digest: bytes, body: bytes) -> None:
         path = self.path(digest)
+        try:
+            self._write(path, body)
+        except OSError as error:
+            raise Damaged(str(cannot_write(path, error))) from error
+
+    def _write(self, path: Path, body: bytes) -> None:
         if not path.parent.is_dir():
             path.parent.mkdir(parents=True)
             sync_folder(self.folder.parent)

@@ -20,7 +20,7 @@ import msgspec
 
 from offbeat.errors import UserError
 from offbeat.ledger.blobs import FOLDER, Blobs
-from offbeat.ledger.errors import LedgerError
+from offbeat.ledger.errors import Damaged
 from offbeat.ledger.tables import SCHEMA, TABLES
 
 BUSY_TIMEOUT_S = 10.0
@@ -42,7 +42,7 @@ REMEDIES = {
     "BUSY": "end the process that holds it",
     "LOCKED": "end the process that holds it",
     "READONLY": "make it writable",
-    "CANTOPEN": "make its folder writable",
+    "CANTOPEN": "see that its folder can be written and has space",
 }
 """What to do, by the kind of error that SQLite reports about a file."""
 
@@ -89,16 +89,15 @@ class Database:
 
     @contextmanager
     def naming_damage(self) -> Iterator[None]:
-        """Turns what SQLite says of the disk or the file into a `LedgerError`; what it says of our queries is a bug."""
+        """Turns what SQLite says of the disk or the file into `Damaged`; what it says of our queries is a bug."""
         try:
             yield
         except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
             raise
         except sqlite3.DatabaseError as error:
-            kind = getattr(error, "sqlite_errorname", "").removeprefix("SQLITE_").partition("_")[0]
-            if kind not in REMEDIES:
+            if (remedy := _remedy(error)) is None:
                 raise
-            raise LedgerError(f"{self.path}: {error}; {REMEDIES[kind]}, then --resume the run") from error
+            raise Damaged(f"{self.path}: {error}; {remedy}, then --resume the run") from error
 
     def insert(self, into: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """Inserts rows, many with one statement: to start one costs as much as to insert a row. `into` names table and
@@ -175,8 +174,13 @@ def _connect(path: Path, read_only: bool, must_exist: bool) -> sqlite3.Connectio
             connection.close()
             raise
     except sqlite3.DatabaseError as error:
-        raise UserError(f"{path}: cannot be used as a ledger: {error}") from error
+        remedy = _remedy(error)
+        raise UserError(f"{path}: cannot be used as a ledger: {error}{f'; {remedy}' if remedy else ''}") from error
     return connection
+
+
+def _remedy(error: sqlite3.DatabaseError) -> str | None:
+    return REMEDIES.get(getattr(error, "sqlite_errorname", "").removeprefix("SQLITE_").partition("_")[0])
 
 
 def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool, must_exist: bool) -> None:

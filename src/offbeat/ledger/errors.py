@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import DiskError, OffbeatError
 
 
 class LedgerError(OffbeatError):
     """The ledger did not do what was asked, and changed nothing."""
+
+
+class Damaged(LedgerError, DiskError):
+    """The file itself cannot be read or written, as on a full disk: whatever is asked, until someone mends that."""
 
 
 class Unknown(LedgerError, LookupError):

@@ -29,6 +29,7 @@ import aiohttp
 from blake3 import blake3
 
 from offbeat.errors import OffbeatError
+from offbeat.files import cannot_write
 from offbeat.rollout.peer_ranking import ROOT, Ranking
 from offbeat.rollout.peer_server import ARRIVED
 from offbeat.weights.background import in_thread
@@ -353,5 +354,5 @@ async def _add(filling: Filling, gathered: bytearray) -> None:
     try:
         await in_thread(filling.add, gathered)
     except OSError as error:
-        raise OffbeatError(f"{filling.into}: cannot be written: {error.strerror or error}; free space") from error
+        raise cannot_write(filling.into, error, "then start the worker again") from error
     gathered.clear()

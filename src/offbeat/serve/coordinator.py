@@ -98,7 +98,8 @@ class Coordinator:
             settings.max_new_tokens,
             self._tell_choice,
         )
-        self._writer, self._bell = Writer(ledger), Bell()
+        self._bell = Bell()
+        self._writer = Writer(ledger, self._bell.fail)  # or callers would try again for ever, and nobody would know why
         self._share = self._writer.call
         self._keeper = Keeper(ledger, settings.keep, self.call, lambda row: self.on_report(row))
         self._work, self._versions = News(), News()
@@ -453,8 +454,13 @@ class Coordinator:
         self._versions.ring()
 
     async def report(self, row: Mapping[str, Any], *, generation: int = 0) -> None:
+        """A row that cannot be written ends the run: whoever reports it would try for ever, and nobody would know."""
         await self._share(self.ledger.check_generation, generation)
-        self.on_report(row)
+        try:
+            self.on_report(row)
+        except Exception as error:
+            self._bell.fail(error)
+            raise
 
     async def _announce(self, version: Version) -> None:
         await self._drawing.open_evaluation(version)

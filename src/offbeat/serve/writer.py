@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from offbeat.ledger.errors import LedgerError
+from offbeat.ledger.errors import Damaged, LedgerError
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Outcome, Submission
 
@@ -73,8 +73,9 @@ def _tell(answer: asyncio.Future[Any], result: Any) -> None:
 
 
 class Writer:
-    def __init__(self, ledger: Ledger):
-        self.ledger = ledger
+    def __init__(self, ledger: Ledger, on_damage: Callable[[Damaged], None] = lambda error: None):
+        """`on_damage` hears of a ledger that cannot be read or written, as on a full disk, whoever's call met it."""
+        self.ledger, self._on_damage = ledger, on_damage
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._submissions: list[tuple[Submission, asyncio.Future[Outcome]]] = []
         self._calls: list[_Call] = []
@@ -124,6 +125,8 @@ class Writer:
                 try:
                     results = await asyncio.get_running_loop().run_in_executor(self._thread, self._make, calls)
                     for call, result in zip(calls, results, strict=True):
+                        if isinstance(result, Damaged):
+                            self._on_damage(result)
                         call.tell(result)
                 except Exception as error:  # noqa: BLE001 - closed, or a bug: callers hear of it, and later ones are served
                     for call in calls:

@@ -12,7 +12,7 @@ import os
 import threading
 from pathlib import Path
 
-from offbeat.errors import OffbeatError
+from offbeat.files import cannot_write
 
 TAIL_BYTES = 1 << 16
 """How far back half a line is looked for at a time."""
@@ -28,7 +28,7 @@ class Appender:
             cut_half_line(path)
             self._file = io.BufferedWriter(io.FileIO(path, "ab"))
         except OSError as error:
-            raise self._cannot_write(error) from error
+            raise cannot_write(self.path, error) from error
 
     @property
     def num_bytes(self) -> int:
@@ -42,23 +42,20 @@ class Appender:
                 if not self.buffered:
                     self._file.flush()
         except OSError as error:
-            raise self._cannot_write(error) from error
+            raise cannot_write(self.path, error) from error
 
     def flush(self) -> None:
         try:
             with self._lock:
                 self._file.flush()
         except OSError as error:
-            raise self._cannot_write(error) from error
+            raise cannot_write(self.path, error) from error
 
     def close(self) -> None:
         try:
             self._file.close()
         except OSError as error:
-            raise self._cannot_write(error) from error
-
-    def _cannot_write(self, error: OSError) -> OffbeatError:
-        return OffbeatError(f"{self.path}: cannot be written: {error.strerror}; mend that, then --resume the run")
+            raise cannot_write(self.path, error) from error
 
 
 def cut_half_line(path: Path) -> None:

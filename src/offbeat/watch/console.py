@@ -92,7 +92,7 @@ class PlainConsole:
                 self._print(f"{name:<10} {text}")
 
     def close(self) -> None:
-        self.file.flush()
+        pass  # every line was flushed
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +103,13 @@ class PlainConsole:
         self.close()
 
     def _print(self, text: str) -> None:
-        print(text, file=self.file, flush=True)
+        """A line that a full disk has no room for is lost; the run's own files have the figures."""
+        try:
+            print(text, file=self.file, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass
 
 
 class LineDue:

@@ -28,8 +28,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from offbeat.control.chain import Anchoring
-from offbeat.errors import OffbeatError
-from offbeat.files import fsync_file
+from offbeat.errors import DiskError, OffbeatError
+from offbeat.files import fsync_file, remedy
 from offbeat.weights.adapter import Adapter
 from offbeat.weights.base import BaseFile, Chain, find_ground, take_up
 from offbeat.weights.digest import adapter_digest
@@ -72,6 +72,10 @@ class Figures:
     """Until all of it was durable and named."""
 
 
+class CannotPublish(WeightsError, DiskError):
+    """A version cannot be written."""
+
+
 class Publisher(WeightFolder):
     """Writes versions below one folder and into one store."""
 
@@ -100,8 +104,8 @@ class Publisher(WeightFolder):
             return self._write(number, step, parent, tensors)
         except OSError as error:
             reason = " ".join(str(error).split())
-            raise WeightsError(
-                f"cannot write the weights of step {step} to {final}: {reason}; free space, then --resume"
+            raise CannotPublish(
+                f"cannot write the weights of step {step} to {final}: {reason}; {remedy(error)}, then --resume the run"
             ) from error
         except OffbeatError as error:
             raise WeightsError(f"cannot write the weights of step {step}: {error}") from error

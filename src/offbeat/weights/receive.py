@@ -24,7 +24,7 @@ from pathlib import Path
 
 from offbeat.crash import crash_here
 from offbeat.errors import OffbeatError
-from offbeat.files import fsync_file, replace_folder
+from offbeat.files import fsync_file, remedy, replace_folder
 from offbeat.weights.assemble import assemble
 from offbeat.weights.background import in_thread
 from offbeat.weights.digest import file_digest
@@ -102,7 +102,7 @@ class Receiver:
                     raise
                 raise OffbeatError(
                     f"version {version.number}: cannot be written to {self.shelf.folder}: {error.strerror or error}; "
-                    "free space, or see that the disk works"
+                    f"{remedy(error)}, then start the worker again"
                 ) from error
             return replace(version, path=place, base=base)
 

@@ -19,7 +19,7 @@ import aiohttp
 from blake3 import blake3
 
 from offbeat.errors import OffbeatError
-from offbeat.files import fsync_file, replace_folder
+from offbeat.files import cannot_write, fsync_file, replace_folder
 from offbeat.ledger.errors import Unknown
 from offbeat.serve.http import wire
 from offbeat.serve.http.connection import Connection
@@ -154,7 +154,7 @@ async def _append(connection: Connection, path: str, part: Path, have: int) -> N
     except OSError as error:
         if isinstance(error, (OffbeatError, aiohttp.ClientError, TimeoutError, ConnectionError)):
             raise
-        raise OffbeatError(f"{part}: cannot be written: {error.strerror}; free space") from error
+        raise cannot_write(part, error, "then start the worker again") from error
 
 
 def _digest(path: Path) -> str:

@@ -34,7 +34,8 @@ STATUS: dict[type[OffbeatError], int] = {
     LedgerError: 500,
     OffbeatError: 500,
 }
-"""By the nearest class. A ledger that cannot write, as on a full disk, is a 500: callers try again until it can."""
+"""By the nearest class. A ledger that cannot write, as on a full disk, is a 500: callers try again until it can, or
+whoever started the coordinator again has made space."""
 JSON = "application/json"
 
 
