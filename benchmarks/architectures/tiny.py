@@ -54,7 +54,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
     **dict.fromkeys(("mamba_dt_rank", "time_step_rank"), 4),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8),
-    **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 2),
+    # With few heads many scores of an indexer are 0 alike, and the row's length decides which tokens it picks.
+    **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 16),
     **dict.fromkeys(("index_topk", "indexer_budget"), 8),
     **dict.fromkeys(("sliding_window", "window_size", "attention_window_size", "sliding_window_size"), WINDOW_TOKENS),
     "keep_window_size": WINDOW_TOKENS,
