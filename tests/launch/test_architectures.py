@@ -1,4 +1,4 @@
-"""The whole loop on other architectures: grouped-query, tied and untied embeddings, different position codes."""
+"""Other architectures: the whole loop on some, and on more of them trainer and engine beside transformers' own code."""
 
 import asyncio
 
@@ -17,10 +17,52 @@ from transformers import (
 )
 
 import offbeat
+from benchmarks.architectures.compare import engine, judge, trainer
+from benchmarks.architectures.tiny import tiny_model
 from offbeat.model.loading import TINY_FOLDER
 from offbeat.rollout.engine import Request
 from offbeat.rollout.engines.embedded import EmbeddedEngine
 from offbeat.trajectory import Sampling
+
+PACKED, ROWS = ("packed", "slots"), ("rows", "anew")
+WAYS = {
+    "mistral": PACKED,  # a window
+    "phimoe": PACKED,  # experts with a noisy router, and a window that only the mask has
+    "deepseek_v3": PACKED,  # heads whose values are smaller than their keys
+    "lfm2": ROWS,  # a convolution
+}
+MORE_WAYS = {
+    "gemma2": PACKED,  # scores are capped
+    "gpt_oss": PACKED,  # attention may look nowhere
+    "nemotron": ("rows", "slots"),  # attention is not told what a call was given for it
+    "bloom": ROWS,  # attention that cannot be replaced
+    "llama4_text": ROWS,  # attention in chunks
+    "doge": ROWS,  # a mask made from values
+    "recurrent_gemma": ROWS,  # a state
+    "deepseek_v32": ROWS,  # attention to tokens that an indexer picks
+}
+
+
+@pytest.mark.parametrize(
+    "name, ways", [*WAYS.items(), *(pytest.param(*one, marks=pytest.mark.full) for one in MORE_WAYS.items())]
+)
+def test_trainer_and_engine_agree_with_the_models_own_code(name, ways):
+    def make():
+        return tiny_model(name)
+
+    verdicts = [judge(lambda: trainer(make)), judge(lambda: engine(make))]
+    assert [verdict.status for verdict in verdicts] == ["agrees", "agrees"], verdicts
+    assert tuple(verdict.way for verdict in verdicts) == ways
+
+
+def test_a_model_of_which_neither_is_true_is_refused_by_both_in_one_line():
+    def make():
+        return tiny_model("roberta")
+
+    for part in (trainer, engine):
+        verdict = judge(lambda part=part: part(make))
+        assert verdict.status == "refused"
+        assert verdict.why.startswith("model.path: RobertaForCausalLM (roberta): ")
 
 
 def make_model(kind: str):

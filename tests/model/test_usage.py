@@ -19,11 +19,11 @@ OWN = "does not let its attention be replaced"
         ("llama", None),
         ("deepseek_v3", None),
         ("lfm2", MIXES),
-        ("recurrent_gemma", MIXES),
-        ("granitemoehybrid", MIXES),
-        ("minimax", MIXES),
-        ("zaya", MIXES),
-        ("llama4_text", PATTERN),
+        pytest.param("recurrent_gemma", MIXES, marks=pytest.mark.full),
+        pytest.param("granitemoehybrid", MIXES, marks=pytest.mark.full),
+        pytest.param("minimax", MIXES, marks=pytest.mark.full),
+        pytest.param("zaya", MIXES, marks=pytest.mark.full),
+        pytest.param("llama4_text", PATTERN, marks=pytest.mark.full),
         ("doge", PATTERN),
         ("falcon", OWN),
         ("mamba", "does not take the positions of its tokens"),
@@ -83,6 +83,7 @@ def test_asking_leaves_a_models_attention_and_the_random_numbers_as_they_were():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.full
 def test_parts_of_a_model_that_attend_in_different_ways_do_so_again():
     model = tiny_model("gemma3")
     model.model.vision_tower.config._attn_implementation = "eager"
