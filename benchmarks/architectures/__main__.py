@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import transformers
 
@@ -55,14 +56,16 @@ def main() -> int:
     results = attempt(options.names or (QUICK if options.quick else tiny.names()))
     if options.raw:
         lines = ",\n".join(json.dumps(asdict(result)) for result in results)
-        options.raw.write_text(f"[\n{lines}\n]\n")
+        options.raw.write_text(f'{{"transformers": "{transformers.__version__}", "results": [\n{lines}\n]}}\n')
     if options.page:
         options.page.write_text(page.written(results, transformers.__version__))
-    show(results, is_part=options.quick or bool(options.names), seconds=round(time.monotonic() - start_s))
+    is_part = options.quick or bool(options.names)
+    show(results, is_part=is_part, quick=options.quick, seconds=round(time.monotonic() - start_s))
     return 0
 
 
-def show(results: Sequence[Result], *, is_part: bool, seconds: int) -> None:
+def show(results: Sequence[Result], *, is_part: bool, **raw: Any) -> None:
+    """Prints the table and the bars; `is_part` says that the architectures were chosen."""
     built = [result for result in results if result.error is None]
     refused = [result for result in built if "refused" in result.statuses]
     disagreeing = [result.name for result in built if "disagrees" in result.statuses]
@@ -88,8 +91,8 @@ def show(results: Sequence[Result], *, is_part: bool, seconds: int) -> None:
         refused=[result.name for result in refused],
         disagreeing=disagreeing,
         failing=failing,
-        seconds=seconds,
         transformers=transformers.__version__,
+        **raw,
     )
 
 

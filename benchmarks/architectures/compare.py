@@ -30,10 +30,11 @@ MAX_GAP = 1e-4
 """Of log-probs; and of gradients, over the largest of them."""
 GROUPS = ((1, (9, 14)), (5, (3, 12, 1)), (17, (8,)))
 """Prompt length, and the lengths of its answers."""
-REQUESTS = ((1, 14), (30, 9), (7, 12), (2, 11), (12, 8), (1, 3))
+REQUESTS = ((44, 12), (1, 14), (1, 13), (2, 12), (12, 8), (7, 3))
 """Prompt length, and how many tokens are sampled."""
 NUM_SLOTS, NUM_EXACT_SLOTS = 4, 16
-CUT_AFTER_STEPS = 5
+CUT_AFTER_STEPS = 10
+"""Rows of one token are longer than the window by then."""
 
 MakeModel = Callable[[], PreTrainedModel]
 

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 WINDOW_TOKENS = 6
 VOCAB_SIZE = 67
-CONTEXT_TOKENS = 48
+CONTEXT_TOKENS = 64
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "dim_model_base"), 32),
@@ -102,7 +102,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "index_topk_blocks": 2,
     },
     "qwen4_exp_text": {"ple_embed_dim": 16},
-    "reformer": {"axial_pos_shape": [8, 6], "axial_pos_embds_dim": [16, 16]},
+    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
     "xlstm": {"chunk_size": 8},
     "xmod": {"default_language": "en_XX"},
     **{name: {"attention_hidden_size": 64} for name in ("zamba", "zamba2")},
