@@ -8,29 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import signal
 import sys
 import time
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
-import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks import report
 from benchmarks.architectures import page, tiny
-from benchmarks.architectures.compare import Result, engine, judge, trainer
+from benchmarks.architectures.attempt import attempt
+from benchmarks.architectures.compare import Result
 
-NUM_PROCESSES = 2
-LIMIT_CPU_S = 60.0
-"""Of processor time for one architecture: most take a second or two, and one builds tables of its real size."""
 QUICK = (
     "llama",
     "mistral",
@@ -65,58 +56,16 @@ def main() -> int:
     results = attempt(options.names or (QUICK if options.quick else tiny.names()))
     if options.raw:
         lines = ",\n".join(json.dumps(asdict(result)) for result in results)
-        options.raw.write_text(f"[\n{lines}\n]\n")
+        options.raw.write_text(f'{{"transformers": "{transformers.__version__}", "results": [\n{lines}\n]}}\n')
     if options.page:
         options.page.write_text(page.written(results, transformers.__version__))
-    show(results, is_part=options.quick or bool(options.names), seconds=round(time.monotonic() - start_s))
+    is_part = options.quick or bool(options.names)
+    show(results, is_part=is_part, quick=options.quick, seconds=round(time.monotonic() - start_s))
     return 0
 
 
-def attempt(names: Sequence[str]) -> list[Result]:
-    """What came of each, in the order of their names."""
-    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    with context.Pool(min(NUM_PROCESSES, len(names)), _begin) as pool:
-        return sorted(pool.imap_unordered(try_out, names), key=lambda result: result.name)
-
-
-def _begin() -> None:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-
-
-def try_out(name: str) -> Result:
-    """Builds one architecture and compares it."""
-    kind = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
-    make = partial(tiny.tiny_model, name)
-    try:
-        with _limited():
-            model = make()
-            with torch.no_grad():  # one that does not run by itself is no fault of ours
-                model(input_ids=torch.arange(3, 9)[None], use_cache=False)
-    except Exception as error:  # noqa: BLE001 - it is told with the results
-        return Result(name, kind, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
-    with _limited():
-        return Result(name, kind, None, judge(partial(trainer, make)), judge(partial(engine, make)))
-
-
-@contextmanager
-def _limited() -> Iterator[None]:
-    """Raises within the block once it has used its processor time: a busy machine does not count."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"not done after {LIMIT_CPU_S:.0f} s of processor time")
-
-    before = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, LIMIT_CPU_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
-
-
-def show(results: Sequence[Result], *, is_part: bool, seconds: int) -> None:
+def show(results: Sequence[Result], *, is_part: bool, **raw: Any) -> None:
+    """Prints the table and the bars; `is_part` says that the architectures were chosen."""
     built = [result for result in results if result.error is None]
     refused = [result for result in built if "refused" in result.statuses]
     disagreeing = [result.name for result in built if "disagrees" in result.statuses]
@@ -142,8 +91,8 @@ def show(results: Sequence[Result], *, is_part: bool, seconds: int) -> None:
         refused=[result.name for result in refused],
         disagreeing=disagreeing,
         failing=failing,
-        seconds=seconds,
         transformers=transformers.__version__,
+        **raw,
     )
 
 

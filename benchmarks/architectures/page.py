@@ -25,8 +25,8 @@ requests that are cut and carried on.
 
 Which of these a model is, its own forward pass tells when a trainer or an engine starts: so an architecture that is
 not listed, or a new one, is treated in the same way. A few tokens then go through it once more, together and alone;
-where their log-probs differ, the model is refused. That takes four passes over a dozen tokens each: milliseconds on a
-GPU, and for 1.5 billion parameters in float32 on two CPU cores some {seconds} seconds.
+where their log-probs differ, the model is refused. That takes five passes over a dozen tokens: milliseconds on a GPU,
+and for 1.5 billion parameters in float32 on two CPU cores about fifteen seconds.
 
 Of {built} architectures that could be built tiny, {trained} can be trained and {served} served by the embedded engine.
 
@@ -53,11 +53,10 @@ Those of which no tiny model could be made; nothing is known of them but what th
 """
 
 
-def written(results: Sequence[Result], version: str, seconds: str = "four") -> str:
+def written(results: Sequence[Result], version: str) -> str:
     built = [result for result in results if result.error is None]
     return INTRODUCTION.format(
         version=version,
-        seconds=seconds,
         built=len(built),
         trained=sum(result.trainer is not None and result.trainer.status == "agrees" for result in built),
         served=sum(result.engine is not None and result.engine.status == "agrees" for result in built),

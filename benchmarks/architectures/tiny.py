@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 WINDOW_TOKENS = 6
 VOCAB_SIZE = 67
-CONTEXT_TOKENS = 48
+CONTEXT_TOKENS = 64
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "dim_model_base"), 32),
@@ -54,7 +54,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
     **dict.fromkeys(("mamba_dt_rank", "time_step_rank"), 4),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8),
-    **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 2),
+    # With few heads many scores of an indexer are 0 alike, and the row's length decides which tokens it picks.
+    **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 16),
     **dict.fromkeys(("index_topk", "indexer_budget"), 8),
     **dict.fromkeys(("sliding_window", "window_size", "attention_window_size", "sliding_window_size"), WINDOW_TOKENS),
     "keep_window_size": WINDOW_TOKENS,
@@ -101,7 +102,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "index_topk_blocks": 2,
     },
     "qwen4_exp_text": {"ple_embed_dim": 16},
-    "reformer": {"axial_pos_shape": [8, 6], "axial_pos_embds_dim": [16, 16]},
+    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
     "xlstm": {"chunk_size": 8},
     "xmod": {"default_language": "en_XX"},
     **{name: {"attention_hidden_size": 64} for name in ("zamba", "zamba2")},

@@ -1,4 +1,4 @@
-"""The whole loop on other architectures: grouped-query, tied and untied embeddings, different position codes."""
+"""Other architectures: the whole loop on some, and on more of them trainer and engine beside transformers' own code."""
 
 import asyncio
 
@@ -17,10 +17,92 @@ from transformers import (
 )
 
 import offbeat
+from benchmarks.architectures.compare import engine, judge, trainer
+from benchmarks.architectures.tiny import tiny_model
+from offbeat.config.models import Config
+from offbeat.errors import UserError
+from offbeat.launch.models import make_embedded, make_policy
+from offbeat.launch.wiring import load_tokens
 from offbeat.model.loading import TINY_FOLDER
 from offbeat.rollout.engine import Request
 from offbeat.rollout.engines.embedded import EmbeddedEngine
 from offbeat.trajectory import Sampling
+
+PACKED, ROWS = ("packed", "slots"), ("rows", "anew")
+WAYS = {
+    "mistral": PACKED,  # a window
+    "phimoe": PACKED,  # experts with a noisy router, and a window that only the mask has
+    "deepseek_v3": PACKED,  # heads whose values are smaller than their keys
+    "lfm2": ROWS,  # a convolution
+}
+MORE_WAYS = {
+    "gemma2": PACKED,  # scores are capped
+    "gpt_oss": PACKED,  # attention may look nowhere
+    "nemotron": ("rows", "slots"),  # attention is not told what a call was given for it
+    "bloom": ROWS,  # attention that cannot be replaced
+    "llama4_text": ROWS,  # attention in chunks
+    "doge": ROWS,  # a mask made from values
+    "recurrent_gemma": ROWS,  # a state
+    "deepseek_v32": ROWS,  # attention to tokens that an indexer picks
+}
+
+
+@pytest.mark.parametrize(
+    "name, ways", [*WAYS.items(), *(pytest.param(*one, marks=pytest.mark.full) for one in MORE_WAYS.items())]
+)
+def test_trainer_and_engine_agree_with_the_models_own_code(name, ways):
+    def make():
+        return tiny_model(name)
+
+    verdicts = [judge(lambda: trainer(make)), judge(lambda: engine(make))]
+    assert [verdict.status for verdict in verdicts] == ["agrees", "agrees"], verdicts
+    assert tuple(verdict.way for verdict in verdicts) == ways
+
+
+def test_a_model_of_which_neither_is_true_is_refused_by_both_in_one_line():
+    def make():
+        return tiny_model("roberta")
+
+    for part in (trainer, engine):
+        verdict = judge(lambda part=part: part(make))
+        assert verdict.status == "refused"
+        assert verdict.why.startswith("model.path: RobertaForCausalLM (roberta): ")
+
+
+@pytest.fixture
+def refused_folder(tmp_path):
+    """A model whose positions do not begin at 0."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_FOLDER)
+    tiny_model("roberta", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm", "sglang"])
+def test_a_trainer_refuses_a_model_whatever_engine_it_is_to_have(engine, refused_folder):
+    config = Config.model_validate({"model": {"path": str(refused_folder)}, "rollout": {"engine": engine}})
+    with pytest.raises(UserError, match=r"RobertaForCausalLM \(roberta\): beside others a sample's log-probs"):
+        make_policy(config)
+
+
+def test_an_evaluation_refuses_a_model_that_its_engine_would_get_wrong(refused_folder):
+    config = Config.model_validate(
+        {"model": {"path": str(refused_folder)}, "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 8}}
+    )
+    with pytest.raises(UserError, match=r"RobertaForCausalLM \(roberta\): the embedded engine's log-probs"):
+        make_embedded(config, "eval", version=0)
+
+
+def test_a_run_beyond_the_length_where_positions_are_coded_anew_is_refused(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TINY_FOLDER)
+    rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    limits = {"max_position_embeddings": 512, "original_max_position_embeddings": 64, "rope_scaling": rope}
+    tiny_model("phi3", vocab_size=len(tokenizer), **limits).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rollout = {"max_prompt_tokens": 60, "max_new_tokens": 8, "engine": "vllm"}
+    config = Config.model_validate({"model": {"path": str(tmp_path / "model")}, "rollout": rollout})
+    with pytest.raises(UserError, match=r"= 60 \+ 8: .* has a window of 64 tokens, from which on .*longrope"):
+        load_tokens(config)
 
 
 def make_model(kind: str):

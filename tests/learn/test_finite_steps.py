@@ -96,7 +96,7 @@ def test_a_value_that_is_not_finite_is_not_blamed_on_other_samples_advantages():
 
 def _with_inf(values):
     """The fourth position that predicts: after the prompt's last token and the first sample's two others."""
-    return torch.where(torch.arange(len(values)) == 3, torch.inf, values)
+    return torch.where(torch.arange(values.shape[-1]) == 3, torch.inf, values)
 
 
 def test_an_advantage_that_is_not_finite_is_found_at_its_sample():

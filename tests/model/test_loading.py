@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Phi3Config,
+    Qwen2Config,
+)
 
 from offbeat.errors import OffbeatError, UserError
 from offbeat.model.loading import (
@@ -219,6 +227,17 @@ def test_state_that_does_not_fit_is_named_and_changes_nothing():
 def test_context_window_is_read_whatever_its_name():
     assert context_window(LlamaConfig(max_position_embeddings=77)) == 77
     assert context_window(GPT2Config(n_positions=66)) == 66
+
+
+def test_the_window_ends_where_positions_are_coded_by_the_longest_row():
+    assert context_window(long_rope()) == 32
+    assert context_window(Phi3Config(max_position_embeddings=128)) == 128
+
+
+def long_rope() -> Phi3Config:
+    """As Phi-3's with 128k tokens."""
+    rope = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
+    return Phi3Config(max_position_embeddings=128, original_max_position_embeddings=32, rope_scaling=rope)
 
 
 def test_loading_module_itself_needs_no_torch():

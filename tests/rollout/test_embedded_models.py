@@ -9,8 +9,11 @@ import pytest
 import torch
 from tiny_models import CONTEXT_TOKENS, ask, tiny_model, tokens
 
-from offbeat.rollout.engine import EngineError, Generation, Request
+from offbeat.errors import UserError
+from offbeat.rollout.engine import Generation, Request
 from offbeat.rollout.engines.embedded import EmbeddedEngine
+from offbeat.rollout.engines.embedded.stepper import Stepper
+from offbeat.rollout.engines.embedded.weights import Staged
 
 torch.set_num_threads(1)
 
@@ -28,6 +31,8 @@ ARCHITECTURES = {
             "layer_types": ["full_attention", "sliding_attention"],
         },
     ),
+    "gemma2, capped scores": ("gemma2", {"head_dim": 8, "sliding_window": 8, "attn_logit_softcapping": 2.0}),
+    "bloom, an attention that cannot be replaced": ("bloom", {"n_layer": 2, "n_head": 4}),
     "gpt2, learned positions": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT_TOKENS}),
 }
 
@@ -81,26 +86,63 @@ def test_bfloat16_logprobs_are_float32_and_near_the_models_own(kind):
         assert np.abs(segment.logprobs - expected).mean() < 0.02
 
 
-def test_a_model_whose_attention_cannot_be_replaced_is_refused():
-    with pytest.raises(EngineError, match="BloomForCausalLM does not let its attention be replaced"):
-        EmbeddedEngine(tiny_model("bloom", n_layer=1, n_head=2), num_slots=2, max_context_tokens=32)
+@pytest.mark.parametrize("window", [3, 8])
+def test_a_short_row_beside_a_long_one_keeps_to_its_window(window):
+    """On a CPU the step reads in two parts then, and the row of one token is in the part that is read less far."""
+    requests = [ask(tokens(i, length), seed=i, max_new_tokens=20) for i, length in enumerate((44, 1, 1))]
+    own, got = tiny_model("mistral", sliding_window=window), tiny_model("mistral", sliding_window=window)
+    for request, generation in zip(requests, answers(got, requests), strict=True):
+        (segment,) = generation.segments
+        np.testing.assert_allclose(segment.logprobs, own_logprobs(own, request.tokens, segment.tokens), atol=1e-4)
 
 
-def test_a_model_that_caps_its_attention_scores_is_refused():
-    with pytest.raises(EngineError, match="Gemma2Attention needs softcap"):
-        EmbeddedEngine(tiny_model("gemma2", head_dim=8), num_slots=2, max_context_tokens=32)
+def own_logprobs(model, prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
+    """By the model's own forward pass over all of it."""
+    whole = torch.tensor(np.concatenate([prompt, response]))
+    with torch.no_grad():
+        logprobs = model(whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return logprobs.gather(1, whole[len(prompt) :, None]).squeeze(1).numpy()
 
 
-def test_a_model_with_layers_other_than_attention_is_refused():
-    model = tiny_model("llama")
-    model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(EngineError, match="linear_attention"):
+def test_a_model_without_kv_slots_carries_on_what_was_cut_under_weights_that_changed_meanwhile():
+    model, prompt = tiny_model("bloom", n_layer=1, n_head=2), tokens(0, 5)
+    with torch.inference_mode():
+        stepper = Stepper(model, 2, 64, False, "worker", "fingerprint", 0)
+        stepper.submit(ask(prompt, max_new_tokens=8))
+        for _ in range(3):
+            stepper.step()
+        (cut,) = stepper.abort(None)
+        changed = {name: tensor * 1.1 for name, tensor in model.state_dict().items() if tensor.ndim > 1}
+        stepper.load(1, Staged(None, [(model.state_dict()[name], tensor) for name, tensor in changed.items()]))
+        known = cut.segments[0].tokens
+        stepper.submit(ask(np.concatenate([prompt, known]), position=len(known), max_new_tokens=5))
+        ended = [generation for _ in range(5) for generation in stepper.step()]
+    (segment,) = ended[0].segments
+    assert (segment.version, segment.kv_version, len(segment.tokens)) == (1, 1, 5)
+    expected = own_logprobs(model, np.concatenate([prompt, known]), segment.tokens)
+    np.testing.assert_allclose(segment.logprobs, expected, atol=1e-4)
+
+
+def test_a_model_whose_steps_are_not_its_own_forward_pass_is_refused_in_one_line():
+    """Its positions begin after the padding token's, and the engine numbers them from 0."""
+    model = tiny_model("roberta", is_decoder=True, pad_token_id=1, max_position_embeddings=130)
+    with pytest.raises(UserError, match=r"RobertaForCausalLM \(roberta\): the embedded engine's log-probs") as told:
         EmbeddedEngine(model, num_slots=2, max_context_tokens=32)
+    assert "\n" not in str(told.value)
+    assert 'use rollout.engine = "vllm"' in str(told.value)
 
 
 def test_a_context_longer_than_the_models_positions_is_refused_with_figures():
-    with pytest.raises(EngineError, match=rf"{CONTEXT_TOKENS + 1}.*{CONTEXT_TOKENS}"):
+    with pytest.raises(UserError, match=rf"{CONTEXT_TOKENS + 1}.*{CONTEXT_TOKENS}"):
         EmbeddedEngine(tiny_model(), num_slots=2, max_context_tokens=CONTEXT_TOKENS + 1)
+
+
+def test_a_context_in_which_positions_would_be_coded_by_the_longest_row_is_refused():
+    rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    model = tiny_model("phi3", original_max_position_embeddings=32, rope_scaling=rope)
+    with pytest.raises(UserError, match=r"max_context_tokens = 33, but Phi3ForCausalLM \(phi3\) takes 32"):
+        EmbeddedEngine(model, num_slots=2, max_context_tokens=33)
+    answers(model, [ask(tokens(0, 20), max_new_tokens=12)], max_context_tokens=32)
 
 
 def test_another_instance_of_the_model_keeps_its_own_attention():

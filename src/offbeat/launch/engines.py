@@ -50,6 +50,8 @@ class OwnEngine:
 
     def __init__(self, config: Config, name: str):
         self.name, self._engine = name, make_engine(config, name)
+        if why := getattr(self._engine, "obstacle", None):
+            self.say(f'the model {why}: every step computes its answers anew; rollout.engine = "vllm" is faster')
 
     async def open(self) -> Engine:
         return self._engine

@@ -1,19 +1,20 @@
 """Whether a model's forward pass, as training makes it, is the model's own: a few tokens, when a trainer starts.
 
-Three short samples go through it together; two of them, one that shares its prompt and one behind the others, also go
-alone through transformers' own code. That is four passes over a dozen tokens: milliseconds on a GPU, and on a CPU the
-time in which the weights are read four times.
+Three short samples go through it together, and back to the input; two of them, one that shares its prompt and one that
+is behind the others, also go alone through transformers' own code. That is five passes over a dozen tokens, with the
+one that `usage` makes: milliseconds on a GPU, and on a CPU the time in which the weights are read five times.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offbeat.errors import UserError
 from offbeat.learn.forward import outputs
-from offbeat.learn.packing import pack
+from offbeat.learn.packing import Microbatch, pack
 from offbeat.learn.samples import Sample
 from offbeat.model.usage import (
     Usage,
@@ -27,23 +28,41 @@ from offbeat.model.usage import (
 )
 
 
-@torch.no_grad()
 def check(model: PreTrainedModel, usage: Usage) -> None:
-    """Refuses a model of which a sample's log-probs depend on what it is trained beside."""
+    """Refuses a model of which a sample's log-probs depend on what it is trained beside, or that has no way back."""
     samples = _samples(model)
-    with telling(model, "a forward pass"), without_random(model):
+    with telling(model, "a pass forward and back"), without_random(model):
         batch = pack(samples, range(len(samples)), model.device)
-        logits = outputs(model, batch, usage).logits[batch.target_row]
+        logits = _there_and_back(model, batch, usage)[batch.target_row]
         together = logits.split([sample.num_tokens for sample in samples])
         for sample, found in list(zip(samples, together, strict=True))[1:]:
             tokens = np.concatenate([sample.prompt, sample.response[:-1]])
-            alone = own_logits(model, torch.as_tensor(tokens, device=model.device)[None])
+            with torch.no_grad():
+                alone = own_logits(model, torch.as_tensor(tokens, device=model.device)[None])
             gap, allowed = distance(found, alone[0, len(sample.prompt) - 1 :]), max_distance(model)
             if gap is not None and not gap <= allowed:
                 raise UserError(
                     f"model.path: {kind_of(model)}: beside others a sample's log-probs are off by {gap:.2g} of their "
                     f"spread (allowed {allowed:g}), so it cannot be trained; take a model that docs/models.md lists"
                 )
+
+
+def _there_and_back(model: PreTrainedModel, batch: Microbatch, usage: Usage) -> Tensor:
+    """The logits, after their gradient has gone back to the embedded tokens: no weight's gradient takes memory."""
+    embedded: list[Tensor] = []
+
+    def begin_here(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    hook = model.get_input_embeddings().register_forward_hook(begin_here)
+    try:
+        with torch.enable_grad():
+            logits = outputs(model, batch, usage).logits
+            torch.autograd.grad(logits.sum(), embedded, allow_unused=True)
+    finally:
+        hook.remove()
+    return logits.detach()
 
 
 def _samples(model: PreTrainedModel) -> list[Sample]:

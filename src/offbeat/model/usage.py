@@ -126,7 +126,8 @@ def distance(found: Tensor, own: Tensor) -> float | None:
     one, other = found.float().log_softmax(-1), own.float().log_softmax(-1)
     if not bool(other.isfinite().all()):
         return None
-    return float((one - other).square().mean().sqrt() / other.std(-1).mean())
+    spread = other.std(-1).mean().clamp(min=1e-6)  # of a model that knows nothing yet it is 0
+    return float((one - other).square().mean().sqrt() / spread)
 
 
 def own_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:

@@ -101,6 +101,11 @@ class EmbeddedEngine:
         return self._stepper.version
 
     @property
+    def obstacle(self) -> str | None:
+        """Why the model's keys and values cannot be kept, in words that follow its name; None: they are."""
+        return self._stepper.usage.obstacle
+
+    @property
     def figures(self) -> EngineFigures:
         return self._stepper.figures
 
