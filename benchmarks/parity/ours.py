@@ -22,6 +22,7 @@ from offbeat.learn.packing import Microbatch
 from offbeat.learn.policy import Forward, LossFunction, Policy
 from offbeat.learn.samples import Sample
 from offbeat.learn.step import train_step
+from offbeat.model.usage import Usage
 
 TRL_STD_FLOOR = 1e-4
 REFERENCE = cast(PreTrainedModel, object())
@@ -41,7 +42,7 @@ class GivenPolicy(Policy):
     """Says what the answers say, and keeps the gradient."""
 
     def __init__(self, answers: Sequence[Answer]):
-        self.answers = answers
+        self.answers, self.usage = answers, Usage(obstacle=None, hands_on=True, picks_logits=True)
         self.device, self.num_threads = torch.device("cpu"), torch.get_num_threads()
         self.updates: list[tuple[float, dict[int, np.ndarray]]] = []
         self._begin()

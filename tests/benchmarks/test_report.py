@@ -40,7 +40,10 @@ def test_the_last_line_is_json_with_every_bar_and_where_it_was_measured(capsys):
 
 @pytest.mark.parametrize("name", available())
 def test_a_benchmark_can_be_imported_and_started(name):
-    assert callable(importlib.import_module(f"benchmarks.{name}").main)
+    module = importlib.import_module(f"benchmarks.{name}")
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"benchmarks.{name}.__main__")
+    assert callable(module.main)
 
 
 def test_every_quick_form_that_is_tested_is_a_benchmark():

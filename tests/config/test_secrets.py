@@ -15,6 +15,7 @@ from offbeat.config.explain import show
 from offbeat.errors import UserError
 from offbeat.launch.folder import RunFolder
 from offbeat.launch.joining import Invitation, own_config
+from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role
 from offbeat.redact import shown
 
@@ -62,8 +63,14 @@ def test_neither_files_nor_events_of_a_run_hold_a_secret_but_one_that_is_private
     assert json.loads((folder.path / "config.json").read_text())["weights"]["store"] == "s3://bucket/run"
 
 
+def begun(tmp_path) -> None:
+    """A run that can be resumed."""
+    with RunFolder.create(config(tmp_path)) as folder, Ledger(folder.ledger):
+        pass
+
+
 def test_a_run_is_resumed_with_its_secrets(tmp_path):
-    RunFolder.create(config(tmp_path)).close()
+    begun(tmp_path)
     (tmp_path / "a" / "metrics.jsonl").write_text("{}\n")
     found, _ = resolve(None, [], str(tmp_path / "a"))
     assert found.weights.store == STORE
@@ -73,7 +80,7 @@ def test_a_run_is_resumed_with_its_secrets(tmp_path):
 
 
 def test_a_secret_that_changed_is_kept_and_the_change_shows_none(tmp_path):
-    RunFolder.create(config(tmp_path)).close()
+    begun(tmp_path)
     RunFolder.open(tmp_path / "a", config(tmp_path, "--weights.store=s3://NEW:word@bucket/other")).close()
     change = json.loads((tmp_path / "a" / "events.jsonl").read_text().splitlines()[-1])
     assert (change["old"], change["new"]) == ("s3://bucket/run", "s3://bucket/other")

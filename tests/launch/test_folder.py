@@ -259,7 +259,7 @@ def test_a_disk_that_fills_up_is_told_and_the_folder_is_let_go(tmp_path):
     RunFolder.open(tmp_path / "a").close()
 
 
-def test_a_run_that_a_full_disk_kept_from_beginning_can_be_begun_again_or_resumed(tmp_path, monkeypatch):
+def test_a_run_that_a_full_disk_kept_from_beginning_can_be_begun_again(tmp_path, monkeypatch):
     def full(path):
         raise cannot_write(path, OSError(errno.ENOSPC, "No space left on device"))
 
@@ -267,7 +267,8 @@ def test_a_run_that_a_full_disk_kept_from_beginning_can_be_begun_again_or_resume
         patch.setattr("offbeat.launch.folder._log_to", full)
         with pytest.raises(DiskError):
             RunFolder.create(config(tmp_path, "--run.name=a"))
-    RunFolder.open(tmp_path / "a").close()
+    with pytest.raises(UserError, match=r"ended before it began, .* start it without --resume"):
+        RunFolder.open(tmp_path / "a")
     RunFolder.create(config(tmp_path, "--run.name=a")).close()
 
 

@@ -113,7 +113,7 @@ def test_a_run_has_the_threads_that_it_asks_for_whatever_another_has_set_before_
     before, found = torch.get_num_threads(), []
 
     def begin(threads: int | None) -> None:
-        models.set_threads(from_dict({"run": {"threads": threads}} if threads else {}))
+        models.prepare_torch(from_dict({"run": {"threads": threads}} if threads else {}))
         found.append(torch.get_num_threads())
 
     try:

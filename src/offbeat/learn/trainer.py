@@ -341,8 +341,8 @@ class Trainer:
             self.event("logprob_gap", step=self.step, gap=gap, limit=settings.max_logprob_gap)
 
     def _watch_clamp(self, figures: StepFigures) -> None:
-        share = figures.clamped_share
-        if share > MAX_CLAMPED_SHARE:
+        share, is_audited = figures.clamped_share, self.settings.step.max_sample_gap is not None
+        if is_audited and share > MAX_CLAMPED_SHARE:  # a paced engine's tokens come from no weights at all
             log.warning("step %d: %.2g of the tokens have a log-ratio beyond the clamp", self.step, share)
             self.event("clamped", step=self.step, share=share, limit=MAX_CLAMPED_SHARE)
 
