@@ -29,6 +29,7 @@ def test_six_constants_are_all_there_are():
     assert len(astuple(START)) == 6
 
 
+@pytest.mark.full
 def test_figures_that_constants_made_are_explained_by_a_fit():
     true = replace(START, h800_rollout=0.3, h20_training=0.05, update_start_s=2.0)
     made = [

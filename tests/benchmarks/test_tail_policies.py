@@ -161,6 +161,7 @@ def test_the_real_stepper_takes_the_same_steps_and_delivers_the_same_tokens_as_t
         assert stepper.is_idle
 
 
+@pytest.mark.full
 def test_the_model_counts_what_the_real_stepper_reads_of_long_rows_and_of_short_ones():
     law = LAWS[0]
     stepper = new_stepper(num_slots=192, max_context_tokens=PROMPT_TOKENS + law.cap_tokens)

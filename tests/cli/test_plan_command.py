@@ -171,6 +171,7 @@ def test_explain_tells_limits_places_and_assumptions(capsys):
     assert "bound 9" not in brief
 
 
+@pytest.mark.full
 def test_the_frontier_is_a_page_of_its_own(capsys):
     out = told(capsys, CLUSTER, WORKLOAD, "--frontier", "out.html")
     page = Path("out.html").read_text()

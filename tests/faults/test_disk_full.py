@@ -99,6 +99,7 @@ def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(disk):
     assert_goes_on(folder)
 
 
+@pytest.mark.full
 def test_a_disk_full_to_the_last_byte_stops_the_run_with_one_line_and_it_goes_on_when_there_is_space(disk):
     folder, is_mounted = disk
     if not is_mounted:

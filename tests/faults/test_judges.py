@@ -111,6 +111,7 @@ def test_what_a_judge_held_when_it_was_killed_another_judges(start):
     assert all(sample in other.begun() for sample in doomed.begun())
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_judge_that_hangs_holds_no_engine_and_one_that_is_asked_to_stop_gives_back_at_once(start):
     run = start(timeout_s=3600)

@@ -48,6 +48,7 @@ async def choose_poison(swarm: Swarm) -> tuple[int, str]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.timeout(280)
 def test_a_prompt_that_kills_workers_is_given_up_and_its_neighbours_are_trained(tmp_path):
     deaths: list[int] = []

@@ -60,6 +60,7 @@ def test_ctrl_c_ends_with_a_checkpoint_a_summary_and_its_status(tmp_path):
     assert all(row["status"] == 0 for row in run.diary() if row["process"] == "worker-1" and row["event"] == "ended")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_what_the_user_must_mend_ends_the_run_with_one_line(tmp_path):
     model = tmp_path / "model"
@@ -75,6 +76,7 @@ def test_what_the_user_must_mend_ends_the_run_with_one_line(tmp_path):
     assert len(starts) == 2, "it was started again in vain"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_coordinator_killed_when_the_trainer_is_done_still_ends_the_run(tmp_path):
     judging = ("--eval.every=2", "--eval.prompts=4", "--eval.samples=1", "--paced.base-s=0.3")

@@ -9,6 +9,7 @@ from benchmarks.faults.supervised import PACED, TINY, Supervised, check_whole
 NUM_STEPS = 2
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_run_that_listens_everywhere_serves_tls_there_and_its_own_processes_on_loopback(tmp_path):
     trustme = pytest.importorskip("trustme")

@@ -85,6 +85,7 @@ def test_a_run_trains_adapters_alone_and_engine_and_trainer_agree(tmp_path, mode
         assert {name for name in load_file(file) if ".lora_" not in name} == {"rng.cpu"}
 
 
+@pytest.mark.full
 def test_an_exact_run_in_two_parts_equals_one_in_a_piece(tmp_path):
     exact = {"exact": True, "seed": 3}
     offbeat.train(small(tmp_path, "whole", run={**exact, "steps": 4}))

@@ -135,6 +135,7 @@ def test_who_loses_a_race_for_a_number_is_told(run, monkeypatch):
 # For long
 
 
+@pytest.mark.full
 def test_after_200_versions_who_followed_and_who_joined_late_hold_what_was_published(tmp_path):
     run, tensors = Run(tmp_path, Anchoring(every=40)), some()
     for number in range(200):
