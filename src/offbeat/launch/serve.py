@@ -175,10 +175,10 @@ def _first_to_judge(folder: RunFolder) -> int:
 
 
 async def _say_goodbye(office: Office, lease_s: float) -> None:
-    """Lets workers hear that the run is over: those that were heard of within a lease, and have not left."""
+    """Lets workers and judges hear that the run is over: those heard of within a lease or so, who have not left."""
     office.coordinator.end()
     deadline_s = time.monotonic() + FAREWELL_S
     while time.monotonic() < deadline_s:
-        if not office.coordinator.present(within_s=lease_s):
+        if not office.coordinator.present(within_s=max(lease_s, FAREWELL_S)):
             return
         await asyncio.sleep(0.2)
