@@ -100,6 +100,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "minimax_m3_sparse"],
         "index_block_size": 2,
         "index_topk_blocks": 2,
+        "index_n_heads": 2,
     },
     "qwen4_exp_text": {"ple_embed_dim": 16},
     "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},

@@ -283,5 +283,5 @@ def test_a_damaged_ledger_does_not_hold_and_what_is_none_is_told(offbeat):
     assert "the file is damaged" in out
 
     file.write_bytes(b"\xff" * 100 + whole[100:])
-    told = "ledger.sqlite: cannot be used as a ledger: file is not a database"
+    told = "ledger.sqlite: cannot be used as a ledger: file is not a database; bring back a copy"
     assert offbeat.fails("ledger", "verify", ".") == told

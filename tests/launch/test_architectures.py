@@ -21,6 +21,7 @@ from benchmarks.architectures.compare import engine, judge, trainer
 from benchmarks.architectures.tiny import tiny_model
 from offbeat.config.models import Config
 from offbeat.errors import UserError
+from offbeat.launch.engines import OwnEngine
 from offbeat.launch.models import make_embedded, make_policy
 from offbeat.launch.wiring import load_tokens
 from offbeat.model.loading import TINY_FOLDER
@@ -69,13 +70,18 @@ def test_a_model_of_which_neither_is_true_is_refused_by_both_in_one_line():
         assert verdict.why.startswith("model.path: RobertaForCausalLM (roberta): ")
 
 
+def saved(name, folder, **changes):
+    """A tiny model in a folder, with a tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_FOLDER)
+    tiny_model(name, vocab_size=len(tokenizer), **changes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def refused_folder(tmp_path):
     """A model whose positions do not begin at 0."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY_FOLDER)
-    tiny_model("roberta", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return saved("roberta", tmp_path / "model")
 
 
 @pytest.mark.parametrize("engine", ["embedded", "vllm", "sglang"])
@@ -94,15 +100,23 @@ def test_an_evaluation_refuses_a_model_that_its_engine_would_get_wrong(refused_f
 
 
 def test_a_run_beyond_the_length_where_positions_are_coded_anew_is_refused(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(TINY_FOLDER)
     rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     limits = {"max_position_embeddings": 512, "original_max_position_embeddings": 64, "rope_scaling": rope}
-    tiny_model("phi3", vocab_size=len(tokenizer), **limits).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    folder = saved("phi3", tmp_path / "model", **limits)
     rollout = {"max_prompt_tokens": 60, "max_new_tokens": 8, "engine": "vllm"}
-    config = Config.model_validate({"model": {"path": str(tmp_path / "model")}, "rollout": rollout})
+    config = Config.model_validate({"model": {"path": str(folder)}, "rollout": rollout})
     with pytest.raises(UserError, match=r"= 60 \+ 8: .* has a window of 64 tokens, from which on .*longrope"):
         load_tokens(config)
+
+
+def test_a_worker_tells_that_its_model_generates_slowly_and_why(tmp_path, capsys):
+    folder, rollout = saved("lfm2", tmp_path / "model"), {"max_prompt_tokens": 16, "max_new_tokens": 8}
+    engines = OwnEngine(Config.model_validate({"model": {"path": str(folder)}, "rollout": rollout}), "w")
+    asyncio.run(engines.close())
+    told = (
+        "worker w: engine: the model has layers beside attention that mix tokens: every step computes its answers anew"
+    )
+    assert told in capsys.readouterr().out
 
 
 def make_model(kind: str):
@@ -122,11 +136,14 @@ def make_model(kind: str):
         return tokenizer, Qwen2ForCausalLM(Qwen2Config(**common, num_key_value_heads=1, tie_word_embeddings=True))
     if kind == "llama":
         return tokenizer, LlamaForCausalLM(LlamaConfig(**common, num_key_value_heads=2, tie_word_embeddings=False))
+    if kind == "lfm2":
+        special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        return tokenizer, tiny_model("lfm2", vocab_size=len(tokenizer), max_position_embeddings=128, **special)
     return tokenizer, GPTNeoXForCausalLM(GPTNeoXConfig(**common, rotary_pct=0.25))
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", pytest.param("qwen2", marks=pytest.mark.full), pytest.param("gpt_neox", marks=pytest.mark.full)]
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen2", "gpt_neox", "lfm2"))]
 )
 def test_any_architecture_trains_and_its_greedy_tokens_equal_generate(kind, tmp_path):
     tokenizer, model = make_model(kind)

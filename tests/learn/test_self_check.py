@@ -79,6 +79,10 @@ def test_rounding_is_no_reason_to_refuse(kind, dtype):
     Policy(tiny_model(kind).to(dtype), AdamSettings())
 
 
+def test_a_model_that_scales_its_embedded_tokens_in_place_is_taken():
+    Policy(tiny.tiny_model("ctrl"), AdamSettings())
+
+
 def test_adapters_are_checked_with_the_model_that_they_are_in():
     model = tiny_model("llama")
     attach(model, Lora(rank=4, alpha=8.0))

@@ -43,17 +43,17 @@ def outputs(model: PreTrainedModel, microbatch: Microbatch, usage: Usage, head: 
             "layout": microbatch.layout,
         }
         return _at(model, inputs, microbatch.predict_from, usage, head, slice(None))
-    found, start = [], 0
-    cells = microbatch.layout.restore[microbatch.predict_from]
-    """Where in the rows of all buckets, one after the other, each prediction is made."""
-    order = cells.argsort()
+    # Where in the rows of all buckets, one after the other, each prediction is made.
+    cells, start = microbatch.layout.restore[microbatch.predict_from], 0
+    found, wanted = [], []
     for table in microbatch.layout.buckets:
-        here = cells[order][(cells[order] >= start) & (cells[order] < start + table.numel())] - start
+        wanted.append(((cells >= start) & (cells < start + table.numel())).nonzero().squeeze(1))
+        row, column = (cells[wanted[-1]] - start) // table.shape[1], (cells[wanted[-1]] - start) % table.shape[1]
         start += table.numel()
-        columns, place = (here % table.shape[1]).unique(return_inverse=True)
+        columns, place = column.unique(return_inverse=True)
         inputs = {"input_ids": microbatch.tokens[table]}
-        found.append(_at(model, inputs, columns, usage, head, here // table.shape[1] * len(columns) + place))
-    back = order.argsort()
+        found.append(_at(model, inputs, columns, usage, head, row * len(columns) + place))
+    back = torch.cat(wanted).argsort()
     values = None if head is None else torch.cat([one.values for one in found if one.values is not None])[back]
     return Outputs(torch.cat([one.logits for one in found])[back], values)
 

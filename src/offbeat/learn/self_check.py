@@ -53,7 +53,7 @@ def _there_and_back(model: PreTrainedModel, batch: Microbatch, usage: Usage) -> 
 
     def begin_here(module: nn.Module, args: object, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
-        return embedded[-1]
+        return embedded[-1].clone()  # some models go on in place, which a leaf does not bear
 
     hook = model.get_input_embeddings().register_forward_hook(begin_here)
     try:

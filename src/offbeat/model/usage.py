@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +36,11 @@ FOR_OTHERS = {OPTION, "position_ids", "use_cache", "logits_to_keep", "return_dic
     f"output_{what}" for what in ("attentions", "hidden_states", "router_logits")
 }
 """What models hand down to all their parts; nothing of it concerns attention."""
-MIXED = 1e-2
+WIDE = (torch.float32, torch.float64)
+MIXED, MIXED_HALF = 1e-3, 2e-2
 """Two rows differ if they do by more than this share of their size; where nothing mixes, only rounding is left."""
-MAX_DISTANCE = {torch.float32: 0.01, torch.float64: 0.01}
-MAX_DISTANCE_HALF = 0.15
-"""Rounding to bfloat16 moves log-probs by a few hundredths of their spread; one wrong layer does by a third or more."""
+MAX_DISTANCE, MAX_DISTANCE_HALF = 0.01, 0.2
+"""Rounding to bfloat16 moves log-probs by a few hundredths of their spread; a wrong layer does by a third or more."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,11 @@ def _obstacle(model: PreTrainedModel, takes: Mapping[str, inspect.Parameter], se
         return "does not take the positions of its tokens"
     if not model._can_set_attn_implementation():
         return "does not let its attention be replaced"
-    AttentionInterface.register(PROBE, seen.attend)
-    AttentionMaskInterface.register(PROBE, _pattern)
     takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
     given = {OPTION: True} if takes_more else {}
     tokens = torch.tensor(probe_tokens(model, 7), device=model.device)
     rows = torch.stack((tokens[:4], tokens[[4, 5, 6, 3]]))
+    asking = _asking.set(seen)
     try:
         with attending(model, PROBE):
             logits = model(input_ids=rows, use_cache=False, **given).logits
@@ -96,6 +96,8 @@ def _obstacle(model: PreTrainedModel, takes: Mapping[str, inspect.Parameter], se
         raise
     except Exception as error:  # noqa: BLE001 - whatever a model's code does not bear, it cannot be used so
         return f"does not let its attention be replaced ({type(error).__name__})"
+    finally:
+        _asking.reset(asking)
     if not seen.asked:
         return "does not let its attention be replaced"
     if seen.mixes or _differ(logits[:, -1]):
@@ -118,7 +120,7 @@ def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
 
 def max_distance(model: PreTrainedModel) -> float:
     """How far two ways to compute the same log-probs may be apart, by `distance`, in the model's dtype."""
-    return MAX_DISTANCE.get(model.dtype, MAX_DISTANCE_HALF)
+    return MAX_DISTANCE if model.dtype in WIDE else MAX_DISTANCE_HALF
 
 
 def distance(found: Tensor, own: Tensor) -> float | None:
@@ -146,7 +148,10 @@ def telling(model: PreTrainedModel, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         why = " ".join(str(error).split())[:160]
-        raise UserError(f"model.path: {kind_of(model)}: {what} fails: {type(error).__name__}: {why}") from error
+        raise UserError(
+            f"model.path: {kind_of(model)}: {what} fails: {type(error).__name__}: {why}; take a model that "
+            "docs/models.md lists"
+        ) from error
 
 
 @contextmanager
@@ -161,11 +166,12 @@ def kind_of(model: PreTrainedModel) -> str:
 
 
 def probe_tokens(model: PreTrainedModel, count: int) -> list[int]:
-    """Different tokens that mean nothing special to a model."""
+    """Tokens that mean nothing special to a model: different ones, as far as there are so many."""
     config = model.config.get_text_config()
     named = [value for key, value in vars(config).items() if key.endswith("_token_id")]
     special = {token for value in named for token in (value if isinstance(value, list) else [value])}
-    return [token for token in range(3, config.vocab_size) if token not in special][:count]
+    plain = [token for token in range(3, min(config.vocab_size, count + 64)) if token not in special] or [0]
+    return [plain[i % len(plain)] for i in range(count)]
 
 
 class _Seen:
@@ -194,6 +200,12 @@ class _Seen:
 
 
 _OTHER = object()
+_asking: ContextVar[_Seen] = ContextVar("asking")
+"""Who wants to know, where several models are asked at once."""
+
+
+def _attend(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, None]:
+    return _asking.get().attend(module, *states, **options)
 
 
 def _pattern(
@@ -218,4 +230,8 @@ def _pattern(
 def _differ(rows: Tensor) -> bool:
     """Whether two rows that only rounding should tell apart differ by more."""
     one, other = rows.float()
-    return bool((one - other).norm() > MIXED * one.norm())
+    return bool((one - other).norm() > (MIXED if rows.dtype in WIDE else MIXED_HALF) * one.norm())
+
+
+AttentionInterface.register(PROBE, _attend)
+AttentionMaskInterface.register(PROBE, _pattern)
