@@ -1,5 +1,6 @@
 # make demo    trains the built-in demo; ARGS="--run.steps 100" hands arguments on
-# make test    runs the tests, but for those that take long, as many at a time as there are cores; a few minutes.
+# make test    runs all tests but the long ones, three at a time for every two cores, as much of a test is waiting;
+#              a few minutes.
 #              ARGS="tests/config -k toml" picks some, JOBS=0 runs them in one process, for a debugger
 # make test-full     runs all of them, the long ones too; half an hour. It notes in tests/full_tier.json what has passed
 # make test-engines  the same for vLLM: sets up its CPU build in .venv-vllm, starts real servers and trains through one;
@@ -19,7 +20,7 @@ TORCH_INDEX ?=
 ARGS ?=
 SMOKE ?=
 GPU_PYTHON ?=
-JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count(), 8))')
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() * 3 // 2, 8))')
 
 VENV := .venv
 BIN := $(VENV)/bin

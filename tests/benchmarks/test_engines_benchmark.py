@@ -25,6 +25,7 @@ from offbeat.weights.store import read
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this environment has vLLM")
 @pytest.mark.timeout(120)
 def test_the_quick_form_without_vllm_says_what_it_needs_and_leaves_its_bar_open():

@@ -204,6 +204,7 @@ def test_a_run_whose_rewards_fail_too_often_stops_and_goes_on_once_they_are_mend
     assert "everything holds" in offbeat.succeeds("ledger", "verify", "runs/a")
 
 
+@pytest.mark.full
 def test_a_run_survives_its_helpers_and_ends_cleanly_by_sigterm_or_ctrl_c(offbeat):
     """One run in three attempts; none of them loses a step."""
     run = offbeat.folder / "runs" / "a"

@@ -95,6 +95,7 @@ def count(run: Supervised, what: str) -> int:
         connection.close()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_what_a_judge_held_when_it_was_killed_another_judges(start):
     run = start(timeout_s=3600)

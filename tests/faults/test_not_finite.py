@@ -136,6 +136,7 @@ def test_a_run_stops_before_the_update_and_goes_on_with_the_same_batch_as_if_not
     assert same(final_weights(), unspoilt[1])
 
 
+@pytest.mark.full
 def test_half_a_step_is_never_saved(stopped, unspoilt, capsys):
     Path("sour-after-an-update").touch()
     line = stopped("train", *QUICK, "--run.name=a", "--batch.updates-per-step=2")

@@ -51,6 +51,7 @@ def test_a_worker_cut_off_for_longer_than_its_leases_is_refused_what_others_did_
     asyncio.run(asyncio.wait_for(scenario(), 200))
 
 
+@pytest.mark.full
 def test_a_run_over_one_megabit_a_second_finishes_and_its_leases_are_kept(tmp_path):
     async def scenario() -> None:
         line = Line(delay_s=0.02, bytes_per_s=MEGABIT_PER_S)

@@ -32,6 +32,7 @@ def test_a_run_whose_every_process_is_killed_in_turn_finishes_by_itself(tmp_path
     assert ends >= Counter([*killed, "coordinator"])
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_killing_the_supervisor_leaves_nobody_behind_and_the_run_can_be_resumed(tmp_path):
     run = Supervised(tmp_path, *TINY, *PACED, *OVERLAP, "--run.steps=500", "--checkpoint.every=1")

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from ledger_life import undisturbed
 
 from offbeat.ledger.ledger import Ledger
@@ -59,6 +60,7 @@ def check_acknowledged(folder: Path, told: list[list]) -> None:
                 assert ordinals >= set(facts[0])
 
 
+@pytest.mark.full
 def test_a_run_that_is_really_killed_keeps_what_it_acknowledged_and_trains_the_same_data(tmp_path: Path):
     rng = random.Random(5)
     told: list[list] = []

@@ -171,6 +171,7 @@ def test_long_prunings_go_slice_by_slice(ledger: Ledger, monkeypatch: pytest.Mon
     saves_before_commit=st.booleans(),
     keep=st.integers(0, 2),
 )
+@pytest.mark.full
 def test_a_run_that_prunes_at_every_checkpoint_and_is_killed_anywhere_trains_the_same_data(
     lives, save_every, saves_before_commit, keep
 ):

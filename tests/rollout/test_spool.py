@@ -93,6 +93,7 @@ def test_a_spool_that_cannot_be_written_is_refused_in_a_line(tmp_path):
         Spool(tmp_path / "file" / "spool")
 
 
+@pytest.mark.full
 def test_a_worker_killed_between_writing_and_the_answer_sends_it_when_it_starts_again(tmp_path):
     version = Publisher(tmp_path / "weights").write(1, 1, None, {"w": torch.ones(2)})
     folder = tmp_path / "spool"

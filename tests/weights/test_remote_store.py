@@ -46,6 +46,7 @@ def test_a_piece_as_large_as_they_come_makes_its_way(url: str):
     assert store.get(digest, 20_000_000, 20_000_010) == data[20_000_000:20_000_010]
 
 
+@pytest.mark.full
 def test_a_store_that_fails_now_and_then_is_asked_again(s3: S3Server, url: str, caplog: pytest.LogCaptureFixture):
     store = RemoteStore(url)
     for call in (
@@ -61,6 +62,7 @@ def test_a_store_that_fails_now_and_then_is_asked_again(s3: S3Server, url: str, 
     assert (store.list_pieces(), store.list_manifests()) == ([DIGEST], [(1, NAME)])
 
 
+@pytest.mark.full
 def test_a_store_that_keeps_failing_is_given_up_and_named(s3: S3Server, url: str):
     store = RemoteStore(url)
     s3.break_(num_busy=1_000_000)
