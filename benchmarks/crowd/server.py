@@ -15,7 +15,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,7 @@ from offbeat.ledger.records import Outcome
 from offbeat.ledger.workers import Role, new_secret, secret_hash
 from offbeat.serve.clearing import Clearing
 from offbeat.serve.client import Heartbeat, Lease
-from offbeat.serve.coordinator import Coordinator
+from offbeat.serve.coordinator import Coordinator, CoordinatorSettings
 from offbeat.serve.http.desk import Served
 from offbeat.serve.http.server import Address, HttpServer
 from offbeat.trajectory import Sampling, Task, Trajectory
@@ -62,6 +62,7 @@ class StandIn:
 
     def __init__(self, prompt: np.ndarray, ledger: Ledger):
         self.prompt, self.ledger = prompt, ledger
+        self.settings = CoordinatorSettings(num_steps=0, max_new_tokens=MAX_NEW_TOKENS)
         self._numbers = itertools.count(1)
         self._sampling = Sampling(max_new_tokens=MAX_NEW_TOKENS)
 
@@ -73,7 +74,9 @@ class StandIn:
     async def submit(self, worker: str, trajectory: Trajectory, fence: int) -> Outcome:
         return Outcome.STORED
 
-    async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str = "") -> Heartbeat:
+    async def heartbeat(
+        self, worker: str, held: Sequence[tuple[int, int]], life: str = "", figures: Mapping[str, float] | None = None
+    ) -> Heartbeat:
         return Heartbeat()
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:

@@ -146,10 +146,11 @@ def test_a_lost_ledger_is_told_and_not_replaced_by_an_empty_one(tmp_path, is_emp
     assert contents(tmp_path) == left
 
 
-def test_a_run_that_never_began_has_nothing_to_resume(tmp_path):
+def test_a_run_that_never_began_is_begun_by_a_resume(tmp_path):
     RunFolder.create(config(tmp_path, "--run.name=a")).close()
-    with pytest.raises(UserError, match=r"a: ended before it began, .*; start it without --resume"):
-        RunFolder.open(tmp_path / "a")
+    with RunFolder.open(tmp_path / "a") as folder:
+        assert not folder.ledger.exists()
+        assert folder.config.run.name == "a"
 
 
 def test_damaged_pages_of_the_ledger_are_noticed_before_anything_is_written(tmp_path):
@@ -267,8 +268,7 @@ def test_a_run_that_a_full_disk_kept_from_beginning_can_be_begun_again(tmp_path,
         patch.setattr("offbeat.launch.folder._log_to", full)
         with pytest.raises(DiskError):
             RunFolder.create(config(tmp_path, "--run.name=a"))
-    with pytest.raises(UserError, match=r"ended before it began, .* start it without --resume"):
-        RunFolder.open(tmp_path / "a")
+    RunFolder.open(tmp_path / "a").close()
     RunFolder.create(config(tmp_path, "--run.name=a")).close()
 
 

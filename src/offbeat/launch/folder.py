@@ -103,8 +103,9 @@ class RunFolder:
         with _owned(path) as lock:
             stored = stored_config(path)
             config = check_resumable(path, config or load(path / CONFIG))
-            with _existing_ledger(path) as ledger:
-                ledger.check_pages(CHECK_WITHIN_S)
+            if (ledger := _existing_ledger(path)) is not None:
+                with ledger:
+                    ledger.check_pages(CHECK_WITHIN_S)
             folder = cls(path, config, lock)
             _write_config(path, config)
             folder.event("reopen", pid=os.getpid())
@@ -243,8 +244,10 @@ def check_resumable(path: Path, config: Config) -> Config:
     changes = fixed_changes(stored, _renamed(config, _name_in(stored)) if is_own_name else config)
     _refuse_changes(changes, f"the run {path} has", "leave it as it was")
     config = _named(config, path)
-    with _existing_ledger(path) as ledger:
-        rules = ledger.begun_with()
+    rules = None
+    if (ledger := _existing_ledger(path)) is not None:
+        with ledger:
+            rules = ledger.begun_with()
     if rules is not None:  # what is in the ledger holds, whatever was written into config.json since
         changes = fixed_changes(rules, _renamed(config, _name_in(rules)))
         _refuse_changes(changes, f"{path / LEDGER} was begun with", f"set it back in {path / CONFIG}")
@@ -261,17 +264,20 @@ def _refuse_changes(changes: list[Change], whose: str, remedy: str) -> None:
         )
 
 
-def _existing_ledger(path: Path) -> Ledger:
-    """The ledger of a run that is to be resumed, to be read: a lost one is told, and never replaced by an empty one."""
-    file = path / LEDGER
-    if not (file.is_file() and file.stat().st_size):
-        has_begun = any((path / name).is_file() and (path / name).stat().st_size for name in (METRICS, SUMMARY))
-        if has_begun or any(path.glob("checkpoints/*")):
-            raise UserError(f"{file}: is missing or empty; bring back a copy of it, or start a new run")
-        raise UserError(f"{path}: ended before it began, so there is nothing to resume; start it without --resume")
+def _existing_ledger(path: Path) -> Ledger | None:
+    """The ledger of a run that is to be resumed, to be read: a lost one is told, and never replaced by an empty one.
+    None: the run ended before it began, as on a full disk; resuming it begins it."""
+    from offbeat.ledger.errors import NoLedger
     from offbeat.ledger.ledger import Ledger  # here, because a start that is refused need not wait for numpy
 
-    return Ledger(file, read_only=True)
+    file = path / LEDGER
+    if file.is_file() and file.stat().st_size:
+        with suppress(NoLedger):
+            return Ledger(file, read_only=True)
+    has_begun = any((path / name).is_file() and (path / name).stat().st_size for name in (METRICS, SUMMARY))
+    if has_begun or any(path.glob("checkpoints/*")):
+        raise UserError(f"{file}: is missing or empty; bring back a copy of it, or start a new run")
+    return None
 
 
 def refuse_in_use(path: Path) -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 from offbeat.errors import UserError
 from offbeat.ledger.blobs import FOLDER, Blobs
-from offbeat.ledger.errors import Damaged
+from offbeat.ledger.errors import Damaged, NoLedger
 from offbeat.ledger.tables import SCHEMA, TABLES
 
 BUSY_TIMEOUT_S = 10.0
@@ -186,7 +186,7 @@ def _remedy(error: sqlite3.DatabaseError) -> str | None:
 def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool, must_exist: bool) -> None:
     found = _schema_of(connection, path)
     if found is None and must_exist:
-        raise UserError(f"{path}: holds no ledger")
+        raise NoLedger(f"{path}: holds no ledger")
     if found is not None and found > SCHEMA:
         raise UserError(f"{path}: written by a newer Offbeat (schema {found}; this one reads {SCHEMA}); upgrade")
     if found is not None and found < SCHEMA:

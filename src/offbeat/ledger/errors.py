@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offbeat.errors import DiskError, OffbeatError
+from offbeat.errors import DiskError, OffbeatError, UserError
 
 
 class LedgerError(OffbeatError):
@@ -11,6 +11,10 @@ class LedgerError(OffbeatError):
 
 class Damaged(LedgerError, DiskError):
     """The file itself cannot be read or written, as on a full disk: whatever is asked, until someone mends that."""
+
+
+class NoLedger(UserError):
+    """A file without a ledger's tables: something else, or a disk was full before they were written."""
 
 
 class Unknown(LedgerError, LookupError):
