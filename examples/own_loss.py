@@ -8,8 +8,7 @@ from 1 goes through tanh, so that a token learns less and less the further it ha
 
 import torch
 
-from offbeat.learn.losses import LossSettings
-from offbeat.learn.tokens import Tokens
+from offbeat.trainer.losses import LossSettings, Tokens
 
 
 def loss(tokens: Tokens, settings: LossSettings) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Partial rollouts around a bare vLLM engine: nothing of Offbeat but `offbeat.control`, which needs numpy alone.
+"""Partial rollouts around a bare vLLM engine: nothing of Offbeat but `offbeat.rules`, which needs numpy alone.
 
     PYTHONPATH=src python examples/partial_vllm.py MODEL [STEPS]
 
@@ -13,16 +13,16 @@ import time
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.platforms import current_platform
 
-from offbeat.control.lengths import Lengths
-from offbeat.control.over_provision import OverProvision
-from offbeat.control.rounds import Setting, Survivor
-from offbeat.control.select import Candidate, Stretch, select
-from offbeat.control.step_time import StepTimeFit, Timing
+from offbeat.rules.event_model import EventModelConfig, Survivor
+from offbeat.rules.groups import Candidate, VersionRun, select
+from offbeat.rules.length_model import LengthEstimator
+from offbeat.rules.over_provision import OverProvision
+from offbeat.rules.step_time import StepTimeFit, Timing
 
 P, N, S, MAX_TOKENS, SLICE = 4, 4, 2, 160, 4
 PROMPT = list(b"23*24=")  # as tokens; here one and the same for all groups
-lengths, fit = Lengths(MAX_TOKENS), StepTimeFit()
-control = OverProvision(Setting(P, N, S, prompt_tokens=len(PROMPT)), lengths, fit)
+lengths, fit = LengthEstimator(MAX_TOKENS), StepTimeFit()
+control = OverProvision(EventModelConfig(P, N, S, prompt_tokens=len(PROMPT)), lengths, fit)
 
 
 class Answer:
@@ -71,7 +71,7 @@ def play(engine: LLMEngine, groups: dict[int, list[Answer]], step: int) -> list[
 
 def candidate(group: list[Answer]) -> Candidate:
     steps = [step for a in group for step in a.steps]
-    stretches = tuple(Stretch(steps.count(step), step) for step in sorted(set(steps)))
+    stretches = tuple(VersionRun(steps.count(step), step) for step in sorted(set(steps)))
     number = group[0].group
     return Candidate(number, number, all(a.ended for a in group), None, min(steps, default=None), stretches)
 

@@ -32,7 +32,7 @@ UNKNOWN_S = 60.0
 """Assumed of a module that was never recorded."""
 EVERYWHERE = "faults"
 """Tests of whole runs, which any package that takes part in a run can break."""
-APART = ("plan", "cli")
+APART = ("planner", "cli")
 """Packages that take no part in a run."""
 
 

@@ -14,12 +14,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from offbeat.config.describe import describe
-from offbeat.config.explain import alternatives_in_words, range_in_words, show
-from offbeat.config.keys import TASK_MODELS, is_free
-from offbeat.config.models import DEMO, Config
-from offbeat.config.section import Section
-from offbeat.config.tasks import TaskConfig
+from offbeat.config.explain import alternatives_in_words, choices, describe, range_in_words, show
+from offbeat.config.keys import TASK_MODELS, is_free, is_hidden
+from offbeat.config.schema import DEMO, Config, Section, TaskConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 MARKER = "<!-- Everything below is made by scripts/make_configuration_page.py. -->\n"
@@ -53,6 +50,8 @@ def tables() -> str:
     meanings = {section: {key: (default, text) for key, default, text in rows} for section, rows in describe()}
     parts = []
     for name, field in Config.model_fields.items():
+        if is_hidden(field):
+            continue
         if name == "task":
             parts += _task_tables(meanings)
         else:
@@ -70,13 +69,13 @@ def _task_tables(meanings: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
         sources.setdefault(model, []).append(source)
     parts: list[str] = []
     for model, names in sources.items():
-        told = meanings[f"task, source = {show(names[0])}"]
+        described = meanings[f"task, source = {show(names[0])}"]
         if not parts:
-            rows = [_row(key, field, told[key], ("task", key)) for key, field in shared.items()]
+            rows = [_row(key, field, described[key], ("task", key)) for key, field in shared.items()]
             what = "Each `[[task]]` is a source of prompts; its `source` says which, and which further keys it takes.\n"
             parts.append(f"## `[[task]]`\n\n{what}\n{HEAD}{''.join(rows)}")
         own = [(key, field) for key, field in _fields(model) if key not in shared and key != "source"]
-        rows = [_row(key, field, told[key], ("task", key)) for key, field in own]
+        rows = [_row(key, field, described[key], ("task", key)) for key, field in own]
         title = " or ".join(f"`source = {show(name)}`" for name in names)
         parts.append(f"### {title}\n\n{HEAD}{''.join(rows)}")
     return parts
@@ -86,8 +85,8 @@ def _fields(model: type[Section]) -> list[tuple[str, FieldInfo]]:
     return list(model.model_fields.items())
 
 
-def _row(key: str, field: FieldInfo, told: tuple[str, str], place: tuple[str, ...]) -> str:
-    default, meaning = told
+def _row(key: str, field: FieldInfo, described: tuple[str, str], place: tuple[str, ...]) -> str:
+    default, meaning = described
     shown = {"-": "must be given", "none": "none"}.get(default, f"`{default}`")
     cells = [
         f"`{key}`",
@@ -116,22 +115,15 @@ def _type(annotation: Any) -> str:
 
 
 def _allowed(field: FieldInfo) -> str:
-    if told := alternatives_in_words(field):
-        return re.sub(r'("\w+")', r"`\1`", told)
-    choices = _choices(field.annotation)
-    if choices:
-        return ", ".join(f"`{show(choice)}`" for choice in choices)
+    if text := alternatives_in_words(field):
+        return re.sub(r'("\w+")', r"`\1`", text)
+    if words := choices(field):
+        return ", ".join(f"`{show(word)}`" for word in words)
     if bool in (field.annotation, *get_args(field.annotation)):
         return "`true`, `false`"
     if any(getattr(constraint, "pattern", None) for constraint in field.metadata):
         return NAME_PATTERN
     return range_in_words(field).replace(str(2**31), "2^31") or "any"
-
-
-def _choices(annotation: Any) -> tuple[Any, ...]:
-    if get_origin(annotation) is Literal:
-        return get_args(annotation)
-    return _choices(get_args(annotation)[0]) if get_origin(annotation) in (list, Union, UnionType) else ()
 
 
 if __name__ == "__main__":

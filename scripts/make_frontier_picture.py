@@ -12,10 +12,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from offbeat.plan.inputs.inventory import load_inventory
-from offbeat.plan.inputs.workload_file import load_workload
-from offbeat.plan.tell.drawing import HEIGHT, WIDTH, figure
-from offbeat.plan.tell.fleets import homogeneous, mixed, split_by_class
+from offbeat.planner.inputs.inventory import load_inventory
+from offbeat.planner.inputs.workload_file import load_workload
+from offbeat.planner.report.frontier import HEIGHT, WIDTH, figure, homogeneous, mixed, split_by_class
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "planning"

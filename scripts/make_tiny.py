@@ -1,7 +1,7 @@
 """Makes `offbeat-tiny`, the model that ships with Offbeat: python scripts/make_tiny.py FOLDER [--seed 0].
 
 A Llama of about one million parameters over bytes, pre-trained by next-token loss on worked answers of
-`offbeat.tasks.arithmetic`, held-out problems never among them. First on right answers, until it can add; then,
+`offbeat.data.arithmetic`, held-out problems never among them. First on right answers, until it can add; then,
 briefly, on answers with slips, which carry on from the wrong total as a person's would. So it knows the way but is
 unsure of each step: sampled at temperature 1 it gets about a third of the problems right, in the right form, and
 reinforcement learning has something to find. Two minutes on a GPU, where the shipped one was made with seed 0, and much
@@ -23,10 +23,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from offbeat.data.arithmetic import Arithmetic, last_number
+from offbeat.data.source import Problem
 from offbeat.model.devices import pick_device
 from offbeat.model.loading import save_hf
-from offbeat.tasks.arithmetic import Arithmetic, last_number
-from offbeat.tasks.source import Problem
 
 PAD, EOS = 256, 257
 """The ids below them are bytes."""

@@ -3,14 +3,16 @@
 Tests marked `full` are left out of `make test` (`-m "not full"`), which also tries properties on fewer examples.
 """
 
+import os
 import signal
 
 import pytest
 import zygote
 from hypothesis import settings
 
-from offbeat.threads import spin_briefly
+from offbeat.cli.main import spin_briefly
 
+os.environ["OFFBEAT_TESTING"] = "1"  # allows the paced engine, also in processes that tests start
 spin_briefly()  # as the command line does: tests run side by side
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or all that tests start would ignore Ctrl-C too

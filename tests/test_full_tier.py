@@ -6,7 +6,9 @@ import pytest
 
 from scripts.full_tier import UNKNOWN_S, Run, choose, in_turn, modules_here, packages_touched, passed
 
-MODULES = [f"tests/{package}/test_{name}.py" for package in ("faults", "weights", "plan", "docs") for name in "abcde"]
+MODULES = [
+    f"tests/{package}/test_{name}.py" for package in ("faults", "weights", "planner", "docs") for name in "abcde"
+]
 SAME_DAY = {module: Run("2026-01-05", 10.0) for module in MODULES}
 
 
@@ -14,12 +16,12 @@ SAME_DAY = {module: Run("2026-01-05", 10.0) for module in MODULES}
     "file, packages",
     [
         ("src/offbeat/weights/codec.py", {"weights", "faults"}),
-        ("src/offbeat/serve/http/app.py", {"serve", "faults"}),
-        ("src/offbeat/plan/cost/sync.py", {"plan"}),
-        ("src/offbeat/crash.py", {"faults"}),
+        ("src/offbeat/coordinator/api/app.py", {"coordinator", "faults"}),
+        ("src/offbeat/planner/cost/sync_time.py", {"planner"}),
+        ("src/offbeat/testing/crash_points.py", {"testing", "faults"}),
         ("tests/weights/test_codec.py", {"weights"}),
         ("tests/full_tier.json", set()),
-        ("benchmarks/wan.py", {"benchmarks"}),
+        ("benchmarks/wan/swarms.py", {"benchmarks"}),
         ("docs/swarm.md", {"docs"}),
         ("examples/swarm.toml", {"docs"}),
         ("README.md", {"docs"}),

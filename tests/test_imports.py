@@ -13,68 +13,79 @@ TORCH = {"torch", "transformers", "safetensors.torch", "peft", "accelerate"}
 HTTP = {"http", "urllib", "aiohttp", "httpx", "requests", "fastapi", "uvicorn", "starlette", "socketserver"}
 SQL = {"sqlite3"}
 
-BASE = {"crash", "errors", "extras", "files", "locate", "redact", "spelling", "threads"}
+BASE = {"errors", "extras", "files", "locate", "net", "spelling", "testing.crash_points", "waiting"}
 """Small things of the standard library alone, which everyone may use."""
 
 MAY_NOT_IMPORT = {
     **dict.fromkeys(BASE, TORCH | HTTP | SQL | {"numpy"}),
     "trajectory": TORCH | HTTP | SQL,
-    "control": TORCH | HTTP | SQL,
-    "plan": TORCH | HTTP | SQL,
+    "rules": TORCH | HTTP | SQL,
+    "planner": TORCH | HTTP | SQL,
     "config": TORCH | HTTP | SQL | {"numpy", "asyncio", "rich"},
     "ledger": TORCH | HTTP,
-    "serve": TORCH,
-    "tasks": TORCH,
-    "reward": TORCH,
-    "learn": HTTP | SQL,
-    "rollout": SQL,
-    "watch": TORCH | SQL,
+    "coordinator": TORCH,
+    "client": TORCH | SQL,
+    "data": TORCH,
+    "rewards": TORCH,
+    "trainer": HTTP | SQL,
+    "worker": TORCH | HTTP | SQL,
+    "engines": SQL,
+    "weights": SQL,
+    "observability": TORCH | SQL,
 }
 """Modules from outside, by our own package or module."""
 
-WITHOUT_TORCH = (
-    "version",
-    "folder",
-    "verify",
-    "manifest",
-    "pieces",
-    "signing",
-    "sources",
-    "receive",
-    "collect",
-    "ranges",
-)
-"""What of the weights a coordinator may touch."""
+WITHOUT_TORCH = ("version", "manifest", "piece_store", "signing", "download", "receive", "collect", "relay_tree")
+"""Modules of the weights that a coordinator and its clients may use."""
+WEIGHTS = {f"weights.{module}" for module in WITHOUT_TORCH}
 
 KNOWS: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "trajectory": set(),
     "config": set(),
-    "control": {"trajectory"},
-    "plan": {"config", "control"},
-    "simulate": {"config", "control", "plan", "trajectory"},
+    "rules": {"trajectory"},
+    "planner": {"config", "rules"},
+    "simulator": {"config", "rules", "planner", "trajectory"},
     "model": set(),
-    "weights": {"model", "control.chain"},
-    "ledger": {"trajectory", "control", "weights.version"},
-    "tasks": {"config", "trajectory"},
-    "reward": {"config", "trajectory", "tasks"},
-    "serve": {"config", "trajectory", "control", "ledger", "tasks", "reward", *(f"weights.{m}" for m in WITHOUT_TORCH)},
-    "rollout": {
+    "weights": {"model"},
+    "ledger": {"trajectory", "rules", "weights.version"},
+    "data": {"config", "trajectory"},
+    "rewards": {"config", "trajectory", "data"},
+    "client": {
         "trajectory",
-        "control.health",
-        "control.reading",
-        "control.step_time",
+        "rules.step_time",
+        "ledger.errors",
+        "ledger.records",
+        "ledger.workers",
+        "rewards.pool",
+        *WEIGHTS,
+    },
+    "coordinator": {"config", "trajectory", "rules", "ledger", "data", "rewards", "client", *WEIGHTS},
+    "worker": {"trajectory", "rules.step_time", "weights", "engines.protocol", "client.protocol", "ledger.errors"},
+    "engines": {
+        "config",
+        "trajectory",
+        "rules.engine_health",
+        "rules.padding_split",
+        "rules.restarts",
         "model",
         "weights",
-        "serve.client",
-        "ledger.errors",
     },
-    "learn": {"trajectory", "control.settle", "control.trust", "model", "weights", "ledger.records", "serve.client"},
-    "watch": {"config"},
+    "trainer": {
+        "trajectory",
+        "rules.groups",
+        "rules.quarantine",
+        "model",
+        "weights",
+        "ledger.records",
+        "client.protocol",
+    },
+    "observability": {"config", "ledger.records"},
+    "testing": {"trajectory", "engines.protocol", "engines.cached_prefixes"},
 }
 """Our own packages that a package may know, besides itself and the base; `a.b` allows that module alone."""
 
-KNOW_ALL = {"launch", "cli", "__init__", "__main__"}
+KNOW_ALL = {"launch", "tools", "cli", "__init__", "__main__"}
 """Where everything is put together."""
 
 

@@ -10,17 +10,17 @@ import subprocess
 import sys
 import threading
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import zygote
+from support_files import SUPPORT
 
-from offbeat.threads import SPIN_COUNT
+from offbeat.cli.main import SPIN_COUNT
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.environ.get(zygote.SWITCH) == "0", reason="there is no zygote"
 )
-LOOK = str(Path(__file__).with_name("looking_at_itself.py"))
+LOOK = str(SUPPORT / "reporting_process.py")
 KINDS = {"copy": nullcontext, "real": zygote.no_zygote}
 
 

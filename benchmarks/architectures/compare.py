@@ -18,12 +18,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from benchmarks.architectures.tiny import CONTEXT_TOKENS, VOCAB_SIZE
+from offbeat.engines.embedded.stepper import Stepper
+from offbeat.engines.protocol import Generation, Request
 from offbeat.errors import OffbeatError
-from offbeat.learn.packing import pack
-from offbeat.learn.policy import AdamSettings, Policy
-from offbeat.learn.samples import Sample
-from offbeat.rollout.engine import Generation, Request
-from offbeat.rollout.engines.embedded.stepper import Stepper
+from offbeat.trainer.packing import Sample, pack
+from offbeat.trainer.policy import AdamSettings, Policy
 from offbeat.trajectory import Sampling
 
 MAX_GAP = 1e-4

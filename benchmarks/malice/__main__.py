@@ -21,10 +21,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.load import Load
+from benchmarks.common.load import Load
 from benchmarks.malice.adversaries import ADVERSARIES
 from benchmarks.malice.arena import Outcome, play
 from benchmarks.malice.model import write_model
@@ -41,9 +42,7 @@ class Size:
 
 FULL, QUICK = Size(pairs=3, seconds=60.0), Size(pairs=1, seconds=6.0)
 
-
-def say(text: str) -> None:
-    print(f"malice: {text}", file=sys.stderr, flush=True)
+say = partial(report.say, "malice")
 
 
 def outcomes_of(folder: Path, size: Size, titles: Sequence[str]) -> tuple[list[Outcome], list[Outcome]]:

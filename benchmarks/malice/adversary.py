@@ -21,13 +21,13 @@ from typing import Any, ClassVar
 import aiohttp
 import numpy as np
 
+from offbeat.client import wire
+from offbeat.client.connection import Connection
+from offbeat.client.http_client import RemoteWorker, join
+from offbeat.engines.protocol import Engine
 from offbeat.errors import OffbeatError
-from offbeat.rollout.engine import Engine
-from offbeat.rollout.running import append, begin, request_for
-from offbeat.serve.http import coding, wire
-from offbeat.serve.http.client import RemoteWorker, join
-from offbeat.serve.http.connection import Body, Connection
 from offbeat.trajectory import Segment, Task, Trajectory
+from offbeat.worker.worker import append, begin, request_for
 
 ANSWER_WITHIN_S = 5.0
 """How long an adversary waits for an answer before it tries something else."""
@@ -169,7 +169,7 @@ def request(method: str, path: str, body: bytes = b"", headers: Mapping[str, str
         "Host": "coordinator",
         "Content-Type": wire.MSGPACK,
         "Content-Length": str(len(body)),
-        coding.CONTENT_DIGEST: coding.content_digest(body),
+        wire.CONTENT_DIGEST: wire.content_digest(body),
         "Connection": "close",
         **(headers or {}),
     }
@@ -186,7 +186,7 @@ class Line(Connection):
         self._session: aiohttp.ClientSession | None = None
 
     async def _request(
-        self, method: str, path: str, headers: Mapping[str, str], body: Body, within_s: float
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, within_s: float
     ) -> aiohttp.ClientResponse:
         try:
             response = await super()._request(method, path, headers, body, min(within_s, 2 * ANSWER_WITHIN_S))
@@ -265,7 +265,7 @@ class Member(Adversary):
 
     async def told(self, path: str, record: Any) -> None:
         """Makes a call and goes on whatever the answer is."""
-        await whatever(self.connection.tell(path, record))
+        await whatever(self.connection.post(path, record))
 
     async def opened(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None) -> None:
         """Makes a call and reads a little of the answer."""

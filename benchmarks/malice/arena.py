@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks import report
-from benchmarks.faults.supervised import Supervised, until
-from benchmarks.load import TICKS_PER_S
+from benchmarks.common.load import TICKS_PER_S
+from benchmarks.common.supervised import Supervised, until
 from benchmarks.malice.account import Account, account
 from benchmarks.malice.adversaries import chosen, num_tokens
 from benchmarks.malice.plans import AttackPlan, HonestPlan

@@ -26,7 +26,7 @@ from benchmarks.malice.adversary import Adversary, Member, Scene, whatever
 from benchmarks.malice.model import MAX_CONTEXT_TOKENS, tiny_model
 from benchmarks.malice.plans import AttackPlan
 from benchmarks.malice.strangers import false_size, zstd_bomb
-from offbeat.rollout.engines.embedded import EmbeddedEngine
+from offbeat.engines.embedded import EmbeddedEngine
 
 NICE = 19
 NUM_SLOTS = 8

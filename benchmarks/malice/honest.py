@@ -17,10 +17,10 @@ import torch
 from benchmarks.malice.model import MAX_CONTEXT_TOKENS, tiny_model
 from benchmarks.malice.pace import SteadyEngine
 from benchmarks.malice.plans import HonestPlan
-from offbeat.rollout.spool import Spool
-from offbeat.rollout.worker import Worker
-from offbeat.serve.http.client import RemoteWorker, join
-from offbeat.serve.http.connection import Connection
+from offbeat.client.connection import Connection
+from offbeat.client.http_client import RemoteWorker, join
+from offbeat.worker.spool import Spool
+from offbeat.worker.worker import Worker
 
 
 async def work(plan: HonestPlan) -> dict[str, str]:

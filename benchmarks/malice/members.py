@@ -14,10 +14,9 @@ import numpy as np
 from benchmarks.malice.adversary import ANSWER_WITHIN_S, Line, Member, last_changed, noise, whatever, with_segments
 from benchmarks.malice.model import VOCAB_SIZE
 from benchmarks.malice.strangers import false_size, zstd_bomb
-from offbeat.serve.client import Heartbeat
-from offbeat.serve.http import coding, wire
-from offbeat.serve.http.client import RemoteJudge, RemoteTrainer
-from offbeat.serve.http.connection import Body
+from offbeat.client import wire
+from offbeat.client.http_client import RemoteJudge, RemoteTrainer
+from offbeat.client.protocol import Heartbeat
 from offbeat.trajectory import End, Origin, Task, Trajectory
 from offbeat.weights.version import Version
 
@@ -187,10 +186,10 @@ class FalseDigest(Line):
     """A connection on which answers never are what their digest says."""
 
     async def _request(
-        self, method: str, path: str, headers: Mapping[str, str], body: Body, within_s: float
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, within_s: float
     ) -> aiohttp.ClientResponse:
-        if coding.CONTENT_DIGEST in headers and "/trajectories/" in path:
-            headers = {**headers, coding.CONTENT_DIGEST: coding.content_digest(b"something else")}
+        if wire.CONTENT_DIGEST in headers and "/trajectories/" in path:
+            headers = {**headers, wire.CONTENT_DIGEST: wire.content_digest(b"something else")}
         return await super()._request(method, path, headers, body, within_s)
 
 
@@ -294,7 +293,7 @@ class FalsePeer(Member):
     async def strike(self) -> None:
         theirs = (self.scene.host, self.scene.port)
         for host, port in (theirs, ("169.254.169.254", 80), ("127.0.0.1", 1), ("a:b@c", 65535), ("x" * 1000, -1)):
-            call = wire.SourcesCall(site="", host=host, port=port, up_bytes_per_s=1e15, root_bytes_per_s=1e15)
+            call = wire.SourcesCall(site="", host=host, port=port, root_bytes_per_s=1e15)
             await self.told("/v1/sources", call)
             site = f"site-{self.tally.num_attempts}"
             await self.told("/v1/sources", wire.SourcesCall(site=site, host=host, port=port))
@@ -350,8 +349,8 @@ class BodyBomb(Member):
         for body in (zstd_bomb(), false_size()):
             headers = {
                 "Content-Type": wire.MSGPACK,
-                "Content-Encoding": coding.ZSTD,
-                coding.CONTENT_DIGEST: coding.content_digest(body),
+                "Content-Encoding": wire.ZSTD,
+                wire.CONTENT_DIGEST: wire.content_digest(body),
             }
             path = f"/v1/trajectories/{task.id}/{task.fence}"
             await whatever(self.opened("PUT", path, headers, body))

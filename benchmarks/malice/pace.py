@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from offbeat.rollout.engines.embedded import EmbeddedEngine
+from offbeat.engines.embedded import EmbeddedEngine
 
 
 class SteadyEngine(EmbeddedEngine):

@@ -17,10 +17,10 @@ from offbeat.errors import OffbeatError, UserError
 
 if TYPE_CHECKING:
     from offbeat.config import Config
-    from offbeat.plan.cost.constants import Constants
-    from offbeat.plan.inputs.hardware import Inventory
-    from offbeat.plan.inputs.workload import Workload
-    from offbeat.plan.record import Plan
+    from offbeat.planner.cost.constants import Constants
+    from offbeat.planner.inputs.hardware import Inventory
+    from offbeat.planner.inputs.workload import Workload
+    from offbeat.planner.plan import Plan
 
 __all__ = ["Config", "OffbeatError", "UserError", "make_plan", "train"]
 
@@ -71,19 +71,19 @@ def make_plan(
 ) -> Plan:
     """Plans as `offbeat plan` does: the fastest plan for a budget ($/h), or the cheapest at a throughput (tokens/s).
 
-    Each of the first three is a record or a file. `offbeat.plan` is the package that holds the parts.
+    Each of the first three is a record or a file. `offbeat.planner` is the package that holds the parts.
     """
-    from offbeat.plan.cost import constants as files
-    from offbeat.plan.inputs.inventory import load_inventory
-    from offbeat.plan.inputs.workload_file import load_workload
-    from offbeat.plan.planning import plan
+    from offbeat.planner.cost import constants as files
+    from offbeat.planner.inputs.inventory import load_inventory
+    from offbeat.planner.inputs.workload_file import load_workload
+    from offbeat.planner.planning import plan
 
     if isinstance(cluster, (str, Path)):
         cluster = load_inventory(cluster)
     if isinstance(workload, (str, Path)):
-        from offbeat.cli.plan import read_run
+        from offbeat.launch.run_folder import trained_lengths
 
-        workload = load_workload(workload, read_run)
+        workload = load_workload(workload, trained_lengths)
     if isinstance(constants, (str, Path)):
         constants = files.load(Path(constants))
     return plan(cluster, workload, constants=constants, budget=budget, throughput=throughput)

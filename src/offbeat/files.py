@@ -1,5 +1,5 @@
-"""Writing files so that a reader, or a machine that lost power, sees the old content or the new, never half; and so
-that only those who may can read them."""
+"""Files that a reader, or a machine that lost power, sees with the old content or the new, never half; and who may
+read them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from pathlib import Path
 from offbeat.errors import DiskError
 
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-"""What file systems say that know no second name for a file."""
-
-
+"""Errors of file systems without hard links."""
 REMEDIES = {
     errno.ENOSPC: "free space on its disk",
     errno.EDQUOT: "free space within your quota, or have it raised",
@@ -29,26 +27,26 @@ REMEDIES = {
     errno.EFBIG: "free space, or raise the limit on the size of files (ulimit -f)",
     errno.EIO: "see that its disk works",
 }
-"""What to do, by what the system says of a file that cannot be written."""
+"""Remedies by the system's error for a file that cannot be written."""
 MASKS = {"private": 0o077, "group": 0o027, "everyone": 0o022}
-"""What files and folders are not to allow, by who else may read them (`run.access`)."""
+"""Umasks by `run.access`."""
 _masks_lock = threading.Lock()
 _masks_held: list[int] = []
 _mask_before = 0
 
 
 def cannot_write(path: Path | str, error: OSError, then: str = "then --resume the run") -> DiskError:
-    """The one line that tells of a file that cannot be written: which, why, and what to do; `then` says what after."""
+    """The one-line error of a file that cannot be written: which, why, the remedy, and what to do `then`."""
     return DiskError(f"{path}: cannot be written: {error.strerror or error}; {remedy(error)}, {then}")
 
 
 def remedy(error: Exception) -> str:
-    """What to do about an error of a disk; most often, also where a library has swallowed its number, it is full."""
-    return REMEDIES.get(getattr(error, "errno", None) or errno.ENOSPC, "mend that")
+    """The remedy for a disk error; one without a number, which some libraries swallow, most often means a full disk."""
+    return REMEDIES.get(getattr(error, "errno", None) or errno.ENOSPC, "correct that")
 
 
 def disk_trouble(error: BaseException, then: str = "then --resume the run") -> DiskError | None:
-    """The same for whatever ended something, if that was a disk; None: it was not, and may be a bug."""
+    """`cannot_write` for an error of a disk; None for any other error, which may be a bug."""
     if not isinstance(error, OSError) or error.errno not in REMEDIES:
         return None
     return cannot_write(error.filename or "standard output, or a file without a name", error, then)
@@ -56,7 +54,7 @@ def disk_trouble(error: BaseException, then: str = "then --resume the run") -> D
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Gives an error of the disk the name of the file that was to be written: that of a write itself has none."""
+    """Adds the file's name to a disk error: that of a write has none."""
     try:
         yield
     except OSError as error:
@@ -66,8 +64,8 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def readable_by(who: str) -> Iterator[None]:
-    """Has this process, and those that it starts, make files and folders for nobody but `who` to read. Blocks of
-    several threads may overlap: the strictest holds, and the last to end gives the process its own mask back."""
+    """Sets the umask of this process, and of its children, so that only `who` can read new files. Blocks of several
+    threads may overlap: the strictest holds, and the last to end restores the process's own mask."""
     global _mask_before
     with _masks_lock:
         before = os.umask(_strictest([*_masks_held, MASKS[who]]))
@@ -87,7 +85,7 @@ def _strictest(masks: list[int]) -> int:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder as the mask says, and the folders above it as usual: what is in them is others' affair."""
+    """Makes a folder with the current umask, and missing folders above it with the usual one."""
     own = os.umask(MASKS["everyone"])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +99,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     with naming(path):
         try:
-            draft.unlink(missing_ok=True)  # of a process that had our number: its mode would stay
+            draft.unlink(missing_ok=True)  # left by a process with our id: its mode would stay
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
                 file.write(data)
                 file.flush()
@@ -115,7 +113,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def create_atomic(path: Path, data: bytes, mode: int = 0o666) -> bool:
-    """Gives a new file its content in one go; False: there is one, and it stays. Of several that try, one does."""
+    """Creates a file with its content in one step; False: it exists, and stays. Of several callers, one succeeds."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
     with naming(path):
         try:
@@ -127,7 +125,7 @@ def create_atomic(path: Path, data: bytes, mode: int = 0o666) -> bool:
         finally:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
-        fsync_folder(path.parent)  # also where it is not ours: whoever made it may have died before this
+        fsync_folder(path.parent)  # also where it is not ours: its writer may have died before this
     return is_new
 
 
@@ -141,26 +139,30 @@ def _link(draft: Path, path: Path) -> bool:
             raise
         if path.exists():
             return False
-        os.replace(draft, path)  # which leaves two a moment to do so both
+        os.replace(draft, path)  # two callers at the same moment may both succeed
     return True
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Hard-links a file, so that `target` stays when `source` is deleted; copies it where a link is impossible."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in NO_LINKS | {errno.EXDEV, errno.EMLINK}:
+            raise
+        shutil.copyfile(source, target)
+
+
 def link_folder(folder: Path, other: Path) -> None:
-    """Gives a folder's files further names in `other`, which stay when the folder is deleted; copies where a file can
-    have no second name. What was in `other` before is gone."""
+    """Replaces the folder `other` by one with links to, or copies of, the files of `folder`."""
     shutil.rmtree(other, ignore_errors=True)
     other.mkdir(parents=True)
     for file in folder.iterdir():
-        try:
-            os.link(file, other / file.name)
-        except OSError as error:
-            if error.errno not in NO_LINKS | {errno.EXDEV}:
-                raise
-            shutil.copyfile(file, other / file.name)
+        link_or_copy(file, other / file.name)
 
 
 def replace_folder(draft: Path, final: Path) -> None:
-    """Puts a finished draft folder, whose files are flushed, in its place; `final` must not exist."""
+    """Renames a finished draft folder, whose files are flushed, to `final`, which must not exist."""
     fsync_folder(draft)
     os.replace(draft, final)
     fsync_folder(final.parent)

@@ -28,17 +28,17 @@ import numpy as np
 from offbeat.errors import OffbeatError
 
 LOGPROB_TOLERANCE = 1e-4
-"""How far above 0 a log-prob may lie: softmax in float32 can round a certain token to a hair over probability 1."""
+"""Largest log-prob: softmax in float32 can round a certain token to a hair over probability 1."""
 MAX_ARRAYS = 8
-"""Named arrays of one segment."""
+"""Most named arrays of a segment."""
 MAX_ARRAY_BYTES = 4096
-"""For one token, in all arrays together: the experts that it went to in 94 layers, 8 of each, take 1,504, and the 20
-likeliest tokens with their log-probs 160."""
+"""Most bytes per token in all arrays together: 8 experts in each of 94 layers take 1,504, the 20 likeliest tokens with
+their log-probs 160."""
 ARRAY_NAME = "[a-z][a-z0-9_]{0,31}"
 ARRAY_KINDS = "biuf"
 """Truth values, integers and floats, of at most 8 bytes each."""
 MAX_REWARD = 1e6
-"""The largest size of a reward. One of 1e200 would leave the advantages of its group at 0, without a word."""
+"""Largest absolute reward: one of 1e200 would silently set the advantages of its group to 0."""
 
 
 class SegmentError(OffbeatError, ValueError):
@@ -46,23 +46,23 @@ class SegmentError(OffbeatError, ValueError):
 
 
 class Origin(StrEnum):
-    """Where a segment's tokens came from."""
+    """Origin of a segment's tokens."""
 
     SAMPLED = "sampled"
-    """One worker drew them from one version."""
+    """Sampled by one worker from one version."""
     GIVEN = "given"
-    """Environment, tool or template wrote them; they carry no log-probs and are never trained on."""
+    """Written by an environment, tool or template: no log-probs, never trained on."""
 
 
 class End(StrEnum):
-    """Why a trajectory is finished; one that has no end is partial."""
+    """Reason why a trajectory is finished; a partial has none."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn. `top_p`, `top_k` and `min_p` are for evaluation: training refuses them."""
+    """Sampling parameters. `top_p`, `top_k` and `min_p` are for evaluation: training refuses them."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -101,7 +101,7 @@ class Segment:
 
 @dataclass(eq=False)
 class Trajectory:
-    """One answer to one task. `index` tells apart the trajectories of one task's episode; today there is one."""
+    """One answer to one task. `index` numbers the trajectories of a task's episode; today there is one."""
 
     task: int
     prompt: np.ndarray
@@ -115,14 +115,14 @@ class Trajectory:
         self.prompt = np.asarray(self.prompt, dtype=np.int32)
 
     def append(self, segment: Segment, end: End | None = None) -> None:
-        """Adds a segment and, if this was the last, says why the trajectory ended."""
+        """Adds a segment; `end` is given with the last one."""
         self._check(segment)
         self.segments = (*self.segments, segment)
         self.end = end
         self.__dict__.pop("tokens", None)
 
     def finish(self, end: End) -> None:
-        """Ends a trajectory without further tokens, as when a budget was already used up."""
+        """Ends a trajectory without further tokens, as when its budget is used up."""
         if self.end is not None:
             raise SegmentError(f"task {self.task}: already ended by {self.end.value}")
         self.end = end
@@ -176,23 +176,23 @@ class Trajectory:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """The response's token ids."""
+        """Token ids of the response."""
         return _concatenate([s.tokens for s in self.segments], np.int32)
 
     @property
     def logprobs(self) -> np.ndarray:
-        """The behaviour log-probs; 0 where tokens were given."""
+        """Behaviour log-probs; 0 for given tokens."""
         zeros = [s.logprobs if s.logprobs is not None else np.zeros(len(s.tokens), np.float32) for s in self.segments]
         return _concatenate(zeros, np.float32)
 
     @property
     def sampled_mask(self) -> np.ndarray:
-        """True where a token was sampled: the only tokens that may ever be trained on."""
+        """True for sampled tokens, the only ones that may be trained on."""
         return _concatenate([np.full(len(s.tokens), s.origin is Origin.SAMPLED) for s in self.segments], np.bool_)
 
     @property
     def versions(self) -> np.ndarray:
-        """The version of each token; -1 where tokens were given."""
+        """Version of each token; -1 for given ones."""
         runs = [np.full(len(s.tokens), -1 if s.version is None else s.version) for s in self.segments]
         return _concatenate(runs, np.int64)
 
@@ -211,7 +211,7 @@ class Trajectory:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Rebuilds a trajectory through `append`, so that bytes from anywhere meet the same checks."""
+        """Rebuilds a trajectory through `append`, so that untrusted bytes are checked."""
         found = cls.restore(data)
         segments, end = found.segments, found.end
         found.segments, found.end = (), None
@@ -223,9 +223,9 @@ class Trajectory:
 
     @classmethod
     def restore(cls, data: bytes) -> Self:
-        """Rebuilds a trajectory that was checked before it was stored, several times as fast as `decode`."""
+        """Rebuilds a trajectory from trusted bytes without checks, several times as fast as `decode`."""
         wire = _DECODER.decode(data)
-        found = object.__new__(cls)  # as for segments: what is made here needs no checks, and a batch has many
+        found = object.__new__(cls)  # skips checks and conversions, as for segments
         found.__dict__.update(
             task=wire.task,
             prompt=np.frombuffer(wire.prompt, _INT32),
@@ -248,7 +248,7 @@ def _given_problem(segment: Segment) -> str | None:
 
 
 def _arrays_problem(arrays: Mapping[str, np.ndarray], count: int) -> str | None:
-    """Why a segment of `count` tokens cannot carry these; None: it can."""
+    """Why a segment of `count` tokens cannot have these arrays; None if it can."""
     if len(arrays) > MAX_ARRAYS:
         return f"{len(arrays)} arrays; allowed {MAX_ARRAYS}"
     for name, array in arrays.items():
@@ -279,12 +279,16 @@ def _segment_to_wire(segment: Segment) -> dict[str, Any]:
         "kv_version": segment.kv_version,
         "worker": segment.worker,
         "engine": segment.engine,
-        "arrays": {name: _array_to_wire(array) for name, array in arrays.items()} if arrays else {},
+        "arrays": {name: array_to_wire(array) for name, array in arrays.items()} if arrays else {},
     }
 
 
-def _array_to_wire(array: np.ndarray) -> dict[str, Any]:
+def array_to_wire(array: np.ndarray) -> dict[str, Any]:
     return {"dtype": array.dtype.str, "shape": list(array.shape), "data": array.tobytes()}
+
+
+def array_from_wire(dtype: str, shape: Sequence[int], data: Any) -> np.ndarray:
+    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
 
 
 class _ArrayWire(msgspec.Struct):
@@ -294,7 +298,7 @@ class _ArrayWire(msgspec.Struct):
 
 
 class _SegmentWire(msgspec.Struct):
-    """What `_segment_to_wire` writes, as it is read."""
+    """Schema of `_segment_to_wire`."""
 
     start: int
     origin: Origin
@@ -324,7 +328,7 @@ _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 def _segment_from_wire(wire: _SegmentWire) -> Segment:
     logprobs, arrays = wire.logprobs, wire.arrays
-    segment = object.__new__(Segment)  # arrays made here have the right types, and a batch has many of them
+    segment = object.__new__(Segment)  # skips __post_init__: the arrays have the right types
     segment.__dict__.update(
         start=wire.start,
         tokens=np.frombuffer(wire.tokens, _INT32),
@@ -334,10 +338,7 @@ def _segment_from_wire(wire: _SegmentWire) -> Segment:
         kv_version=wire.kv_version,
         worker=wire.worker,
         engine=wire.engine,
-        arrays={
-            name: np.frombuffer(array.data, np.dtype(array.dtype)).reshape(array.shape)
-            for name, array in arrays.items()
-        }
+        arrays={name: array_from_wire(array.dtype, array.shape, array.data) for name, array in arrays.items()}
         if arrays
         else {},
     )
@@ -346,7 +347,7 @@ def _segment_from_wire(wire: _SegmentWire) -> Segment:
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker is given: one prompt that wants one trajectory, perhaps with a prefix to carry on."""
+    """A prompt that wants one trajectory, perhaps with a prefix to continue."""
 
     id: int
     group: int
@@ -356,7 +357,7 @@ class Task:
     require_version: int | None = None
     prefix: Trajectory | None = None
     fence: int = 0
-    """Grows with every lease of the task; whatever is handed in for it names the fence of its lease."""
+    """Number of leases of the task; a submission names the fence of its lease."""
 
     def new_trajectory(self, max_version_drop: int = 0) -> Trajectory:
         return self.prefix or Trajectory(
@@ -368,22 +369,21 @@ class Task:
 
 
 class Reward(msgspec.Struct, frozen=True):
-    """A value earned at a response position; -1 stands for the last token."""
+    """A value earned at a response position; -1 is the last token."""
 
     value: float
     name: str = "reward"
     position: int = -1
     weight: float = 1.0
-    """What the value counts."""
 
 
 def total(rewards: Sequence[Reward]) -> float:
-    """What a member earned: the sum of its rewards, each by its weight."""
+    """Weighted sum of rewards."""
     return float(sum(reward.weight * reward.value for reward in rewards))
 
 
 def reward_problem(rewards: Sequence[Reward]) -> str | None:
-    """Why rewards cannot be learnt from: one of them is not finite or too large."""
+    """Why rewards cannot be trained on: one is not finite or too large; None if all are fine."""
     for reward in rewards:
         if not abs(reward.value) <= MAX_REWARD:
             return f"{reward.name!r} is {_too_large(reward.value)}"
@@ -391,7 +391,7 @@ def reward_problem(rewards: Sequence[Reward]) -> str | None:
 
 
 def total_problem(rewards: Sequence[Reward]) -> str | None:
-    """The same of rewards that have their weights, and of what they add up to."""
+    """Like `reward_problem`, and for the weighted sum too."""
     earned = total(rewards)
     return reward_problem(rewards) or (None if abs(earned) <= MAX_REWARD else f"they add up to {_too_large(earned)}")
 

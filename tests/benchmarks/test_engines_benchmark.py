@@ -14,13 +14,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engines import ADAPTER, BAR, BATCH, IN_PROCESS, NAIVE, Findings, bars_of
-from benchmarks.serving import processes
-from benchmarks.serving.changes import Window, losses
-from benchmarks.serving.shapes import SHAPES, Models
-from benchmarks.serving.work import Batches, Done, checked
+from benchmarks.common.shapes import SHAPES
+from benchmarks.engines import processes
+from benchmarks.engines.changes import Window, losses
+from benchmarks.engines.findings import ADAPTER, BAR, BATCH, IN_PROCESS, NAIVE, Findings, bars_of
+from benchmarks.engines.models import Models
+from benchmarks.engines.work import Batches, Done, checked
 from offbeat.errors import OffbeatError
-from offbeat.weights.store import read
+from offbeat.tools.export import read
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,13 +6,20 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from benchmarks.hex import ours
-from benchmarks.hex.fit import START, fit
-from benchmarks.hex.published import HEX_PRICE_PER_H, MODELS, SPEEDUPS, case_study_work, points, speedup_by_seconds
-from benchmarks.hex.replay import CARDS, PREDICTIONS, Replay, workload
-from offbeat.plan.cost.constants import Figures
-from offbeat.plan.cost.decode import attention_s, decode_step_s, matmul_s
-from offbeat.plan.inputs.shapes import weight_bytes
+from benchmarks.hex_replay import ours
+from benchmarks.hex_replay.fit import START, fit
+from benchmarks.hex_replay.published import (
+    HEX_PRICE_PER_H,
+    MODELS,
+    SPEEDUPS,
+    case_study_work,
+    points,
+    speedup_by_seconds,
+)
+from benchmarks.hex_replay.replay import CARDS, PREDICTIONS, Replay, workload
+from offbeat.planner.cost.constants import Efficiencies
+from offbeat.planner.cost.rollout_time import attention_s, decode_step_s, matmul_s
+from offbeat.planner.inputs.model_shapes import weight_bytes
 
 WAITING = replace(START, h800_training=0.2)
 """Training is so fast that a step waits for its longest answer."""
@@ -69,7 +76,10 @@ def test_a_factor_slows_what_rows_add_and_nothing_else():
     work, card = workload("14B").model, CARDS["h20"]
     assert attention_s(work, card, slow, 1, 3, 4000) == pytest.approx(2 * attention_s(work, card, fast, 1, 3, 4000))
     assert matmul_s(work, card, slow, 1, 50) == pytest.approx(2 * matmul_s(work, card, fast, 1, 50))
-    assert (slow.weight_read_share, slow.step_overhead_s) == (Figures().weight_read_share, Figures().step_overhead_s)
+    assert (slow.weight_read_share, slow.step_overhead_s) == (
+        Efficiencies().weight_read_share,
+        Efficiencies().step_overhead_s,
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)

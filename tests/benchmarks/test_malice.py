@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ledger_run import claim
 
 from benchmarks.malice import adversary, forgers, members, strangers
 from benchmarks.malice.account import Account, Trained, account
@@ -22,7 +23,7 @@ from benchmarks.malice.adversary import Adversary
 from benchmarks.malice.arena import Outcome
 from benchmarks.malice.verdicts import bars_of, found_out
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import NewGroup, Scored, Submission
+from offbeat.ledger.records import LedgerTerms, NewGroup, Scored, Submission
 from offbeat.ledger.workers import Role, WorkerState, secret_hash
 from offbeat.trajectory import End, Reward, Sampling, Segment, Task, Trajectory
 from offbeat.weights.version import Version
@@ -87,9 +88,7 @@ class Life:
         self.path, seconds = folder / "ledger.sqlite", count(1)
         self.ledger = Ledger(
             self.path,
-            min_group=min_group,
-            max_attempts=max_attempts,
-            max_staleness=BOUND,
+            LedgerTerms(min_group=min_group, max_attempts=max_attempts, max_staleness=BOUND),
             wall_clock=lambda: float(next(seconds)),
         )
         self.ledger.reconcile(0, None)
@@ -137,7 +136,7 @@ class Life:
     def train(self, audited: tuple[int, ...] = (), bound: int = BOUND) -> None:
         """One step of one group."""
         latest = self.latest()
-        assert self.ledger.claim(latest.step, 1, bound) is not None
+        assert claim(self.ledger, latest.step, 1, bound) is not None
         number = latest.number + 1
         made = Version(number, latest.step + 1, latest.number, f"digest {number}", Path(f"weights/{number}"))
         self.ledger.commit(latest.step, made, audited)

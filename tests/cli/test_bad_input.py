@@ -183,7 +183,8 @@ def test_a_run_whose_rewards_fail_too_often_stops_and_goes_on_once_they_are_mend
     status, _, errors = ended(process)
     assert status == 1
     told = r"\d+ of the latest 64 rewards failed \(\d+%; reward\.max_failure_share = 0\.2\), \d+ of them with: raised: "
-    told += r"ConnectionError: the judge is away \(rewards\.py:\d+\); mend it \(see runs/a/logs/rewards\.log\), then .*"
+    told += r"ConnectionError: the judge is away \(rewards\.py:\d+\); correct it "
+    told += r"\(see runs/a/logs/rewards\.log\), then .*"
     assert re.fullmatch(told, line_after_warnings(errors)), errors
     assert "the judge is away" in events(run, "error")[0]["error"]
     steps = len(rows(run / "metrics.jsonl"))
@@ -216,7 +217,7 @@ def test_a_run_survives_its_helpers_and_ends_cleanly_by_sigterm_or_ctrl_c(offbea
         (stop, end), steps = (events(run, kind)[-1] for kind in ("stop", "end")), len(rows(run / "metrics.jsonl"))
         assert (stop["why"], end["finished"], end["step"]) == (number.name, False, steps)
         assert checkpoints(run)[-1] == steps
-        told = f"stopped by {number.name} after step {steps}, with a checkpoint; go on with offbeat train --resume "
+        told = f"stopped by {number.name} after step {steps}, with a checkpoint; continue with offbeat train --resume "
         assert line_after_warnings(errors) == told + "runs/a"
 
     process = offbeat.start("train", *QUICK, ENDLESS)
@@ -246,7 +247,7 @@ def test_ctrl_c_while_torch_is_imported_ends_a_run_at_once_and_leaves_its_name_f
     run = offbeat.folder / "runs" / "a"
     with no_zygote():
         process = offbeat.start("train", *QUICK)
-    wait_until(lambda: "reward.child" in "".join(offbeat.processes().values()), "the reward process", process)
+    wait_until(lambda: "rewards.child" in "".join(offbeat.processes().values()), "the reward process", process)
     process.send_signal(signal.SIGINT)
     status, out, errors = ended(process)
     assert (status, out, only_line(errors)) == (130, "", "interrupted")

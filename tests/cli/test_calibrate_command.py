@@ -14,15 +14,15 @@ import torch
 
 from offbeat.cli.main import main
 from offbeat.errors import UserError
-from offbeat.launch import machine_figures, measure
-from offbeat.launch.machine_figures import figures_of
 from offbeat.model.loading import TINY_FOLDER
-from offbeat.plan import record
-from offbeat.plan.cost.constants import Figures, load
-from offbeat.plan.cost.decode import decode_step_s
-from offbeat.plan.cost.measured import Measurement, read
-from offbeat.plan.inputs.catalogue import accelerator
-from offbeat.plan.inputs.shapes import known_model, kv_bytes_per_token
+from offbeat.planner import plan as record
+from offbeat.planner.cost.calibrate import Measurement, read
+from offbeat.planner.cost.constants import Efficiencies, load
+from offbeat.planner.cost.rollout_time import decode_step_s
+from offbeat.planner.inputs.hardware import accelerator
+from offbeat.planner.inputs.model_shapes import known_model, kv_bytes_per_token
+from offbeat.tools import measure
+from offbeat.tools.measure import figures_of
 
 MODEL = "Qwen2.5-7B"
 WORKLOAD = f"""
@@ -77,7 +77,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def decodes(name: str = "h200", rows: tuple[int, ...] = (1, 8, 64)) -> list[Measurement]:
     card, shape = accelerator("h200"), known_model(MODEL)
     return [
-        Measurement("decode", name, decode_step_s(shape, card, Figures(), 1, each, context), rows=each, context=context)
+        Measurement(
+            "decode", name, decode_step_s(shape, card, Efficiencies(), 1, each, context), rows=each, context=context
+        )
         for each in rows
         for context in (512, 2048, 8192)
     ]
@@ -149,7 +151,7 @@ def test_fitted_constants_are_those_that_made_the_measurements_and_the_rest_is_t
     assert "training_share 0.4" in said[said.index("  default") :]
     assert "kv_read_share" not in said[said.index("  default") :]
     found = load(Path("c.json"))
-    assert found.of("h200").kv_read_share == pytest.approx(Figures().kv_read_share, rel=0.05)
+    assert found.of("h200").kv_read_share == pytest.approx(Efficiencies().kv_read_share, rel=0.05)
     assert f"{found.errors['h200.decode'].worst:.1%} at worst, of 18 predictions" in said
 
 
@@ -190,10 +192,10 @@ def test_a_mistake_in_the_measurements_is_one_line(capsys):
 
 def test_a_gpu_is_what_the_catalogue_or_the_user_says(monkeypatch):
     gpu = torch.device("cuda")
-    monkeypatch.setattr(machine_figures, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(measure, "device_name", lambda device: "NVIDIA H200")
     name, figures = figures_of(gpu, None, {"memory_gb": 100.0})
     assert (name, figures["memory_gb"], figures["tflops"]) == ("h200", 100, accelerator("h200").flops / 1e12)
-    monkeypatch.setattr(machine_figures, "device_name", lambda device: "NVIDIA Mystery 9")
+    monkeypatch.setattr(measure, "device_name", lambda device: "NVIDIA Mystery 9")
     own = {"tflops": 5.0, "memory_gb": 8.0, "bandwidth_tb_s": 0.3}
     assert figures_of(gpu, None, own) == ("mystery-9", own)
     assert figures_of(gpu, "a100", {})[0] == "a100-80gb"

@@ -68,7 +68,7 @@ def test_an_advantage_is_known_by_its_parameters(capsys):
 def test_programs_get_json(capsys):
     told = json.loads(said(capsys, 1, "own.py:mean_of_all", "--json"))
     assert (told["function"], told["kind"], told["holds"]) == ("own.py:mean_of_all", "loss", False)
-    assert {"check": "the same input gives the same result", "mark": "holds", "detail": ""} in told["checks"]
+    assert {"check": "returns one finite number per token", "mark": "holds", "detail": ""} in told["checks"]
 
 
 def test_other_names_of_parameters_want_the_kind(capsys):

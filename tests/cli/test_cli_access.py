@@ -32,19 +32,22 @@ def joined(folder, capsys, name, *options) -> str:
     return secret
 
 
-def worker_of(folder, secret):
+def worker_by_secret(folder, secret):
     with Ledger(folder / "ledger.sqlite", read_only=True) as ledger:
-        return ledger.worker_of(secret)
+        return ledger.worker_by_secret(secret)
 
 
 def test_a_printed_token_is_good_for_its_role(folder, capsys):
-    assert worker_of(folder, joined(folder, capsys, "a")).role is Role.ROLLOUT
-    assert worker_of(folder, joined(folder, capsys, "b", "--role", "trainer", "--minutes", "0.5")).role is Role.TRAINER
+    assert worker_by_secret(folder, joined(folder, capsys, "a")).role is Role.ROLLOUT
+    assert (
+        worker_by_secret(folder, joined(folder, capsys, "b", "--role", "trainer", "--minutes", "0.5")).role
+        is Role.TRAINER
+    )
 
 
 def test_the_list_tells_who_joined(folder, capsys):
     assert run("list", folder) == 0
-    assert "nobody has joined" in capsys.readouterr().out
+    assert "no worker has joined" in capsys.readouterr().out
     joined(folder, capsys, "box")
     run("list", folder)
     assert "box" in capsys.readouterr().out
@@ -57,7 +60,7 @@ def test_the_list_tells_who_joined(folder, capsys):
 def test_a_revoked_worker_is_revoked(folder, capsys):
     secret = joined(folder, capsys, "box")
     assert run("revoke", folder, "box", "--reason", "sold") == 0
-    found = worker_of(folder, secret)
+    found = worker_by_secret(folder, secret)
     assert (found.state, found.reason) == (WorkerState.REVOKED, "sold")
     assert run("revoke", folder, "box") == 0  # again
     run("list", folder)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent.parent / "ledger"))
 from ledger_run import answer, full_step, handed, new_groups, version
 
 from offbeat.cli.main import main
 from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.records import LedgerTerms
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run with a resume behind it, and with something held, handed back and lost."""
     now = iter(range(1000, 10**6))
-    with Ledger(tmp_path / "ledger.sqlite", min_group=2, wall_clock=lambda: float(next(now))) as ledger:
+    with Ledger(tmp_path / "ledger.sqlite", LedgerTerms(min_group=2), wall_clock=lambda: float(next(now))) as ledger:
         ledger.publish(version(0, 0))
         for step in range(2):
             full_step(ledger, step)

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parent.parent / "ledger"))
-from ledger_run import full_step, handed, new_groups, score_all, version
+from ledger_run import claim, full_step, handed, new_groups, score_all, version
 
 from offbeat.cli.main import main
 from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.records import LedgerTerms
 from offbeat.model.loading import load_tokenizer
 from offbeat.trajectory import End, Segment, Task, Trajectory
 
@@ -42,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps, the second of one group that crossed a version; one member of it could not be judged."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.json").write_text(json.dumps({"model": {"path": "offbeat-tiny", "tokenizer": None}}))
-    with Ledger(folder / "ledger.sqlite", min_group=2, max_staleness=1) as ledger:
+    with Ledger(folder / "ledger.sqlite", LedgerTerms(min_group=2, max_staleness=1)) as ledger:
         ledger.publish(version(0, 0))
         full_step(ledger, 0)
         (group,) = new_groups(ledger, 1, size=3, require_version=None)
@@ -50,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tasks = ledger.lease("w1", 3, 0)
         ledger.submit([handed(said(task, *PARTS), "w1") for task in tasks])
         score_all(ledger, failing=[tasks[2].id])
-        assert ledger.claim(1, 1, 1, in_order=False) is not None
+        assert claim(ledger, 1, 1, 1, in_order=False) is not None
         ledger.commit(1, version(2, 2, 1), audited=[tasks[1].id])
     return folder
 

@@ -9,8 +9,9 @@ import pytest
 
 from offbeat.cli.main import main
 from offbeat.config import fixed_keys, load
+from offbeat.config.keys import known_keys
 from offbeat.errors import OffbeatError
-from offbeat.launch.folder import RunFolder
+from offbeat.launch.run_folder import RunFolder
 from offbeat.ledger.ledger import Ledger
 
 
@@ -43,7 +44,7 @@ def begin(name: str) -> RunFolder:
     folder = RunFolder.create(load(None, [f"--run.name={name}"]))
     folder.metrics({"step": 1, "reward": 0.5})
     with Ledger(folder.ledger) as ledger:
-        ledger.begin_with(fixed_keys(folder.config))
+        ledger.record_fixed_keys(fixed_keys(folder.config))
     return folder
 
 
@@ -146,14 +147,26 @@ def test_a_dry_run_adds_up_and_leaves_nothing_behind(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_names_every_command_and_keys_lists_every_key(capsys):
+def test_help_names_every_command(capsys):
     assert main(["--help"]) == 0
-    told = capsys.readouterr().out
-    assert all(word in told for word in ("train", "eval", "export", "model", "ledger"))
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("train", "eval", "export", "model", "ledger"))
+
+
+def test_keys_lists_the_common_keys_or_all_with_a_line_each(capsys):
     assert main(["train", "--keys"]) == 0
-    told = capsys.readouterr().out
-    assert "tokens_per_microbatch" in told
-    assert max(map(len, told.splitlines())) <= 100
+    *common, _, last = capsys.readouterr().out.splitlines()
+    assert main(["train", "--keys", "all"]) == 0
+    *every, _, _ = capsys.readouterr().out.splitlines()
+    assert main(["train", "--keys", "--count"]) == 0
+    count = int(capsys.readouterr().out)
+    assert [line.split()[0] for line in every] == known_keys()
+    assert set(common) < set(every)
+    assert (len(common), count) == (40, len(every))
+    assert count <= 115
+    assert max(map(len, every)) <= 120
+    assert last == f"40 of {count} keys; all of them: offbeat train --keys all"
+    assert not any("paced" in line for line in every)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import re
 import signal
 import socket
 import subprocess
@@ -91,7 +90,7 @@ def hanging(tmp_path: Path, num: int) -> list[int]:
 def test_this_machine_can_run_the_demo_and_the_doctor_does_not_import_torch_itself():
     code = (
         "import sys; from offbeat.cli.main import main; status = main(['doctor']); "
-        "print(*{'torch', 'transformers', 'numpy', 'vllm'} & set(sys.modules)); sys.exit(status)"
+        "print(*{'torch', 'transformers', 'vllm'} & set(sys.modules)); sys.exit(status)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WITHIN_S)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
@@ -101,9 +100,9 @@ def test_this_machine_can_run_the_demo_and_the_doctor_does_not_import_torch_itse
     assert lines[-1] == "the built-in demo can run here"
     assert "\033" not in done.stdout
     names = {line[2:].split("  ")[0] for line in lines}
-    assert names >= {"offbeat", "python", "platform", "cpu", "memory", "torch", "packages", "extra gym", "embedded"}
-    assert names >= {"vllm", "sglang", "disk", "fsync", "clock", "open files", "ports", "model", "training"}
-    assert re.search(r"offbeat train: trains on \S+, generates with the embedded engine", done.stdout)
+    assert names >= {"offbeat", "python", "platform", "cpu", "memory", "torch", "packages", "extra gym"}
+    assert names >= {"vllm", "sglang", "disk", "fsync", "open files", "ports", "model", "training"}
+    assert "what will work\n  offbeat train\n" in done.stdout
     assert os.listdir() == []
 
 
@@ -111,7 +110,7 @@ def test_a_torch_that_crashes_is_a_line_and_takes_nothing_along(torch):
     torch("crashing")
     said = told()
     assert (about(said, "torch")["told"], about(said, "torch")["level"]) == ("it crashed: SIGSEGV", "stops")
-    assert said["seen"]["model"]["num_parameters"] == 984384
+    assert "984,384 parameters" in about(said, "model")["told"]
     assert [change for change in said["changes"] if change.startswith("torch: ")]
     assert sum(finding["level"] == "stops" for finding in said["findings"]) == 1
 
@@ -125,7 +124,7 @@ def test_what_hangs_is_a_line_after_its_deadline_and_is_gone(torch, tmp_path):
     said = told("--within=15", f"--engine.python={python}")
     assert about(said, "torch")["told"] == "no answer within 15 s"
     assert about(said, "engines")["told"] == "no answer within 15 s"
-    assert about(said, "embedded")
+    assert about(said, "fsync")
     pids = hanging(tmp_path, 3)
     assert not any(map(is_alive, pids))
 
@@ -178,7 +177,6 @@ def test_engines_are_found_in_another_python_without_being_imported(torch, tmp_p
         "remedy": "",
     }
     assert about(said, "sglang")["told"] == f"0.32.0, in {python}"
-    assert said["seen"]["interpreter"]["found"].keys() == {"vllm", "sglang"}
 
 
 @pytest.mark.full
@@ -195,8 +193,6 @@ def test_an_installed_offbeat_is_known_by_its_metadata(tmp_path, monkeypatch):
     said = told("--within=60")
     assert about(said, "offbeat")["told"] == f"9.8.7, commit 0123456, in {site / 'offbeat'}"
     assert about(said, "no-such-thing")["remedy"] == "pip install 'no-such-thing>=1'"
-    packages = {(package["extra"], package["name"]) for package in said["seen"]["packages"]["packages"]}
-    assert packages == {("", "pydantic"), ("", "no-such-thing"), ("gym", "pytest")}
     assert about(said, "extra gym")["level"] == "fine"
 
 
@@ -209,7 +205,7 @@ def test_a_python_that_is_none_is_told(torch, path):
 
 
 class Vllm:
-    """Stands in for a vLLM server, as far as the doctor asks; a real one is for `tests/contracts`."""
+    """Stands in for a vLLM server, as far as the doctor asks; real servers are tested in `tests/contracts`."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {
@@ -309,7 +305,7 @@ def test_a_folder_that_cannot_be_written_to_stops_the_run(torch):
     Path("file").touch()
     assert "is a file; give a folder" in about(told("--run.dir=file/runs"), "disk")["told"]
     assert about(told("--run.dir=/proc/runs"), "disk")["told"].startswith(
-        'run.dir = "/proc/runs": nothing can be written in /proc: '
+        'run.dir = "/proc/runs": cannot write in /proc: '
     )
 
 

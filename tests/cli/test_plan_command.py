@@ -8,15 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent.parent / "ledger"))
 from ledger_run import eval_groups, full_step, version, work
 
 from offbeat.cli.main import main
-from offbeat.cli.plan import read_run
 from offbeat.errors import UserError
+from offbeat.launch.run_folder import trained_lengths
 from offbeat.ledger.ledger import Ledger
-from offbeat.plan import record
+from offbeat.ledger.records import LedgerTerms
+from offbeat.planner import plan as record
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "planning"
 CLUSTER, WORKLOAD = str(EXAMPLES / "cluster_hex_56.toml"), str(EXAMPLES / "workload_hex_7b.toml")
@@ -190,18 +189,18 @@ def test_constants_change_the_plan_and_its_assumptions(capsys):
 
 
 def test_lengths_come_from_a_runs_ledger(tmp_path, capsys):
-    with Ledger(tmp_path / "ledger.sqlite", min_group=2, max_staleness=1) as ledger:
+    with Ledger(tmp_path / "ledger.sqlite", LedgerTerms(min_group=2, max_staleness=1)) as ledger:
         ledger.publish(version(0, 0))
         full_step(ledger, 0)
-        rows = [(row.num_tokens, len(trajectory.prompt)) for row, trajectory in ledger.walk()]
+        rows = [(row.num_tokens, len(trajectory.prompt)) for row, trajectory in ledger.walk_trajectories()]
         ledger.admit(eval_groups(1, require_version=1))
         work(ledger, 1)
-        assert len(list(ledger.walk())) > len(rows), "held-out answers, which are not what is trained on"
+        assert len(list(ledger.walk_trajectories())) > len(rows), "held-out answers, which are not what is trained on"
     answers, prompts = zip(*rows, strict=True)
-    assert tuple(read_run(str(tmp_path), "answer")) == answers
-    assert tuple(read_run(str(tmp_path), "prompt")) == prompts
+    assert tuple(trained_lengths(str(tmp_path), "answer")) == answers
+    assert tuple(trained_lengths(str(tmp_path), "prompt")) == prompts
     with pytest.raises(UserError, match="holds no ledger"):
-        read_run(str(tmp_path / "none"), "answer")
+        trained_lengths(str(tmp_path / "none"), "answer")
     law = WORKLOAD_TEXT[WORKLOAD_TEXT.index("median") : WORKLOAD_TEXT.index("[algorithm]")]
     workload = edited("workload.toml", WORKLOAD_TEXT, (law, f'run = "{tmp_path}"\nlongest = 27648\n\n'))
     plan = record.from_json(told(capsys, CLUSTER, workload, "--json"))

@@ -1,19 +1,19 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.config import arithmetic, from_dict, load
-from offbeat.config.arithmetic import microbatches_per_update, num_checkpoints, num_evaluations
+from offbeat.config import from_dict, load, summarise
+from offbeat.config.summary import microbatches_per_update, num_checkpoints, num_evaluations
 
 
 def test_a_run_adds_up():
-    lines = "\n".join(arithmetic(load(None, ["--run.steps=300"]), num_parameters=200_000))
+    lines = "\n".join(summarise(load(None, ["--run.steps=300"]), num_parameters=200_000))
     assert "32 groups × 8 = 256 samples, one update" in lines
     assert "300 steps = 9,600 groups = 76,800 samples" in lines
     assert "checkpoints 7.2 MB" in lines  # two kept and one being written, 12 bytes a parameter
 
 
 def test_answers_that_are_claimed_by_themselves_are_dealt_by_themselves():
-    lines = "\n".join(arithmetic(load(None, ["--batch.gate=release", "--batch.updates-per-step=4"])))
+    lines = "\n".join(summarise(load(None, ["--batch.gate=release", "--batch.updates-per-step=4"])))
     assert "32 groups × 8 = 256 samples, each claimed by itself, 4 updates of 64 samples" in lines
 
 
@@ -66,7 +66,7 @@ def _plan_by_hand(groups: int, group_size: int, prompt: int, new: int, tokens_pe
 
 def test_what_the_name_of_a_loss_stands_for_is_told():
     def told(*given: str) -> str:
-        return next(line for line in arithmetic(load(None, list(given))) if line.startswith("learning"))
+        return next(line for line in summarise(load(None, list(given))) if line.startswith("learning"))
 
     assert "grpo: advantage group, clip 0.2 below and 0.2 above, sequence_mean, correction off" in told()
     dapo = told("--loss.name=dapo", "--schedule.mode=overlap", "--loss.clip-low=0.1")

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from offbeat.config import from_dict, load
-from offbeat.config.learning import HAVE_LEAST, HAVE_MOST, IMPORTANCE, PRESETS, Recipe, recipe
+from offbeat.config.schema import HAVE_LEAST, HAVE_MOST, IMPORTANCE, PRESETS, ResolvedLoss, resolve_loss
 from offbeat.errors import UserError
 
-DEFAULT = Recipe(
+DEFAULT = ResolvedLoss(
     policy="clip",
     advantage="group",
     aggregate="sequence_mean",
@@ -34,8 +34,8 @@ RECIPES = {
 OVERLAP = {"schedule.mode": "overlap"}
 
 
-def chosen(**keys) -> Recipe:
-    return recipe(from_dict({}, {name.replace("__", "."): value for name, value in keys.items()}))
+def chosen(**keys) -> ResolvedLoss:
+    return resolve_loss(from_dict({}, {name.replace("__", "."): value for name, value in keys.items()}))
 
 
 def test_without_a_word_a_run_learns_by_grpo():
@@ -61,9 +61,9 @@ def test_a_name_stands_for_what_was_published_under_it(name):
     ],
 )
 def test_a_key_that_is_given_replaces_the_presets(key, value, field):
-    before, after = chosen(loss__name="dapo"), recipe(from_dict({}, {"loss.name": "dapo", key: value}))
+    before, after = chosen(loss__name="dapo"), resolve_loss(from_dict({}, {"loss.name": "dapo", key: value}))
     assert getattr(after, field) == value
-    changed = {f.name for f in dataclasses.fields(Recipe) if getattr(before, f.name) != getattr(after, f.name)}
+    changed = {f.name for f in dataclasses.fields(ResolvedLoss) if getattr(before, f.name) != getattr(after, f.name)}
     bounds = {"min_importance", "max_importance"} if field == "correction" else set()
     assert changed == {field} | bounds
 
@@ -83,9 +83,9 @@ def test_every_correction_has_bounds_of_its_own(correction):
 def test_a_limit_is_a_corrections_own_and_refused_where_it_has_none(key, value, correction):
     keys = {"schedule.mode": "overlap", "loss.correction": correction, f"loss.{key}": value}
     if correction == "off":
-        keys["loss.allow_uncorrected"] = True
+        keys["schedule.mode"] = "alternate"
     if correction in {"min_importance": HAVE_LEAST, "max_importance": HAVE_MOST}[key]:
-        assert getattr(recipe(from_dict({}, keys)), key) == value
+        assert getattr(resolve_loss(from_dict({}, keys)), key) == value
     else:
         assert f'loss.{key} = {value:g}: loss.correction = "{correction}" has no such limit' in refusal(keys)
 
@@ -248,7 +248,7 @@ REFUSALS = {
     "uncorrected": (
         {**OVERLAP, "loss.correction": "off"},
         'loss.correction = "off": tokens up to schedule.max_staleness = 4 steps old would count like fresh ones; take '
-        "another correction, or say loss.allow_uncorrected = true",
+        "another correction",
     ),
 }
 
@@ -276,7 +276,6 @@ def test_keys_that_do_not_go_together_are_refused_in_one_line(case):
         {"engine.url": "localhost:1", "rollout.engine": "sglang"},
         {"reward.overlong_tokens": 31},
         {"loss.correction": "off"},
-        {**OVERLAP, "loss.correction": "off", "loss.allow_uncorrected": True},
         {"loss.name": "gspo", "loss.aggregate": "sequence_mean"},
         {"loss.name": "dapo", "loss.advantage": "gae", "batch.drop_no_signal": False},
         {"batch.gate": "release", "loss.name": "dapo", "batch.drop_no_signal": False},
@@ -335,7 +334,6 @@ def test_a_cap_of_cispo_cannot_be_misread_as_a_distance_from_1(value):
         ("loss.gamma", 1.1),
         ("loss.gae_lambda", 1.1),
         ("loss.value_coef", 0.0),
-        ("loss.value_clip", 0.0),
         ("loss.aggregate_tokens", 0),
         ("loss.correction", "some"),
         ("loss.kl", "k4"),
@@ -347,8 +345,8 @@ def test_a_number_or_word_out_of_its_range_is_refused_by_name(key, value):
 
 
 def test_a_correction_is_turned_off_from_the_command_line_by_its_name_and_left_to_the_run_by_none():
-    assert recipe(load(None, ["--loss.correction", "off"])).correction == "off"
+    assert resolve_loss(load(None, ["--loss.correction", "off"])).correction == "off"
     overlap = ["--schedule.mode", "overlap"]
-    assert recipe(load(None, [*overlap, "--loss.correction", "none"])).correction == "tis"
-    with pytest.raises(UserError, match="allow_uncorrected"):
+    assert resolve_loss(load(None, [*overlap, "--loss.correction", "none"])).correction == "tis"
+    with pytest.raises(UserError, match="would count like fresh ones; take another correction"):
         load(None, [*overlap, "--loss.correction", "off"])

@@ -3,8 +3,7 @@ import tomllib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.config.keys import MISSING, value_at
-from offbeat.config.lines import key_lines
+from offbeat.config.keys import MISSING, key_lines, value_at
 
 names = st.from_regex(r"[a-z][a-z_0-9]{0,5}", fullmatch=True)
 scalars = st.sampled_from(

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from offbeat.config import DEMO, from_dict, load, resolved
-from offbeat.config.describe import describe
+from offbeat.config.explain import describe
 from offbeat.config.load import split
 from offbeat.errors import UserError
 
@@ -86,7 +86,7 @@ def test_a_resolved_configuration_survives_json(tmp_path):
         ("lr = 1e-5\n", "run.toml:1: lr = 1e-05: unknown key; did you mean optimizer.lr?"),
         (
             "[eval]\nzzz = 1\n",
-            "run.toml:2: eval.zzz = 1: unknown key; allowed every, prompts, samples, temperature, top_p, top_k",
+            "run.toml:2: eval.zzz = 1: unknown key; allowed every, prompts, samples, temperature, top_p",
         ),
         (
             '[optimizer]\nschedule = "cosin"\n',
@@ -222,7 +222,7 @@ def test_every_key_is_described():
     for section, rows in describe():
         assert rows, section
     meanings = {name: meaning for _, rows in describe() for name, _, meaning in rows}
-    assert meanings["group_size"] == "Answers per prompt, which are judged against each other."
+    assert meanings["group_size"] == "Answers per prompt, which are compared with each other."
 
 
 def test_reading_a_configuration_imports_nothing_heavy():

@@ -7,7 +7,7 @@ import pytest
 
 from offbeat.config import from_dict, resolved
 from offbeat.config.keys import known_keys
-from offbeat.config.local_keys import LOCAL_KEYS, own_affairs
+from offbeat.config.local_keys import LOCAL_KEYS, with_local_keys
 from offbeat.errors import UserError
 from offbeat.launch.joining import Invitation, own_config
 from offbeat.ledger.workers import Role
@@ -50,7 +50,7 @@ def test_what_a_coordinator_chooses_for_a_machine_is_refused_with_the_way_out(tm
     said = str(caught.value)
     assert said.startswith(f"{key} = ")
     assert f"comes from the coordinator, which may not choose {what}" in said
-    assert f"--{key}, or that it may, with --trust-coordinator" in said
+    assert f"give --{key} here, or allow it with --trust-coordinator" in said
     assert "\n" not in said
 
 
@@ -99,4 +99,4 @@ def test_what_the_file_in_the_workers_folder_says_is_what_it_took(tmp_path):
 
 def test_the_list_names_keys_that_there_are():
     assert {local.key for local in LOCAL_KEYS} <= set(known_keys())
-    assert own_affairs(told(), (), "rollout", from_dict) == from_dict(told())
+    assert with_local_keys(told(), (), "rollout", from_dict) == from_dict(told())

@@ -13,11 +13,11 @@ from offbeat.cli.train import resolve
 from offbeat.config import from_dict, load, resolved, secrets
 from offbeat.config.explain import show
 from offbeat.errors import UserError
-from offbeat.launch.folder import RunFolder
 from offbeat.launch.joining import Invitation, own_config
+from offbeat.launch.run_folder import RunFolder
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role
-from offbeat.redact import shown
+from offbeat.net import shown
 
 STORE, BACKUP = "s3://AKIA:pass%2Fword@bucket/run", "https://host/ledger?sig=hidden&x=1"
 HIDDEN = ("AKIA", "pass%2Fword", "sig=hidden")

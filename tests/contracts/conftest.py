@@ -17,10 +17,10 @@ from engine_servers import DIALECTS, NUM_SLOTS, SERVERS, dialect_of, started
 from served_engine import MAX_CONTEXT_TOKENS, VOCAB_SIZE, Served, forward_logprobs, tiny_llama
 from transformers import LlamaForCausalLM
 
-from offbeat.rollout.engine import Engine, Request, Version
-from offbeat.rollout.engines.embedded import EmbeddedEngine
-from offbeat.rollout.engines.paced import FixedLength, PacedEngine, PacedSettings, noise
-from offbeat.rollout.engines.served.engine import ServedEngine
+from offbeat.engines.embedded import EmbeddedEngine
+from offbeat.engines.http_engine import HttpEngine
+from offbeat.engines.protocol import Engine, Request, Version
+from offbeat.testing.paced import FixedLength, PacedEngine, PacedSettings, noise
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +73,7 @@ def served_model(
 
 def served_by(name: str, url: str, published: list[tuple[Version, LlamaForCausalLM]]) -> Served:
     async def attach() -> Engine:
-        return await ServedEngine.attach(dialect_of(name, url), worker=name, num_slots=NUM_SLOTS)
+        return await HttpEngine.attach(dialect_of(name, url), worker=name, num_slots=NUM_SLOTS)
 
     return served_model(attach, published, 2e-2)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from served_engine import MAX_CONTEXT_TOKENS, VOCAB_SIZE, Served
 
-from offbeat.rollout.engine import Engine, EngineError, Finish, Generation, KvMode, Request
+from offbeat.engines.protocol import Engine, EngineError, Finish, Generation, KvMode, Request
 from offbeat.trajectory import Sampling
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a server starts it, which takes minutes on busy cores

@@ -23,9 +23,9 @@ from test_engine_contract import (
     with_engine,
 )
 
-from offbeat.rollout.engine import Engine, Finish, Generation, KvMode, Request
-from offbeat.rollout.engines.embedded import EmbeddedEngine
-from offbeat.rollout.engines.served.engine import ServedEngine
+from offbeat.engines.embedded import EmbeddedEngine
+from offbeat.engines.http_engine import HttpEngine
+from offbeat.engines.protocol import Engine, Finish, Generation, KvMode, Request
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a server starts it, which takes minutes on busy cores
 NUM_MORE = 24
@@ -70,9 +70,9 @@ def cut_and_carried_on(
         rest = rest_of(request, await cut_halfway(engine, request))
         if between is not None:
             await between(engine)
-        before = engine.figures.num_resumed_tokens
+        before = engine.metrics.num_resumed_tokens
         generation = await engine.generate(rest)
-        after = engine.figures.num_resumed_tokens
+        after = engine.metrics.num_resumed_tokens
         return Resumed(rest, generation, None if before is None or after is None else after - before)
 
     return with_engine(served, scenario)
@@ -86,7 +86,7 @@ def is_cold(served: Served, request: Request, generation: Generation, version: i
         return engine, await engine.generate(again(request))
 
     engine, expected = with_engine(served, scenario)
-    if isinstance(engine, ServedEngine):  # what it samples depends on what else it computes
+    if isinstance(engine, HttpEngine):  # what it samples depends on what else it computes
         return
     assert tokens_of(generation).tolist() == tokens_of(expected).tolist()
     tolerance = 0.0 if engine.capabilities.exact else served.logprob_tolerance
@@ -105,7 +105,7 @@ def test_a_request_cut_and_carried_on_is_one_that_was_not_cut(served):
         return engine, await engine.generate(ask(request.tokens, seed=8, max_new_tokens=num_tokens))
 
     engine, uncut = with_engine(served, scenario)
-    if isinstance(engine, ServedEngine):  # takes another seed for a continuation, and tells less
+    if isinstance(engine, HttpEngine):  # takes another seed for a continuation, and tells less
         return
     assert resumed.num_resumed == len(resumed.rest.tokens) - 1
     (whole,), (more,) = uncut.segments, resumed.generation.segments
@@ -143,8 +143,8 @@ def test_a_prompt_that_is_sent_again_after_a_load_finds_nothing(served):
         await engine.load(served.versions[1])
         await engine.abort()
         await held
-        before = engine.figures.num_resumed_tokens
-        return await engine.generate(request), before, engine.figures.num_resumed_tokens
+        before = engine.metrics.num_resumed_tokens
+        return await engine.generate(request), before, engine.metrics.num_resumed_tokens
 
     generation, before, after = with_engine(served, scenario)
     assert before == after
@@ -174,10 +174,10 @@ def test_figures_only_grow(served):
     request = ask(prompt(36, 40), seed=8)
 
     async def scenario(engine: Engine) -> None:
-        before = engine.figures
+        before = engine.metrics
         for _ in range(3):
             await engine.generate(again(request))
-            after = engine.figures
+            after = engine.metrics
             known = [(a, b) for a, b in zip(vars(before).values(), vars(after).values(), strict=True) if b is not None]
             assert all(a <= b for a, b in known)
             assert after.num_rows - before.num_rows >= NUM_MORE

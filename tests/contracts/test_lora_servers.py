@@ -21,13 +21,13 @@ from test_engine_contract import DELAYS_S, LONG, again, ask, prompt, tokens_of
 from test_real_servers import num_hits
 from transformers import PreTrainedModel
 
-from offbeat.config.models import Config
+from offbeat.config.schema import Config
+from offbeat.engines.http_calls import Server
+from offbeat.engines.http_engine import HttpEngine
+from offbeat.engines.process.lifecycle import ServerEngines
+from offbeat.engines.protocol import EngineDied, EngineError, Finish, Generation, KvMode, Request, Version
+from offbeat.engines.vllm.lora import OURS, LoraDialect
 from offbeat.errors import UserError
-from offbeat.launch.served import ServedEngines
-from offbeat.rollout.engine import EngineDied, EngineError, Finish, Generation, KvMode, Request, Version
-from offbeat.rollout.engines.served.engine import ServedEngine
-from offbeat.rollout.engines.served.http import Server
-from offbeat.rollout.engines.vllm_lora import OURS, LoraDialect
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.timeout(900)  # a busy machine takes minutes to start a server
@@ -60,9 +60,9 @@ class Adapters:
     def logprobs(self, version: int, request: Request, response: np.ndarray) -> np.ndarray:
         return forward_logprobs(self.models[version], request, response)
 
-    async def attach(self, folder: Path) -> ServedEngine:
+    async def attach(self, folder: Path) -> HttpEngine:
         dialect = self.dialect(Server(self.url), rank=RANK, model=str(self.base), base=self.base, folder=folder)
-        return await ServedEngine.attach(dialect, worker="w", num_slots=NUM_SLOTS)
+        return await HttpEngine.attach(dialect, worker="w", num_slots=NUM_SLOTS)
 
 
 def make_adapter(folder: Path, *, seed: int, is_zero: bool = False, rank: int = RANK) -> PreTrainedModel:
@@ -98,7 +98,7 @@ def adapters(request, served_adapters):
 def with_adapters(adapters, tmp_path):
     """Runs what it is given with an engine that serves the first version."""
 
-    def run(scenario: Callable[[ServedEngine], Awaitable[Result]]) -> Result:
+    def run(scenario: Callable[[HttpEngine], Awaitable[Result]]) -> Result:
         async def attached() -> Result:
             engine = await adapters.attach(tmp_path / "adapters")
             try:
@@ -122,7 +122,7 @@ def assert_from(adapters: Adapters, version: int, request: Request, answer: Gene
 
 
 def test_every_version_answers_as_peft_does_and_no_other(adapters, with_adapters):
-    async def scenario(engine: ServedEngine) -> None:
+    async def scenario(engine: HttpEngine) -> None:
         for number in (0, 1, 2, 1, 0):
             await engine.load(adapters.versions[number])
             requests = [ask(prompt(i, 1 + 9 * i), seed=i, temperature=t) for i, t in ((1, 1.0), (2, 1.0), (3, 0.6))]
@@ -135,7 +135,7 @@ def test_every_version_answers_as_peft_does_and_no_other(adapters, with_adapters
 def test_an_adapter_that_changes_nothing_answers_as_the_model_below_it(adapters, with_adapters):
     base, requests = tiny_llama(seed=1), [ask(prompt(i, 3 + i), temperature=0.0) for i in range(4)]
 
-    async def scenario(engine: ServedEngine) -> list[Generation]:
+    async def scenario(engine: HttpEngine) -> list[Generation]:
         return await asyncio.gather(*map(engine.generate, requests))
 
     for request, answer in zip(requests, with_adapters(scenario), strict=True):
@@ -151,7 +151,7 @@ def test_an_adapter_that_changes_nothing_answers_as_the_model_below_it(adapters,
 def test_a_load_in_flight_splits_every_generation_where_the_adapter_changed(adapters, with_adapters):
     requests = [ask(prompt(30 + i, 5 + 3 * i), seed=i, max_new_tokens=LONG) for i in range(4)]
 
-    async def scenario(engine: ServedEngine) -> list[Generation]:
+    async def scenario(engine: HttpEngine) -> list[Generation]:
         for delay_s in DELAYS_S:
             await engine.load(adapters.versions[0])
             tasks = [asyncio.create_task(engine.generate(again(request))) for request in requests]
@@ -177,7 +177,7 @@ def test_a_load_in_flight_splits_every_generation_where_the_adapter_changed(adap
 
 
 def test_a_prefix_is_shared_within_a_version_and_never_across_a_load(adapters, with_adapters):
-    async def scenario(engine: ServedEngine) -> tuple[float, list[float]]:
+    async def scenario(engine: HttpEngine) -> tuple[float, list[float]]:
         async def hits_of(request: Request, version: int) -> float:
             before = await num_hits(adapters.url)
             assert_from(adapters, version, request, await engine.generate(request))
@@ -204,7 +204,7 @@ async def names_at(url: str) -> list[str]:
 
 
 def test_one_adapter_replaces_the_other_and_the_last_leaves_with_its_worker(adapters, with_adapters, tmp_path):
-    async def scenario(engine: ServedEngine) -> None:
+    async def scenario(engine: HttpEngine) -> None:
         for version in (*adapters.versions, *adapters.versions):
             await engine.load(version)
             _, *ours = await names_at(adapters.url)
@@ -228,7 +228,7 @@ def test_what_a_killed_worker_left_is_cleared_away_by_the_next(adapters, with_ad
     (left,) = (tmp_path / "adapters").iterdir()
     request = ask(prompt(41))
 
-    async def scenario(engine: ServedEngine) -> Generation:
+    async def scenario(engine: HttpEngine) -> Generation:
         assert len(await names_at(adapters.url)) == 2
         assert not left.exists()
         return await engine.generate(request)
@@ -240,7 +240,7 @@ def test_a_version_that_is_deleted_while_it_is_served_goes_on_answering(adapters
     path = shutil.copytree(adapters.versions[1].path, tmp_path / "version")
     doomed, request = replace(adapters.versions[1], path=path), ask(prompt(42, 30))
 
-    async def scenario(engine: ServedEngine) -> Generation:
+    async def scenario(engine: HttpEngine) -> Generation:
         await engine.load(doomed)
         shutil.rmtree(path)
         return await engine.generate(request)
@@ -254,7 +254,7 @@ def test_an_adapter_that_the_server_refuses_leaves_the_one_before_it(adapters, w
     empty = Version(4, step=4, parent=3, digest="4", path=tmp_path)
     running, request = ask(prompt(43), max_new_tokens=400), ask(prompt(44))
 
-    async def scenario(engine: ServedEngine) -> tuple[Generation, Generation]:
+    async def scenario(engine: HttpEngine) -> tuple[Generation, Generation]:
         task = asyncio.create_task(engine.generate(running))
         with pytest.raises(EngineError, match=r"rank 32"):
             await engine.load(large)
@@ -270,7 +270,7 @@ def test_an_adapter_that_the_server_refuses_leaves_the_one_before_it(adapters, w
 
 
 def test_an_adapter_that_someone_else_took_away_ends_the_engine_and_is_named(adapters, with_adapters):
-    async def scenario(engine: ServedEngine) -> None:
+    async def scenario(engine: HttpEngine) -> None:
         other, (_, ours) = Server(adapters.url), await names_at(adapters.url)
         await other.tell("/v1/unload_lora_adapter", {"lora_name": ours})
         await other.close()
@@ -285,7 +285,7 @@ def test_an_adapter_that_someone_else_took_away_ends_the_engine_and_is_named(ada
 def test_keys_and_values_can_be_computed_anew_and_cannot_be_kept(adapters, with_adapters):
     anew, kept = replace(ask(prompt(46, 40)), kv=KvMode.REFILL), replace(ask(prompt(46)), kv=KvMode.STALE, kv_lag=1)
 
-    async def scenario(engine: ServedEngine) -> Generation:
+    async def scenario(engine: HttpEngine) -> Generation:
         with pytest.raises(EngineError, match=r"kv = stale: .* can do "):
             await engine.generate(kept)
         return await engine.generate(anew)
@@ -296,7 +296,7 @@ def test_keys_and_values_can_be_computed_anew_and_cannot_be_kept(adapters, with_
 def test_a_partial_is_carried_on_under_the_next_adapter(adapters, with_adapters):
     first = ask(prompt(47), seed=4, max_new_tokens=20)
 
-    async def scenario(engine: ServedEngine) -> tuple[Request, Generation]:
+    async def scenario(engine: HttpEngine) -> tuple[Request, Generation]:
         prefix = tokens_of(await engine.generate(first))
         await engine.load(adapters.versions[1])
         rest = ask(np.concatenate([first.tokens, prefix]), seed=4, position=20, max_new_tokens=20)
@@ -310,7 +310,7 @@ def test_a_partial_is_carried_on_under_the_next_adapter(adapters, with_adapters)
 # As a worker attaches
 
 
-def attached(served: Adapters, folder: Path, *, url: str | None = None, **model: object) -> ServedEngines:
+def attached(served: Adapters, folder: Path, *, url: str | None = None, **model: object) -> ServerEngines:
     told = {"path": str(served.base), "dtype": "float32", "lora_rank": RANK} | model
     config = Config.model_validate(
         {
@@ -319,7 +319,7 @@ def attached(served: Adapters, folder: Path, *, url: str | None = None, **model:
             "engine": {"url": url or served.url},
         }
     )
-    return ServedEngines(config, "w", folder)
+    return ServerEngines(config, "w", folder)
 
 
 def test_a_worker_of_a_run_with_adapters_attaches_to_a_server_that_has_them(served_adapters, tmp_path):

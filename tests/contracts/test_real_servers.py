@@ -11,8 +11,8 @@ import pytest
 from engine_servers import DIALECTS, dialect_of, server_at
 from test_engine_contract import ask, generate, prompt, with_engine
 
-from offbeat.rollout.engine import Engine, EngineDied, Finish, Generation, KvMode
-from offbeat.rollout.engines.served.engine import ServedEngine
+from offbeat.engines.http_engine import HttpEngine
+from offbeat.engines.protocol import Engine, EngineDied, Finish, Generation, KvMode
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a server starts it, which takes minutes on busy cores
 HITS = re.compile(r"^vllm:prefix_cache_hits_total\{.*\} ([0-9.e+]+)$", re.MULTILINE)
@@ -69,7 +69,7 @@ def test_no_prefix_of_older_weights_is_hit_after_a_load(engine_name, served, url
 
 
 def test_weights_that_someone_else_changed_end_the_engine_and_are_named(engine_name, served, url):
-    async def scenario(engine: ServedEngine) -> None:
+    async def scenario(engine: HttpEngine) -> None:
         if not engine.facts.has_labels:
             pytest.skip("it could not be told")
         other = server_at(url)

@@ -1,5 +1,5 @@
 """The page about engines is true: servers are started as a worker starts its own, and a worker that is to attach to one
-joins as told and waits for it. What needs a real server is in tests/engines."""
+joins as told and waits for it. What needs a real server is in tests/contracts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from doc_reader import ROOT, blocks, commands
 from terminals import SMALL, Terminals
 
 from offbeat.config import load
-from offbeat.config.models import Config
-from offbeat.launch.engine_commands import Machine, command, environment
-from offbeat.rollout.engines.sglang import LAUNCHER
-from offbeat.rollout.engines.vllm_lora import RANKS
+from offbeat.config.schema import Config
+from offbeat.engines.process.commands import EngineMachine, command, environment
+from offbeat.engines.sglang.api import LAUNCHER
+from offbeat.engines.vllm.lora import RANKS
 
 PAGE = ROOT / "docs" / "engines.md"
 RESULTS = ROOT / "benchmarks" / "results" / "engines-h200.md"
@@ -36,7 +36,7 @@ def options(words: list[str]) -> set[tuple[str, ...]]:
 
 def started_by_a_worker(engine: str) -> list[str]:
     config = load(None, [f"--rollout.engine={engine}", "--rollout.workers=1"])
-    return command(config, Machine("python", num_gpus=1), PORT)
+    return command(config, EngineMachine("python", num_gpus=1), PORT)
 
 
 @pytest.mark.parametrize("engine, words", [("vllm", VLLM), ("sglang", SGLANG)])
@@ -68,7 +68,7 @@ def with_adapters() -> Config:
 
 def test_a_server_for_adapters_is_started_with_what_a_worker_starts_its_own_with():
     (shown,) = re.findall(r"`(--enable-lora [^`]*)`", PAGE.read_text())
-    assert options(shown.split()) <= options(command(with_adapters(), Machine("python", num_gpus=1), PORT))
+    assert options(shown.split()) <= options(command(with_adapters(), EngineMachine("python", num_gpus=1), PORT))
     (ranks,) = re.findall(r"can be started for are ([\d, and]+);", " ".join(PAGE.read_text().split()))
     assert tuple(map(int, re.findall(r"\d+", ranks))) == RANKS
 

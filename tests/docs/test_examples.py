@@ -20,8 +20,8 @@ STAND_INS = {
     "vllm_cpu": [*OTHER_MODEL, "--rollout.engine=embedded", "--rollout.workers=none"],
     "swarm": ["--rollout.workers=none"],
 }
-"""What an example gets in place of what is not here: a download, a vLLM (tests/engines trains it with one), workers in
-other terminals (test_swarm opens some)."""
+"""Replacements for what is not here: a download, a vLLM (tests/contracts trains with one), workers in other terminals
+(test_swarm opens some)."""
 FAST = ("partial", "mixture", "own_task")
 """Examples that the fast tier trains; the README's commands train some more."""
 

@@ -27,8 +27,8 @@ from doc_reader import (
 
 import offbeat
 from offbeat.config import load
-from offbeat.reward.wire import ARGUMENTS
-from offbeat.tasks.mixture import build_mixture
+from offbeat.data.mixture import build_mixture
+from offbeat.rewards.wire import ARGUMENTS
 
 LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
 SINK_IS_MISSING = "its package is not installed"
@@ -48,7 +48,7 @@ def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
         case ["make", "bench"]:
             assert last_command_of_make("bench") == [".venv/bin/python", "-m", "benchmarks"]
         case ["make", "test-engines"]:
-            assert last_command_of_make("test-engines")[-2:] == ["tests/contracts", "tests/engines"]
+            assert last_command_of_make("test-engines")[-1:] == ["tests/contracts"]
         case ["offbeat", "model", "smollm2", "smollm2"]:
             assert 'offbeat(tmp_path, "model", "smollm2", "smollm2")' in RUN_BY_ENGINE_TESTS
         case ["offbeat", "train", "examples/vllm_cpu.toml"]:
@@ -62,10 +62,10 @@ def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
             assert (said.status, f"server: {url.replace(':8000', ':9')}: no answer; start one" in said.out) == (1, True)
         case ["python", "-m", "benchmarks", name, "--full"]:
             assert "--full" in (ROOT / "benchmarks" / "__main__.py").read_text()
-            assert (ROOT / "benchmarks" / f"{name}.py").is_file()
+            assert (ROOT / "benchmarks" / name / "__main__.py").is_file()
         case ["python", "-m", module, *words]:
-            text = (ROOT / f"{module.replace('.', '/')}.py").read_text()
-            assert all(f'"{word}"' in text for word in words)
+            texts = [file.read_text() for file in (ROOT / module.replace(".", "/")).glob("*.py")]
+            assert all(any(f'"{word}"' in text for text in texts) for word in words)
         case ["offbeat", "train", *words]:
             said = reader.run.is_dir() and reader.offbeat("train", *words, "--dry-run")
             assert said.status == 0 or SINK_IS_MISSING in said.err, said.err

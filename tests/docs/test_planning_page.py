@@ -8,9 +8,9 @@ import pytest
 import torch
 from doc_reader import ROOT, Reader, blocks, commands
 
-from offbeat.plan.inputs.inventory import load_inventory
-from offbeat.plan.inputs.workload_file import load_workload
-from offbeat.plan.tell.fleets import homogeneous, mixed, split_by_class
+from offbeat.planner.inputs.inventory import load_inventory
+from offbeat.planner.inputs.workload_file import load_workload
+from offbeat.planner.report.frontier import homogeneous, mixed, split_by_class
 
 PAGE = ROOT / "docs" / "planning.md"
 FILES = ("cluster_hex_56.toml", "workload_hex_7b.toml")

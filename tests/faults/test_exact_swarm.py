@@ -6,8 +6,9 @@ import time
 
 import pytest
 from shared_results import shared
+from supervised_runs import TINY, check_whole, final_digest
 
-from benchmarks.faults.supervised import TINY, Supervised, check_whole, final_digest
+from benchmarks.common.supervised import Supervised
 
 NUM_STEPS = 20
 EXACT = (*TINY, "--run.exact=true", f"--run.steps={NUM_STEPS}", "--checkpoint.every=3", "--rollout.lease-s=2")

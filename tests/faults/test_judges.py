@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
+from supervised_runs import TINY, check_whole
 
-from benchmarks.faults.supervised import MARK, PACED, TINY, WITHIN_S, Supervised, check_whole, rows, until
+from benchmarks.common.supervised import MARK, PACED, WITHIN_S, Supervised, rows, until
+from offbeat.client.credentials import TOKEN_VARIABLE
 from offbeat.launch.joining import new_token
-from offbeat.serve.http.credentials import TOKEN_VARIABLE
 
 REWARD = """
 import json, os, time

@@ -9,9 +9,9 @@ import pytest
 from safetensors.torch import load_file
 
 from offbeat.cli.main import main
-from offbeat.launch.export import export_run
-from offbeat.learn import broken
 from offbeat.ledger.ledger import Ledger
+from offbeat.tools.export import export_run
+from offbeat.trainer import not_finite
 
 QUICK = (
     *("--batch.groups-per-step=2", "--batch.group-size=4", "--rollout.slots=16", "--rollout.max-new-tokens=6"),
@@ -86,7 +86,7 @@ def batch_of_step(step):
     """Tasks and answers, as the ledger has them."""
     with Ledger(Path("runs/a/ledger.sqlite"), read_only=True) as ledger:
         assert ledger.verify().violations == ()
-        return {row.task: ledger.look(row.task).trajectory for row in ledger.rows(100, step=step)}
+        return {row.task: ledger.task_detail(row.task).trajectory for row in ledger.list_trajectories(100, step=step)}
 
 
 def events(kind):
@@ -101,7 +101,7 @@ def test_a_run_stops_before_the_update_and_goes_on_with_the_same_batch_as_if_not
     line = stopped("train", *QUICK, "--run.name=a")
     file = "runs/a/broken/step-00000002.batch"
     told = r"step 2: the loss is not finite \(task (\d+), token (\d+)\); its batch \(step 2, from version 2\) is kept "
-    told += rf"as {file}: offbeat replay {file} says more; --resume tries the same batch again: mend the data or the "
+    told += rf"as {file}: offbeat replay {file} says more; --resume tries the same batch again: fix the data or the "
     told += r"loss first, or remove runs/a/checkpoints/00000002 and resume from before it \(--from-scratch\) "
     told += r"with a smaller optimizer\.lr"
     task, token = map(int, re.fullmatch(told, line).groups())
@@ -109,7 +109,7 @@ def test_a_run_stops_before_the_update_and_goes_on_with_the_same_batch_as_if_not
     (event,) = events("not_finite")
     assert (event["task"], event["token"], event["file"], event["tensor"]) == (task, token, file, "the loss")
 
-    claimed, kept = batch_of_step(2), broken.read(Path(file))
+    claimed, kept = batch_of_step(2), not_finite.read(Path(file))
     assert {member.task: member.trajectory for member in kept.members} == claimed
     assert kept.members[kept.sample].task == task
     assert kept.members[kept.sample].mask[token]
@@ -141,7 +141,7 @@ def test_half_a_step_is_never_saved(stopped, unspoilt, capsys):
     Path("sour-after-an-update").touch()
     line = stopped("train", *QUICK, "--run.name=a", "--batch.updates-per-step=2")
     assert line.startswith("step 2: the loss is not finite (task ")
-    assert line.endswith("--resume goes back to the start; resume with a smaller optimizer.lr, or look at the data")
+    assert line.endswith("--resume goes back to the start; resume with a smaller optimizer.lr, or check the data")
     assert checkpoints() == []
 
     file = "runs/a/broken/step-00000002.batch"

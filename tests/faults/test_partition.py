@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from http_swarm import GROUP_SIZE, GROUPS_PER_STEP, serving, until
 
-from benchmarks.faults.proxy import FaultProxy, Line
+from benchmarks.chaos.fault_proxy import FaultProxy, Line
 
 NUM_STEPS = 6
 MEGABIT_PER_S = 125_000.0

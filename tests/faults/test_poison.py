@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from http_swarm import GROUP_SIZE, GROUPS_PER_STEP, Swarm, serving, until
+from support_files import SUPPORT
 
 from offbeat.ledger.records import WORKER_LOST
 
@@ -20,7 +21,7 @@ async def keep(swarm: Swarm, name: str, poison: str, deaths: list[int]) -> None:
     """Starts a worker again and again, until it ends well."""
     folder = swarm.folder / name
     folder.mkdir()
-    script = os.path.join(os.path.dirname(__file__), "poisoned_worker.py")
+    script = str(SUPPORT / "poisoned_worker.py")
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
     environment = {**os.environ, "PYTHONPATH": path, "POISON": poison, "OFFBEAT_TOKEN": await swarm.token()}
     while True:

@@ -14,21 +14,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from support_files import SUPPORT
 
-from offbeat import crash
-from offbeat.control.chain import Anchoring
+from offbeat.testing import crash_points
 from offbeat.weights.digest import file_digest
-from offbeat.weights.folder import FILE_NAME
-from offbeat.weights.pieces import FolderStore
+from offbeat.weights.manifest import Anchoring
+from offbeat.weights.piece_store import FolderStore
 from offbeat.weights.publish import Publisher
-from offbeat.weights.shelf import Shelf
+from offbeat.weights.receive import VersionCache
 from offbeat.weights.signing import SigningKey
-from offbeat.weights.version import Version
+from offbeat.weights.version import FILE_NAME, Version
 
 NUM_VERSIONS = 6
 NUM_KILLS = 12
 WITHIN_S = 120.0
-CHILD = str(Path(__file__).with_name("killable_receiver.py"))
+CHILD = str(SUPPORT / "killable_receiver.py")
 
 
 class Published:
@@ -56,9 +56,9 @@ class Published:
 
     def check_whole(self, folder: Path) -> set[int]:
         """That everything with a version's name is that version; says which there are."""
-        shelf, found = Shelf(folder, NUM_VERSIONS), set()
+        shelf, found = VersionCache(folder, NUM_VERSIONS), set()
         for version in self.versions:
-            place = shelf.place(version.number, version.digest)
+            place = shelf.path_of(version.number, version.digest)
             if place.exists():
                 assert file_digest(place / FILE_NAME) == version.digest
                 found.add(version.number)
@@ -81,11 +81,11 @@ def published(tmp_path_factory) -> Published:
 
 
 @pytest.mark.parametrize("time", [1, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("point", crash.POINTS["receiver"])
+@pytest.mark.parametrize("point", crash_points.POINTS["receiver"])
 def test_a_receiver_killed_at_a_named_place_leaves_whole_versions_and_its_successor_ends_well(
     point, time, published, tmp_path
 ):
-    child = published.start(tmp_path, **{crash.AT: f"{point}:{time}"})
+    child = published.start(tmp_path, **{crash_points.AT: f"{point}:{time}"})
     child.communicate(timeout=WITHIN_S)
     assert child.returncode == -signal.SIGKILL
     published.check_whole(tmp_path)

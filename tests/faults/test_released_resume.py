@@ -8,7 +8,7 @@ import pytest
 from killed_runs import final_digest, train
 
 from offbeat.ledger.ledger import Ledger
-from offbeat.watch.history import read_metrics
+from offbeat.observability.metric_files import read_metrics
 
 NUM_STEPS = 8
 COMMON = f"""
@@ -70,7 +70,7 @@ sigma = 1.2
 )
 RECORDING = """
 import json
-from offbeat.learn.advantages import siblings_normalised
+from offbeat.trainer.advantages import siblings_normalised
 
 def advantage(rewards, groups):
     found = siblings_normalised(rewards, groups)

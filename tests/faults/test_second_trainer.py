@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from supervised_runs import TINY
 
-from benchmarks.faults.supervised import MARK, PACED, TINY, WITHIN_S, Supervised
+from benchmarks.common.supervised import MARK, PACED, WITHIN_S, Supervised
 from offbeat.ledger.ledger import Ledger
 
 OVERLAP = ("--schedule.mode=overlap", "--schedule.max-staleness=2", "--rollout.workers=1")
@@ -51,7 +52,7 @@ def test_one_without_a_checkpoint_is_sent_away_and_one_told_to_begin_from_scratc
         assert "--from-scratch" in errors
         with Ledger(run.run / "ledger.sqlite", read_only=True) as ledger:
             step = ledger.latest_version().step
-            assert ledger.story().num_abandoned_versions == 0, "nothing was undone"
+            assert ledger.report().num_abandoned_versions == 0, "nothing was undone"
         run.until_step(step + 2)
 
         daring = second("--from-scratch")
@@ -59,7 +60,7 @@ def test_one_without_a_checkpoint_is_sent_away_and_one_told_to_begin_from_scratc
         assert "trainer: ended with status 3" in told
         assert "another trainer has taken over: second on " in told
         with Ledger(run.run / "ledger.sqlite", read_only=True) as ledger:
-            assert ledger.story().num_abandoned_versions > 0
+            assert ledger.report().num_abandoned_versions > 0
             assert ledger.verify().violations == ()
         assert daring.poll() is None, "it waits for the coordinator"
     finally:

@@ -7,10 +7,11 @@ import signal
 from collections import Counter
 
 import pytest
+from supervised_runs import TINY, check_whole
 
-from benchmarks.faults.supervised import PACED, TINY, Supervised, check_whole, rows, until
-from offbeat.learn.checkpoint import Checkpoints
+from benchmarks.common.supervised import PACED, Supervised, rows, until
 from offbeat.model.loading import TINY_FOLDER
+from offbeat.trainer.checkpoint import Checkpoints
 
 OVERLAP = ("--schedule.mode=overlap", "--schedule.max-staleness=2", "--rollout.workers=2")
 ROUNDS = ("--schedule.mode=alternate", "--schedule.max-staleness=2", "--rollout.workers=2", "--rollout.slots=4")

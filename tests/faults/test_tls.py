@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from supervised_runs import TINY, check_whole
 
-from benchmarks.faults.supervised import PACED, TINY, Supervised, check_whole
+from benchmarks.common.supervised import PACED, Supervised
 
 NUM_STEPS = 2
 

@@ -13,8 +13,8 @@ from blake3 import blake3
 from dying_publisher import follow, key_of, manifests, publish, store_of, tensors
 
 from offbeat.weights.digest import file_digest, weights_digest
-from offbeat.weights.folder import FILE_NAME
 from offbeat.weights.publish import Publisher
+from offbeat.weights.version import FILE_NAME
 
 FULL = pytest.mark.full
 NUM_RANDOM = 15

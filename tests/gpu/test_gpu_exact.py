@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpu_runs import COMMON, GpuRun
-
-from benchmarks.faults.supervised import final_digest
+from supervised_runs import final_digest
 
 NUM_STEPS = 16
 KILLED_AFTER_STEPS = (2, 7, 12)

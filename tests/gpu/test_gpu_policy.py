@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from models import tiny_model
-from test_packing import make_samples
+from learning_models import tiny_model
+from learning_samples import make_samples
 
-from offbeat.learn.checkpoint import Checkpoints
-from offbeat.learn.policy import AdamSettings, Policy
-from offbeat.learn.step import StepSettings, train_step
 from offbeat.model.devices import be_deterministic
+from offbeat.trainer.checkpoint import Checkpoints
+from offbeat.trainer.policy import AdamSettings, Policy
+from offbeat.trainer.step import StepSettings, train_step
 
 pytestmark = pytest.mark.gpu
 SHAPE = [(5, [3, 9, 1, 4]), (2, [30, 4]), (7, [6, 2, 8]), (3, [5, 5])]

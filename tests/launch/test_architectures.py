@@ -19,14 +19,14 @@ from transformers import (
 import offbeat
 from benchmarks.architectures.compare import engine, judge, trainer
 from benchmarks.architectures.tiny import tiny_model
-from offbeat.config.models import Config
+from offbeat.config.schema import Config
+from offbeat.engines.embedded import EmbeddedEngine
+from offbeat.engines.protocol import Request
 from offbeat.errors import UserError
-from offbeat.launch.engines import OwnEngine
-from offbeat.launch.models import make_embedded, make_policy
+from offbeat.launch.engine_parts import OwnEngine
+from offbeat.launch.model_parts import make_embedded, make_policy
 from offbeat.launch.wiring import load_tokens
 from offbeat.model.loading import TINY_FOLDER
-from offbeat.rollout.engine import Request
-from offbeat.rollout.engines.embedded import EmbeddedEngine
 from offbeat.trajectory import Sampling
 
 PACKED, ROWS = ("packed", "slots"), ("rows", "anew")
@@ -165,7 +165,7 @@ def test_any_architecture_trains_and_its_greedy_tokens_equal_generate(kind, tmp_
     assert summary["steps"] == 2
     assert summary["trajectories"]["trained"] == 16
 
-    from offbeat.launch.export import export_run
+    from offbeat.tools.export import export_run
 
     export_run(tmp_path / "runs" / "two", tmp_path / "exported")
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32).eval()

@@ -11,7 +11,7 @@ import pytest
 import offbeat
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Batch
-from offbeat.watch.history import read_metrics
+from offbeat.observability.metric_files import read_metrics
 
 SCHEDULES: list[dict[str, Any]] = [{"mode": "alternate"}, {"mode": "overlap", "max_staleness": 2}]
 GROUPS, SIZE, STEPS = 3, 4, 4
@@ -35,7 +35,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 def replayed(run: Path, step: int) -> Batch:
     """A batch that was trained, as a resume would be given it."""
     with Ledger(run / "ledger.sqlite") as ledger:
-        batch = ledger.claim(step, 1, 9)
+        batch = ledger.claim(step)
     assert batch is not None
     return batch
 

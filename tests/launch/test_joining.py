@@ -8,15 +8,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from offbeat.client import wire
+from offbeat.client.connection import Connection
+from offbeat.client.http_client import RemoteWorker
 from offbeat.config import from_dict, resolved
 from offbeat.errors import OffbeatError, UserError
 from offbeat.launch.joining import Invitation, joined, own_folder
-from offbeat.launch.peers import Site
-from offbeat.launch.worker import work
+from offbeat.launch.worker_role import Site, work
 from offbeat.ledger.workers import Role
-from offbeat.serve.http import coding, wire
-from offbeat.serve.http.client import RemoteWorker
-from offbeat.serve.http.connection import Connection
 from offbeat.weights.version import Version
 
 
@@ -33,7 +32,7 @@ class Coordinator:
     async def __aenter__(self) -> str:
         async def handle(request: web.BaseRequest) -> web.Response:
             body = wire.encode(self.answer)
-            headers = {coding.CONTENT_DIGEST: coding.content_digest(body)}
+            headers = {wire.CONTENT_DIGEST: wire.content_digest(body)}
             return web.Response(body=body, content_type=wire.MSGPACK, headers=headers)
 
         self._server = web.Server(handle)

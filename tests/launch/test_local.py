@@ -12,11 +12,10 @@ import offbeat
 from offbeat.cli.main import main
 from offbeat.config import from_dict
 from offbeat.errors import UserError
-from offbeat.launch.evaluate import evaluate
-from offbeat.launch.export import export_run
 from offbeat.ledger.ledger import Ledger
-from offbeat.watch.history import read_metrics
-from offbeat.weights.store import read
+from offbeat.observability.metric_files import read_metrics
+from offbeat.tools.evaluate import evaluate
+from offbeat.tools.export import export_run, read
 
 
 def small(folder: Path, name: str, **sections) -> dict:

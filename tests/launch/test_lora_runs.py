@@ -12,19 +12,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import offbeat
 from offbeat.cli.main import main
 from offbeat.config import from_dict, load
+from offbeat.engines.protocol import Request
 from offbeat.errors import UserError
-from offbeat.launch.doctor.needs import needs_of
-from offbeat.launch.export import export_run
-from offbeat.launch.models import make_embedded
+from offbeat.launch.model_parts import make_embedded
 from offbeat.ledger.ledger import Ledger
 from offbeat.model.loading import TINY_FOLDER, load_model, state_tensors
-from offbeat.rollout.engine import Request
+from offbeat.observability.metric_files import read_metrics
+from offbeat.tools.doctor.probes import training_bytes
+from offbeat.tools.export import export_run
 from offbeat.trajectory import Sampling
-from offbeat.watch.history import read_metrics
-from offbeat.weights.adapter import base_digest, folder_digest
 from offbeat.weights.digest import weights_digest
-from offbeat.weights.folder import ADAPTER_CONFIG, ADAPTER_FILE
-from offbeat.weights.version import Version
+from offbeat.weights.version import ADAPTER_CONFIG, ADAPTER_FILE, Version, base_digest, folder_digest
 
 pytest.importorskip("peft")
 CPU = torch.device("cpu")
@@ -126,6 +124,8 @@ def test_the_command_line_says_where_the_adapter_lies_and_writes_it_alone(traine
     assert str(latest(trained).path) in capsys.readouterr().out
     assert main(["export", str(trained), str(tmp_path / "adapter"), "--adapter"]) == 0
     assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == [ADAPTER_CONFIG, ADAPTER_FILE]
+    named = json.loads((tmp_path / "adapter" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    assert named == load(trained / "config.json").model.path
     theirs = peft.PeftModel.from_pretrained(load_model("offbeat-tiny", torch.float32, CPU), tmp_path / "adapter")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     tokens = torch.arange(3, 12)[None]
@@ -160,21 +160,20 @@ def test_a_checkpoint_on_another_base_or_of_another_kind_of_adapter_is_refused(t
         saved["adapter"]["config"] = saved["adapter"]["config"].replace('"r": 4', '"r": 8')
 
     assert "was trained with model.lora_rank = 8, which is 4 now" in told_after(with_rank)
-    assert "holds all weights, and an adapter would be trained" in told_after(lambda saved: saved.pop("adapter"))
+    assert "holds all weights, but an adapter would be trained" in told_after(lambda saved: saved.pop("adapter"))
     manifest.write_text(whole)
     other = load_model("offbeat-tiny", torch.float32, CPU)
     with torch.no_grad():
         next(other.parameters()).mul_(1.01)
     other.save_pretrained(model)
-    assert "its adapter stands on a model with digest" in told_after(lambda saved: None)
+    assert "its adapter belongs to a model with digest" in told_after(lambda saved: None)
 
 
 def test_sglang_is_refused_and_memory_is_counted_without_states_for_frozen_weights():
     with pytest.raises(UserError, match=r'rollout.engine = "sglang": .* with model.lora_rank'):
         from_dict({"model": {"lora_rank": 4}, "rollout": {"engine": "sglang", "workers": 1}})
     options = {"loss": {"kl_coef": 0.1}, "model": {"dtype": "float32"}}
-    full = needs_of(from_dict(options), "c", "train")
-    lora = needs_of(from_dict({**options, "model": {"dtype": "float32", "lora_rank": 4}}), "c", "train")
-    assert lora.memory_bytes(10**6, on_gpu=False) == 2 * 4 * 10**6, "the trainer's and the engine's"
-    assert full.memory_bytes(10**6, on_gpu=False) == (16 + 2 * 4) * 10**6
-    assert lora.extras == {"lora": "model.lora_rank"}
+    full = from_dict(options)
+    lora = from_dict({**options, "model": {"dtype": "float32", "lora_rank": 4}})
+    assert training_bytes(lora, 10**6, on_gpu=False) == 2 * 4 * 10**6, "the trainer's and the engine's"
+    assert training_bytes(full, 10**6, on_gpu=False) == (16 + 2 * 4) * 10**6

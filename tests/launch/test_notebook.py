@@ -13,7 +13,7 @@ import torch
 import offbeat
 from offbeat.config import from_dict
 from offbeat.errors import UserError
-from offbeat.launch import models
+from offbeat.launch import model_parts
 from offbeat.launch.stopping import SIGNALS
 from offbeat.ledger.ledger import Ledger
 
@@ -109,11 +109,11 @@ def test_two_runs_at_the_same_time_end_as_each_would_alone(tmp_path):
 
 
 def test_a_run_has_the_threads_that_it_asks_for_whatever_another_has_set_before_it(monkeypatch):
-    monkeypatch.setattr(models, "NUM_THREADS", 2)
+    monkeypatch.setattr(model_parts, "NUM_THREADS", 2)
     before, found = torch.get_num_threads(), []
 
     def begin(threads: int | None) -> None:
-        models.prepare_torch(from_dict({"run": {"threads": threads}} if threads else {}))
+        model_parts.prepare_torch(from_dict({"run": {"threads": threads}} if threads else {}))
         found.append(torch.get_num_threads())
 
     try:

@@ -8,7 +8,7 @@ import pytest
 import offbeat
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Counts
-from offbeat.watch.history import read_metrics
+from offbeat.observability.metric_files import read_metrics
 
 SCHEDULES = [{"mode": "alternate"}, {"mode": "overlap", "max_staleness": 2}]
 

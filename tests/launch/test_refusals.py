@@ -8,8 +8,8 @@ import pytest
 from offbeat.config import from_dict
 from offbeat.errors import OffbeatError, UserError
 from offbeat.launch import wiring
-from offbeat.launch.evaluate import evaluate
 from offbeat.model.loading import TINY_FOLDER
+from offbeat.tools.evaluate import evaluate
 
 
 def test_a_model_of_no_known_architecture_is_refused_by_name(tmp_path):
@@ -30,7 +30,7 @@ def test_an_evaluation_whose_rewards_fail_too_often_gives_no_figures_and_keeps_i
         return 1.0
 
     config = from_dict({"eval": {"prompts": 6}, "run": {"threads": 1}, "rollout": {"max_new_tokens": 4}})
-    told = r"^2 of the latest 6 rewards failed .*raised: ValueError: no egg .*; mend it \(see (.*)\)$"
+    told = r"^2 of the latest 6 rewards failed .*raised: ValueError: no egg .*; fix it \(see (.*)\)$"
     with pytest.raises(OffbeatError, match=told) as caught:
         evaluate(config, reward=judge)
     log = Path(str(caught.value).rpartition("see ")[2].rstrip(")"))

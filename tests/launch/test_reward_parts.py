@@ -9,7 +9,7 @@ import pytest
 import offbeat
 from offbeat.errors import UserError
 from offbeat.ledger.ledger import Ledger
-from offbeat.watch.history import read_metrics
+from offbeat.observability.metric_files import read_metrics
 
 
 def config(folder: Path, **reward) -> dict:
@@ -33,8 +33,8 @@ def test_weights_and_the_penalty_are_stored_with_the_parts_and_metrics_show_them
     members, evaluated = [], []
     with Ledger(tmp_path / "run" / "ledger.sqlite", read_only=True) as ledger:
         assert ledger.verify().violations == ()
-        for row, trajectory in ledger.walk():
-            look = ledger.look(row.task)
+        for row, trajectory in ledger.walk_trajectories():
+            look = ledger.task_detail(row.task)
             by_name = {part.name: part for part in look.rewards}
             assert (by_name["right"].weight, by_name["characters"].weight) == (1.0, -0.25)
             total = by_name["right"].value - 0.25 * by_name["characters"].value
@@ -68,7 +68,7 @@ def test_a_reward_may_say_where_it_was_earned_and_nowhere_else(tmp_path):
         {**config(tmp_path, max_failure_share=1.0), "run": {**config(tmp_path)["run"], "steps": 1}}, reward=placed
     )
     with Ledger(tmp_path / "run" / "ledger.sqlite", read_only=True) as ledger:
-        looks = [(ledger.look(row.task), trajectory.num_tokens) for row, trajectory in ledger.walk()]
+        looks = [(ledger.task_detail(row.task), found.num_tokens) for row, found in ledger.walk_trajectories()]
     assert {num_tokens > 3 for _, num_tokens in looks} == {True, False}
     for look, num_tokens in looks:
         if num_tokens > 3:

@@ -9,14 +9,14 @@ from test_local import small
 
 import offbeat
 from offbeat.ledger.ledger import Ledger
-from offbeat.watch.history import read_metrics
+from offbeat.observability.metric_files import read_metrics
 
 NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE = 5, 3, 4
 ENGINES = {
     "embedded": {},
     "paced": {
         "paced": {"base_s": 0.002, "median_tokens": 10, "sigma": 1.0},
-        "loss": {"max_sample_gap": 1000.0, "max_logprob_gap": 1000.0},
+        "loss": {"max_logprob_gap": 1000.0},
     },
 }
 
@@ -54,5 +54,5 @@ def test_an_overlapping_run_whose_answers_end_as_they_began_has_one_version_in_e
     assert summary["max_staleness_trained"] <= 2
     with ledger:
         assert ledger.verify().violations == ()
-        versions = ledger._db.execute("SELECT MAX(num) FROM (SELECT COUNT(*) num FROM segments GROUP BY task)")
+        versions = ledger.execute("SELECT MAX(num) FROM (SELECT COUNT(*) num FROM segments GROUP BY task)")
         assert versions.fetchone() == (1,)

@@ -5,13 +5,13 @@ import logging
 
 import pytest
 
+from offbeat.client import wire
+from offbeat.client.connection import Connection
+from offbeat.client.wire import Malformed
 from offbeat.config import from_dict
 from offbeat.errors import UserError
-from offbeat.launch.joining import Joined
-from offbeat.launch.peers import Site, receiving, usable
-from offbeat.serve.http import wire
-from offbeat.serve.http.coding import Malformed
-from offbeat.serve.http.connection import Connection
+from offbeat.launch.joining import JoinedRun
+from offbeat.launch.worker_role import Site, receiving, usable
 
 NEAR, FAR = wire.Peer("127.0.0.1", 7000, "near"), wire.Peer("10.0.0.7", 7000, "far")
 SIX = wire.Peer("fd00::7", 7000, "six")
@@ -26,7 +26,7 @@ def test_peers_beyond_this_machine_are_asked_only_where_keys_may_cross_in_the_cl
     assert caplog.messages == []
     with caplog.at_level(logging.WARNING):
         assert usable([FAR, NEAR], allow_plain=False) == {"http://127.0.0.1:7000": "near"}
-    assert caplog.messages == ["1 peers are not asked: keys would cross the network in the clear; see --allow-plain"]
+    assert caplog.messages == ["1 peers are not used: keys would cross the network in the clear; see --allow-plain"]
 
 
 @pytest.mark.parametrize("host", ["evil.example", "10.0.0.1/x?", "user@10.0.0.1", "", "10.0.0.1\n"])
@@ -38,7 +38,7 @@ def test_a_coordinator_names_no_peer_but_by_an_address(host):
 
 def test_listening_beyond_this_machine_wants_the_flag_that_the_coordinators_own_url_wants(tmp_path):
     async def run(**flag):
-        member = Joined(Connection("http://127.0.0.1:9", patience_s=0.1), "w", "a", from_dict({}))
+        member = JoinedRun(Connection("http://127.0.0.1:9", patience_s=0.1), "w", "a", from_dict({}))
         site = Site("lab", ("0.0.0.0", 0))
         async with receiving(member, tmp_path, site, lambda figures: None, lambda digest: False, **flag):
             pass

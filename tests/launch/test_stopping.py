@@ -78,7 +78,7 @@ def test_the_second_signal_ends_it_at_once(own_handlers, around):
 @EITHER
 def test_an_error_is_the_same_wherever_it_is_raised(own_handlers, around):
     async def fail():
-        with Stopping(lambda why: None).listening():
+        with Stopping().listening():
             raise LookupError("no such thing")
 
     with pytest.raises(LookupError, match="no such thing"):
@@ -137,7 +137,7 @@ def test_other_threads_leave_signals_to_the_main_one(own_handlers):
     seen = []
 
     async def look():
-        with Stopping(lambda why: None).listening():
+        with Stopping().listening():
             return in_force()
 
     for around in (outside, inside):
@@ -149,7 +149,7 @@ def test_other_threads_leave_signals_to_the_main_one(own_handlers):
 
 def test_a_limit_of_hours_asks_too():
     async def run():
-        asked = Stopping(lambda why: None)
+        asked = Stopping()
         await asked.after(1e-6)
         return asked.why
 

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from ledger_run import answer, eval_groups, full_step, handed, new_groups, version
 
-from offbeat.control.admit import Standing
 from offbeat.ledger.errors import Refused
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Cursor, Drawn, derive_seed
+from offbeat.ledger.records import Cursor, DrawCursor, derive_seed
+from offbeat.rules.groups import AdmissionState
 
 
 def test_the_cursor_counts_what_was_drawn_from_each_source(ledger: Ledger):
     assert ledger.cursor() == Cursor(0, {})
     ledger.admit(new_groups(ledger, 3, source="sums"))
     ledger.admit(new_groups(ledger, 2, source="words"))
-    assert ledger.cursor() == Cursor(5, {"sums": 3, "words": 2}, Drawn("words", 1, 0))
+    assert ledger.cursor() == Cursor(5, {"sums": 3, "words": 2}, DrawCursor("words", 1, 0))
 
 
 def test_a_source_may_skip_problems_but_never_repeat_one(ledger: Ledger):
@@ -91,10 +91,10 @@ def test_a_problem_that_cannot_be_stored_is_refused_by_name(ledger: Ledger):
 
 
 def test_standing_counts_what_the_next_step_may_train(ledger: Ledger):
-    assert ledger.standing() == Standing(step=0, num_alive=0)
+    assert ledger.admission_state() == AdmissionState(step=0, num_alive=0)
     ledger.admit(new_groups(ledger, 2))
     ledger.admit(eval_groups(3))
-    assert ledger.standing() == Standing(step=0, num_alive=2)
+    assert ledger.admission_state() == AdmissionState(step=0, num_alive=2)
 
 
 def test_standing_leaves_out_groups_that_wait_for_a_later_step(ledger: Ledger):
@@ -102,6 +102,6 @@ def test_standing_leaves_out_groups_that_wait_for_a_later_step(ledger: Ledger):
         full_step(ledger, step)
     ledger.reconcile(0, None)
     ledger.publish(version(ledger.next_version_number(), 0, 0))
-    assert ledger.standing() == Standing(step=0, num_alive=2)
+    assert ledger.admission_state() == AdmissionState(step=0, num_alive=2)
     ledger.commit(0, version(ledger.next_version_number(), 1, 4))
-    assert ledger.standing() == Standing(step=1, num_alive=2)
+    assert ledger.admission_state() == AdmissionState(step=1, num_alive=2)

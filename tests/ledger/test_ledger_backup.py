@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from ledger_life import NUM_STEPS, Disk, live, undisturbed
-from ledger_run import answer, data_of, full_step, handed, new_groups, send, version
+from ledger_run import answer, claim, data_of, full_step, handed, new_groups, send, version
 
 from offbeat.errors import UserError
-from offbeat.ledger import backup, bodies
+from offbeat.ledger import bodies, maintenance
 from offbeat.ledger.errors import LedgerError
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Outcome
+from offbeat.ledger.records import LedgerTerms, Outcome
 
 fsspec = pytest.importorskip("fsspec", reason="needs the extra 'remote'")
 
@@ -61,12 +61,12 @@ def test_a_restored_backup_verifies_and_the_run_goes_on_from_it(ledger: Ledger, 
     before = ledger.counts()
     made = ledger.backup(target)
     assert made.num_blobs > 0
-    with Ledger(restored(target, tmp_path / "back"), min_group=2) as back:
+    with Ledger(restored(target, tmp_path / "back"), LedgerTerms(min_group=2)) as back:
         assert back.verify().violations == ()
         assert back.counts() == before
         resumed = back.reconcile(1, None)
         back.publish(version(back.next_version_number(), 1, resumed.parent))
-        again = back.claim(1, 2, 0)
+        again = claim(back, 1, 2, 0)
         assert again is not None
         assert data_of(again) == data_of(batches[1])
 
@@ -79,7 +79,7 @@ def test_a_backup_of_a_killed_run_ends_like_one_that_nobody_disturbed(tmp_path: 
     life = live(disk, **how)
     for _, _ in zip(range(70), life, strict=False):
         pass
-    backup.backup(disk.path, tmp_path / "to")
+    Ledger(disk.path, read_only=True).backup(tmp_path / "to")
     life.close()
     elsewhere = Disk(restored(str(tmp_path / "to"), tmp_path / "back"), disk.checkpoint, dict(disk.trained))
     assert 0 < elsewhere.checkpoint[0] < NUM_STEPS
@@ -99,16 +99,16 @@ def test_a_second_backup_copies_only_new_files_and_drops_what_nobody_names(ledge
     second = ledger.backup(target)
     assert second.num_blobs > 0
     path = restored(target, tmp_path / "back")
-    with Ledger(path, min_group=2) as back:
+    with Ledger(path, LedgerTerms(min_group=2)) as back:
         assert back.verify().violations == ()
-        assert set(back._db.blobs.all()) == set(ledger._db.blobs.all())
+        assert set(back.blobs.all()) == set(ledger.blobs.all())
 
 
 def test_writers_do_not_wait_for_a_backup_and_it_holds_the_moment_it_began(
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     full_step(ledger, 0)
-    monkeypatch.setattr(backup, "PAGES", 1)
+    monkeypatch.setattr(maintenance, "PAGES", 1)
     before = ledger.counts()
     steps = iter(range(1, 4))
 
@@ -117,15 +117,15 @@ def test_writers_do_not_wait_for_a_backup_and_it_holds_the_moment_it_began(
             assert remaining > 0
             full_step(ledger, step)
 
-    backup._snapshot(tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite", meanwhile)
-    assert ledger.standing().step == 4
+    maintenance._snapshot(tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite", meanwhile)
+    assert ledger.admission_state().step == 4
     with Ledger(tmp_path / "copy.sqlite", read_only=True) as copy:
         assert copy.counts() == before
 
 
 def test_backups_taken_all_along_a_run_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(backup, "MAX_ATTEMPTS", 1000)  # no run prunes as often as this one, and threads wait long
-    with Ledger(tmp_path / "ledger.sqlite", min_group=2) as ledger:
+    monkeypatch.setattr(maintenance, "MAX_ATTEMPTS", 1000)  # no run prunes as often as this one, and threads wait long
+    with Ledger(tmp_path / "ledger.sqlite", LedgerTerms(min_group=2)) as ledger:
         ledger.publish(version(0, 0))
         full_step(ledger, 0)
         is_over = threading.Event()
@@ -142,12 +142,12 @@ def test_backups_taken_all_along_a_run_are_whole(tmp_path: Path, monkeypatch: py
         running.start()
         num_backups = 0
         while not is_over.is_set() or num_backups == 0:
-            backup.backup(tmp_path / "ledger.sqlite", tmp_path / "to")
+            Ledger(tmp_path / "ledger.sqlite", read_only=True).backup(tmp_path / "to")
             num_backups += 1
             with Ledger(tmp_path / "to" / "ledger.sqlite", read_only=True) as copy:
                 assert copy.verify().violations == ()
         running.join()
-        assert ledger.standing().step == 40
+        assert ledger.admission_state().step == 40
 
 
 def test_a_backup_that_is_interrupted_leaves_the_one_before(
@@ -163,7 +163,7 @@ def test_a_backup_that_is_interrupted_leaves_the_one_before(
 
     for what in ("put_blob", "take"):
         with monkeypatch.context() as broken:
-            broken.setattr(backup.Folder, what, no_space)
+            broken.setattr(maintenance.Folder, what, no_space)
             with pytest.raises(OSError, match="No space"):
                 ledger.backup(tmp_path / "to")
         with Ledger(tmp_path / "to" / "ledger.sqlite", read_only=True) as copy:
@@ -175,20 +175,31 @@ def test_a_backup_that_is_interrupted_leaves_the_one_before(
     assert not list(tmp_path.glob("backup-*"))
 
 
+def test_a_ledger_of_several_mebibytes_is_copied_whole(ledger: Ledger, target: str, tmp_path: Path):
+    full_step(ledger, 0, size=3)
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as file:
+        file.execute("CREATE TABLE ballast (body BLOB)")
+        file.execute("INSERT INTO ballast VALUES (randomblob(3000000))")
+        (body,) = file.execute("SELECT body FROM ballast").fetchone()
+    ledger.backup(target)
+    with sqlite3.connect(restored(target, tmp_path / "back")) as copy:
+        assert copy.execute("SELECT body FROM ballast").fetchone() == (body,)
+
+
 def test_a_file_that_is_gone_for_good_is_named(ledger: Ledger, tmp_path: Path):
     full_step(ledger, 0, size=8)
-    digest = next(iter(ledger._db.blobs.all()))
-    body = ledger._db.blobs.read(digest)
-    ledger._db.blobs.path(digest).unlink()
+    digest = next(iter(ledger.blobs.all()))
+    body = ledger.blobs.read(digest)
+    ledger.blobs.path(digest).unlink()
     with pytest.raises(LedgerError, match=f"{digest.hex()}: cannot be read"):
         ledger.backup(tmp_path / "to")
     assert not (tmp_path / "to" / "ledger.sqlite").exists()
-    ledger._db.blobs.write(digest, body)
+    ledger.blobs.write(digest, body)
 
 
 def test_a_folder_where_a_run_goes_on_is_no_target(ledger: Ledger, tmp_path: Path):
     full_step(ledger, 0)
-    with pytest.raises(UserError, match="somebody writes to the ledger there"):
+    with pytest.raises(UserError, match="a ledger in use"):
         ledger.backup(tmp_path)
 
 

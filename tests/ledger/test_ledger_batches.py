@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from ledger_run import STOP, answer, data_of, full_step, handed, new_groups, score_all, version, work
+from ledger_run import STOP, answer, claim, data_of, full_step, handed, new_groups, score_all, version, work
 
 from offbeat.ledger.errors import Conflict, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
@@ -18,11 +19,11 @@ from offbeat.trajectory import End, Reward, Segment, Task, Trajectory
 
 def test_nothing_is_claimed_while_too_few_groups_are_ready(ledger: Ledger):
     ledger.admit(new_groups(ledger, 2))
-    assert ledger.claim(0, 2, 0) is None
+    assert claim(ledger, 0, 2, 0) is None
     work(ledger, 0)
-    assert ledger.claim(0, 2, 0) is None
+    assert claim(ledger, 0, 2, 0) is None
     score_all(ledger)
-    batch = ledger.claim(0, 2, 0)
+    batch = claim(ledger, 0, 2, 0)
     assert batch is not None
     assert (batch.step, batch.from_version, len(batch.groups)) == (0, 0, 2)
 
@@ -33,11 +34,11 @@ def test_a_claim_goes_by_ordinal_however_the_answers_arrive(ledger: Ledger):
     for task in reversed(tasks[2:]):
         ledger.submit([handed(answer(task, [0]))])
     score_all(ledger)
-    assert ledger.claim(0, 2, 0) is None, "ordinals 1 and 2 are ready, but 0 is alive and comes first"
+    assert claim(ledger, 0, 2, 0) is None, "ordinals 1 and 2 are ready, but 0 is alive and comes first"
     for task in reversed(tasks[:2]):
         ledger.submit([handed(answer(task, [0]))])
     score_all(ledger)
-    batch = ledger.claim(0, 2, 0)
+    batch = claim(ledger, 0, 2, 0)
     assert batch is not None
     assert [(group.ordinal, [m.index for m in group.members]) for group in batch.groups] == [(0, [0, 1]), (1, [0, 1])]
 
@@ -46,13 +47,13 @@ def test_claiming_a_step_again_returns_the_same_batch(ledger: Ledger):
     ledger.admit(new_groups(ledger, 4))
     work(ledger, 0)
     score_all(ledger)
-    first = ledger.claim(0, 2, 0)
-    again = ledger.claim(0, 2, 0)
+    first = claim(ledger, 0, 2, 0)
+    again = claim(ledger, 0, 2, 0)
     assert first is not None
     assert again is not None
     assert data_of(first) == data_of(again)
     ledger.commit(0, version(1, 1, 0))
-    late = ledger.claim(0, 2, 0)
+    late = claim(ledger, 0, 2, 0)
     assert late is not None
     assert data_of(late) == data_of(first)
 
@@ -62,12 +63,12 @@ def test_only_the_step_of_the_latest_version_can_be_claimed(ledger: Ledger):
     work(ledger, 0)
     score_all(ledger)
     with pytest.raises(Refused, match="step 1 cannot be claimed: the latest version is of step 0"):
-        ledger.claim(1, 1, 0)
+        claim(ledger, 1, 1, 0)
 
 
 def test_before_the_first_version_there_is_nothing_to_train_from(tmp_path: Path):
     with Ledger(tmp_path / "ledger.sqlite") as empty, pytest.raises(Refused, match="no version is published"):
-        empty.claim(0, 1, 0)
+        claim(empty, 0, 1, 0)
 
 
 def test_a_commit_is_idempotent_by_step(ledger: Ledger):
@@ -88,7 +89,7 @@ def test_a_commit_needs_a_claim_and_the_right_line_of_versions(ledger: Ledger):
     ledger.admit(new_groups(ledger, 1))
     work(ledger, 0)
     score_all(ledger)
-    ledger.claim(0, 1, 0)
+    claim(ledger, 0, 1, 0)
     with pytest.raises(Refused, match="must be of step 1"):
         ledger.commit(0, version(1, 2, 0))
     with pytest.raises(Refused, match="parent 7 was never published"):
@@ -135,7 +136,7 @@ def test_trained_groups_tokens_and_trajectories_add_up(ledger: Ledger):
 @pytest.fixture
 def patient(ledger: Ledger) -> Ledger:
     """One that takes in what is old, so that claims can judge it."""
-    ledger.max_staleness = 9
+    ledger.terms = replace(ledger.terms, max_staleness=9)
     return ledger
 
 
@@ -181,7 +182,7 @@ def admit_answered(ledger: Ledger, *pieces: Sequence[int]) -> list[Task]:
 def test_tokens_above_the_bound_are_masked(patient: Ledger):
     grow_to(patient, 3)
     admit_answered(patient, [0, 1, 3], [2])
-    batch = patient.claim(3, 1, 2)
+    batch = claim(patient, 3, 1, 2)
     assert batch is not None
     masks = [member.mask.tolist() for member in batch.groups[0].members]
     assert masks == [[False, False, True, True, True, True], [True, True]]
@@ -194,7 +195,7 @@ def test_tokens_above_the_bound_are_masked(patient: Ledger):
 def test_a_member_with_nothing_but_old_tokens_keeps_its_reward_and_trains_nothing(patient: Ledger):
     grow_to(patient, 3)
     admit_answered(patient, [0], [3])
-    batch = patient.claim(3, 1, 1)
+    batch = claim(patient, 3, 1, 1)
     assert batch is not None
     old, fresh = batch.groups[0].members
     assert (old.mask.any(), old.reward) == (False, 1.0)
@@ -204,14 +205,14 @@ def test_a_member_with_nothing_but_old_tokens_keeps_its_reward_and_trains_nothin
 def test_a_group_without_a_trainable_token_is_dropped_as_stale_and_issued_again(patient: Ledger):
     grow_to(patient, 3)
     (first, _) = admit_answered(patient, [0], [1])
-    assert patient.claim(3, 1, 1) is None
+    assert claim(patient, 3, 1, 1) is None
     assert patient.counts().dropped_groups == {"stale": 1}
     again = patient.lease("w", 9, 3)
     assert len(again) == 2
     assert again[0].group != first.group
     patient.submit([handed(sampled(task, [3])) for task in again])
     score_all(patient)
-    batch = patient.claim(3, 1, 1)
+    batch = claim(patient, 3, 1, 1)
     assert batch is not None
     assert batch.groups[0].ordinal == 3
     assert patient.counts().tokens.wasted == {"stale": 4}
@@ -220,9 +221,9 @@ def test_a_group_without_a_trainable_token_is_dropped_as_stale_and_issued_again(
 def test_staleness_is_measured_when_the_batch_is_claimed_not_when_the_answer_came(patient: Ledger):
     admit_answered(patient, [0], [0])
     admit_answered(patient, [0], [0])
-    assert patient.claim(0, 1, 0) is not None
+    assert claim(patient, 0, 1, 0) is not None
     patient.commit(0, version(1, 1, 0))
-    assert patient.claim(1, 1, 0) is None, "the second group waited, and waiting counts"
+    assert claim(patient, 1, 1, 0) is None, "the second group waited, and waiting counts"
     assert patient.counts().dropped_groups == {"stale": 1}
 
 
@@ -230,13 +231,13 @@ def test_a_group_left_over_from_a_past_step_is_issued_again_for_the_present_one(
     patient.admit(new_groups(patient, 2))
     work(patient, 0)
     score_all(patient)
-    patient.claim(0, 1, 0)
+    claim(patient, 0, 1, 0)
     patient.commit(0, version(1, 1, 0))
-    assert patient.claim(1, 1, 0) is None
+    assert claim(patient, 1, 1, 0) is None
     assert patient.wanted_version() == 1
     work(patient, 1)
     score_all(patient)
-    batch = patient.claim(1, 1, 0)
+    batch = claim(patient, 1, 1, 0)
     assert batch is not None
     assert batch.groups[0].ordinal == 1
 
@@ -249,7 +250,7 @@ def test_tokens_of_abandoned_versions_are_never_trained(patient: Ledger):
     score_all(patient)
     patient.reconcile(0, 0)
     patient.commit(0, version(2, 1, 0))
-    batch = patient.claim(1, 1, 5)
+    batch = claim(patient, 1, 1, 5)
     assert batch is not None
     assert [member.mask.tolist() for member in batch.groups[0].members] == [[True, True, False, False], [False, False]]
     patient.commit(1, version(3, 2, 2))
@@ -262,7 +263,7 @@ def test_tokens_of_abandoned_versions_are_never_trained(patient: Ledger):
 def test_audited_members_train_nothing_and_their_tokens_are_masked_by_that_reason(patient: Ledger):
     grow_to(patient, 2)
     old, _ = admit_answered(patient, [0], [2])
-    patient.claim(2, 1, 2)
+    claim(patient, 2, 1, 2)
     before = patient.counts().tokens.trained
     patient.commit(2, version(3, 3, 2), audited=[old.id])
     counts = patient.counts()
@@ -274,7 +275,7 @@ def test_audited_members_train_nothing_and_their_tokens_are_masked_by_that_reaso
 
 def test_only_members_of_the_batch_can_be_audited(patient: Ledger):
     admit_answered(patient, [0], [0])
-    patient.claim(0, 1, 0)
+    claim(patient, 0, 1, 0)
     with pytest.raises(Refused, match="not all of them are in this batch"):
         patient.commit(0, version(1, 1, 0), audited=[77])
     assert patient.counts().groups == {"claimed": 1}, "nothing changed"
@@ -283,7 +284,7 @@ def test_only_members_of_the_batch_can_be_audited(patient: Ledger):
 
 def test_a_batch_that_is_trained_again_is_audited_anew(patient: Ledger):
     first, second = admit_answered(patient, [0], [0])
-    patient.claim(0, 1, 0)
+    claim(patient, 0, 1, 0)
     patient.commit(0, version(1, 1, 0), audited=[first.id, second.id, first.id])
     assert patient.counts().tokens.trained == 0
     patient.reconcile(0, 0)
@@ -294,20 +295,20 @@ def test_a_batch_that_is_trained_again_is_audited_anew(patient: Ledger):
 
 
 def compared(patient: Ledger) -> list[tuple[int, int, int]]:
-    return patient._db.execute(
+    return patient.execute(
         "SELECT task, num_compared, num_off FROM segments WHERE num_compared > 0 ORDER BY task, start"
     ).fetchall()
 
 
 def test_what_an_audit_found_is_kept_by_segment_and_replaced_when_a_batch_is_trained_again(patient: Ledger):
     first, second = admit_answered(patient, [0], [0])
-    assert patient.claim(0, 1, 0) is not None
+    assert claim(patient, 0, 1, 0) is not None
     patient.commit(
         0, version(1, 1, 0), compared=[ComparedSegment(first.id, 0, 2, 1), ComparedSegment(second.id, 0, 1, 0)]
     )
     assert compared(patient) == [(first.id, 2, 1), (second.id, 1, 0)]
     patient.reconcile(0, 0)
-    assert patient.claim(0, 1, 0) is not None
+    assert claim(patient, 0, 1, 0) is not None
     patient.commit(0, version(2, 1, 0), compared=[ComparedSegment(first.id, 0, 2, 0)])
     assert compared(patient) == [(first.id, 2, 0), (second.id, 1, 0)], "evidence stands until there is better"
 
@@ -323,7 +324,7 @@ def test_what_an_audit_found_is_kept_by_segment_and_replaced_when_a_batch_is_tra
 )
 def test_an_audit_of_what_is_not_in_the_batch_is_refused(patient: Ledger, found: ComparedSegment):
     admit_answered(patient, [0], [0])
-    patient.claim(0, 1, 0)
+    claim(patient, 0, 1, 0)
     with pytest.raises(Refused, match="audit of task"):
         patient.commit(0, version(1, 1, 0), compared=[found])
 
@@ -338,7 +339,7 @@ def test_blame_goes_by_segment_to_workers_that_may_come_back_the_latest_segments
     (again,) = patient.lease("honest", 1, 0)
     patient.submit([handed(answer(again, [0]), "honest", again.fence)])
     score_all(patient)
-    patient.claim(0, 1, 0)
+    claim(patient, 0, 1, 0)
     at = partial.num_tokens
     found = [
         ComparedSegment(begun.id, 0, at, at),
@@ -346,9 +347,9 @@ def test_blame_goes_by_segment_to_workers_that_may_come_back_the_latest_segments
         ComparedSegment(other.id, 0, 1, 1),
     ]
     patient.commit(0, version(1, 1, 0), compared=found)
-    assert patient.audited([begun.id]) == {"liar": [(at, at), (1, 1)], "honest": [(1, 0)]}
-    assert patient.audited([other.id]) == {"liar": [(at, at), (1, 1)]}
+    assert patient.audit_results([begun.id]) == {"liar": [(at, at), (1, 1)], "honest": [(1, 0)]}
+    assert patient.audit_results([other.id]) == {"liar": [(at, at), (1, 1)]}
     patient.move_worker("liar", WorkerState.LEFT)
-    assert "liar" in patient.audited([begun.id]), "leaving in time does not help"
+    assert "liar" in patient.audit_results([begun.id]), "leaving in time does not help"
     patient.move_worker("liar", WorkerState.QUARANTINED)
-    assert patient.audited([begun.id]) == {"honest": [(1, 0)]}
+    assert patient.audit_results([begun.id]) == {"honest": [(1, 0)]}

@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 from blake3 import blake3
-from ledger_run import SAMPLING, answer, handed, new_groups, score_all, send, version
+from ledger_run import SAMPLING, answer, claim, handed, new_groups, score_all, send, version
 
 from offbeat.ledger import bodies
 from offbeat.ledger.errors import LedgerError
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Outcome
+from offbeat.ledger.records import LedgerTerms, Outcome
 from offbeat.trajectory import End, Segment, Task, Trajectory
 
 NUM_TOKENS = 40_000
@@ -30,7 +30,7 @@ def files_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blobs(ledger: Ledger) -> list[Path]:
-    return sorted(ledger._db.path.parent.glob("blobs/??/*"))
+    return sorted(ledger.path.parent.glob("blobs/??/*"))
 
 
 def begin(ledger: Ledger, size: int = 2) -> list[Task]:
@@ -53,12 +53,12 @@ def test_a_long_trajectory_is_a_file_named_by_its_digest_and_comes_back_as_it_wa
     sent = {long.id: long_answer(long), short.id: answer(short, [0])}
     ledger.submit([handed(trajectory) for trajectory in sent.values()])
     (file,) = blobs(ledger)
-    rows = ledger._db.execute("SELECT task, digest, body IS NULL FROM trajectories ORDER BY task").fetchall()
+    rows = ledger.execute("SELECT task, digest, body IS NULL FROM trajectories ORDER BY task").fetchall()
     assert [in_file for _, _, in_file in rows] == [True, False]
     assert file.relative_to(tmp_path) == Path("blobs") / rows[0][1].hex()[:2] / rows[0][1].hex()
     score_all(ledger)
-    with Ledger(tmp_path / "ledger.sqlite", min_group=2) as fresh:
-        batch = fresh.claim(0, 1, 0)
+    with Ledger(tmp_path / "ledger.sqlite", LedgerTerms(min_group=2)) as fresh:
+        batch = claim(fresh, 0, 1, 0)
     assert batch is not None
     assert {member.task: member.trajectory for member in batch.groups[0].members} == sent
 
@@ -83,7 +83,7 @@ def test_the_same_body_again_is_harmless(ledger: Ledger):
     trajectory = answer(task, [0])
     body, digest = trajectory.encode(), blake3(trajectory.encode()).digest()
     for _ in range(2):
-        ledger._db.blobs.write(digest, body)
+        ledger.blobs.write(digest, body)
     assert ledger.submit([handed(trajectory), handed(trajectory)]) == [Outcome.STORED, Outcome.REPEATED]
     assert len(blobs(ledger)) == 1
 
@@ -97,10 +97,8 @@ def test_a_damaged_or_missing_file_is_found_and_named(tmp_path: Path):
             [handed(answer(tasks[0], [0])), handed(answer(tasks[1], [0])), handed(answer(tasks[2], [0], end=None))]
         )
         assert ledger.verify().holds
-        files = [
-            ledger._db.blobs.path(d) for (d,) in ledger._db.execute("SELECT digest FROM trajectories ORDER BY task")
-        ]
-        files += [ledger._db.blobs.path(d) for (d,) in ledger._db.execute("SELECT digest FROM partials")]
+        files = [ledger.blobs.path(d) for (d,) in ledger.execute("SELECT digest FROM trajectories ORDER BY task")]
+        files += [ledger.blobs.path(d) for (d,) in ledger.execute("SELECT digest FROM partials")]
         files[0].write_bytes(b"x" + files[0].read_bytes()[1:])
         files[1].unlink()
         files[2].unlink()
@@ -127,7 +125,7 @@ def test_file_and_folder_are_on_disk_before_the_row_is(ledger: Ledger, monkeypat
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", noting)
-    ledger._db.connection.set_trace_callback(lambda sql: order.append(sql) if sql == "COMMIT" else None)
+    ledger.connection.set_trace_callback(lambda sql: order.append(sql) if sql == "COMMIT" else None)
     trajectory = answer(task, [0])
     send(ledger, trajectory)
     (file,) = blobs(ledger)
@@ -151,7 +149,7 @@ def write_and_die(self, digest, body):
     os.kill(os.getpid(), signal.SIGKILL)
 
 blobs.Blobs.write = write_and_die
-ledger = Ledger(Path(sys.argv[1]), min_group=2)
+ledger = Ledger(Path(sys.argv[1]))
 task = ledger.lease("w", 1, 0)[0]
 ledger.submit([handed(answer(task, [0]))])
 """

@@ -14,7 +14,7 @@ from offbeat.ledger.tables import SCHEMA
 
 def test_a_ledger_is_durable_by_its_settings(ledger: Ledger):
     def ask(pragma: str):
-        return ledger._db.execute(f"PRAGMA {pragma}").fetchone()[0]
+        return ledger.execute(f"PRAGMA {pragma}").fetchone()[0]
 
     assert (ask("journal_mode"), ask("synchronous"), ask("foreign_keys")) == ("wal", 2, 1)
 
@@ -122,7 +122,7 @@ def test_a_ledger_that_must_exist_is_not_made(tmp_path: Path, is_there: bool):
 
 def test_what_a_run_began_with_is_recorded_once(tmp_path: Path):
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
-        assert ledger.begun_with() is None
+        assert ledger.recorded_fixed_keys() is None
         for bound in (4, 8):
-            ledger.begin_with({"schedule": {"max_staleness": bound}})
-        assert ledger.begun_with() == {"schedule": {"max_staleness": 4}}
+            ledger.record_fixed_keys({"schedule": {"max_staleness": bound}})
+        assert ledger.recorded_fixed_keys() == {"schedule": {"max_staleness": 4}}

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 from ledger_life import undisturbed
+from support_files import SUPPORT
 
 from offbeat.ledger.ledger import Ledger
 
-SCRIPT = Path(__file__).with_name("killable_run.py")
+SCRIPT = SUPPORT / "killable_run.py"
 NUM_KILLS = 5
 LONGEST_LIFE_S = 60.0
 

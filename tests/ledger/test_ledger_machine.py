@@ -10,14 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ledger_oracle import Oracle, OracleGroup
-from ledger_run import answer, eval_groups, new_groups, quick_folder, version
+from ledger_run import answer, claim, eval_groups, new_groups, quick_folder, version
 
-from offbeat.control.leases import Held
-from offbeat.ledger import bodies, tasks
+from offbeat.ledger import bodies, leasing
 from offbeat.ledger.errors import Fenced, Forbidden, LedgerError
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Outcome, Scored, Submission, derive_seed
-from offbeat.ledger.trainers import Arrival
+from offbeat.ledger.records import Arrival, LedgerTerms, Outcome, Scored, Submission, derive_seed
+from offbeat.rules.leases import Lease
 from offbeat.trajectory import End, Reward, Task, Trajectory
 
 WORKERS = st.sampled_from(["a", "b"])
@@ -43,11 +42,13 @@ class LedgerMachine(RuleBasedStateMachine):
     def open(self) -> Ledger:
         return Ledger(
             self.path,
-            min_group=2,
-            max_attempts=2,
-            max_staleness=self.oracle.bound,
-            groups_per_step=self.oracle.groups_per_step,
-            max_no_signal=self.oracle.max_no_signal,
+            LedgerTerms(
+                min_group=2,
+                max_attempts=2,
+                max_staleness=self.oracle.bound,
+                groups_per_step=self.oracle.groups_per_step,
+                max_no_signal=self.oracle.max_no_signal,
+            ),
         )
 
     def teardown(self):
@@ -123,7 +124,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def lose(self, numbers: list[int]):
         tasks = [self.oracle.task(number)[1] for number in numbers]
-        leases = [Held(task.id, task.fence, task.worker or "") for task in tasks]
+        leases = [Lease(task.id, task.fence, task.worker or "") for task in tasks]
         expected = self.oracle.lose(tasks)
         assert self.ledger.lose(leases) == expected
         assert self.ledger.lose(leases) == 0, "a lease is lost once"
@@ -136,7 +137,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def kill_and_reopen(self):
         self.ledger.close()
         self.ledger = self.open()
-        leased = [Held(task.id, task.fence, task.worker or "") for task in self.oracle.leased()]
+        leased = [Lease(task.id, task.fence, task.worker or "") for task in self.oracle.leased()]
         assert sorted(self.ledger.leased()) == leased
         assert self.ledger.release() == self.oracle.release()
 
@@ -220,7 +221,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def claim(self, count: int, in_order: bool, is_ahead: bool):
         step = self.oracle.claimable()[-1 if is_ahead else 0]
         expected = self.oracle.claim(step, count, in_order)
-        batch = self.ledger.claim(step, count, self.oracle.bound, in_order=in_order)
+        batch = claim(self.ledger, step, count, self.oracle.bound, in_order=in_order)
         if expected is None:
             assert batch is None
             return
@@ -286,7 +287,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def the_ledger_agrees_with_the_oracle(self):
         if not hasattr(self, "ledger"):
             return
-        groups, query = self.oracle.groups, self.ledger._db.execute
+        groups, query = self.oracle.groups, self.ledger.execute
         columns = (
             "id, ordinal, seed, retry, reissue_of, require_step, require_version, first_step, state, reason, "
             "dropped_at_step"
@@ -372,7 +373,7 @@ def test_the_ledger_agrees_with_its_oracle_on_a_long_walk(seed: int, monkeypatch
     """Hypothesis finds small surprises; a weighted walk gets to histories with many steps and several resumes. On every
     other one most bodies are files, and the ledger looks at as few groups as it may before it looks at all."""
     monkeypatch.setattr(bodies, "MAX_ROW_BYTES", 193 if seed % 2 else bodies.MAX_ROW_BYTES)
-    monkeypatch.setattr(tasks, "NUM_NEAR", 0 if seed % 2 else tasks.NUM_NEAR)
+    monkeypatch.setattr(leasing, "NUM_NEAR", 0 if seed % 2 else leasing.NUM_NEAR)
     rng = random.Random(seed)
     machine = LedgerMachine()
     machine.begin(bound=seed % 3, groups_per_step=None if seed < 4 else 2, max_no_signal=(0, 1, 2.5, 4)[seed % 4])

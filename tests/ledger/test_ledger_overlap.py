@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_run import answer, handed, new_groups, quick_folder, reward_of, version
 
-from offbeat.control.admit import Pace, admit
-from offbeat.control.leases import Held
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Outcome, Scored
-from offbeat.ledger.trainers import Arrival
+from offbeat.ledger.records import Arrival, LedgerTerms, Outcome, Scored
+from offbeat.rules.groups import AdmissionTarget, admit
+from offbeat.rules.leases import Lease
 from offbeat.trajectory import End, Reward, Task
 
 NUM_STEPS = 8
@@ -60,13 +59,13 @@ class Run:
             self.resume()
 
     def draw(self) -> None:
-        count = admit(self.ledger.standing(), Pace(self.groups_per_step, NUM_STEPS, self.factor))
+        count = admit(self.ledger.admission_state(), AdmissionTarget(self.groups_per_step, NUM_STEPS, self.factor))
         self.ledger.admit(new_groups(self.ledger, count, size=2, require_version=None))
 
     def work(self, worker: Worker) -> None:
         latest = self.ledger.latest_version()
         assert latest is not None
-        if self.ledger.stops and self.ledger.current_round() is None:
+        if self.ledger.terms.in_rounds and self.ledger.current_round() is None:
             self.stop(worker)
             return
         if self.rng.random() < 0.3:
@@ -88,7 +87,7 @@ class Run:
             return  # it has not heard of it yet
         for task in worker.tasks:
             if self.rng.random() < 0.3:
-                self.ledger.give_back([Held(task.id, task.fence, worker.name)], untouched=True)
+                self.ledger.give_back([Lease(task.id, task.fence, worker.name)], untouched=True)
             else:
                 self.hand_back(worker, task)
         worker.tasks.clear()
@@ -124,9 +123,9 @@ class Run:
     def train(self) -> None:
         """Claims a step ahead where it can, and commits a step now and then."""
         step = self.step()
-        for wanted in (step,) if self.ledger.stops else (step, step + 1):
+        for wanted in (step,) if self.ledger.terms.in_rounds else (step, step + 1):
             if wanted not in self.claimed and wanted < NUM_STEPS and (wanted == step or step in self.claimed):
-                batch = self.ledger.claim(wanted, self.groups_per_step, self.bound, in_order=False)
+                batch = self.ledger.claim(wanted, in_order=False)
                 self.claimed |= {wanted} if batch is not None else set()
         if step in self.claimed and self.rng.random() < 0.5:
             latest = self.ledger.latest_version()
@@ -158,11 +157,9 @@ def test_a_run_ends_within_its_bound_whatever_happens(bound, groups_per_step, nu
     with quick_folder() as folder:
         ledger = Ledger(
             folder / "ledger.sqlite",
-            min_group=1,
-            max_attempts=3,
-            max_staleness=bound,
-            groups_per_step=groups_per_step,
-            stops=stops,
+            LedgerTerms(
+                min_group=1, max_attempts=3, max_staleness=bound, groups_per_step=groups_per_step, in_rounds=stops
+            ),
         )
         with ledger:
             ledger.publish(version(0, 0))

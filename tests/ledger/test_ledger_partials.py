@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from ledger_run import answer, full_step, handed, new_groups, score_all, send, version, work
+from ledger_run import answer, claim, full_step, handed, new_groups, score_all, send, version, work
 
 from offbeat.ledger.errors import Conflict, Fenced, Refused
 from offbeat.ledger.ledger import Ledger
@@ -15,7 +15,7 @@ from offbeat.trajectory import End, Task, Trajectory
 
 @pytest.fixture
 def overlapping(ledger: Ledger) -> Ledger:
-    ledger.max_staleness = 2
+    ledger.terms = replace(ledger.terms, max_staleness=2)
     return ledger
 
 
@@ -35,7 +35,7 @@ def hand_back(ledger: Ledger, task: Task, *versions: int, worker: str = "w") -> 
 def test_a_partial_opens_its_task_and_goes_with_the_next_lease(overlapping: Ledger):
     task = begin(overlapping)
     partial = hand_back(overlapping, task, 0)
-    assert overlapping.story().tasks == {"open": 2}
+    assert overlapping.report().tasks == {"open": 2}
     assert overlapping.counts().tokens.partial == partial.num_tokens
     again = overlapping.lease("v", 1, 0)[0]
     assert (again.id, again.fence, again.prefix) == (task.id, 2, partial)
@@ -71,7 +71,7 @@ def test_whatever_follows_a_partial_must_begin_with_it(overlapping: Ledger):
     again = overlapping.lease("w", 1, 0)[0]
     for end in (None, End.STOP):
         elsewhere = answer(replace(again, prefix=None), [0, 0], salt="elsewhere", end=end)
-        with pytest.raises(Refused, match="does not begin with the tokens that it was to carry on"):
+        with pytest.raises(Refused, match="does not begin with the partial that it was to continue"):
             send(overlapping, elsewhere, fence=2)
     assert send(overlapping, answer(again, [0]), fence=2) is Outcome.STORED
 
@@ -86,7 +86,7 @@ def test_a_partial_may_be_carried_on_many_times_and_its_tokens_count_once(overla
     send(overlapping, answer(task, [0]), fence=4)
     work(overlapping, 0)
     score_all(overlapping)
-    assert overlapping.claim(0, 1, 2) is not None
+    assert claim(overlapping, 0, 1, 2) is not None
 
 
 def test_a_worker_with_an_older_version_cannot_carry_on(overlapping: Ledger):
@@ -118,7 +118,7 @@ def test_a_partial_for_a_task_that_has_ended_is_discarded(overlapping: Ledger):
     for fence in (1, 2):
         overlapping.fail("w", task.id, fence, "engine")
         overlapping.lease("w", 1, 0)
-    with pytest.raises(Fenced, match=r"has ended \(failed\), nobody will carry on"):
+    with pytest.raises(Fenced, match=r"has ended \(failed\), a partial cannot be continued"):
         send(overlapping, answer(task, [0], end=None), fence=2)
 
 
@@ -175,12 +175,12 @@ def test_a_resume_wastes_beginnings_in_abandoned_versions_but_not_what_they_beca
     counts = overlapping.counts().tokens
     assert counts.waiting == before + whole.num_tokens
     assert counts.wasted.keys() == {"abandoned"}
-    kept = overlapping._db.execute("SELECT task, state FROM partials ORDER BY task").fetchall()
+    kept = overlapping.execute("SELECT task, state FROM partials ORDER BY task").fetchall()
     assert kept == [(tasks[0].id, "continued"), (tasks[1].id, "wasted")]
 
 
 def handed_in(ledger: Ledger, task: int) -> list[tuple[int, str]]:
-    return ledger._db.execute("SELECT start, worker FROM segments WHERE task = ? ORDER BY start", (task,)).fetchall()
+    return ledger.execute("SELECT start, worker FROM segments WHERE task = ? ORDER BY start", (task,)).fetchall()
 
 
 def test_each_segment_is_remembered_with_the_worker_that_handed_it_in_first(overlapping: Ledger):
@@ -212,7 +212,7 @@ def test_a_beginning_that_was_carried_on_after_all_stays_its_own(overlapping: Le
     for _ in range(2):
         again = overlapping.lease("v", 1, 0)[0]
         overlapping.fail("v", task.id, again.fence, "engine")
-    assert overlapping.story().tasks["failed"] == 1, "its beginning is given up"
+    assert overlapping.report().tasks["failed"] == 1, "its beginning is given up"
     whole = answer(again, [0], worker="v")
     assert send(overlapping, whole, "v", again.fence) is Outcome.LATE
     assert handed_in(overlapping, task.id) == [(0, "w"), (begun.num_tokens, "v")]

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_run import answer, handed, new_groups, quick_folder, released_groups, version
+from ledger_run import answer, claim, handed, new_groups, quick_folder, released_groups, version
 
 from offbeat.ledger.database import Database
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Scored
+from offbeat.ledger.records import LedgerTerms, Scored
 from offbeat.trajectory import Reward
 
 
 def plans_of(ledger: Ledger, call: Callable[[], object]) -> dict[str, list[str]]:
     """How SQLite goes about each statement of a call."""
     statements: list[str] = []
-    connection = ledger._db.connection
+    connection = ledger.connection
     connection.set_trace_callback(statements.append)
     call()
     connection.set_trace_callback(None)
@@ -31,7 +31,7 @@ def plans_of(ledger: Ledger, call: Callable[[], object]) -> dict[str, list[str]]
 
 @pytest.fixture
 def busy(tmp_path: Path):
-    with Ledger(tmp_path / "l.sqlite", max_staleness=2, groups_per_step=4) as ledger:
+    with Ledger(tmp_path / "l.sqlite", LedgerTerms(max_staleness=2, groups_per_step=4)) as ledger:
         ledger.publish(version(0, 0))
         ledger.admit(new_groups(ledger, 30, size=2, require_version=None))
         yield ledger
@@ -44,8 +44,8 @@ def test_nothing_on_the_way_of_a_trajectory_scans_a_table_or_sorts_what_waits(bu
     waiting = busy.unscored(9)
     plans |= plans_of(busy, lambda: busy.unscored(9, after=waiting[0].seq))
     plans |= plans_of(busy, lambda: busy.score([Scored(u.task, [Reward(1.0)]) for u in waiting]))
-    plans |= plans_of(busy, lambda: busy.claim(0, 2, 2, in_order=False))
-    plans |= plans_of(busy, busy.standing)
+    plans |= plans_of(busy, lambda: claim(busy, 0, 2, 2, in_order=False))
+    plans |= plans_of(busy, busy.admission_state)
     for statement, plan in plans.items():
         for line in plan:
             assert "TEMP B-TREE" not in line, statement
@@ -55,12 +55,12 @@ def test_nothing_on_the_way_of_a_trajectory_scans_a_table_or_sorts_what_waits(bu
 
 
 def test_what_a_batch_knows_of_siblings_is_told_from_indices(tmp_path: Path):
-    with Ledger(tmp_path / "l.sqlite", max_staleness=2) as ledger:
+    with Ledger(tmp_path / "l.sqlite", LedgerTerms(max_staleness=2)) as ledger:
         ledger.publish(version(0, 0))
         ledger.admit(released_groups(ledger, 30, 5, require_version=None))
         ledger.submit([handed(answer(task, [0]), "w", task.fence) for task in ledger.lease("w", 30, 0)])
         ledger.score([Scored(waiting.task, [Reward(1.0)]) for waiting in ledger.unscored(30)])
-        plans = plans_of(ledger, lambda: ledger.claim(0, 7, 2, in_order=False))
+        plans = plans_of(ledger, lambda: claim(ledger, 0, 7, 2, in_order=False))
     lines = [line for plan in plans.values() for line in plan]
     assert "SEARCH s USING INDEX groups_by_ordinal (purpose=? AND ordinal=?)" in lines
     assert not [
@@ -70,7 +70,7 @@ def test_what_a_batch_knows_of_siblings_is_told_from_indices(tmp_path: Path):
 
 @pytest.mark.parametrize("is_bound", [True, False])
 def test_whether_a_group_has_a_signal_is_told_from_indices(tmp_path: Path, is_bound: bool):
-    with Ledger(tmp_path / "l.sqlite", max_no_signal=40) as ledger:
+    with Ledger(tmp_path / "l.sqlite", LedgerTerms(max_no_signal=40)) as ledger:
         ledger.publish(version(0, 0))
         ledger.admit(new_groups(ledger, 30, size=2, require_version=0 if is_bound else None))
         ledger.submit([handed(answer(task, [0]), "w", task.fence) for task in ledger.lease("w", 60, 0)])

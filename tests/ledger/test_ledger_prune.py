@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ledger_life import GROUPS_PER_STEP, NUM_STEPS, Disk, live, undisturbed
 from ledger_run import (
     answer,
+    claim,
     data_of,
     eval_groups,
     full_step,
@@ -22,10 +23,10 @@ from ledger_run import (
 )
 
 from offbeat.errors import UserError
-from offbeat.ledger import bodies, prune
+from offbeat.ledger import bodies, maintenance
 from offbeat.ledger.errors import LedgerError
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Outcome
+from offbeat.ledger.records import LedgerTerms, Outcome
 
 
 @pytest.fixture(params=["in rows", "in files"])
@@ -33,7 +34,7 @@ def ledger(request: pytest.FixtureRequest, ledger: Ledger, monkeypatch: pytest.M
     """The ledger of the other tests, with a clock that goes on."""
     monkeypatch.setattr(bodies, "MAX_ROW_BYTES", 0 if request.param == "in files" else bodies.MAX_ROW_BYTES)
     now = iter(range(1, 10**9))
-    ledger._db.wall_clock = lambda: float(next(now))
+    ledger.wall_clock = lambda: float(next(now))
     return ledger
 
 
@@ -41,13 +42,13 @@ def kept_steps(ledger: Ledger) -> dict[int, bool]:
     """By step of the surviving batches, whether their bodies are there; none is there in part."""
     query = """SELECT b.step, MIN(j.pruned), MAX(j.pruned) FROM batches b JOIN groups g ON g.batch = b.id
                JOIN tasks t ON t.group_id = g.id JOIN trajectories j ON j.task = t.id GROUP BY b.step"""
-    rows = ledger._db.execute(query).fetchall()
+    rows = ledger.execute(query).fetchall()
     assert all(least == most for _, least, most in rows)
     return {step: not pruned for step, pruned, _ in rows}
 
 
 def num_files(ledger: Ledger) -> int:
-    return len(list(ledger._db.blobs.all()))
+    return len(list(ledger.blobs.all()))
 
 
 def test_what_was_trained_before_the_checkpoint_is_pruned_and_its_own_batch_is_not(ledger: Ledger):
@@ -59,10 +60,10 @@ def test_what_was_trained_before_the_checkpoint_is_pruned_and_its_own_batch_is_n
     assert kept_steps(ledger) == {0: False, 1: False, 2: True, 3: True}
     assert ledger.counts() == before
     assert num_files(ledger) in (0, 8)
-    assert ledger.prune(2) == prune.Pruned(0, 0)
+    assert ledger.prune(2) == maintenance.Pruned(0, 0)
     resumed = ledger.reconcile(2, None)
     assert resumed.replays_batch
-    again = ledger.claim(2, 2, 0)
+    again = claim(ledger, 2, 2, 0)
     assert again is not None
     assert data_of(again) == data_of(batches[2])
 
@@ -91,7 +92,7 @@ def test_what_still_waits_is_never_pruned(ledger: Ledger):
     ledger.submit([handed(answer(task, [1])) for task in tasks[:4]])
     ledger.submit([handed(answer(tasks[4], [1], end=None))])
     score_all(ledger)
-    ledger.claim(1, 1, 0)
+    claim(ledger, 1, 1, 0)
     assert ledger.prune(1).num_bodies == 4
     assert ledger.prune(99).num_bodies == 0, "claimed, ready, open and partial bodies stay whatever is asked"
 
@@ -104,7 +105,7 @@ def test_dropped_and_evaluated_bodies_go_once_the_checkpoint_lies_past_their_end
     score_all(ledger, failing=[task.id for task in doomed])
     work(ledger, 0)
     score_all(ledger)
-    ledger.claim(0, 1, 0)
+    claim(ledger, 0, 1, 0)
     assert ledger.prune(0).num_bodies == 0
     ledger.commit(0, version(1, 1, 0))
     ledger.admit(new_groups(ledger, 1, size=2, require_version=1))
@@ -113,7 +114,7 @@ def test_dropped_and_evaluated_bodies_go_once_the_checkpoint_lies_past_their_end
     work(ledger, 1)
     score_all(ledger)
     assert ledger.prune(1).num_bodies == 2 + 2 + 2, "evaluated, dropped and trained"
-    left = ledger._db.execute(
+    left = ledger.execute(
         "SELECT DISTINCT g.purpose, g.state FROM trajectories j JOIN tasks t ON t.id = j.task "
         "JOIN groups g ON g.id = t.group_id WHERE pruned = 0 ORDER BY 1, 2"
     ).fetchall()
@@ -138,11 +139,11 @@ def test_what_was_pruned_is_told_apart_from_what_is_missing(ledger: Ledger):
     for step in range(2):
         full_step(ledger, step)
     ledger.prune(1)
-    ledger._bodies = bodies.Bodies(ledger._db)
+    ledger.bodies = bodies.Bodies(ledger.execute, ledger.blobs)
     with pytest.raises(LedgerError, match="its trajectory was pruned"):
-        ledger.claim(0, 2, 0)
+        claim(ledger, 0, 2, 0)
     query = "SELECT pruned, COUNT(*), COUNT(digest) FROM trajectories GROUP BY pruned"
-    assert ledger._db.execute(query).fetchall() == [(0, 4, 4), (1, 4, 4)]
+    assert ledger.execute(query).fetchall() == [(0, 4, 4), (1, 4, 4)]
 
 
 def test_a_repeat_of_what_was_pruned_is_still_known(ledger: Ledger):
@@ -151,14 +152,14 @@ def test_a_repeat_of_what_was_pruned_is_still_known(ledger: Ledger):
     sent = [handed(answer(task, [0])) for task in tasks]
     ledger.submit(sent)
     score_all(ledger)
-    ledger.claim(0, 2, 0)
+    claim(ledger, 0, 2, 0)
     ledger.commit(0, version(1, 1, 0))
     ledger.prune(1)
     assert ledger.submit(sent) == [Outcome.REPEATED] * 4
 
 
 def test_long_prunings_go_slice_by_slice(ledger: Ledger, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prune, "SLICE", 3)
+    monkeypatch.setattr(maintenance, "SLICE", 3)
     for step in range(3):
         full_step(ledger, step)
     assert ledger.prune(2).num_bodies == 8
@@ -183,7 +184,7 @@ def test_a_run_that_prunes_at_every_checkpoint_and_is_killed_anywhere_trains_the
         for num_events in [*lives, 10**6]:
             life = live(disk, **how)
             for _, _ in zip(range(num_events), life, strict=False):
-                with Ledger(disk.path, min_group=2) as other:
+                with Ledger(disk.path, LedgerTerms(min_group=2)) as other:
                     other.prune(disk.checkpoint[0], keep)
             life.close()
         assert disk.trained == expected
@@ -201,7 +202,7 @@ def test_pruning_frees_room_for_what_follows(tmp_path: Path):
     sizes = {}
     for prunes in (False, True):
         path = tmp_path / f"{prunes}.sqlite"
-        with Ledger(path, min_group=1) as ledger:
+        with Ledger(path, LedgerTerms(min_group=1)) as ledger:
             ledger.publish(version(0, 0))
             for step in range(30):
                 full_step(ledger, step, count=1, size=40)

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from ledger_run import answer, eval_groups, handed, new_groups, reward_of, version, work
 
-from offbeat.control.leases import Held
 from offbeat.ledger.errors import LedgerError
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Outcome, Scored, Surviving
+from offbeat.ledger.records import LedgerTerms, Outcome, Scored, Surviving
+from offbeat.rules.leases import Lease
 from offbeat.trajectory import Reward, Task
 
 
 @pytest.fixture
 def rounds(tmp_path: Path):
     """Two groups a step, four under way."""
-    with Ledger(tmp_path / "l.sqlite", max_staleness=1, groups_per_step=2, stops=True) as ledger:
+    with Ledger(tmp_path / "l.sqlite", LedgerTerms(max_staleness=1, groups_per_step=2, in_rounds=True)) as ledger:
         ledger.publish(version(0, 0))
         ledger.admit(new_groups(ledger, 4, require_version=None))
         yield ledger
@@ -28,7 +28,7 @@ def finish_a_batch(ledger: Ledger, number: int, step: int):
     """Two groups are answered and scored, and the batch of the step is claimed."""
     work(ledger, number, capacity=4)
     ledger.score([Scored(u.task, [Reward(reward_of(u.response_tokens))]) for u in ledger.unscored(100)])
-    return ledger.claim(step, 2, 1, in_order=False)
+    return ledger.claim(step, in_order=False)
 
 
 def test_a_round_lasts_from_a_version_until_the_batch_of_its_step_is_claimed(rounds: Ledger):
@@ -53,7 +53,7 @@ def test_while_a_batch_is_trained_nothing_but_evaluation_is_handed_out(rounds: L
 
 
 def test_where_work_never_stops_a_claimed_batch_holds_nobody_up(tmp_path: Path):
-    with Ledger(tmp_path / "l.sqlite", max_staleness=1, groups_per_step=2) as ledger:
+    with Ledger(tmp_path / "l.sqlite", LedgerTerms(max_staleness=1, groups_per_step=2)) as ledger:
         ledger.publish(version(0, 0))
         ledger.admit(new_groups(ledger, 4, require_version=None))
         finish_a_batch(ledger, 0, 0)
@@ -70,11 +70,11 @@ def test_what_was_handed_back_is_carried_on_in_the_next_round_and_costs_nobody_a
     work(rounds, 0, capacity=4)
     begun = rounds.lease("w", 4, 0)
     rounds.score([Scored(u.task, [Reward(1.0)]) for u in rounds.unscored(100)])
-    assert rounds.claim(0, 2, 1, in_order=False) is not None
+    assert rounds.claim(0, in_order=False) is not None
     *with_tokens, untouched = begun
     partials = [handed(answer(task, [0], end=None), "w", task.fence) for task in with_tokens]
     assert rounds.submit(partials) == [Outcome.PARTIAL] * 3
-    assert rounds.give_back([Held(untouched.id, untouched.fence, "w")], untouched=True) == 1
+    assert rounds.give_back([Lease(untouched.id, untouched.fence, "w")], untouched=True) == 1
     assert rounds.counts().tokens.partial == sum(p.trajectory.num_tokens for p in partials)
     rounds.commit(0, version(1, 1, 0))
 
@@ -85,18 +85,18 @@ def test_what_was_handed_back_is_carried_on_in_the_next_round_and_costs_nobody_a
     assert again[untouched.id].prefix is None
     rounds.submit([handed(answer(task, [1]), "v", task.fence) for task in again.values()])
     rounds.score([Scored(u.task, [Reward(1.0)]) for u in rounds.unscored(100)])
-    batch = rounds.claim(1, 2, 1, in_order=False)
+    batch = rounds.claim(1, in_order=False)
     assert batch is not None
     ages = {int(age) for group in batch.groups for member in group.members for age in member.staleness}
     assert ages == {0, 1}
     counts = rounds.counts()
     assert (counts.tokens.partial, counts.tokens.wasted, counts.failed_tasks) == (0, {}, {})
-    failures = rounds._db.execute("SELECT SUM(num_failures), SUM(num_losses) FROM tasks").fetchone()
+    failures = rounds.execute("SELECT SUM(num_failures), SUM(num_losses) FROM tasks").fetchone()
     assert failures == (0, 0)
 
 
 def test_what_was_handed_back_goes_to_the_worker_where_its_keys_and_values_lie(tmp_path: Path):
-    with Ledger(tmp_path / "l.sqlite", max_staleness=1, groups_per_step=4) as ledger:
+    with Ledger(tmp_path / "l.sqlite", LedgerTerms(max_staleness=1, groups_per_step=4)) as ledger:
         ledger.publish(version(0, 0))
         ledger.admit(new_groups(ledger, 4, require_version=None))
         first = ledger.lease("v", 2, 0)
@@ -111,7 +111,7 @@ def test_what_was_handed_back_goes_to_the_worker_where_its_keys_and_values_lie(t
 
 
 def test_within_a_group_what_lies_with_somebody_else_is_handed_out_last(tmp_path: Path):
-    with Ledger(tmp_path / "l.sqlite", max_staleness=1, groups_per_step=4) as ledger:
+    with Ledger(tmp_path / "l.sqlite", LedgerTerms(max_staleness=1, groups_per_step=4)) as ledger:
         ledger.publish(version(0, 0))
         ledger.admit(new_groups(ledger, 1, size=4, require_version=None))
         for worker, task in zip("vw", ledger.lease("v", 1, 0) + ledger.lease("w", 1, 0), strict=True):
@@ -122,20 +122,20 @@ def test_within_a_group_what_lies_with_somebody_else_is_handed_out_last(tmp_path
 
 
 def first_steps(ledger: Ledger) -> list[int | None]:
-    return [step for (step,) in ledger._db.execute("SELECT first_step FROM groups ORDER BY ordinal")]
+    return [step for (step,) in ledger.execute("SELECT first_step FROM groups ORDER BY ordinal")]
 
 
 def test_a_group_that_was_given_back_without_a_token_is_no_older_than_one_that_nobody_had(rounds: Ledger):
     tasks = rounds.lease("w", 4, 0)
     assert first_steps(rounds) == [0, 0, None, None]
-    assert rounds.give_back([Held(task.id, task.fence, "w") for task in tasks[:3]], untouched=True) == 3
+    assert rounds.give_back([Lease(task.id, task.fence, "w") for task in tasks[:3]], untouched=True) == 3
     assert first_steps(rounds) == [None, 0, None, None], "somebody may have a token of the second"
     assert send_error(rounds, tasks[0]) is not None, "whoever gave a task back has nothing to hand in"
 
 
 def test_what_a_worker_lost_sight_of_may_still_come_and_keeps_its_age(rounds: Ledger):
     first, second = rounds.lease("w", 2, 0)
-    rounds.give_back([Held(task.id, task.fence, "w") for task in (first, second)])
+    rounds.give_back([Lease(task.id, task.fence, "w") for task in (first, second)])
     assert first_steps(rounds)[0] == 0
     assert send_error(rounds, first) is None
 
@@ -144,8 +144,8 @@ def test_a_group_with_a_beginning_keeps_its_age_though_the_rest_is_given_back(ro
     first, second = rounds.lease("w", 2, 0)
     rounds.submit([handed(answer(first, [0], end=None), "w", first.fence)])
     again = rounds.lease("v", 1, 0)[0]
-    rounds.give_back([Held(second.id, second.fence, "w")], untouched=True)
-    rounds.give_back([Held(again.id, again.fence, "v")], untouched=True)
+    rounds.give_back([Lease(second.id, second.fence, "w")], untouched=True)
+    rounds.give_back([Lease(again.id, again.fence, "v")], untouched=True)
     assert first_steps(rounds)[0] == 0
 
 
@@ -159,7 +159,7 @@ def test_survivors_are_the_groups_begun_that_are_in_no_batch_with_what_each_memb
     work(rounds, 0, capacity=4)
     begun = rounds.lease("w", 4, 0)
     rounds.score([Scored(u.task, [Reward(1.0)]) for u in rounds.unscored(100)])
-    taken = rounds.claim(0, 2, 1, in_order=False)
+    taken = rounds.claim(0, in_order=False)
     assert taken is not None
     first, second, *_ = begun
     assert first.group == second.group

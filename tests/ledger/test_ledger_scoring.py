@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from ledger_run import eval_groups, new_groups, score_all, version, work
+from ledger_run import claim, eval_groups, new_groups, score_all, version, work
 
 from offbeat.ledger.errors import Unknown
 from offbeat.ledger.ledger import Ledger
@@ -40,7 +40,7 @@ def test_a_reward_is_stored_once_and_never_changed(ledger: Ledger):
     assert ledger.score([Scored(task.id, parts) for task in tasks]).num_tasks == 2
     assert ledger.score([Scored(task.id, [Reward(9.0)]) for task in tasks]).num_tasks == 0
     assert ledger.score([Scored(task.id, error="late") for task in tasks]).num_tasks == 0
-    batch = ledger.claim(0, 1, 0)
+    batch = claim(ledger, 0, 1, 0)
     assert batch is not None
     assert [member.reward for member in batch.groups[0].members] == [0.25, 0.25]
     assert batch.groups[0].members[0].rewards == tuple(parts)
@@ -50,7 +50,7 @@ def test_a_reward_survives_to_the_last_bit(ledger: Ledger):
     ledger.admit(new_groups(ledger, 1, size=2))
     values = (0.1 + 0.2, 1 / 3)
     ledger.score([Scored(task.id, [Reward(v)]) for task, v in zip(work(ledger, 0), values, strict=True)])
-    batch = ledger.claim(0, 1, 0)
+    batch = claim(ledger, 0, 1, 0)
     assert batch is not None
     assert tuple(member.reward for member in batch.groups[0].members) == values
     assert tuple(member.rewards[0].value for member in batch.groups[0].members) == values
@@ -74,9 +74,9 @@ def test_what_is_no_reward_makes_a_failed_member_and_never_a_zero(ledger: Ledger
     bad, *good = work(ledger, 0)
     ledger.score([Scored(bad.id, result.rewards, result.error), *(Scored(t.id, [Reward(1.0)]) for t in good)])
     assert ledger.counts().failed_tasks == {"reward": 1}
-    stored = ledger._db.execute("SELECT detail FROM tasks WHERE id = ?", (bad.id,)).fetchone()[0]
+    stored = ledger.execute("SELECT detail FROM tasks WHERE id = ?", (bad.id,)).fetchone()[0]
     assert detail in stored
-    batch = ledger.claim(0, 1, 0)
+    batch = claim(ledger, 0, 1, 0)
     assert batch is not None
     assert [member.task for member in batch.groups[0].members] == [task.id for task in good]
 
@@ -86,7 +86,7 @@ def test_tokens_of_a_failed_member_of_a_trained_group_are_wasted_by_that_reason(
     bad = work(ledger, 0)[0]
     (size,) = [len(u.response_tokens) for u in ledger.unscored(9) if u.task == bad.id]
     score_all(ledger, failing=[bad.id])
-    ledger.claim(0, 1, 0)
+    claim(ledger, 0, 1, 0)
     ledger.commit(0, version(1, 1, 0))
     counts = ledger.counts()
     assert counts.tokens.wasted == {"reward": size}
@@ -101,7 +101,7 @@ def test_failing_rewards_drop_the_group_and_the_prompt_is_tried_once_more(ledger
     again = work(ledger, 0)
     assert {task.seed for task in again}.isdisjoint({task.seed for task in first})
     score_all(ledger)
-    batch = ledger.claim(0, 1, 0)
+    batch = claim(ledger, 0, 1, 0)
     assert batch is not None
     assert batch.groups[0].ordinal == 0
 
@@ -109,16 +109,6 @@ def test_failing_rewards_drop_the_group_and_the_prompt_is_tried_once_more(ledger
 def test_a_result_for_an_unknown_task_is_an_error(ledger: Ledger):
     with pytest.raises(Unknown):
         ledger.score([Scored(5, [Reward(1.0)])])
-
-
-def test_the_failure_share_looks_at_the_latest_rewards(ledger: Ledger):
-    assert ledger.failure_share(10) == 0.0
-    ledger.admit(new_groups(ledger, 1, size=8))
-    tasks = [task.id for task in work(ledger, 0)]
-    ledger.score([Scored(task, [Reward(1.0)]) for task in tasks[:4]])
-    ledger.score([Scored(task, error="raised") for task in tasks[4:6]])
-    assert ledger.failure_share(100) == 2 / 6
-    assert ledger.failure_share(4) == 0.5
 
 
 def test_an_evaluation_is_complete_when_all_its_members_ended_and_is_never_trained(ledger: Ledger):
@@ -136,7 +126,7 @@ def test_an_evaluation_is_complete_when_all_its_members_ended_and_is_never_train
         (0, (0.0, 1.0), 0),
         (1, (2.0,), 1),
     ]
-    assert ledger.claim(0, 1, 0) is None
+    assert claim(ledger, 0, 1, 0) is None
     assert ledger.eval_results(7) == []
 
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_run import answer, eval_groups, handed, new_groups, quick_folder, version, work
+from ledger_run import answer, claim, eval_groups, handed, new_groups, quick_folder, version, work
 
-from offbeat.control.admit import Pace, admit
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import GroupState, Scored, Scores
+from offbeat.ledger.records import GroupState, LedgerTerms, Scored, Scores
+from offbeat.rules.groups import AdmissionTarget, admit
 from offbeat.trajectory import Reward, Task
 
 
 @pytest.fixture
 def dropping(tmp_path: Path) -> Iterator[Ledger]:
     """A ledger that drops up to three groups a step; whatever a test did to it, its laws hold in the end."""
-    with Ledger(tmp_path / "ledger.sqlite", min_group=2, max_attempts=1, max_no_signal=3) as opened:
+    with Ledger(tmp_path / "ledger.sqlite", LedgerTerms(min_group=2, max_attempts=1, max_no_signal=3)) as opened:
         opened.publish(version(0, 0))
         yield opened
         assert opened.verify().violations == ()
@@ -38,9 +38,9 @@ def score_groups(ledger: Ledger, tasks: list[Task], value: float | None) -> None
 def test_a_group_whose_rewards_are_all_equal_is_dropped_and_its_place_is_free(dropping: Ledger):
     dropping.admit(new_groups(dropping, 2, size=2))
     tasks = work(dropping, 0)
-    assert admit(dropping.standing(), Pace(groups_per_step=2)) == 0
+    assert admit(dropping.admission_state(), AdmissionTarget(groups_per_step=2)) == 0
     assert score(dropping, tasks[:2], 0.3, 0.1 + 0.2) == Scores(num_tasks=2, num_dropped=1)
-    assert admit(dropping.standing(), Pace(groups_per_step=2)) == 1
+    assert admit(dropping.admission_state(), AdmissionTarget(groups_per_step=2)) == 1
     assert dropping.lease("w", 9, 0) == [], "its prompt is not issued again"
     counts = dropping.counts()
     assert counts.dropped_groups == {"no_signal": 1}
@@ -48,30 +48,30 @@ def test_a_group_whose_rewards_are_all_equal_is_dropped_and_its_place_is_free(dr
 
 
 def trajectories(ledger: Ledger, tasks: list[Task]):
-    return [ledger.look(task.id).trajectory for task in tasks]
+    return [ledger.task_detail(task.id).trajectory for task in tasks]
 
 
 def test_a_group_with_a_signal_is_ready_and_its_batch_tells_how_many_were_dropped_for_it(dropping: Ledger):
     dropping.admit(new_groups(dropping, 2, size=2))
     tasks = work(dropping, 0)
     assert score(dropping, tasks, 1.0, 1.0, 0.0, 1.0) == Scores(num_tasks=4, num_dropped=1)
-    batch = dropping.claim(0, 1, 0)
+    batch = claim(dropping, 0, 1, 0)
     assert batch is not None
     assert ([group.ordinal for group in batch.groups], batch.num_no_signal) == ([1], 1)
     dropping.commit(0, version(1, 1, 0))
     dropping.admit(new_groups(dropping, 1, size=2, require_version=1))
     score(dropping, work(dropping, 1), 0.0, 1.0)
-    following = dropping.claim(1, 1, 0)
+    following = claim(dropping, 1, 1, 0)
     assert following is not None
     assert following.num_no_signal == 0
 
 
 def test_without_the_rule_such_a_group_is_trained(tmp_path: Path):
-    with Ledger(tmp_path / "ledger.sqlite", min_group=2) as ledger:
+    with Ledger(tmp_path / "ledger.sqlite", LedgerTerms(min_group=2)) as ledger:
         ledger.publish(version(0, 0))
         ledger.admit(new_groups(ledger, 1, size=2))
         score(ledger, work(ledger, 0), 1.0, 1.0)
-        assert ledger.claim(0, 1, 0) is not None
+        assert claim(ledger, 0, 1, 0) is not None
 
 
 def test_members_that_failed_are_left_out_of_the_comparison(dropping: Ledger):
@@ -109,8 +109,8 @@ def test_an_evaluation_is_never_dropped_for_it(dropping: Ledger):
 
 def test_a_step_that_dropped_enough_takes_what_is_left_as_it_is(dropping: Ledger):
     drawn = 0
-    while (batch := dropping.claim(0, 2, 0)) is None:
-        count = admit(dropping.standing(), Pace(groups_per_step=2))
+    while (batch := claim(dropping, 0, 2, 0)) is None:
+        count = admit(dropping.admission_state(), AdmissionTarget(groups_per_step=2))
         assert count, "the run would stand still"
         dropping.admit(new_groups(dropping, count, size=2))
         drawn += count
@@ -133,12 +133,15 @@ def test_in_order_a_batch_does_not_depend_on_what_was_scored_first(signals: list
     """Whether a prompt has a signal is its own affair, and the batch is that of the prompts taken one by one."""
     expected = [ordinal for ordinal, signal in enumerate(signals) if signal or ordinal >= 5][:3]
     rng = random.Random(order)
-    with quick_folder() as folder, Ledger(folder / "ledger.sqlite", min_group=2, max_no_signal=5) as ledger:
+    with (
+        quick_folder() as folder,
+        Ledger(folder / "ledger.sqlite", LedgerTerms(min_group=2, max_no_signal=5)) as ledger,
+    ):
         ledger.publish(version(0, 0))
         waiting: list[list[Task]] = []
         ordinals: Mapping[int, int] = {}
-        while (batch := ledger.claim(0, 3, 0)) is None:
-            if count := admit(ledger.standing(), Pace(groups_per_step=3)):
+        while (batch := claim(ledger, 0, 3, 0)) is None:
+            if count := admit(ledger.admission_state(), AdmissionTarget(groups_per_step=3)):
                 groups = new_groups(ledger, count, size=2)
                 ordinals = {**ordinals, **dict(zip(ledger.admit(groups), (g.ordinal for g in groups), strict=True))}
                 waiting += by_group(work(ledger, 0)).values()
@@ -155,7 +158,7 @@ def test_where_groups_require_no_version_drops_are_counted_since_the_last_batch(
     for tasks in groups[:5]:
         score_groups(dropping, tasks, value=0.0)
     assert dropping.counts().groups == {"dropped": 3, "ready": 2, "open": 5}
-    batch = dropping.claim(0, 2, 2, in_order=False)
+    batch = claim(dropping, 0, 2, 2, in_order=False)
     assert batch is not None
     assert batch.num_no_signal == 3
     score(dropping, groups[5] + groups[6] + groups[7] + groups[8], *[1.0] * 8)
@@ -166,21 +169,23 @@ def test_where_groups_require_no_version_drops_are_counted_since_the_last_batch(
 def test_what_was_dropped_in_a_forgotten_step_stays_so_and_the_rest_is_judged_as_before(dropping: Ledger):
     dropping.admit(new_groups(dropping, 1, size=2))
     score_groups(dropping, work(dropping, 0), value=None)
-    dropping.claim(0, 1, 0)
+    claim(dropping, 0, 1, 0)
     dropping.commit(0, version(1, 1, 0))
     dropping.admit(new_groups(dropping, 4, size=2, require_version=1))
     for tasks in by_group(work(dropping, 1)).values():
         score_groups(dropping, tasks, value=1.0)
-    dropping.claim(1, 1, 0)
+    claim(dropping, 1, 1, 0)
     before = dropping.counts()
     assert (before.groups, before.dropped_groups) == ({"trained": 1, "dropped": 3, "claimed": 1}, {"no_signal": 3})
 
     dropping.reconcile(0, 0)
     dropping.commit(0, version(2, 1, 0))
-    assert admit(dropping.standing(), Pace(groups_per_step=1)) == 0, "the group that was taken is issued again, alone"
+    assert admit(dropping.admission_state(), AdmissionTarget(groups_per_step=1)) == 0, (
+        "the group that was taken is issued again, alone"
+    )
     tasks = work(dropping, 2)
     assert len(tasks) == 2
     score_groups(dropping, tasks, value=1.0)
-    batch = dropping.claim(1, 1, 0)
+    batch = claim(dropping, 1, 1, 0)
     assert batch is not None
     assert ([group.ordinal for group in batch.groups], batch.num_no_signal) == ([4], 3)

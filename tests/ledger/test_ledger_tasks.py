@@ -5,13 +5,13 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_run import answer, eval_groups, full_step, handed, new_groups, quick_folder, score_all, version, work
+from ledger_run import answer, claim, eval_groups, full_step, handed, new_groups, quick_folder, score_all, version, work
 
-from offbeat.control.leases import Held
-from offbeat.ledger import tasks
+from offbeat.ledger import leasing
 from offbeat.ledger.errors import Fenced, Forbidden, Unknown
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Outcome, TaskState
+from offbeat.ledger.records import LedgerTerms, Outcome, TaskState
+from offbeat.rules.leases import Lease
 from offbeat.trajectory import Task
 
 
@@ -78,7 +78,7 @@ def test_a_group_begun_with_a_newer_version_is_not_carried_on_with_an_older_one(
 
 
 def test_pacing_lets_a_lagging_worker_begin_only_what_can_be_trained_in_time(tmp_path):
-    with Ledger(tmp_path / "ledger.sqlite", max_staleness=2, groups_per_step=1) as ledger:
+    with Ledger(tmp_path / "ledger.sqlite", LedgerTerms(max_staleness=2, groups_per_step=1)) as ledger:
         ledger.publish(version(0, 0))
         for step in range(2):
             full_step(ledger, step, count=1)
@@ -108,8 +108,8 @@ def test_a_fence_grows_with_every_lease_and_the_holder_is_known(ledger: Ledger):
     for fence, worker in enumerate("abc", start=1):
         (task,) = ledger.lease(worker, 9, 0)
         assert task.fence == fence
-        assert ledger.leased() == [Held(task.id, fence, worker)]
-        assert ledger.still_held(worker, [(task.id, fence)]) == [Held(task.id, fence, worker)]
+        assert ledger.leased() == [Lease(task.id, fence, worker)]
+        assert ledger.still_held(worker, [(task.id, fence)]) == [Lease(task.id, fence, worker)]
         assert ledger.still_held(worker, [(task.id, fence - 1), (77, 1)]) == []
         assert ledger.still_held("stranger", [(task.id, fence)]) == []
         ledger.release(worker)
@@ -123,7 +123,7 @@ def test_a_worker_that_leaves_costs_no_attempt_and_takes_nobody_along(ledger: Le
         assert len(ledger.lease("leaving", 9, 0)) == 2
         assert ledger.release("leaving") == 2
     assert [held.worker for held in ledger.leased()] == ["other"]
-    assert ledger.story().tasks == {"leased": 1, "open": 2}
+    assert ledger.report().tasks == {"leased": 1, "open": 2}
 
 
 def test_a_task_that_worker_after_worker_vanishes_with_alone_ends_as_failed(ledger: Ledger):
@@ -160,8 +160,8 @@ def test_the_one_that_was_there_at_every_loss_is_blamed_and_its_neighbours_go_fr
         else:
             ledger.submit([handed(answer(task, [0]), f"w{death}", task.fence) for task in tasks])
     assert ledger.counts().failed_tasks == {"lost": 1}
-    assert ledger.story().tasks["failed"] == 1
-    (failed,) = ledger._db.execute("SELECT id FROM tasks WHERE state = 'failed'").fetchone()
+    assert ledger.report().tasks["failed"] == 1
+    (failed,) = ledger.execute("SELECT id FROM tasks WHERE state = 'failed'").fetchone()
     assert failed == poison
 
 
@@ -173,7 +173,7 @@ def test_two_workers_that_vanish_at_once_are_judged_apart(ledger: Ledger):
     again = [ledger.lease(name, 1, 0)[0] for name in "ab"]
     assert {task.id for task in again} == {task.id for task in fail_once}
     assert ledger.lose(ledger.leased()) == 1, "the second was dropped with its group"
-    states = ledger._db.execute("SELECT state FROM tasks WHERE group_id = 1 ORDER BY state").fetchall()
+    states = ledger.execute("SELECT state FROM tasks WHERE group_id = 1 ORDER BY state").fetchall()
     assert states == [("dropped",), ("failed",)]
 
 
@@ -236,7 +236,7 @@ def test_a_group_trains_without_its_failed_members_while_enough_remain(ledger: L
     fail_for_good(ledger)
     work(ledger, 0)
     score_all(ledger)
-    batch = ledger.claim(0, 1, 0)
+    batch = claim(ledger, 0, 1, 0)
     assert batch is not None
     assert [member.index for member in batch.groups[0].members] == [1, 2]
 
@@ -254,7 +254,7 @@ def test_a_group_with_too_few_members_left_is_dropped_and_its_prompt_issued_once
     fail_for_good(ledger)
     assert ledger.lease("w", 9, 0) == []
     assert ledger.counts().dropped_groups == {"failed": 2}
-    assert ledger.standing().num_alive == 0
+    assert ledger.admission_state().num_alive == 0
 
 
 def test_what_arrives_for_a_dropped_group_is_kept_as_wasted(ledger: Ledger):
@@ -284,21 +284,21 @@ def test_a_worker_is_given_the_same_tasks_however_few_groups_are_looked_at_first
     num_near, capacity, total_slots, have_version, num_lost, groups_per_step
 ):
     def given_when_looking_at(num_groups: int) -> list[int]:
-        pace = {"max_staleness": 1, "groups_per_step": groups_per_step}
-        with quick_folder() as folder, Ledger(folder / "l.sqlite", **pace) as ledger:
+        terms = LedgerTerms(groups_per_step, max_staleness=1)
+        with quick_folder() as folder, Ledger(folder / "l.sqlite", terms) as ledger:
             ledger.publish(version(0, 0))
             ledger.admit(new_groups(ledger, 9, size=3, require_version=None))
             early = ledger.lease("early", 4, 0)
-            ledger.lose([Held(task.id, task.fence, "early") for task in early[:num_lost]])
+            ledger.lose([Lease(task.id, task.fence, "early") for task in early[:num_lost]])
             ledger.admit(new_groups(ledger, 2, size=3, require_version=0))
-            with mock.patch.object(tasks, "NUM_NEAR", num_groups):
+            with mock.patch.object(leasing, "NUM_NEAR", num_groups):
                 return [task.id for task in ledger.lease("w", capacity, have_version, total_slots=total_slots)]
 
     assert given_when_looking_at(num_near) == given_when_looking_at(1000)
 
 
 def failures_of(ledger: Ledger) -> dict[int, int]:
-    return dict(ledger._db.execute("SELECT id, num_failures FROM tasks WHERE num_failures > 0"))
+    return dict(ledger.execute("SELECT id, num_failures FROM tasks WHERE num_failures > 0"))
 
 
 def test_failures_of_a_worker_that_is_set_aside_cost_no_attempt(ledger: Ledger):

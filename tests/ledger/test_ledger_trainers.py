@@ -5,19 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ledger_run import data_of, full_step, version
+from ledger_run import claim, data_of, full_step, version
 
 from offbeat.errors import RunStopped, UserError
+from offbeat.ledger.batches import TrainerRecord, why_not_from_scratch
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.trainers import Arrival, Trainer, why_not_from_scratch
+from offbeat.ledger.records import Arrival
 
 FIRST, SECOND = Arrival("first", "box-1", "home of the first"), Arrival("second", "box-2", "home of the second")
 
 
 def rows(ledger: Ledger) -> dict[str, list]:
     """Everything that the ledger holds."""
-    tables = [name for (name,) in ledger._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-    return {table: ledger._db.execute(f"SELECT * FROM {table}").fetchall() for table in tables}
+    tables = [name for (name,) in ledger.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    return {table: ledger.execute(f"SELECT * FROM {table}").fetchall() for table in tables}
 
 
 def test_a_trainer_that_was_replaced_can_not_commit_and_is_told_by_whom(ledger: Ledger):
@@ -27,14 +28,14 @@ def test_a_trainer_that_was_replaced_can_not_commit_and_is_told_by_whom(ledger: 
     ledger.publish(version(2, 1, 1))
     before = rows(ledger)
     with pytest.raises(RunStopped, match=r"taken over: second on box-2, since \d{4}-.*generation 2, this one has 1"):
-        ledger.under(old.generation, ledger.commit, 0, version(3, 1, 2))
+        ledger.as_trainer(old.generation, ledger.commit, 0, version(3, 1, 2))
     assert rows(ledger) == before
 
 
 def test_every_start_of_a_trainer_takes_a_new_generation_and_the_latest_goes_on(ledger: Ledger):
     generations = [ledger.reconcile(0, 0, FIRST).generation for _ in range(3)]
     assert generations == [1, 2, 3]
-    assert ledger.under(3, ledger.next_version_number) == 1
+    assert ledger.as_trainer(3, ledger.next_version_number) == 1
     for generation in (0, 1, 2):
         with pytest.raises(RunStopped):
             ledger.check_generation(generation)
@@ -56,7 +57,7 @@ def test_a_call_that_fails_under_its_generation_changes_nothing(ledger: Ledger):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        ledger.under(generation, half_a_call)
+        ledger.as_trainer(generation, half_a_call)
     assert rows(ledger) == before
 
 
@@ -81,7 +82,7 @@ def test_told_to_begin_from_scratch_it_undoes_the_run_and_may_be_killed_before_i
     daring = Arrival("second", "box-2", SECOND.home, from_scratch=True)
     assert ledger.reconcile(0, None, daring).abandoned_versions == (1, 2)
     ledger.publish(version(3, 0, 0))
-    again = ledger.claim(0, 2, 0)
+    again = claim(ledger, 0, 2, 0)
     assert data_of(again) == data_of(first)
     ledger.commit(0, version(4, 1, 3))
     assert ledger.reconcile(0, None, SECOND).abandoned_versions == (4,), "started again, without having to be told"
@@ -96,8 +97,8 @@ def test_a_trainer_with_an_older_checkpoint_goes_on_from_it_as_ever(ledger: Ledg
     assert ledger.reconcile(1, 1, SECOND).abandoned_versions == (2, 3)
 
 
-def before(checkpoint_step: int | None) -> Trainer:
-    return Trainer(1, "first", "", "a", 0.0, checkpoint_step)
+def before(checkpoint_step: int | None) -> TrainerRecord:
+    return TrainerRecord(1, "first", "", "a", 0.0, checkpoint_step)
 
 
 @pytest.mark.parametrize(

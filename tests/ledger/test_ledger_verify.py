@@ -6,11 +6,11 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from ledger_run import answer, eval_groups, full_step, handed, new_groups, score_all, version, work
+from ledger_run import answer, claim, eval_groups, full_step, handed, new_groups, score_all, version, work
 
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Scored
-from offbeat.ledger.rules import RULES
+from offbeat.ledger.records import LedgerTerms, Scored
+from offbeat.ledger.verify import RULES
 from offbeat.trajectory import Reward
 
 
@@ -18,7 +18,7 @@ from offbeat.trajectory import Reward
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A ledger with something of everything: trained, claimed, undone, re-issued, failed, evaluated, begun and open."""
     path = tmp_path_factory.mktemp("sound") / "ledger.sqlite"
-    with Ledger(path, min_group=2, max_attempts=1) as ledger:
+    with Ledger(path, LedgerTerms(min_group=2, max_attempts=1)) as ledger:
         ledger.publish(version(0, 0))
         for step in range(3):
             full_step(ledger, step, size=3)
@@ -28,7 +28,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ledger.admit(new_groups(ledger, 1, size=3, require_version=5))
         work(ledger, 5)
         score_all(ledger, failing=[ledger.unscored(9)[0].task])
-        ledger.claim(2, 3, 0)
+        claim(ledger, 2, 3, 0)
         ledger.admit(new_groups(ledger, 2, size=3, require_version=5))
         lost = ledger.lease("w", 4, 5)
         for task in lost[:2]:
@@ -249,7 +249,7 @@ EDITS = {
     ),
     "failure that nobody knows": (
         f"UPDATE tasks SET num_failures = 1 WHERE id = {LEASED}",
-        "counts 1 failed attempts, but 0 are known that nobody forgave",
+        "counts 1 failed attempts, but 0 are stored that were not forgiven",
     ),
     "segment of a stranger": (
         f"UPDATE segments SET worker = 'stranger' WHERE task = {SCORED}",
@@ -294,10 +294,10 @@ def test_every_rule_is_broken_by_one_of_the_edits(sound: Path, tmp_path: Path):
         path.write_bytes(sound.read_bytes())
         connection = sqlite3.connect(path)
         connection.executescript(f"PRAGMA ignore_check_constraints = ON; {sql}")
-        broken |= {rule.says for rule in RULES if connection.execute(rule.finds).fetchone()}
+        broken |= {rule.message for rule in RULES if connection.execute(rule.query).fetchone()}
         connection.close()
         path.unlink()
-    assert broken == {rule.says for rule in RULES}
+    assert broken == {rule.message for rule in RULES}
 
 
 def test_a_law_broken_everywhere_is_told_in_a_few_lines(sound: Path, tmp_path: Path):
@@ -323,7 +323,7 @@ def test_bodies_may_be_left_out(sound: Path, tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(sound.read_bytes())
     with Ledger(path) as ledger:
-        ledger._db.execute("UPDATE trajectories SET body = x'00'")
+        ledger.execute("UPDATE trajectories SET body = x'00'")
         assert ledger.verify(with_bodies=False).holds
         assert not ledger.verify().holds
 

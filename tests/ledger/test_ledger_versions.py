@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ledger_run import answer, new_groups, version
+from ledger_run import answer, claim, new_groups, version
 
 from offbeat.ledger.errors import Conflict
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Scored, Submission
+from offbeat.ledger.records import LedgerTerms, Scored, Submission
 from offbeat.trajectory import Reward
 from offbeat.weights.version import Version
 
@@ -18,7 +18,7 @@ BOUND = 8
 
 @pytest.fixture
 def ledger(tmp_path):
-    with Ledger(tmp_path / "ledger.sqlite", max_staleness=BOUND) as opened:
+    with Ledger(tmp_path / "ledger.sqlite", LedgerTerms(max_staleness=BOUND)) as opened:
         opened.publish(version(0, 0))
         yield opened
         assert opened.verify().violations == ()
@@ -30,7 +30,7 @@ def train(ledger: Ledger, step: int) -> None:
     tasks = ledger.lease("w", 2, step)
     ledger.submit([Submission(answer(task, [step]), "w", task.fence) for task in tasks])
     ledger.score([Scored(task.id, [Reward(1.0)]) for task in tasks])
-    assert ledger.claim(step, 1, BOUND, in_order=False)
+    assert claim(ledger, step, 1, BOUND, in_order=False)
     ledger.commit(step, version(step + 1, step + 1, step))
 
 
@@ -57,7 +57,7 @@ def test_what_a_group_was_begun_with_is_needed_until_it_is_trained(ledger):
     ledger.submit([Submission(answer(task, [1], worker="slow"), "slow", task.fence) for task in held])
     assert ledger.versions_needed(checkpoint_step=4) == [1, 2, 3, 4]
     ledger.score([Scored(task.id, [Reward(1.0)]) for task in held])
-    assert ledger.claim(4, 1, BOUND, in_order=False)
+    assert claim(ledger, 4, 1, BOUND, in_order=False)
     assert ledger.versions_needed(checkpoint_step=4) == [1, 2, 3, 4]
     ledger.commit(4, version(5, 5, 4))
     assert ledger.versions_needed(checkpoint_step=5) == [4, 5]

@@ -59,7 +59,7 @@ def join(ledger, name="w", role=Role.ROLLOUT) -> Member:
 def test_a_token_becomes_a_worker_that_its_secret_finds(ledger):
     token = ledger.issue_token(Role.TRAINER, MINUTES)
     joined = redeem(ledger, token, "box.local", {"slots": 8})
-    found = ledger.worker_of(joined.secret)
+    found = ledger.worker_by_secret(joined.secret)
     assert (found.name, found.role, found.state) == ("box.local", Role.TRAINER, ACTIVE)
     assert found.capabilities == {"slots": 8}
     assert found.joined_at == 1_000_000.0
@@ -81,7 +81,7 @@ def test_a_token_used_again_with_the_same_secret_is_the_same_worker(timed, clock
     assert redeem(timed, token, "first", {"slots": 8}, secret) == redeem(timed, token, "another", {}, secret) == first
     (worker,) = timed.list_workers()
     assert (worker.name, worker.role, worker.capabilities) == ("first", Role.TRAINER, {"slots": 8})
-    assert timed.worker_of(secret).name == "first"
+    assert timed.worker_by_secret(secret).name == "first"
 
 
 def test_a_secret_is_one_workers(ledger):
@@ -146,7 +146,7 @@ def test_names_are_plain_or_refused(tmp_path_factory, name):
 def test_secrets_and_tokens_are_nowhere_in_the_file(ledger, tmp_path):
     token = ledger.issue_token(Role.ROLLOUT, MINUTES)
     joined = redeem(ledger, token, "w")
-    ledger._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    ledger.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     for file in tmp_path.iterdir():
         data = file.read_bytes()
         assert token.encode() not in data
@@ -162,25 +162,25 @@ def test_secrets_and_tokens_are_256_bits_and_never_the_same(ledger):
 
 def test_a_wrong_secret_finds_nobody(ledger):
     joined = join(ledger)
-    assert ledger.worker_of(joined.secret[:-1]) is None
-    assert ledger.worker_of("") is None
+    assert ledger.worker_by_secret(joined.secret[:-1]) is None
+    assert ledger.worker_by_secret("") is None
 
 
 @pytest.mark.parametrize("start", WorkerState)
 @pytest.mark.parametrize("to", WorkerState)
 def test_workers_move_as_the_table_says_and_not_otherwise(ledger, start, to):
     secret = join(ledger).secret
-    ledger._db.execute("UPDATE workers SET state = ?", (start.value,))
+    ledger.execute("UPDATE workers SET state = ?", (start.value,))
     expected = to if to in MOVES[start] else start
     assert ledger.move_worker("w", to, "because") == expected
-    assert ledger.worker_of(secret).state == expected
+    assert ledger.worker_by_secret(secret).state == expected
 
 
 def test_leaving_does_not_end_a_quarantine(ledger):
     secret = join(ledger).secret
     ledger.move_worker("w", QUARANTINED, "log-probs could not be believed")
     ledger.move_worker("w", LEFT)
-    found = ledger.worker_of(secret)
+    found = ledger.worker_by_secret(secret)
     assert (found.state, found.reason) == (QUARANTINED, "log-probs could not be believed")
 
 
@@ -200,7 +200,7 @@ def test_the_list_tells_how_many_tasks_each_holds(ledger):
 def test_a_revocation_by_another_process_is_seen_at_once(ledger, tmp_path):
     joined = join(ledger)
     with Ledger(tmp_path / "ledger.sqlite", read_only=True) as reader:
-        assert reader.worker_of(joined.secret).state is ACTIVE
+        assert reader.worker_by_secret(joined.secret).state is ACTIVE
         script = """
             import sys
             from offbeat.ledger.ledger import Ledger
@@ -209,7 +209,7 @@ def test_a_revocation_by_another_process_is_seen_at_once(ledger, tmp_path):
                 ledger.move_worker("w", WorkerState.REVOKED, "lost")
         """
         subprocess.run([sys.executable, "-c", textwrap.dedent(script), tmp_path / "ledger.sqlite"], check=True)
-        found = reader.worker_of(joined.secret)
+        found = reader.worker_by_secret(joined.secret)
         assert (found.state, found.reason) == (REVOKED, "lost")
 
 
@@ -257,11 +257,11 @@ def test_a_token_that_threads_race_for_makes_exactly_one_worker(ledger, tmp_path
 
 def test_half_a_redemption_leaves_nothing(ledger):
     token = ledger.issue_token(Role.ROLLOUT, MINUTES)
-    ledger._db.execute(
+    ledger.execute(
         "CREATE TRIGGER stop BEFORE UPDATE ON join_tokens BEGIN SELECT RAISE(ABORT, 'the machine died'); END"
     )
     with pytest.raises(sqlite3.IntegrityError, match="the machine died"):
         redeem(ledger, token, "w")
     assert ledger.list_workers() == []
-    ledger._db.execute("DROP TRIGGER stop")
+    ledger.execute("DROP TRIGGER stop")
     assert redeem(ledger, token, "w").name == "w"

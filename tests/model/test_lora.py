@@ -9,13 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
 from offbeat.errors import UserError
-from offbeat.learn import attention
-from offbeat.learn.packing import pack
-from offbeat.learn.policy import AdamSettings, Policy
-from offbeat.learn.samples import Sample
 from offbeat.model.loading import state_tensors
 from offbeat.model.lora import (
-    Bare,
+    AdapterDisabled,
     Lora,
     adapter_tensors,
     attach,
@@ -26,9 +22,12 @@ from offbeat.model.lora import (
     merge,
     published_tensors,
 )
-from offbeat.weights.adapter import Adapter
+from offbeat.trainer import attention
+from offbeat.trainer.packing import Sample, pack
+from offbeat.trainer.policy import AdamSettings, Policy
 from offbeat.weights.digest import weights_digest
 from offbeat.weights.publish import Publisher
+from offbeat.weights.version import Adapter
 
 peft = pytest.importorskip("peft")
 CPU = torch.device("cpu")
@@ -153,11 +152,11 @@ def test_training_moves_the_adapter_and_no_bit_of_the_rest(dtype):
 def test_without_its_adapters_a_model_is_what_it_was_and_then_has_them_again():
     plain, model = make(), adapted()
     for each in (plain, model):
-        attention.use(each)
+        attention.use_packed_attention(each)
     policy, batch = Policy(model, AdamSettings()), pack([_sample()], [0], CPU)
     with_adapters = policy.logprobs(batch)
     expected = Policy(plain, AdamSettings()).logprobs(batch)
-    assert torch.equal(policy.logprobs(batch, Bare(model)), expected)
+    assert torch.equal(policy.logprobs(batch, AdapterDisabled(model)), expected)
     assert not torch.allclose(with_adapters, expected)
     assert torch.equal(policy.logprobs(batch), with_adapters)
     policy.forward_backward(batch, lambda found: -found.logprobs.sum())

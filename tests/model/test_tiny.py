@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat.data.arithmetic import Arithmetic, is_held_out, worked_answer
 from offbeat.model.loading import TINY_FOLDER, context_window, load_model, load_tokenizer, stop_token_ids
-from offbeat.tasks.arithmetic import Arithmetic, is_held_out, worked_answer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_tiny.py"
 

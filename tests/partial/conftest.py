@@ -1,14 +1,8 @@
-"""The bug classes of partial rollouts, a file each; they borrow helpers from the tests of workers and of the ledger."""
+"""The bug classes of partial rollouts, a file each."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-TESTS = Path(__file__).parent.parent
-sys.path += [str(TESTS / folder) for folder in ("rollout", "serve", "ledger")]  # after those of the tests' own
 
 
 @pytest.fixture(scope="session")

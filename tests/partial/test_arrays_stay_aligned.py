@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from desk import a_task
+from fake_coordinator import a_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from partial_scenes import assert_logprobs_are_the_versions_own, carry_on, handed_on, new_stepper
 
-from offbeat.learn.trainer import samples_of
+from offbeat.engines.embedded.weights import stage
+from offbeat.engines.protocol import Finish, Generation
 from offbeat.ledger.records import Batch, BatchGroup, Member
-from offbeat.rollout.engine import Finish, Generation
-from offbeat.rollout.engines.embedded.weights import stage
-from offbeat.rollout.running import append, begin
+from offbeat.trainer.packing import samples_of
 from offbeat.trajectory import Segment, SegmentError, Trajectory
+from offbeat.worker.worker import append, begin
 
 BUDGET = 24
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from desk import Desk, a_task
+from fake_coordinator import Desk, a_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from partial_scenes import END_TOKEN, SteppedEngine, carry_on_in_parts, handed_on, new_stepper, play
 from worker_scenes import at_work
 
-from offbeat.rollout.running import append, begin, request_for
-from offbeat.rollout.worker import Worker
 from offbeat.trajectory import End, Sampling, Segment, Task
+from offbeat.worker.worker import Worker, append, begin, request_for
 
 BUDGET = 12
 NUM_PROMPT = len(a_task(0).prompt)

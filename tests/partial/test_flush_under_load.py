@@ -17,28 +17,28 @@ from partial_scenes import (
     play,
 )
 
-from offbeat.rollout.engine import EngineError, Finish
-from offbeat.rollout.engines.embedded.stepper import Stepper
-from offbeat.rollout.engines.embedded.weights import stage
-from offbeat.rollout.running import Running, append, begin, request_for
+from offbeat.engines.embedded.stepper import Stepper
+from offbeat.engines.embedded.weights import stage
+from offbeat.engines.protocol import EngineError, Finish
+from offbeat.worker.worker import ActiveTask, append, begin, request_for
 
 BUDGET = 40
 NUM_PROMPT = len(own_task(0, 1).prompt)
 
 
-def submit(stepper: Stepper, running: Running) -> Running:
+def submit(stepper: Stepper, running: ActiveTask) -> ActiveTask:
     stepper.submit(request_for(running))
     return running
 
 
-def finish(stepper: Stepper, *all_running: Running) -> None:
+def finish(stepper: Stepper, *all_running: ActiveTask) -> None:
     by_id = {running.request_id: running for running in all_running}
     while not stepper.is_idle:
         for generation in stepper.step():
             assert append(by_id[generation.id].trajectory, generation)
 
 
-def under_load(stepper: Stepper) -> tuple[list[Running], list[Running]]:
+def under_load(stepper: Stepper) -> tuple[list[ActiveTask], list[ActiveTask]]:
     """Answers that run, and others that were cut and are still held."""
     running = [submit(stepper, begin(own_task(number, BUDGET))) for number in range(4)]
     cut = [submit(stepper, begin(own_task(number, BUDGET))) for number in range(4, 8)]
@@ -48,7 +48,7 @@ def under_load(stepper: Stepper) -> tuple[list[Running], list[Running]]:
     for generation in stepper.abort(list(by_id)):
         assert generation.finish is Finish.ABORT
         append(by_id[generation.id].trajectory, generation)
-    assert len(stepper.held) == 4
+    assert len(stepper.cached) == 4
     return running, [begin(handed_on(one.task, one)) for one in cut]
 
 
@@ -57,14 +57,14 @@ def test_after_an_update_under_load_nothing_is_taken_from_before_it(versions, ex
     stepper = new_stepper(exact=exact)
     with torch.inference_mode():
         running, cut = under_load(stepper)
-        before = stepper.figures
+        before = stepper.metrics
         stepper.load(1, stage(stepper.model, versions[1]))
-        assert len(stepper.held) == 0
+        assert len(stepper.cached) == 0
         for one in cut:
             submit(stepper, one)
         finish(stepper, *running, *cut)
-    assert stepper.figures.num_resumed_tokens == before.num_resumed_tokens == 0
-    assert stepper.figures.num_prefilled_tokens > before.num_prefilled_tokens
+    assert stepper.metrics.num_resumed_tokens == before.num_resumed_tokens == 0
+    assert stepper.metrics.num_prefilled_tokens > before.num_prefilled_tokens
     for one in (*running, *cut):
         assert [(s.version, s.kv_version) for s in one.trajectory.segments] == [(0, 0), (1, 1)]
     for one in (*running, *cut):
@@ -77,12 +77,12 @@ def test_without_an_update_what_was_cut_goes_on_where_it_was_held(exact):
     stepper = new_stepper(exact=exact)
     with torch.inference_mode():
         running, cut = under_load(stepper)
-        num_prefilled = stepper.figures.num_prefilled_tokens
+        num_prefilled = stepper.metrics.num_prefilled_tokens
         for one in cut:
             submit(stepper, one)
         finish(stepper, *running, *cut)
-    assert stepper.figures.num_resumed_tokens == 4 * (NUM_PROMPT + 10 - 1)
-    assert stepper.figures.num_prefilled_tokens == num_prefilled
+    assert stepper.metrics.num_resumed_tokens == 4 * (NUM_PROMPT + 10 - 1)
+    assert stepper.metrics.num_prefilled_tokens == num_prefilled
     for one in (*running, *cut):
         assert_logprobs_are_the_versions_own(one.trajectory)
 
@@ -92,7 +92,7 @@ def test_an_update_that_fails_under_load_says_so_and_leaves_old_weights_with_old
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     torn = replace(versions[1], path=tmp_path)
 
-    async def scenario() -> Running:
+    async def scenario() -> ActiveTask:
         engine, running = SteppedEngine(0), begin(own_task(1, BUDGET))
         waiting = asyncio.create_task(engine.generate(request_for(running)))
         await engine.take(10)
@@ -104,7 +104,7 @@ def test_an_update_that_fails_under_load_says_so_and_leaves_old_weights_with_old
         again = begin(handed_on(running.task, running))
         engine.steps_left = 10**9
         assert append(again.trajectory, await engine.generate(request_for(again)))
-        assert engine.figures.num_resumed_tokens == NUM_PROMPT + 10 - 1
+        assert engine.metrics.num_resumed_tokens == NUM_PROMPT + 10 - 1
         await engine.close()
         return again
 

@@ -9,12 +9,12 @@ import pytest
 from partial_scenes import until
 
 import offbeat
-from offbeat.learn.trainer import Trainer
+from offbeat.engines.embedded.stepper import Stepper
+from offbeat.engines.protocol import Generation
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Counts
-from offbeat.rollout.engine import Generation
-from offbeat.rollout.engines.embedded.stepper import Stepper
-from offbeat.watch.history import read_metrics
+from offbeat.observability.metric_files import read_metrics
+from offbeat.trainer.trainer import Trainer
 from offbeat.weights.version import Version
 
 TOLERANCE = 1e-5

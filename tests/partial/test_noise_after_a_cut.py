@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from desk import a_task
+from fake_coordinator import a_task
 from partial_scenes import VOCAB_SIZE, handed_on, new_stepper
 
-from offbeat.rollout.engines.embedded.stepper import Stepper
-from offbeat.rollout.running import append, begin, request_for
+from offbeat.engines.embedded.stepper import Stepper
 from offbeat.trajectory import Segment, Task
+from offbeat.worker.worker import append, begin, request_for
 
 BUDGET = 16
 HALF = BUDGET // 2

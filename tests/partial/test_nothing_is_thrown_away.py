@@ -15,8 +15,8 @@ from partial_scenes import (
     working,
 )
 
+from offbeat.engines.protocol import Generation, Request
 from offbeat.ledger.records import Counts
-from offbeat.rollout.engine import Generation, Request
 
 
 class CountingEngine(SteppedEngine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from desk import Desk
+from fake_coordinator import Desk
 from partial_scenes import (
     SteppedEngine,
     assert_logprobs_are_the_versions_own,
@@ -17,8 +17,8 @@ from partial_scenes import (
 )
 from worker_scenes import at_work
 
-from offbeat.rollout.engine import KvMode
-from offbeat.rollout.worker import Worker
+from offbeat.engines.protocol import KvMode
+from offbeat.worker.worker import Worker
 
 BUDGET = 40
 CUT = 15
@@ -43,7 +43,7 @@ def test_what_is_carried_on_after_an_update_attends_to_nothing_that_older_weight
             engine.steps_left = 10**9
             await desk.until(lambda: len(desk.done) == NUM_TASKS)
         await engine.close()
-        return desk, engine.figures.num_resumed_tokens
+        return desk, engine.metrics.num_resumed_tokens
 
     desk, num_resumed = play(scenario())
     assert num_resumed == 0, "something was taken from before the update"

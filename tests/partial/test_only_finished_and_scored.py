@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given, settings
@@ -10,21 +11,23 @@ from hypothesis import strategies as st
 from ledger_run import answer, new_groups, quick_folder, send, version
 
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Outcome, Scored
+from offbeat.ledger.records import LedgerTerms, Outcome, Scored
 from offbeat.trajectory import End, Reward, Task
 
 NUM_GROUPS = 3
 
 
 def rounds(folder: Path, **options) -> Ledger:
-    ledger = Ledger(folder / "l.sqlite", max_staleness=2, groups_per_step=NUM_GROUPS, stops=True, **options)
+    terms = LedgerTerms(max_staleness=2, groups_per_step=NUM_GROUPS, in_rounds=True, **options)
+    ledger = Ledger(folder / "l.sqlite", terms)
     ledger.publish(version(0, 0))
     ledger.admit(new_groups(ledger, NUM_GROUPS, size=2, require_version=None))
     return ledger
 
 
 def claim(ledger: Ledger, count: int = NUM_GROUPS):
-    return ledger.claim(0, count, 2, in_order=False)
+    ledger.terms = replace(ledger.terms, groups_per_step=count)
+    return ledger.claim(0, in_order=False)
 
 
 def test_a_beginning_is_not_delivered_nor_scored_and_nor_is_an_answer_without_a_reward(tmp_path):

@@ -6,13 +6,13 @@ import asyncio
 import random
 
 import pytest
-from desk import a_task
+from fake_coordinator import a_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from partial_scenes import SteppedEngine, Teacher, claim_while_generating, has_no_lease, play, until, whole, working
 
-from offbeat.rollout.engine import Finish
-from offbeat.rollout.running import begin, request_for
+from offbeat.engines.protocol import Finish
+from offbeat.worker.worker import begin, request_for
 
 BUDGET = 30
 FREELY = 10**9
@@ -86,9 +86,9 @@ def test_however_rounds_end_nothing_runs_between_them_and_every_answer_is_taken_
                     engine.steps_left = rng.choice([0, 0, 1, 3])
                 await until(lambda: has_no_lease(made), "the end of the round")
                 assert all(engine.is_idle for engine in engines), "something ran on after its round"
-                num_steps = [engine.figures.num_steps for engine in engines]
+                num_steps = [engine.metrics.num_steps for engine in engines]
                 await asyncio.sleep(rng.choice([0.0, 0.0, 0.02]))
-                assert [engine.figures.num_steps for engine in engines] == num_steps, "something began between rounds"
+                assert [engine.metrics.num_steps for engine in engines] == num_steps, "something began between rounds"
                 num_partials += made.step_figures()["partials"]
                 await teacher.commit()
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from partial_scenes import SteppedEngine, Teacher, claim_while_generating, has_no_lease, play, until, whole, working
 
+from offbeat.client.in_process import InProcessWorker
+from offbeat.coordinator.coordinator import Coordinator
 from offbeat.ledger.errors import Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Outcome
-from offbeat.serve.coordinator import Coordinator
-from offbeat.serve.inside import InsideWorker
 from offbeat.trajectory import Trajectory
 
 FREELY = 10**9
@@ -27,7 +27,7 @@ def looks(ledger: Ledger):
     found = []
     while True:
         try:
-            found.append(ledger.look(len(found) + 1))
+            found.append(ledger.task_detail(len(found) + 1))
         except Unknown:
             return found
 
@@ -37,7 +37,7 @@ def kept(ledger: Ledger) -> dict[int, list[int]]:
     return {one.task: one.trajectory.tokens.tolist() for one in looks(ledger) if one.trajectory is not None}
 
 
-class Witness(InsideWorker):
+class Witness(InProcessWorker):
     """Notes what was acknowledged, and tells when."""
 
     def __init__(self, made: Coordinator, name: str, happened: Callable[[str], None]):

@@ -6,12 +6,11 @@ import random
 
 import numpy as np
 import pytest
-from desk import a_task
+from fake_coordinator import a_task
 
-from offbeat.learn.advantages import ADVANTAGES
-from offbeat.learn.credit import credit
-from offbeat.learn.trainer import samples_of
 from offbeat.ledger.records import Batch, BatchGroup, Member
+from offbeat.trainer.advantages import ADVANTAGES, credit
+from offbeat.trainer.packing import samples_of
 from offbeat.trajectory import End, Segment
 
 SIZES = {7: 1, 3: 3, 11: 8}

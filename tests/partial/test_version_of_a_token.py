@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from desk import Desk, a_task
+from fake_coordinator import Desk, a_task
 from partial_scenes import (
     SteppedEngine,
     Teacher,
@@ -17,10 +17,10 @@ from partial_scenes import (
 )
 from worker_scenes import at_work
 
+from offbeat.client.in_process import InProcessWorker
 from offbeat.ledger.records import Outcome
-from offbeat.rollout.worker import Worker
-from offbeat.serve.inside import InsideWorker
 from offbeat.trajectory import Trajectory
+from offbeat.worker.worker import Worker
 
 
 def test_an_update_between_request_and_answer_splits_the_answer_where_it_came(versions):
@@ -45,7 +45,7 @@ def test_an_update_between_request_and_answer_splits_the_answer_where_it_came(ve
     assert_logprobs_are_the_versions_own(answer)
 
 
-class SlowLine(InsideWorker):
+class SlowLine(InProcessWorker):
     """Beginnings reach the coordinator only once the line is free."""
 
     def __init__(self, *args):

@@ -1,9 +1,15 @@
-"""An S3-compatible server for the tests of this folder, started when the first of them asks."""
+"""An S3-compatible server for the tests of this folder, started when the first of them asks; pieces and stores of
+peers."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from peer_machines import name
 from s3_server import KEY, SECRET, S3Server
+
+from offbeat.weights.piece_store import FolderStore
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +31,23 @@ def s3(s3_process: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Serv
     s3_process.make_bucket("bucket")
     yield s3_process
     s3_process.break_()
+
+
+@pytest.fixture
+def data() -> bytes:
+    """A piece."""
+    return os.urandom(300_000)
+
+
+@pytest.fixture
+def root_store(tmp_path: Path, data: bytes) -> FolderStore:
+    """That of the coordinator, which has the piece."""
+    store = FolderStore(tmp_path / "root")
+    store.put(name(data), data)
+    return store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FolderStore:
+    """That of a peer, empty."""
+    return FolderStore(tmp_path / "peer")

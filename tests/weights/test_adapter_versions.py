@@ -10,19 +10,24 @@ import torch
 from published import Faulty, Unreachable, flip
 from safetensors.torch import load_file
 
-from offbeat.weights.adapter import Adapter, base_digest, folder_digest
-from offbeat.weights.away import AwayPublisher
+from offbeat.tools.export import read
 from offbeat.weights.digest import adapter_digest, weights_digest
-from offbeat.weights.folder import ADAPTER_CONFIG, ADAPTER_FILE
+from offbeat.weights.download import StoreSources
 from offbeat.weights.manifest import Kind, Manifest
-from offbeat.weights.pieces import FolderStore
-from offbeat.weights.publish import Publisher
-from offbeat.weights.receive import Figures, Receiver
+from offbeat.weights.piece_store import FolderStore
+from offbeat.weights.publish import Publisher, RemotePublisher
+from offbeat.weights.receive import ReceiveFigures, Receiver
 from offbeat.weights.signing import SigningKey, open_sealed
-from offbeat.weights.sources import StoreSources
-from offbeat.weights.store import read
-from offbeat.weights.verify import WeightsError, verify
-from offbeat.weights.version import Version
+from offbeat.weights.version import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    Adapter,
+    Version,
+    WeightsError,
+    base_digest,
+    folder_digest,
+    verify,
+)
 
 BASE = {"embed": torch.randn(200, 96).bfloat16(), "norm": torch.randn(96)}
 CONFIG = json.dumps({"r": 2, "lora_alpha": 4, "target_modules": ["embed"]})
@@ -133,7 +138,7 @@ def test_a_base_whose_pieces_are_gone_is_published_again(run):
 
 
 def test_a_worker_fetches_the_base_once_and_then_adapters_alone(run):
-    told: list[Figures] = []
+    told: list[ReceiveFigures] = []
     receiver = run.receiver(report=told.append)
     here = [fetch(receiver, run.publish()) for _ in range(5)]
     assert all(is_version(version, number) for number, version in enumerate(here) if version.path.exists())
@@ -165,7 +170,7 @@ def test_an_adapter_that_is_damaged_on_a_workers_disk_is_fetched_again(run):
 
 def test_a_trainer_elsewhere_keeps_the_base_in_its_store(tmp_path):
     run = Run(tmp_path)
-    run.publisher = AwayPublisher(
+    run.publisher = RemotePublisher(
         tmp_path / "weights", run.store, run.key, run.publisher.anchoring, run.adapter, clears_store=True
     )
     for _ in range(12):

@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 from offbeat.weights.assemble import assemble
 from offbeat.weights.codec import encode
 from offbeat.weights.digest import PIECE_BYTES, file_digest, weights_digest
-from offbeat.weights.folder import FILE_NAME
 from offbeat.weights.manifest import Base, Coding, Kind, Manifest, Part, PieceEntry, TensorEntry, tensors_digest
-from offbeat.weights.verify import WeightsError
+from offbeat.weights.version import FILE_NAME, WeightsError
 
 NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}
 

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from offbeat.weights.collect import SPARED_S, collect, needed
 from offbeat.weights.manifest import Base, Kind, Manifest, PieceEntry, manifest_digest, tensors_digest
-from offbeat.weights.pieces import FolderStore, StoreError, open_store
+from offbeat.weights.piece_store import FolderStore, StoreError, open_store
 from offbeat.weights.signing import SigningKey, open_sealed, seal
 
 KEY, OTHER = SigningKey(bytes(range(32))), SigningKey(bytes(32))

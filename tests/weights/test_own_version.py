@@ -20,21 +20,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat.control.chain import Anchoring
-from offbeat.learn.policy import AdamSettings, Policy
-from offbeat.learn.samples import Sample
-from offbeat.learn.step import StepSettings, train_step
+from offbeat.data.arithmetic import Arithmetic
+from offbeat.engines.embedded import EmbeddedEngine
+from offbeat.engines.protocol import Generation, Request
 from offbeat.model.loading import load_model, load_state, load_tokenizer, state_tensors, stop_token_ids
-from offbeat.reward.verifiers import number as reward_of
-from offbeat.rollout.engine import Generation, Request
-from offbeat.rollout.engines.embedded import EmbeddedEngine
-from offbeat.tasks.arithmetic import Arithmetic
+from offbeat.rewards.verifiers import number as reward_of
+from offbeat.trainer.packing import Sample
+from offbeat.trainer.policy import AdamSettings, Policy
+from offbeat.trainer.step import StepSettings, train_step
 from offbeat.trajectory import Sampling
-from offbeat.weights.pieces import FolderStore
+from offbeat.weights.download import StoreSources
+from offbeat.weights.manifest import Anchoring
+from offbeat.weights.piece_store import FolderStore
 from offbeat.weights.publish import Publisher
-from offbeat.weights.receive import Figures, Receiver
+from offbeat.weights.receive import ReceiveFigures, Receiver
 from offbeat.weights.signing import SigningKey
-from offbeat.weights.sources import StoreSources
 from offbeat.weights.version import Version
 
 MODEL = "offbeat-tiny"
@@ -88,7 +88,7 @@ class Worker:
                 parameter.zero_()
         self.engine = EmbeddedEngine(model, num_slots=4, max_context_tokens=160)
 
-    def _note(self, figures: Figures) -> None:
+    def _note(self, figures: ReceiveFigures) -> None:
         self.fetched += figures.num_bytes
 
     async def take(self, version: Version) -> None:

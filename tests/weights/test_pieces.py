@@ -14,7 +14,7 @@ from blake3 import blake3
 from faulty_disk import no_file_over, small_disk
 
 from offbeat.weights.manifest import ManifestError, manifest_digest
-from offbeat.weights.pieces import FolderStore, PieceDamaged, PieceMissing, PieceStore, StoreError, open_store
+from offbeat.weights.piece_store import FolderStore, PieceDamaged, PieceMissing, PieceStore, StoreError, open_store
 from offbeat.weights.signing import SigningKey, seal
 
 KEY = SigningKey(bytes(range(32)))
@@ -121,7 +121,7 @@ def test_the_same_manifest_again_changes_nothing_and_another_seal_is_refused(sto
     digest, sealed = sealed_manifest(1)
     store.put_manifest(3, digest, sealed)
     store.put_manifest(3, digest, sealed)
-    with pytest.raises(StoreError, match=r"sealed by somebody else before; give each run a store of its own"):
+    with pytest.raises(StoreError, match=r"sealed by another key before; give each run a store of its own"):
         store.put_manifest(3, *sealed_manifest(1, SigningKey.generate()))
     assert store.get_manifest(3, digest) == sealed
 
@@ -305,10 +305,10 @@ def test_a_flush_that_fails_is_tried_again_by_the_next(tmp_path, monkeypatch):
     def broken(folder: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("offbeat.weights.pieces.fsync_folder", broken)
+    monkeypatch.setattr("offbeat.weights.piece_store.fsync_folder", broken)
     with pytest.raises(StoreError, match=r"cannot be flushed: Input/output error; see that the disk works"):
         store.sync()
-    monkeypatch.setattr("offbeat.weights.pieces.fsync_folder", flushed.append)
+    monkeypatch.setattr("offbeat.weights.piece_store.fsync_folder", flushed.append)
     store.sync()
     assert {tmp_path, tmp_path / "pieces", tmp_path / "pieces" / digest[:2]} <= set(flushed)
     flushed.clear()
@@ -320,7 +320,7 @@ def test_what_an_earlier_process_put_and_did_not_flush_is_flushed_before_a_manif
     digest, data = piece(1)
     FolderStore(tmp_path).put(digest, data)
     flushed = []
-    monkeypatch.setattr("offbeat.weights.pieces.fsync_folder", flushed.append)
+    monkeypatch.setattr("offbeat.weights.piece_store.fsync_folder", flushed.append)
     FolderStore(tmp_path).put_manifest(1, *sealed_manifest(1))
     assert {tmp_path / "pieces", tmp_path / "pieces" / digest[:2]} <= set(flushed)
 
@@ -329,7 +329,7 @@ PUT_FOREVER = """
 import sys
 from pathlib import Path
 from blake3 import blake3
-from offbeat.weights.pieces import FolderStore
+from offbeat.weights.piece_store import FolderStore
 store = FolderStore(Path(sys.argv[1]))
 for seed in range(1_000_000):
     data = blake3(str(seed).encode()).digest(300_000)

@@ -4,14 +4,12 @@ import pytest
 import torch
 from publishing import KEY, Run, nudge, same, some
 
-from offbeat.control.chain import Anchoring
 from offbeat.weights.digest import PIECE_BYTES, file_digest, weights_digest
-from offbeat.weights.folder import FILE_NAME
-from offbeat.weights.manifest import Coding, Kind, Manifest
-from offbeat.weights.pieces import FolderStore, StoreError
+from offbeat.weights.manifest import Anchoring, Coding, Kind, Manifest
+from offbeat.weights.piece_store import FolderStore, StoreError
 from offbeat.weights.publish import Publisher
 from offbeat.weights.signing import open_sealed
-from offbeat.weights.verify import WeightsError
+from offbeat.weights.version import FILE_NAME, WeightsError
 
 
 @pytest.fixture

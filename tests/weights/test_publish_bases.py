@@ -9,16 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from publishing import KEY, Run, nudge, same, some
 
-from offbeat.control.chain import Anchoring
 from offbeat.errors import OffbeatError
-from offbeat.weights import parallel
+from offbeat.weights import safetensor_file
 from offbeat.weights.assemble import assemble
 from offbeat.weights.digest import PIECE_BYTES, file_digest, weights_digest
-from offbeat.weights.folder import FILE_NAME
-from offbeat.weights.manifest import Kind
+from offbeat.weights.manifest import Anchoring, Kind
 from offbeat.weights.publish import Publisher
 from offbeat.weights.signing import SigningKey
-from offbeat.weights.verify import WeightsError
+from offbeat.weights.version import FILE_NAME, WeightsError
 
 
 @pytest.fixture
@@ -53,6 +51,13 @@ def test_a_version_whose_parent_is_not_the_last_one_written_stands_on_its_parent
     delta = run.write(tensors, parent=0)
     assert (delta.kind, delta.base.number) == (Kind.DELTA, 0)
     assert same(run.fetch(3), tensors)
+
+
+def test_without_deltas_every_version_is_full_and_names_no_other(tmp_path):
+    run, tensors = Run(tmp_path, Anchoring(every=0)), some()
+    manifests = [run.write(nudge(tensors, seed)) for seed in range(3)]
+    assert [(found.kind, found.base, found.delta) for found in manifests] == [(Kind.FULL, None, None)] * 3
+    assert same(run.fetch(2), nudge(tensors, 2))
 
 
 def test_after_a_restart_the_parent_is_taken_up_where_it_is_whole(tmp_path):
@@ -120,13 +125,13 @@ def test_two_who_publish_the_same_number_never_mix(run):
 
 def test_who_loses_a_race_for_a_number_is_told(run, monkeypatch):
     other = Publisher(run.folder / "weights", run.store, KEY)
-    settle = run.publisher._settle
+    settle = run.publisher._put_in_place
 
     def settle_late(*words):
         other.write(0, 0, None, nudge(some()))
         settle(*words)
 
-    monkeypatch.setattr(run.publisher, "_settle", settle_late)
+    monkeypatch.setattr(run.publisher, "_put_in_place", settle_late)
     with pytest.raises(WeightsError, match="cannot write the weights of step 0"):
         run.publisher.write(0, 0, None, some())
     assert same(run.publisher.path(0), nudge(some()))
@@ -187,7 +192,7 @@ def test_whatever_changes_a_follower_and_a_joiner_hold_what_was_published(tmp_pa
 
 @pytest.mark.full
 def test_memory_holds_a_few_parts_whatever_the_model_weighs(run, monkeypatch):
-    monkeypatch.setattr(parallel, "MAX_THREADS", 1)
+    monkeypatch.setattr(safetensor_file, "MAX_THREADS", 1)
     tensors = {f"{index}": torch.zeros(PIECE_BYTES, dtype=torch.bfloat16) for index in range(8)}  # 256 MiB
     run.write(tensors)
     for tensor in tensors.values():
@@ -209,8 +214,8 @@ def test_the_parts_error_ends_the_pass_and_no_thread_works_on():
             raise OffbeatError("no more")
         return item
 
-    done = parallel.in_parallel(work, range(1000))
+    done = safetensor_file.in_parallel(work, range(1000))
     assert [next(done) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(OffbeatError, match="no more"):
         next(done)
-    assert len(begun) < 3 + 2 * parallel.MAX_THREADS
+    assert len(begun) < 3 + 2 * safetensor_file.MAX_THREADS

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.weights.ranges import RangeError, byte_range
+from offbeat.net import RangeError, byte_range
 
 PLACES = st.integers(0, 40)
 

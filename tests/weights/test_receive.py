@@ -6,11 +6,11 @@ import pytest
 from published import Faulty, Run, Unreachable, pieces_in
 from receiving import fetch, manifest_of, names
 
+from offbeat.tools.export import read
+from offbeat.weights.download import StoreSources
 from offbeat.weights.manifest import Kind, Manifest
-from offbeat.weights.receive import Figures, Receiver
+from offbeat.weights.receive import ReceiveFigures, Receiver
 from offbeat.weights.signing import open_sealed
-from offbeat.weights.sources import StoreSources
-from offbeat.weights.store import read
 from offbeat.weights.version import Version
 
 
@@ -30,14 +30,14 @@ def twin_of(run: Run, manifest: Manifest) -> Manifest:
 
 
 def test_who_follows_fetches_what_changed_in_an_anchor_and_who_joins_late_takes_it_whole(run):
-    figures = list[Figures]()
+    figures = list[ReceiveFigures]()
     follower = run.receiver("follower", report=figures.append)
     for _ in range(9):  # every fourth is an anchor
         run.check(fetch(follower, run.publish()), run.versions[-1])
     kinds = [list(figure.num_bytes) for figure in figures]
     assert kinds == [["full"], *[["delta"]] * 8]
     assert manifest_of(run, run.versions[8]).kind is Kind.FULL
-    late = list[Figures]()
+    late = list[ReceiveFigures]()
     run.check(fetch(run.receiver("late", report=late.append), run.versions[8]), run.versions[8])
     assert [list(figure.num_bytes) for figure in late] == [["full"]]
 
@@ -46,7 +46,7 @@ def test_who_follows_fetches_what_changed_in_an_anchor_and_who_joins_late_takes_
 def test_who_missed_an_anchor_goes_through_it_by_what_changed(run, has):
     for _ in range(7):  # versions 0 and 4 are full
         run.publish()
-    figures = list[Figures]()
+    figures = list[ReceiveFigures]()
     receiver = run.receiver(report=figures.append)
     fetch(receiver, run.versions[has])
     figures.clear()
@@ -56,7 +56,7 @@ def test_who_missed_an_anchor_goes_through_it_by_what_changed(run, has):
 
 def test_an_anchor_is_taken_whole_where_what_changed_since_weighs_more(run):
     first = run.publish()
-    receiver, figures = run.receiver(report=lambda found: figures.append(found)), list[Figures]()
+    receiver, figures = run.receiver(report=lambda found: figures.append(found)), list[ReceiveFigures]()
     fetch(receiver, first)
     for _ in range(4):
         run.publish(num_changed=100_000)
@@ -65,7 +65,7 @@ def test_an_anchor_is_taken_whole_where_what_changed_since_weighs_more(run):
 
 
 def test_the_first_version_comes_whole(run):
-    figures: list[Figures] = []
+    figures: list[ReceiveFigures] = []
     version = run.publish()
     here = fetch(run.receiver(report=figures.append), version)
     run.check(here, version)
@@ -76,7 +76,7 @@ def test_the_first_version_comes_whole(run):
 
 
 def test_who_follows_fetches_what_changed(run):
-    figures: list[Figures] = []
+    figures: list[ReceiveFigures] = []
     receiver = run.receiver(report=figures.append)
     for _ in range(3):
         version = run.publish()
@@ -89,7 +89,7 @@ def test_who_follows_fetches_what_changed(run):
 def test_who_joins_late_takes_the_newest_anchor_and_the_chain_behind_it(run):
     for _ in range(7):
         version = run.publish()
-    figures: list[Figures] = []
+    figures: list[ReceiveFigures] = []
     sources = Faulty(run.store)
     run.check(fetch(run.receiver(sources=sources, report=figures.append), version), version)
     assert figures[0].num_applied == 3
@@ -103,7 +103,7 @@ def test_who_missed_some_goes_on_from_what_it_has(run):
     fetch(receiver, first)
     run.publish()
     version = run.publish()
-    figures: list[Figures] = []
+    figures: list[ReceiveFigures] = []
     receiver = run.receiver(report=figures.append)
     run.check(fetch(receiver, version), version)
     assert (figures[0].num_applied, set(figures[0].num_bytes)) == (2, {"delta"})
@@ -141,7 +141,7 @@ def test_an_older_version_than_the_one_that_is_here_can_be_had(run):
 
 def test_a_few_versions_are_kept_with_their_pieces_and_nothing_else(run):
     receiver = run.receiver()
-    folder = receiver.shelf.folder
+    folder = receiver.cache.folder
     (folder / ".00000099-aa.draft").mkdir(parents=True)
     (folder / "pieces" / "ab").mkdir(parents=True)
     (folder / "pieces" / "ab" / f"{'ab' * 32}.part").write_bytes(b"left by a process that died")
@@ -155,7 +155,7 @@ def test_a_few_versions_are_kept_with_their_pieces_and_nothing_else(run):
 
 
 def test_another_run_s_versions_are_neither_mistaken_for_ours_nor_crowd_them_out(run, tmp_path):
-    folder = run.receiver().shelf.folder
+    folder = run.receiver().cache.folder
     for _ in range(5):
         run.publish()
         fetch(run.receiver(), run.versions[-1])

@@ -85,7 +85,7 @@ class Receiving(RuleBasedStateMachine):
     def harm_a_receiver(self, who, which, position, is_cut, is_replaced):
         """Who goes on sees that a file was written to; what a disk does by itself is found by who starts anew."""
         who %= len(self.receivers)
-        files = sorted(path for path in self.receivers[who].shelf.folder.rglob("*") if path.is_file())
+        files = sorted(path for path in self.receivers[who].cache.folder.rglob("*") if path.is_file())
         files = [path for path in files if path.stat().st_size]
         if files:
             path = files[which % len(files)]

@@ -11,12 +11,11 @@ from published import Faulty, Run, flip, pieces_in
 from receiving import fetch, manifest_of, names
 
 from offbeat.errors import OffbeatError
+from offbeat.weights.download import StoreSources
 from offbeat.weights.manifest import manifest_digest
-from offbeat.weights.receive import Figures
+from offbeat.weights.receive import ReceiveFigures
 from offbeat.weights.signing import SigningKey, open_sealed, seal
-from offbeat.weights.sources import StoreSources
-from offbeat.weights.verify import WeightsError
-from offbeat.weights.version import Version
+from offbeat.weights.version import Version, WeightsError
 
 
 @pytest.fixture
@@ -46,8 +45,8 @@ def test_a_piece_that_always_arrives_damaged_is_given_up_by_name(run, harm):
     piece = manifest_of(run, version).pieces[0].digest
     with pytest.raises(WeightsError, match=rf"version 0 .*piece {piece} arrived damaged 3 times"):
         fetch(receiver, version)
-    assert names(receiver.shelf.folder) == []
-    assert pieces_in(receiver.shelf.folder) == []
+    assert names(receiver.cache.folder) == []
+    assert pieces_in(receiver.cache.folder) == []
 
 
 def test_a_line_that_breaks_costs_only_what_had_not_arrived(run):
@@ -84,7 +83,7 @@ def test_where_the_chain_has_a_gap_a_copy_of_the_whole_file_takes_its_place(run)
     run.store.delete([], [(1, second.manifest)])
     with pytest.raises(WeightsError, match="version 2 cannot be had: version 1: no manifest"):
         fetch(run.receiver(), third)
-    figures: list[Figures] = []
+    figures: list[ReceiveFigures] = []
     receiver = run.receiver(copy=run.copy, report=figures.append)
     run.check(fetch(receiver, third), third)
     assert (figures[0].num_applied, set(figures[0].num_bytes)) == (0, {"copy"})
@@ -99,19 +98,19 @@ def test_a_copy_that_is_damaged_is_never_taken(run):
     receiver = run.receiver(copy=run.copy)
     with pytest.raises(WeightsError, match=r"version 0 cannot be had: .*; nor as a whole file: it arrived damaged 3"):
         fetch(receiver, version)
-    assert names(receiver.shelf.folder) == []
+    assert names(receiver.cache.folder) == []
 
 
 def test_peers_can_be_told_of_everything_that_arrives_and_what_is_still_expected(run):
     version, seen = run.publish(), []
-    receiver = run.receiver(arrived=lambda: seen.append((len(pieces_in(folder)), set(receiver.incoming.expected))))
-    folder = receiver.shelf.folder
+    receiver = run.receiver(arrived=lambda: seen.append((len(pieces_in(folder)), set(receiver.downloads.expected))))
+    folder = receiver.cache.folder
     fetch(receiver, version)
     (piece,) = manifest_of(run, version).pieces
     assert seen == [(0, set()), (1, set())]
 
     seen.clear()
-    asking = Faulty(run.store, lambda digest, path: seen.append(set(other.incoming.expected)))
+    asking = Faulty(run.store, lambda digest, path: seen.append(set(other.downloads.expected)))
     other = run.receiver("other", sources=asking)
     fetch(other, version)
     assert seen == [{piece.digest}]
@@ -225,7 +224,7 @@ def test_a_base_that_was_damaged_on_this_disk_is_not_built_upon(run):
     receiver = run.receiver()
     here = fetch(receiver, run.publish())
     flip(here.path / "model.safetensors", -5)
-    figures: list[Figures] = []
+    figures: list[ReceiveFigures] = []
     receiver = run.receiver(report=figures.append)
     version = run.publish()
     run.check(fetch(receiver, version), version)
@@ -233,7 +232,7 @@ def test_a_base_that_was_damaged_on_this_disk_is_not_built_upon(run):
 
 
 def test_a_base_whose_damage_nobody_could_see_is_found_out_and_nothing_here_is_built_upon(run):
-    figures: list[Figures] = []
+    figures: list[ReceiveFigures] = []
     receiver = run.receiver(report=figures.append)
     here = [fetch(receiver, run.publish()) for _ in range(2)][-1]
     for position in range(-1400, -1000):  # in a tensor that the next version changes
@@ -253,7 +252,7 @@ def test_pieces_that_an_earlier_process_left_are_used_if_they_are_right(run):
     run.check(fetch(run.receiver(sources=again), version), version)
     assert again.asked == []
     asyncio.run(receiver.discard(version))
-    flip(pieces_in(receiver.shelf.folder)[0], keep_time=True)
+    flip(pieces_in(receiver.cache.folder)[0], keep_time=True)
     run.check(fetch(run.receiver(sources=again), version), version)
     assert len(again.asked) == 1
 

@@ -13,10 +13,9 @@ from blake3 import blake3
 from s3_server import KEY, SECRET, S3Server
 
 from offbeat.errors import UserError
-from offbeat.weights import remote
+from offbeat.weights import piece_store
 from offbeat.weights.manifest import manifest_digest
-from offbeat.weights.pieces import PieceMissing, StoreError, open_store
-from offbeat.weights.remote import RemoteStore
+from offbeat.weights.piece_store import PieceMissing, RemoteStore, StoreError, open_store
 from offbeat.weights.signing import SigningKey, seal
 
 fsspec = pytest.importorskip("fsspec", reason="needs the extra 'remote'")
@@ -29,8 +28,8 @@ NAME, SEALED = manifest_digest(MANIFEST), seal(MANIFEST, SigningKey.generate())
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(remote, "MAX_PAUSE_S", 0.02)
+    monkeypatch.setattr(piece_store, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(piece_store, "MAX_PAUSE_S", 0.02)
 
 
 @pytest.fixture
@@ -68,7 +67,9 @@ def test_a_store_that_keeps_failing_is_given_up_and_named(s3: S3Server, url: str
     s3.break_(num_busy=1_000_000)
     with pytest.raises(StoreError, match=rf"{url}/pieces/.*: cannot be written: .*; see that it can be reached$"):
         store.put(DIGEST, DATA)
-    assert remote.MAX_ATTEMPTS <= s3.num_calls("PUT") <= 6 * remote.MAX_ATTEMPTS  # its client tries again by itself
+    assert (
+        piece_store.MAX_ATTEMPTS <= s3.num_calls("PUT") <= 6 * piece_store.MAX_ATTEMPTS
+    )  # its client tries again by itself
     with pytest.raises(StoreError, match=rf"{url}/pieces/.*: cannot be looked up: .*; see that it can be reached$"):
         store.size(DIGEST)
 
@@ -142,7 +143,7 @@ def test_a_users_own_settings_of_the_client_hold(s3: S3Server, url: str, monkeyp
     own = {**fsspec.config.conf["s3"], "config_kwargs": {"read_timeout": 7, "s3": {"addressing_style": "path"}}}
     monkeypatch.setitem(fsspec.config.conf, "s3", own)
     used = RemoteStore(url)._files.config_kwargs
-    assert (used["read_timeout"], used["connect_timeout"]) == (7, remote.CONNECT_WITHIN_S)
+    assert (used["read_timeout"], used["connect_timeout"]) == (7, piece_store.CONNECT_WITHIN_S)
     assert used["s3"] == {"addressing_style": "path"}
 
 
@@ -160,7 +161,7 @@ def test_of_two_that_seal_the_same_manifest_at_once_the_one_that_loses_is_told(m
     store, theirs = RemoteStore(f"memory://{secrets.token_hex(8)}"), seal(MANIFEST, SigningKey.generate())
     write = store._files.pipe_file
     monkeypatch.setattr(store._files, "pipe_file", lambda path, data: (write(path, data), write(path, theirs)))
-    with pytest.raises(StoreError, match="sealed by somebody else"):
+    with pytest.raises(StoreError, match="sealed by another key"):
         store.put_manifest(1, NAME, SEALED)
     assert store.get_manifest(1, NAME) == theirs
 
@@ -202,7 +203,7 @@ def test_a_url_that_nothing_can_reach_is_a_users_mistake():
 
 
 def test_without_fsspec_the_error_says_what_to_install():
-    code = "import sys; sys.modules['fsspec'] = None\nfrom offbeat.weights.pieces import open_store\nopen_store('s3://b/x')"
+    code = "import sys; sys.modules['fsspec'] = None\nfrom offbeat.weights.piece_store import open_store\nopen_store('s3://b/x')"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": ":".join(filter(None, sys.path))},

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from published import Run
 
+from offbeat.weights.download import StoreSources
 from offbeat.weights.manifest import Kind, Manifest, manifest_digest
 from offbeat.weights.signing import SigningKey, seal
-from offbeat.weights.sources import StoreSources
 
 
 def kind_of(sealed: bytes) -> Kind:

@@ -2,11 +2,10 @@ import pytest
 import torch
 from blake3 import blake3
 
+from offbeat.tools.export import read
 from offbeat.weights.digest import PIECE_BYTES, file_digest, tensor_digest, weights_digest
-from offbeat.weights.folder import FILE_NAME
 from offbeat.weights.publish import Publisher
-from offbeat.weights.store import read
-from offbeat.weights.verify import WeightsError
+from offbeat.weights.version import FILE_NAME, WeightsError
 
 
 def tensors(seed=0):

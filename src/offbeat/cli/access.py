@@ -1,6 +1,6 @@
-"""`offbeat worker token | list | revoke`: who may take part in a run.
+"""`offbeat worker token | list | revoke`: access to a run.
 
-These write to the run's ledger themselves, whether or not its coordinator runs; it sees them at once.
+These commands write to the run's ledger, whether or not its coordinator runs; it sees the changes at once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from offbeat.spelling import nearest
 if TYPE_CHECKING:
     from offbeat.cli.parser import Parser
     from offbeat.ledger.ledger import Ledger
-    from offbeat.ledger.workers import Worker
+    from offbeat.ledger.workers import WorkerRecord
 
 ACTIONS = {
     "token": "a token that one worker can join with, once",
-    "list": "who has joined, and how they do",
-    "revoke": "a worker's secret is worth nothing from now on",
+    "list": "the workers that have joined",
+    "revoke": "make a worker's secret invalid",
 }
 ROLES = ("rollout", "reward", "trainer")
 DEFAULT_MINUTES = 15.0
@@ -37,7 +37,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="with revoke: the worker")
     parser.add_argument("--role", choices=ROLES, help="with token: what the worker may do (rollout)")
     parser.add_argument("--minutes", type=float, help=f"with token: how long it can be used ({DEFAULT_MINUTES:g})")
-    parser.add_argument("--reason", help="with revoke: what the worker is told")
+    parser.add_argument("--reason", help="with revoke: the reason that the worker sees")
     parser.add_argument("--json", action="store_true", help="with list: one line of JSON")
 
 
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def issue_token(folder: Path, role: str = "rollout", minutes: float = DEFAULT_MINUTES) -> int:
-    """Prints a token and nothing else, so that it can be piped to where it belongs."""
+    """Prints a token and nothing else, so that it can be piped."""
     from offbeat.ledger.workers import Role
 
     with _ledger(folder) as ledger, ledger.naming_damage():
@@ -81,14 +81,14 @@ def revoke(folder: Path, name: str, reason: str | None = None) -> int:
             ledger.move_worker(name, WorkerState.REVOKED, reason)
         except Unknown:
             near = nearest(name, [worker.name for worker in ledger.list_workers()])
-            hint = f"did you mean {near}?" if near else f"offbeat worker list {folder} tells who has"
+            hint = f"did you mean {near}?" if near else f"offbeat worker list {folder} lists those that did"
             raise UserError(f"{name}: never joined this run; {hint}") from None
     print(f"{name}: revoked")
     return 0
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuses options that mean nothing with the action, which would otherwise seem to be obeyed."""
+    """Refuses options that have no effect with the action."""
     belongs = {"name": "revoke", "reason": "revoke", "role": "token", "minutes": "token", "json": "list"}
     for name, action in belongs.items():
         if getattr(arguments, name) not in (None, False) and arguments.action != action:
@@ -107,9 +107,9 @@ def _ledger(folder: Path, *, read_only: bool = False) -> Ledger:
     return Ledger(file, read_only=read_only, must_exist=True)
 
 
-def _lines(found: list[Worker]) -> list[str]:
+def _lines(found: list[WorkerRecord]) -> list[str]:
     if not found:
-        return ["nobody has joined; offbeat worker token RUN gives a token to join with"]
+        return ["no worker has joined; offbeat worker token RUN prints a token to join with"]
     lines = [f"{'worker':<24} {'role':<8} {'state':<12} {'leased':>6} {'compared':>10} {'off':>7}  joined"]
     for worker in found:
         joined = time.strftime("%Y-%m-%d %H:%M", time.localtime(worker.joined_at))

@@ -15,8 +15,8 @@ from offbeat.cli.parser import Parser
 from offbeat.errors import UserError
 
 if TYPE_CHECKING:
-    from offbeat.plan.cost.constants import Constants
-    from offbeat.plan.inputs.workload import ModelShape
+    from offbeat.planner.cost.constants import Constants
+    from offbeat.planner.inputs.workload import ModelShape
 
 PACKAGES = ("offbeat", "torch", "transformers")
 MEASURING_ALONE = ("quick", "accelerator", "tflops", "memory_gb", "bandwidth_tb_s")
@@ -39,15 +39,14 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     _check_words(arguments)
     if arguments.measure:
         return _measure(arguments)
-    from offbeat.plan.cost.calibrate import fit_file
-    from offbeat.plan.cost.constants import save
-    from offbeat.plan.cost.measured import read
+    from offbeat.planner.cost.calibrate import fit_file, read
+    from offbeat.planner.cost.constants import save
 
     measured = read(Path(arguments.measurements))
     constants = fit_file(measured, _shape(arguments.model))
     _write(arguments.out, lambda out: save(constants, out))
     for name in constants.of_accelerator:
-        print(_tell(constants, name))
+        print(_summary(constants, name))
     print(f"{arguments.out}: for offbeat plan --constants {arguments.out}")
     return 0
 
@@ -70,9 +69,9 @@ def _check_words(arguments: argparse.Namespace) -> None:
 
 
 def _shape(model: str) -> ModelShape:
-    """Of a name that is known, of a config.json or of a folder that holds one."""
+    """The shape of a model that is known by name, or of a config.json or its folder."""
     from offbeat.model.loading import TINY, TINY_FOLDER
-    from offbeat.plan.inputs.shapes import known_model, read_config
+    from offbeat.planner.inputs.model_shapes import known_model, read_config
 
     if model == TINY:
         return dataclasses.replace(read_config(TINY_FOLDER), name=TINY)
@@ -85,24 +84,23 @@ def _shape(model: str) -> ModelShape:
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    from offbeat.launch.machine_figures import FIGURES, figures_of
-    from offbeat.launch.measure import CPU, GPU, QUICK, measure
     from offbeat.model.devices import pick_device, pick_dtype
     from offbeat.model.loading import resolve
-    from offbeat.plan.cost.measured import EMBEDDED, Machine, write
-    from offbeat.plan.inputs.shapes import read_config
+    from offbeat.planner.cost.calibrate import EMBEDDED, MeasuredMachine, write
+    from offbeat.planner.inputs.model_shapes import read_config
+    from offbeat.tools.measure import CPU_SIZES, FIGURES, GPU, QUICK, figures_of, measure
 
     device = pick_device()
     dtype = pick_dtype("auto", device)
     shape = dataclasses.replace(
         read_config(resolve(arguments.model)), bytes_per_weight=dtype.itemsize, bytes_per_kv=dtype.itemsize
     )
-    told = {name: value for name in FIGURES if (value := getattr(arguments, name)) is not None}
-    name, found = figures_of(device, arguments.accelerator, told)
+    given = {name: value for name in FIGURES if (value := getattr(arguments, name)) is not None}
+    name, found = figures_of(device, arguments.accelerator, given)
     figures = {figure: float(f"{value:.4g}") for figure, value in found.items()}  # a cluster's file says the same
-    sizes = QUICK if arguments.quick else CPU if device.type == "cpu" else GPU
+    sizes = QUICK if arguments.quick else CPU_SIZES if device.type == "cpu" else GPU
     measurements = measure(arguments.model, shape, dtype, device, name, sizes)
-    machine = Machine(
+    machine = MeasuredMachine(
         name,
         **figures,
         bytes_per_weight=dtype.itemsize,
@@ -138,13 +136,13 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _tell(constants: Constants, name: str) -> str:
-    """What was fitted, how far off it was on what it had not seen, and what nobody measured."""
-    from offbeat.plan.cost.constants import NAMES, Source
+def _summary(constants: Constants, name: str) -> str:
+    """The fitted constants, their held-out errors, and the constants that stay defaults."""
+    from offbeat.planner.cost.constants import NAMES, FigureSource
 
     figures = dataclasses.asdict(constants.of(name))
-    fitted = [f"{one} {figures[one]:.3g}" for one in NAMES if constants.source(name, one) == Source.FITTED]
-    guessed = [f"{one} {figures[one]:.3g}" for one in NAMES if constants.source(name, one) == Source.DEFAULT]
+    fitted = [f"{one} {figures[one]:.3g}" for one in NAMES if constants.source(name, one) == FigureSource.FITTED]
+    guessed = [f"{one} {figures[one]:.3g}" for one in NAMES if constants.source(name, one) == FigureSource.DEFAULT]
     lines = [f"{name}", f"  fitted    {', '.join(fitted)}"]
     for key, error in constants.errors.items():
         accelerator, _, kind = key.rpartition(".")

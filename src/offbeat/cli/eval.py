@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from offbeat.cli.preview import check
 
     check(config)
-    from offbeat.launch.evaluate import evaluate
+    from offbeat.tools.evaluate import evaluate
 
     figures = evaluate(config)
     if arguments.json:

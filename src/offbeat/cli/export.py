@@ -15,10 +15,10 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from offbeat.launch.folder import stored_config
+    from offbeat.launch.run_folder import stored_config
 
     stored_config(Path(arguments.run))
-    from offbeat.launch.export import adapter_folder, export_run
+    from offbeat.tools.export import adapter_folder, export_run
 
     source, folder = Path(arguments.run), arguments.folder
     step = export_run(source, Path(folder), adapter_alone=arguments.adapter)

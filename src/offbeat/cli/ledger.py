@@ -1,4 +1,4 @@
-"""`offbeat ledger`: checks that a run's ledger holds what it promises, and tells what is in it."""
+"""`offbeat ledger`: verifies a run's ledger, or summarises it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offbeat.errors import UserError
 
 if TYPE_CHECKING:
     from offbeat.ledger.ledger import Ledger
-    from offbeat.ledger.story import Story
+    from offbeat.ledger.reports import RunReport
 
 ACTIONS = {"verify": "everything that must always hold does hold", "show": "who made what, and what is waited for"}
 
@@ -38,8 +38,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         if arguments.action == "verify":
             return _verify(ledger)
         with ledger.naming_damage():
-            story = ledger.story()
-    print(json.dumps(asdict(story)) if arguments.json else "\n".join(_lines(story)))
+            report = ledger.report()
+    print(json.dumps(asdict(report)) if arguments.json else "\n".join(_lines(report)))
     return 0
 
 
@@ -52,39 +52,39 @@ def _verify(ledger: Ledger) -> int:
         print(violation)
     if report.counts != Counts():  # a file too damaged to count in says nothing, and its zeros would mislead
         for name, value in asdict(report.counts).items():
-            print(f"{name:<24} {_told(value)}")
+            print(f"{name:<24} {_in_words(value)}")
     print("everything holds" if report.holds else f"{len(report.violations)} things do not hold")
     return 0 if report.holds else 1
 
 
-def _lines(story: Story) -> list[str]:
-    counts, tokens = story.counts, story.counts.tokens
-    at = "no version yet" if story.step is None else f"step {story.step}, version {story.version}"
-    lease = story.oldest_lease
+def _lines(report: RunReport) -> list[str]:
+    counts, tokens = report.counts, report.counts.tokens
+    at = "no version yet" if report.step is None else f"step {report.step}, version {report.version}"
+    lease = report.oldest_lease
     facts = {
         "trained from next": at,
-        "groups": _told(dict(counts.groups)),
-        "dropped": _told(dict(counts.dropped_groups)),
-        "tasks": _told(dict(story.tasks)),
-        "failed": _told(dict(counts.failed_tasks)),
-        "trajectories": _told(asdict(counts.trajectories)),
-        "tokens": _told(asdict(tokens)),
-        "staleness of trained": _told({f"at {age}": num for age, num in story.staleness.items()}),
-        "waits for": story.waits_for,
+        "groups": _in_words(dict(counts.groups)),
+        "dropped": _in_words(dict(counts.dropped_groups)),
+        "tasks": _in_words(dict(report.tasks)),
+        "failed": _in_words(dict(counts.failed_tasks)),
+        "trajectories": _in_words(asdict(counts.trajectories)),
+        "tokens": _in_words(asdict(tokens)),
+        "staleness of trained": _in_words({f"at {age}": num for age, num in report.staleness.items()}),
+        "waits for": report.waits_for,
         "oldest lease": "none" if lease is None else f"task {lease.task} by {lease.worker}, for {_span(lease.seconds)}",
-        "partials": f"{story.num_partials} with {tokens.partial} tokens",
-        "set aside": "; ".join(f"{worker} {why}" for worker, why in story.set_aside.items()) or "none",
-        "suspects": _told({f"lost {num} times": count for num, count in story.suspects.items()}),
-        "versions": f"{counts.num_versions} published, {story.num_abandoned_versions} of them abandoned",
+        "partials": f"{report.num_partials} with {tokens.partial} tokens",
+        "set aside": "; ".join(f"{worker} {why}" for worker, why in report.set_aside.items()) or "none",
+        "suspects": _in_words({f"lost {num} times": count for num, count in report.suspects.items()}),
+        "versions": f"{counts.num_versions} published, {report.num_abandoned_versions} of them abandoned",
     }
     lines = [f"{name:<21} {value}" for name, value in facts.items()]
-    return [*lines, *_table(_worker_rows(story)), *_table(_version_rows(story))]
+    return [*lines, *_table(_worker_rows(report)), *_table(_version_rows(report))]
 
 
-def _worker_rows(story: Story) -> list[tuple[str, ...]]:
+def _worker_rows(report: RunReport) -> list[tuple[str, ...]]:
     head = ("worker", "trajectories", "tokens", "tokens/s", "leased", "partials", "failed", "compared", "off")
     rows: list[tuple[str, ...]] = [head]
-    for made in story.producers:
+    for made in report.producers:
         rate = "-" if made.tokens_per_second is None else f"{made.tokens_per_second:,.0f}"
         rest = (made.num_leased, made.num_partials, made.num_failed, made.num_compared, made.num_off)
         rows.append(
@@ -93,9 +93,9 @@ def _worker_rows(story: Story) -> list[tuple[str, ...]]:
     return rows
 
 
-def _version_rows(story: Story) -> list[tuple[str, ...]]:
+def _version_rows(report: RunReport) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("version", "step", "tokens", "")]
-    for made in story.versions:
+    for made in report.versions:
         rows.append(
             (f"{made.number}", f"{made.step}", f"{made.num_tokens:,}", "abandoned" if made.is_abandoned else "")
         )
@@ -121,9 +121,11 @@ def _span(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _told(value: Any) -> str:
+def _in_words(value: Any) -> str:
     """Counts in words, such as `36 accepted, 36 trained`; what is inside another count stands in brackets."""
     if not isinstance(value, dict):
         return str(value)
-    parts = [f"{name} ({_told(part)})" if isinstance(part, dict) else f"{part} {name}" for name, part in value.items()]
+    parts = [
+        f"{name} ({_in_words(part)})" if isinstance(part, dict) else f"{part} {name}" for name, part in value.items()
+    ]
     return ", ".join(parts) or "none"

@@ -1,9 +1,8 @@
 """The command line: finds the command, runs it, and turns errors into one line and an exit status.
 
-0: done. 1: a failure that Offbeat foresaw. 2: something that the user can mend. 3: a role that would fail again. 130:
-interrupted; 143: by SIGTERM. A traceback is a bug.
-Commands are imported when they are called, so that `--help` and a wrong configuration answer at once, and so that
-Ctrl-C meets us rather than an import.
+Exit status 0: done. 1: a failure that Offbeat expects. 2: an error that the user can fix. 3: a role that would fail
+again if restarted. 130: interrupted. 143: ended by SIGTERM. A traceback is a bug.
+Commands are imported when they are called, so that `--help` and a wrong configuration answer at once.
 """
 
 from __future__ import annotations
@@ -15,33 +14,44 @@ from collections.abc import Sequence
 
 from offbeat.errors import DiskError, OffbeatError, RunOver, UserError
 from offbeat.files import disk_trouble
-from offbeat.redact import shown
+from offbeat.net import shown
 from offbeat.spelling import nearest
-from offbeat.threads import spin_briefly
+
+SPIN_COUNT = "1000"
+"""Loop turns that an OpenMP thread spins before it sleeps: a few microseconds. The default is about a thousand times
+that, which gains nothing on idle cores and makes a step five to eight times slower beside one busy process."""
+
+
+def spin_briefly() -> None:
+    """Sets `SPIN_COUNT` for this process and its children, unless the user has chosen. Call it before torch is
+    imported, which reads it once."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
 
 COMMANDS = {
     "train": "train a model; without a configuration, the built-in demo",
     "serve": "coordinate a run that a trainer and workers join",
     "trainer": "train for a run that is coordinated elsewhere",
     "worker": "generate for a run; or let workers in, list them, shut them out",
-    "plan": "say which machines to rent for a workload, and which of them train and which generate",
+    "plan": "choose machines for a workload: which to rent, which train and which generate",
     "calibrate": "measure a machine, or fit the planner's cost model to measurements",
     "eval": "score a model on held-out prompts",
     "export": "write a run's model as a Hugging Face folder",
     "model": "write a model that comes in a Python package as a Hugging Face folder",
-    "ledger": "check a run's ledger, or tell what is in it",
-    "doctor": "say what will work on this machine, and what to install or change",
-    "replay": "repeat a step that met NaN or infinity, and say what was not finite first",
-    "check-loss": "try whether a loss or an advantage of your own keeps to what training relies on",
-    "show": "look at what a run generated: the latest answers, the best, the worst, or one with its history",
+    "ledger": "check a run's ledger, or summarise it",
+    "doctor": "check what will work on this machine, and what to install or change",
+    "replay": "repeat a step that met NaN or infinity, and find what was not finite first",
+    "check-loss": "test your own loss or advantage against the rules that training relies on",
+    "show": "print what a run generated: the latest answers, the best, the worst, or one with its history",
 }
 """Each is a module of this package with `add_arguments(parser)` and `run(arguments, overrides)`."""
 ACCESS = ("token", "list", "revoke")
-"""`offbeat worker` with one of these is about who may join; a module of its own."""
+"""Actions of `offbeat worker` that are in the module `access`."""
 TAKES_OVERRIDES = ("train", "serve", "trainer", "worker", "eval", "doctor")
 ROLES = ("serve", "trainer", "worker")
 STOPPED = 3
-"""The exit status of a role that ended for a reason which starting it again would meet again."""
+"""Exit status of a role that would fail for the same reason if it were restarted."""
 HELP_WORDS = ("-h", "--help", "help")
 
 
@@ -49,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
     spin_briefly()
     words = list(sys.argv[1:] if argv is None else argv)
-    # A role that is started again would meet the same disk.
+    # A role that is restarted would meet the same disk.
     on_bad_disk = STOPPED if words[:1] and words[0] in ROLES else 1
     try:
         status = _run(words)
@@ -59,27 +69,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error)
         return 0
     except UserError as error:
-        return _say(error, 2)
+        return _fail(error, 2)
     except DiskError as error:
-        return _say(error, on_bad_disk)
+        return _fail(error, on_bad_disk)
     except OffbeatError as error:
-        return _say(error, 1)
+        return _fail(error, 1)
     except KeyboardInterrupt:
-        return _say("interrupted", 130)
-    except BrokenPipeError:  # whoever read our output has gone, as `head` does
-        _print_no_more()
+        return _fail("interrupted", 130)
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        _discard_output()
         return 1
     except OSError as error:
-        told = disk_trouble(error, "then try again")
-        if told is None:
+        trouble = disk_trouble(error, "then try again")
+        if trouble is None:
             raise
         if error.filename is None:
-            _print_no_more()
-        return _say(told, on_bad_disk)
+            _discard_output()
+        return _fail(trouble, on_bad_disk)
 
 
-def _print_no_more() -> None:
-    """Drops what standard output still holds: Python would try to write it once more at its end, and complain."""
+def _discard_output() -> None:
+    """Drops unwritten standard output, which Python would otherwise try to write again when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -118,9 +128,9 @@ def _version() -> str:
 
 def _help() -> str:
     commands = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
-    return f"usage: offbeat COMMAND ...\n\n{commands}\n\noffbeat COMMAND --help tells more."
+    return f"usage: offbeat COMMAND ...\n\n{commands}\n\noffbeat COMMAND --help lists its options."
 
 
-def _say(error: OffbeatError | str, status: int) -> int:
+def _fail(error: OffbeatError | str, status: int) -> int:
     print(f"offbeat: {shown(' '.join(str(error).split()))}", file=sys.stderr)
     return status

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from offbeat.cli.parser import Parser
 from offbeat.errors import UserError
 
 if TYPE_CHECKING:
-    from offbeat.plan.cost.constants import Constants
-    from offbeat.plan.inputs.hardware import Inventory
-    from offbeat.plan.inputs.workload import Workload
+    from offbeat.planner.cost.constants import Constants
+    from offbeat.planner.inputs.hardware import Inventory
+    from offbeat.planner.inputs.workload import Workload
 
 
 def add_arguments(parser: Parser) -> None:
@@ -27,21 +26,22 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--remove", metavar="NAME:NODES", action="append", default=[], help="with fewer")
     parser.add_argument("--explain", action="store_true", help="what each limit costs, all places and assumptions")
     parser.add_argument("--frontier", metavar="FILE.html", help="also draw cost against throughput")
-    parser.add_argument("--json", action="store_true", help="the plan as JSON, to keep or to run")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--verify", metavar="PLAN.json", help="check a saved plan against the same files, no solver")
     parser.epilog = "With --verify, exit status 1 if something does not hold."
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     _check_words(arguments)
-    from offbeat.plan.cost import constants as files
-    from offbeat.plan.inputs.inventory import load_inventory
-    from offbeat.plan.inputs.what_if import changed, parse_changes
-    from offbeat.plan.inputs.workload_file import load_workload
+    from offbeat.launch.run_folder import trained_lengths
+    from offbeat.planner.cost import constants as files
+    from offbeat.planner.inputs.inventory import load_inventory
+    from offbeat.planner.inputs.what_if import changed, parse_changes
+    from offbeat.planner.inputs.workload_file import load_workload
 
     add, remove = parse_changes(arguments.add, "--add"), parse_changes(arguments.remove, "--remove")
     inventory = changed(load_inventory(arguments.cluster), add, remove)
-    workload = load_workload(arguments.workload, read_run)
+    workload = load_workload(arguments.workload, trained_lengths)
     constants = files.load(Path(arguments.constants)) if arguments.constants else files.Constants()
     if arguments.verify:
         return _verify(Path(arguments.verify), inventory, workload, constants)
@@ -64,10 +64,9 @@ def _check_words(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workload, constants: Constants) -> int:
-    from offbeat.plan.planning import plan
-    from offbeat.plan.record import to_json
-    from offbeat.plan.tell.helping import what_would_help
-    from offbeat.plan.tell.telling import tell
+    from offbeat.planner.plan import to_json
+    from offbeat.planner.planning import plan
+    from offbeat.planner.report.text import format_plan, what_would_help
 
     found = plan(inventory, workload, constants=constants, budget=arguments.budget, throughput=arguments.throughput)
     drawn = _draw(Path(arguments.frontier), inventory, workload, constants) if arguments.frontier else None
@@ -76,7 +75,7 @@ def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workloa
     if arguments.json:
         print(to_json(found))
         return 0
-    print(tell(found, gains, in_full=arguments.explain))
+    print(format_plan(found, gains, in_full=arguments.explain))
     if drawn is not None:
         beside = "beside each class alone and AReaL-Hex's split"
         print(f"\n{arguments.frontier}: {drawn} plans from the fastest to the cheapest, {beside}.")
@@ -84,9 +83,8 @@ def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workloa
 
 
 def _draw(file: Path, inventory: Inventory, workload: Workload, constants: Constants) -> int:
-    """How many plans were drawn."""
-    from offbeat.plan.tell.drawing import frontier_page
-    from offbeat.plan.tell.fleets import homogeneous, mixed, split_by_class
+    """The number of plans drawn."""
+    from offbeat.planner.report.frontier import frontier_page, homogeneous, mixed, split_by_class
 
     title = f"{workload.model.name}: cost against throughput"
     points = mixed(inventory, workload, constants)
@@ -101,14 +99,14 @@ def _draw(file: Path, inventory: Inventory, workload: Workload, constants: Const
 
 def _verify(file: Path, inventory: Inventory, workload: Workload, constants: Constants) -> int:
     """Status 1 if something does not hold; each broken rule is a line."""
-    from offbeat.plan.record import from_json
-    from offbeat.plan.verifying import verify
+    from offbeat.planner.plan import from_json
+    from offbeat.planner.verifying import verify
 
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        told = error.strerror if isinstance(error, OSError) else "is no text"
-        raise UserError(f"--verify {file}: {told}; offbeat plan --json writes a plan") from None
+        reason = error.strerror if isinstance(error, OSError) else "is no text"
+        raise UserError(f"--verify {file}: {reason}; offbeat plan --json writes a plan") from None
     saved = from_json(text, str(file))
     broken = verify(saved, inventory, workload, constants)
     for line in broken:
@@ -117,21 +115,3 @@ def _verify(file: Path, inventory: Inventory, workload: Workload, constants: Con
     word = f"; that {on_its_word} of the gangs give no better plan rests on the solver's word" if on_its_word else ""
     print(f"{len(broken)} things do not hold" if broken else f"everything holds{word}")
     return 1 if broken else 0
-
-
-def read_run(folder: str, which: Literal["prompt", "answer"]) -> Sequence[int]:
-    """Tokens of each prompt or answer that a run made to train on; what is pruned still knows its answer's length."""
-    file = Path(folder) / "ledger.sqlite"
-    if not file.is_file():
-        raise UserError(f"run = {folder!r}: holds no ledger; give a run's folder")
-    from offbeat.ledger.ledger import Ledger
-    from offbeat.ledger.records import Purpose
-
-    lengths = []
-    with Ledger(file, read_only=True) as ledger, ledger.naming_damage():
-        for row, trajectory in ledger.walk():
-            if row.purpose == Purpose.TRAIN and which == "answer":
-                lengths.append(row.num_tokens)
-            elif row.purpose == Purpose.TRAIN and trajectory is not None:
-                lengths.append(len(trajectory.prompt))
-    return lengths

@@ -1,29 +1,29 @@
-"""What can be said about a run before it starts: files that are missing, what it adds up to, which keys there are."""
+"""Checks and previews of a run before it starts, and the list of its keys."""
 
 from __future__ import annotations
 
 import json
-import textwrap
+import re
 from pathlib import Path
 from typing import Any
 
-from offbeat.config import Config, arithmetic, resolved
-from offbeat.config.describe import describe
-from offbeat.config.explain import show
-from offbeat.config.keys import dotted, leaves, value_at
-from offbeat.config.tasks import FileTask
+from offbeat.config import Config, resolved, summarise
+from offbeat.config.explain import describe, show
+from offbeat.config.keys import COMMON_KEYS, dotted, leaves, value_at
+from offbeat.config.schema import FileTask
 from offbeat.errors import UserError
-from offbeat.launch.folder import refuse_used
+from offbeat.launch.run_folder import refuse_used
 from offbeat.model.loading import HUB_ID, TINY
 from offbeat.model.loading import resolve as resolve_model
-from offbeat.watch.sinks import check_sinks
+from offbeat.observability.sinks import check_sinks
 
+NEXT_SENTENCE = re.compile(r"(?<=[.]) (?=[A-Z0-9]|[a-z]+:)")
 HEADER_LENGTH_BYTES = 8
 """A safetensors file begins with the length of its JSON header."""
 
 
 def check(config: Config, resume: Path | None = None) -> None:
-    """Raises for what is missing on this machine."""
+    """Raises `UserError` for files, models or packages that are missing on this machine."""
     if resume is None and config.run.name:
         refuse_used(Path(config.run.dir) / config.run.name)
     check_sinks(config.log.sinks)
@@ -41,20 +41,22 @@ def check(config: Config, resume: Path | None = None) -> None:
 
 
 def preview(config: Config, resume: Path | None = None) -> list[str]:
-    """Lines for --dry-run: what differs from the defaults, and what everything adds up to."""
+    """The lines of --dry-run: the keys that differ from their defaults, and what the run adds up to."""
     what = f"would resume {resume}" if resume else f"would start a run in {config.run.dir}/{config.run.name or ''}"
-    return [what, *_settings(config), "", *arithmetic(config, _num_parameters(config))]
+    return [what, *_settings(config), "", *summarise(config, _num_parameters(config))]
 
 
-def list_keys() -> str:
-    """Every key with its default and its meaning, to be read in a terminal."""
-    lines = []
+def list_keys(*, only_common: bool) -> str:
+    """A line for each key: its name, its default and the first sentence about it."""
+    found: dict[str, str] = {}
     for section, rows in describe():
-        lines.append(f"[{section}]")
         for name, default, meaning in rows:
-            text = f"  {name:<24} {default:<16} {meaning}".rstrip()
-            lines += textwrap.wrap(text, 100, subsequent_indent=" " * 44, break_long_words=False) or [text]
-    return "\n".join(lines)
+            key = f"{section.split(',')[0]}.{name}"
+            found.setdefault(key, f"{key:<30} {default:<14} {NEXT_SENTENCE.split(meaning, maxsplit=1)[0]}")
+    if not only_common:
+        return "\n".join([*found.values(), "", "docs/configuration.md has types, ranges and the whole text."])
+    more = f"{len(COMMON_KEYS)} of {len(found)} keys; all of them: offbeat train --keys all"
+    return "\n".join([*(found[key] for key in COMMON_KEYS), "", more])
 
 
 def _settings(config: Config) -> list[str]:
@@ -64,7 +66,7 @@ def _settings(config: Config) -> list[str]:
 
 
 def _is_local(path: str) -> bool:
-    """Whether a model can be looked at without the network."""
+    """Whether a model can be read without the network."""
     return path == TINY or Path(path).expanduser().exists() or not HUB_ID.fullmatch(path)
 
 
@@ -75,14 +77,14 @@ def _must_exist(key: str, path: str | None) -> None:
 
 
 def _function_must_exist(key: str, spec: str | None) -> None:
-    """Of a function of the user's own, `file.py:function`, the file."""
+    """Refuses `file.py:function` if the file is missing."""
     file, colon, _ = (spec or "").rpartition(":")
     if colon and file.endswith(".py"):
         _must_exist(key, file)
 
 
 def _num_parameters(config: Config) -> int | None:
-    """The model's size, by the headers of its files; None if they are not here yet."""
+    """The model's size, from the headers of its files; None if they are not here yet."""
     if not _is_local(config.model.path):
         return None
     files = sorted(resolve_model(config.model.path).glob("*.safetensors"))

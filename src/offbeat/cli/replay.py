@@ -1,4 +1,4 @@
-"""`offbeat replay`: repeats a step that met NaN or infinity, and says what was not finite first."""
+"""`offbeat replay`: repeats a step that met NaN or infinity, and names what was not finite first."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from offbeat.cli.parser import Parser
 from offbeat.errors import UserError
 
 if TYPE_CHECKING:
-    from offbeat.launch.replay import Replay
+    from offbeat.tools.replay import StepReplay
 
 NUM_WORST = 5
-REPRODUCED = 1
 
 
 def add_arguments(parser: Parser) -> None:
@@ -32,63 +31,55 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError(f"{file}: is a folder; give a file of a run's broken/{there}")
     if not file.is_file():
         raise UserError(f"{file}: no such file; a run that met NaN or infinity names the one that it kept")
-    from offbeat.launch.replay import replay
+    from offbeat.tools.replay import replay
 
     done = replay(file, arguments.device, arguments.model)
-    print("\n".join([*_told(file, done), "", *_table(done, arguments.worst), "", *_words(done)]))
-    return 0 if done.repeated.problem is None else REPRODUCED
+    task = done.dump.members[done.sample].task
+    texts = [f"prompt of task {task}: {done.prompt!r}", f"answer of task {task}: {done.answer!r}"]
+    print("\n".join([*_summary(file, done), "", *_table(done, arguments.worst), "", *texts]))
+    return 0 if done.repeated.problem is None else 1
 
 
-def _told(file: Path, done: Replay) -> list[str]:
-    found, repeated = done.broken, done.repeated
-    num_tokens = sum(int(member.mask.sum()) for member in found.members)
+def _summary(file: Path, done: StepReplay) -> list[str]:
+    dump, repeated, problem = done.dump, done.repeated, done.repeated.problem
+    num_tokens = sum(int(member.mask.sum()) for member in dump.members)
     lines = [
-        f"{file}: step {found.batch.step}, from version {found.version}: {len(found.members)} samples of "
-        f"{len(found.batch.groups)} groups, {num_tokens} tokens to train on",
-        f"then      {found.tensor} was not finite{_where(done, found.sample, found.token)}",
+        f"{file}: step {dump.batch.step}, from version {dump.version}: {len(dump.members)} samples of "
+        f"{len(dump.batch.groups)} groups, {num_tokens} tokens to train on",
+        f"then      {dump.tensor} was not finite{_where(done, dump.sample, dump.token)}",
     ]
-    problem, figures, firsts = repeated.problem, repeated.figures, repeated.firsts
     if problem is not None:
-        lines.append(f"now       {problem}{_where(done, problem.sample, problem.token)}")
-        if problem.num_updates:
-            lines.append(f"          in update {problem.num_updates + 1} of the step")
-    elif figures is not None:
-        lines.append(f"now       everything is finite: loss {figures.loss:.4g}, gradient norm {figures.grad_norm:.4g}")
-    if firsts.module is not None:
-        given = "its input was finite" if firsts.had_finite_input else "its input was not finite either"
-        lines.append(f"forward   {firsts.module} was first not to be finite; {given}")
+        in_update = f", in update {problem.num_updates + 1} of the step" if problem.num_updates else ""
+        lines.append(f"now       {problem}{_where(done, problem.sample, problem.token)}{in_update}")
+    elif repeated.metrics is not None:
+        loss, norm = repeated.metrics.loss, repeated.metrics.grad_norm
+        lines.append(f"now       everything is finite: loss {loss:.4g}, gradient norm {norm:.4g}")
+    if repeated.module is not None:
+        given = "its input was finite" if repeated.had_finite_input else "its input was not finite either"
+        lines.append(f"forward   {repeated.module} was the first whose output was not finite; {given}")
     elif problem is not None:
         lines.append("forward   every module's output is finite")
-    if firsts.gradient is not None:
-        lines.append(f"backward  the gradient of {firsts.gradient} was first not to be finite")
+    if repeated.gradient is not None:
+        lines.append(f"backward  the gradient of {repeated.gradient} was the first that was not finite")
     if not done.has_optimizer:
         lines.append("state     without the optimizer's, whose checkpoint is gone: only a step's first update is exact")
     return lines
 
 
-def _where(done: Replay, sample: int | None, token: int | None) -> str:
+def _where(done: StepReplay, sample: int | None, token: int | None) -> str:
     if sample is None:
         return ""
-    task = done.broken.members[sample].task
+    task = done.dump.members[sample].task
     return f" (task {task})" if token is None else f" (task {task}, token {token})"
 
 
-def _table(done: Replay, count: int) -> list[str]:
-    lines = [
-        f"{'task':>8} {'tokens':>7} {'reward':>9} {'advantage':>10} {'loss':>11} {'|log-ratio|':>12} {'gradient':>10}"
-    ]
+def _table(done: StepReplay, count: int) -> list[str]:
+    lines = [f"{'task':>8} {'tokens':>7} {'reward':>9} {'loss':>11} {'|log-ratio|':>12} {'gradient':>10}"]
     for row in done.repeated.samples[:count]:
-        member = done.broken.members[row.sample]
-        why = f"  {row.problem}" if row.problem is not None else ""
+        member = done.dump.members[row.sample]
         lines.append(
-            f"{member.task:>8} {int(member.mask.sum()):>7} {member.reward:>9.4g} {row.advantage:>10.4g} "
-            f"{row.loss:>11.4g} {row.max_log_ratio:>12.4g} {row.grad_norm:>10.4g}{why}"
+            f"{member.task:>8} {int(member.mask.sum()):>7} {member.reward:>9.4g} {row.loss:>11.4g} "
+            f"{row.max_log_ratio:>12.4g} {row.grad_norm:>10.4g}"
         )
     left = len(done.repeated.samples) - count
     return [*lines, f"and {left} more"] if left > 0 else lines
-
-
-def _words(done: Replay) -> list[str]:
-    prompt, answer = done.texts
-    task = done.broken.members[done.sample].task
-    return [f"prompt of task {task}: {prompt!r}", f"answer of task {task}: {answer!r}"]

@@ -18,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="without it, the built-in demo")
     parser.add_argument("--name", help="the run's name, the same as --run.name")
     parser.add_argument(
-        "--resume", nargs="?", const="", metavar="RUN", help="go on with a run; without RUN, the newest one"
+        "--resume", nargs="?", const="", metavar="RUN", help="continue a run; without RUN, the newest one"
     )
     parser.epilog = "Any key of the configuration can be given as --section.key value, such as --serve.port 8700."
 
@@ -28,21 +28,21 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         overrides = [*overrides, f"--run.name={arguments.name}"]
     config, resume = resolve(arguments.config, overrides, arguments.resume)
     from offbeat.cli.preview import check
-    from offbeat.launch import tether
-    from offbeat.launch.folder import RunFolder
-    from offbeat.watch.sinks import check_sinks
+    from offbeat.launch import parent_watch
+    from offbeat.launch.run_folder import RunFolder
+    from offbeat.observability.sinks import check_sinks
 
-    is_supervised = tether.hold()
+    is_supervised = parent_watch.watch_parent()
     check(config, resume)
     check_sinks(config.log.sinks)
     with RunFolder.open(resume, config) if resume else RunFolder.create(config) as folder:
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing is no news to us
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning about a missing torch
         with hidden("torch"):  # transformers would load it wherever it is installed, and a tokenizer needs none
-            from offbeat.launch.serve import serve
+            from offbeat.launch.coordinator_role import serve
 
         try:
             summary = asyncio.run(serve(folder))
-            return status_of(summary, tell=not is_supervised)  # then the supervisor has the last word
+            return status_of(summary, is_quiet=is_supervised)  # the supervisor prints it
         except RunStopped as error:
             folder.event("error", error=str(error))
             print(f"offbeat: {error}", file=sys.stderr)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import datetime
+import itertools
 import json
 import os
-from collections.abc import Sequence
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
 
 from offbeat.cli.parser import Parser
 from offbeat.errors import UserError
-
-if TYPE_CHECKING:
-    from offbeat.cli.showing import Words
-    from offbeat.ledger.ledger import Ledger
+from offbeat.extras import import_extra
+from offbeat.ledger.errors import Unknown
+from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.reports import TaskDetail, TokenRun, TrajectoryRow
+from offbeat.trajectory import Segment, Trajectory
 
 NUM_ROWS = 20
 
@@ -39,13 +49,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     words = _words(folder)
     if not (folder / "ledger.sqlite").is_file():
         raise UserError(f"{folder}: holds no ledger yet; the run has not begun")
-    from offbeat.ledger.errors import Unknown
-    from offbeat.ledger.ledger import Ledger
-
     with Ledger(folder / "ledger.sqlite", read_only=True) as ledger, ledger.naming_damage():
         if arguments.parquet is not None:
-            from offbeat.cli.parquet import export
-
             count = export(ledger, Path(arguments.parquet), words, arguments.step)
             print(f"{arguments.parquet}: {count} trajectories")
         elif arguments.task is not None:
@@ -59,7 +64,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _chosen(arguments: argparse.Namespace) -> tuple[str, int]:
-    """Which list is asked for, and how long."""
+    """The order of the list, and its length."""
     given = {name: getattr(arguments, name) for name in ("last", "best", "worst")}
     asked = [name for name, value in given.items() if value is not None]
     lists = [f"--{name}" for name in asked] + (["--step"] if arguments.step is not None else [])
@@ -79,12 +84,12 @@ def _chosen(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def _words(folder: Path) -> Words:
-    """The run's own tokenizer, as a function; torch is not needed for it."""
+    """The run's tokenizer as a function; it needs no torch."""
     from offbeat.extras import hidden
-    from offbeat.launch.folder import stored_config
+    from offbeat.launch.run_folder import stored_config
 
     model = stored_config(folder)["model"]
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that it found no torch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning about a missing torch
     with hidden("torch"):
         from offbeat.model.loading import load_tokenizer
 
@@ -93,12 +98,8 @@ def _words(folder: Path) -> Words:
 
 
 def _show_list(ledger: Ledger, order: str, limit: int, step: int | None, words: Words, as_json: bool) -> None:
-    from dataclasses import asdict
-
-    from offbeat.cli.showing import printable
-
-    rows = ledger.rows(limit, order, step)
-    texts = [None if found is None else words(found.tokens) for found in ledger.trajectories_of(rows)]
+    rows = ledger.list_trajectories(limit, order, step)
+    texts = [None if found is None else words(found.tokens) for found in ledger.load_trajectories(rows)]
     if as_json:
         print(json.dumps([{**asdict(row), "response": text} for row, text in zip(rows, texts, strict=True)]))
         return
@@ -115,9 +116,7 @@ def _show_list(ledger: Ledger, order: str, limit: int, step: int | None, words: 
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns that line up; the last takes what is left of the screen."""
-    import shutil
-
+    """Aligned columns; the last one takes the rest of the screen."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]) - 1)]
     left = max(20, shutil.get_terminal_size((120, 24)).columns - sum(widths) - 2 * len(widths))
     return [
@@ -126,10 +125,237 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _show_one(ledger: Ledger, task: int, words: Words, with_tokens: bool, as_json: bool) -> None:
-    from offbeat.cli.showing import as_data, display
-
-    look = ledger.look(task)
+    detail = ledger.task_detail(task)
     if as_json:
-        print(json.dumps(as_data(look, words, with_tokens)))
+        print(json.dumps(as_data(detail, words, with_tokens)))
     else:
-        display(look, words, with_tokens)
+        display(detail, words, with_tokens)
+
+
+# One task on the screen, its text coloured by version.
+
+Words = Callable[[np.ndarray], str]
+"""From token ids to text."""
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
+"""Colours of versions, in turn: neighbouring segments of different versions never share one."""
+
+
+def as_data(detail: TaskDetail, words: Words, with_tokens: bool) -> dict[str, Any]:
+    """The task as plain JSON data."""
+    segments = [] if detail.trajectory is None else list(detail.trajectory.segments)
+    texts = [] if detail.trajectory is None else _pieces(detail.trajectory, words)
+    parts = []
+    for place, stretch in enumerate(detail.segments):
+        part: dict[str, Any] = {
+            "start": stretch.start,
+            "num_tokens": stretch.num_tokens,
+            "version": stretch.version,
+            "step": stretch.step,
+            "is_abandoned": stretch.is_abandoned,
+            "staleness": stretch.staleness,
+        }
+        if segments:
+            part |= {"worker": segments[place].worker, "engine": segments[place].engine}
+            part |= {"text": texts[place], "logprobs": _summary(segments[place].logprobs)}
+        if segments and with_tokens:
+            logprobs = segments[place].logprobs
+            part["tokens"] = segments[place].tokens.tolist()
+            part["token_logprobs"] = None if logprobs is None else logprobs.tolist()
+        parts.append(part)
+    return {
+        "task": detail.task,
+        "group": detail.group,
+        "ordinal": detail.ordinal,
+        "member": detail.member,
+        "purpose": detail.purpose,
+        "source": detail.source,
+        "state": detail.state,
+        "reason": detail.reason,
+        "group_state": detail.group_state,
+        "group_reason": detail.group_reason,
+        "step": detail.step,
+        "prompt": words(detail.prompt),
+        "problem": detail.problem,
+        "response": None if detail.trajectory is None else words(detail.trajectory.tokens),
+        "is_partial": detail.trajectory is not None and detail.trajectory.is_partial,
+        "is_pruned": detail.is_pruned,
+        "segments": parts,
+        "reward": detail.reward,
+        "rewards": [
+            {"name": part.name, "value": part.value, "position": part.position, "weight": part.weight}
+            for part in detail.rewards
+        ],
+        "error": detail.error,
+        "history": [{"at": event.at, "what": event.what} for event in detail.history],
+    }
+
+
+def printable(text: str) -> str:
+    """A text with control characters escaped: a model may generate terminal commands."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def display(detail: TaskDetail, words: Words, with_tokens: bool) -> None:
+    """Prints the task, in colours on a terminal."""
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    for line in _lines(detail, words, with_tokens):
+        console.print(line)
+
+
+def _lines(detail: TaskDetail, words: Words, with_tokens: bool) -> Iterator[Text | str]:
+    state = detail.state + (f" ({detail.reason})" if detail.reason else "")
+    group = detail.group_state + (f" ({detail.group_reason})" if detail.group_reason else "")
+    yield f"task {detail.task}: {state}; member {detail.member} of group {detail.group}, which is {group}"
+    yield f"for {detail.purpose}, from {detail.source!r}, ordinal {detail.ordinal}"
+    yield from ("", _title("prompt"), printable(words(detail.prompt)), "")
+    yield _title("response" if detail.trajectory is None or not detail.trajectory.is_partial else "response so far")
+    yield _response(detail, words)
+    yield ""
+    for stretch, segment in zip(detail.segments, _segments(detail), strict=True):
+        yield Text("  ").append(_about(stretch, segment), style=_style(detail, stretch))
+        if with_tokens and segment is not None:
+            yield f"    tokens    {segment.tokens.tolist()}"
+            if segment.logprobs is not None:
+                yield f"    log-probs {[round(float(value), 4) for value in segment.logprobs]}"
+    yield from ("", _title("reward"))
+    yield from _reward(detail)
+    yield from ("", _title("history"))
+    for event in detail.history:
+        yield f"  {_moment(event.at):<20}{printable(event.what)}"
+
+
+def _title(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def _segments(detail: TaskDetail) -> list[Segment | None]:
+    if detail.trajectory is None:
+        return [None] * len(detail.segments)
+    return list(detail.trajectory.segments)
+
+
+def _response(detail: TaskDetail, words: Words) -> Text | str:
+    if detail.trajectory is None:
+        return "(its bytes were pruned)" if detail.is_pruned else "(none yet)"
+    text = Text()
+    for stretch, piece in zip(detail.segments, _pieces(detail.trajectory, words), strict=True):
+        text.append(printable(piece), style=_style(detail, stretch))
+    return text
+
+
+def _pieces(trajectory: Trajectory, words: Words) -> list[str]:
+    """The text of each segment; a character whose tokens lie in two of them belongs to the second."""
+    pieces, before = [], ""
+    for segment in trajectory.segments:
+        until = words(trajectory.tokens[: segment.end])
+        before = before.rstrip("\ufffd") if not until.startswith(before) else before
+        pieces.append(until[len(before) :])
+        before = until
+    return pieces
+
+
+def _style(detail: TaskDetail, stretch: TokenRun) -> str:
+    numbers = sorted({s.version for s in detail.segments if s.version is not None})
+    return "dim" if stretch.version is None else COLOURS[numbers.index(stretch.version) % len(COLOURS)]
+
+
+def _about(stretch: TokenRun, segment: Segment | None) -> str:
+    place = f"{stretch.start}-{stretch.start + stretch.num_tokens - 1}"
+    if stretch.version is None:
+        return f"{place}: given"
+    parts = [
+        f"{place}: version {stretch.version} of step {stretch.step}" + (", abandoned" if stretch.is_abandoned else "")
+    ]
+    if stretch.staleness is not None:
+        parts.append(f"staleness {stretch.staleness}")
+    if segment is not None:
+        parts.append(f"by {segment.worker or 'an unnamed worker'}" + (f" ({segment.engine})" if segment.engine else ""))
+        summary = _summary(segment.logprobs)
+        if summary is not None:
+            parts.append("log-probs mean {mean:.3f}, least {least:.3f}".format(**summary))
+    return ", ".join(parts)
+
+
+def _summary(logprobs: np.ndarray | None) -> dict[str, float] | None:
+    if logprobs is None or not len(logprobs):
+        return None
+    return {"mean": float(logprobs.mean()), "least": float(logprobs.min())}
+
+
+def _reward(detail: TaskDetail) -> list[str]:
+    if detail.error is not None:
+        return [f"  failed: {printable(detail.error)}"]
+    if detail.reward is None:
+        return ["  none yet"]
+    parts = [
+        f"    {part.value:g} {part.name}"
+        + ("" if part.position < 0 else f" at {part.position}")
+        + ("" if part.weight == 1 else f", counts {part.weight:g} times")
+        for part in detail.rewards
+    ]
+    return [f"  {detail.reward:g}", *(parts if len(parts) > 1 or detail.rewards[0].weight != 1 else [])]
+
+
+def _moment(at: float | None) -> str:
+    return "" if at is None else f"{datetime.datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
+
+
+SLICE = 1000
+"""Trajectories written to a Parquet file at a time."""
+
+
+def export(ledger: Ledger, file: Path, words: Callable[[np.ndarray], str], step: int | None) -> int:
+    """Writes the trajectories of a step, or all, and returns their number. The file appears once it is complete."""
+    pyarrow = import_extra("pyarrow", "data", "--parquet")
+    parquet = import_extra("pyarrow.parquet", "data", "--parquet")
+    schema = _schema(pyarrow)
+    if not file.parent.is_dir():
+        raise UserError(f"--parquet {file}: no folder {file.parent}")
+    unfinished, count = file.with_name(file.name + ".new"), 0
+    trajectories = ledger.walk_trajectories(step)
+    try:
+        with parquet.ParquetWriter(unfinished, schema) as writer:
+            while rows := [_row(row, found, words) for row, found in itertools.islice(trajectories, SLICE)]:
+                writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
+                count += len(rows)
+        unfinished.replace(file)
+    except OSError as error:
+        raise UserError(f"--parquet {file}: cannot be written: {error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return count
+
+
+def _schema(pyarrow: Any) -> Any:
+    whole, real, text = pyarrow.int64(), pyarrow.float64(), pyarrow.string()
+    columns = {
+        **dict.fromkeys(("seq", "task", "group", "ordinal", "member"), whole),
+        **dict.fromkeys(("purpose", "source", "state"), text),
+        "step": whole,
+        "reward": real,
+        "error": text,
+        **dict.fromkeys(("num_tokens", "first_version", "last_version"), whole),
+        **dict.fromkeys(("worker", "ended_by"), text),
+        "accepted_at": pyarrow.timestamp("us", "UTC"),
+        "is_pruned": pyarrow.bool_(),
+        **dict.fromkeys(("prompt", "response"), text),
+        **dict.fromkeys(("prompt_tokens", "response_tokens"), pyarrow.list_(pyarrow.int32())),
+        "logprobs": pyarrow.list_(pyarrow.float32()),
+        "versions": pyarrow.list_(whole),
+    }
+    return pyarrow.schema(columns.items())
+
+
+def _row(row: TrajectoryRow, found: Trajectory | None, words: Callable[[np.ndarray], str]) -> dict[str, Any]:
+    known = {**asdict(row), "accepted_at": int(row.accepted_at * 1e6)}
+    if found is None:
+        return known
+    return known | {
+        "prompt": words(found.prompt),
+        "response": words(found.tokens),
+        "prompt_tokens": found.prompt.tolist(),
+        "response_tokens": found.tokens.tolist(),
+        "logprobs": found.logprobs.tolist(),
+        "versions": found.versions.tolist(),
+    }

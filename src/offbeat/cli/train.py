@@ -1,4 +1,4 @@
-"""`offbeat train`: reads the configuration, says what it adds up to or refuses it, and starts or resumes the run.
+"""`offbeat train`: starts or resumes a run, or previews it.
 
 Everything that can be refused without torch is refused before torch is imported.
 """
@@ -26,23 +26,27 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="without it, the built-in demo")
     parser.add_argument("--name", help="the run's name, the same as --run.name")
     parser.add_argument(
-        "--resume", nargs="?", const="", metavar="RUN", help="go on with a run; without RUN, the newest one"
+        "--resume", nargs="?", const="", metavar="RUN", help="continue a run; without RUN, the newest one"
     )
     parser.add_argument(
         "--from-scratch",
         action="store_true",
         help="with --resume: where the checkpoints are lost, undo all steps of the run and begin again",
     )
-    parser.add_argument("--dry-run", action="store_true", help="check everything, say what it adds up to, and stop")
-    parser.add_argument("--keys", action="store_true", help="list every key of the configuration, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what it adds up to, and stop")
+    parser.add_argument(
+        "--keys", nargs="?", const="common", choices=("common", "all"), help="list the common keys, or all, and stop"
+    )
+    parser.add_argument("--count", action="store_true", help="with --keys: print the number of all keys")
     parser.epilog = EPILOG
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.keys:
         from offbeat.cli.preview import list_keys
+        from offbeat.config.keys import known_keys
 
-        print(list_keys())
+        print(len(known_keys()) if arguments.count else list_keys(only_common=arguments.keys == "common"))
         return 0
     if arguments.from_scratch and arguments.resume is None:
         raise UserError("--from-scratch: goes with --resume; a new run begins from scratch anyway")
@@ -50,7 +54,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         overrides = [*overrides, f"--run.name={arguments.name}"]
     config, resume = resolve(arguments.config, overrides, arguments.resume)
     from offbeat.cli.preview import check, preview
-    from offbeat.launch.engines import check_engine
+    from offbeat.launch.engine_parts import check_engine
 
     check_engine(config, config.rollout.workers)
     check(config, resume)
@@ -58,7 +62,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         print("\n".join(preview(config, resume)))
         return 0
     if resume:
-        from offbeat.launch.folder import refuse_in_use
+        from offbeat.launch.run_folder import refuse_in_use
 
         refuse_in_use(resume)
     if config.rollout.workers is not None:
@@ -74,21 +78,21 @@ def _supervise(
     """Coordinator, trainer and workers as processes of their own."""
     import asyncio
 
-    from offbeat.launch.supervise import Supervisor
+    from offbeat.launch.supervisor import Supervisor
 
     again = ["serve", *([file] if file else []), *overrides]
     first = [*again, "--resume", str(resume)] if resume else again
-    return status_of(asyncio.run(Supervisor(config, first, again, from_scratch=from_scratch).run_to_the_end()))
+    return status_of(asyncio.run(Supervisor(config, first, again, from_scratch=from_scratch).run_to_end()))
 
 
-def status_of(summary: Mapping[str, Any], *, tell: bool = True) -> int:
-    """A run that a signal stopped is not done: whatever waits for it must not take it for a finished one."""
+def status_of(summary: Mapping[str, Any], *, is_quiet: bool = False) -> int:
+    """The exit status of a run: 0 if it finished, that of the signal if one stopped it."""
     name = summary["stopped_by"]
     if name not in signal.Signals.__members__:
         return 0
-    if tell:
+    if not is_quiet:
         print(
-            f"offbeat: stopped by {name} after step {summary['steps']}, with a checkpoint; go on with offbeat train "
+            f"offbeat: stopped by {name} after step {summary['steps']}, with a checkpoint; continue with offbeat train "
             f"--resume {summary['run']}",
             file=sys.stderr,
         )
@@ -101,7 +105,7 @@ def resolve(file: str | None, overrides: list[str], resume: str | None) -> tuple
         return load(file, overrides), None
     if file is None and resume.endswith(".toml"):  # train --resume CONFIG.toml
         file, resume = resume, ""
-    from offbeat.launch.folder import check_resumable
+    from offbeat.launch.run_folder import check_resumable
 
     path = _run_to_resume(file, overrides, resume)
     config = load(file if file is not None else path / "config.json", overrides)
@@ -109,7 +113,7 @@ def resolve(file: str | None, overrides: list[str], resume: str | None) -> tuple
 
 
 def _run_to_resume(file: str | None, overrides: list[str], resume: str) -> Path:
-    from offbeat.launch.folder import newest, stored_config
+    from offbeat.launch.run_folder import newest, stored_config
 
     about_run = overrides if file else _of_section("run", overrides)
     run = load(file, about_run).run

@@ -43,7 +43,7 @@ def add_join_arguments(parser: Parser, what: str) -> None:
 
 
 def invitation_of(arguments: argparse.Namespace, role: Role, folder: Path, name: str) -> Invitation:
-    """What the arguments say about joining."""
+    """The `Invitation` that the command line describes."""
     from offbeat.launch.joining import Invitation
 
     return Invitation(
@@ -68,24 +68,24 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from offbeat.launch import tether
+    from offbeat.launch import parent_watch
     from offbeat.launch.joining import own_folder
-    from offbeat.launch.trainer import train
+    from offbeat.launch.trainer_role import train
     from offbeat.ledger.workers import Role
 
-    tether.hold()
+    parent_watch.watch_parent()
     with own_folder(arguments.dir, arguments.name or "trainer", arguments.join, "trainer.lock") as (folder, name):
         invitation = invitation_of(arguments, Role.TRAINER, folder, name)
         run_folder = folder if (folder / "ledger.sqlite").is_file() else None  # the coordinator's own: one disk
         try:
             work = train(invitation, overrides, run_folder, from_scratch=arguments.from_scratch)
-            return told("trainer", asyncio.run(work))
+            return exit_status("trainer", asyncio.run(work))
         except RunStopped as error:
             print(f"offbeat: {error}", file=sys.stderr)
             return STOPPED
 
 
-def told(what: str, stopped_by: str | None) -> int:
+def exit_status(what: str, stopped_by: str | None) -> int:
     """The exit status of a role that ended, perhaps by a signal."""
     if stopped_by is None or stopped_by not in signal.Signals.__members__:
         return 0

@@ -8,7 +8,7 @@ import asyncio
 from pathlib import Path
 
 from offbeat.cli.parser import Parser
-from offbeat.cli.trainer import add_join_arguments, invitation_of, told
+from offbeat.cli.trainer import add_join_arguments, exit_status, invitation_of
 from offbeat.errors import UserError
 
 ROLES = ("rollout", "reward")
@@ -38,25 +38,24 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from offbeat.launch import tether
+    from offbeat.launch import parent_watch
     from offbeat.launch.joining import own_folder
     from offbeat.ledger.workers import Role
 
     if arguments.engine_url:
         overrides = [*overrides, f"--engine.url={arguments.engine_url}"]
-    tether.hold()
+    parent_watch.watch_parent()
     with own_folder(arguments.dir, arguments.name, arguments.join) as (folder, name):
         invitation = invitation_of(arguments, Role(arguments.role), folder, name)
         if invitation.role is Role.REWARD:
-            from offbeat.launch.judge import judge
+            from offbeat.launch.judge_role import judge
 
-            return told(f"judge {name}", asyncio.run(judge(invitation, overrides)))
-        from offbeat.launch.peers import Site, read_address
-        from offbeat.launch.worker import work
+            return exit_status(f"judge {name}", asyncio.run(judge(invitation, overrides)))
+        from offbeat.launch.worker_role import Site, read_address, work
 
         if arguments.peer_address and not arguments.site:
-            raise UserError("--peer-address: needs --site, the name of those that it serves")
+            raise UserError("--peer-address: needs --site, the site whose workers it serves")
         site = Site(arguments.site, read_address(arguments.peer_address) if arguments.peer_address else None)
         shares_disk = not arguments.fetch_weights
         working = work(invitation, overrides, site, shares_disk=shares_disk, engine_log=arguments.engine_log)
-        return told(f"worker {name}", asyncio.run(working))
+        return exit_status(f"worker {name}", asyncio.run(working))

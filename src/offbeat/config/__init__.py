@@ -1,16 +1,15 @@
-"""The typed configuration: what may be said, how it is read, and what follows from it. Imports nothing heavy."""
+"""The typed configuration: its keys, how they are read, and what they add up to. Imports nothing heavy."""
 
 from offbeat.config import secrets
-from offbeat.config.arithmetic import arithmetic
 from offbeat.config.changes import Change, fixed_changes, fixed_keys, free_changes
 from offbeat.config.load import from_dict, load, resolved
-from offbeat.config.models import DEMO, Config
+from offbeat.config.schema import DEMO, Config
+from offbeat.config.summary import summarise
 
 __all__ = [
     "DEMO",
     "Change",
     "Config",
-    "arithmetic",
     "fixed_changes",
     "fixed_keys",
     "free_changes",
@@ -18,4 +17,5 @@ __all__ = [
     "load",
     "resolved",
     "secrets",
+    "summarise",
 ]

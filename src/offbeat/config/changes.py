@@ -1,6 +1,6 @@
-"""Compares a run's stored configuration with a new one: what may change on resume, and what may not.
+"""Changes between a run's stored configuration and a new one: which `--resume` allows, and which it refuses.
 
-A key that the stored one lacks counts as its default, so a run of an older Offbeat can go on.
+A run of an older Offbeat can go on: a key that its configuration lacks counts as its default, a removed key is ignored.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from offbeat.config.keys import MISSING, dotted, field_at, is_free, leaves, value_at
-from offbeat.config.lines import Path
+from offbeat.config.keys import MISSING, Path, dotted, field_at, is_free, leaves, value_at
 from offbeat.config.load import resolved
-from offbeat.config.models import Config
+from offbeat.config.migrations import migrated
+from offbeat.config.schema import Config
 
 FIXED_IF_EXACT: tuple[Path, ...] = (
     ("run", "threads"),
@@ -20,7 +20,7 @@ FIXED_IF_EXACT: tuple[Path, ...] = (
     ("model", "device"),
     ("model", "gradient_checkpointing"),
 )
-"""Free keys that decide how sums are split, and so the last bits: an exact run must keep them."""
+"""Free keys that decide how sums are split, and so their last bits: an exact run must keep them."""
 
 
 class Change(NamedTuple):
@@ -40,7 +40,7 @@ def free_changes(old: Mapping[str, Any], new: Config) -> list[Change]:
 
 
 def fixed_keys(config: Config) -> dict[str, Any]:
-    """The keys that are fixed for the life of a run, with their values: what `fixed_changes` can be asked about."""
+    """The keys that are fixed for the life of a run, with their values; `fixed_changes` accepts them as `old`."""
     data = resolved(config)
     for place, _ in list(leaves(data)):
         if _may_change(place, config):
@@ -53,8 +53,8 @@ def _may_change(place: Path, new: Config) -> bool:
 
 
 def _changes(old: Mapping[str, Any], new: Config) -> list[tuple[Path, Change]]:
-    data = resolved(new)
-    if data["run"]["name"] is None:  # not said, so whatever the run is called
+    old, data = migrated(old), resolved(new)
+    if data["run"]["name"] is None:  # not given, so the run keeps its name
         data["run"]["name"] = value_at(old, ("run", "name"))
     places = dict.fromkeys([place for place, _ in leaves(data)] + [place for place, _ in leaves(old)])
     found = []

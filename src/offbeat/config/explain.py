@@ -1,29 +1,32 @@
-"""Turns what pydantic found wrong into the one line that a user reads.
+"""The one line that a user reads about a wrong configuration, made from pydantic's errors.
 
     run.toml:7: batch.group_sise = 16: unknown key; did you mean group_size?
     --optimizer.schedule = "cosin": allowed "constant", "linear", "cosine"; did you mean "cosine"?
 
-The first mistake is told in full, by its place in the file; of the others only the number.
+The first mistake, by its place in the file, is explained in full; the others are counted.
 """
 
 from __future__ import annotations
 
+import ast
 import datetime
+import inspect
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from offbeat.config.keys import MISSING, TASK_MODELS, dotted, field_at, suggest_key, value_at
-from offbeat.config.lines import Path
-from offbeat.config.models import Config
+from offbeat.config.keys import MISSING, TASK_MODELS, Path, dotted, field_at, is_hidden, suggest_key, value_at
+from offbeat.config.migrations import removed_at
+from offbeat.config.schema import Config, Section
 from offbeat.config.secrets import shown_value
-from offbeat.config.section import Section
 from offbeat.errors import UserError
 from offbeat.spelling import nearest
 
@@ -37,7 +40,7 @@ WANTED = {
     "dict": "a table",
     "model": "a table",
 }
-"""What a value should be, by the first word of pydantic's error type."""
+"""The kind of value that is allowed, by the first word of pydantic's error type."""
 KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (bool, "true or false"),
     (int, "a whole number"),
@@ -47,20 +50,22 @@ KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (Mapping, "a table"),
     ((datetime.date, datetime.time), "a date or time"),
 )
+HIDDEN_CHOICES = ("paced",)
+"""Values for tests alone, which errors and pages do not offer."""
 RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 LEADING_KEY = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+) = ")
 
 
 @dataclass
-class Origin:
-    """Where the values came from."""
+class ValueOrigin:
+    """The file and the command line that values came from."""
 
     file: str | None = None
     lines: Mapping[Path, int] = field(default_factory=dict)
     typed: dict[Path, str] = field(default_factory=dict)
-    """Keys that were given on the command line, as they were typed."""
+    """Keys of the command line, as they were typed."""
     root: type[Section] = Config
-    """What the file as a whole should be."""
+    """The model of the whole file."""
 
     def line(self, place: Path) -> int | None:
         """The line of a key, or of the nearest table around it."""
@@ -78,7 +83,7 @@ class Origin:
         return next(shared, None)
 
     def before(self, place: Path) -> str:
-        """What an error begins with: file and line, dashes for the command line, or nothing."""
+        """The beginning of an error: file and line, dashes for the command line, or nothing."""
         if self.typed_at(place):
             return "--"
         if self.file is None:
@@ -87,7 +92,7 @@ class Origin:
         return f"{self.file}:{line}: " if line else f"{self.file}: "
 
 
-def explain(error: ValidationError, data: Mapping[str, Any], origin: Origin) -> UserError:
+def explain(error: ValidationError, data: Mapping[str, Any], origin: ValueOrigin) -> UserError:
     """The error to raise for a configuration that did not validate."""
     mistakes = [_Mistake(item, data, origin) for item in error.errors(include_url=False)]
     found = list({mistake.place: mistake for mistake in mistakes}.values())  # a key with alternatives has one for each
@@ -97,7 +102,7 @@ def explain(error: ValidationError, data: Mapping[str, Any], origin: Origin) -> 
 
 
 class _Mistake:
-    def __init__(self, item: Mapping[str, Any], data: Mapping[str, Any], origin: Origin):
+    def __init__(self, item: Mapping[str, Any], data: Mapping[str, Any], origin: ValueOrigin):
         self.kind: str = item["type"]
         self.context: Mapping[str, Any] = item.get("ctx") or {}
         self.data, self.origin = data, origin
@@ -114,12 +119,12 @@ class _Mistake:
 
     @property
     def order(self) -> tuple[bool, bool, int]:
-        """As a reader meets them; a missing key last, because it is often a misspelt one."""
+        """Sort key: the order of the file, with missing keys last, because they are often misspelt ones."""
         line = self.origin.line(self.place)
         return self.kind in ("missing", "union_tag_not_found"), line is None, line or 0
 
     def text(self) -> str:
-        if self.kind == "value_error":  # a check across fields, which says it all
+        if self.kind == "value_error":  # a check across keys, whose message is complete
             return self.origin.before(self.place) + str(self.context["error"])
         place, value = self.place, value_at(self.data, self.place)
         if isinstance(value, Mapping) and (typed := self.origin.typed_at(place)):
@@ -134,10 +139,12 @@ class _Mistake:
     def _what(self) -> str:
         value, known = value_at(self.data, self.place), self._field(self.place)
         if self.kind == "extra_forbidden":
+            if removed := removed_at(self.place) if self.origin.root is Config else None:
+                return f"this key was removed in {removed.since}; take it out ({removed.instead})"
             what = "unknown section" if len(self.place) == 1 and isinstance(value, Mapping) else "unknown key"
             return f"{what}; {suggest_key(self.place, self.data, self.origin.root)}"
         if self.kind == "literal_error":
-            return _choose(value, _choices(known if known else self._field(self.place[:-1])))
+            return _choose(value, choices(known if known else self._field(self.place[:-1])))
         if self.kind == "alternatives" and known:
             return f"allowed {alternatives_in_words(known)}"
         if self.kind == "union_tag_invalid":
@@ -169,12 +176,12 @@ class _Mistake:
         wanted = WANTED.get(word)
         if wanted is None:
             return f"cannot be understood ({self.kind.replace('_', ' ')})"
-        told = f"wants {wanted}, not {_kind_of(value)}"
+        text = f"wants {wanted}, not {_kind_of(value)}"
         if word in ("int", "float", "bool") and isinstance(value, str) and _reads_as(value, word):
-            return f"{told}; write it without quotes"
+            return f"{text}; write it without quotes"
         if word == "string" and not isinstance(value, (list, Mapping)):
-            return f"{told}; put it in quotes"
-        return told
+            return f"{text}; put it in quotes"
+        return text
 
 
 def show(value: Any) -> str:
@@ -198,26 +205,27 @@ def range_in_words(known: FieldInfo) -> str:
 
 
 def alternatives_in_words(known: FieldInfo) -> str:
-    """What a field allows that takes numbers as well as words, such as `1 or more, or "auto"`; empty for others."""
+    """The range and words of a field that takes numbers and words, such as `1 or more, or "auto"`; empty for others."""
     arms = get_args(known.annotation)
     ranges = [range_in_words(inner) for arm in arms if get_origin(arm) is Annotated for inner in arm.__metadata__]
     words = [word for arm in arms if get_origin(arm) is Literal for word in get_args(arm)]
     return f"{ranges[0]}, or {_quoted(words)}" if ranges and words else ""
 
 
-def _choices(known: FieldInfo | None) -> list[str]:
+def choices(known: FieldInfo | None) -> list[str]:
+    """The words that a field allows; empty where it allows others too."""
     annotation: Any = known.annotation if known else None
     while annotation is not None and (inner := get_args(annotation)):
         if all(isinstance(choice, str) for choice in inner):
-            return list(inner)
+            return [choice for choice in inner if choice not in HIDDEN_CHOICES]
         annotation = inner[0]
     return []
 
 
-def _choose(value: Any, choices: list[str]) -> str:
-    near = nearest(value, choices) if isinstance(value, str) and len(choices) > 1 else None
-    only = "only " if len(choices) == 1 else ""
-    return f"allowed {only}{_quoted(choices)}" + (f"; did you mean {show(near)}?" if near else "")
+def _choose(value: Any, allowed: list[str]) -> str:
+    near = nearest(value, allowed) if isinstance(value, str) and len(allowed) > 1 else None
+    only = "only " if len(allowed) == 1 else ""
+    return f"allowed {only}{_quoted(allowed)}" + (f"; did you mean {show(near)}?" if near else "")
 
 
 def _quoted(words: list[str]) -> str:
@@ -236,3 +244,49 @@ def _reads_as(text: str, word: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def describe() -> list[tuple[str, list[tuple[str, str, str]]]]:
+    """Every documented section with its (key, default, meaning), read from the models; `-` is no default."""
+    sections = []
+    for name, info in Config.model_fields.items():
+        if is_hidden(info):
+            continue
+        if name != "task":
+            assert isinstance(info.annotation, type)
+            sections.append((name, _keys(info.annotation)))
+            continue
+        for source, model in TASK_MODELS.items():
+            sections.append((f"task, source = {show(source)}", _keys(model)))
+    return sections
+
+
+def _keys(model: type[Section]) -> list[tuple[str, str, str]]:
+    meanings = {name: text for parent in reversed(model.__mro__) for name, text in _docs_of(parent)}
+    rows = []
+    for name, info in model.model_fields.items():
+        default = "-" if info.is_required() else "none" if info.default is None else show(info.default)
+        rows.append((name, default, meanings.get(name, "")))
+    return rows
+
+
+def _docs_of(parent: type) -> list[tuple[str, str]]:
+    return _docs(parent.__module__).get(parent.__name__, []) if issubclass(parent, Section) else []
+
+
+@cache
+def _docs(module: str) -> dict[str, list[tuple[str, str]]]:
+    """The text below each field of each class of a module's source."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = [
+                (field.target.id, " ".join(text.value.value.split()))
+                for field, text in zip(node.body, node.body[1:], strict=False)
+                if isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+                and isinstance(text.value.value, str)
+            ]
+    return found

@@ -1,21 +1,131 @@
-"""Knows the keys of a file: which there are, which may change on resume, and which one a misspelling meant.
+"""The keys of a configuration file: where each stands, whether it is free, and which one a misspelling meant.
 
-Places are tuples such as ("task", 0, "level"); what a table of `task` may hold depends on its `source`, so the data is
-handed in beside the place. The file is a run's configuration, unless `root` names the model of another one.
+A place is a tuple such as ("task", 0, "level"). The keys of a `task` table depend on its `source`, so functions take
+the data beside the place. `root` is the model of the file, by default that of a run's configuration.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from offbeat.config.lines import Path
-from offbeat.config.models import Config
-from offbeat.config.section import Section
-from offbeat.config.tasks import AnyTask, TaskConfig
+from offbeat.config.schema import AnyTask, Config, Section, TaskConfig
 from offbeat.spelling import nearest
+
+Path = tuple[str | int, ...]
+"""A key's place, such as ("task", 0, "level")."""
+
+TOKEN = re.compile(
+    r'"""(?:\\.|[^\\])*?"{3,5}'
+    r"|'''[\s\S]*?'{3,5}"
+    r'|"(?:\\.|[^"\\\n])*"'
+    r"|'[^'\n]*'"
+    r"|#[^\n]*"
+    r"|[\[\]{},=\n]"
+    r"""|[^\s\[\]{},=#"']+""",
+    re.DOTALL,
+)
+
+
+def key_lines(text: str) -> dict[Path, int]:
+    """The line, from 1, of every key and table header."""
+    return _Scanner(text).scan()
+
+
+class _Scanner:
+    """Reads text that `tomllib` has accepted: strings, comments, tables, arrays of tables and inline tables. It must
+    never hang; a key that it misses only costs an error its line number."""
+
+    def __init__(self, text: str):
+        self.tokens: list[tuple[str, int]] = []
+        line, seen = 1, 0
+        for match in TOKEN.finditer(text):
+            line += text.count("\n", seen, match.start())
+            seen = match.start()
+            if not match.group().startswith("#"):
+                self.tokens.append((match.group(), line))
+        self.at = 0
+        self.lines: dict[Path, int] = {}
+        self.table_counts: dict[Path, int] = {}
+
+    def scan(self) -> dict[Path, int]:
+        table: Path = ()
+        while self.at < len(self.tokens):
+            token, line = self.tokens[self.at]
+            if token == "\n":
+                self.at += 1
+            elif token == "[":
+                table = self._header()
+                self.lines.setdefault(table, line)
+            else:
+                self._pair(table)
+        return self.lines
+
+    def _header(self) -> Path:
+        brackets = 2 if self._peek(1) == "[" else 1
+        self.at += brackets
+        names = self._key("]") or [""]
+        self.at += brackets
+        parent = self._inside(names[:-1])
+        path = (*parent, names[-1])
+        if brackets == 1:
+            return self._inside(names)
+        count = self.table_counts.get(path, 0)
+        self.table_counts[path] = count + 1
+        return (*path, count)
+
+    def _inside(self, names: list[str]) -> Path:
+        """A table's path; a name that stands for an array of tables means its latest one."""
+        path: Path = ()
+        for name in names:
+            path = (*path, name)
+            if path in self.table_counts:
+                path = (*path, self.table_counts[path] - 1)
+        return path
+
+    def _pair(self, table: Path) -> None:
+        line = self.tokens[self.at][1]
+        path = (*table, *self._key("="))
+        self.at += 1
+        self.lines.setdefault(path, line)
+        self._value(path)
+
+    def _key(self, until: str) -> list[str]:
+        names: list[str] = []
+        while self._peek() not in (until, None):
+            token = self.tokens[self.at][0]
+            self.at += 1
+            if token[0] in "\"'":
+                names.append(token[1:-1])
+            else:
+                names += [name for name in token.split(".") if name]
+        return names
+
+    def _value(self, path: Path) -> None:
+        if self._peek() in ("[", "{"):
+            closing = "]" if self._peek() == "[" else "}"
+            self.at += 1
+            index = 0
+            while self._peek() not in (closing, None):
+                if self._peek() in (",", "\n", "}"):  # valid TOML has no stray brace; passing one keeps us moving
+                    index += self._peek() == ","
+                    self.at += 1
+                elif closing == "}":
+                    self._pair(path)
+                else:
+                    self.lines[(*path, index)] = self.tokens[self.at][1]
+                    self._value((*path, index))
+            self.at += 1
+            return
+        while self._peek() not in ("\n", ",", "]", "}", None):
+            self.at += 1
+
+    def _peek(self, ahead: int = 0) -> str | None:
+        return self.tokens[self.at + ahead][0] if self.at + ahead < len(self.tokens) else None
+
 
 MISSING = object()
 
@@ -26,11 +136,24 @@ def _task_models() -> dict[str, type[TaskConfig]]:
 
 
 TASK_MODELS = _task_models()
-"""What a table of `task` may hold, by its `source`."""
+"""The model of a `task` table, by its `source`."""
+
+COMMON_KEYS = (
+    *("run.name", "run.steps", "run.seed", "run.dir", "run.max_hours", "run.exact"),
+    *("model.path", "model.dtype", "model.device", "model.lora_rank", "model.gradient_checkpointing"),
+    *("task.source", "task.path", "task.reward", "task.prompt", "task.answer", "task.weight"),
+    *("reward.processes", "reward.timeout_s"),
+    *("batch.groups_per_step", "batch.group_size", "batch.updates_per_step", "batch.tokens_per_microbatch"),
+    *("schedule.mode", "schedule.max_staleness", "schedule.over_provision"),
+    *("rollout.workers", "rollout.engine", "rollout.slots", "rollout.temperature"),
+    *("rollout.max_prompt_tokens", "rollout.max_new_tokens", "optimizer.lr", "optimizer.warmup_steps"),
+    *("loss.name", "loss.kl_coef", "eval.every", "eval.prompts", "checkpoint.every", "log.sinks"),
+)
+"""The keys that most users need, which `offbeat train --keys` lists."""
 
 
 def model_at(place: Path, data: Mapping[str, Any], root: type[Section] = Config) -> type[Section] | None:
-    """The model of the table at a place; None where there is no such table, or no telling."""
+    """The model of the table at a place; None where there is no such table, or its `source` is unknown."""
     if root is Config and place and place[0] == "task":
         if len(place) != 2:
             return None
@@ -43,7 +166,7 @@ def model_at(place: Path, data: Mapping[str, Any], root: type[Section] = Config)
 
 
 def _step(annotation: Any, name: str | int) -> Any:
-    """What stands at a key of a section, of a table of tables or of a list of tables; None where nothing can."""
+    """The annotation at a key of a section, of a table of tables or of a list of tables; None where there is none."""
     if section := _section(annotation):
         field = section.model_fields.get(str(name))
         return field.annotation if field else None
@@ -57,7 +180,7 @@ def _section(annotation: Any) -> type[Section] | None:
 
 
 def field_at(place: Path, data: Mapping[str, Any], root: type[Section] = Config) -> FieldInfo | None:
-    """The field at a place; None for what is no key of a known table, such as an item of a list."""
+    """The field at a place; None where there is no key of a known table, such as at an item of a list."""
     model = model_at(place[:-1], data, root)
     return model.model_fields.get(str(place[-1])) if model else None
 
@@ -74,9 +197,17 @@ def value_at(data: Any, place: Path) -> Any:
 
 def is_free(place: Path) -> bool:
     """Whether the value there may change when a run is resumed."""
-    field = field_at(place, {}) if place[0] != "task" else None
+    return place[0] != "task" and _is_marked(field_at(place, {}), "free")
+
+
+def is_hidden(field: FieldInfo) -> bool:
+    """Whether a section is for tests alone, and so neither listed nor documented."""
+    return _is_marked(field, "hidden")
+
+
+def _is_marked(field: FieldInfo | None, mark: str) -> bool:
     extra = field.json_schema_extra if field else None
-    return isinstance(extra, dict) and bool(extra.get("free"))
+    return isinstance(extra, dict) and bool(extra.get(mark))
 
 
 def accepts(field: FieldInfo | None, kind: type | None) -> bool:
@@ -103,7 +234,7 @@ def is_switch(key: str) -> bool:
 
 
 def leaves(data: Any, place: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every value that is a key's own, in order: tables are entered, and so is the list of tasks."""
+    """Every key's place and value, in order. Values that are tables or lists of their own are not entered."""
     if isinstance(data, Mapping) and len(place) < 3:
         for name, value in data.items():
             yield from leaves(value, (*place, name))
@@ -123,9 +254,11 @@ def dotted(place: Path, data: Mapping[str, Any] | None = None) -> str:
 
 
 def known_keys(root: type[Section] = Config) -> list[str]:
-    """Every key of a section there is, dotted; those of tasks without an index."""
+    """Every documented key, dotted; those of tasks without an index."""
     keys: dict[str, None] = {}
     for name, field in root.model_fields.items():
+        if is_hidden(field):
+            continue
         section = _section(field.annotation)
         is_task = root is Config and name == "task"
         models: Iterable[type[Section]] = TASK_MODELS.values() if is_task else [section] if section else []
@@ -134,7 +267,7 @@ def known_keys(root: type[Section] = Config) -> list[str]:
 
 
 def suggest_key(place: Path, data: Mapping[str, Any], root: type[Section] = Config) -> str:
-    """What to say about an unknown key: the nearest spelling, the section it belongs to, or the keys there are."""
+    """Advice about an unknown key: the nearest spelling, the section that has it, or the keys that are allowed."""
     name = str(place[-1])
     model = model_at(place[:-1], data, root)
     names = list(model.model_fields) if model else []

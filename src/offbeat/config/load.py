@@ -1,7 +1,7 @@
-"""From a TOML file and the command line to a checked `Config`, or to one line that says what is wrong.
+"""Reads a TOML file and the command line into a checked `Config`.
 
-A later override wins over an earlier one, and all win over the file. TOML has no word for nothing: where a key may be
-absent, the text "none" stands for that. Every mistake is a `UserError` that names file, line and key.
+A later override wins over an earlier one, and all win over the file. TOML has no null: where a key may be absent, the
+text "none" stands for it. Every mistake is a `UserError` that names file, line and key.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from offbeat.config import secrets
-from offbeat.config.explain import Origin, explain
-from offbeat.config.keys import accepts, dotted, field_at, is_switch, leaves, value_at
-from offbeat.config.lines import Path, key_lines
-from offbeat.config.models import DEMO, Config
-from offbeat.config.section import Section
-from offbeat.config.tasks import ArithmeticTask
+from offbeat.config.explain import ValueOrigin, explain
+from offbeat.config.keys import Path, accepts, dotted, field_at, is_switch, key_lines, leaves, value_at
+from offbeat.config.migrations import migrated
+from offbeat.config.schema import DEMO, ArithmeticTask, Config, Section
 from offbeat.errors import UserError
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -35,7 +33,7 @@ def load(path: pathlib.Path | str | None, overrides: Sequence[str] = ()) -> Conf
 
     Overrides are words of a command line: `--batch.group-size 16`, `--task.level=3`, `--run.exact`.
     """
-    origin = Origin()
+    origin = ValueOrigin()
     data = copy.deepcopy(DEMO) if path is None else _read(pathlib.Path(path), origin)
     _one_list_of_tasks(data)
     _override(data, _pairs(overrides), origin)
@@ -51,12 +49,12 @@ def from_dict(data: Mapping[str, Any], overrides: Mapping[str, Any] | None = Non
         for name, inner in value.items() if nested else [("", value)]:
             _put(plain, _place(plain, f"{key}.{name}".strip(".")), inner, key)
     _one_list_of_tasks(plain)
-    return _validate(plain, Origin())
+    return _validate(plain, ValueOrigin())
 
 
-def load_as(path: pathlib.Path | str, root: type[AnySection]) -> tuple[AnySection, Origin]:
-    """A TOML file of another kind than a run's, checked by the same rules; and where its values stand, for errors."""
-    origin = Origin(root=root)
+def load_as(path: pathlib.Path | str, root: type[AnySection]) -> tuple[AnySection, ValueOrigin]:
+    """A TOML file with another model than `Config`, checked by the same rules, and its origin for errors."""
+    origin = ValueOrigin(root=root)
     data = _read(pathlib.Path(path), origin)
     try:
         return root.model_validate(data), origin
@@ -70,12 +68,12 @@ def resolved(config: Config) -> dict[str, Any]:
 
 
 def typed_keys(overrides: Sequence[str]) -> dict[str, str | None]:
-    """The dotted keys that words of a command line give, each with its text."""
+    """The dotted keys of a command line, each with its text."""
     return {key.replace("-", "_"): text for key, text in _pairs(overrides)}
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line without its overrides, and its overrides: words such as `--batch.group-size` and their values."""
+    """Splits a command line into other words and overrides such as `--batch.group-size 16`."""
     rest: list[str] = []
     overrides: list[str] = []
     at = 0
@@ -107,7 +105,7 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str | None]]:
     return found
 
 
-def _read(path: pathlib.Path, origin: Origin) -> dict[str, Any]:
+def _read(path: pathlib.Path, origin: ValueOrigin) -> dict[str, Any]:
     try:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -120,7 +118,9 @@ def _read(path: pathlib.Path, origin: Origin) -> dict[str, Any]:
     origin.file = str(path)
     try:
         if path.suffix == ".json":
-            return secrets.restored(json.loads(text), secrets.load(path.with_name(secrets.SECRETS)))
+            return migrated(
+                secrets.restored(json.loads(text), secrets.load(path.with_name(secrets.SECRETS))), str(path)
+            )
         data = tomllib.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: is not JSON: {error.msg}") from error
@@ -145,8 +145,10 @@ def _one_list_of_tasks(data: dict[str, Any]) -> None:
         data["task"] = [data["task"]]
 
 
-def _override(data: dict[str, Any], given: Iterable[tuple[str, str | None]], origin: Origin) -> None:
-    sources_first = sorted(given, key=lambda pair: not pair[0].endswith(".source"))  # they say what else is allowed
+def _override(data: dict[str, Any], given: Iterable[tuple[str, str | None]], origin: ValueOrigin) -> None:
+    sources_first = sorted(
+        given, key=lambda pair: not pair[0].endswith(".source")
+    )  # they decide which other keys are allowed
     for key, text in sources_first:
         place = _place(data, key.replace("-", "_"))
         _put(data, place, _parse(place, data, key, text), f"--{key}")
@@ -154,7 +156,7 @@ def _override(data: dict[str, Any], given: Iterable[tuple[str, str | None]], ori
 
 
 def _place(data: dict[str, Any], key: str) -> Path:
-    """Where a dotted key points; `task.level` means the only task's."""
+    """The place of a dotted key; `task.level` is a key of the only task."""
     names = key.split(".")
     if names[0] != "task" or len(names) < 2:
         return tuple(names)
@@ -175,7 +177,7 @@ def _are_tasks(count: int) -> str:
     return "is 1 task" if count == 1 else f"are {count} tasks"
 
 
-def _put(data: dict[str, Any], place: Path, value: Any, told: str) -> None:
+def _put(data: dict[str, Any], place: Path, value: Any, key: str) -> None:
     inner: Any = data
     for name in place[:-1]:
         if isinstance(inner, dict):
@@ -183,12 +185,12 @@ def _put(data: dict[str, Any], place: Path, value: Any, told: str) -> None:
         elif isinstance(inner, list) and isinstance(name, int):
             inner = inner[name]
     if not isinstance(inner, dict):
-        raise UserError(f"{told}: {dotted(place[:-1])} is a single value and has no keys of its own")
+        raise UserError(f"{key}: {dotted(place[:-1])} is a single value and has no keys of its own")
     inner[place[-1]] = value
 
 
 def _parse(place: Path, data: Mapping[str, Any], key: str, text: str | None) -> Any:
-    """A command line's text by TOML's rules, or as it stands where text is wanted or nothing else fits."""
+    """The value of a command line's text by TOML's rules; the text itself where text is wanted or it is no TOML."""
     known = field_at(place, data)
     if text is None:
         if known is not None and not accepts(known, bool):
@@ -207,13 +209,13 @@ def _parse(place: Path, data: Mapping[str, Any], key: str, text: str | None) -> 
 
 
 def _nothing(data: dict[str, Any]) -> None:
-    """Reads "none" as nothing wherever a key may be absent."""
+    """Replaces "none" by None wherever a key may be absent."""
     for place, value in list(leaves(data)):
         if value == "none" and accepts(field_at(place, data), None):
             value_at(data, place[:-1])[place[-1]] = None
 
 
-def _validate(data: dict[str, Any], origin: Origin) -> Config:
+def _validate(data: dict[str, Any], origin: ValueOrigin) -> Config:
     _nothing(data)
     try:
         return Config.model_validate(data)

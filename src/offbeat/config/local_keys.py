@@ -1,8 +1,8 @@
-"""Keys that are each machine's own affair: programs that it starts, code that it loads, folders and addresses.
+"""Machine-local keys: programs that a machine starts, code that it loads, its folders and addresses.
 
-A role that joins is told the run's configuration by the coordinator. None of these keys is taken from there, unless the
-machine's owner said that the coordinator is trusted (`--trust-coordinator`): whoever runs it could otherwise start
-programs here. What the role needs has to be given on its own command line; what it does not need is forgotten.
+A role that joins receives the run's configuration from the coordinator. These keys are not taken from there unless the
+machine's owner trusts the coordinator (`--trust-coordinator`), which could otherwise start programs here. A key that
+the role needs has to be given on its own command line; the others get their defaults.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.config.checks import SERVED
 from offbeat.config.explain import show
 from offbeat.config.keys import MISSING, field_at, value_at
-from offbeat.config.models import Config
+from offbeat.config.schema import SERVED, Config
 from offbeat.errors import UserError
 
 ROLLOUT, TRAINER = "rollout", "trainer"
-"""Of `offbeat.ledger.workers.Role`; a judge takes nothing of this from the configuration."""
+"""Values of `offbeat.ledger.workers.Role`; a judge uses none of these keys."""
 MODEL_NAME = re.compile(r"offbeat-tiny|[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""The built-in model, or one of the Hugging Face hub."""
+"""The built-in model, or a name on the Hugging Face hub."""
 FAR_STORE = re.compile(r"(?!file:|local:)[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -30,11 +29,11 @@ FAR_STORE = re.compile(r"(?!file:|local:)[A-Za-z][A-Za-z0-9+.-]*://")
 class LocalKey:
     place: tuple[str, str]
     what: str
-    """What the coordinator would choose for this machine."""
+    """The kind of thing that the coordinator would choose for this machine."""
     is_needed: Callable[[str, Config], bool]
-    """Whether a role with a configuration makes use of it."""
+    """Whether a role with a configuration uses the key."""
     is_harmless: Callable[[Any], bool] = lambda value: False
-    """Whether a value chooses nothing of this machine's."""
+    """Whether a value refers to nothing on this machine."""
 
     @property
     def key(self) -> str:
@@ -81,26 +80,26 @@ LOCAL_KEYS = (
     LocalKey(("serve", "certificate"), "a file", _unused),
     LocalKey(("serve", "key"), "a file", _unused),
 )
-"""Tasks are not here: only the coordinator opens their files. Judges are told rewards by name, see `launch.judge`."""
+"""Tasks are not here: only the coordinator opens their files. Judges receive the names of rewards alone."""
 
 
-def own_affairs(
-    told: Mapping[str, Any], typed: Collection[str], role: str, load: Callable[[Mapping[str, Any]], Config]
+def with_local_keys(
+    received: Mapping[str, Any], typed: Collection[str], role: str, load: Callable[[Mapping[str, Any]], Config]
 ) -> Config:
-    """The configuration that a coordinator told, with this machine's own values for all that is its own affair.
+    """The configuration that a coordinator sent, with this machine's own values for its local keys.
 
-    `typed` are the keys that the machine's owner gave, which `load` puts in. `UserError` where one is missing.
+    `typed` are the keys of this machine's command line, which `load` applies. `UserError` where one is missing.
     """
-    config, kept = load(told), copy.deepcopy(dict(told))
+    config, kept = load(received), copy.deepcopy(dict(received))
     for local in LOCAL_KEYS:
-        value = value_at(told, local.place)
+        value = value_at(received, local.place)
         default = _default(local)
         if local.key in typed or value in (MISSING, None, default) or local.is_harmless(value):
             continue
         if local.is_needed(role, config):
             raise UserError(
                 f"{local.key} = {show(value)}: comes from the coordinator, which may not choose {local.what} for this "
-                f"machine; say what holds here, with --{local.key}, or that it may, with --trust-coordinator"
+                f"machine; give --{local.key} here, or allow it with --trust-coordinator"
             )
         kept[local.place[0]][local.place[1]] = default
     return load(kept)
@@ -108,5 +107,5 @@ def own_affairs(
 
 def _default(local: LocalKey) -> Any:
     field = field_at(local.place, {})
-    assert field is not None, f"{local.key} is no key"
+    assert field is not None, f"{local.key} does not exist"
     return field.get_default(call_default_factory=True, validated_data={})

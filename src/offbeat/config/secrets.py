@@ -1,8 +1,8 @@
-"""Passwords and tokens within URLs: kept in a file of their own, and shown to nobody.
+"""Passwords and tokens within URLs: kept in a separate file and never shown.
 
-A URL such as s3://KEY:SECRET@bucket/run may stand anywhere in a configuration. Whatever is written down, printed or
-sent to another role has the URL without its login and its query. The whole value is in `secrets.json`, beside the run's
-config.json, a file that only its owner can read; reading the one puts back what the other holds.
+A URL such as s3://KEY:SECRET@bucket/run may stand anywhere in a configuration. It is written, printed and sent to other
+roles without its login and its query. The whole value is in `secrets.json`, beside the run's config.json, readable by
+its owner alone; reading config.json puts it back.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 from offbeat.config.keys import leaves, value_at
 from offbeat.errors import UserError
 from offbeat.files import write_atomic
-from offbeat.redact import shown
+from offbeat.net import shown
 
 SECRETS = "secrets.json"
 PRIVATE = 0o600
 
 
 def shown_value(value: Any) -> Any:
-    """A value as JSON has it, with every URL in it cut down to what anyone may read."""
+    """A JSON value with the login and query of every URL removed."""
     if isinstance(value, str):
         return shown(value)
     if isinstance(value, Mapping):
@@ -32,12 +32,12 @@ def shown_value(value: Any) -> Any:
 
 
 def secrets_in(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with something to hide, by their dotted keys."""
+    """The values that hold a secret, by dotted key."""
     return {".".join(map(str, place)): value for place, value in leaves(data) if shown_value(value) != value}
 
 
 def restored(data: Mapping[str, Any], secrets: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with its secrets put back, except where it has been changed since."""
+    """A configuration with its secrets put back, except for values that were changed since."""
     whole = copy.deepcopy(dict(data))
     for key, value in secrets.items():
         *parents, name = (int(part) if part.isdecimal() else part for part in key.split("."))
@@ -47,7 +47,7 @@ def restored(data: Mapping[str, Any], secrets: Mapping[str, Any]) -> dict[str, A
 
 
 def save(file: Path, data: Mapping[str, Any]) -> None:
-    """Keeps the secrets of a configuration; without any there is no file."""
+    """Writes the secrets of a configuration to `file`, or removes it if there are none."""
     if found := secrets_in(data):
         write_atomic(file, (json.dumps(found, indent=2) + "\n").encode(), PRIVATE)
     else:
@@ -55,7 +55,7 @@ def save(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def load(file: Path) -> dict[str, Any]:
-    """What was kept; nothing where there is no file."""
+    """The secrets in `file`; empty if there is no file."""
     try:
         found = json.loads(file.read_text())
         is_open = bool(file.stat().st_mode & 0o077)

@@ -1,8 +1,8 @@
-"""How a worker or a trainer comes to a run: with a token, into a folder of its own, with the run's configuration, of
-which it takes what is not its own machine's affair.
+"""Joining a run as worker, judge or trainer: a token, a folder of its own, and the run's configuration without the
+keys that this machine decides.
 
-Whoever joined keeps what it needs to come back in its folder: credentials, configuration, spool and weights. One that
-is started again and finds its folder is the same worker, and needs no token.
+The folder keeps credentials, configuration, spool and weights. A process that is started again with its folder is the
+same worker and needs no token.
 """
 
 from __future__ import annotations
@@ -17,32 +17,31 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from offbeat.client import credentials as saved
+from offbeat.client.connection import Connection
+from offbeat.client.http_client import Membership, join, rejoin
 from offbeat.config import Config, load, secrets
 from offbeat.config.load import typed_keys
-from offbeat.config.local_keys import own_affairs
+from offbeat.config.local_keys import with_local_keys
 from offbeat.errors import DeadlineError, RunOver, UserError
 from offbeat.files import make_folder, readable_by, write_atomic
-from offbeat.launch.folder import CONFIG, LOCK
-from offbeat.launch.lock import FolderLock
+from offbeat.launch.run_folder import CONFIG, LOCK, FolderLock
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role
-from offbeat.serve.http import credentials as saved
-from offbeat.serve.http.client import Membership, join, rejoin
-from offbeat.serve.http.connection import Connection
 
 READY = "OFFBEAT_READY"
-"""Names the descriptor to which a coordinator writes, as a line of JSON, where it listens and where its run lies."""
+"""Variable with the descriptor to which a coordinator writes its URL and its run's folder, as a line of JSON."""
 LOCAL_TOKEN_MINUTES = 5.0
 """For children of the same machine: they join at once or not at all."""
 CREDENTIALS, KEY = "credentials.json", "joining.key"
 OVER = "over"
-"""In the folder of one that left because its run was over."""
-MAX_PLACES = 1000
+"""Suffix of a file in the folder of a member that left because its run was over."""
+MAX_FOLDERS = 1000
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """What the command line says about joining."""
+    """The command line's options about joining."""
 
     url: str
     role: Role
@@ -51,17 +50,17 @@ class Invitation:
     token_file: Path | None = None
     ca_file: Path | None = None
     patience_s: float | None = None
-    """How long to look for a coordinator that does not answer; None: for ever."""
+    """Limit for waiting on a coordinator that does not answer; None: as long as it takes, by design."""
     allow_plain: bool = False
     """Whether the secret may cross a network in the clear."""
     trusts_coordinator: bool = False
     """Whether the coordinator may choose programs, code and folders for this machine (`config.local_keys`)."""
     secrets_file: Path | None = None
-    """URLs with passwords, by key, which the coordinator keeps to itself (`config.secrets`)."""
+    """URLs with passwords, by key, which the coordinator does not send (`config.secrets`)."""
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedRun:
     """A member of a run."""
 
     connection: Connection
@@ -77,8 +76,8 @@ def new_token(run: Path, role: str) -> str:
 
 
 @asynccontextmanager
-async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncIterator[Joined]:
-    """Joins, or comes back; `overrides` say what is different on this machine."""
+async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncIterator[JoinedRun]:
+    """Joins or rejoins; `overrides` are this machine's keys."""
     connection = Connection(
         invitation.url,
         ca_file=invitation.ca_file,
@@ -90,13 +89,13 @@ async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncItera
         _over_file(invitation).unlink(missing_ok=True)
         config = own_config(invitation, member.config, overrides)
         with readable_by(config.run.access):
-            yield Joined(connection, member.credentials.worker, member.credentials.run, config)
+            yield JoinedRun(connection, member.credentials.worker, member.credentials.run, config)
     finally:
         await connection.close()
 
 
-def own_config(invitation: Invitation, told: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """What the coordinator told, as far as that is its affair; `overrides` say the rest."""
+def own_config(invitation: Invitation, sent: Mapping[str, Any], overrides: Sequence[str]) -> Config:
+    """The configuration that the coordinator sent, except for keys that this machine decides, with `overrides`."""
     file = invitation.folder / f"{invitation.role.value}-{CONFIG}"
     kept = _secrets(invitation.secrets_file) if invitation.secrets_file is not None else {}
     words = [*(f"--{key}={value}" for key, value in kept.items() if isinstance(value, str)), *overrides]
@@ -106,8 +105,8 @@ def own_config(invitation: Invitation, told: Mapping[str, Any], overrides: Seque
         return load(file, words)
 
     if invitation.trusts_coordinator:
-        return read(told)
-    return own_affairs(told, typed_keys(words), invitation.role.value, read)
+        return read(sent)
+    return with_local_keys(sent, typed_keys(words), invitation.role.value, read)
 
 
 def _secrets(file: Path) -> dict[str, Any]:
@@ -128,7 +127,7 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
             if not _over_file(invitation).exists():
                 raise
             raise RunOver(
-                f"{known.worker}: run {known.run} was over when this left it; nobody serves it now"
+                f"{known.worker}: run {known.run} was over when this left it, and is not served any more"
             ) from error
     token = saved.read_token(invitation.token_file)
     secret = saved.own_secret(invitation.folder / f"{invitation.role.value}-{KEY}", token)
@@ -143,13 +142,13 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
 
 
 def make_private(path: Path) -> None:
-    """Makes a folder that nobody else on this machine can enter; one that is there stays as it is."""
+    """Makes a folder that no other user can enter; leaves an existing one as it is."""
     with readable_by("private"):
         make_folder(path)
 
 
-def say_over(invitation: Invitation, member: Joined, what: str) -> None:
-    """Tells that the run is over, and remembers it for when `what` is started again and nobody serves the run."""
+def report_run_over(invitation: Invitation, member: JoinedRun, what: str) -> None:
+    """Prints that the run is over, and records it for a later start of `what`, when the run is not served any more."""
     with suppress(OSError):
         _over_file(invitation).touch()
     print(f"{what} {member.worker}: run {member.run} is over; nothing is left to do", flush=True)
@@ -161,10 +160,10 @@ def _over_file(invitation: Invitation) -> Path:
 
 @contextmanager
 def own_folder(directory: str | None, name: str | None, url: str, lock_name: str = LOCK) -> Iterator[tuple[Path, str]]:
-    """A folder that no other worker uses now, and the name to join by.
+    """Locks a folder for this worker; yields it and the name to join by.
 
-    Unless a folder is named, it is that of the name or the machine, with a number where that one is in use: the first
-    free one, so that a worker that is started again comes back to its own.
+    Without `directory` it is named by `name` or the machine, with a number where that one is in use: the first free
+    one, so that a worker that is started again finds its own.
     """
     if directory is not None:
         path = Path(directory).expanduser().absolute()
@@ -181,11 +180,11 @@ def own_folder(directory: str | None, name: str | None, url: str, lock_name: str
 
 def _first_free(name: str, url: str) -> tuple[Path, str, FolderLock]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    place = urlsplit(url).netloc.replace(":", "-")
-    for number in range(1, MAX_PLACES):
+    host = urlsplit(url).netloc.replace(":", "-")
+    for number in range(1, MAX_FOLDERS):
         numbered = name if number == 1 else f"{name}-{number}"
-        path = cache / "offbeat" / place / numbered
+        path = cache / "offbeat" / host / numbered
         make_private(path)
-        with suppress(UserError):  # another worker's, who is at work
+        with suppress(UserError):  # in use by another worker
             return path, numbered, FolderLock(path / LOCK)
-    raise UserError(f"{path}: and {MAX_PLACES} more are in use; name a folder with --dir")
+    raise UserError(f"{path}: and {MAX_FOLDERS} more are in use; name a folder with --dir")

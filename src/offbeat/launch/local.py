@@ -1,24 +1,46 @@
-"""A whole run in one process: opens its folder, its tasks and its rewards, then lets `loop` train.
+"""A whole run in one process: coordinator, one worker and the trainer, which speak through the client interface only.
 
-torch is imported last, so a wrong task or reward is told within a second or two. A run ends by its last step, by
-Ctrl-C, SIGTERM or `run.max_hours`, always with a checkpoint; or by an error, which leaves the ledger and the last
-checkpoint to resume from.
+A wrong task or reward is an error before the model is loaded. A run ends by its last step, by Ctrl-C, SIGTERM or
+`run.max_hours`, always with a checkpoint; or by an error, which leaves the ledger and the last checkpoint to resume
+from.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offbeat.config.models import Config
+import torch
+
+from offbeat.client.in_process import InProcessTrainer, InProcessWorker
+from offbeat.config.schema import Config
+from offbeat.data.mixture import Mixture
+from offbeat.engines.protocol import KvMode
 from offbeat.errors import OffbeatError
 from offbeat.files import disk_trouble
-from offbeat.launch import sources, stopping
-from offbeat.launch.engines import check_engine
-from offbeat.launch.folder import RunFolder
-from offbeat.watch.sinks import check_sinks
+from offbeat.launch import model_parts, stopping, wiring
+from offbeat.launch.coordinator_runtime import (
+    CoordinatorRuntime,
+    await_last_evaluation,
+    open_coordinator,
+    prepare,
+    report_evaluations,
+)
+from offbeat.launch.engine_parts import check_engine, make_engine
+from offbeat.launch.run_folder import RunFolder
+from offbeat.launch.stopping import Stopping, interruptible
+from offbeat.observability.metrics import step_row
+from offbeat.observability.sinks import check_sinks
+from offbeat.rewards.pool import RewardPool
+from offbeat.trainer.checkpoint import Checkpoints
+from offbeat.trainer.trainer import StepReport, Trainer
+from offbeat.weights.publish import Publisher
+from offbeat.worker.worker import Worker
 
 
 def train(
@@ -28,11 +50,11 @@ def train(
     resume: Path | None = None,
     from_scratch: bool = False,
 ) -> dict[str, Any]:
-    """Runs a configuration to its end and returns the summary that is also in the run's folder. With `from_scratch` a
-    run to `resume` whose checkpoints are lost begins again."""
+    """Runs a configuration to its end and returns its summary. With `from_scratch`, a run to `resume` whose checkpoints
+    are lost begins again."""
     check_sinks(config.log.sinks)
     check_engine(config, num_workers=None)
-    sources.need_processes(config, "nobody can join a run of one process; set rollout.workers, or use offbeat serve")
+    wiring.need_processes(config, "judges cannot join a run of one process; set rollout.workers, or use offbeat serve")
     with RunFolder.open(resume, config) if resume else RunFolder.create(config) as folder:
         try:
             return stopping.run(_run(folder, reward, from_scratch=from_scratch))
@@ -48,16 +70,88 @@ def train(
 
 async def _run(folder: RunFolder, reward: Callable[..., Any] | None, *, from_scratch: bool) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
-        mixture = sources.make_mixture(folder.config, reward)
-        pool = await sources.open_pool(folder.config, mixture, folder.logs / "rewards.log")
+        mixture = wiring.make_mixture(folder.config, reward)
+        pool = await wiring.open_pool(folder.config, mixture, folder.logs / "rewards.log")
         stack.push_async_callback(pool.close)
         if folder.config.log.console != "quiet":
             print(f"run {folder.path}: {folder.config.model.path}; loading", flush=True)
         with stopping.interruptible():
-            from offbeat.launch import loop
-        return await loop.run(folder, mixture, pool, from_scratch=from_scratch)
+            pass
+        return await run(folder, mixture, pool, from_scratch=from_scratch)
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Of several errors, the first, which explains the others."""
+    """The first of several errors, which explains the others."""
     return _cause(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+WORKER = "local"
+
+
+async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool, *, from_scratch: bool = False) -> dict[str, Any]:
+    """Trains until the run ends and returns its summary; `from_scratch`: see `train`."""
+    config, start_s = folder.config, time.monotonic()
+    async with AsyncExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        with interruptible():
+            model_parts.prepare_torch(config)
+            prepared = prepare(config, mixture)
+            policy, reference = model_parts.make_policy(config)
+            adapter = model_parts.make_adapter(config, policy)
+            engine = make_engine(config, WORKER)
+        stack.push_async_callback(engine.close)
+        runtime = await stack.enter_async_context(open_coordinator(folder, mixture, pool, prepared))
+        coordinator, reporter = runtime.coordinator, runtime.reporter
+        client = InProcessTrainer(coordinator)
+        coordinator.only_worker = WORKER
+
+        async def on_step(report: StepReport) -> None:
+            await client.report(step_row(report, folder.spans_since_last(), config.batch.siblings))
+
+        trainer = Trainer(
+            client,
+            policy,
+            Publisher(folder.weights, adapter=adapter),
+            Checkpoints(folder.checkpoints, config.checkpoint.keep, adapter),
+            replace(model_parts.trainer_settings(config), num_witnesses=0),  # the only worker is trusted
+            reference=reference,
+            span=folder.span,
+            event=reporter.event,
+            on_step=on_step,
+        )
+        stopping = Stopping(reporter.stopping)
+        stack.enter_context(stopping.listening())
+        await coordinator.start()
+        if await trainer.start(from_scratch=from_scratch) >= config.run.steps:
+            runtime.console.note(f"the run is at step {trainer.step} already; raise run.steps to go on")
+        worker = Worker(
+            WORKER,
+            engine,
+            InProcessWorker(coordinator, WORKER),
+            kv=KvMode(config.rollout.kv),
+            kv_lag=config.rollout.kv_lag,
+            finishes=config.schedule.new_version == "finish",
+        )
+        await _work(config, runtime, worker, trainer, stopping)
+        is_finished = trainer.step >= config.run.steps
+        return reporter.finish(
+            seconds=time.monotonic() - start_s,
+            stopped_by=None if is_finished else stopping.why,
+            counts=await coordinator.call(runtime.ledger.counts),
+        )
+
+
+async def _work(
+    config: Config, runtime: CoordinatorRuntime, worker: Worker, trainer: Trainer, stopping: Stopping
+) -> None:
+    """Runs all parts until the trainer is done; the first error of any of them ends all."""
+    async with asyncio.TaskGroup() as parts:
+        working = parts.create_task(worker.run())
+        judging = parts.create_task(report_evaluations(config, runtime, trainer.step))
+        clock = parts.create_task(stopping.after(config.run.max_hours))
+        asked = parts.create_task(stopping.requested.wait())
+        await trainer.run(stopping.requested)
+        if trainer.step >= config.run.steps:
+            await await_last_evaluation(config, runtime, judging, asked)
+        for part in (judging, asked, clock, working):
+            part.cancel()

@@ -1,9 +1,7 @@
-"""How a run is asked to end before its last step: by Ctrl-C, by SIGTERM, or by its time limit.
+"""Requests to end a run before its last step: Ctrl-C, SIGTERM, or its time limit.
 
-The first request lets the step under way finish and ends with a checkpoint. A second signal ends the run at once: it
-can be resumed all the same, from the checkpoint before.
-
-Signals are the main thread's. Whatever handled them before a run handles them again after it.
+The first request lets the step under way finish and ends with a checkpoint. A second signal ends the run at once; it
+can be resumed from the checkpoint before. Only the main thread receives signals; earlier handlers are restored.
 """
 
 from __future__ import annotations
@@ -28,19 +26,19 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine to its end, as `asyncio.run` does, also where an event loop runs already, as in a notebook.
 
-    There it gets a thread of its own; the caller waits for it, and passes on the signals that the main thread receives.
+    There it gets a thread of its own; the caller waits for its end, and passes on signals of the main thread.
     """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         with asyncio.Runner() as runner:
             return runner.run(main)
-    return _Beside(main).run()
+    return _ThreadRun(main).run()
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Lets Ctrl-C end at once what never awaits, such as importing torch; asyncio alone would see to it afterwards."""
+    """Lets Ctrl-C interrupt code that never awaits, such as importing torch; asyncio would wait for its end."""
     if not _is_main_thread():
         yield
         return
@@ -56,24 +54,24 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if asked:  # some package's import has caught it, as it catches everything
+    if asked:  # a package's import has swallowed it
         raise KeyboardInterrupt
 
 
 class Stopping:
-    """`requested` is set by the first request, `why` says whose it was; `tell` hears of it."""
+    """`requested` is set by the first request, whose reason is `why`; `on_request` is called with it."""
 
-    def __init__(self, tell: Callable[[str], None]):
+    def __init__(self, on_request: Callable[[str], None] | None = None):
         self.requested = asyncio.Event()
         self.why: str | None = None
-        self._tell = tell
+        self._on_request = on_request
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes signals within the block; outside the main thread only those that `run` passes on."""
-        loop, beside = asyncio.get_running_loop(), _beside.get()
-        if beside is not None:
-            with beside.passing_on(self._on_signal):
+        """Handles signals within the block; outside the main thread only those that `run` passes on."""
+        loop, thread_run = asyncio.get_running_loop(), _thread_run.get()
+        if thread_run is not None:
+            with thread_run.passing_on(self._on_signal):
                 yield
         elif _is_main_thread():
             with _handling(lambda number: loop.call_soon_threadsafe(self._on_signal, number)):
@@ -85,7 +83,8 @@ class Stopping:
         if not self.requested.is_set():
             self.why = why
             self.requested.set()
-            self._tell(why)
+            if self._on_request is not None:
+                self._on_request(why)
 
     async def after(self, hours: float | None) -> None:
         if hours is not None:
@@ -98,8 +97,8 @@ class Stopping:
         self.request(number.name)
 
 
-class _Beside(Generic[T]):
-    """A coroutine that runs in a thread of its own, beside the event loop of the thread that waits for it."""
+class _ThreadRun(Generic[T]):
+    """Runs a coroutine in a thread of its own, for a caller whose thread already runs an event loop."""
 
     def __init__(self, main: Coroutine[Any, Any, T]):
         self._main = main
@@ -119,7 +118,7 @@ class _Beside(Generic[T]):
 
     @contextmanager
     def passing_on(self, handler: Handler) -> Iterator[None]:
-        """Signals go to the handler, called by the coroutine's loop; without one they cancel the coroutine."""
+        """Calls `handler` for signals, in the coroutine's loop; without a handler they cancel the coroutine."""
         self._pass_on = handler
         try:
             yield
@@ -127,7 +126,7 @@ class _Beside(Generic[T]):
             self._pass_on = None
 
     def _wait(self) -> None:
-        """Returns when the coroutine has ended; whatever is raised here meanwhile ends it first."""
+        """Waits for the coroutine's end, however long it takes; an exception raised here cancels it first."""
         try:
             while not self._ended.done():
                 try:
@@ -140,14 +139,14 @@ class _Beside(Generic[T]):
             raise
 
     def _in_thread(self) -> None:
-        _beside.set(self)
+        _thread_run.set(self)
         try:
             with asyncio.Runner() as runner:
                 self._loop = runner.get_loop()
                 result = runner.run(self._noticed())
         except asyncio.CancelledError as error:
             self._ended.set_exception(KeyboardInterrupt() if self._is_interrupted else error)
-        except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
+        except BaseException as error:  # noqa: BLE001 - raised by the waiting thread
             self._ended.set_exception(error)
         else:
             self._ended.set_result(result)
@@ -163,11 +162,11 @@ class _Beside(Generic[T]):
         self._call(self._take, number)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls a function from the coroutine's loop; before that runs, the coroutine never begins."""
+        """Calls a function in the coroutine's loop; if that has not started, the coroutine never begins."""
         if self._loop is None:
             self._is_interrupted = True
             return
-        with suppress(RuntimeError):  # the loop is closed: the coroutine has ended
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _take(self, number: signal.Signals) -> None:
@@ -182,19 +181,19 @@ class _Beside(Generic[T]):
             self._task.cancel()
 
 
-_beside: ContextVar[_Beside[Any] | None] = ContextVar("beside", default=None)
-"""What passes signals on to the coroutine that we are in, where that has a thread of its own."""
+_thread_run: ContextVar[_ThreadRun[Any] | None] = ContextVar("thread_run", default=None)
+"""The thread that the current coroutine runs in, if `run` made one; it passes signals on."""
 
 
 @contextmanager
 def _handling(handler: Handler) -> Iterator[None]:
-    """Handles `SIGNALS` within the block, in the main thread, and gives back what handled them before."""
+    """Handles `SIGNALS` within the block, in the main thread; restores earlier handlers."""
 
     def handle(number: int, _: FrameType | None) -> None:
         handler(signal.Signals(number))
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    ours = [number for number in SIGNALS if before[number] is not None]  # one that is not Python's could not come back
+    ours = [number for number in SIGNALS if before[number] is not None]  # a handler set by C code could not be restored
     try:
         for number in ours:
             signal.signal(number, handle)

@@ -1,53 +1,81 @@
-"""Builds a run's parts from its configuration: here all but those that hold a model, so that the coordinator needs no
-torch. `offbeat.launch.models` has the others."""
+"""Builds the parts of a run that need no torch from its configuration; `model_parts` builds the others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from offbeat.config.changes import fixed_keys
-from offbeat.config.learning import recipe
-from offbeat.config.models import Config
-from offbeat.control.rounds import Setting
+from offbeat.config.schema import Config, resolve_loss
+from offbeat.coordinator.coordinator import Coordinator, CoordinatorSettings
+from offbeat.coordinator.drawing import EvalPlan, Issuer
+from offbeat.coordinator.maintenance import MaintenanceSettings, WeightGarbageCollector
+from offbeat.coordinator.reward_queue import RewardQueue, Scorer
+from offbeat.data.mixture import Mixture, build_mixture
+from offbeat.data.prompts import Renderer
 from offbeat.errors import UserError
-from offbeat.launch.sources import make_shaping
 from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.records import LedgerTerms
 from offbeat.model.loading import context_window, load_tokenizer, resolve, stop_token_ids, switching_lengths
-from offbeat.reward.failures import MIN_COUNT, FailureWatch
-from offbeat.reward.pool import RewardPool
-from offbeat.serve.clearing import Clearing
-from offbeat.serve.coordinator import Coordinator, CoordinatorSettings
-from offbeat.serve.hosts import is_this_machine
-from offbeat.serve.issuing import EvalPlan, Issuer
-from offbeat.serve.judging import Judging
-from offbeat.serve.keeping import KeepSettings
-from offbeat.serve.scoring import Scorer
-from offbeat.tasks.mixture import Mixture
-from offbeat.tasks.prompts import Renderer
+from offbeat.net import is_this_machine
+from offbeat.rewards.pool import MIN_COUNT, FailureWatch, RewardInput, RewardPool, Shaping
+from offbeat.rules.event_model import EventModelConfig
 from offbeat.trajectory import Sampling
-from offbeat.weights.pieces import PieceStore, open_store
+from offbeat.weights.piece_store import PieceStore, open_store
+
+
+def make_mixture(config: Config, reward: Callable[..., Any] | None) -> Mixture:
+    return build_mixture(config.task, seed=config.run.seed, reward=reward)
+
+
+def make_shaping(config: Config) -> Shaping:
+    reward = config.reward
+    return Shaping(reward.weights, config.rollout.max_new_tokens, reward.overlong_tokens, reward.overlong_penalty)
+
+
+async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
+    """A pool whose rewards were each tried on one problem; without processes, judges elsewhere try them."""
+    pool = RewardPool(config.reward.processes, config.reward.timeout_s, mixture.rewards, log)
+    if not config.reward.processes:
+        return pool
+    trials = {}
+    for member in mixture.members.values():
+        problem = member.problem(0)
+        trials[member.reward] = RewardInput(problem.answer or "", problem.answer, problem.prompt, problem.info)
+    try:
+        make_shaping(config).check_names(await pool.check(trials))
+    except BaseException:
+        await pool.close()
+        raise
+    return pool
+
+
+def need_processes(config: Config, why: str) -> None:
+    """Refuses reward.processes = 0 where no judges can join."""
+    if not config.reward.processes:
+        raise UserError(f"reward.processes = 0: allowed 1 or more here, because {why}")
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """The model's language: its tokenizer, its window and what ends an answer."""
+class TokenLimits:
+    """Tokenizer, context window and stop tokens of the model."""
 
     tokenizer: PreTrainedTokenizerBase
     window_tokens: int
     stop_token_ids: tuple[int, ...]
     vocab_size: int
-    """Of the model, which may be larger than the tokenizer's."""
+    """Of the model; may be larger than the tokenizer's."""
 
     def decode(self, responses: Sequence[np.ndarray]) -> list[str]:
         return self.tokenizer.batch_decode([r.tolist() for r in responses], skip_special_tokens=True)
 
 
-def load_tokens(config: Config) -> Tokens:
+def load_tokens(config: Config) -> TokenLimits:
     from transformers import AutoConfig
 
     path = config.model.path
@@ -69,10 +97,10 @@ def load_tokens(config: Config) -> Tokens:
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {rollout.max_prompt_tokens} + "
             f"{rollout.max_new_tokens}: {path} has a window of {window} tokens{beyond}; lower one of them"
         )
-    return Tokens(tokenizer, window, stop_token_ids(path, tokenizer), vocab_size)
+    return TokenLimits(tokenizer, window, stop_token_ids(path, tokenizer), vocab_size)
 
 
-def train_sampling(config: Config, tokens: Tokens) -> Sampling:
+def train_sampling(config: Config, tokens: TokenLimits) -> Sampling:
     return Sampling(
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
@@ -80,7 +108,7 @@ def train_sampling(config: Config, tokens: Tokens) -> Sampling:
     )
 
 
-def eval_plan(config: Config, tokens: Tokens) -> EvalPlan:
+def eval_plan(config: Config, tokens: TokenLimits) -> EvalPlan:
     return EvalPlan(
         every=config.eval.every,
         num_prompts=config.eval.prompts,
@@ -89,13 +117,12 @@ def eval_plan(config: Config, tokens: Tokens) -> EvalPlan:
             max_new_tokens=config.rollout.max_new_tokens,
             temperature=config.eval.temperature,
             top_p=config.eval.top_p,
-            top_k=config.eval.top_k,
             stop_token_ids=tokens.stop_token_ids,
         ),
     )
 
 
-def make_renderer(config: Config, tokens: Tokens) -> Renderer:
+def make_renderer(config: Config, tokens: TokenLimits) -> Renderer:
     return Renderer(
         tokens.tokenizer,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
@@ -104,7 +131,7 @@ def make_renderer(config: Config, tokens: Tokens) -> Renderer:
     )
 
 
-def make_issuer(config: Config, mixture: Mixture, tokens: Tokens) -> Issuer:
+def make_issuer(config: Config, mixture: Mixture, tokens: TokenLimits) -> Issuer:
     plan = eval_plan(config, tokens)
     if plan.every and not mixture.held_out(plan.num_prompts):
         plan = replace(plan, every=0)
@@ -120,7 +147,12 @@ def make_issuer(config: Config, mixture: Mixture, tokens: Tokens) -> Issuer:
 
 
 def make_coordinator(
-    config: Config, ledger: Ledger, issuer: Issuer, pool: RewardPool, tokens: Tokens, clearing: Clearing
+    config: Config,
+    ledger: Ledger,
+    issuer: Issuer,
+    pool: RewardPool,
+    tokens: TokenLimits,
+    clearing: WeightGarbageCollector,
 ) -> Coordinator:
     samples_per_step = config.batch.groups_per_step * config.batch.group_size
     watch = FailureWatch(config.reward.max_failure_share, window=max(samples_per_step, MIN_COUNT))
@@ -129,7 +161,7 @@ def make_coordinator(
     return Coordinator(
         ledger,
         issuer,
-        Judging(scorer, pool, issuer.mixture.rewards, config.reward.timeout_s),
+        RewardQueue(scorer, pool, issuer.mixture.rewards, config.reward.timeout_s),
         CoordinatorSettings(
             num_steps=config.run.steps,
             overlap=config.schedule.mode == "overlap",
@@ -138,47 +170,48 @@ def make_coordinator(
             max_new_tokens=config.rollout.max_new_tokens,
             lease_ttl_s=config.rollout.lease_s,
             vocab_size=tokens.vocab_size,
-            keep=KeepSettings(config.ledger.keep_bodies, config.ledger.backup),
+            keep=MaintenanceSettings(config.ledger.keep_bodies, config.ledger.backup),
         ),
         clearing,
     )
 
 
-def _rounds(config: Config) -> Setting:
-    return Setting(
+def _rounds(config: Config) -> EventModelConfig:
+    return EventModelConfig(
         groups_per_step=config.batch.claims_per_step,
         group_size=config.batch.members,
-        bound=config.schedule.bound,
+        max_staleness=config.schedule.bound,
         resumes=config.rollout.kv == "stale",
         pads=config.rollout.engine == "embedded",
     )
 
 
 def publishes_pieces(config: Config, *, is_away: bool) -> bool:
-    """Whether a trainer, on the coordinator's machine or away, cuts versions into pieces for workers elsewhere."""
-    if config.weights.deltas != "auto":
-        return config.weights.deltas == "always"
+    """Whether a trainer, on the coordinator's machine or away, publishes versions in pieces. One that is away always
+    does, because it sends pieces alone."""
+    if is_away or config.weights.deltas != "auto":
+        return is_away or config.weights.deltas == "always"
     serve = config.serve
-    return is_away or config.weights.store is not None or serve.behind_proxy or not is_this_machine(serve.host)
+    return config.weights.store is not None or serve.behind_proxy or not is_this_machine(serve.host)
 
 
 def open_pieces(config: Config, folder: Path) -> PieceStore:
-    """Where the run's pieces lie: a place that all machines reach, or the coordinator's `folder` of weights."""
+    """The run's pieces: in a store that all machines reach, or in the coordinator's `folder` of weights."""
     return open_store(config.weights.store or folder)
 
 
 def open_ledger(config: Config, path: Path) -> Ledger:
-    """The run's ledger; a new one records what is fixed for the life of the run."""
+    """The run's ledger; a new one records the configuration's fixed keys."""
     batch = config.batch
-    ledger = Ledger(
-        path,
-        min_group=batch.min_group,
-        max_no_signal=batch.max_redraws * batch.groups_per_step if recipe(config).drop_no_signal else 0,
-        max_attempts=config.rollout.max_attempts,
+    terms = LedgerTerms(
+        groups_per_step=batch.claims_per_step,
         max_staleness=config.schedule.bound,
         max_kv_lag=config.rollout.kv_lag if config.rollout.kv == "stale" else 0,
-        groups_per_step=batch.claims_per_step,
-        stops=config.schedule.stops,
+        min_group=batch.min_group,
+        max_no_signal=batch.max_redraws * batch.groups_per_step if resolve_loss(config).drop_no_signal else 0,
+        max_attempts=config.rollout.max_attempts,
+        in_rounds=config.schedule.stops,
     )
-    ledger.begin_with(fixed_keys(config))
+    ledger = Ledger(path, terms)
+    ledger.record_fixed_keys(fixed_keys(config))
     return ledger

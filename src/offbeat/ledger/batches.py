@@ -1,69 +1,192 @@
-"""Claims and commits: which data a step trains on, and that it did.
+"""Batches: claiming the data of a step, committing it, and the trainers that may do so.
 
-Guarantees: a claim selects, checks the bound against the step really trained from, and stores its answer in one
-transaction; asking again for the same step returns the same batch; a commit records the new version with it and is
+Guarantees: a claim selects groups, checks the bound against the step really trained from and stores the batch in one
+transaction; claiming the same step again returns the same batch; a commit records the new version with it and is
 idempotent by step. No token above the bound, given, or of an abandoned version may be trained.
+
+One trainer at a time may change a run: the latest. Every trainer that begins takes the next generation and names it in
+each of its calls; a call under an older generation is refused in its own transaction. A trainer without a checkpoint
+would undo a run that is past step 0; it is admitted if there is no other way, or with `from_scratch`.
+
+An answer that is claimed without its siblings is a group of size 1; its siblings are the groups drawn for the same
+prompt. A batch sees the rewards of siblings stored before its claim and never a later one, so that its advantages do
+not depend on when it is loaded. Answers of abandoned versions do not count: their groups were re-issued with the same
+seed, and one answer would count twice. A group that was dropped as stale keeps its reward.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
 
-from offbeat.control.select import Candidate, Stretch, is_trainable, oldest_trainable_step, select, staleness
-from offbeat.crash import crash_here
-from offbeat.ledger import siblings, versions
-from offbeat.ledger.bodies import Bodies
-from offbeat.ledger.database import Database, array
+from offbeat.errors import RunStopped
+from offbeat.ledger import versions
+from offbeat.ledger.database import Database, transactional
 from offbeat.ledger.errors import Conflict, Refused, Unknown
 from offbeat.ledger.groups import drop, num_without_signal, reissue
-from offbeat.ledger.records import Batch, BatchGroup, BatchState, ComparedSegment, Drop, GroupState, Member, Surviving
-from offbeat.ledger.versions import Lineage
-from offbeat.trajectory import Origin, Reward, Trajectory
+from offbeat.ledger.records import (
+    Arrival,
+    Batch,
+    BatchGroup,
+    BatchState,
+    ComparedSegment,
+    Drop,
+    GroupState,
+    Member,
+    Surviving,
+)
+from offbeat.ledger.tables import array
+from offbeat.ledger.versions import Lineage, Versions
+from offbeat.rules.groups import Candidate, VersionRun, is_trainable, oldest_trainable_step, select, trained_staleness
+from offbeat.testing.crash_points import crash_here
+from offbeat.trajectory import Reward, Trajectory
 from offbeat.weights.version import Version
 
+EARLIER = """
+SELECT s.ordinal, s.id, r.value
+FROM groups o INDEXED BY groups_drawn CROSS JOIN groups s ON s.purpose = 'train' AND s.ordinal = o.ordinal
+CROSS JOIN tasks t ON t.group_id = s.id CROSS JOIN rewards r ON r.task = t.id
+WHERE o.purpose = 'train' AND o.reissue_of IS NULL AND o.source = :source AND o.source_ordinal = :source_ordinal
+    AND s.batch IS NOT :batch AND s.reason IS NOT 'abandoned' AND r.value IS NOT NULL AND r.seq <= :last_reward
+"""
+"""Rewards of a prompt's other groups that were stored before the batch was claimed."""
+
+
+class SiblingRewards(NamedTuple):
+    """The fields of `BatchGroup` about an answer's siblings; all answers of a batch to one prompt share them."""
+
+    prompt: int
+    """First group that was drawn for the prompt."""
+    earlier: tuple[float, ...]
+    """By ordinal, so that the order of scoring does not matter."""
+
+
+def sibling_rewards(db: Database, batch: int) -> dict[int, SiblingRewards]:
+    """Sibling rewards of a batch by group; groups that were claimed whole are left out."""
+    query = """SELECT g.source, g.source_ordinal, g.id, o.id
+               FROM groups g CROSS JOIN groups o INDEXED BY groups_drawn ON o.purpose = 'train' AND o.reissue_of IS NULL
+                   AND o.source = g.source AND o.source_ordinal = g.source_ordinal AND o.sibling = 0
+               WHERE g.batch = ? AND g.size = 1"""
+    groups = db.execute(query, (batch,)).fetchall()
+    (last_reward,) = db.execute("SELECT last_reward FROM batches WHERE id = ?", (batch,)).fetchone()
+    earlier: dict[int, tuple[float, ...]] = {}
+    for source, source_ordinal, _, prompt in groups:
+        if prompt not in earlier:
+            values = {"source": source, "source_ordinal": source_ordinal, "batch": batch, "last_reward": last_reward}
+            earlier[prompt] = tuple(reward for _, _, reward in sorted(db.execute(EARLIER, values)))
+    return {group: SiblingRewards(prompt, earlier[prompt]) for _, _, group, prompt in groups}
+
+
 Piece = tuple[int, int, int, int | None]
-"""A segment of a scored member: group, task, number of tokens, and version."""
+"""Segment of a scored member: group, task, number of tokens and version."""
 Pieces = dict[int, list[Piece]]
-"""By group."""
+"""Segments by group."""
+P = ParamSpec("P")
+R = TypeVar("R")
 _PARTS = msgspec.json.Decoder(tuple[Reward, ...])
 
 
-def claim(db: Database, bodies: Bodies, step: int, count: int, bound: int, *, in_order: bool) -> Batch | None:
-    newest = versions.latest(db)
-    found = _living_batch(db, step)
-    if found is None:
-        is_ahead = newest is not None and newest.step + 1 == step and _living_batch(db, newest.step) is not None
-        if newest is None or (newest.step != step and not is_ahead):
-            at = "no version is published" if newest is None else f"the latest version is of step {newest.step}"
-            raise Refused(f"step {step} cannot be claimed: {at}")
-        return _choose(db, bodies, step, None if is_ahead else newest.number, count, bound, in_order)
-    if found["state"] == BatchState.CLAIMED and newest is not None and newest.step == step:
-        db.execute("UPDATE batches SET from_version = ? WHERE id = ?", (newest.number, found["id"]))
-    return load(db, bodies, found["id"])
+class Batches(Versions):
+    @transactional
+    def claim(self, step: int, *, in_order: bool = True) -> Batch | None:
+        """Batch of a step: chosen once, the same ever after; None while too few groups are ready. `step` is the step of
+        the latest version or, once the batch of that step is chosen, the next. `in_order`: see `rules.groups.select`.
+        """
+        newest = self.latest_version()
+        found = _living_batch(self, step)
+        if found is None:
+            is_ahead = newest is not None and newest.step + 1 == step and _living_batch(self, newest.step) is not None
+            if newest is None or (newest.step != step and not is_ahead):
+                at = "no version is published" if newest is None else f"the latest version is of step {newest.step}"
+                raise Refused(f"step {step} cannot be claimed: {at}")
+            return _choose(self, step, None if is_ahead else newest.number, in_order)
+        if found["state"] == BatchState.CLAIMED and newest is not None and newest.step == step:
+            self.execute("UPDATE batches SET from_version = ? WHERE id = ?", (newest.number, found["id"]))
+        return load(self, found["id"])
+
+    @transactional
+    def commit(
+        self, step: int, version: Version, audited: Sequence[int] = (), compared: Sequence[ComparedSegment] = ()
+    ) -> None:
+        """Records that the batch of `step` was trained, without the `audited` tasks, and produced `version`.
+        `compared` holds the audit's results by segment. A repeated commit changes nothing."""
+        batch = _living_batch(self, step)
+        if batch is None:
+            raise Unknown(f"step {step}: nothing was claimed for it")
+        if batch["to_version"] is not None:
+            if batch["to_version"] == version.number and versions.is_recorded(self, version):
+                return
+            raise Conflict(f"step {step} was committed as version {batch['to_version']}, not {version.number}")
+        parent = versions.living_parent(self, version)
+        if parent.step != step or version.step != step + 1:
+            raise Refused(
+                f"commit of step {step}: version {version.number} must be of step {step + 1}, with a parent of step "
+                f"{step}; it is of step {version.step}, its parent of step {parent.step}"
+            )
+        if versions.is_recorded(self, version):
+            raise Conflict(f"version {version.number} is published already, and not by this commit")
+        mark_trained(self, batch["id"])
+        _leave_out(self, batch["id"], audited)
+        _compare(self, batch["id"], compared)
+        versions.record(self, version)
+
+    def current_round(self) -> int | None:
+        """Version of the current round; None before the first, and while a batch is claimed and not trained."""
+        newest = self.latest_version()
+        return None if newest is None or is_batch_claimed(self) else newest.number
+
+    def survivors(self) -> list[Surviving]:
+        """Training groups that were begun and are in no batch yet."""
+        query = """SELECT g.id, g.first_step, COALESCE(j.num_tokens, p.num_sampled_tokens, 0), t.state
+                   FROM groups g JOIN tasks t ON t.group_id = g.id LEFT JOIN trajectories j ON j.task = t.id
+                   LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
+                   WHERE g.purpose = 'train' AND g.state IN ('open', 'ready') AND g.first_step IS NOT NULL
+                   ORDER BY g.id"""
+        found = []
+        for _, rows in itertools.groupby(self.execute(query), key=lambda row: row[0]):
+            members = list(rows)
+            ended = tuple(state not in ("open", "leased") for *_, state in members)
+            found.append(Surviving(members[0][1], tuple(row[2] for row in members), ended))
+        return found
+
+    def as_trainer(self, generation: int, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Makes a trainer's call in one transaction; raises if another trainer has taken over."""
+        with self.transaction():
+            self.check_generation(generation)
+            return call(*args, **kwargs)
+
+    def check_generation(self, generation: int) -> None:
+        """Raises unless `generation` is that of the latest trainer, 0 before the first."""
+        newest = latest_trainer(self)
+        known = 0 if newest is None else newest.generation
+        if generation < known:
+            raise RunStopped(
+                f"another trainer has taken over: {newest} (generation {known}, this one has {generation}); end one of "
+                "the two"
+            )
+        if generation > known:
+            raise RunStopped(
+                f"{self.path}: has no trainer of generation {generation}, only up to {known}, so it is not the ledger "
+                "that this trainer began with; start the trainer again"
+            )
+
+    @transactional
+    def checkpointed(self, step: int) -> None:
+        """Records that the latest trainer has a durable checkpoint of `step`."""
+        query = "UPDATE trainers SET checkpoint_step = ? WHERE generation = (SELECT MAX(generation) FROM trainers)"
+        self.execute(query, (step,))
 
 
-def under_way(db: Database) -> bool:
-    """Whether a batch is claimed and not trained yet: it would be the one of the latest step that has any."""
+def is_batch_claimed(db: Database) -> bool:
+    """Whether a batch is claimed and not trained yet; it can only be the latest one."""
     row = db.execute("SELECT state FROM batches WHERE state <> 'undone' ORDER BY step DESC LIMIT 1").fetchone()
     return row is not None and row[0] == BatchState.CLAIMED
-
-
-def survivors(db: Database) -> list[Surviving]:
-    query = """SELECT g.id, g.first_step, COALESCE(j.num_tokens, p.num_sampled_tokens, 0), t.state
-               FROM groups g JOIN tasks t ON t.group_id = g.id LEFT JOIN trajectories j ON j.task = t.id
-               LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
-               WHERE g.purpose = 'train' AND g.state IN ('open', 'ready') AND g.first_step IS NOT NULL ORDER BY g.id"""
-    found = []
-    for _, rows in itertools.groupby(db.execute(query), key=lambda row: row[0]):
-        members = list(rows)
-        ended = tuple(state not in ("open", "leased") for *_, state in members)
-        found.append(Surviving(members[0][1], tuple(row[2] for row in members), ended))
-    return found
 
 
 def _living_batch(db: Database, step: int) -> dict[str, Any] | None:
@@ -72,14 +195,15 @@ def _living_batch(db: Database, step: int) -> dict[str, Any] | None:
     return None if row is None else dict(zip(("id", "state", "to_version"), row, strict=True))
 
 
-def _choose(
-    db: Database, bodies: Bodies, step: int, from_version: int | None, count: int, bound: int, in_order: bool
-) -> Batch | None:
-    if not _is_worth_a_look(db, step, count, bound):
+def _choose(db: Database, step: int, from_version: int | None, in_order: bool) -> Batch | None:
+    count, max_staleness = db.terms.groups_per_step, db.terms.max_staleness
+    assert count is not None, "LedgerTerms.groups_per_step is needed to claim a batch"
+    oldest = oldest_trainable_step(step, max_staleness)
+    if not _may_change(db, count, oldest):
         return None
     stale: list[int] = []
     while True:
-        groups = _eligible(db, step, count, bound, in_order)
+        groups = _eligible(db, step, count, oldest, in_order)
         pieces = _pieces(db, [group for group, _, state, *_ in groups if state == GroupState.READY])
         known = versions.lineage(db, {piece[3] for found in pieces.values() for piece in found if piece[3] is not None})
         candidates = [
@@ -89,40 +213,40 @@ def _choose(
                 ready=state == GroupState.READY,
                 require_step=require_step,
                 first_step=first_step,
-                stretches=_stretches(pieces.get(group, ()), known),
+                runs=_version_runs(pieces.get(group, ()), known),
             )
             for group, ordinal, state, require_step, first_step in groups
         ]
-        selection = select(candidates, step, count, bound, in_order=in_order)
+        selection = select(candidates, step, count, max_staleness, in_order=in_order)
         drop(db, selection.stale, Drop.STALE)
         stale += selection.stale
-        if selection.take or not selection.stale:  # otherwise those behind the ones dropped are to be looked at
+        if selection.take or not selection.stale:  # otherwise the groups behind the dropped ones are considered
             break
     reissue(db, stale, with_new_seed=False, for_step=step)
     if not selection.take:
         return None
-    batch = _store(db, step, from_version, bound, {group: pieces[group] for group in selection.take}, known)
+    batch = _store(db, step, from_version, {group: pieces[group] for group in selection.take}, known)
     crash_here("claim-chosen")
-    return load(db, bodies, batch)
+    return load(db, batch)
 
 
-def _is_worth_a_look(db: Database, step: int, count: int, bound: int) -> bool:
-    """False where too few groups are ready and none can be too old: then nothing is to be taken, and nothing to be
-    dropped. The trainer asks again with every reward that is stored, so that this is what a claim mostly costs."""
+def _may_change(db: Database, count: int, oldest: int) -> bool:
+    """False if too few groups are ready and none can be too old: then a claim takes and drops nothing. A claim is
+    repeated with every stored reward, so this check is its usual cost."""
     ready = "SELECT 1 FROM groups INDEXED BY groups_alive WHERE state = 'ready' AND purpose = 'train'"
     query = f"""SELECT (SELECT COUNT(*) FROM ({ready} LIMIT :count)) = :count
                     OR EXISTS ({ready} AND first_step IS NULL) OR EXISTS ({ready} AND first_step < :oldest)
                     OR EXISTS (SELECT 1 FROM groups INDEXED BY groups_required
                                WHERE state = 'open' AND require_step < :oldest)
                     OR EXISTS (SELECT 1 FROM versions WHERE abandoned = 1)"""
-    return bool(db.execute(query, {"count": count, "oldest": oldest_trainable_step(step, bound)}).fetchone()[0])
+    return bool(db.execute(query, {"count": count, "oldest": oldest}).fetchone()[0])
 
 
-def _eligible(db: Database, step: int, count: int, bound: int, in_order: bool) -> list[tuple[Any, ...]]:
-    """The groups that selection has to see: the unfinished, the first `count` of the ready ones in the order in which
-    they are taken, and all whose tokens may be too old or of an abandoned version. The rest could not be in the batch:
-    however much waits, what is read is about as much as is trained."""
-    asked = {"step": step, "oldest": oldest_trainable_step(step, bound), "count": count}
+def _eligible(db: Database, step: int, count: int, oldest: int, in_order: bool) -> list[tuple[Any, ...]]:
+    """Groups that selection has to see: unfinished ones, the first `count` ready ones in the order of selection, and
+    all whose tokens may be too old or of an abandoned version. The rest cannot be in the batch, so that the cost does
+    not grow with the number of waiting groups."""
+    values = {"step": step, "oldest": oldest, "count": count}
     columns, due = "id, ordinal, state, require_step, first_step", "(require_step IS NULL OR require_step <= :step)"
     unfinished = f"SELECT {columns} FROM groups WHERE state = 'open' AND purpose = 'train' AND {due}"
     ready = f"""SELECT {columns} FROM groups INDEXED BY groups_alive
@@ -133,7 +257,7 @@ def _eligible(db: Database, step: int, count: int, bound: int, in_order: bool) -
         order = "ordinal" if in_order else "first_step, ordinal"  # nothing living shares an ordinal
         first_ones = f"{ready} AND first_step >= :oldest ORDER BY {order} LIMIT :count"
         chosen = [first_ones, f"{ready} AND first_step < :oldest", f"{ready} AND first_step IS NULL"]
-    return [row for query in (unfinished, *chosen) for row in db.execute(query, asked)]
+    return [row for query in (unfinished, *chosen) for row in db.execute(query, values)]
 
 
 def _pieces(db: Database, groups: Sequence[int]) -> Pieces:
@@ -146,22 +270,22 @@ def _pieces(db: Database, groups: Sequence[int]) -> Pieces:
     return found
 
 
-def _stretches(pieces: Iterable[Piece], known: Mapping[int, Lineage]) -> tuple[Stretch, ...]:
-    """A group as selection sees it: one stretch for all tokens of a version."""
+def _version_runs(pieces: Iterable[Piece], known: Mapping[int, Lineage]) -> tuple[VersionRun, ...]:
+    """Tokens of a group by version, as selection takes them."""
     num_tokens: dict[int | None, int] = {}
     for _, _, count, version in pieces:
         num_tokens[version] = num_tokens.get(version, 0) + count
     return tuple(
-        Stretch(count, None if version is None else known[version].living_step) for version, count in num_tokens.items()
+        VersionRun(count, None if version is None else known[version].living_step)
+        for version, count in num_tokens.items()
     )
 
 
-def _store(
-    db: Database, step: int, from_version: int | None, bound: int, pieces: Pieces, known: Mapping[int, Lineage]
-) -> int:
-    """Writes a batch and what becomes of each of its sampled tokens: trained, stale or abandoned."""
-    fates = {
-        number: 0 if is_trainable(version.living_step, step, bound) else 2 if version.is_abandoned else 1
+def _store(db: Database, step: int, from_version: int | None, pieces: Pieces, known: Mapping[int, Lineage]) -> int:
+    """Stores a batch, with its sampled tokens counted as trained, stale or abandoned."""
+    max_staleness = db.terms.max_staleness
+    column = {
+        number: 0 if is_trainable(version.living_step, step, max_staleness) else 2 if version.is_abandoned else 1
         for number, version in known.items()
     }
     sums: dict[int, list[int]] = {}
@@ -169,15 +293,15 @@ def _store(
     for _, task, num_tokens, number in itertools.chain.from_iterable(pieces.values()):
         tokens = sums.setdefault(task, [0, 0, 0])
         if number is not None:
-            tokens[fates[number]] += num_tokens
+            tokens[column[number]] += num_tokens
             taken.add(number)
-    ages = (staleness(known[number].living_step, step) or 0 for number in taken if fates[number] == 0)
-    totals = [sum(column) for column in zip(*sums.values(), strict=True)]
+    ages = (trained_staleness(known[number].living_step, step, max_staleness) or 0 for number in taken)
+    totals = [sum(counts) for counts in zip(*sums.values(), strict=True)]
     batch = db.execute(
         "INSERT INTO batches (step, bound, state, from_version, num_trained_tokens, num_stale_tokens, "
         "num_abandoned_tokens, max_staleness, last_reward, claimed_at) "
         "VALUES (?, ?, 'claimed', ?, ?, ?, ?, ?, (SELECT MAX(seq) FROM rewards), ?)",
-        (step, bound, from_version, *totals, max(ages, default=0), db.wall_clock()),
+        (step, max_staleness, from_version, *totals, max(ages, default=0), db.wall_clock()),
     ).lastrowid
     assert batch is not None
     db.insert(
@@ -189,74 +313,43 @@ def _store(
     return batch
 
 
-def load(db: Database, bodies: Bodies, batch: int) -> Batch:
-    """A batch as it was claimed, by ordinal and member."""
+def load(db: Database, batch: int) -> Batch:
+    """Loads a batch as it was claimed, by ordinal and member."""
     query = "SELECT step, from_version, bound FROM batches WHERE id = ?"
-    step, from_version, bound = db.execute(query, (batch,)).fetchone()
+    step, from_version, max_staleness = db.execute(query, (batch,)).fetchone()
     query = """SELECT t.group_id, t.member, t.id, j.seq, j.digest, r.parts, r.value
                FROM batch_members m CROSS JOIN tasks t ON t.id = m.task CROSS JOIN trajectories j ON j.task = t.id
                CROSS JOIN rewards r ON r.task = t.id WHERE m.batch = ?"""
     rows = sorted(db.execute(query, (batch,)))
-    trajectories = bodies.load([(row[3], row[4]) for row in rows])
-    ages = _ages(db, list(trajectories.values()), step, bound)
+    trajectories = db.bodies.load([(row[3], row[4]) for row in rows])
+    ages = _ages(db, list(trajectories.values()), step, max_staleness)
     parts = {text: _PARTS.decode(text) for text in {row[5] for row in rows}}
     members: dict[int, list[Member]] = {}
     for (group, member, task, seq, _, text, value), age in zip(rows, ages, strict=True):
         members.setdefault(group, []).append(Member(task, member, trajectories[seq], parts[text], value, age))
     query = "SELECT ordinal, id, source FROM groups WHERE batch = ?"
-    kin = siblings.of_batch(db, batch)
+    siblings = sibling_rewards(db, batch)
     groups = [
-        BatchGroup(group, ordinal, source, tuple(members[group]), *kin.get(group, ()))
+        BatchGroup(group, ordinal, source, tuple(members[group]), *siblings.get(group, ()))
         for ordinal, group, source in sorted(db.execute(query, (batch,)))
     ]
     return Batch(step, from_version, tuple(groups), num_without_signal(db, step))
 
 
-def _ages(db: Database, trajectories: Sequence[Trajectory], step: int, bound: int) -> list[np.ndarray]:
-    """The staleness of each response token; -1 where it may not be trained. Made as one array for all trajectories,
+def _ages(db: Database, trajectories: Sequence[Trajectory], step: int, max_staleness: int) -> list[np.ndarray]:
+    """Staleness of each response token; -1 where it may not be trained. Computed as one array for all trajectories,
     because most of them are short."""
     segments = [segment for trajectory in trajectories for segment in trajectory.segments]
     known = versions.lineage(db, {s.version for s in segments if s.version is not None})
-    ages: dict[int | None, int] = {}
-    for number, version in known.items():
-        age = staleness(version.living_step, step)
-        ages[number] = age if age is not None and is_trainable(version.living_step, step, bound) else -1
-    values = [ages[s.version] if s.origin is Origin.SAMPLED else -1 for s in segments]
+    ages = {number: trained_staleness(version.living_step, step, max_staleness) for number, version in known.items()}
+    values = [-1 if s.version is None or (age := ages[s.version]) is None else age for s in segments]
     of_all = np.repeat(np.array(values, np.int32), [len(s.tokens) for s in segments])
     ends = itertools.accumulate(trajectory.num_tokens for trajectory in trajectories)
     return [of_all[start:end] for start, end in itertools.pairwise((0, *ends))]
 
 
-def commit(
-    db: Database,
-    step: int,
-    version: Version,
-    audited: Sequence[int] = (),
-    compared: Sequence[ComparedSegment] = (),
-) -> None:
-    batch = _living_batch(db, step)
-    if batch is None:
-        raise Unknown(f"step {step}: nothing was claimed for it")
-    if batch["to_version"] is not None:
-        if batch["to_version"] == version.number and versions.is_recorded(db, version):
-            return
-        raise Conflict(f"step {step} was committed as version {batch['to_version']}, not {version.number}")
-    parent = versions.living_parent(db, version)
-    if parent.step != step or version.step != step + 1:
-        raise Refused(
-            f"commit of step {step}: version {version.number} must be of step {step + 1}, with a parent of step "
-            f"{step}; it is of step {version.step}, its parent of step {parent.step}"
-        )
-    if versions.is_recorded(db, version):
-        raise Conflict(f"version {version.number} is published already, and not by this commit")
-    mark_trained(db, batch["id"])
-    _leave_out(db, batch["id"], audited)
-    _compare(db, batch["id"], compared)
-    versions.record(db, version)
-
-
 def _leave_out(db: Database, batch: int, tasks: Sequence[int]) -> None:
-    """The trainer could not believe these members' log-probs and gave them no part in the update."""
+    """Counts the tokens of members that an audit left out of the update as audited, not trained."""
     unique = sorted(set(tasks))
     query = """UPDATE batch_members SET num_audit_tokens = num_trained_tokens, num_trained_tokens = 0
                WHERE batch = ? AND task IN (SELECT value FROM json_each(?))"""
@@ -268,7 +361,7 @@ def _leave_out(db: Database, batch: int, tasks: Sequence[int]) -> None:
 
 
 def _compare(db: Database, batch: int, compared: Sequence[ComparedSegment]) -> None:
-    """Takes down what an audit found of the batch's segments; where they were audited before, in place of that."""
+    """Stores the audit's results for segments of the batch, in place of earlier ones."""
     query = """UPDATE segments SET num_compared = ?, num_off = ? WHERE task = ? AND start = ? AND version IS NOT NULL
                AND num_tokens >= ? AND task IN (SELECT task FROM batch_members WHERE batch = ?)"""
     for task, start, num_tokens, num_off in compared:
@@ -279,14 +372,17 @@ def _compare(db: Database, batch: int, compared: Sequence[ComparedSegment]) -> N
 
 
 def sum_up(db: Database, batch: int) -> None:
-    """Brings a batch's sums in line with its members', after an audit left some out or took them in again."""
+    """Recomputes the sums of a batch after an audit left members out, or a resume took them in again."""
+    step, max_staleness = db.execute("SELECT step, bound FROM batches WHERE id = ?", (batch,)).fetchone()
     db.execute(
-        "UPDATE batches SET (num_trained_tokens, num_audit_tokens) = (SELECT SUM(num_trained_tokens), "
-        "SUM(num_audit_tokens) FROM batch_members WHERE batch = :batch), max_staleness = ("
-        "SELECT COALESCE(MAX(batches.step - v.step), 0) FROM batch_members m JOIN segments s ON s.task = m.task "
-        "JOIN versions v ON v.number = s.version WHERE m.batch = :batch AND m.num_trained_tokens > 0 "
-        "AND v.abandoned = 0 AND batches.step - v.step BETWEEN 0 AND batches.bound) WHERE id = :batch",
-        {"batch": batch},
+        """UPDATE batches SET (num_trained_tokens, num_audit_tokens) = (
+               SELECT SUM(num_trained_tokens), SUM(num_audit_tokens) FROM batch_members WHERE batch = :batch),
+           max_staleness = (
+               SELECT COALESCE(MAX(:step - v.step), 0) FROM batch_members m JOIN segments s ON s.task = m.task
+               JOIN versions v ON v.number = s.version WHERE m.batch = :batch AND m.num_trained_tokens > 0
+               AND v.abandoned = 0 AND v.step BETWEEN :oldest AND :step)
+           WHERE id = :batch""",
+        {"batch": batch, "step": step, "oldest": oldest_trainable_step(step, max_staleness)},
     )
 
 
@@ -294,3 +390,54 @@ def mark_trained(db: Database, batch: int) -> None:
     now = db.wall_clock()
     db.execute("UPDATE batches SET state = 'trained', trained_at = ? WHERE id = ?", (now, batch))
     db.execute("UPDATE groups SET state = 'trained', ended_at = ? WHERE batch = ?", (now, batch))
+
+
+@dataclass(frozen=True)
+class TrainerRecord:
+    """A trainer that began, and its latest durable checkpoint."""
+
+    generation: int
+    name: str
+    host: str
+    home: str
+    began_at: float
+    checkpoint_step: int | None
+    """None: it has reported none."""
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.began_at))
+        return f"{self.name}{f' on {self.host}' if self.host else ''}, since {since}"
+
+
+def latest_trainer(db: Database) -> TrainerRecord | None:
+    """Trainer that may change the run; None before the first."""
+    query = "SELECT generation, name, host, home, began_at, checkpoint_step FROM trainers ORDER BY generation DESC"
+    row = db.execute(f"{query} LIMIT 1").fetchone()
+    return None if row is None else TrainerRecord(*row)
+
+
+def why_not_from_scratch(before: TrainerRecord | None, arrival: Arrival, step: int) -> str | None:
+    """Why a trainer without a checkpoint may not undo a run that is at `step`; None if it may.
+
+    A trainer that was killed before its first checkpoint has no other way to continue: it is known by its folder.
+    """
+    if before is None or arrival.from_scratch or step == 0:
+        return None
+    if before.checkpoint_step is None and before.home == arrival.home:
+        return None
+    last = "" if before.checkpoint_step is None else f", which has a checkpoint of step {before.checkpoint_step}"
+    return (
+        f"the run is at step {step}, and this trainer has no checkpoint; start it with the folder of the one before "
+        f"({before}){last}, or with --from-scratch to undo all steps"
+    )
+
+
+def take_over(db: Database, arrival: Arrival, checkpoint_step: int | None) -> int:
+    """Makes a trainer the only one that may change the run; returns its generation."""
+    before = latest_trainer(db)
+    generation = 1 if before is None else before.generation + 1
+    db.execute(
+        "INSERT INTO trainers (generation, name, host, home, began_at, checkpoint_step) VALUES (?, ?, ?, ?, ?, ?)",
+        (generation, arrival.name, arrival.host, arrival.home, db.wall_clock(), checkpoint_step),
+    )
+    return generation

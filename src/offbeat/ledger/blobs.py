@@ -1,9 +1,8 @@
 """Large bodies as files beside the ledger, named by the digest of their bytes: `blobs/ab/DIGEST`.
 
-Guarantees: what `write` returned from survives a power cut, file and folder entry alike, so that a transaction that
-names it may commit; `read` returns the very bytes that were written or says what is wrong. The name is the content, so
-writing again is harmless; a crash before the commit leaves at most a file that nothing names, which `sweep` removes.
-"""
+Guarantees: after `write` the file and its folder entry survive a power cut, so that a transaction that names it may
+commit; `read` returns the bytes that were written or raises. The name is the content, so a repeated write is harmless;
+a crash before the commit leaves at most a file that no row names, which `sweep` removes."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from offbeat.files import cannot_write
+from offbeat.files import cannot_write, fsync_folder
 from offbeat.ledger.errors import Damaged, LedgerError
 
 FOLDER = "blobs"
@@ -38,8 +37,8 @@ class Blobs:
     def _write(self, path: Path, body: bytes) -> None:
         if not path.parent.is_dir():
             path.parent.mkdir(parents=True)
-            sync_folder(self.folder.parent)
-            sync_folder(self.folder)
+            fsync_folder(self.folder.parent)
+            fsync_folder(self.folder)
         if not path.exists():
             unfinished = path.with_name(path.name + UNFINISHED)
             with unfinished.open("wb") as file:
@@ -47,7 +46,7 @@ class Blobs:
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(path)
-        sync_folder(path.parent)  # also where the file is there: whoever renamed it may have died before this
+        fsync_folder(path.parent)  # also for an existing file: the process that renamed it may have died here
 
     def read(self, digest: bytes) -> bytes:
         path = self.path(digest)
@@ -60,24 +59,16 @@ class Blobs:
         return body
 
     def all(self) -> Iterator[bytes]:
-        """The digests of all files."""
+        """Digests of all files."""
         for path in sorted(self.folder.glob("??/*")):
             if not path.name.endswith(UNFINISHED):
                 yield bytes.fromhex(path.name)
 
     def sweep(self, named: set[bytes]) -> int:
-        """Removes every file but those named, and what was never finished; returns how many bytes that freed."""
+        """Removes every file but `named`, and unfinished ones; returns the number of bytes freed."""
         num_bytes = 0
         for path in sorted(self.folder.glob("??/*")):
             if path.name.endswith(UNFINISHED) or bytes.fromhex(path.name) not in named:
                 num_bytes += path.stat().st_size
                 path.unlink()
         return num_bytes
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

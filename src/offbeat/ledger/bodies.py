@@ -1,47 +1,49 @@
-"""Trajectories as bytes and as objects, by the digest of their bytes.
+"""Bodies of trajectories: their encoded bytes, and a cache of recent ones.
 
-Short bodies lie in their row, long ones in a file (`offbeat.ledger.blobs`); `store` and `read` alone know which. What
-came in a moment ago is about to be scored and claimed, so it is kept; all else is decoded from where it lies. The key
-is the content and the arrays cannot be written to, so what is kept never differs from what is stored.
+A short body is stored in its row, a long one in a file (`offbeat.ledger.blobs`); only `store` and `read` know which. A
+trajectory that was just submitted is soon scored and claimed, so it stays in the cache. The cache key is the digest of
+the bytes, and the arrays are read-only, so a cached trajectory never differs from the stored one.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from sqlite3 import Cursor
 
-from offbeat.ledger.database import Database, array
+from offbeat.ledger.blobs import Blobs
 from offbeat.ledger.errors import LedgerError
+from offbeat.ledger.tables import array
 from offbeat.trajectory import Trajectory
 
 MAX_KEPT_BYTES = 32_000_000
-"""A step of long answers, several of short ones."""
+"""Holds one step of long answers, or several of short ones."""
 OVERHEAD_BYTES = 4000
-"""What the objects around the shortest trajectory weigh."""
-
-
+"""Size of the objects around the shortest trajectory."""
 MAX_ROW_BYTES = 256 * 1024
-"""Past this, pages of the database would hold little but bodies, and every read of it would move them."""
+"""Larger bodies would fill the database's pages, and every scan would read them."""
 
 
-def store(db: Database, digest: bytes, body: bytes) -> bytes | None:
-    """What a row keeps of a body: its bytes, or none where they went to a file, which is on disk then."""
+def store(blobs: Blobs, digest: bytes, body: bytes) -> bytes | None:
+    """Returns the value for the row's `body` column: the bytes, or None after they were written to a file."""
     if len(body) <= MAX_ROW_BYTES:
         return body
-    db.blobs.write(digest, body)
+    blobs.write(digest, body)
     return None
 
 
-def read(db: Database, digest: bytes, body: bytes | None) -> bytes:
-    """A body, given what its row keeps of it."""
-    return db.blobs.read(digest) if body is None else body
+def read(blobs: Blobs, digest: bytes, body: bytes | None) -> bytes:
+    """Returns the bytes of a body, given its row's `body` column."""
+    return blobs.read(digest) if body is None else body
 
 
 class Bodies:
-    def __init__(self, db: Database, max_kept_bytes: int = MAX_KEPT_BYTES):
-        self._db, self._max_kept_bytes = db, max_kept_bytes
+    """Loads trajectories, through a cache of at most `max_kept_bytes`."""
+
+    def __init__(self, execute: Callable[..., Cursor], blobs: Blobs, max_kept_bytes: int = MAX_KEPT_BYTES):
+        self._execute, self._blobs, self._max_kept_bytes = execute, blobs, max_kept_bytes
         self._kept: OrderedDict[bytes, tuple[int, bytes | Trajectory]] = OrderedDict()
-        """By digest: what it weighs, and the body; once it was asked for, the trajectory in its place."""
+        """By digest: size, and the body, or the trajectory once it was decoded."""
         self._num_kept_bytes = 0
 
     def keep(self, digest: bytes, body: bytes) -> None:
@@ -55,7 +57,7 @@ class Bodies:
             self._num_kept_bytes -= num_bytes
 
     def load(self, wanted: Sequence[tuple[int, bytes]]) -> dict[int, Trajectory]:
-        """Trajectories by their `seq`, in the order asked for, given the digests stored with them."""
+        """Loads trajectories, given as pairs of `seq` and digest; returns them by `seq` in the same order."""
         kept = [self._find(digest) for _, digest in wanted]
         others = self._read([seq for (seq, _), found in zip(wanted, kept, strict=True) if found is None])
         return {seq: found or others[seq] for (seq, _), found in zip(wanted, kept, strict=True)}
@@ -66,10 +68,10 @@ class Bodies:
         found: dict[int, Trajectory] = {}
         query = """SELECT seq, task, digest, body, pruned FROM trajectories
                    WHERE seq IN (SELECT value FROM json_each(?))"""
-        for seq, task, digest, body, is_pruned in self._db.execute(query, (array(wanted),)):
+        for seq, task, digest, body, is_pruned in self._execute(query, (array(wanted),)):
             if is_pruned:
                 raise LedgerError(f"task {task}: its trajectory was pruned")
-            found[seq] = Trajectory.restore(read(self._db, digest, body))
+            found[seq] = Trajectory.restore(read(self._blobs, digest, body))
         return found
 
     def _find(self, digest: bytes) -> Trajectory | None:

@@ -1,4 +1,4 @@
-"""The ledger's file: how it is opened and written, and where it may lie.
+"""The ledger's file: opening, transactions and errors of the disk.
 
 Guarantees: a committed transaction survives `kill -9` and a power cut (WAL, `synchronous=FULL`); a file of a newer
 schema, a file that is no ledger and a network file system are refused before anything is written.
@@ -10,62 +10,90 @@ import itertools
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from offbeat.errors import UserError
 from offbeat.ledger.blobs import FOLDER, Blobs
+from offbeat.ledger.bodies import Bodies
 from offbeat.ledger.errors import Damaged, NoLedger
+from offbeat.ledger.records import LedgerTerms
 from offbeat.ledger.tables import SCHEMA, TABLES
 
+D = TypeVar("D", bound="Database")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NO_TERMS = LedgerTerms()
 BUSY_TIMEOUT_S = 10.0
-"""How long a write waits for another process, such as one that reads the ledger to verify it."""
+"""Longest wait of a write for another process, such as `offbeat ledger verify`."""
 MAX_ROWS = 64
-"""Inserted with one statement."""
+"""Most rows that one statement inserts."""
 NETWORK_FILE_SYSTEMS = {
     *("nfs", "nfs3", "nfs4", "cifs", "smb2", "smb3", "smbfs", "afs", "ncpfs", "coda", "davfs", "fuse.davfs2"),
     *("ceph", "fuse.ceph", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.glusterfs", "orangefs", "pvfs2", "wekafs"),
     *("gfs2", "ocfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.goofys", "fuse.juicefs"),
 }
-"""Their locks and shared memory do not carry SQLite's write-ahead log."""
+"""File systems whose locks and shared memory do not carry SQLite's write-ahead log."""
 
 REMEDIES = {
     "FULL": "free space on its disk",
     "IOERR": "see that its disk works and has space",
-    "CORRUPT": "bring back a copy (offbeat ledger verify tells what is damaged)",
+    "CORRUPT": "bring back a copy (offbeat ledger verify lists the damage)",
     "NOTADB": "bring back a copy",
     "BUSY": "end the process that holds it",
     "LOCKED": "end the process that holds it",
     "READONLY": "make it writable",
     "CANTOPEN": "see that its folder can be written and has space",
 }
-"""What to do, by the kind of error that SQLite reports about a file."""
+"""Remedies by the kind of error that SQLite reports about a file."""
+
+
+def transactional(method: Callable[Concatenate[D, P], R]) -> Callable[Concatenate[D, P], R]:
+    """Runs a method of the ledger as one transaction."""
+
+    @wraps(method)
+    def run(self: D, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.transaction():
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class Database:
-    """One connection, its clock for people, and its transactions."""
+    """One connection, the run's terms, the wall clock and transactions. The parts of `Ledger` derive from it."""
 
     def __init__(
         self,
-        path: Path,
+        path: Path | str,
+        terms: LedgerTerms = NO_TERMS,
         *,
         read_only: bool = False,
         must_exist: bool = False,
         wall_clock: Callable[[], float] = time.time,
     ):
-        self.path, self.wall_clock = path, wall_clock
-        self.blobs = Blobs(path.parent / FOLDER)
-        self.connection = _connect(path, read_only, must_exist or read_only)
+        """With `must_exist` a missing or empty file is refused instead of becoming an empty ledger."""
+        self.path, self.terms, self.wall_clock = Path(path), terms, wall_clock
+        self.blobs = Blobs(self.path.parent / FOLDER)
+        self.connection = _connect(self.path, read_only, must_exist or read_only)
         self.execute, self.executemany = self.connection.execute, self.connection.executemany
+        self.bodies = Bodies(self.execute, self.blobs)
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of the block is on disk when it ends, or none of it; inside another one, when that ends."""
+        """Makes the block atomic and durable when it ends; nested, when the outer transaction ends."""
         is_inner = self.connection.in_transaction
         self.execute("SAVEPOINT inner" if is_inner else "BEGIN IMMEDIATE")
         try:
@@ -78,9 +106,24 @@ class Database:
                     self.execute("RELEASE inner")
             raise
 
+    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Makes calls in one transaction: returns the result of each, or its error; a call that failed changed nothing.
+        Raises errors that ended the transaction itself, as of a full disk: then nothing was changed at all."""
+        results: list[Any] = []
+        with self.transaction():
+            for call in calls:
+                try:
+                    with self.naming_damage():
+                        results.append(call())
+                except Exception as error:
+                    if not self.connection.in_transaction:
+                        raise
+                    results.append(error)
+        return results
+
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """All reads of the block see the same moment, whoever writes meanwhile."""
+        """Makes all reads of the block see one moment, despite concurrent writers."""
         self.execute("BEGIN")
         try:
             yield
@@ -89,7 +132,7 @@ class Database:
 
     @contextmanager
     def naming_damage(self) -> Iterator[None]:
-        """Turns what SQLite says of the disk or the file into `Damaged`; what it says of our queries is a bug."""
+        """Turns SQLite's errors about disk or file into `Damaged`, with a remedy; errors of a query are bugs."""
         try:
             yield
         except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
@@ -100,8 +143,7 @@ class Database:
             raise Damaged(f"{self.path}: {error}; {remedy}, then --resume the run") from error
 
     def insert(self, into: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Inserts rows, many with one statement: to start one costs as much as to insert a row. `into` names table and
-        columns."""
+        """Inserts rows into `into`, a table with its columns; many per statement, because starting one costs a row."""
         begin = 0
         while begin < len(rows):
             count = 1 << min(len(rows) - begin, MAX_ROWS).bit_length() - 1  # powers of two: few statements to prepare
@@ -110,7 +152,7 @@ class Database:
             begin += count
 
     def check_pages(self, within_s: float) -> None:
-        """Raises if pages of the file are damaged, as far as a look at it within this time can tell."""
+        """Raises `UserError` if a check of at most `within_s` seconds finds damaged pages."""
         deadline_s = time.monotonic() + within_s
         self.connection.set_progress_handler(lambda: time.monotonic() > deadline_s, 100_000)
         try:
@@ -122,11 +164,8 @@ class Database:
         if found:
             raise UserError(
                 f"{self.path}: is damaged ({' '.join(found[0].split())}); bring back a copy, then --resume (offbeat "
-                "ledger verify tells more)"
+                "ledger verify shows more)"
             )
-
-    def close(self) -> None:
-        self.connection.close()
 
 
 @lru_cache(maxsize=64)
@@ -135,24 +174,19 @@ def _insertion(into: str, num_columns: int, num_rows: int) -> str:
     return f"INSERT INTO {into} VALUES {', '.join([row] * num_rows)}"
 
 
-def array(numbers: Iterable[int]) -> str:
-    """Numbers as a query takes them: `IN (SELECT value FROM json_each(?))`."""
-    return msgspec.json.encode(list(numbers)).decode()
-
-
 def network_file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
-    """The kind of network file system that `path` lies on; None where it is local, or where nobody can tell."""
+    """Kind of network file system that holds `path`; None if it is local or unknown."""
     if not mounts.exists():
         return None
-    place = str(path.resolve())
+    resolved = str(path.resolve())
     best, kind = "", None
     for line in mounts.read_text(errors="replace").splitlines():
         fields = line.split(" ")
         if len(fields) < 3:
             continue
         mount = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m.group(1), 8)), fields[1])
-        inside = place == mount or place.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):  # of two mounts on one place the later one hides the earlier
+        inside = resolved == mount or resolved.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):  # a later mount hides an earlier one at the same point
             best, kind = mount, fields[2]
     return kind if kind in NETWORK_FILE_SYSTEMS else None
 
@@ -166,7 +200,7 @@ def _connect(path: Path, read_only: bool, must_exist: bool) -> sqlite3.Connectio
     if must_exist and not path.exists():
         raise UserError(f"{path}: no ledger here")
     try:
-        # One thread writes, but it need not be the thread that opened the ledger.
+        # One thread at a time uses the connection, not always the one that opened it.
         connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         try:
             _prepare(connection, path, read_only, must_exist)
@@ -190,9 +224,10 @@ def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool, must_e
     if found is not None and found > SCHEMA:
         raise UserError(f"{path}: written by a newer Offbeat (schema {found}; this one reads {SCHEMA}); upgrade")
     if found is not None and found < SCHEMA:
-        raise UserError(
-            f"{path}: written by an older Offbeat (schema {found}; this one reads {SCHEMA}); finish the run with it"
-        )
+        from offbeat.ledger.migrations import MIGRATIONS  # here, because it imports this module
+
+        remedy = "resume the run once, which upgrades it" if found in MIGRATIONS else "finish the run with it"
+        raise UserError(f"{path}: written by an older Offbeat (schema {found}; this one reads {SCHEMA}); {remedy}")
     connection.execute("PRAGMA foreign_keys = ON")
     if read_only:
         connection.execute("PRAGMA query_only = ON")
@@ -204,7 +239,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool, must_e
 
 
 def _schema_of(connection: sqlite3.Connection, path: Path) -> int | None:
-    """The file's schema; None where it is empty."""
+    """Schema of the file; None if it is empty."""
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if not tables:
         return None

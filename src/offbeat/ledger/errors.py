@@ -1,4 +1,4 @@
-"""Why the ledger says no. Each kind asks something else of the caller."""
+"""Errors of the ledger, one kind for each way in which a caller should react."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from offbeat.errors import DiskError, OffbeatError, UserError
 
 
 class LedgerError(OffbeatError):
-    """The ledger did not do what was asked, and changed nothing."""
+    """A call was refused or failed, and changed nothing."""
 
 
 class Damaged(LedgerError, DiskError):
-    """The file itself cannot be read or written, as on a full disk: whatever is asked, until someone mends that."""
+    """The file cannot be read or written, as on a full disk; every call fails until that is remedied."""
 
 
 class NoLedger(UserError):
@@ -18,20 +18,20 @@ class NoLedger(UserError):
 
 
 class Unknown(LedgerError, LookupError):
-    """A task, group, batch or version that the ledger never heard of."""
+    """A task, group, batch, version or worker that the ledger does not have."""
 
 
 class Refused(LedgerError, ValueError):
-    """Well formed, but it may not be stored; asking again will not help."""
+    """Well formed, but not allowed; a retry will not help."""
 
 
 class Conflict(LedgerError):
-    """The same thing was already stored with another content."""
+    """Already stored with other content."""
 
 
 class Fenced(LedgerError):
-    """A lease that is over: its task went to someone else, or has ended. What it led to is to be discarded."""
+    """The lease is over: its task went to another worker, or has ended. Discard its result."""
 
 
 class Forbidden(LedgerError):
-    """Not this worker's to touch."""
+    """Belongs to another worker, or needs another token."""

@@ -1,8 +1,8 @@
 """Groups from the draw to their end: admission, the data cursor, readiness, dropping and re-issuing.
 
-Guarantees: every ordinal is drawn once, and the siblings of a prompt one after the other; at most one group of an
-ordinal is alive or trained (the schema holds it); nothing is reset in place: a prompt that is tried again is a new
-group with new tasks. A group without a signal is dropped and not issued again: its place is free for the next prompt.
+Guarantees: every ordinal is drawn once, and the siblings of a prompt follow one another; at most one group of an
+ordinal is alive or trained (the schema checks it); nothing is reset in place: a retried prompt is a new group with new
+tasks. A group without a signal is dropped and not re-issued: the next prompt takes its place.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from offbeat.control.admit import Standing
-from offbeat.control.settle import MAX_RETRIES, Terms, Verdict, settle, settle_ready
 from offbeat.ledger import partials, versions
-from offbeat.ledger.database import Database, array
+from offbeat.ledger.database import Database, transactional
 from offbeat.ledger.errors import Refused
-from offbeat.ledger.records import Cursor, Drawn, Drop, NewGroup, Purpose, derive_seed
+from offbeat.ledger.records import Cursor, DrawCursor, Drop, NewGroup, Purpose, derive_seed
+from offbeat.ledger.tables import array
+from offbeat.ledger.versions import Versions
+from offbeat.rules.groups import MAX_RETRIES, AdmissionState, GroupVerdict, settle, settle_ready
 
 INSERT_GROUP = """
 INSERT INTO groups (id, purpose, eval, ordinal, retry, reissue_of, source, source_ordinal, sibling, seed, size,
@@ -31,57 +32,57 @@ COPIED = (
     "purpose, eval, ordinal, retry, source, source_ordinal, sibling, seed, size, require_step, reward, sampling, "
     "prompt, problem"
 )
-"""What a re-issued group takes over."""
+"""Columns that a re-issued group copies."""
 
 
-def cursor(db: Database) -> Cursor:
-    query = """SELECT source, source_ordinal, sibling FROM groups WHERE purpose = 'train'
-               ORDER BY ordinal DESC LIMIT 1"""
-    row = db.execute(query).fetchone()
-    drawn = dict(db.execute("SELECT name, drawn FROM sources ORDER BY name"))
-    return Cursor(_next_ordinal(db), drawn, None if row is None else Drawn(*row))
+class Groups(Versions):
+    def cursor(self) -> Cursor:
+        """Number of training groups drawn, in all and from each source."""
+        query = """SELECT source, source_ordinal, sibling FROM groups WHERE purpose = 'train'
+                   ORDER BY ordinal DESC LIMIT 1"""
+        row = self.execute(query).fetchone()
+        drawn = dict(self.execute("SELECT name, drawn FROM sources ORDER BY name"))
+        query = "SELECT COALESCE(MAX(ordinal) + 1, 0) FROM groups WHERE purpose = 'train'"
+        (next_ordinal,) = self.execute(query).fetchone()
+        return Cursor(next_ordinal, drawn, None if row is None else DrawCursor(*row))
 
+    def admission_state(self) -> AdmissionState:
+        """Input of `offbeat.rules.groups.admit`."""
+        newest = self.latest_version()
+        if newest is None:
+            return AdmissionState(step=None, num_alive=0)
+        query = """SELECT COUNT(*) FROM groups WHERE (state = 'open' OR state = 'ready' OR state = 'claimed')
+                   AND purpose = 'train' AND (require_step IS NULL OR require_step <= ?)"""
+        return AdmissionState(step=newest.step, num_alive=int(self.execute(query, (newest.step,)).fetchone()[0]))
 
-def _next_ordinal(db: Database) -> int:
-    return int(db.execute("SELECT COALESCE(MAX(ordinal) + 1, 0) FROM groups WHERE purpose = 'train'").fetchone()[0])
-
-
-def standing(db: Database) -> Standing:
-    """Where the run stands, as admission asks it."""
-    newest = versions.latest(db)
-    if newest is None:
-        return Standing(step=None, num_alive=0)
-    query = """SELECT COUNT(*) FROM groups WHERE (state = 'open' OR state = 'ready' OR state = 'claimed')
-               AND purpose = 'train' AND (require_step IS NULL OR require_step <= ?)"""
-    return Standing(step=newest.step, num_alive=int(db.execute(query, (newest.step,)).fetchone()[0]))
-
-
-def admit(db: Database, groups: Sequence[NewGroup]) -> list[int]:
-    rows = [_row(group) for group in groups]
-    known = versions.lineage(db, [g.require_version for g in groups if g.require_version is not None])
-    before = cursor(db)
-    drawn, next_ordinal, last = dict(before.drawn), before.next_ordinal, before.last
-    for row in rows:
-        number = row["require_version"]
-        if number is not None:
-            if number not in known or known[number].is_abandoned:
-                raise Refused(f"group {row['ordinal']}: version {number} is not published, or abandoned")
-            row["require_step"] = known[number].step
-        if row["purpose"] == Purpose.EVAL:
-            row["eval"] = _eval_round(db, row)
-            continue
-        if row["ordinal"] != next_ordinal:
-            raise Refused(f"group {row['ordinal']}: the next ordinal to draw is {next_ordinal}")
-        source, source_ordinal, sibling = this = Drawn(row["source"], row["source_ordinal"], row["sibling"])
-        if sibling and this._replace(sibling=sibling - 1) != last:
-            raise Refused(f"group {row['ordinal']}: sibling {sibling} does not follow sibling {sibling - 1}")
-        if not sibling and source_ordinal < drawn.get(source, 0):
-            raise Refused(f"source {source!r}: {source_ordinal} was drawn already; the next is {drawn[source]}")
-        next_ordinal, drawn[source], last = next_ordinal + 1, source_ordinal + 1, this
-    db.executemany(
-        "INSERT INTO sources VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET drawn = excluded.drawn", drawn.items()
-    )
-    return _insert(db, rows)
+    @transactional
+    def admit(self, groups: Sequence[NewGroup]) -> list[int]:
+        """Creates groups with their tasks and moves the cursor past them; returns the ids of the groups."""
+        rows = [_row(group) for group in groups]
+        known = versions.lineage(self, [g.require_version for g in groups if g.require_version is not None])
+        before = self.cursor()
+        drawn, next_ordinal, last = dict(before.drawn), before.next_ordinal, before.last
+        for row in rows:
+            number = row["require_version"]
+            if number is not None:
+                if number not in known or known[number].is_abandoned:
+                    raise Refused(f"group {row['ordinal']}: version {number} is not published, or abandoned")
+                row["require_step"] = known[number].step
+            if row["purpose"] == Purpose.EVAL:
+                row["eval"] = _eval_round(self, row)
+                continue
+            if row["ordinal"] != next_ordinal:
+                raise Refused(f"group {row['ordinal']}: the next ordinal to draw is {next_ordinal}")
+            source, source_ordinal, sibling = this = DrawCursor(row["source"], row["source_ordinal"], row["sibling"])
+            if sibling and this._replace(sibling=sibling - 1) != last:
+                raise Refused(f"group {row['ordinal']}: sibling {sibling} does not follow sibling {sibling - 1}")
+            if not sibling and source_ordinal < drawn.get(source, 0):
+                raise Refused(f"source {source!r}: {source_ordinal} was drawn already; the next is {drawn[source]}")
+            next_ordinal, drawn[source], last = next_ordinal + 1, source_ordinal + 1, this
+        self.executemany(
+            "INSERT INTO sources VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET drawn = excluded.drawn", drawn.items()
+        )
+        return _insert(self, rows)
 
 
 def _row(group: NewGroup) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def _row(group: NewGroup) -> dict[str, Any]:
 
 
 def _eval_round(db: Database, row: dict[str, Any]) -> int:
-    """The round of the step that the group is to judge, opened if it is the first of it."""
+    """Id of the evaluation round of the step that the group judges; opens the round for its first group."""
     step = row["require_step"]
     if step is None:
         raise Refused(f"evaluation group {row['ordinal']}: needs the version that it judges")
@@ -142,30 +143,30 @@ def _insert(db: Database, rows: Sequence[dict[str, Any]]) -> list[int]:
     return [row["id"] for row in rows]
 
 
-def settle_groups(db: Database, groups: Iterable[int], terms: Terms) -> int:
-    """Ends those of the groups whose members have ended, or too few of which remain; returns how many it dropped."""
+def settle_groups(db: Database, groups: Iterable[int]) -> int:
+    """Ends groups whose members have all ended or too few of whose members remain; returns the number dropped."""
     query = """SELECT id, purpose, size, num_scored, num_failed, retry FROM groups
                WHERE +state = 'open' AND id IN (SELECT value FROM json_each(?)) ORDER BY id"""  # by id, not by state
     ended: list[tuple[str, float, int]] = []
     failed: list[tuple[int, bool]] = []
     for group, purpose, size, num_scored, num_failed, retry in db.execute(query, (array(sorted(set(groups))),)):
         is_train = purpose == Purpose.TRAIN
-        match settle(size, num_scored, num_failed, terms.min_group if is_train else 1):
-            case Verdict.READY:
+        match settle(size, num_scored, num_failed, db.terms.min_group if is_train else 1):
+            case GroupVerdict.READY:
                 ended.append(("ready" if is_train else "evaluated", db.wall_clock(), group))
-            case Verdict.FAILED:
+            case GroupVerdict.FAILED:
                 failed.append((group, is_train and retry < MAX_RETRIES))
     db.executemany("UPDATE groups SET state = ?, ended_at = ? WHERE id = ?", ended)
     drop(db, [group for group, _ in failed], Drop.FAILED)
     reissue(db, [group for group, again in failed if again], with_new_seed=True)
     num_dropped = len(failed)
-    if terms.max_no_signal > 0:
-        num_dropped += _drop_without_signal(db, [group for state, _, group in ended if state == "ready"], terms)
+    if db.terms.max_no_signal > 0:
+        num_dropped += _drop_without_signal(db, [group for state, _, group in ended if state == "ready"])
     return num_dropped
 
 
-def _drop_without_signal(db: Database, groups: Sequence[int], terms: Terms) -> int:
-    """Drops those of the groups, which have just become ready, that there is nothing to learn from."""
+def _drop_without_signal(db: Database, groups: Sequence[int]) -> int:
+    """Drops the groups without a signal among those that have just become ready; returns their number."""
     query = """SELECT g.id, g.ordinal, g.require_step, (
                    SELECT MAX(r.value) - MIN(r.value) FROM tasks t CROSS JOIN rewards r ON r.task = t.id
                    WHERE t.group_id = g.id AND t.state = 'scored')
@@ -175,7 +176,7 @@ def _drop_without_signal(db: Database, groups: Sequence[int], terms: Terms) -> i
     dropped = []
     for group, ordinal, require_step, spread in db.execute(query, (array(groups),)).fetchall():
         num_before = num_dropped if require_step is None else _num_drawn_before(db, require_step, ordinal)
-        if settle_ready(spread, num_before, terms.max_no_signal) is Verdict.NO_SIGNAL:
+        if settle_ready(spread, num_before, db.terms.max_no_signal) is GroupVerdict.NO_SIGNAL:
             dropped.append(group)
             num_dropped += 1
     drop(db, dropped, Drop.NO_SIGNAL, at_step=next_step)
@@ -183,28 +184,27 @@ def _drop_without_signal(db: Database, groups: Sequence[int], terms: Terms) -> i
 
 
 def _next_step(db: Database) -> int:
-    """The first step without a batch."""
+    """First step without a batch."""
     query = """SELECT MAX(COALESCE((SELECT step FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 1), 0),
                           COALESCE((SELECT MAX(step) + 1 FROM batches WHERE state <> 'undone'), 0))"""
     return int(db.execute(query).fetchone()[0])
 
 
 def num_without_signal(db: Database, step: int) -> int:
-    """Groups without a signal that were dropped while the batch of a step was waited for."""
+    """Number of groups without a signal that were dropped before the batch of `step` was claimed."""
     query = "SELECT COUNT(*) FROM groups WHERE dropped_at_step = ?"
     return int(db.execute(query, (step,)).fetchone()[0])
 
 
 def _num_drawn_before(db: Database, step: int, ordinal: int) -> int:
-    """Prompts of lower ordinals that were drawn for a step, however often they were issued."""
+    """Number of prompts of lower ordinals drawn for `step`; a re-issued prompt counts once."""
     query = """SELECT COUNT(DISTINCT ordinal) FROM groups
                WHERE purpose = 'train' AND require_step = ? AND ordinal < ?"""
     return int(db.execute(query, (step, ordinal)).fetchone()[0])
 
 
 def drop(db: Database, groups: Sequence[int], reason: Drop, at_step: int | None = None) -> None:
-    """Ends groups without training, and with them their tasks that have not ended. `at_step` is the step whose batch
-    they were meant for, told where they had no signal."""
+    """Drops groups and their unfinished tasks. `at_step`, with `NO_SIGNAL` only, is the first step without a batch."""
     if not groups:
         return
     query = """SELECT p.task FROM tasks t JOIN partials p ON p.task = t.id AND p.state = 'kept'
@@ -221,8 +221,8 @@ def drop(db: Database, groups: Sequence[int], reason: Drop, at_step: int | None 
 
 
 def reissue(db: Database, groups: Sequence[int], *, with_new_seed: bool, for_step: int | None = None) -> list[int]:
-    """Admits dropped prompts again, under their ordinals and as new groups, for the step they were meant for or for
-    another one. A group whose step has no version yet waits for it."""
+    """Admits dropped prompts again under their ordinals, as new groups for the same step or for `for_step`. A group
+    whose step has no version yet waits for it."""
     rows = []
     for group in groups:
         values = db.execute(f"SELECT {COPIED} FROM groups WHERE id = ?", (group,)).fetchone()

@@ -1,9 +1,9 @@
-"""Beginnings of trajectories that were handed back unfinished.
+"""Partials: beginnings of trajectories that were handed back unfinished.
 
-Guarantees: a task has one kept partial at most, and only while it is open or leased; each new one, and the trajectory
-in the end, begins with the one before, so that no sampled token is counted twice or lost from sight: a partial's tokens
-are kept, have become part of what continued it, or are wasted with a reason. A partial that was given up while someone
-still carried it on is none that was wasted, once what it became arrives.
+Guarantees: a task has at most one kept partial, and only while it is open or leased. Each further partial, and the
+trajectory in the end, begins with the one before, so that every sampled token is counted once: it is kept, part of the
+continuation, or wasted with a reason. If a wasted partial's continuation arrives late, the partial is marked
+`continued`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from dataclasses import replace
 from blake3 import blake3
 
 from offbeat.ledger import bodies
-from offbeat.ledger.database import Database, array
+from offbeat.ledger.database import Database
+from offbeat.ledger.tables import array
 from offbeat.trajectory import Trajectory
 
 
 def load(db: Database, digest: bytes | None, body: bytes | None) -> Trajectory | None:
-    """A kept partial, given its digest and what its row keeps of its body; None where there is none."""
-    return None if digest is None else Trajectory.decode(bodies.read(db, digest, body))
+    """Decodes a kept partial, given two columns of its row; None without a digest."""
+    return None if digest is None else Trajectory.decode(bodies.read(db.blobs, digest, body))
 
 
 def keep(db: Database, trajectory: Trajectory, worker: str, fence: int, body: bytes, digest: bytes) -> None:
-    """Stores a partial in place of the one that it continues."""
-    carry_on(db, [trajectory.task])
+    """Stores a partial, which replaces the one that it continues."""
+    mark_continued(db, [trajectory.task])
     sampled = [segment.version for segment in trajectory.segments if segment.version is not None]
     db.execute(
         "INSERT INTO partials (task, digest, num_sampled_tokens, first_version, last_version, worker, fence, state, "
@@ -39,13 +40,13 @@ def keep(db: Database, trajectory: Trajectory, worker: str, fence: int, body: by
             worker,
             fence,
             db.wall_clock(),
-            bodies.store(db, digest, body),
+            bodies.store(db.blobs, digest, body),
         ),
     )
 
 
-def carry_on(db: Database, tasks: Iterable[int]) -> None:
-    """What follows holds their tokens from now on."""
+def mark_continued(db: Database, tasks: Iterable[int]) -> None:
+    """Marks the kept partials of tasks as continued: their successors hold the tokens now."""
     db.execute(
         "UPDATE partials SET state = 'continued', body = NULL "
         "WHERE state = 'kept' AND task IN (SELECT value FROM json_each(?))",
@@ -53,9 +54,9 @@ def carry_on(db: Database, tasks: Iterable[int]) -> None:
     )
 
 
-def handed_in(db: Database, task: int) -> list[tuple[str, int]]:
-    """Who handed in the beginnings that a task's trajectory goes on from, in order, each with the sampled tokens that
-    it had by then. What came before a beginning that was given up is no part of it."""
+def contributors(db: Database, task: int) -> list[tuple[str, int]]:
+    """Workers of the partials that a task's trajectory continues, in order, each with the number of sampled tokens so
+    far. Starts after the last wasted partial."""
     query = """SELECT worker, num_sampled_tokens FROM partials WHERE task = :task AND state <> 'wasted'
                AND seq > (SELECT COALESCE(MAX(seq), 0) FROM partials WHERE task = :task AND state = 'wasted')
                ORDER BY seq"""
@@ -63,7 +64,7 @@ def handed_in(db: Database, task: int) -> list[tuple[str, int]]:
 
 
 def rescue(db: Database, task: int) -> None:
-    """The latest partial of a task was given up too soon: what follows holds its tokens."""
+    """Marks the latest, wasted partial of a task as continued."""
     db.execute(
         "UPDATE partials SET state = 'continued', reason = NULL "
         "WHERE state = 'wasted' AND seq = (SELECT MAX(seq) FROM partials WHERE task = ?)",
@@ -72,7 +73,7 @@ def rescue(db: Database, task: int) -> None:
 
 
 def begins_with(trajectory: Trajectory, digest: bytes) -> bool:
-    """Whether a trajectory goes on from the partial of this digest, whose bytes are no longer there."""
+    """Whether a trajectory begins with the partial of this digest, whose bytes are no longer stored."""
     for num_segments in range(1, len(trajectory.segments) + 1):
         beginning = replace(trajectory, segments=trajectory.segments[:num_segments], end=None)
         if blake3(beginning.encode()).digest() == digest:
@@ -81,7 +82,7 @@ def begins_with(trajectory: Trajectory, digest: bytes) -> bool:
 
 
 def waste(db: Database, tasks: Iterable[int], reason: str) -> None:
-    """Nobody will carry these on."""
+    """Marks the kept partials of tasks as wasted."""
     db.execute(
         "UPDATE partials SET state = 'wasted', reason = ?, body = NULL "
         "WHERE state = 'kept' AND task IN (SELECT value FROM json_each(?))",
@@ -90,7 +91,7 @@ def waste(db: Database, tasks: Iterable[int], reason: str) -> None:
 
 
 def waste_abandoned(db: Database, reason: str) -> None:
-    """Versions only rise along a trajectory, so one that ends in an abandoned version cannot be carried on."""
+    """Wastes partials that end in an abandoned version: versions only rise along a trajectory."""
     db.execute(
         "UPDATE partials SET state = 'wasted', reason = ?, body = NULL WHERE state = 'kept' "
         "AND last_version IN (SELECT number FROM versions WHERE abandoned = 1)",

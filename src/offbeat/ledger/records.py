@@ -1,4 +1,4 @@
-"""What goes into the ledger and comes out of it: lifecycles and plain records."""
+"""Records that go into the ledger and come out of it, and lifecycles."""
 
 from __future__ import annotations
 
@@ -13,6 +13,26 @@ from blake3 import blake3
 from offbeat.trajectory import End, Reward, Sampling, Trajectory
 
 
+@dataclass(frozen=True)
+class LedgerTerms:
+    """Rules of a run that its ledger applies, given once when it is opened."""
+
+    groups_per_step: int | None = None
+    """Groups of a batch, which also paces leases; None: no pacing, and no batch can be claimed."""
+    max_staleness: int = 0
+    """Largest staleness of a token that may be trained: the bound."""
+    max_kv_lag: int = 0
+    """Versions that a segment's keys and values may be older than its weights."""
+    min_group: int = 1
+    """Scored members that a group needs."""
+    max_no_signal: float = 0
+    """Groups with equal rewards that may be dropped for a step."""
+    max_attempts: int = 3
+    """Failed attempts that end a task."""
+    in_rounds: bool = False
+    """Whether training tasks are leased only between the publication of a version and the claim of its step."""
+
+
 class Purpose(StrEnum):
     TRAIN = "train"
     EVAL = "eval"
@@ -20,18 +40,18 @@ class Purpose(StrEnum):
 
 
 class GroupState(StrEnum):
-    """Life of a group. A group ends once, as trained, evaluated or dropped; a resume from an older checkpoint takes
-    back the batches that it forgets, and with them `trained`."""
+    """Life of a group. A group ends once, as trained, evaluated or dropped; a resume from an older checkpoint undoes
+    later batches, and with them `trained`."""
 
     OPEN = "open"
     """Members are under way."""
     READY = "ready"
     """Every member ended, and enough were scored to train on."""
     CLAIMED = "claimed"
-    """In the batch of a step that is not committed."""
+    """In a batch that is not committed."""
     TRAINED = "trained"
     EVALUATED = "evaluated"
-    """The end of an evaluation group."""
+    """End of an evaluation group."""
     DROPPED = "dropped"
     """Ended without training; `reason` says why."""
 
@@ -45,15 +65,15 @@ class Drop(StrEnum):
     FAILED = "failed"
     """Too few members remained; re-issued once, with another seed."""
     STALE = "stale"
-    """No token was left that may be trained; re-issued."""
+    """No token is left that may be trained; re-issued."""
     ABANDONED = "abandoned"
-    """A resume left its version behind; re-issued with the same seed, so that equal weights give equal tokens."""
+    """A resume abandoned its version; re-issued with the same seed, so that equal weights give equal tokens."""
     NO_SIGNAL = "no_signal"
-    """Its members all earned the same; another prompt takes its place."""
+    """All its rewards are equal; another prompt takes its place."""
 
 
 class TaskState(StrEnum):
-    """Life of a task. `failed` without a trajectory came from a worker; with one, from the reward."""
+    """Life of a task. `failed` without a trajectory was the worker's failure; with one, the reward's."""
 
     OPEN = "open"
     LEASED = "leased"
@@ -69,23 +89,23 @@ class BatchState(StrEnum):
     CLAIMED = "claimed"
     TRAINED = "trained"
     UNDONE = "undone"
-    """A resume from an older checkpoint forgot this step; the row stays as history."""
+    """Undone by a resume from an older checkpoint; the row stays as history."""
 
 
 class Outcome(StrEnum):
-    """What became of a submission."""
+    """Outcome of a submission."""
 
     STORED = "stored"
     REPEATED = "repeated"
-    """The very same trajectory was there already; nothing changed."""
+    """The same trajectory was stored already; nothing changed."""
     LATE = "late"
-    """Its task had ended without it. It is kept, and its tokens count as wasted."""
+    """Its task had ended without it; it is kept, and its tokens count as wasted."""
     PARTIAL = "partial"
-    """It is kept as the beginning of its task, which is open again."""
+    """Kept as a partial of its task, which is open again."""
 
 
 class Submission(NamedTuple):
-    """A trajectory, whole or partial, as a worker hands it in under the fence of its lease."""
+    """A trajectory, whole or partial, that a worker hands in under the fence of its lease."""
 
     trajectory: Trajectory
     worker: str
@@ -98,8 +118,8 @@ WORKER_LOST = "lost"
 """Reason of a task whose workers vanished `max_attempts` times."""
 
 
-class Drawn(NamedTuple):
-    """Where a group's prompt comes from, and which of the prompt's groups it is."""
+class DrawCursor(NamedTuple):
+    """Source of a group's prompt, and index of the group among those of the prompt."""
 
     source: str
     source_ordinal: int
@@ -108,19 +128,19 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far the data was drawn; re-issues are not counted."""
+    """Progress through the data; re-issued groups do not count."""
 
     next_ordinal: int
     drawn: Mapping[str, int]
-    """From each source, one past the highest ordinal drawn."""
-    last: Drawn | None = None
-    """The group drawn last, whose prompt may want more of them."""
+    """One past the highest ordinal drawn, by source."""
+    last: DrawCursor | None = None
+    """Group drawn last, whose prompt may need more groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewGroup:
-    """A prompt to admit. Training groups are numbered without a gap by `ordinal`; evaluation groups within their round,
-    which is that of the step of `require_version`."""
+    """A prompt to admit. Training groups are numbered by `ordinal` without a gap; evaluation groups within the round of
+    the step of `require_version`."""
 
     ordinal: int
     source: str
@@ -132,7 +152,7 @@ class NewGroup:
     size: int
     sampling: Sampling
     sibling: int = 0
-    """Which of its prompt's groups it is: 0, unless the group drawn just before has the same prompt."""
+    """Index among the groups of its prompt: 0, unless the previous group has the same prompt."""
     purpose: Purpose | str = Purpose.TRAIN
     require_version: int | None = None
 
@@ -149,12 +169,12 @@ class Unscored:
     response_tokens: np.ndarray
     end: End
     seq: int
-    """Order of acceptance; pass the last one seen as `after` to get only newer ones."""
+    """Order of acceptance; give the last one seen as `after` to get newer ones only."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What a reward said, or why it could not be computed."""
+    """Rewards of a task, or the error for which there are none."""
 
     task: int
     rewards: Sequence[Reward] | None = None
@@ -162,12 +182,12 @@ class Scored:
 
 
 class Scores(NamedTuple):
-    """What became of results that were handed in."""
+    """Effect of storing results."""
 
     num_tasks: int
-    """Tasks that were waiting for them."""
+    """Tasks that waited for them."""
     num_dropped: int
-    """Groups that were dropped on them, whose places are free."""
+    """Groups dropped, whose places are free."""
 
 
 @dataclass(frozen=True)
@@ -177,13 +197,13 @@ class Member:
     trajectory: Trajectory
     rewards: tuple[Reward, ...]
     reward: float
-    """The sum of the rewards, each by its weight."""
+    """Weighted sum of the rewards."""
     staleness: np.ndarray
-    """Of each response token; -1 where it may not be trained: given, past the bound, or of an abandoned version."""
+    """By response token; -1 if it may not be trained: given, past the bound, or of an abandoned version."""
 
     @property
     def mask(self) -> np.ndarray:
-        """True per response token that may be trained."""
+        """True for each response token that may be trained."""
         return self.staleness >= 0
 
 
@@ -194,24 +214,24 @@ class BatchGroup:
     source: str
     members: tuple[Member, ...]
     prompt: int | None = None
-    """Of an answer that was claimed without its siblings, what it has in common with them; None for a whole group."""
+    """Prompt id shared by answers that are claimed separately (gate = release or batch); None for a whole group."""
     earlier: tuple[float, ...] = ()
-    """Rewards of siblings that are not in the batch, as far as they were known when it was claimed."""
+    """Rewards of siblings outside the batch that were stored before its claim."""
 
 
 @dataclass(frozen=True)
 class Batch:
     step: int
     from_version: int | None
-    """None where the step was claimed ahead of its version."""
+    """None if the step was claimed ahead of its version."""
     groups: tuple[BatchGroup, ...]
     num_no_signal: int = 0
-    """Groups that were dropped for want of a signal while it was waited for."""
+    """Groups without a signal that were dropped before it was claimed."""
 
 
 class ComparedSegment(NamedTuple):
-    """What an audit found of a segment: how many of its tokens' log-probs were compared with those of their own
-    weights, and how many of these are off (`offbeat.control.trust`)."""
+    """Audit of a segment: tokens whose log-probs were compared with those of their own weights, and how many are off
+    (`offbeat.rules.quarantine`)."""
 
     task: int
     start: int
@@ -224,28 +244,28 @@ class Surviving:
     """A training group that was begun and is in no batch yet."""
 
     first_step: int
-    """Of the oldest version that a member was begun with."""
+    """Step of the oldest version that a member was begun with."""
     num_tokens: tuple[int, ...]
-    """Of each member, as far as they were handed in."""
+    """Tokens handed in so far, by member."""
     ended: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
 class Reconciled:
-    """What a resume from a checkpoint changed."""
+    """Changes made by a resume from a checkpoint."""
 
     step: int
     parent: int | None
-    """The version to name as the parent of the weights that the trainer publishes next; None on a fresh run."""
+    """Parent of the version that the trainer publishes next; None on a fresh run."""
     replays_batch: bool
-    """Whether the batch of this step is already chosen: claiming it returns the same data as before."""
+    """Whether the batch of this step is already chosen: a claim returns the same data as before."""
     abandoned_versions: tuple[int, ...] = ()
     undone_steps: tuple[int, ...] = ()
     num_reissued_groups: int = 0
     completed_step: int | None = None
-    """A step that the checkpoint holds and whose commit was lost; now it counts as trained."""
+    """Step whose commit was lost although the checkpoint has it; now it counts as trained."""
     generation: int = field(default=0, compare=False)
-    """Of the trainer, to be named with each of its calls; see `offbeat.ledger.trainers`."""
+    """Generation of the trainer, which it names in each of its calls; see `offbeat.ledger.batches`."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +276,7 @@ class EvalGroup:
     state: GroupState
     reason: str | None
     rewards: tuple[float, ...]
-    """Of the scored members."""
+    """Rewards of the scored members."""
     num_failed: int
     size: int
 
@@ -267,7 +287,7 @@ class EvalRound:
 
     step: int
     is_abandoned: bool
-    """A resume from an older checkpoint left its version behind."""
+    """Whether a resume from an older checkpoint abandoned its version."""
     groups: tuple[EvalGroup, ...]
 
     @property
@@ -277,7 +297,7 @@ class EvalRound:
 
 @dataclass(frozen=True)
 class TrajectoryCounts:
-    """accepted = trained + waiting + dropped; evaluation is apart."""
+    """accepted = trained + waiting + dropped; evaluation is counted separately."""
 
     accepted: int = 0
     trained: int = 0
@@ -295,7 +315,7 @@ class TokenCounts:
     masked: Mapping[str, int] = field(default_factory=dict)
     waiting: int = 0
     partial: int = 0
-    """In beginnings that were handed back and wait to be carried on."""
+    """Tokens in partials that wait to be continued."""
     wasted: Mapping[str, int] = field(default_factory=dict)
     evaluated: int = 0
 
@@ -305,11 +325,11 @@ class Counts:
     trajectories: TrajectoryCounts = TrajectoryCounts()
     tokens: TokenCounts = TokenCounts()
     groups: Mapping[str, int] = field(default_factory=dict)
-    """Training groups by state."""
+    """Number of training groups by state."""
     dropped_groups: Mapping[str, int] = field(default_factory=dict)
-    """Dropped training groups by reason."""
+    """Number of dropped training groups by reason."""
     failed_tasks: Mapping[str, int] = field(default_factory=dict)
-    """By reason."""
+    """Number of failed tasks by reason."""
     num_versions: int = 0
     max_staleness_trained: int = 0
 
@@ -318,3 +338,16 @@ def derive_seed(seed: int, *path: object) -> int:
     """A 63-bit seed that depends on `seed` and `path` alone, the same on every machine."""
     text = ":".join(map(str, (seed, *path)))
     return int.from_bytes(blake3(text.encode()).digest(length=8), "little") >> 1
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Introduction of a trainer that begins."""
+
+    name: str = "trainer"
+    host: str = ""
+    """Its machine, for people."""
+    home: str = ""
+    """Identity of the folder of its checkpoints, which survives a restart."""
+    from_scratch: bool = False
+    """Whether it may undo a whole run of which it has no checkpoint."""

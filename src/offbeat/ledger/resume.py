@@ -1,20 +1,19 @@
-"""What happens to the ledger when a trainer resumes from a checkpoint.
+"""Resuming a trainer from a checkpoint that may be older than the ledger.
 
-The checkpoint knows its step; the ledger may know more, because it is never behind what was committed. Everything after
-the checkpoint's step is taken back, so that the surviving history trains nothing twice and loses nothing:
+Everything after the checkpoint's step is undone, so that the surviving history trains nothing twice and loses nothing:
 
 - versions of later steps are abandoned: their numbers are not reused, their tokens are never trained;
-- the batch trained from the checkpoint's step is claimed again: the trainer gets the very same data;
-- later batches are undone. Groups that hold nothing but abandoned tokens, or wait for an abandoned version, are dropped
-  and re-issued with the same ordinal and seed for the same step; they wait until its version is published again.
+- the batch trained from the checkpoint's step is claimed again: the trainer gets the same data;
+- later batches are undone. Groups with abandoned tokens only, or that wait for an abandoned version, are dropped and
+  re-issued with the same ordinal and seed for the same step; they wait until its version is published again.
 
-Groups that later steps dropped for want of a signal stay dropped: the same weights would give them the same rewards.
-They still count as drawn for their step, so that what is left of it is judged as before.
+Groups that later steps dropped without a signal stay dropped: the same weights would give them the same rewards. They
+still count as drawn for their step, so that the rest of it is judged as before.
 
-A trainer without a checkpoint begins at step 0, which undoes everything: `offbeat.ledger.trainers` says when it may.
+A trainer without a checkpoint begins at step 0, which undoes everything: `offbeat.ledger.batches` says when it may.
 
-So with exact generation the replayed steps see the same groups in the same order with the same tokens. Doing it twice
-changes nothing more.
+With exact generation, the replayed steps see the same groups in the same order with the same tokens. A second resume
+from the same checkpoint changes nothing more.
 """
 
 from __future__ import annotations
@@ -22,23 +21,29 @@ from __future__ import annotations
 from dataclasses import replace
 
 from offbeat.errors import UserError
-from offbeat.ledger import partials, trainers, versions
-from offbeat.ledger.batches import mark_trained, sum_up
-from offbeat.ledger.database import Database
+from offbeat.ledger import partials, versions
+from offbeat.ledger.batches import Batches, latest_trainer, mark_trained, sum_up, take_over, why_not_from_scratch
+from offbeat.ledger.database import Database, transactional
 from offbeat.ledger.groups import drop, reissue
-from offbeat.ledger.records import Drop, Purpose, Reconciled
+from offbeat.ledger.records import Arrival, Drop, Purpose, Reconciled
 from offbeat.weights.version import Version
 
 
-def reconcile(db: Database, step: int, version: int | None, arrival: trainers.Arrival) -> Reconciled:
-    """Brings the ledger to the step of a trainer's checkpoint, and makes that trainer the one that may change it."""
-    found = _reconcile(db, step, version, arrival)
-    has_checkpoint = step > 0 or version is not None
-    return replace(found, generation=trainers.take_over(db, arrival, step if has_checkpoint else None))
+class Resuming(Batches):
+    @transactional
+    def reconcile(
+        self, checkpoint_step: int, checkpoint_version: int | None, arrival: Arrival | None = None
+    ) -> Reconciled:
+        """Brings the ledger to the step of a trainer's checkpoint and makes that trainer the only one that may change
+        the run. Call it at every start of a trainer, with (0, None) if it has no checkpoint."""
+        arrival = arrival or Arrival()
+        found = _reconcile(self, checkpoint_step, checkpoint_version, arrival)
+        has_checkpoint = checkpoint_step > 0 or checkpoint_version is not None
+        return replace(found, generation=take_over(self, arrival, checkpoint_step if has_checkpoint else None))
 
 
-def _reconcile(db: Database, step: int, version: int | None, arrival: trainers.Arrival) -> Reconciled:
-    newest = versions.latest(db)
+def _reconcile(db: Batches, step: int, version: int | None, arrival: Arrival) -> Reconciled:
+    newest = db.latest_version()
     if newest is None:
         if step > 0:
             raise UserError(f"{db.path}: empty, but the checkpoint is of step {step}; they are not of the same run")
@@ -46,7 +51,7 @@ def _reconcile(db: Database, step: int, version: int | None, arrival: trainers.A
     if newest.step < step:
         return _complete(db, step, version, newest)
     if step == 0 and version is None:
-        why = trainers.why_not_from_scratch(trainers.latest(db), arrival, newest.step)
+        why = why_not_from_scratch(latest_trainer(db), arrival, newest.step)
         if why is not None:
             raise UserError(f"{db.path}: {why}")
     _check_checkpoint(db, step, version)
@@ -59,7 +64,7 @@ def _reconcile(db: Database, step: int, version: int | None, arrival: trainers.A
     undone = _undo_batches_after(db, step)
     partials.waste_abandoned(db, Drop.ABANDONED)
     num_reissued = _drop_abandoned_groups(db)
-    _begin_again(db, step)
+    _reset_first_step(db, step)
     _abandon_evals_after(db, step)
     parent = versions.living_at(db, step)
     assert parent is not None
@@ -73,8 +78,8 @@ def _reconcile(db: Database, step: int, version: int | None, arrival: trainers.A
     )
 
 
-def _complete(db: Database, step: int, version: int | None, newest: Version) -> Reconciled:
-    """The checkpoint was written and the commit of its last batch was lost: that batch is trained all the same."""
+def _complete(db: Batches, step: int, version: int | None, newest: Version) -> Reconciled:
+    """Marks the last batch as trained: its checkpoint was written, but its commit was lost."""
     claimed = db.execute("SELECT id FROM batches WHERE step = ? AND state <> 'undone'", (newest.step,)).fetchone()
     if version is not None and versions.find(db, version) is not None:
         _check_checkpoint(db, step, version)
@@ -87,20 +92,20 @@ def _complete(db: Database, step: int, version: int | None, newest: Version) -> 
     return Reconciled(step=step, parent=newest.number, replays_batch=False, completed_step=newest.step)
 
 
-def _check_checkpoint(db: Database, step: int, number: int | None) -> None:
-    """The checkpoint must lie on the living line."""
+def _check_checkpoint(db: Batches, step: int, number: int | None) -> None:
+    """Raises unless the checkpoint belongs to the surviving history."""
     if number is None:
         if versions.living_at(db, step) is None:
             raise UserError(f"{db.path}: has no version of step {step}, which the checkpoint is of")
         return
     found = versions.find(db, number)
     if found is None:
-        raise UserError(f"{db.path}: never heard of version {number}, which the checkpoint of step {step} names")
+        raise UserError(f"{db.path}: has no version {number}, which the checkpoint of step {step} names")
     version, is_abandoned = found
     if version.step != step:
         raise UserError(f"{db.path}: version {number} is of step {version.step}, but the checkpoint says step {step}")
     if is_abandoned:
-        newest = versions.latest(db)
+        newest = db.latest_version()
         assert newest is not None
         raise UserError(
             f"{db.path}: the checkpoint of step {step} belongs to a history that an earlier resume left behind "
@@ -145,23 +150,24 @@ def _undo_batches_after(db: Database, step: int) -> tuple[int, ...]:
 
 
 def _drop_abandoned_groups(db: Database) -> int:
-    """Drops what can only be generated anew, and re-issues the prompts among it that are trained on."""
+    """Drops groups that need an abandoned version or have no living token, and re-issues those for training; returns
+    the number re-issued."""
     waiting = """SELECT g.id, g.purpose FROM groups g JOIN versions v ON v.number = g.require_version
                  WHERE (g.state = 'open' OR g.state = 'ready') AND v.abandoned = 1"""
     without_living_token = """
         SELECT g.id, g.purpose FROM groups g WHERE g.state = 'ready' AND g.require_version IS NULL AND NOT EXISTS (
             SELECT 1 FROM tasks t JOIN segments s ON s.task = t.id JOIN versions v ON v.number = s.version
             WHERE t.group_id = g.id AND t.state = 'scored' AND v.abandoned = 0)"""
-    doomed = [*db.execute(waiting), *db.execute(without_living_token)]
-    drop(db, [group for group, _ in doomed], Drop.ABANDONED)
-    again = [group for group, purpose in sorted(doomed) if purpose == Purpose.TRAIN]
+    dropped = [*db.execute(waiting), *db.execute(without_living_token)]
+    drop(db, [group for group, _ in dropped], Drop.ABANDONED)
+    again = [group for group, purpose in sorted(dropped) if purpose == Purpose.TRAIN]
     reissue(db, again, with_new_seed=False)
     return len(again)
 
 
-def _begin_again(db: Database, step: int) -> None:
-    """What was begun with abandoned versions alone holds no token of a living one yet: it is as young as the checkpoint
-    where somebody works on it, and otherwise may be begun with any version."""
+def _reset_first_step(db: Database, step: int) -> None:
+    """Resets `first_step` of groups begun with abandoned versions only: to the checkpoint's step while a task is leased
+    or all have ended, else to none, so that any version may begin them."""
     db.execute(
         """UPDATE groups SET first_step = IIF(state = 'open' AND NOT EXISTS (
                SELECT 1 FROM tasks WHERE group_id = groups.id AND state = 'leased'), NULL, :step)

@@ -1,12 +1,11 @@
-"""Trajectories on their way in, whole or partial.
+"""Submissions: trajectories, whole or partial, that workers hand in.
 
 Guarantees: a task has at most one trajectory, ever; the same bytes again change nothing, other bytes under the same
-fence are a conflict, and a fence that is over is told so. A stored trajectory answers the issued prompt within the
-issued length, goes on from the beginning that was issued with it, and ends as it says: by a stop token, or where its
-length is used up. It holds sampled tokens alone, because no task has others, and each of its segments names a published
-version: of the step that the task requires, or such that a token of it may still be trained. Each is remembered with
-the worker that handed it in first. A trajectory whose task ended without it is kept and counts as wasted. One that may
-not be stored is answered with its error and takes no other along.
+fence are a conflict, and a fence that is over is refused. A stored trajectory answers the issued prompt within the
+issued length, continues the partial that was issued with it, and ends as it claims: by a stop token, or at full length.
+All its tokens are sampled, and each segment names a published version: of the step that the task requires, or, for at
+least one segment, of a step that may still be trained. Each segment is stored with the worker that handed it in first.
+A trajectory whose task ended without it is kept and counts as wasted. A refused submission does not affect the others.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from offbeat.control.select import is_trainable
 from offbeat.ledger import partials, versions
-from offbeat.ledger.bodies import Bodies, store
-from offbeat.ledger.database import Database, array
+from offbeat.ledger.bodies import store
+from offbeat.ledger.database import Database, transactional
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, LedgerError, Refused, Unknown
+from offbeat.ledger.leasing import check_lease, sampling_of
 from offbeat.ledger.records import Outcome, Submission
-from offbeat.ledger.tasks import check_lease, sampling_of
+from offbeat.ledger.tables import array
+from offbeat.rules.groups import is_trainable
 from offbeat.trajectory import End, Origin, Sampling, Trajectory
 
 ENDED = ("failed", "dropped")
@@ -30,8 +30,8 @@ ENDED = ("failed", "dropped")
 
 
 class Issued(NamedTuple):
-    """What the ledger knows of a task that an answer arrives for: a row of `ISSUED`. States are plain text here, and
-    checks that nearly always hold come cheap: this is done for every trajectory of a run."""
+    """Row of `ISSUED`: a task for which a submission arrives. States stay plain text, because this is built for every
+    trajectory of a run."""
 
     task: int
     state: str
@@ -42,11 +42,11 @@ class Issued(NamedTuple):
     sampling: str
     require_step: int | None
     digest: bytes | None
-    """Of its trajectory; None before there is one."""
+    """Digest of its trajectory; None before there is one."""
     ended_fence: int | None
     ended_worker: str | None
     partial_digest: bytes | None
-    """Of its latest partial, kept or not."""
+    """Digest of its latest partial, kept or not."""
     partial_fence: int | None
     partial_worker: str | None
     partial_state: str | None
@@ -60,8 +60,6 @@ FROM tasks t JOIN groups g ON g.id = t.group_id LEFT JOIN trajectories j ON j.ta
 LEFT JOIN partials p ON p.seq = (SELECT MAX(seq) FROM partials WHERE task = t.id)
 WHERE t.id IN (SELECT value FROM json_each(?))
 """
-
-
 TRAJECTORIES = (
     "trajectories (task, trajectory_index, digest, ended_by, num_tokens, num_sampled_tokens, worker, fence, "
     "accepted_at, body)"
@@ -77,20 +75,24 @@ class Fresh(NamedTuple):
     outcome: Outcome
 
 
-class Desk:
-    """Looks at submissions one by one, and remembers those of this transaction that are to be stored."""
+class SubmissionValidator:
+    """Checks the submissions of a transaction one by one; `fresh` holds those to be stored, by task."""
 
-    def __init__(self, db: Database, submissions: Sequence[Submission], bound: int, kv_lag: int):
-        self.db, self.bound, self.kv_lag = db, bound, kv_lag
+    def __init__(self, db: Database, submissions: Sequence[Submission]):
+        self.db = db
         rows = db.execute(ISSUED, (array([s.trajectory.task for s in submissions]),))
         self.issued = {row[0]: row for row in map(Issued._make, rows)}
         numbers = {s.version for t, _, _ in submissions for s in t.segments if s.version is not None}
         self.known, self.step = versions.lineage_and_step(db, numbers)
-        self.trainable = {n for n, line in self.known.items() if is_trainable(line.living_step, self.step, bound)}
+        self.trainable = {
+            number
+            for number, line in self.known.items()
+            if is_trainable(line.living_step, self.step, db.terms.max_staleness)
+        }
         self.fresh: dict[int, Fresh] = {}
 
     def take(self, submission: Submission) -> Outcome:
-        """What becomes of a submission; one that is to be stored is put beside the other fresh ones."""
+        """Returns the outcome of a submission and adds it to `fresh` if it is to be stored."""
         trajectory, worker, fence = submission
         number = trajectory.task
         task = self.issued.get(number)
@@ -98,9 +100,9 @@ class Desk:
             raise Unknown(f"task {number}: never issued")
         body = trajectory.encode()
         digest = blake3(body).digest()
-        held = self.fresh.get(number)
-        if held is not None and held.submission.fence == fence:
-            return _again(submission, digest, held.submission.worker, held.digest)
+        earlier = self.fresh.get(number)
+        if earlier is not None and earlier.submission.fence == fence:
+            return _again(submission, digest, earlier.submission.worker, earlier.digest)
         if task.ended_fence == fence:
             return _again(submission, digest, task.ended_worker, task.digest)
         if task.partial_fence == fence:
@@ -110,7 +112,7 @@ class Desk:
             raise Fenced(f"task {number}: has ended, its trajectory came under fence {task.ended_fence}")
         is_late, is_partial = task.state in ENDED, trajectory.end is None
         if is_late and is_partial:
-            raise Fenced(f"task {number}: has ended ({task.state}), nobody will carry on with a partial")
+            raise Fenced(f"task {number}: has ended ({task.state}), a partial cannot be continued")
         if problem := self._problem(trajectory, task, is_late):
             raise Refused(f"task {number}: {problem}")
         outcome = Outcome.PARTIAL if is_partial else Outcome.LATE if is_late else Outcome.STORED
@@ -130,22 +132,22 @@ class Desk:
             return f"max_new_tokens = {trajectory.max_new_tokens}, issued with {sampling.max_new_tokens}"
         if problem := _end_problem(trajectory, sampling):
             return problem
-        if task.partial_state == "kept" and not is_late and not self._carries_on(trajectory, task):
-            return "does not begin with the tokens that it was to carry on"
+        if task.partial_state == "kept" and not is_late and not self._continues(trajectory, task):
+            return "does not begin with the partial that it was to continue"
         numbers: list[int] = []
         for segment in trajectory.segments:
             if segment.origin is not Origin.SAMPLED:
-                return f"tokens at {segment.start} are given; the task has nobody to give any"
+                return f"tokens at {segment.start} are given; the task allows only sampled ones"
             if segment.version is None or segment.version not in self.known:
                 return f"sampled from version {segment.version}, which was never published"
-            if (lag := segment.version - (segment.kv_version or 0)) > self.kv_lag:
-                return f"its keys and values lag {lag} versions behind; allowed {self.kv_lag}"
+            if (lag := segment.version - (segment.kv_version or 0)) > self.db.terms.max_kv_lag:
+                return f"its keys and values lag {lag} versions behind; allowed {self.db.terms.max_kv_lag}"
             numbers.append(segment.version)
         if not numbers:
             return "holds no sampled token"
-        return None if is_late else self._age_problem(numbers, task.require_step)  # late: nobody will train on it
+        return None if is_late else self._age_problem(numbers, task.require_step)  # late: never trained
 
-    def _carries_on(self, trajectory: Trajectory, task: Issued) -> bool:
+    def _continues(self, trajectory: Trajectory, task: Issued) -> bool:
         prefix = partials.load(self.db, task.partial_digest, task.partial_body)
         return prefix is None or trajectory.segments[: len(prefix.segments)] == prefix.segments
 
@@ -158,7 +160,7 @@ class Desk:
                 return f"sampled from version {number}, which is abandoned"
             return (
                 f"sampled from version {number} of step {newest.step}, and the run is at step {self.step}: too old for "
-                f"max_staleness = {self.bound}"
+                f"max_staleness = {self.db.terms.max_staleness}"
             )
         for number in numbers:
             version = self.known[number]
@@ -170,7 +172,7 @@ class Desk:
 
 
 def _end_problem(trajectory: Trajectory, sampling: Sampling) -> str | None:
-    """Why a trajectory cannot have ended as it says."""
+    """Why a trajectory cannot have ended as it claims."""
     if trajectory.end is End.STOP and trajectory.num_tokens:
         last = int(trajectory.segments[-1].tokens[-1])
         if last not in sampling.stop_token_ids:
@@ -180,36 +182,37 @@ def _end_problem(trajectory: Trajectory, sampling: Sampling) -> str | None:
     return None
 
 
-def submit(
-    db: Database, bodies: Bodies, submissions: Sequence[Submission], bound: int, kv_lag: int
-) -> list[Outcome | LedgerError]:
-    desk = Desk(db, submissions, bound, kv_lag)
-    outcomes: list[Outcome | LedgerError] = []
-    for submission in submissions:
-        try:
-            outcomes.append(desk.take(submission))
-        except LedgerError as error:
-            outcomes.append(error)
-    whole, unfinished = [], []
-    for number, fresh in desk.fresh.items():
-        task = desk.issued[number]
-        given_up = task.partial_digest if task.partial_state == "wasted" else None
-        if given_up is not None and partials.begins_with(fresh.submission.trajectory, given_up):
-            partials.rescue(db, number)
-        if fresh.outcome is Outcome.PARTIAL:
-            unfinished.append((fresh, task))
-        else:
-            bodies.keep(fresh.digest, fresh.body)
-            whole.append((fresh, task))
-    if whole:
-        _store(db, whole)
-    for fresh, task in unfinished:
-        _store_partial(db, fresh, task)
-    return outcomes
+class Submissions(Database):
+    @transactional
+    def submit(self, submissions: Sequence[Submission]) -> list[Outcome | LedgerError]:
+        """Stores trajectories and partials. Returns the outcome of each, or the error for which it was refused."""
+        validator = SubmissionValidator(self, submissions)
+        outcomes: list[Outcome | LedgerError] = []
+        for submission in submissions:
+            try:
+                outcomes.append(validator.take(submission))
+            except LedgerError as error:
+                outcomes.append(error)
+        whole, unfinished = [], []
+        for number, fresh in validator.fresh.items():
+            task = validator.issued[number]
+            wasted = task.partial_digest if task.partial_state == "wasted" else None
+            if wasted is not None and partials.begins_with(fresh.submission.trajectory, wasted):
+                partials.rescue(self, number)
+            if fresh.outcome is Outcome.PARTIAL:
+                unfinished.append((fresh, task))
+            else:
+                self.bodies.keep(fresh.digest, fresh.body)
+                whole.append((fresh, task))
+        if whole:
+            _store(self, whole)
+        for fresh, task in unfinished:
+            _store_partial(self, fresh, task)
+        return outcomes
 
 
 def _again(submission: Submission, digest: bytes, worker: str | None, stored: bytes | None) -> Outcome:
-    """Something came under this fence before: the same thing again, or another one."""
+    """Outcome of a second submission under one fence, given worker and digest of the first."""
     task, fence = submission.trajectory.task, submission.fence
     if worker != submission.worker:
         raise Forbidden(f"task {task}: fence {fence} was leased by {worker}, not by {submission.worker}")
@@ -224,14 +227,14 @@ def _store(db: Database, fresh: Sequence[tuple[Fresh, Issued]]) -> None:
     added: dict[int, list[int]] = {}
     for ((trajectory, worker, fence), body, digest, _), issued in fresh:
         task, num_sampled = trajectory.task, 0
-        by = [] if issued.partial_digest is None else partials.handed_in(db, task)
+        by = [] if issued.partial_digest is None else partials.contributors(db, task)
         for s in trajectory.segments:
             num_tokens = len(s.tokens)
             num_sampled += num_tokens if s.origin is Origin.SAMPLED else 0
             first = next((name for name, end in by if num_sampled <= end), worker)
             segments.append((task, trajectory.index, s.start, num_tokens, s.version, first))
         counted = (str(trajectory.end), trajectory.num_tokens, num_sampled)
-        rows.append((task, trajectory.index, digest, *counted, worker, fence, now, store(db, digest, body)))
+        rows.append((task, trajectory.index, digest, *counted, worker, fence, now, store(db.blobs, digest, body)))
         sums = added.setdefault(issued.group, [0, 0])
         sums[0] += 1
         sums[1] += num_sampled
@@ -248,11 +251,11 @@ def _store(db: Database, fresh: Sequence[tuple[Fresh, Issued]]) -> None:
         [(*sums, group) for group, sums in added.items()],
     )
     reopened = [(issued.group,) for _, issued in fresh if issued.state == "open"]
-    if reopened:  # given up for lost, and finished all the same
+    if reopened:  # finished after its lease was lost
         db.executemany("UPDATE groups SET num_open = num_open - 1 WHERE id = ?", reopened)
     continued = [issued.task for _, issued in fresh if issued.partial_state == "kept"]
     if continued:
-        partials.carry_on(db, continued)
+        partials.mark_continued(db, continued)
 
 
 def _store_partial(db: Database, fresh: Fresh, issued: Issued) -> None:

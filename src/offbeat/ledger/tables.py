@@ -1,9 +1,19 @@
-"""The ledger's tables and indices: what is where, and which rules SQLite itself holds."""
+"""Tables and indices of the ledger, and the constraints that SQLite itself checks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import msgspec
+
 SCHEMA = 6
-"""Grows with every change of what follows; a file of another one is refused."""
+"""Grows with every change of `TABLES`; a file of another schema is refused."""
+
+
+def array(numbers: Iterable[int]) -> str:
+    """Encodes numbers for a query with `IN (SELECT value FROM json_each(?))`."""
+    return msgspec.json.encode(list(numbers)).decode()
+
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -14,7 +24,7 @@ CREATE TABLE versions (
     parent INTEGER REFERENCES versions (number) CHECK (parent < number),
     digest TEXT NOT NULL,
     path TEXT NOT NULL,
-    -- The digest of its manifest; empty where it was published as whole files.
+    -- Digest of its manifest; empty if it was published as whole files.
     manifest TEXT NOT NULL DEFAULT '',
     abandoned INTEGER NOT NULL DEFAULT 0 CHECK (abandoned IN (0, 1)),
     published_at REAL NOT NULL
@@ -38,7 +48,7 @@ CREATE TABLE batches (
     step INTEGER NOT NULL,
     bound INTEGER NOT NULL,
     state TEXT NOT NULL CHECK (state IN ('claimed', 'trained', 'undone')),
-    -- Without one while the step is claimed ahead of its version.
+    -- NULL while the step is claimed ahead of its version.
     from_version INTEGER REFERENCES versions (number) CHECK (state <> 'trained' OR from_version IS NOT NULL),
     to_version INTEGER REFERENCES versions (number),
     num_trained_tokens INTEGER NOT NULL,
@@ -46,15 +56,15 @@ CREATE TABLE batches (
     num_abandoned_tokens INTEGER NOT NULL,
     num_audit_tokens INTEGER NOT NULL DEFAULT 0,
     max_staleness INTEGER NOT NULL,
-    -- The reward stored last when it was claimed: later ones are not known to it, however often it is loaded.
+    -- Latest reward when it was claimed: later ones stay unknown to it, however often it is loaded.
     last_reward INTEGER NOT NULL,
     claimed_at REAL NOT NULL,
     trained_at REAL
 );
 CREATE UNIQUE INDEX batches_by_step ON batches (step) WHERE state <> 'undone';
 
--- The num_ columns sum up a group's tasks, so that no decision and no count has to read them all. States that often
--- change are checked one by one: SQLite makes a table of a longer IN, at every statement anew.
+-- The num_ columns are sums over a group's tasks, so that decisions and counts need not read them. States that change
+-- often are compared one by one: SQLite builds a table for a longer IN in every statement.
 CREATE TABLE groups (
     id INTEGER PRIMARY KEY,
     purpose TEXT NOT NULL CHECK (purpose IN ('train', 'eval')),
@@ -64,20 +74,20 @@ CREATE TABLE groups (
     reissue_of INTEGER REFERENCES groups (id),
     source TEXT NOT NULL,
     source_ordinal INTEGER NOT NULL,
-    -- Which of its prompt's groups it is, where a prompt is drawn as several groups.
+    -- Index among the groups of its prompt, if a prompt is drawn as several groups.
     sibling INTEGER NOT NULL CHECK (sibling >= 0),
     seed INTEGER NOT NULL,
     size INTEGER NOT NULL CHECK (size >= 1),
     require_step INTEGER,
     require_version INTEGER REFERENCES versions (number),
-    -- Of the oldest version that a member was begun with; none before the first lease.
+    -- Step of the oldest version that a member was begun with; none before the first lease.
     first_step INTEGER,
     state TEXT NOT NULL CHECK (
         state = 'open' OR state = 'ready' OR state = 'claimed' OR state = 'trained' OR state = 'evaluated'
         OR state = 'dropped'
     ),
     reason TEXT CHECK ((state = 'dropped') = (reason IS NOT NULL)),
-    -- The first step without a batch, when it was dropped for want of a signal.
+    -- First step without a batch when it was dropped without a signal.
     dropped_at_step INTEGER CHECK ((dropped_at_step IS NOT NULL) = (reason IS 'no_signal')),
     batch INTEGER REFERENCES batches (id),
     num_open INTEGER NOT NULL,
@@ -103,19 +113,19 @@ CREATE INDEX groups_by_batch ON groups (batch) WHERE batch IS NOT NULL;
 CREATE INDEX groups_of_step ON groups (purpose, require_step, ordinal) WHERE require_step IS NOT NULL;
 CREATE INDEX groups_without_signal ON groups (dropped_at_step) WHERE dropped_at_step IS NOT NULL;
 CREATE INDEX groups_required ON groups (require_step) WHERE state = 'open' AND require_step IS NOT NULL;
--- Groups as decisions and counts ask for them, without a look at their rows, which hold prompts. What a submission
--- changes stands in none of these while its group is open: an index that it touched would be one more page to write.
--- With open tasks, in the order in which those are handed out (`OpenGroup.order`).
+-- Covering indices for decisions and counts, whose rows hold prompts. None has a column that a submission changes while
+-- its group is open: each such index would be one more page to write.
+-- Groups with open tasks, in the order of leasing (`OpenGroup.order`).
 CREATE INDEX groups_open ON groups (purpose <> 'eval', num_open = size, ordinal, id, purpose, size, num_open,
                                     require_step, require_version, first_step, state)
     WHERE state = 'open' AND num_open > 0;
--- Not trained yet, in the order in which they are where age decides.
+-- Groups not trained yet, by age.
 CREATE INDEX groups_alive ON groups (state, purpose, first_step, ordinal, require_step)
     WHERE state = 'open' OR state = 'ready' OR state = 'claimed';
--- Not open any more, with their sums.
+-- Groups no longer open, with their sums.
 CREATE INDEX groups_closed ON groups (state, purpose, reason, num_trajectories, num_scored, num_sampled_tokens)
     WHERE state <> 'open';
--- Over, but with the bytes of their trajectories.
+-- Ended groups that still have the bytes of their trajectories.
 CREATE INDEX groups_unpruned ON groups (id)
     WHERE (state = 'trained' OR state = 'evaluated' OR state = 'dropped') AND num_pruned < num_trajectories;
 
@@ -128,15 +138,15 @@ CREATE TABLE tasks (
         state = 'open' OR state = 'leased' OR state = 'accepted' OR state = 'scored' OR state = 'failed'
         OR state = 'dropped'
     ),
-    -- Who holds it, or held it last, and under which fence: the number of its leases so far.
+    -- Current or last holder, and its fence: the number of leases so far.
     worker TEXT CHECK ((state = 'leased') <= (worker IS NOT NULL)),
     fence INTEGER NOT NULL DEFAULT 0,
-    -- When that lease began, by the clock for people; deadlines are the coordinator's.
+    -- Wall time at which that lease began; deadlines are the coordinator's.
     leased_at REAL CHECK ((state = 'leased') <= (leased_at IS NOT NULL)),
     num_failures INTEGER NOT NULL DEFAULT 0,
-    -- The fence of the attempt that failed last: an attempt fails once, however often it is told.
+    -- Fence of the last failed attempt: an attempt fails once, however often it is reported.
     failed_fence INTEGER NOT NULL DEFAULT 0 CHECK (failed_fence <= fence),
-    -- Workers that vanished while they held it, whoever is to blame.
+    -- Workers that vanished while they held it, whether or not it was to blame.
     num_losses INTEGER NOT NULL DEFAULT 0,
     reason TEXT CHECK ((state IN ('failed', 'dropped')) = (reason IS NOT NULL)),
     detail TEXT,
@@ -145,7 +155,7 @@ CREATE TABLE tasks (
 CREATE INDEX tasks_leased ON tasks (worker, num_losses, state) WHERE state = 'leased';
 CREATE INDEX tasks_lost ON tasks (group_id, num_losses) WHERE state = 'open' AND num_losses > 0;
 CREATE INDEX tasks_failed ON tasks (reason) WHERE state = 'failed';
--- Open again because the worker that held it last failed it.
+-- Open tasks whose last attempt failed.
 CREATE INDEX tasks_to_retry ON tasks (worker, group_id) WHERE state = 'open' AND fence > 0 AND failed_fence = fence;
 
 CREATE TABLE trajectories (
@@ -160,15 +170,15 @@ CREATE TABLE trajectories (
     fence INTEGER NOT NULL,
     accepted_at REAL NOT NULL,
     pruned INTEGER NOT NULL DEFAULT 0 CHECK (pruned IN (0, 1) AND (pruned = 0 OR body IS NULL)),
-    -- None where the body is a file, or was pruned. Last, because what follows a long value is slow to reach.
+    -- NULL if the body is a file, or was pruned. Last, because columns after a long value are slow to reach.
     body BLOB,
     UNIQUE (task, trajectory_index)
 );
 
 CREATE INDEX trajectories_in_files ON trajectories (digest) WHERE body IS NULL AND pruned = 0;
 
--- Beginnings that were handed back. One of a task is kept at most; when the task goes on from it, its tokens become the
--- trajectory's or the next partial's.
+-- Partials that were handed back. At most one of a task is kept; once the task continues it, its tokens belong to the
+-- trajectory or the next partial.
 CREATE TABLE partials (
     seq INTEGER PRIMARY KEY,
     task INTEGER NOT NULL REFERENCES tasks (id),
@@ -181,7 +191,7 @@ CREATE TABLE partials (
     state TEXT NOT NULL CHECK (state = 'kept' OR state = 'continued' OR state = 'wasted'),
     reason TEXT CHECK ((state = 'wasted') = (reason IS NOT NULL)),
     stored_at REAL NOT NULL,
-    -- None where the body is a file, or nobody needs it any more.
+    -- NULL if the body is a file, or no longer needed.
     body BLOB CHECK (state = 'kept' OR body IS NULL)
 );
 CREATE UNIQUE INDEX partials_kept ON partials (task) WHERE state = 'kept';
@@ -193,9 +203,9 @@ CREATE TABLE segments (
     start INTEGER NOT NULL,
     num_tokens INTEGER NOT NULL CHECK (num_tokens >= 1),
     version INTEGER REFERENCES versions (number),
-    -- Who handed it in first: a trajectory that was carried on has several.
+    -- Worker that handed it in first; a continued trajectory has several.
     worker TEXT NOT NULL,
-    -- Tokens that an audit compared with the weights of their own version, and those that are off.
+    -- Tokens that an audit compared with the weights of their version, and how many of them are off.
     num_compared INTEGER NOT NULL DEFAULT 0 CHECK (num_compared BETWEEN 0 AND num_tokens),
     num_off INTEGER NOT NULL DEFAULT 0 CHECK (num_off BETWEEN 0 AND num_compared),
     PRIMARY KEY (task, trajectory_index, start),
@@ -209,7 +219,7 @@ CREATE TABLE rewards (
     value REAL,
     parts TEXT,
     error TEXT CHECK ((error IS NULL) = (value IS NOT NULL)),
-    -- Of the columns above, so that a value that was changed since is noticed.
+    -- Digest of the columns above, to detect a changed value.
     digest BLOB NOT NULL,
     scored_at REAL NOT NULL
 );
@@ -234,19 +244,19 @@ CREATE TABLE workers (
     joined_at REAL NOT NULL
 ) WITHOUT ROWID;
 
--- Trainers that began, in order; the last of them alone may change what is trained.
+-- Trainers in order of their begin; only the last may change what is trained.
 CREATE TABLE trainers (
     generation INTEGER PRIMARY KEY,
     name TEXT NOT NULL,
     host TEXT NOT NULL,
-    -- Which folder its checkpoints are in.
+    -- Identity of the folder of its checkpoints.
     home TEXT NOT NULL,
     began_at REAL NOT NULL,
-    -- Of its latest durable checkpoint; none before the first.
+    -- Step of its latest durable checkpoint; none before the first.
     checkpoint_step INTEGER
 );
 
--- Attempts that failed, whoever made them. Those of a worker that was set aside count against no task.
+-- Failed attempts. Those of a worker that was set aside do not count.
 CREATE TABLE failures (
     task INTEGER NOT NULL REFERENCES tasks (id),
     fence INTEGER NOT NULL,
@@ -259,7 +269,7 @@ CREATE TABLE failures (
 ) WITHOUT ROWID;
 CREATE INDEX failures_by_worker ON failures (worker, forgiven, task);
 
--- Workers that were given nothing for a while because they failed what they were given, whether they joined or not.
+-- Workers that got no tasks for a while because they failed too many, whether they joined or not.
 CREATE TABLE set_aside (
     seq INTEGER PRIMARY KEY,
     worker TEXT NOT NULL,
@@ -271,7 +281,7 @@ CREATE TABLE set_aside (
 -- Public keys of the trainers that sign manifests.
 CREATE TABLE signers (key TEXT PRIMARY KEY, worker TEXT NOT NULL, added_at REAL NOT NULL) WITHOUT ROWID;
 
--- The wall clock decides how long a token lives, because another process than the one that issued it asks.
+-- Tokens expire by the wall clock, because another process may redeem them.
 CREATE TABLE join_tokens (
     hash BLOB PRIMARY KEY,
     role TEXT NOT NULL CHECK (role IN ('rollout', 'reward', 'trainer')),

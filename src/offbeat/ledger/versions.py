@@ -1,8 +1,8 @@
 """Published versions: numbers that only grow, one living line, and groups bound to the version of their step.
 
 Guarantees: a number is never reused; a version's parent is alive, and of the same step (the same weights under a new
-number, after a resume) or of the step before. So the living versions form one line, and living versions of one step are
-the same weights: what requires one of them is served as well by another.
+number, after a resume) or of the step before. So the living versions form one line, and living versions of one step
+have the same weights: a task that requires one of them may use another.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat.ledger.database import Database, array
-from offbeat.ledger.errors import Conflict, Refused
+from offbeat.ledger.database import Database, transactional
+from offbeat.ledger.errors import Conflict, Refused, Unknown
+from offbeat.ledger.tables import array
 from offbeat.weights.version import Version
 
 COLUMNS = "number, step, parent, digest, path, manifest"
 HERE = "./"
-"""How a path begins that is meant from the ledger's own folder."""
+"""Prefix of a stored path that is relative to the ledger's folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """What the bound needs to know of a version."""
+    """Step of a version, and whether it was abandoned."""
 
     step: int
     is_abandoned: bool
@@ -32,59 +33,78 @@ class Lineage:
         return None if self.is_abandoned else self.step
 
 
-def latest(db: Database) -> Version | None:
-    """The newest version that is not abandoned: the one trained from next."""
-    row = db.execute(f"SELECT {COLUMNS} FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 1").fetchone()
-    return None if row is None else _version(db, row)
+class Versions(Database):
+    def latest_version(self) -> Version | None:
+        """Newest version that is not abandoned: the one trained from next."""
+        row = self.execute(
+            f"SELECT {COLUMNS} FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 1"
+        ).fetchone()
+        return None if row is None else _version(self, row)
+
+    def version(self, number: int) -> Version:
+        """A published version, abandoned or not."""
+        found = find(self, number)
+        if found is None:
+            raise Unknown(f"version {number}: never published")
+        return found[0]
+
+    def versions_in_use(self) -> list[int]:
+        """Latest living version, the one before, which a worker may be fetching, and those that open tasks require."""
+        query = """SELECT number FROM (SELECT number FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 2)
+                   UNION SELECT require_version FROM groups WHERE state = 'open' AND require_version IS NOT NULL"""
+        return [number for (number,) in self.execute(query)]
+
+    def versions_needed(self, checkpoint_step: int) -> list[int]:
+        """Versions whose pieces may still be requested: all from the oldest step that an untrained group was begun with
+        or that a checkpoint has, and those that open tasks require."""
+        query = """SELECT MIN(first_step) FROM groups WHERE state IN ('open', 'ready', 'claimed')"""
+        begun = self.execute(query).fetchone()[0]
+        latest_two = "SELECT step FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 2"
+        steps = [step for (step,) in self.execute(latest_two)] + ([] if begun is None else [begun])
+        if checkpoint_step >= 0:
+            steps.append(checkpoint_step)
+        query = "SELECT number FROM versions WHERE step >= ? ORDER BY number"
+        recent = [number for (number,) in self.execute(query, (min(steps, default=0),))]
+        return sorted({*recent, *self.versions_in_use()})
+
+    def next_version_number(self) -> int:
+        return int(self.execute("SELECT COALESCE(MAX(number) + 1, 0) FROM versions").fetchone()[0])
+
+    @transactional
+    def publish(self, version: Version) -> None:
+        """Records a version without a batch: a run's first, or a checkpoint's weights under a new number."""
+        if is_recorded(self, version):
+            return
+        if version.parent is None:
+            if self.execute("SELECT 1 FROM versions LIMIT 1").fetchone():
+                raise Refused(f"version {version.number}: only a run's first version has no parent")
+        else:
+            _check_step(self, version)
+        record(self, version)
 
 
 def find(db: Database, number: int) -> tuple[Version, bool] | None:
-    """A version by its number, and whether it is abandoned."""
+    """Version by its number, and whether it is abandoned."""
     row = db.execute(f"SELECT {COLUMNS}, abandoned FROM versions WHERE number = ?", (number,)).fetchone()
     return None if row is None else (_version(db, row[:6]), bool(row[6]))
 
 
 def living_at(db: Database, step: int) -> Version | None:
-    """The newest living version of a step."""
+    """Newest living version of a step."""
     query = f"SELECT {COLUMNS} FROM versions WHERE abandoned = 0 AND step = ? ORDER BY number DESC LIMIT 1"
     row = db.execute(query, (step,)).fetchone()
     return None if row is None else _version(db, row)
 
 
-def in_use(db: Database) -> list[int]:
-    """The latest living version, the one before, which a worker may be fetching, and those that open tasks require."""
-    query = """SELECT number FROM (SELECT number FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 2)
-               UNION SELECT require_version FROM groups WHERE state = 'open' AND require_version IS NOT NULL"""
-    return [number for (number,) in db.execute(query)]
-
-
-def needed(db: Database, checkpoint_step: int) -> list[int]:
-    """Versions that somebody may still ask for: from the oldest on that a group was begun with and is not trained yet,
-    or that a checkpoint knows, up to the newest; and those that open tasks require."""
-    query = """SELECT MIN(first_step) FROM groups WHERE state IN ('open', 'ready', 'claimed')"""
-    begun = db.execute(query).fetchone()[0]
-    latest_two = "SELECT step FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 2"
-    steps = [step for (step,) in db.execute(latest_two)] + ([] if begun is None else [begun])
-    if checkpoint_step >= 0:
-        steps.append(checkpoint_step)
-    query = "SELECT number FROM versions WHERE step >= ? ORDER BY number"
-    recent = [number for (number,) in db.execute(query, (min(steps, default=0),))]
-    return sorted({*recent, *in_use(db)})
-
-
-def next_number(db: Database) -> int:
-    return int(db.execute("SELECT COALESCE(MAX(number) + 1, 0) FROM versions").fetchone()[0])
-
-
 def lineage(db: Database, numbers: Iterable[int]) -> dict[int, Lineage]:
-    """Step and fate of the versions asked for; an unknown one is missing."""
+    """Step of each version, and whether it is abandoned; an unknown version is left out."""
     query = "SELECT number, step, abandoned FROM versions WHERE number IN (SELECT value FROM json_each(?))"
     rows = db.execute(query, (array(set(numbers)),))
     return {number: Lineage(step, bool(abandoned)) for number, step, abandoned in rows}
 
 
 def lineage_and_step(db: Database, numbers: Iterable[int]) -> tuple[dict[int, Lineage], int]:
-    """The same, with the newest living version beside them, and the step that the run is at."""
+    """Lineage of `numbers` and of the newest living version, and the step of the latter."""
     query = """SELECT number, step, abandoned FROM versions WHERE number IN (
                    SELECT value FROM json_each(?) UNION ALL SELECT * FROM (
                        SELECT number FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 1))"""
@@ -94,19 +114,7 @@ def lineage_and_step(db: Database, numbers: Iterable[int]) -> tuple[dict[int, Li
     return known, 0 if newest is None else known[newest].step
 
 
-def publish(db: Database, version: Version) -> None:
-    """Records a version that no batch made: a run's first, or a checkpoint's weights under a new number."""
-    if is_recorded(db, version):
-        return
-    if version.parent is None:
-        if db.execute("SELECT 1 FROM versions LIMIT 1").fetchone():
-            raise Refused(f"version {version.number}: only a run's first version has no parent")
-    else:
-        _check_step(db, version)
-    record(db, version)
-
-
-def _check_step(db: Database, version: Version) -> None:
+def _check_step(db: Versions, version: Version) -> None:
     parent = living_parent(db, version)
     if version.step == parent.step:
         if version.digest != parent.digest:
@@ -125,13 +133,13 @@ def _check_step(db: Database, version: Version) -> None:
         )
 
 
-def living_parent(db: Database, version: Version) -> Version:
-    """The parent, if the version may stand on it."""
+def living_parent(db: Versions, version: Version) -> Version:
+    """Parent of a new version; refuses one that is abandoned or not the latest."""
     found = None if version.parent is None else find(db, version.parent)
     if found is None:
         raise Refused(f"version {version.number}: its parent {version.parent} was never published")
     parent, is_abandoned = found
-    newest = latest(db)
+    newest = db.latest_version()
     if is_abandoned:
         raise Refused(f"version {version.number}: its parent {version.parent} is abandoned")
     if newest is None or parent.step != newest.step:
@@ -141,13 +149,12 @@ def living_parent(db: Database, version: Version) -> Version:
 
 
 def is_recorded(db: Database, version: Version) -> bool:
-    """Whether this very version is there already; another one of its number is a conflict."""
+    """Whether this version is stored already; raises `Conflict` if another one has its number."""
     found = find(db, version.number)
     if found is None:
         return False
     stored = found[0]
-    told = (version.step, version.parent, version.digest, version.manifest)
-    if (stored.step, stored.parent, stored.digest, stored.manifest) != told:
+    if any(getattr(stored, name) != getattr(version, name) for name in ("step", "parent", "digest", "manifest")):
         raise Conflict(
             f"version {version.number} was published as step {stored.step}, parent {stored.parent}, digest "
             f"{stored.digest}; a number is never reused"
@@ -155,22 +162,14 @@ def is_recorded(db: Database, version: Version) -> bool:
     return True
 
 
-def record(db: Database, version: Version) -> None:
-    """Stores a new version, completes the batch that made it, and binds to it the open groups of its step."""
-    smallest = next_number(db)
+def record(db: Versions, version: Version) -> None:
+    """Stores a new version, completes the batch that produced it, and binds the open groups of its step to it."""
+    smallest = db.next_version_number()
     if version.number < smallest:
         raise Refused(f"version {version.number}: numbers only grow, the next is {smallest}")
     db.execute(
         f"INSERT INTO versions ({COLUMNS}, published_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (
-            version.number,
-            version.step,
-            version.parent,
-            version.digest,
-            _told(db, version.path),
-            version.manifest,
-            db.wall_clock(),
-        ),
+        (*_row(db, version), db.wall_clock()),
     )
     db.execute(
         "UPDATE batches SET to_version = ?, from_version = ? "
@@ -186,13 +185,14 @@ def record(db: Database, version: Version) -> None:
     )
 
 
-def _told(db: Database, path: Path) -> str:
-    """A version's place as it is stored: seen from the ledger's folder, if it lies in there, so that a run can move."""
-    folder = db.path.parent.absolute()
-    return f"{HERE}{path.relative_to(folder)}" if path.is_relative_to(folder) else str(path)
+def _row(db: Database, version: Version) -> tuple[int, int, int | None, str, str, str]:
+    """Values of `COLUMNS`. A path inside the ledger's folder is stored relative to it, so that a run can be moved."""
+    folder, path = db.path.parent.absolute(), version.path
+    stored = f"{HERE}{path.relative_to(folder)}" if path.is_relative_to(folder) else str(path)
+    return version.number, version.step, version.parent, version.digest, stored, version.manifest
 
 
 def _version(db: Database, row: tuple[int, int, int | None, str, str, str]) -> Version:
-    number, step, parent, digest, told, manifest = row
-    path = db.path.parent.absolute() / told if told.startswith(HERE) else Path(told)
+    number, step, parent, digest, stored, manifest = row
+    path = db.path.parent.absolute() / stored if stored.startswith(HERE) else Path(stored)
     return Version(number=number, step=step, parent=parent, digest=digest, path=path, manifest=manifest)

@@ -1,13 +1,12 @@
-"""Who may take part: join tokens, workers and their secrets.
+"""Join tokens, workers and their secrets.
 
-A join token is issued to a person, lives a short time and is exchanged once for a worker's name. The worker draws its
-secret itself and tells its hash alone. Tokens and secrets are 256 random bits and are kept as hashes: whoever reads the
-file cannot speak for anyone. The exchange is one transaction, so that a token used twice, in however many processes,
-makes exactly one worker; used again with the hash of the same secret it names that worker, so that one whose answer was
-lost can ask again.
+A join token is issued to a person, expires soon and is exchanged once for a worker's name. The worker draws its own
+secret and sends only its hash. Tokens and secrets are 256 random bits, stored as hashes: the file lets no reader
+impersonate a worker. The exchange is one transaction, so that a token used twice, by any number of processes, makes one
+worker; used again with the hash of the same secret, it returns that worker, so that a lost response can be requested
+again.
 
-Every move of a worker from one state to another is counted, so that whoever remembers workers sees at a glance, in
-whichever process it was made, that there was one.
+Every change of a worker's state is counted, so that a process that caches workers notices changes by other processes.
 """
 
 from __future__ import annotations
@@ -23,21 +22,22 @@ from typing import Any
 
 from blake3 import blake3
 
-from offbeat.control.trust import WINDOW, Compared
 from offbeat.errors import UserError
-from offbeat.ledger.database import Database, array
+from offbeat.ledger.database import Database, transactional
 from offbeat.ledger.errors import Forbidden, Unknown
+from offbeat.ledger.tables import array
+from offbeat.rules.quarantine import AUDIT_WINDOW, Compared
 
 SECRET_BYTES = 32
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-"""It stands in logs, metrics and file names as it is."""
+"""A name is used verbatim in logs, metrics and file names."""
 COLUMNS = "name, role, state, reason, capabilities, joined_at"
 MAX_MINUTES = 7 * 24 * 60
-"""A token that lies about for longer than a week is a password."""
+"""A token that is valid for more than a week is a password."""
 
 
 class Role(StrEnum):
-    """What a worker may ask for."""
+    """Role that a worker joins in."""
 
     ROLLOUT = "rollout"
     REWARD = "reward"
@@ -45,15 +45,15 @@ class Role(StrEnum):
 
 
 class WorkerState(StrEnum):
-    """Where a worker stands."""
+    """Life of a worker."""
 
     ACTIVE = "active"
     LEFT = "left"
-    """It said goodbye; it may come back with its secret."""
+    """Signed off; it may return with its secret."""
     QUARANTINED = "quarantined"
-    """It is known and heard no more: what it sends could not be believed."""
+    """Refused, because its results could not be trusted."""
     REVOKED = "revoked"
-    """Its secret is worth nothing, for ever."""
+    """Its secret is invalid for ever."""
 
 
 ACTIVE, LEFT, QUARANTINED, REVOKED = WorkerState
@@ -63,11 +63,11 @@ MOVES = {
     QUARANTINED: {ACTIVE, REVOKED},
     REVOKED: set[WorkerState](),
 }
-"""QUARANTINED -> LEFT is missing on purpose: leaving and coming back must not make a worker believable."""
+"""QUARANTINED -> LEFT is missing on purpose: leaving and returning must not restore trust."""
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerRecord:
     name: str
     role: Role
     state: WorkerState
@@ -75,160 +75,151 @@ class Worker:
     capabilities: Mapping[str, Any] = field(default_factory=dict)
     joined_at: float = 0.0
     num_compared: int = 0
-    """Tokens of it that audits compared with the weights of their own version; counted where workers are listed."""
+    """Its tokens that audits compared with the weights of their version; set by `list_workers` only."""
     num_off: int = 0
-    """Those whose log-probs are not those of these weights."""
+    """Compared tokens with other log-probs than those weights give."""
     num_leased: int = 0
-    """Counted where workers are listed."""
+    """Tasks that it holds; set by `list_workers` only."""
 
 
 @dataclass(frozen=True)
-class Joined:
-    """Who a worker is."""
+class JoinedWorker:
+    """Name and role of a worker that joined."""
 
     name: str
     role: Role
 
 
-def issue_token(db: Database, role: Role, minutes: float) -> str:
-    if not 0 < minutes <= MAX_MINUTES:
-        raise UserError(f"minutes = {minutes:g}: a join token lives more than 0 and at most {MAX_MINUTES} minutes")
-    token, now = secrets.token_urlsafe(SECRET_BYTES), db.wall_clock()
-    db.execute(
-        "INSERT INTO join_tokens (hash, role, issued_at, expires_at) VALUES (?, ?, ?, ?)",
-        (secret_hash(token), role.value, now, now + 60 * minutes),
-    )
-    return token
+class Workers(Database):
+    @transactional
+    def issue_token(self, role: Role, minutes: float) -> str:
+        """Issues a token that one worker may join with, once, within `minutes`; only its hash is stored."""
+        if not 0 < minutes <= MAX_MINUTES:
+            raise UserError(f"minutes = {minutes:g}: a join token lives more than 0 and at most {MAX_MINUTES} minutes")
+        token, now = secrets.token_urlsafe(SECRET_BYTES), self.wall_clock()
+        self.execute(
+            "INSERT INTO join_tokens (hash, role, issued_at, expires_at) VALUES (?, ?, ?, ?)",
+            (secret_hash(token), role.value, now, now + 60 * minutes),
+        )
+        return token
+
+    def is_token(self, token: str) -> bool:
+        """Whether a join token was ever issued; it may be used up or expired."""
+        return bool(
+            self.execute("SELECT EXISTS (SELECT 1 FROM join_tokens WHERE hash = ?)", (secret_hash(token),)).fetchone()[
+                0
+            ]
+        )
+
+    @transactional
+    def redeem(self, token: str, name: str, capabilities: Mapping[str, Any], hashed_secret: bytes) -> JoinedWorker:
+        """Exchanges a join token for a worker named `name`, or with the next free number after it. Repeated with the
+        same secret, it returns the same worker; otherwise `Forbidden` gives the reason."""
+        found = self.execute(
+            "SELECT role, expires_at, used_by FROM join_tokens WHERE hash = ?", (secret_hash(token),)
+        ).fetchone()
+        if found is None:
+            raise Forbidden("join token: never issued for this run")
+        role, expires_at, used_by = found
+        owner = self.execute("SELECT name FROM workers WHERE secret_hash = ?", (hashed_secret,)).fetchone()
+        if used_by is not None:
+            if owner == (used_by,):
+                return JoinedWorker(name=used_by, role=Role(role))
+            raise Forbidden(f"join token: already used, by {used_by}")
+        if owner is not None:
+            raise Forbidden(f"secret: already that of {owner[0]}; draw a new one")
+        now = self.wall_clock()
+        if now >= expires_at:
+            raise Forbidden("join token: expired")
+        name = _free_name(self, name)
+        self.execute(
+            "INSERT INTO workers (name, role, secret_hash, state, capabilities, joined_at) VALUES (?, ?, ?, ?, ?, ?)",
+            (name, role, hashed_secret, ACTIVE.value, json.dumps(dict(capabilities)), now),
+        )
+        self.execute("UPDATE join_tokens SET used_by = ?, used_at = ? WHERE hash = ?", (name, now, secret_hash(token)))
+        return JoinedWorker(name=name, role=Role(role))
+
+    def worker_by_secret(self, secret: str) -> WorkerRecord | None:
+        """Worker that a secret belongs to, in any state; None if there is none."""
+        hashed = secret_hash(secret)
+        row = self.execute(f"SELECT secret_hash, {COLUMNS} FROM workers WHERE secret_hash = ?", (hashed,)).fetchone()
+        if row is None or not hmac.compare_digest(row[0], hashed):
+            return None
+        return _worker(row[1:])
+
+    def num_worker_moves(self) -> int:
+        """Number of changes of any worker's state, by any process."""
+        found = self.execute("SELECT value FROM meta WHERE key = 'worker_moves'").fetchone()
+        return 0 if found is None else int(found[0])
+
+    @transactional
+    def move_worker(self, name: str, state: WorkerState, reason: str | None = None) -> WorkerState:
+        """Brings a worker to `state` if `MOVES` allows it; returns the state that it is in then."""
+        found = self.execute("SELECT state FROM workers WHERE name = ?", (name,)).fetchone()
+        if found is None:
+            raise Unknown(f"worker {name}: never joined")
+        now = WorkerState(found[0])
+        if state not in MOVES[now]:
+            return now
+        self.execute("UPDATE workers SET state = ?, reason = ? WHERE name = ?", (state.value, reason, name))
+        self.execute(
+            "INSERT INTO meta VALUES ('worker_moves', '1') "
+            "ON CONFLICT (key) DO UPDATE SET value = CAST(value AS INTEGER) + 1"
+        )
+        return state
+
+    @transactional
+    def add_signer(self, key: str, worker: str) -> None:
+        """Records the public key with which a trainer signs manifests; a repeated call changes nothing."""
+        self.execute("INSERT OR IGNORE INTO signers VALUES (?, ?, ?)", (key, worker, self.wall_clock()))
+
+    def signers(self) -> list[str]:
+        """Keys of all trainers that were not revoked, the latest first."""
+        query = """SELECT s.key FROM signers s LEFT JOIN workers w ON w.name = s.worker
+                   WHERE w.state IS NULL OR w.state <> 'revoked' ORDER BY s.added_at DESC, s.key"""
+        return [key for (key,) in self.execute(query)]
+
+    def active_workers(self) -> set[str]:
+        """Names of the active workers."""
+        return {name for (name,) in self.execute("SELECT name FROM workers WHERE state = ?", (ACTIVE.value,))}
+
+    def list_workers(self) -> list[WorkerRecord]:
+        """All workers that ever joined, in order."""
+        leased, compared = self.num_leased(), num_compared(self)
+        rows = self.execute(f"SELECT {COLUMNS} FROM workers ORDER BY joined_at, name")
+        return [_worker(row, leased.get(row[0], 0), compared.get(row[0], (0, 0))) for row in rows]
+
+    def audit_results(self, tasks: Sequence[int]) -> dict[str, list[Compared]]:
+        """Latest audit results, oldest first, of each worker that handed in a compared segment of these tasks and is
+        neither quarantined nor revoked."""
+        query = """SELECT DISTINCT s.worker FROM segments s JOIN workers w ON w.name = s.worker
+                   WHERE s.task IN (SELECT value FROM json_each(?)) AND s.num_compared > 0
+                   AND w.state IN ('active', 'left')"""
+        names = [name for (name,) in self.execute(query, (array(tasks),))]
+        query = """SELECT num_compared, num_off FROM segments INDEXED BY segments_compared
+                   WHERE worker = ? AND num_compared > 0 ORDER BY task DESC, start DESC LIMIT ?"""
+        return {name: [Compared(*row) for row in self.execute(query, (name, AUDIT_WINDOW))][::-1] for name in names}
+
+    def num_leased(self) -> dict[str, int]:
+        """Number of tasks that each worker holds, whether it joined or runs in process."""
+        return dict(self.execute("SELECT worker, count(*) FROM tasks WHERE state = 'leased' GROUP BY worker"))
 
 
 def new_secret() -> str:
-    """A secret for a worker that is about to join."""
+    """Draws a secret for a worker that is about to join."""
     return secrets.token_urlsafe(SECRET_BYTES)
 
 
-def is_token(db: Database, token: str) -> bool:
-    """Whether a token was ever issued."""
-    return bool(
-        db.execute("SELECT EXISTS (SELECT 1 FROM join_tokens WHERE hash = ?)", (secret_hash(token),)).fetchone()[0]
-    )
-
-
-def redeem(db: Database, token: str, wanted_name: str, capabilities: Mapping[str, Any], hashed_secret: bytes) -> Joined:
-    """Makes a worker of a token, or finds the one that was made of both; `Forbidden` says why there will be none."""
-    found = db.execute(
-        "SELECT role, expires_at, used_by FROM join_tokens WHERE hash = ?", (secret_hash(token),)
-    ).fetchone()
-    if found is None:
-        raise Forbidden("join token: never issued for this run")
-    role, expires_at, used_by = found
-    owner = db.execute("SELECT name FROM workers WHERE secret_hash = ?", (hashed_secret,)).fetchone()
-    if used_by is not None:
-        if owner == (used_by,):
-            return Joined(name=used_by, role=Role(role))
-        raise Forbidden(f"join token: already used, by {used_by}")
-    if owner is not None:
-        raise Forbidden(f"secret: already that of {owner[0]}; draw a new one")
-    now = db.wall_clock()
-    if now >= expires_at:
-        raise Forbidden("join token: expired")
-    name = _free_name(db, wanted_name)
-    db.execute(
-        "INSERT INTO workers (name, role, secret_hash, state, capabilities, joined_at) VALUES (?, ?, ?, ?, ?, ?)",
-        (name, role, hashed_secret, ACTIVE.value, json.dumps(dict(capabilities)), now),
-    )
-    db.execute("UPDATE join_tokens SET used_by = ?, used_at = ? WHERE hash = ?", (name, now, secret_hash(token)))
-    return Joined(name=name, role=Role(role))
-
-
-def find(db: Database, secret: str) -> Worker | None:
-    """The worker that a secret belongs to, whatever its state; None where it is nobody's."""
-    hashed = secret_hash(secret)
-    row = db.execute(f"SELECT secret_hash, {COLUMNS} FROM workers WHERE secret_hash = ?", (hashed,)).fetchone()
-    if row is None or not hmac.compare_digest(row[0], hashed):
-        return None
-    return _worker(row[1:])
-
-
-def listed(db: Database) -> list[Worker]:
-    """All workers, in the order in which they joined."""
-    leased, compared = num_leased(db), num_compared(db)
-    rows = db.execute(f"SELECT {COLUMNS} FROM workers ORDER BY joined_at, name")
-    return [_worker(row, leased.get(row[0], 0), compared.get(row[0], (0, 0))) for row in rows]
-
-
-def num_leased(db: Database) -> dict[str, int]:
-    """How many tasks each worker holds."""
-    return dict(db.execute("SELECT worker, count(*) FROM tasks WHERE state = 'leased' GROUP BY worker"))
-
-
 def num_compared(db: Database) -> dict[str, tuple[int, int]]:
-    """By worker: tokens that audits compared, and those that are off."""
+    """Tokens of each worker that audits compared, and how many of them are off."""
     query = """SELECT worker, SUM(num_compared), SUM(num_off) FROM segments INDEXED BY segments_compared
                WHERE num_compared > 0 GROUP BY worker"""
     return {worker: (compared, off) for worker, compared, off in db.execute(query)}
 
 
-def audited(db: Database, tasks: Sequence[int]) -> dict[str, list[Compared]]:
-    """What speaks for and against the workers that handed in a segment of these tasks and may come back: the latest
-    segments of each that were compared, in the order of their tasks."""
-    query = """SELECT DISTINCT s.worker FROM segments s JOIN workers w ON w.name = s.worker
-               WHERE s.task IN (SELECT value FROM json_each(?)) AND s.num_compared > 0
-               AND w.state IN ('active', 'left')"""
-    names = [name for (name,) in db.execute(query, (array(tasks),))]
-    query = """SELECT num_compared, num_off FROM segments INDEXED BY segments_compared
-               WHERE worker = ? AND num_compared > 0 ORDER BY task DESC, start DESC LIMIT ?"""
-    return {name: [Compared(*row) for row in db.execute(query, (name, WINDOW))][::-1] for name in names}
-
-
-def set_aside(db: Database, worker: str, why: str, seconds: float) -> None:
-    """Takes down that a worker is given nothing for a while; leases are the coordinator's affair."""
-    now = db.wall_clock()
-    query = "INSERT INTO set_aside (worker, why, since, until) VALUES (?, ?, ?, ?)"
-    db.execute(query, (worker, why, now, now + seconds))
-
-
-def move(db: Database, name: str, state: WorkerState, reason: str | None = None) -> WorkerState:
-    """Brings a worker to a state if it may go there from its own; returns the state that it is in then."""
-    found = db.execute("SELECT state FROM workers WHERE name = ?", (name,)).fetchone()
-    if found is None:
-        raise Unknown(f"worker {name}: never joined")
-    now = WorkerState(found[0])
-    if state not in MOVES[now]:
-        return now
-    db.execute("UPDATE workers SET state = ?, reason = ? WHERE name = ?", (state.value, reason, name))
-    db.execute(
-        "INSERT INTO meta VALUES ('worker_moves', '1') "
-        "ON CONFLICT (key) DO UPDATE SET value = CAST(value AS INTEGER) + 1"
-    )
-    return state
-
-
-def num_moves(db: Database) -> int:
-    """How often any worker's state has changed."""
-    found = db.execute("SELECT value FROM meta WHERE key = 'worker_moves'").fetchone()
-    return 0 if found is None else int(found[0])
-
-
-def add_signer(db: Database, key: str, worker: str) -> None:
-    """A trainer names the key with which it signs; told twice, it changes nothing."""
-    db.execute("INSERT OR IGNORE INTO signers VALUES (?, ?, ?)", (key, worker, db.wall_clock()))
-
-
-def signers(db: Database) -> list[str]:
-    """The keys of all trainers that ever took part and were not revoked since, the latest first."""
-    query = """SELECT s.key FROM signers s LEFT JOIN workers w ON w.name = s.worker
-               WHERE w.state IS NULL OR w.state <> 'revoked' ORDER BY s.added_at DESC, s.key"""
-    return [key for (key,) in db.execute(query)]
-
-
-def active(db: Database) -> set[str]:
-    """The names of those who take part now: neither gone nor set aside."""
-    return {name for (name,) in db.execute("SELECT name FROM workers WHERE state = ?", (ACTIVE.value,))}
-
-
-def _worker(row: tuple[Any, ...], num_leased: int = 0, compared: tuple[int, int] = (0, 0)) -> Worker:
+def _worker(row: tuple[Any, ...], num_leased: int = 0, compared: tuple[int, int] = (0, 0)) -> WorkerRecord:
     name, role, state, reason, capabilities, joined_at = row
-    return Worker(
+    return WorkerRecord(
         name=name,
         role=Role(role),
         state=WorkerState(state),
@@ -242,8 +233,8 @@ def _worker(row: tuple[Any, ...], num_leased: int = 0, compared: tuple[int, int]
 
 
 def _free_name(db: Database, wanted: str) -> str:
-    """`wanted`, or with the first free number behind it. A name that was given a task is taken, also where it belongs
-    to an engine beside the coordinator that never joined: tasks are known by their worker's name."""
+    """`wanted`, or the first free name of the form `wanted-2`. A name that was ever given a task is taken, also by an
+    in-process engine that never joined: tasks are stored with their worker's name."""
     if NAME.fullmatch(wanted) is None:
         raise UserError(f"worker name {wanted!r}: allowed are up to 63 letters, digits, '.', '_' and '-'")
     query = """SELECT EXISTS (SELECT 1 FROM workers WHERE name = :name)
@@ -256,5 +247,5 @@ def _free_name(db: Database, wanted: str) -> str:
 
 
 def secret_hash(secret: str) -> bytes:
-    """What is kept, and told, of a secret or a token."""
+    """Hash under which a secret or a token is stored and sent."""
     return blake3(secret.encode()).digest()

@@ -1,8 +1,11 @@
 """Accelerators and number formats: the one file that names them.
 
 Everything else takes a `torch.device` and a `torch.dtype` from here. `cuda` covers NVIDIA and, in a ROCm build of
-torch, AMD; `mps` is the GPU of an Apple machine. Asking for what this machine lacks is a `UserError` that says what
-it has.
+torch, AMD; `mps` is the GPU of an Apple machine. A device that this machine lacks is a `UserError` that lists those it
+has.
+
+On CPUs without bfloat16 instructions torch multiplies bfloat16 some hundred times slower than float32. There products
+are computed in float32 and rounded once (`spare`), as the instructions do; weights and gradients stay bfloat16.
 """
 
 from __future__ import annotations
@@ -10,9 +13,14 @@ from __future__ import annotations
 import os
 import platform
 import re
+from functools import cache
 from pathlib import Path
+from types import MethodType
+from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from offbeat.errors import UserError
 
@@ -46,7 +54,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Of weights that are published: `auto` is bfloat16 on a GPU and float32 on a CPU, where bfloat16 is slow."""
+    """The dtype of published weights: `auto` is bfloat16 on a GPU and float32 on a CPU, where bfloat16 is slow."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in DTYPES:
@@ -59,7 +67,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What people call it, such as `NVIDIA H200`."""
+    """The product's name, such as `NVIDIA H200`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "mps":
@@ -68,15 +76,15 @@ def device_name(device: torch.device) -> str:
 
 
 def be_deterministic(device: torch.device) -> None:
-    """Makes equal work on this device give equal bits, at some cost in speed. To be called before the first work there:
-    cuBLAS chooses its workspace once. On a CPU torch is so already, given a number of threads."""
+    """Makes equal work on this device give equal bits, at some cost in speed. To be called before the first work there,
+    because cuBLAS chooses its workspace once. A CPU is deterministic already, given a number of threads."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it products on several streams may differ
         torch.use_deterministic_algorithms(True)
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all that was asked of it; needed before reading a clock."""
+    """Waits for all work on the device; needed before reading a clock."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -84,7 +92,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Hands memory that torch keeps for later back to the device."""
+    """Returns torch's cached memory to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif device.type == "mps":
@@ -92,7 +100,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int] | None:
-    """Free and total memory of a GPU; None for a CPU, whose memory is everyone's."""
+    """Free and total memory of a GPU; None for a CPU."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free, total
@@ -103,14 +111,43 @@ def memory_bytes(device: torch.device) -> tuple[int, int] | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """The most that this process held on the device; None where it is not counted."""
+    """Peak memory of this process on the device; None where torch does not count it."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():  # on Linux platform.processor() says only the architecture
+    if cpuinfo.is_file():  # on Linux platform.processor() gives only the architecture
         for line in cpuinfo.read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@cache
+def is_emulated() -> bool:
+    """Whether this machine's CPU has no fast product of bfloat16."""
+    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def is_slow(tensor: Tensor) -> bool:
+    """Whether products of such a tensor should be computed in float32."""
+    return tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu" and is_emulated()
+
+
+def spare(model: M) -> M:
+    """Makes slow linear layers of a model multiply in float32 (see the module); returns the model."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and is_slow(layer.weight):
+            layer.forward = MethodType(_linear, layer)  # type: ignore[method-assign]
+    return model
+
+
+def _linear(layer: nn.Linear, values: Tensor) -> Tensor:
+    if not is_slow(layer.weight):  # moved or cast since
+        return F.linear(values, layer.weight, layer.bias)
+    bias = None if layer.bias is None else layer.bias.float()
+    return F.linear(values.float(), layer.weight.float(), bias).to(layer.weight.dtype)

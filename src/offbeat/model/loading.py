@@ -1,11 +1,11 @@
-"""From a name or folder to a model, its tokenizer and their limits; and back to a folder.
+"""Loads a model and its tokenizer by name or folder, reads their limits, and saves a model to a folder.
 
-Any Hugging Face causal language model with safetensors weights will do. What a user can get wrong (no folder, no
-weights, no tokenizer, a damaged file) is a `UserError` of one line. torch is imported only by what needs it, so that a
-process without a model can tokenise on a machine without torch.
+Any Hugging Face causal language model with safetensors weights will do. Mistakes of a user (no folder, no weights, no
+tokenizer, a damaged file) are a `UserError` of one line. torch is imported only where it is needed, so that a process
+without a model can tokenise on a machine without torch.
 
-A loaded model is complete (no tensor was made up), in evaluation mode, without dropout: its forward pass is a function
-of weights and tokens, as comparing log-probs of two engines needs. A saved folder appears whole or not at all.
+A loaded model is complete, in evaluation mode and without dropout: its forward pass is a function of weights and
+tokens, so that log-probs of two engines can be compared. A saved folder appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def resolve(path: str | Path, *, need_weights: bool = True) -> Path:
 
 
 def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model as the module promises; it keeps no KV cache unless a call passes `use_cache=True`."""
+    """Loads a model as the module promises; it keeps no KV cache unless a call passes `use_cache=True`."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    from offbeat.model.half import spare
+    from offbeat.model.devices import spare
 
     folder = resolve(path)
-    logging.disable_progress_bar()  # a bar per load would tear the run's own display
+    logging.disable_progress_bar()  # its bar would garble the run's console
     with _loading, _one_line(f"model.path = {str(path)!r}: transformers cannot load it"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _turn_dropout_off(config)
@@ -87,7 +87,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
 
 
 def load_shape(path: str | Path) -> PreTrainedModel:
-    """The model without its weights, at once: for whoever asks about its layers."""
+    """The model without its weights, to inspect its layers."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -116,17 +116,17 @@ def load_tokenizer(path: str | Path, template: str | Path | None = None) -> PreT
 def context_window(config: PretrainedConfig) -> int:
     """The most tokens, prompt and answer together, that the model takes.
 
-    Of one whose positions are coded anew once any row beside is longer than some length (longrope), that length: up to
-    there a row's numbers are its own.
+    For longrope models it is the length from which on positions are coded differently as soon as any row of the batch
+    is that long: below it, a row does not depend on the rows beside it.
     """
     text = config.get_text_config()
-    told = [getattr(text, key, None) for key in WINDOW_KEYS]
-    window = next((value for value in told if isinstance(value, int) and value > 0), NO_WINDOW_TOKENS)
+    values = [getattr(text, key, None) for key in WINDOW_KEYS]
+    window = next((value for value in values if isinstance(value, int) and value > 0), NO_WINDOW_TOKENS)
     return min([window, *switching_lengths(text)])
 
 
 def switching_lengths(config: PretrainedConfig) -> list[int]:
-    """The lengths from which on positions are coded in another way, one for each kind of layer that has it."""
+    """Lengths from which on positions are coded differently (longrope), one for each kind of layer that has one."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type") == "longrope"]
     shorter = getattr(config, "original_max_position_embeddings", None)
@@ -135,7 +135,7 @@ def switching_lengths(config: PretrainedConfig) -> list[int]:
 
 
 def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends an answer, by generation_config.json, the tokenizer or config.json."""
+    """All tokens that end an answer, by generation_config.json, the tokenizer and config.json."""
     folder = resolve(path, need_weights=False)
     config = _read_json(folder / "config.json")
     named = [
@@ -158,9 +158,9 @@ def save_hf(
     folder: Path,
     extra_files: Mapping[str, str | bytes] | None = None,
 ) -> None:
-    """A folder that transformers, vLLM and SGLang load: weights in the model's dtype, tokenizer, `extra_files`.
+    """Writes a folder that transformers, vLLM and SGLang load: weights in the model's dtype, tokenizer, `extra_files`.
 
-    It is written beside its place, flushed to disk and renamed; one with anything in it is never written over.
+    It is written beside `folder`, flushed and renamed; a folder that is not empty is never overwritten.
     """
     from transformers.utils import logging
 
@@ -182,7 +182,7 @@ def save_hf(
         for name, content in (extra_files or {}).items():
             (draft / name).write_bytes(content.encode() if isinstance(content, str) else content)
         for file in draft.iterdir():
-            shutil.copymode(draft / "config.json", file)  # safetensors makes files that only their owner reads
+            shutil.copymode(draft / "config.json", file)  # safetensors makes files readable by their owner alone
             fsync_file(file)
         if folder.exists():
             folder.rmdir()  # it is empty, see above
@@ -224,10 +224,10 @@ def load_state(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
 
 
 def _tied_names(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
-    """Each tensor of the state once, with all its names; first the one under which transformers saves it."""
+    """Each tensor of the state once with all its names, first the one under which transformers saves it."""
     tied_targets = getattr(model, "all_tied_weights_keys", None) or {}
     names_by_tensor: dict[int, tuple[list[str], torch.Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():  # the parameters themselves, so that `id` tells
+    for name, tensor in model.state_dict(keep_vars=True).items():  # the parameters themselves, for `id`
         names_by_tensor.setdefault(id(tensor), ([], tensor))[0].append(name)
     for names, _ in names_by_tensor.values():
         names.sort(key=lambda name: name in tied_targets)
@@ -273,7 +273,7 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
 
 
 def _name_tokenizer_for_all(file: Path) -> None:
-    """Gives the generic tokenizer the name that transformers before 5, which engines still use, knows too."""
+    """Names the generic tokenizer so that transformers before 5, which engines still use, finds it."""
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), encoding="utf-8")
 
@@ -284,7 +284,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(f"{file}: is not JSON ({error}); mend it or copy it again") from error
+        raise UserError(f"{file}: is not JSON ({error}); copy it again") from error
 
 
 def _some(names: Any) -> str:

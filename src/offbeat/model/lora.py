@@ -1,11 +1,8 @@
-"""Low-rank adapters (LoRA) in a model whose own weights are frozen: put in, read out, left out, merged.
+"""Low-rank adapters (LoRA) in a model with frozen weights: attach, read, disable, merge.
 
-The layers are peft's, put into the model itself, so that whatever runs the model runs them too: the trainer over packed
-rows, an engine over KV slots, with the same arithmetic. An adapter has the dtype of the layer that it stands beside. It
-starts as nothing: its second matrix is 0, so that the model is the one that was loaded, to the bit; its first is drawn
-from the run's seed alone.
-
-Outside the model an adapter is named and described as peft does it, so that peft and vLLM read what is published.
+The layers are peft's and part of the model, so that trainer and engine run them with the same arithmetic. An adapter
+has its layer's dtype. At the start its second matrix is 0, so that the model is bit-equal to the loaded one; its first
+is drawn from the run's seed. Published tensors and configuration have peft's names, so that peft and vLLM read them.
 """
 
 from __future__ import annotations
@@ -28,24 +25,22 @@ from offbeat.model.loading import load_model, load_shape, state_tensors
 from offbeat.spelling import suggest
 
 NAME = "default"
-"""peft lets a model have several adapters; ours has one."""
+"""peft's name of the only adapter."""
 PREFIX = "base_model.model."
-"""What peft puts before a layer's name."""
+"""peft's prefix of a layer's name."""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """What adapters are like."""
-
     rank: int
     alpha: float
-    """What they are multiplied by, times the rank."""
+    """Adapters are multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """The layers that get one, by the end of their names; none: all linear ones but the output layer."""
+    """Ends of the names of the adapted layers; empty: all linear layers but the output layer."""
 
 
 def load_adapted(path: str | Path, dtype: torch.dtype, device: torch.device, lora: Lora, seed: int) -> PreTrainedModel:
-    """A frozen model with adapters that are to be trained; targets that do not exist are told before it is loaded."""
+    """Loads a frozen model with new adapters; wrong targets are an error before the weights are read."""
     import_extra("peft", "lora", "model.lora_rank")
     find_layers(load_shape(path), lora.targets)
     model = load_model(path, dtype, device)
@@ -66,7 +61,7 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int = 0) -> None:
         bias="none",
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in layers),
     )
-    with torch.random.fork_rng(devices=[]):  # what peft draws is drawn again below
+    with torch.random.fork_rng(devices=[]):  # peft's random weights are replaced below
         peft.inject_adapter_in_model(config, model, NAME)
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -80,7 +75,7 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int = 0) -> None:
 
 
 def find_layers(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """The full names of the layers that adapters can stand beside and whose names end as one of `targets` says."""
+    """Full names of the linear layers that end in one of `targets`; without targets, all but the output layer."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     output = model.get_output_embeddings()
     if not targets:
@@ -104,12 +99,12 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a version of the model is made of (no copies): its adapter, where it has one, otherwise all there is."""
+    """The tensors of a version (no copies): the adapter's if there is one, otherwise all."""
     return adapter_tensors(model) or state_tensors(model)
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The adapter's own tensors (no copies), as peft names them in a file."""
+    """The adapter's tensors (no copies), under peft's names."""
     halves = ("lora_A", "lora_B")
     return {
         f"{PREFIX}{name}.{half}.weight": getattr(layer, half)[NAME].weight.detach()
@@ -119,7 +114,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The frozen tensors (no copies), as they are named in a model without adapters."""
+    """The frozen tensors (no copies), under their names in a model without adapters."""
     return {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in state_tensors(model).items()
@@ -128,12 +123,12 @@ def base_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def scale_of(model: nn.Module) -> float:
-    """What a model multiplies its adapters by."""
+    """The factor of a model's adapters."""
     return float(next(iter(_layers(model).values())).scaling[NAME])
 
 
-class Bare:
-    """The model as it would be without its adapters, for whoever calls it: no second copy."""
+class AdapterDisabled:
+    """Calls a model without its adapters, so that a reference needs no second copy."""
 
     def __init__(self, model: PreTrainedModel):
         self.model, self._adapted = model, list(_layers(model).values())
@@ -149,9 +144,9 @@ class Bare:
 
 
 def describe(model: PreTrainedModel, lora: Lora) -> str:
-    """peft's configuration file of a model's adapters; equal ones have equal text, wherever their base lies."""
+    """peft's configuration file; equal adapters have equal text, wherever their base lies."""
     layers = _layers(model)
-    told = {
+    config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,
@@ -163,12 +158,12 @@ def describe(model: PreTrainedModel, lora: Lora) -> str:
         "fan_in_fan_out": any(isinstance(layer.get_base_layer(), Conv1D) for layer in layers.values()),
         "inference_mode": True,
     }
-    return json.dumps(told, indent=1)
+    return json.dumps(config, indent=1)
 
 
 @torch.no_grad()
 def merge(model: PreTrainedModel, adapter: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Adds an adapter, as peft's files have it, to the weights of a model without one, rounding once."""
+    """Adds an adapter with peft's names to the weights of a model without one, rounding once."""
     scale, end = config["lora_alpha"] / config["r"], ".lora_A.weight"
     for name, first in adapter.items():
         if not name.endswith(end):
@@ -185,7 +180,7 @@ def merge(model: PreTrainedModel, adapter: Mapping[str, Tensor], config: Mapping
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    """Layers with an adapter, by name, in the model's order. Told by what they have: peft may not be here."""
+    """Layers with an adapter, by name, in the model's order; found by attribute, because peft may not be installed."""
     return {name: module for name, module in model.named_modules() if NAME in getattr(module, "lora_A", {})}
 
 

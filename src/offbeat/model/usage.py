@@ -1,15 +1,13 @@
-"""What a model can be used for, decided once for trainer and engine alike.
+"""Decides whether trainer and engine may replace a model's attention by their own, over packed rows or KV slots.
 
-Both replace a model's attention by one of their own, over packed rows or over KV slots. That is right only where tokens
-meet in attention and nowhere else, and where attention asks for nothing that theirs does not do. Names and flags do not
-tell, so the model is asked: one forward pass over two rows of four tokens, in which attention is a function that writes
-down what it is asked for and returns 0. The rows end in the same token. Whatever then differs there, in the logits or
-in what attention is given, came from other tokens by another way: a convolution, a state, an attention of its own.
+That is right only if tokens mix in attention and nowhere else, and if attention needs no option that theirs lacks.
+Names and flags do not tell, so the model is probed: one forward pass over two rows of four tokens, in which attention
+is a function that records its arguments and returns 0. The rows end in the same token. A difference there, in the
+logits or in the arguments, came from other tokens by another way: a convolution, a state, an attention of its own.
 
-A model that cannot be used so is run as transformers runs it: samples in rows of their own, padded on the right, which
-a causal model does not see, and no keys and values kept.
-
-What this misses, a comparison with the model's own forward pass finds when trainer and engine start (`distance`).
+Other models run as in transformers: samples in rows of their own, padded on the right, which a causal model does not
+see, without kept keys and values. A comparison with the model's own forward pass, when trainer and engine start
+(`distance`), finds what the probe misses.
 """
 
 from __future__ import annotations
@@ -29,30 +27,30 @@ from offbeat.errors import OffbeatError, UserError
 
 PROBE = "offbeat_probe"
 OPTION = "offbeat_option"
-"""Given to a call, to see whether it reaches attention."""
+"""An option of the probe's call, which shows whether options reach attention."""
 UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
-"""What attention may be asked for."""
+"""Options of attention that trainer and engine support."""
 FOR_OTHERS = {OPTION, "position_ids", "use_cache", "logits_to_keep", "return_dict"} | {
     f"output_{what}" for what in ("attentions", "hidden_states", "router_logits")
 }
-"""What models hand down to all their parts; nothing of it concerns attention."""
+"""Options that models pass to all their parts and that do not concern attention."""
 WIDE = (torch.float32, torch.float64)
 MIXED, MIXED_HALF = 1e-3, 2e-2
-"""Two rows differ if they do by more than this share of their size; where nothing mixes, only rounding is left."""
+"""Relative difference from which on two rows differ by more than rounding."""
 MAX_DISTANCE, MAX_DISTANCE_HALF = 0.01, 0.2
 """Rounding to bfloat16 moves log-probs by a few hundredths of their spread; a wrong layer does by a third or more."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """How a model can be run."""
+    """The ways in which a model can be run."""
 
     obstacle: str | None
-    """Why attention cannot be replaced, in words that follow the model's name; None: it can."""
+    """Why attention cannot be replaced, as the end of a sentence about the model; None: it can."""
     hands_on: bool
-    """Whether attention gets to see what a call was given for it."""
+    """Whether attention receives the options of a call."""
     picks_logits: bool
-    """Whether it takes `logits_to_keep` and computes no others."""
+    """Whether it takes `logits_to_keep`."""
 
     @property
     def packs(self) -> bool:
@@ -66,14 +64,14 @@ class Usage:
 
 
 def window_of(module: nn.Module) -> int | None:
-    """How many tokens, its own included, an attention layer looks at; None: all before it. Told by `usage`."""
+    """Tokens, its own included, that an attention layer attends to; None: all before it. Set by `usage`."""
     window: int | None = module.__dict__.get("offbeat_window")
     return window
 
 
 @torch.no_grad()
 def usage(model: PreTrainedModel) -> Usage:
-    """Asks a model, and notes at each of its attention layers the window that its masks have."""
+    """Probes a model, and sets the window of each of its attention layers."""
     takes, seen = inspect.signature(model.forward).parameters, _Seen()
     obstacle = _obstacle(model, takes, seen)
     return Usage(obstacle, seen.hands_on, "logits_to_keep" in takes)
@@ -94,7 +92,7 @@ def _obstacle(model: PreTrainedModel, takes: Mapping[str, inspect.Parameter], se
             logits = model(input_ids=rows, use_cache=False, **given).logits
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a model's code does not bear, it cannot be used so
+    except Exception as error:  # noqa: BLE001 - a model's code may raise anything
         return f"does not let its attention be replaced ({type(error).__name__})"
     finally:
         _asking.reset(asking)
@@ -107,7 +105,7 @@ def _obstacle(model: PreTrainedModel, takes: Mapping[str, inspect.Parameter], se
 
 @contextmanager
 def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Until the end of the block a model attends by another function; then each of its parts by its own again."""
+    """Replaces a model's attention within the block; each of its parts then gets its own back."""
     parts = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
     before = [(config, config._attn_implementation) for config in parts.values()]
     try:
@@ -119,29 +117,29 @@ def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
 
 
 def max_distance(model: PreTrainedModel) -> float:
-    """How far two ways to compute the same log-probs may be apart, by `distance`, in the model's dtype."""
+    """The largest `distance` that rounding explains, in the model's dtype."""
     return MAX_DISTANCE if model.dtype in WIDE else MAX_DISTANCE_HALF
 
 
 def distance(found: Tensor, own: Tensor) -> float | None:
-    """How far logits lie from the model's own, over the spread of those; None where those are not finite themselves."""
+    """Distance of logits from the model's own, relative to their spread; None if the model's are not finite."""
     one, other = found.float().log_softmax(-1), own.float().log_softmax(-1)
     if not bool(other.isfinite().all()):
         return None
-    spread = other.std(-1).mean().clamp(min=1e-6)  # of a model that knows nothing yet it is 0
+    spread = other.std(-1).mean().clamp(min=1e-6)  # 0 for an untrained model
     return float((one - other).square().mean().sqrt() / spread)
 
 
 def own_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """The logits of rows of tokens by transformers' own code alone."""
+    """The logits of rows of tokens by transformers' own code."""
     with attending(model, "eager"):
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
 
 
 @contextmanager
-def telling(model: PreTrainedModel, what: str) -> Iterator[None]:
-    """Says in one line that a model's code failed at something that was only tried."""
+def one_line_errors(model: PreTrainedModel, what: str) -> Iterator[None]:
+    """Turns any error of a model's code within the block, which tries `what`, into one line."""
     try:
         yield
     except (OffbeatError, torch.OutOfMemoryError):
@@ -156,7 +154,7 @@ def telling(model: PreTrainedModel, what: str) -> Iterator[None]:
 
 @contextmanager
 def without_random(model: PreTrainedModel) -> Iterator[None]:
-    """Puts back whatever random numbers were drawn within the block."""
+    """Restores the state of random numbers after the block."""
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         yield
 
@@ -166,7 +164,7 @@ def kind_of(model: PreTrainedModel) -> str:
 
 
 def probe_tokens(model: PreTrainedModel, count: int) -> list[int]:
-    """Tokens that mean nothing special to a model: different ones, as far as there are so many."""
+    """Tokens without a special meaning, all different if the vocabulary allows."""
     config = model.config.get_text_config()
     named = [value for key, value in vars(config).items() if key.endswith("_token_id")]
     special = {token for value in named for token in (value if isinstance(value, list) else [value])}
@@ -175,7 +173,7 @@ def probe_tokens(model: PreTrainedModel, count: int) -> list[int]:
 
 
 class _Seen:
-    """Stands in for attention and remembers what it was asked."""
+    """The probe's attention, which records its arguments."""
 
     def __init__(self) -> None:
         self.asked: dict[nn.Module, object] = {}
@@ -201,7 +199,7 @@ class _Seen:
 
 _OTHER = object()
 _asking: ContextVar[_Seen] = ContextVar("asking")
-"""Who wants to know, where several models are asked at once."""
+"""The current probe: several models may be probed at once."""
 
 
 def _attend(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, None]:
@@ -211,7 +209,7 @@ def _attend(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, No
 def _pattern(
     *, mask_function: Callable[..., Tensor], device: torch.device, local_size: int | None = None, **_: Any
 ) -> Tensor:
-    """In place of a mask, something that says which it would have been."""
+    """Replaces a mask by a small tensor that names its pattern."""
     mask = torch.zeros((1, 1, 1, 1), device=device)
     reach = 4 if local_size is None else local_size
     at = torch.tensor(sorted({0, 1, reach - 1, reach, reach + 1, 2 * reach}), device=device)
@@ -220,7 +218,7 @@ def _pattern(
     wanted = (behind >= 0) if local_size is None else (behind >= 0) & (behind < local_size)
     try:
         found = torch.stack([torch.stack([mask_function(zero, zero, q, kv) for kv in at]) for q in at])
-    except IndexError:  # it depends on more than on how far apart tokens are
+    except IndexError:  # it depends on more than the distance of tokens
         return mask
     if torch.equal(found.bool(), wanted):
         mask.offbeat_pattern = local_size  # type: ignore[attr-defined]
@@ -228,7 +226,7 @@ def _pattern(
 
 
 def _differ(rows: Tensor) -> bool:
-    """Whether two rows that only rounding should tell apart differ by more."""
+    """Whether two rows differ by more than rounding."""
     one, other = rows.float()
     return bool((one - other).norm() > (MIXED if rows.dtype in WIDE else MIXED_HALF) * one.norm())
 

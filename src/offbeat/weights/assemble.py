@@ -1,11 +1,11 @@
-"""Builds a version's whole file from a base and a chain of manifests, in one pass over the parts.
+"""Assembles a version's whole file from a base and a chain of manifests, in one pass over the parts.
 
-Each part goes from the base through every delta of the chain to its place in the new file, several parts at once. A
-part that some manifest of the chain changed is hashed and has to be what the last one says; one that none did is copied
-by the file system, unread: the base was verified when it was made.
+Each part goes from the base through every delta of the chain into the new file, several parts at once. A part that the
+chain changes is hashed and compared with the last manifest; an unchanged one is copied by the file system, unread: the
+base was verified when it was made.
 
-Guarantees: the file is in its place whole, flushed and verified, or not at all; whatever happens, the base stays as it
-is; the same call again does the same. What it takes in memory is a few parts, and the pieces that they lie in.
+Guarantees: the file is in place whole, flushed and verified, or not at all; the base never changes; the same call again
+does the same. Memory holds a few parts, and the pieces that contain them.
 """
 
 from __future__ import annotations
@@ -23,21 +23,17 @@ from typing import BinaryIO, NamedTuple
 from blake3 import blake3
 
 from offbeat.files import fsync_file
-from offbeat.weights.adapter import BASE
 from offbeat.weights.codec import CodecError, decode
 from offbeat.weights.digest import PIECE_BYTES
-from offbeat.weights.folder import ADAPTER_CONFIG, ADAPTER_FILE, FILE_NAME, put_in_place
 from offbeat.weights.manifest import Coding, Kind, Manifest, Part, TensorEntry
-from offbeat.weights.parallel import in_parallel
-from offbeat.weights.positioned import copy_at, read_at, write_at
-from offbeat.weights.safetensor_file import Stored, file_layout, lay_out
-from offbeat.weights.verify import WeightsError
+from offbeat.weights.safetensor_file import Stored, copy_at, file_layout, in_parallel, lay_out, read_at, write_at
+from offbeat.weights.version import ADAPTER_CONFIG, ADAPTER_FILE, BASE, FILE_NAME, WeightsError, put_in_place
 
 GetPiece = Callable[[str], bytes | memoryview]
 
 
-class Step(NamedTuple):
-    """What one manifest of the chain does to a part."""
+class AssemblyStep(NamedTuple):
+    """The change of one manifest of the chain to a part."""
 
     piece: str
     part: Part
@@ -45,16 +41,16 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """How one part of the new file comes to be."""
+    """The assembly of one part of the new file."""
 
     tensor: TensorEntry
     index: int
-    place: int
-    """Where its bytes begin in the new file."""
+    target: int
+    """Its first byte in the new file."""
     origin: int | None
-    """Where they begin in the base's; None: they do not depend on it."""
-    steps: list[Step]
-    """In order; none: the part is the base's."""
+    """Its first byte in the base; None: it does not depend on the base."""
+    steps: list[AssemblyStep]
+    """In order; empty: the part equals the base's."""
 
     @property
     def num_bytes(self) -> int:
@@ -62,12 +58,11 @@ class Job:
 
 
 def assemble(chain: Sequence[Manifest], base: Path | None, piece: GetPiece, final: Path) -> None:
-    """Makes the folder of the chain's last version out of the folder of the version that its first one stands on.
+    """Assembles the folder of the chain's last version from `base`, the folder of the version under its first.
 
-    `base` is not hashed: whoever calls has seen its digest. `piece` is asked once for each piece, by any thread; what
-    it returns is held as long as a part of it is wanted, so a memory map is the best answer. Raises `WeightsError`,
-    with the version and the tensor, where something is not what a manifest says. What `piece` raises passes through,
-    and so does an OSError.
+    `base` is not hashed: the caller has verified it. `piece` is called once for each piece, from any thread; its result
+    is held while a part of it is needed, so a memory map is best. Raises `WeightsError`, with the version and the
+    tensor, where something contradicts a manifest. Errors of `piece` and OSError pass through.
     """
     _check_chain(chain, base)
     draft = final.with_name(f".{final.name}.draft")
@@ -87,9 +82,9 @@ def _fill(folder: Path, chain: Sequence[Manifest], base: Path | None, piece: Get
     """Writes the files of the chain's last version into a new folder."""
     version = chain[-1]
     if version.base is None or not isinstance(version.adapter, str):
-        _build(chain, base, piece, folder / FILE_NAME)
+        _assemble_file(chain, base, piece, folder / FILE_NAME)
         return [folder / FILE_NAME]
-    _build(chain, None, piece, folder / ADAPTER_FILE, {BASE: version.base.digest})
+    _assemble_file(chain, None, piece, folder / ADAPTER_FILE, {BASE: version.base.digest})
     (folder / ADAPTER_CONFIG).write_text(version.adapter, encoding="utf-8")
     return [folder / ADAPTER_FILE, folder / ADAPTER_CONFIG]
 
@@ -110,7 +105,7 @@ def _check_chain(chain: Sequence[Manifest], base: Path | None) -> None:
             )
 
 
-def _build(
+def _assemble_file(
     chain: Sequence[Manifest], base: Path | None, piece: GetPiece, path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
     version = chain[-1]
@@ -126,8 +121,8 @@ def _build(
         new = files.enter_context(open(path, "wb"))
         new.truncate(max([len(head), *(place.stop for place in places.values())]))
         write_at(new, 0, head)
-        builder = _Builder(version.number, old, new, _Pieces(piece, jobs))
-        for _ in in_parallel(builder.make, jobs):
+        assembler = _Assembler(version.number, old, new, _Pieces(piece, jobs))
+        for _ in in_parallel(assembler.run, jobs):
             pass
 
 
@@ -136,7 +131,7 @@ def _plan(chain: Sequence[Manifest], places: dict[str, Stored], origins: dict[st
     tensors = [{entry.name: entry for entry in manifest.tensors} for manifest in chain]
     for tensor in chain[-1].tensors:
         for index in range(len(tensor.parts)):
-            steps: list[Step] = []
+            steps: list[AssemblyStep] = []
             origin = None
             for manifest, entries in zip(reversed(chain), reversed(tensors), strict=True):
                 entry = entries.get(tensor.name)
@@ -144,8 +139,8 @@ def _plan(chain: Sequence[Manifest], places: dict[str, Stored], origins: dict[st
                     raise _unlike(chain[-1], tensor, f"version {manifest.number}")
                 part = entry.parts[index]
                 if part.coding is not Coding.SAME:
-                    steps.append(Step(manifest.pieces[part.piece].digest, part))
-                if part.coding is Coding.DENSE:  # what was before does not matter
+                    steps.append(AssemblyStep(manifest.pieces[part.piece].digest, part))
+                if part.coding is Coding.DENSE:  # earlier versions do not matter
                     break
             else:
                 stored = origins.get(tensor.name)
@@ -153,19 +148,19 @@ def _plan(chain: Sequence[Manifest], places: dict[str, Stored], origins: dict[st
                 if stored is None or not fits or stored.stop - stored.start != tensor.num_bytes:
                     raise _unlike(chain[-1], tensor, "the base's file")
                 origin = stored.start + index * PIECE_BYTES
-            place = places[tensor.name].start + index * PIECE_BYTES
-            yield Job(tensor, index, place, origin, steps[::-1])
+            target = places[tensor.name].start + index * PIECE_BYTES
+            yield Job(tensor, index, target, origin, steps[::-1])
 
 
-def _unlike(version: Manifest, tensor: TensorEntry, place: str) -> WeightsError:
+def _unlike(version: Manifest, tensor: TensorEntry, where: str) -> WeightsError:
     return WeightsError(
         f"version {version.number}: tensor {tensor.name}: stands on one of dtype {tensor.dtype} and shape "
-        f"{tensor.shape}, which {place} does not have"
+        f"{tensor.shape}, which {where} does not have"
     )
 
 
 class _Pieces:
-    """Pieces of which a part is still wanted, each got once."""
+    """Pieces with parts that are still needed, each read once."""
 
     def __init__(self, get: GetPiece, jobs: Sequence[Job]):
         self._get = get
@@ -173,8 +168,8 @@ class _Pieces:
         self._locks = {digest: Lock() for digest in self._num_uses}
         self._held: dict[str, memoryview] = {}
 
-    def take(self, step: Step) -> memoryview:
-        """The bytes of a part; to be called once for each step."""
+    def take(self, step: AssemblyStep) -> memoryview:
+        """The bytes of a part; called once for each step."""
         with self._locks[step.piece]:
             held = self._held.pop(step.piece, None)
             if held is None:
@@ -185,18 +180,18 @@ class _Pieces:
         return held[step.part.start : step.part.start + step.part.num_bytes]
 
 
-class _Builder:
-    """Makes the parts of one new file."""
+class _Assembler:
+    """Writes the parts of one new file."""
 
     def __init__(self, number: int, old: BinaryIO | None, new: BinaryIO, pieces: _Pieces):
         self.number, self.old, self.new, self.pieces = number, old, new, pieces
 
-    def make(self, job: Job) -> None:
+    def run(self, job: Job) -> None:
         data, name = None, job.tensor.name
         if job.origin is not None:
             assert self.old is not None
             if not job.steps:
-                return copy_at(self.old, job.origin, self.new, job.place, job.num_bytes)
+                return copy_at(self.old, job.origin, self.new, job.target, job.num_bytes)
             data = read_at(self.old, job.origin, job.num_bytes)
         for step in job.steps:
             try:
@@ -210,4 +205,4 @@ class _Builder:
                 f"version {self.number}: tensor {name}: part {job.index} has digest {digest[:12]}, "
                 f"not the published {published[:12]}"
             )
-        write_at(self.new, job.place, data)
+        write_at(self.new, job.target, data)

@@ -3,7 +3,7 @@
 Training moves one weight in a hundred per step, and nearly always to a neighbouring value of its type. So a part is
 seen as integers, the bits of its elements, and
 
-- `sparse` (types of two bytes, `offbeat.weights.sparse`) says where they changed and by how much;
+- `sparse` (types of two bytes, `offbeat.weights.codec`) says where they changed and by how much;
 - `shift` (two and four bytes) says by how much each changed, modulo the type's range;
 - `dense` says what they are, and needs no base.
 
@@ -11,34 +11,310 @@ seen as integers, the bits of its elements, and
 
 Guarantees: decoding is integer arithmetic, so NaN, -0 and sign flips come out to the bit. `decode` takes memory and
 time in proportion to `num_bytes`, whatever the code claims, and raises `CodecError` where the code contradicts itself
-or the part. It cannot tell a wrong base or a plausible code from the right one: whoever decodes checks the digest.
+or the part. It cannot tell a wrong base or a plausible code from the right one: the caller checks the digest.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
+import zstandard
 
+from offbeat.errors import OffbeatError
 from offbeat.weights.manifest import ITEM_BYTES, Coding
-from offbeat.weights.sparse import Changes, decode_sparse, encode_sparse
-from offbeat.weights.streams import CodecError, Streams, items_of, planes, unzigzag, write_streams, zigzag
 
-__all__ = ["Changes", "CodecError", "decode", "encode", "find_changes"]
+# --- byte planes and streams ---
+#
+# Integers wider than a byte are laid out as planes, all first bytes before all second ones. Each plane, and any other
+# bytes, is a stream, compressed by zstd where that is smaller. A reader states the length of each stream, and never
+# takes more memory than that, whatever the stream claims.
+
+HEADER = struct.Struct("<I")
+"""Twice a stream's stored length, plus 1 where it is compressed."""
+ZSTD_PARAMETERS = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6)
+"""The streams are noise with uneven odds: Huffman codes are all there is to gain. With the usual 2^13 hashes, chance
+matches made the exponents of bf16 weights 8 % larger and took five times as long (measured on 8 MiB)."""
+MAX_WINDOW_BYTES = 1 << 24
+
+
+class CodecError(OffbeatError):
+    """Bytes that are no code of a part, or a part that has no such code."""
+
+
+def items_of(data: np.ndarray, item_bytes: int) -> np.ndarray:
+    """Raw bytes as unsigned integers of `item_bytes`."""
+    return data.view(f"<u{item_bytes}")
+
+
+def planes(items: np.ndarray) -> Iterator[np.ndarray]:
+    rows = items.view(np.uint8).reshape(items.size, items.itemsize)
+    return (np.ascontiguousarray(rows[:, byte]) for byte in range(items.itemsize))
+
+
+def joined(parts: list[np.ndarray]) -> np.ndarray:
+    """The integers that planes were made of."""
+    rows = np.empty((parts[0].size, len(parts)), np.uint8)
+    for byte, plane in enumerate(parts):
+        rows[:, byte] = plane
+    return rows.reshape(-1).view(f"<u{len(parts)}")
+
+
+def zigzag(differences: np.ndarray) -> np.ndarray:
+    """0, -1, 1, -2 ... as 0, 1, 2, 3 ...: small either way."""
+    signed = differences.view(f"<i{differences.itemsize}")
+    folded = signed >> (8 * differences.itemsize - 1)
+    folded ^= signed << 1
+    return folded.view(differences.dtype)
+
+
+def unzigzag(folded: np.ndarray) -> np.ndarray:
+    one = folded.dtype.type(1)
+    return (folded >> one) ^ -(folded & one)
+
+
+def write_streams(streams: Iterable[np.ndarray]) -> bytes:
+    compressor = zstandard.ZstdCompressor(compression_params=ZSTD_PARAMETERS)
+    found = []
+    for stream in streams:
+        packed = compressor.compress(stream.data) if stream.size else b""
+        compressed = len(packed) < stream.size
+        stored = packed if compressed else stream.data
+        found += [HEADER.pack(2 * len(stored) + compressed), stored]
+    return b"".join(found)
+
+
+class Streams:
+    """Reads what `write_streams` wrote."""
+
+    def __init__(self, view: memoryview):
+        self.view, self.decompressor = view, zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+
+    def next(self, num_bytes: int) -> np.ndarray:
+        if len(self.view) < HEADER.size:
+            raise CodecError("a code that is cut short")
+        (header,) = HEADER.unpack_from(self.view)
+        length, compressed = divmod(header, 2)
+        rest = self.view[HEADER.size :]
+        if length > len(rest):
+            raise CodecError("a code that is cut short")
+        stored, self.view = rest[:length], rest[length:]
+        data = self._unpacked(stored, num_bytes) if compressed else stored
+        if len(data) != num_bytes:
+            raise CodecError(f"a stream of {len(data)} bytes; it must have {num_bytes}")
+        return np.frombuffer(data, np.uint8)
+
+    def next_planes(self, num_items: int, item_bytes: int) -> np.ndarray:
+        """As many streams as an integer has bytes, joined."""
+        return joined([self.next(num_items) for _ in range(item_bytes)])
+
+    def _unpacked(self, stored: memoryview, num_bytes: int) -> bytes:
+        if len(stored) >= num_bytes:
+            raise CodecError(f"a compressed stream of {len(stored)} bytes for {num_bytes}")
+        try:
+            if zstandard.frame_content_size(stored) != num_bytes:  # else zstd would allocate whatever is claimed
+                raise CodecError(f"a compressed stream that does not say it has {num_bytes} bytes")
+            return self.decompressor.decompress(stored, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise CodecError(f"a compressed stream is damaged: {error}") from error
+
+    def end(self) -> None:
+        if len(self.view):
+            raise CodecError(f"{len(self.view)} bytes too many")
+
+
+# --- the sparse code: positions of changed elements of two bytes, and their differences ---
+#
+# Positions rise, so they are coded as gaps. Gaps are stored without their low bits, which are noise and go apart, until
+# most fit a byte; bytes compress well. A difference is a bit for the sign, a bit for "by more than one", and the rest
+# of those few.
+#
+# Near zero floating point is so fine that an update moves every element, by many values, while others move by one in a
+# hundred steps. Where there are many such elements the code names a limit, and every element whose base lies below it
+# is coded by its difference alone, without a position.
+
+SPARSE_HEADER = struct.Struct("<IIH")
+"""Number of changes with a position, bytes of their gaps, and the limit below which elements have none."""
+MEAN_GAP_BITS = 6
+"""Bits that the mean gap keeps."""
+FILLER = 255
+"""A byte that means 255, continued by the next byte."""
+MANY_LARGER = 0.25
+"""The share of changes by more than one from which elements near zero are looked for. It is less where all weights have
+a normal spread; more, and most of it is near zero, where they were quantised, or where the learning rate is small."""
+NEAR_QUANTILE = 0.75
+"""Quantile of the bases of those changes at which the limit is. Few elements below it stay unchanged."""
+MIN_NEAR_CHANGED = 0.6
+"""Least share of changed elements below the limit; with fewer there is no limit."""
+SIZE_BITS = 0x7FFF
+
+
+class SparseChanges(NamedTuple):
+    """Differences between a part and its base, for types of two bytes."""
+
+    positions: np.ndarray
+    """Indices of changed elements, rising, int64."""
+    differences: np.ndarray
+    """Differences of their bits, modulo 65536 and never 0, uint16."""
+
+
+def encode_sparse(changes: SparseChanges, new: np.ndarray, old: np.ndarray) -> bytes:
+    """Codes at least one change between raw bytes."""
+    new_items, old_items = items_of(new, 2), items_of(old, 2)
+    sizes = np.abs(changes.differences.view("<i2")).view("<u2")  # of -32768, too: it is its own opposite
+    limit = _limit(changes, sizes, old_items)
+    near = _near(old_items, limit)
+    if limit:
+        far = np.flatnonzero(old_items.take(changes.positions) & SIZE_BITS >= limit)
+        if MIN_NEAR_CHANGED * near.size > changes.positions.size - far.size:
+            limit, near = 0, near[:0]
+        else:
+            changes, sizes = SparseChanges(*(array.take(far) for array in changes)), sizes.take(far)
+    num_low_bits = _num_low_bits(changes.positions.size, new_items.size)
+    gaps = _gaps(changes.positions)
+    high = _with_fillers(gaps >> num_low_bits)
+    larger = sizes > 1
+    streams = [
+        high,
+        _pack_low_bits(gaps, num_low_bits),
+        np.packbits(changes.differences >= 0x8000),
+        np.packbits(larger),
+        *planes(sizes[larger] - np.uint16(2)),
+        *planes(zigzag(new_items.take(near) - old_items.take(near))),
+    ]
+    return SPARSE_HEADER.pack(changes.positions.size, high.size, limit) + write_streams(streams)
+
+
+def decode_sparse(view: memoryview, old: np.ndarray) -> np.ndarray:
+    old_items = items_of(old, 2)
+    num_items = old_items.size
+    if len(view) < SPARSE_HEADER.size:
+        raise CodecError(f"a sparse code of {len(view)} bytes is cut short")
+    count, num_high, limit = SPARSE_HEADER.unpack_from(view)
+    if count > num_items or not count <= num_high <= count + num_items // FILLER or not (count or limit):
+        raise CodecError(f"{count} changes with {num_high} bytes of gaps in a part of {num_items} elements")
+    num_low_bits, num_bit_bytes = _num_low_bits(count, num_items), -(-count // 8)
+    near = _near(old_items, limit)
+    streams = Streams(view[SPARSE_HEADER.size :])
+    high = streams.next(num_high)
+    low = streams.next(-(-count * num_low_bits // 8))
+    negative = np.unpackbits(streams.next(num_bit_bytes), count=count).astype("<u2")
+    larger = np.flatnonzero(np.unpackbits(streams.next(num_bit_bytes), count=count).view(bool))
+    rest = streams.next_planes(larger.size, 2)
+    near_differences = unzigzag(streams.next_planes(near.size, 2))
+    streams.end()
+
+    positions = _positions(high, low, num_low_bits, count)
+    if count and positions[-1] >= num_items:
+        raise CodecError(f"a change at element {positions[-1]} of {num_items}")
+    differences = np.ones(count, "<u2")
+    differences[larger] = rest + np.uint16(2)
+    differences ^= -negative  # which is all ones where the sign is set: the opposite, less one
+    differences += negative
+    new = old.copy()
+    items = items_of(new, 2)
+    items[positions] = items.take(positions) + differences
+    items[near] += near_differences
+    return new
+
+
+# Elements near zero
+
+
+def _limit(changes: SparseChanges, sizes: np.ndarray, old_items: np.ndarray) -> int:
+    """Size of the base's bits below which elements have no position; 0: all have."""
+    larger = changes.positions[sizes > 1]
+    if larger.size < MANY_LARGER * sizes.size:
+        return 0
+    bases = old_items.take(larger) & SIZE_BITS
+    middle = int(NEAR_QUANTILE * (bases.size - 1))
+    return int(np.partition(bases, middle)[middle]) + 1
+
+
+def _near(old_items: np.ndarray, limit: int) -> np.ndarray:
+    """Indices of elements whose bases lie below the limit."""
+    return np.flatnonzero(old_items & SIZE_BITS < limit) if limit else np.empty(0, np.int64)
+
+
+# Positions
+
+
+def _num_low_bits(count: int, num_items: int) -> int:
+    """Low bits split off each gap; follows from the number of changes, which both sides know."""
+    return max(0, (num_items // max(count, 1)).bit_length() - MEAN_GAP_BITS)
+
+
+def _gaps(positions: np.ndarray) -> np.ndarray:
+    """Number of elements between each position and the one before it."""
+    gaps = np.empty(positions.size, np.int32)
+    gaps[:1] = positions[:1]
+    np.subtract(positions[1:], positions[:-1], out=gaps[1:], casting="same_kind")
+    gaps[1:] -= 1
+    return gaps
+
+
+def _positions(high: np.ndarray, low: np.ndarray, num_low_bits: int, count: int) -> np.ndarray:
+    found = _without_fillers(high, count) << num_low_bits
+    found += np.arange(count)
+    if num_low_bits:
+        found += np.cumsum(_unpack_low_bits(low, num_low_bits, count), dtype=np.int64)
+    return found
+
+
+def _with_fillers(gaps: np.ndarray) -> np.ndarray:
+    """Gaps as bytes; one of 255 or more follows as many fillers as it needs."""
+    wide = np.flatnonzero(gaps >= FILLER)
+    if not wide.size:
+        return gaps.astype(np.uint8)
+    num_fillers = gaps[wide] // FILLER
+    before = np.zeros(gaps.size, np.int32)
+    before[wide] = num_fillers
+    ends = np.cumsum(before, dtype=np.int32)
+    ends += np.arange(gaps.size, dtype=np.int32)
+    found = np.full(int(ends[-1]) + 1, FILLER, np.uint8)
+    last = gaps.copy()
+    last[wide] -= num_fillers * FILLER
+    found[ends] = last
+    return found
+
+
+def _without_fillers(high: np.ndarray, count: int) -> np.ndarray:
+    """The running sums of the gaps."""
+    sums = np.cumsum(high, dtype=np.int64)
+    ends = high != FILLER
+    if np.count_nonzero(ends) != count or not ends[-1:].all():
+        raise CodecError(f"bytes of gaps that are not those of {count} changes")
+    return sums if count == high.size else sums[ends]
+
+
+def _pack_low_bits(gaps: np.ndarray, num_low_bits: int) -> np.ndarray:
+    """The lowest bits of every gap, all first bits before all second ones."""
+    return np.packbits(np.concatenate([(gaps >> bit) & 1 for bit in range(num_low_bits)] or [gaps[:0]]).astype(bool))
+
+
+def _unpack_low_bits(packed: np.ndarray, num_low_bits: int, count: int) -> np.ndarray:
+    bits = np.unpackbits(packed, count=count * num_low_bits).reshape(num_low_bits, count)
+    low = np.zeros(count, np.int32)
+    for bit in range(num_low_bits):
+        low |= bits[bit].astype(np.int32) << bit
+    return low
+
 
 SPARSE_BELOW = 0.5
 """The share of changed elements from which `shift` is no larger on updates with a normal spread, and quicker."""
 SURE_SHARE = 0.25
-"""Of the raw bytes: a sparse code below it is taken unseen, since no weights are that small when coded densely."""
+"""Share of the raw bytes below which a sparse code is used without trying others: no dense code is that small."""
 BLOCK_ITEMS = 1 << 17
 """Compared in one go: few enough to stay in a core's cache until their changes are read. It saved up to a third of the
 time on two busy cores (measured at 1 % changed)."""
 SAMPLE_ITEMS, NUM_SAMPLES = 8192, 4
 RAW, PLANES = b"\0", b"\1"
-"""How a dense code begins."""
+"""First byte of a dense code."""
 
 
-def find_changes(new: np.ndarray, old: np.ndarray, dtype: str) -> Changes:
+def find_changes(new: np.ndarray, old: np.ndarray, dtype: str) -> SparseChanges:
     if ITEM_BYTES[dtype] != 2:
         raise CodecError(f"changes of {dtype}: only types of two bytes have them")
     changes = _find_changes(new, old, new.size)
@@ -46,8 +322,10 @@ def find_changes(new: np.ndarray, old: np.ndarray, dtype: str) -> Changes:
     return changes
 
 
-def encode(new: np.ndarray, old: np.ndarray | None, dtype: str, changes: Changes | None = None) -> tuple[Coding, bytes]:
-    """The smallest code of a part's raw bytes, against its base's where there is one; `changes` if they are known."""
+def encode(
+    new: np.ndarray, old: np.ndarray | None, dtype: str, changes: SparseChanges | None = None
+) -> tuple[Coding, bytes]:
+    """The smallest code of a part's raw bytes, against the base `old` if there is one; `changes` if they are known."""
     item_bytes = ITEM_BYTES[dtype]
     if old is None:
         return Coding.DENSE, _encode_dense(new, item_bytes)
@@ -80,7 +358,7 @@ def decode(coding: Coding, data: Any, old: np.ndarray | None, num_bytes: int, dt
     return decode_sparse(view, old) if coding is Coding.SPARSE else _decode_shift(view, old, item_bytes)
 
 
-def _encode_pairs(new: np.ndarray, old: np.ndarray, changes: Changes | None) -> tuple[Coding, bytes]:
+def _encode_pairs(new: np.ndarray, old: np.ndarray, changes: SparseChanges | None) -> tuple[Coding, bytes]:
     most = int(SPARSE_BELOW * (new.size // 2))
     changes = _find_changes(new, old, most) if changes is None else changes
     if changes is None or changes.positions.size > most:
@@ -94,8 +372,8 @@ def _encode_pairs(new: np.ndarray, old: np.ndarray, changes: Changes | None) -> 
     return other if len(other[1]) < len(sparse) else (Coding.SPARSE, sparse)
 
 
-def _find_changes(new: np.ndarray, old: np.ndarray, most: int) -> Changes | None:
-    """None where there are more of them."""
+def _find_changes(new: np.ndarray, old: np.ndarray, most: int) -> SparseChanges | None:
+    """All changes; None where there are more than `most`."""
     new_items, old_items = items_of(new, 2), items_of(old, 2)
     positions, differences, count = [np.empty(0, np.int64)], [np.empty(0, np.uint16)], 0
     for start in range(0, new_items.size, BLOCK_ITEMS):
@@ -107,11 +385,11 @@ def _find_changes(new: np.ndarray, old: np.ndarray, most: int) -> Changes | None
         differences.append(new_block.take(found) - old_block.take(found))
         found += start
         positions.append(found)
-    return Changes(np.concatenate(positions), np.concatenate(differences))
+    return SparseChanges(np.concatenate(positions), np.concatenate(differences))
 
 
 def _encode_whole(new: np.ndarray, old: np.ndarray, item_bytes: int) -> tuple[Coding, bytes]:
-    """By shift or densely, as a sample says."""
+    """Codes by shift or densely, as a sample decides."""
     if item_bytes not in (2, 4):
         return Coding.DENSE, _encode_dense(new, item_bytes)
     new_items, old_items = items_of(new, item_bytes), items_of(old, item_bytes)
@@ -125,7 +403,7 @@ def _encode_whole(new: np.ndarray, old: np.ndarray, item_bytes: int) -> tuple[Co
 
 
 def _sample(items: np.ndarray) -> np.ndarray:
-    """A few runs of neighbours, evenly spread; all of a part that is small."""
+    """A few runs of neighbours, evenly spread; all of a small part."""
     if items.size <= SAMPLE_ITEMS * NUM_SAMPLES:
         return items
     starts = np.linspace(0, items.size - SAMPLE_ITEMS, NUM_SAMPLES, dtype=np.int64)

@@ -1,14 +1,14 @@
-"""What a store no longer needs: deletes it, and nothing else.
+"""Garbage collection of a piece store.
 
-Kept are the versions in use (the caller knows them: leases, untrained trajectories, checkpoints), the newest, and
-every version that those stand on. Pieces are put before the manifest that names them, so a piece without a manifest
-may belong to a version that is just being published. It is known by its time: a piece that a dropped manifest names
-was put before that manifest, unless somebody has put it again since; only then, and for a piece that no manifest has
-ever named, its age must tell, and it is spared for a day. An age alone would not do: minutes are too short for a slow
-store, and a day of every version's pieces too much for a disk.
+Kept are the versions in use (the caller knows them: leases, untrained trajectories, checkpoints), the newest, and all
+their bases. Pieces are put before the manifest that names them, so a piece without a manifest may belong to a version
+that is just being published. Its time decides: a piece that a dropped manifest names was put before that manifest,
+unless it was put again since; then, and for a piece that no manifest has ever named, its age decides, and it is spared
+for a day. Age alone would not do: minutes are too short for a slow store, and a day of every version's pieces too much
+for a disk.
 
-Guarantees: nothing goes that a kept version needs, nor a manifest that is not ours, nor its pieces; pieces go before
-the manifests that name them, so that what a crash leaves is found by the next collection.
+Guarantees: nothing that a kept version needs is deleted, nor a manifest that is not ours, nor its pieces; pieces go
+before the manifests that name them, so that the next collection finds what a crash left.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from offbeat.weights.manifest import Manifest, ManifestError, manifest_digest
-from offbeat.weights.pieces import Entry, PieceDamaged, PieceMissing, PieceStore, Times
+from offbeat.weights.piece_store import Entry, PieceDamaged, PieceMissing, PieceStore, Times
 
 log = logging.getLogger(__name__)
 
 EVERY = 10
-"""Versions from one collection to the next: to find out what is needed, all manifests are read."""
+"""Versions from one collection to the next: each reads all manifests."""
 SPARED_S = 24 * 3600.0
-"""Longer than any publication takes; what dies half published is rare, so that its leavings may lie for a day."""
+"""Longer than any publication takes; half-published versions are rare, so their pieces may stay for a day."""
 
 
 def needed(manifests: Mapping[int, Manifest], in_use: Collection[int]) -> tuple[set[str], set[int]]:
@@ -39,56 +39,56 @@ def needed(manifests: Mapping[int, Manifest], in_use: Collection[int]) -> tuple[
 def collect(
     store: PieceStore, in_use: Collection[int], decode: Callable[[bytes], Manifest], spared_s: float = SPARED_S
 ) -> None:
-    """Deletes what nothing needs; `decode` opens a sealed manifest, or raises `ManifestError`."""
-    times = store.times()  # first of all: what is put from here on is not looked at
-    shelf = _read(store, times, decode)
-    by_number: dict[int, list[Manifest | None]] = {number: [None] for number in shelf.unreadable}
-    for (number, _), manifest in shelf.ours.items():  # a number may be there twice: two trainers published it
+    """Deletes unneeded pieces and manifests; `decode` opens a sealed manifest, or raises `ManifestError`."""
+    times = store.times()  # first of all: later puts are not considered
+    found = _read(store, times, decode)
+    by_number: dict[int, list[Manifest | None]] = {number: [None] for number in found.unreadable}
+    for (number, _), manifest in found.ours.items():  # a number may be there twice: two trainers published it
         by_number.setdefault(number, []).append(manifest)
     kept = _numbers(by_number, in_use)
-    dropped = {entry: manifest for entry, manifest in shelf.ours.items() if entry[0] not in kept}
+    dropped = {entry: manifest for entry, manifest in found.ours.items() if entry[0] not in kept}
     wanted = {
         piece.digest
-        for manifest in [*(shelf.ours[entry] for entry in shelf.ours.keys() - dropped.keys()), *shelf.foreign]
+        for manifest in [*(found.ours[entry] for entry in found.ours.keys() - dropped.keys()), *found.foreign]
         for piece in manifest.pieces
     }
-    before_s = -math.inf if shelf.unreadable else time.time() - spared_s  # a piece may be one that it names
+    before_s = -math.inf if found.unreadable else time.time() - spared_s  # it may name any piece
     unneeded = [piece for piece in _droppable(dropped, times, before_s) if piece not in wanted]
     store.delete(unneeded, dropped.keys())
     store.sweep(spared_s)
 
 
-class _Shelf(NamedTuple):
+class _Manifests(NamedTuple):
     """The manifests in a store."""
 
     ours: dict[Entry, Manifest]
     foreign: list[Manifest]
-    """Which we would not believe; but another run may have been given the same store by mistake, and stands on them."""
+    """Not trusted; but another run may use the same store by mistake, and need them."""
     unreadable: set[int]
 
 
-def _read(store: PieceStore, times: Times, decode: Callable[[bytes], Manifest]) -> _Shelf:
-    shelf = _Shelf({}, [], set())
+def _read(store: PieceStore, times: Times, decode: Callable[[bytes], Manifest]) -> _Manifests:
+    found = _Manifests({}, [], set())
     for entry in sorted(times.manifests):
         try:
             sealed = store.get_manifest(*entry)
-            shelf.ours[entry] = decode(sealed)
+            found.ours[entry] = decode(sealed)
         except PieceMissing:
-            continue  # somebody else collects, too
+            continue  # another collection runs
         except PieceDamaged as error:
             log.warning("version %d cannot be collected, nor anything that it may need: %s", entry[0], error)
-            shelf.unreadable.add(entry[0])
+            found.unreadable.add(entry[0])
         except ManifestError as error:
             log.warning("version %d is left alone, with its pieces: %s", entry[0], error)
             try:
-                shelf.foreign.append(Manifest.decode(sealed.partition(b"\n")[0]))
+                found.foreign.append(Manifest.decode(sealed.partition(b"\n")[0]))
             except ManifestError:
-                shelf.unreadable.add(entry[0])
-    return shelf
+                found.unreadable.add(entry[0])
+    return found
 
 
 def _numbers(manifests: Mapping[int, Sequence[Manifest | None]], in_use: Collection[int]) -> set[int]:
-    """The versions in use, the newest, and all that they stand on. None stands for a manifest that is unreadable."""
+    """The versions in use, the newest, and all their bases. None stands for an unreadable manifest."""
     readable = [number for number, found in manifests.items() if any(found)]
     ahead = {*in_use, max(manifests, default=0), max(readable, default=0)}
     kept: set[int] = set()
@@ -98,21 +98,21 @@ def _numbers(manifests: Mapping[int, Sequence[Manifest | None]], in_use: Collect
             continue
         kept.add(number)
         for manifest in manifests[number]:
-            if manifest is None:  # it may stand on anything older
+            if manifest is None:  # its base may be anything older
                 ahead.update(older for older in manifests if older < number)
-            elif manifest.base is not None and not _is_twin(manifest, manifests[number]):
+            elif manifest.base is not None and not _is_anchor_delta(manifest, manifests[number]):
                 ahead.add(manifest.base.number)
     return kept
 
 
-def _is_twin(manifest: Manifest, others: Sequence[Manifest | None]) -> bool:
-    """Whether it is an anchor as what changed: who has not got its base takes the anchor."""
-    twins = {other.delta for other in others if other is not None and other.delta is not None}
-    return bool(twins) and manifest_digest(manifest.encode()) in twins
+def _is_anchor_delta(manifest: Manifest, others: Sequence[Manifest | None]) -> bool:
+    """Whether it is the delta manifest of an anchor: receivers without its base use the anchor."""
+    deltas = {other.delta for other in others if other is not None and other.delta is not None}
+    return bool(deltas) and manifest_digest(manifest.encode()) in deltas
 
 
 def _droppable(dropped: Mapping[Entry, Manifest], times: Times, before_s: float) -> list[str]:
-    """The pieces that nobody has put since the last dropped manifest that names them, or since long ago."""
+    """Pieces not put since the last dropped manifest that names them, or since `before_s`."""
     named_s: dict[str, float] = {}
     for entry, manifest in dropped.items():
         for piece in manifest.pieces:

@@ -1,9 +1,8 @@
-"""Digests of weights: what proves that two machines hold the same version.
+"""Digests of weights, which prove that two machines hold the same version.
 
 A tensor's digest is blake3 over the digests of its pieces of at most 16 MiB, so that several readers can make it in
 parallel; a version's digest is blake3 over the sorted names, dtypes, shapes and digests of its tensors. It is the same
-whether the tensors are in memory or in a safetensors file, and the file is read without torch: a worker that only has
-to know, and a coordinator that only keeps weights, need none.
+whether the tensors are in memory or in a safetensors file, and files are read without torch.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ DTYPES = {
     **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool", "U8": "uint8", "I8": "int8"},
     **{"I16": "int16", "I32": "int32", "I64": "int64", "U16": "uint16", "U32": "uint32", "U64": "uint64"},
 }
-"""How a safetensors file names what torch calls otherwise."""
+"""torch's names of types, by their safetensors names."""
 
 
 def bytes_digest(data: Any) -> str:
-    """Of a tensor's bytes, in any buffer."""
+    """Digest of a tensor's bytes, in any buffer."""
     pieces = blake3()
     for start in range(0, max(len(data), 1), PIECE_BYTES):
         pieces.update(blake3(data[start : start + PIECE_BYTES]).digest())
@@ -59,7 +58,7 @@ def file_digest(path: Path) -> str:
 
 
 def files_digest(paths: Iterable[Path]) -> str:
-    """The same of several files, which hold parts of one model."""
+    """The digest of the tensors in several files of one model."""
     found: dict[str, tuple[str, list[int], str]] = {}
     for path in paths:
         with open(path, "rb") as file:
@@ -72,7 +71,7 @@ def open_file_digest(file: BinaryIO) -> str:
 
 
 def _tensors(file: BinaryIO) -> dict[str, tuple[str, list[int], str]]:
-    """By name, as `whole_digest` takes them."""
+    """The tensors of a file, as `whole_digest` takes them."""
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
         found = {}
         for name, stored in read_layout(view).items():
@@ -82,13 +81,12 @@ def _tensors(file: BinaryIO) -> dict[str, tuple[str, list[int], str]]:
 
 
 def adapter_digest(base: str, tensors: str, config: str) -> str:
-    """Of an adapter on its base, given the digests of both and how the two are put together: none of the three alone
-    says what an engine serves."""
+    """Digest of an adapter version, from the digests of base and tensors and the configuration that joins them."""
     return blake3(f"adapter\0{base}\0{tensors}\0{config}".encode()).hexdigest()
 
 
 def whole_digest(tensors: Mapping[str, tuple[str, list[int], str]]) -> str:
-    """Of tensors by name: torch's name of the dtype, the shape, and the digest of the bytes."""
+    """Digest of a version, from dtype (torch's name), shape and digest of each tensor by name."""
     whole = blake3()
     for name in sorted(tensors):
         dtype, shape, digest = tensors[name]

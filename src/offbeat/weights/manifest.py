@@ -1,18 +1,18 @@
-"""What a published version consists of, as one document that its trainer signs.
+"""Manifests: the content of a published version, as one document that its trainer signs.
 
-A tensor's bytes are cut into parts of at most 16 MiB, as its digest is. Each part is coded by itself, against the same
-part of the base or alone (`offbeat.weights.codec`), and the coded parts are packed into pieces, which are named by the
-blake3 digest of their bytes. So whoever has a manifest that it believes can check everything else, wherever it came
-from.
+A tensor's bytes are cut into parts of at most 16 MiB, like its digest. Each part is coded by itself, against the same
+part of the base or alone (`offbeat.weights.codec`), and the coded parts are packed into pieces, named by the blake3
+digest of their bytes. So a receiver with a trusted manifest can check everything else, whatever its source.
 
-Guarantees: `encode` is canonical, so that equal manifests have equal bytes and one digest; `decode` takes no other
-bytes, and nothing that contradicts itself: parts that do not fit their tensors or pieces, a digest that is not that of
-the tensors, a delta without its base.
+Guarantees: `encode` is canonical, so that equal manifests have equal bytes and one digest; `decode` refuses all other
+bytes, and contradictions: parts that do not fit their tensors or pieces, a digest that is not that of the tensors, a
+delta without its base.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -27,7 +27,7 @@ ITEM_BYTES = {
     **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1},
     **{"I8": 1, "U8": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8},
 }
-"""How many bytes an element has, by the name that a safetensors file gives its type."""
+"""Bytes of an element, by the safetensors name of its type."""
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", max_length=64)]  # the pattern lets a newline follow
@@ -36,35 +36,35 @@ MAX_PIECE_BYTES = 2 * PIECE_BYTES
 
 
 class ManifestError(OffbeatError):
-    """A manifest that is none, or contradicts itself, or is not the one that was asked for."""
+    """A manifest that is malformed, contradicts itself, or is not the requested one."""
 
 
 class Kind(StrEnum):
     FULL = "full"
-    """Everything, needing nothing else."""
+    """All tensors, without a base."""
     DELTA = "delta"
-    """What differs from its base."""
+    """The changes since its base."""
     ADAPTER = "adapter"
-    """Everything of an adapter, which is nothing without its base."""
+    """All tensors of an adapter, which needs its base."""
 
 
 class Coding(StrEnum):
     SAME = "same"
-    """The part is its base's; no bytes."""
+    """Equal to the base's part; no bytes."""
     SPARSE = "sparse"
-    """Where it differs from its base, and by how much."""
+    """Positions and amounts of the changes."""
     SHIFT = "shift"
-    """By how much each element differs from its base's."""
+    """The change of each element."""
     DENSE = "dense"
-    """All of it."""
+    """All elements."""
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     coding: Coding
     digest: Digest
-    """Of the bytes that it stands for."""
+    """Digest of the decoded bytes."""
     piece: Count = 0
-    """Which of the manifest's pieces holds it, where its bytes begin there, and how many they are; 0, 0, 0: none."""
+    """Index of the piece that holds it, its first byte there, and its length; 0, 0, 0: none."""
     start: Count = 0
     num_bytes: Count = 0
 
@@ -75,7 +75,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As in a safetensors file."""
     shape: Annotated[list[Count], Meta(max_length=16)]
     parts: list[Part]
-    """In order: each but the last stands for 16 MiB. An empty tensor has one, of no bytes."""
+    """In order: each but the last decodes to 16 MiB. An empty tensor has one, of no bytes."""
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +89,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return pieces.hexdigest()
 
     def part_bytes(self, index: int) -> int:
-        """How many bytes a part stands for."""
+        """Decoded bytes of a part."""
         return min(PIECE_BYTES, self.num_bytes - index * PIECE_BYTES)
 
 
@@ -100,10 +100,10 @@ class PieceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     number: Count
-    """Of a version; an adapter's base is no version itself, and lies beside the first that stands on it."""
+    """Number of a version; the base of adapters is none itself, and has the number of the first adapter on it."""
     digest: Digest
     manifest: Digest | None = None
-    """Of the manifest of an adapter's base, which its number does not tell."""
+    """Digest of the manifest of an adapter's base, which its number does not identify."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -112,25 +112,25 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     step: Count
     parent: Count | None
     digest: Digest
-    """The version's: of the tensors, or of base and adapter."""
+    """The version's digest: of the tensors, or of base and adapter."""
     kind: Kind
     base: Base | None = None
     delta: Digest | None = None
-    """Of a full version's twin: the manifest of the same version as what changed, for those that have its base."""
+    """Digest of an anchor's delta manifest: the same version as changes, for receivers that have its base."""
     tensors: list[TensorEntry]
     """By name."""
     pieces: list[PieceEntry]
     adapter: Annotated[str, Meta(max_length=65536)] | msgspec.UnsetType = msgspec.UNSET
-    """Of an adapter alone: its configuration file, which says how it and its base are put together."""
+    """Content of an adapter's configuration file."""
 
     @property
     def num_bytes(self) -> int:
-        """What a whole copy of the tensors weighs."""
+        """Size of a whole copy of the tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def num_coded_bytes(self) -> int:
-        """What has to be fetched."""
+        """Bytes to fetch."""
         return sum(piece.num_bytes for piece in self.pieces)
 
     def encode(self) -> bytes:
@@ -150,7 +150,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def manifest_digest(data: bytes) -> str:
-    """What the ledger knows a manifest by."""
+    """The digest by which the ledger names a manifest."""
     return blake3(data).hexdigest()
 
 
@@ -206,3 +206,25 @@ def _tensor_problem(tensor: TensorEntry, manifest: Manifest) -> str | None:
         if part.coding is not Coding.DENSE and manifest.kind is not Kind.DELTA:
             return f"a part is coded as {part.coding.value} in a version of kind {manifest.kind.value}"
     return None
+
+
+EVERY = 10
+"""An anchor costs the trainer a full copy to the store; followers fetch the changes all the same."""
+MAX_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Anchoring:
+    """When a version is an anchor, published in full though its base is known.
+
+    Bounds the chain, an anchor and the deltas on it, that a late joiner has to fetch and apply.
+    """
+
+    every: int = EVERY
+    """Versions from one anchor to the next; 1: each is one; 0: each is full, and no deltas are published."""
+    max_share: float = MAX_SHARE
+    """Most bytes of a chain's deltas, as a share of a full copy."""
+
+    def is_full(self, num_deltas: int, chain_bytes: int, full_bytes: int) -> bool:
+        """Whether the next version is an anchor, after one of `full_bytes` and `num_deltas` of `chain_bytes`."""
+        return num_deltas + 1 >= self.every or chain_bytes > self.max_share * full_bytes

@@ -1,14 +1,14 @@
 """Publishes versions: each as a whole file and, where there is a store, as pieces and a signed manifest.
 
-A version is coded against its parent in one pass over the parts, several at once: what is held in memory is a few parts
-beyond the tensors themselves. After a restart the parent is taken up again if its file is there with the digest that
-its manifest names. Without a parent to stand on a version is full; where `Anchoring` says so it is an anchor: full for
-those who have nothing, with what changed beside it, in a manifest of its own, for those who follow. Adapters are small
-and always whole; what they stand on goes into the store once, under the number of the first of them.
+A version is coded against its parent in one pass over the parts, several at once, so that memory holds a few parts
+beyond the tensors themselves. After a restart the parent is used again if its file has the digest that its manifest
+names. Without a parent a version is full; where `Anchoring` says so it is an anchor: full for late joiners, with its
+changes beside it, in a manifest of their own, for followers. Adapters are small and always whole; their base goes into
+the store once, under the number of the first adapter.
 
 Guarantees: nothing is named before it is durable (pieces, whole file, manifest; the ledger's row is the caller's);
-weights that hold NaN or infinity are refused, with the tensor's name; a process killed at any point leaves every
-earlier version as it was, and the same call again publishes the same. Two who publish the same number never mix: each
+weights with NaN or infinity are refused, with the tensor's name; a process killed at any point leaves every earlier
+version as it was, and the same call again publishes the same. Two trainers that publish the same number never mix: each
 has its own manifest, the whole file is one of theirs, and the ledger decides.
 """
 
@@ -27,14 +27,13 @@ from typing import BinaryIO
 from blake3 import blake3
 from torch import Tensor
 
-from offbeat.control.chain import Anchoring
 from offbeat.errors import DiskError, OffbeatError
 from offbeat.files import fsync_file, remedy
-from offbeat.weights.adapter import Adapter
-from offbeat.weights.base import BaseFile, Chain, find_ground, take_up
+from offbeat.weights.collect import EVERY, collect
 from offbeat.weights.digest import adapter_digest
-from offbeat.weights.folder import ADAPTER_CONFIG, ADAPTER_FILE, FILE_NAME, WeightFolder, put_in_place
+from offbeat.weights.encoding import BaseFile, Chain, Coder, Packing, cut, dtype_name, find_adapter_base, resume_from
 from offbeat.weights.manifest import (
+    Anchoring,
     Base,
     Coding,
     Kind,
@@ -44,32 +43,37 @@ from offbeat.weights.manifest import (
     manifest_digest,
     tensors_digest,
 )
-from offbeat.weights.parallel import in_parallel
-from offbeat.weights.parts import Coder, Packing, cut, dtype_name
-from offbeat.weights.pieces import PieceStore
-from offbeat.weights.positioned import write_at
-from offbeat.weights.safetensor_file import Stored, lay_out
-from offbeat.weights.signing import SigningKey, seal
-from offbeat.weights.verify import WeightsError
-from offbeat.weights.version import Version
+from offbeat.weights.piece_store import PieceStore
+from offbeat.weights.safetensor_file import Stored, in_parallel, lay_out, write_at
+from offbeat.weights.signing import SigningKey, open_sealed, seal
+from offbeat.weights.version import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    FILE_NAME,
+    Adapter,
+    Version,
+    WeightFolder,
+    WeightsError,
+    put_in_place,
+)
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What publishing one version took."""
+class PublishFigures:
+    """Cost of publishing one version."""
 
     number: int
     kind: Kind
     num_bytes: int
-    """Of a whole copy."""
+    """Size of a whole copy."""
     coded_bytes: Mapping[Coding, int]
-    """To be fetched by those who have the version before, by how they are coded; none without a store."""
+    """Bytes that a receiver with the version before fetches, by coding; empty without a store."""
     density: float | None
-    """The share of elements that are not the base's; None: there was none to compare with."""
+    """Share of elements that differ from the base; None: there is no base."""
     encode_s: float
-    """Comparing, hashing, coding and handing over to the disk and the store, all at once."""
+    """Time of comparing, hashing, coding and writing, all at once."""
     flush_s: float
-    """Until all of it was durable and named."""
+    """Time until all of it was durable and named."""
 
 
 class CannotPublish(WeightsError, DiskError):
@@ -87,18 +91,18 @@ class Publisher(WeightFolder):
         anchoring: Anchoring | None = None,
         adapter: Adapter | None = None,
     ):
-        """With `adapter`, what is written are the tensors of adapters alone."""
+        """With `adapter`, versions hold the tensors of adapters alone."""
         super().__init__(folder)
         assert (store is None) == (key is None), "a store takes signed manifests"
         self.store, self.key, self.anchoring, self.adapter = store, key, anchoring or Anchoring(), adapter
-        self.figures: Figures | None = None
-        """Of the version written last."""
+        self.figures: PublishFigures | None = None
+        """Cost of the version written last."""
         self._base: BaseFile | None = None
-        self._ground: Base | None = None
-        """What adapters stand on, once it is in the store."""
+        self._adapter_base: Base | None = None
+        """The base of adapters, once it is in the store."""
 
     def write(self, number: int, step: int, parent: int | None, tensors: Mapping[str, Tensor]) -> Version:
-        """Makes a version durable; nobody knows of it until its row stands in the ledger."""
+        """Makes a version durable; it is unknown to others until its row is in the ledger."""
         final = self.path(number)
         try:
             return self._write(number, step, parent, tensors)
@@ -118,7 +122,7 @@ class Publisher(WeightFolder):
         base = self._base_of(parent)
         is_anchor = base is not None and base.chain.is_long(self.anchoring)
 
-        def described(packing: Packing, pieces: list[PieceEntry], base: BaseFile | None, twin: str | None) -> Manifest:
+        def described(packing: Packing, pieces: list[PieceEntry], base: BaseFile | None, delta: str | None) -> Manifest:
             entries = _entries(places, packing)
             return Manifest(
                 number=number,
@@ -127,7 +131,7 @@ class Publisher(WeightFolder):
                 digest=tensors_digest(entries),
                 kind=Kind.FULL if base is None else Kind.DELTA,
                 base=None if base is None else base.name,
-                delta=twin,
+                delta=delta,
                 tensors=entries,
                 pieces=pieces,
             )
@@ -138,19 +142,19 @@ class Publisher(WeightFolder):
             manifest = described(packing, pieces, base, None)
             whole = self._code(tensors, places, None, None) if is_anchor else None
             encoded_s = time.monotonic()
-            self._settle(draft, file, self.path(number))
-            name = self._publish(manifest)
+            self._put_in_place(draft, file, self.path(number))
+            name = self._put_manifest(manifest)
             if whole is not None:
                 manifest = described(*whole, None, name)
-                name = self._publish(manifest)
-        self._stand_on(manifest, file, places, None if is_anchor else base)
+                name = self._put_manifest(manifest)
+        self._keep_as_base(manifest, file, places, None if is_anchor else base)
         self._note(manifest, packing, started_s, encoded_s, is_compared=base is not None)
         return Version(number, step, parent, manifest.digest, self.path(number), name)
 
     def _write_adapter(
         self, number: int, step: int, parent: int | None, tensors: Mapping[str, Tensor], adapter: Adapter
     ) -> Version:
-        ground = self._ground_of(adapter, number, step, parent)
+        base = self._adapter_base_of(adapter, number, step, parent)
         started_s = time.monotonic()
         head, places = _laid_out(tensors, adapter.metadata)
         with self._drafting(number, ADAPTER_FILE) as (draft, file), file:
@@ -165,24 +169,24 @@ class Publisher(WeightFolder):
                 parent=parent,
                 digest=adapter_digest(adapter.base, tensors_digest(entries), adapter.config),
                 kind=Kind.ADAPTER,
-                base=ground,
+                base=base,
                 tensors=entries,
                 pieces=pieces,
                 adapter=adapter.config,
             )
             encoded_s = time.monotonic()
-            self._settle(draft, file, self.path(number))
-            name = self._publish(manifest)
+            self._put_in_place(draft, file, self.path(number))
+            name = self._put_manifest(manifest)
         self._note(manifest, packing, started_s, encoded_s, is_compared=False)
         return Version(number, step, parent, manifest.digest, self.path(number), name)
 
-    def _ground_of(self, adapter: Adapter, number: int, step: int, parent: int | None) -> Base:
-        """What adapters stand on; into the store, where there is one, it goes once."""
+    def _adapter_base_of(self, adapter: Adapter, number: int, step: int, parent: int | None) -> Base:
+        """The base of adapters, which is put into the store once."""
         if self.store is None or self.key is None:
             return Base(number, adapter.base)
-        if self._ground is None and parent is not None:
-            self._ground = find_ground(parent, adapter.base, self.store, self.key.public)
-        if self._ground is None:
+        if self._adapter_base is None and parent is not None:
+            self._adapter_base = find_adapter_base(parent, adapter.base, self.store, self.key.public)
+        if self._adapter_base is None:
             tensors = adapter.base_tensors()
             _, places = _laid_out(tensors)
             packing, pieces = self._code(tensors, places, None, None)
@@ -193,13 +197,13 @@ class Publisher(WeightFolder):
                 number=number, step=step, parent=None, digest=digest, kind=Kind.FULL, tensors=entries, pieces=pieces
             )
             self.store.sync()
-            self._ground = Base(number, digest, self._publish(manifest))
-        return self._ground
+            self._adapter_base = Base(number, digest, self._put_manifest(manifest))
+        return self._adapter_base
 
     def _note(
         self, manifest: Manifest, packing: Packing, started_s: float, encoded_s: float, *, is_compared: bool
     ) -> None:
-        self.figures = Figures(
+        self.figures = PublishFigures(
             number=manifest.number,
             kind=manifest.kind,
             num_bytes=manifest.num_bytes,
@@ -210,17 +214,17 @@ class Publisher(WeightFolder):
         )
 
     def _base_of(self, parent: int | None) -> BaseFile | None:
-        """What the next version is coded against; None: there is nothing, and it is full."""
-        if self.store is None or self.key is None or parent is None:
+        """The base of the next version; None: it is full."""
+        if self.store is None or self.key is None or parent is None or not self.anchoring.every:
             return None
         if self._base is None or self._base.manifest.number != parent:
-            self._replace_base(take_up(parent, self, self.store, self.key.public))
+            self._replace_base(resume_from(parent, self, self.store, self.key.public))
         return self._base
 
     @contextmanager
     def _drafting(self, number: int, name: str) -> Iterator[tuple[Path, BinaryIO]]:
-        """A new folder with an open file, which are gone again if something fails."""
-        for left in self.folder.glob(f".{number:08d}.*.draft"):  # by a writer that died, or that raced us and loses
+        """A new folder with an open file; both are deleted on failure."""
+        for left in self.folder.glob(f".{number:08d}.*.draft"):  # of a writer that died, or that raced us and loses
             shutil.rmtree(left, ignore_errors=True)
         draft = self.folder / f".{number:08d}.{secrets.token_hex(4)}.draft"
         draft.mkdir(parents=True)
@@ -232,7 +236,7 @@ class Publisher(WeightFolder):
     def _code(
         self, tensors: Mapping[str, Tensor], places: Mapping[str, Stored], base: BaseFile | None, file: BinaryIO | None
     ) -> tuple[Packing, list[PieceEntry]]:
-        """One pass over all parts; when it returns, all are written, and all pieces put."""
+        """Codes all parts in one pass; on return all are written, and all pieces put."""
         packing, coder = Packing(), Coder(file, with_codes=self.store is not None)
         parts = cut(tensors, places, {} if base is None else base.like(places))
         with closing(in_parallel(coder.code, parts)) as coded:
@@ -250,15 +254,15 @@ class Publisher(WeightFolder):
         self.store.put(digest, piece)
         return PieceEntry(digest, len(piece))
 
-    def _settle(self, draft: Path, file: BinaryIO, final: Path) -> None:
-        """Makes pieces and whole file durable, and gives the file its place."""
+    def _put_in_place(self, draft: Path, file: BinaryIO, final: Path) -> None:
+        """Makes pieces and whole file durable, and renames the draft."""
         os.fsync(file.fileno())
         if self.store is not None:
             self.store.sync()
-        put_in_place(draft, final)  # instead of what a writer left that died before its row was written
+        put_in_place(draft, final)  # replaces what a writer left that died before its row was written
 
-    def _publish(self, manifest: Manifest) -> str:
-        """Signs a manifest and puts it into the store, which makes it durable; its digest."""
+    def _put_manifest(self, manifest: Manifest) -> str:
+        """Signs a manifest and makes it durable in the store; returns its digest."""
         if self.store is None or self.key is None:
             return ""
         data = manifest.encode()
@@ -266,11 +270,11 @@ class Publisher(WeightFolder):
         self.store.put_manifest(manifest.number, digest, seal(data, self.key))
         return digest
 
-    def _stand_on(
+    def _keep_as_base(
         self, manifest: Manifest, file: BinaryIO, places: Mapping[str, Stored], base: BaseFile | None
     ) -> None:
-        """Takes a version that was just published as the next one's base."""
-        if self.store is None:
+        """Keeps a version that was just published as the next one's base."""
+        if self.store is None or not self.anchoring.every:
             file.close()
             return
         num_bytes = manifest.num_coded_bytes
@@ -294,10 +298,43 @@ def _laid_out(
 
 
 def _begin(file: BinaryIO, head: bytes, places: Mapping[str, Stored]) -> None:
-    """Gives a new file its length and its header."""
+    """Writes the length and the header of a new file."""
     file.truncate(max([len(head), *(place.stop for place in places.values())]))
     write_at(file, 0, head)
 
 
 def _entries(places: Mapping[str, Stored], packing: Packing) -> list[TensorEntry]:
     return [TensorEntry(name, *places[name][:2], packing.parts[name]) for name in sorted(places)]
+
+
+class RemotePublisher(Publisher):
+    """Publishes on a remote trainer's own disk, where the coordinator cannot delete.
+
+    Keeps the whole file of the newest version and, with `clears_store`, its chain of pieces: all else has been sent, or
+    will be written anew.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        store: PieceStore,
+        key: SigningKey,
+        anchoring: Anchoring,
+        adapter: Adapter | None = None,
+        *,
+        clears_store: bool,
+    ):
+        super().__init__(folder, store, key, anchoring, adapter)
+        self._clears_store = clears_store
+
+    def write(self, number: int, step: int, parent: int | None, tensors: Mapping[str, Tensor]) -> Version:
+        version = super().write(number, step, parent, tensors)
+        self.keep([number])
+        if self._clears_store and number % EVERY == 0:
+            assert self.store is not None
+            collect(self.store, [number], self._opened)
+        return version
+
+    def _opened(self, sealed: bytes) -> Manifest:
+        assert self.key is not None
+        return Manifest.decode(open_sealed(sealed, [self.key.public]))

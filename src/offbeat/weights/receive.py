@@ -1,65 +1,137 @@
-"""Brings published versions onto this machine, as what changed since one that is here where that can be.
+"""Fetches published versions onto this machine, as the changes since a version that is here where that is possible.
 
-A version's manifest must be signed by a key that we trust and be the one that the ledger names. Its bases are walked
-back to a version that is here or to a full one; the pieces on the way are fetched (`offbeat.weights.incoming`), and the
-new version is built beside the old ones, verified, flushed and renamed (`offbeat.weights.assemble`). A base that turns
-out to be unfit is left out: then the walk goes back to the full one. Where no chain of pieces leads to a version any
-more, a copy of its whole file takes their place, if there is somebody to ask for one.
+A version's manifest must be signed by a trusted key and be the one that the ledger names. Its bases are followed back
+to a version that is here or to a full one; the pieces on the way are downloaded (`offbeat.weights.download`), and the
+new version is assembled beside the old ones, verified, flushed and renamed (`offbeat.weights.assemble`). If a local
+base proves unfit, the chain goes back to the full version. A version without a manifest, or whose chain of pieces is
+gone, is downloaded as whole files, if there is a source of them.
 
-Guarantees: what `fetch` returns is bit by bit what was published, or it raises an error that names the version; a
-process killed at any moment leaves every earlier version whole, and its successor goes on with the bytes that are
-there; nothing that came from a source is believed unless its digest is the one that a signed manifest names. The folder
-belongs to one worker; peers may read the pieces in it.
+Guarantees: `fetch` returns a version that is bit by bit the published one, or raises an error that names it; a process
+killed at any moment leaves every earlier version whole, and its successor resumes from the bytes that are there;
+nothing from a source is used unless its digest follows from a signed manifest or from the ledger. The folder belongs to
+one worker; peers may read the pieces in it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import re
+import shutil
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from offbeat.crash import crash_here
+from blake3 import blake3
+
 from offbeat.errors import OffbeatError
 from offbeat.files import fsync_file, remedy, replace_folder
+from offbeat.testing.crash_points import crash_here
+from offbeat.waiting import in_thread
 from offbeat.weights.assemble import assemble
-from offbeat.weights.background import in_thread
-from offbeat.weights.digest import file_digest
-from offbeat.weights.folder import FILE_NAME
-from offbeat.weights.incoming import MAX_ATTEMPTS, Incoming
+from offbeat.weights.download import MAX_ATTEMPTS, PieceDownloader, Sources
 from offbeat.weights.manifest import Kind, Manifest, ManifestError
-from offbeat.weights.pieces import PieceDamaged, PieceMissing
-from offbeat.weights.shelf import Shelf
-from offbeat.weights.sources import Sources
-from offbeat.weights.verify import WeightsError
-from offbeat.weights.version import Version
-
-__all__ = ["Figures", "Receiver", "Sources"]
+from offbeat.weights.piece_store import PieceDamaged, PieceMissing
+from offbeat.weights.version import Version, WeightsError, folder_digest, weights_file
 
 log = logging.getLogger(__name__)
 
+FOLDER = re.compile(r"\d{8,}-[0-9a-f]{16}")
 NUM_KEPT = 3
-"""The one that is served, the one before it that engines may still read, and one to spare."""
+"""The version served, the one before it that engines may still read, and one to spare."""
 COPY = "copy"
-"""The kind of what comes as a whole file, beside those of manifests."""
-NO_WAY = (PieceMissing, PieceDamaged, ManifestError, WeightsError)
-"""What says that a version cannot be had in this way; anything else, such as a line that is down, ends the attempt."""
+"""Key of `ReceiveFigures.num_bytes` for whole files, beside the kinds of manifests."""
+UNAVAILABLE = (PieceMissing, PieceDamaged, ManifestError, WeightsError)
+"""Errors after which another way to the version is tried; others, such as a broken connection, end the attempt."""
 Copy = Callable[[int, Path], Awaitable[None]]
-"""Fills a file with a version's whole file, by number, going on from what is there."""
+"""Downloads the files of a version, by number, into a folder, resuming from what is there."""
+
+
+class VersionCache:
+    """Whole versions in a folder of this machine. All methods but `path_of` touch the disk: call them in a thread.
+
+    A version's folder is renamed into place once it is written, flushed and verified. Folders are named by number and
+    digest, so that another run's versions are never mistaken for ours. A folder left by an earlier process, or changed
+    since, is hashed once before it is used.
+    """
+
+    def __init__(self, folder: Path, num_kept: int):
+        self.folder, self._num_kept = folder.absolute(), num_kept
+        self._verified: dict[Path, list[tuple[int, int, int]]] = {}
+        """Inode, size and time of the files of each verified version; the one requested last comes last."""
+
+    def path_of(self, number: int, digest: str) -> Path:
+        return self.folder / f"{number:08d}-{blake3(digest.encode()).hexdigest()[:16]}"
+
+    def numbers(self) -> list[int]:
+        """Numbers of the versions that are here, by the names of their folders."""
+        return [int(path.name.partition("-")[0]) for path in self.folder.glob("[0-9]*") if FOLDER.fullmatch(path.name)]
+
+    def holds(self, path: Path, digest: str) -> bool:
+        """Whether the published version is at `path`; a damaged one is deleted."""
+        if not path.exists():
+            return False
+        try:
+            status = _file_status(path)
+            if self._verified.pop(path, None) != status and folder_digest(path) != digest:
+                raise ValueError("its digest is not the published one")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s: damaged on this disk, deleted: %s", weights_file(path), " ".join(str(error).split()))
+            self.discard(path)
+            return False
+        self._verified[path] = status
+        return True
+
+    def mark_verified(self, path: Path) -> None:
+        self._verified.pop(path, None)
+        self._verified[path] = _file_status(path)
+
+    def invalidate(self, path: Path) -> None:
+        """Has the version hashed again before its next use."""
+        self._verified.pop(path, None)
+
+    def discard(self, path: Path) -> None:
+        self._verified.pop(path, None)
+        doomed = path.with_name(f".{path.name}.old.draft")  # a kill while deleting leaves no half with the real name
+        shutil.rmtree(doomed, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def forget(self, needs: Mapping[Path, Path]) -> set[Path]:
+        """Keeps the versions requested last, then an earlier process's newest, and the bases that those need; returns
+        what it kept."""
+        requested = {path: rank for rank, path in enumerate(self._verified, start=1)}
+        found = [path for path in self.folder.iterdir() if FOLDER.fullmatch(path.name)]
+        found.sort(key=lambda path: (requested.get(path, 0), path.name), reverse=True)
+        kept = set(found[: self._num_kept])
+        kept |= {needs[path] for path in kept if path in needs}
+        for path in found:
+            if path not in kept:
+                self.discard(path)
+        for draft in self.folder.glob(".*.draft"):  # of versions that were given up
+            shutil.rmtree(draft, ignore_errors=True)
+        return kept
+
+
+def _file_status(folder: Path) -> list[tuple[int, int, int]]:
+    found = [os.stat(file) for file in sorted(folder.iterdir())]
+    return [(file.st_ino, file.st_size, file.st_mtime_ns) for file in found]
 
 
 @dataclass
-class Figures:
-    """What bringing one version took."""
+class ReceiveFigures:
+    """Cost of fetching one version."""
 
     number: int
     num_bytes: Counter[str] = field(default_factory=Counter)
-    """Fetched, by the kind of version that they belong to, or as a copy."""
+    """Bytes downloaded, by the kind of version that they belong to, or as whole files."""
     num_applied: int = 0
-    """Versions that were applied one after the other; 0: it is a copy."""
+    """Versions assembled one after the other; 0: it came as whole files."""
     fetch_s: float = 0.0
     apply_s: float = 0.0
 
@@ -76,174 +148,192 @@ class Receiver:
         *,
         copy: Copy | None = None,
         has_base: Callable[[str], bool] = lambda digest: False,
-        report: Callable[[Figures], None] = lambda figures: None,
+        report: Callable[[ReceiveFigures], None] = lambda figures: None,
         arrived: Callable[[], None] = lambda: None,
     ):
-        """`copy` is the way out where pieces are gone; `has_base` says, by its digest, whether whoever serves adapters
-        has their base already; `report` is told what each version took, and `arrived` when there is something new in
-        `incoming.store` for peers."""
-        self.shelf = Shelf(folder, num_kept)
-        self.incoming = Incoming(self.shelf.folder, sources, trusted, arrived)
+        """`copy` downloads whole files where there are no pieces. The base of an adapter is fetched unless `has_base`,
+        given its digest, says that the engine has it. `report` gets the figures of each version; `arrived` is called
+        when there is something new in `downloads.store` for peers."""
+        self.cache = VersionCache(folder, num_kept)
+        self.downloads = PieceDownloader(self.cache.folder, sources, trusted, arrived)
         self._copy, self._has_base, self._report = copy, has_base, report
         self._lock = asyncio.Lock()
 
     async def fetch(self, version: Version) -> Version:
         """The same version, verified, with its files here; at once where they are."""
-        if not version.manifest:
-            raise OffbeatError(
-                f"version {version.number}: published without a manifest; run the same Offbeat on all machines"
-            )
         async with self._lock:
             try:
-                place, base = await self._bring(version)
+                path, base = await self._fetch(version)
                 await in_thread(self._forget)
             except OSError as error:
                 if isinstance(error, (OffbeatError, ConnectionError, TimeoutError)):
                     raise
                 raise OffbeatError(
-                    f"version {version.number}: cannot be written to {self.shelf.folder}: {error.strerror or error}; "
+                    f"version {version.number}: cannot be written to {self.cache.folder}: {error.strerror or error}; "
                     f"{remedy(error)}, then start the worker again"
                 ) from error
-            return replace(version, path=place, base=base)
+            return replace(version, path=path, base=base)
 
     async def discard(self, version: Version) -> None:
-        """Forgets a version that somebody found to be damaged, so that it is fetched anew."""
+        """Deletes a version that proved damaged, so that it is fetched anew."""
         async with self._lock:
-            await in_thread(self.shelf.discard, self.shelf.place(version.number, version.digest))
+            await in_thread(self.cache.discard, self.cache.path_of(version.number, version.digest))
 
-    async def _bring(self, version: Version) -> tuple[Path, Path | None]:
-        """A version's place, and that of what it stands on, where that was fetched, too."""
+    async def _fetch(self, version: Version) -> tuple[Path, Path | None]:
+        """Paths of a version and of the base of an adapter, where that was fetched, too."""
+        if not version.manifest:
+            return await self._ensure_files(version), None
         base = None
         try:
-            manifest = await self.incoming.manifest(version.number, version.digest, version.manifest)
+            manifest = await self.downloads.manifest(version.number, version.digest, version.manifest)
             if manifest.step != version.step:
                 raise ManifestError(f"the manifest is that of step {manifest.step}, not {version.step}")
             found = manifest.base if manifest.kind is Kind.ADAPTER else None
             if found is not None and not await in_thread(self._has_base, found.digest):
-                base = await self.incoming.manifest(found.number, found.digest, found.manifest or "")
-        except NO_WAY as error:
+                base = await self.downloads.manifest(found.number, found.digest, found.manifest or "")
+        except UNAVAILABLE as error:
             raise WeightsError(f"version {version.number}: no manifest that can be trusted: {error}") from error
         crash_here("manifest-kept")
-        ground = None if base is None else await self._ensure(base)  # an adapter is nothing without it
-        return await self._ensure(manifest), ground
+        base_path = None if base is None else await self._ensure(base)
+        return await self._ensure(manifest), base_path
+
+    async def _ensure_files(self, version: Version) -> Path:
+        """Path of a version that was published without a manifest."""
+        path = self.cache.path_of(version.number, version.digest)
+        if await in_thread(self.cache.holds, path, version.digest):
+            return path
+        if self._copy is None:
+            raise OffbeatError(
+                f"version {version.number}: published without a manifest; run the same Offbeat on all machines"
+            )
+        figures = ReceiveFigures(version.number)
+        try:
+            await self._fetch_files(version.digest, path, self._copy, figures)
+        except UNAVAILABLE as error:
+            raise WeightsError(f"version {version.number} cannot be had: {error}") from error
+        self.cache.mark_verified(path)
+        self._report(figures)
+        return path
 
     async def _ensure(self, manifest: Manifest) -> Path:
-        """A version's place, with the version in it."""
-        place = self.shelf.place(manifest.number, manifest.digest)
-        if await in_thread(self.shelf.holds, place, manifest.digest):
-            return place
-        figures = Figures(manifest.number)
+        """Path of a version, which is assembled unless it is here."""
+        path = self.cache.path_of(manifest.number, manifest.digest)
+        if await in_thread(self.cache.holds, path, manifest.digest):
+            return path
+        figures = ReceiveFigures(manifest.number)
         try:
-            await self._build(manifest, place, figures)
-        except NO_WAY as error:
+            await self._assemble(manifest, path, figures)
+        except UNAVAILABLE as error:
             if self._copy is None or manifest.kind is Kind.ADAPTER:
                 raise WeightsError(f"version {manifest.number} cannot be had: {error}") from error
             log.warning("version %d: fetched as a whole file: %s", manifest.number, error)
             try:
-                await self._take_copy(manifest, place, self._copy, figures)
-            except NO_WAY as other:
+                await self._fetch_files(manifest.digest, path, self._copy, figures)
+            except UNAVAILABLE as other:
                 raise WeightsError(
                     f"version {manifest.number} cannot be had: {error}; nor as a whole file: {other}"
                 ) from other
-        self.shelf.admit(place)
+        self.cache.mark_verified(path)
         crash_here("version-built")
         self._report(figures)
-        return place
+        return path
 
-    async def _build(self, manifest: Manifest, place: Path, figures: Figures) -> None:
-        """Upon a base that is here; should that prove unfit, from the ground."""
-        chain, base = await self._walk(manifest, is_base_welcome=True)
+    async def _assemble(self, manifest: Manifest, path: Path, figures: ReceiveFigures) -> None:
+        """Assembles a version on a base that is here or, if that proves unfit, from the full one."""
+        chain, base = await self._chain(manifest, may_use_local=True)
         try:
-            return await self._apply(chain, base, place, figures)
+            return await self._apply(chain, base, path, figures)
         except WeightsError as error:
             if base is None:
                 raise
-            log.warning("version %d: built anew without %s: %s", manifest.number, base.name, error)
-            self.shelf.doubt(base)
-        chain, _ = await self._walk(manifest, is_base_welcome=False)
-        await self._apply(chain, None, place, figures)
+            log.warning("version %d: assembled anew without %s: %s", manifest.number, base.name, error)
+            self.cache.invalidate(base)
+        chain, _ = await self._chain(manifest, may_use_local=False)
+        await self._apply(chain, None, path, figures)
 
-    async def _walk(self, manifest: Manifest, *, is_base_welcome: bool) -> tuple[list[Manifest], Path | None]:
-        """The versions to apply, in order, and the place of the one that the first stands on: a version that is here,
-        or none, where the first is full."""
-        oldest = min(await in_thread(self.shelf.numbers), default=manifest.number) if is_base_welcome else None
+    async def _chain(self, manifest: Manifest, *, may_use_local: bool) -> tuple[list[Manifest], Path | None]:
+        """The versions to apply, in order, and the path of the local version under the first; None: that is full."""
+        oldest = min(await in_thread(self.cache.numbers), default=manifest.number) if may_use_local else None
         chain = [manifest]
         while chain[0].kind is Kind.DELTA and (base := chain[0].base) is not None:
-            place = self.shelf.place(base.number, base.digest)
-            if is_base_welcome and await in_thread(self.shelf.holds, place, base.digest):
-                return chain, place
-            chain.insert(0, await self.incoming.manifest(base.number, base.digest))
+            path = self.cache.path_of(base.number, base.digest)
+            if may_use_local and await in_thread(self.cache.holds, path, base.digest):
+                return chain, path
+            chain.insert(0, await self.downloads.manifest(base.number, base.digest))
         if oldest is not None and oldest < chain[0].number:
-            return await self._by_twin(chain, oldest)
+            return await self._chain_past_anchor(chain, oldest)
         return chain, None
 
-    async def _by_twin(self, chain: list[Manifest], oldest: int) -> tuple[list[Manifest], Path | None]:
-        """A chain that begins with an anchor, by what changed in it instead, where that leads to a version that is
-        here over fewer bytes. What is older than all that is here is not looked at."""
+    async def _chain_past_anchor(self, chain: list[Manifest], oldest: int) -> tuple[list[Manifest], Path | None]:
+        """Replaces the anchor that begins a chain by its delta manifest, and those before it, where that leads to a
+        local version over fewer bytes. Versions older than `oldest`, all that is here, are not considered."""
         anchor, found = chain[0], chain[0]
-        line: list[Manifest] = []
+        deltas: list[Manifest] = []
         while found.delta is not None or found.kind is Kind.DELTA:
             if found.delta is not None:
-                found = await self.incoming.manifest(found.number, found.digest, found.delta)
-            line.insert(0, found)
-            if found.base is None or found.base.number < oldest or _weight(line) >= anchor.num_coded_bytes:
+                found = await self.downloads.manifest(found.number, found.digest, found.delta)
+            deltas.insert(0, found)
+            num_bytes = sum(manifest.num_coded_bytes for manifest in deltas)
+            if found.base is None or found.base.number < oldest or num_bytes >= anchor.num_coded_bytes:
                 break
-            place = self.shelf.place(found.base.number, found.base.digest)
-            if await in_thread(self.shelf.holds, place, found.base.digest):
-                return [*line, *chain[1:]], place
-            found = await self.incoming.manifest(found.base.number, found.base.digest)
+            path = self.cache.path_of(found.base.number, found.base.digest)
+            if await in_thread(self.cache.holds, path, found.base.digest):
+                return [*deltas, *chain[1:]], path
+            found = await self.downloads.manifest(found.base.number, found.base.digest)
         return chain, None
 
-    async def _apply(self, chain: list[Manifest], base: Path | None, place: Path, figures: Figures) -> None:
+    async def _apply(self, chain: list[Manifest], base: Path | None, path: Path, figures: ReceiveFigures) -> None:
         started_s = time.monotonic()
-        figures.num_bytes += await self.incoming.pieces(chain)
+        figures.num_bytes += await self.downloads.pieces(chain)
         figures.num_applied = len(chain)
         crash_here("pieces-fetched")
         fetched_s = time.monotonic()
         figures.fetch_s += fetched_s - started_s
-        await in_thread(assemble, chain, base, self.incoming.read, place)
+        await in_thread(assemble, chain, base, self.downloads.read, path)
         figures.apply_s += time.monotonic() - fetched_s
 
-    async def _take_copy(self, manifest: Manifest, place: Path, copy: Copy, figures: Figures) -> None:
-        file, started_s = place.with_name(f".{place.name}.copy.draft") / FILE_NAME, time.monotonic()
+    async def _fetch_files(self, digest: str, path: Path, copy: Copy, figures: ReceiveFigures) -> None:
+        """Downloads a version as whole files."""
+        draft, started_s = path.with_name(f".{path.name}.copy.draft"), time.monotonic()
         figures.num_applied = 0
         for _ in range(MAX_ATTEMPTS):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            have = file.stat().st_size if file.exists() else 0
-            await copy(manifest.number, file)
-            figures.num_bytes[COPY] += max(file.stat().st_size - have, 0)
-            if await in_thread(_put_copy, file, manifest.digest, place):
+            draft.mkdir(parents=True, exist_ok=True)
+            num_before = _num_bytes(draft)
+            await copy(figures.number, draft)
+            figures.num_bytes[COPY] += max(_num_bytes(draft) - num_before, 0)
+            if await in_thread(_put_in_place, draft, digest, path):
                 figures.fetch_s += time.monotonic() - started_s
                 return
-            log.warning("version %d: its whole file arrived damaged", manifest.number)
+            log.warning("version %d: its whole files arrived damaged", figures.number)
         raise WeightsError(f"it arrived damaged {MAX_ATTEMPTS} times")
 
     def _forget(self) -> None:
-        """Keeps a few versions, what the adapters among them stand on, and their pieces, which peers may ask for."""
-        known = self.incoming.known()
-        places = {entry: self.shelf.place(found.number, found.digest) for entry, found in known.items()}
+        """Keeps a few versions, the bases of the adapters among them, and their pieces, which peers may ask for."""
+        known = self.downloads.known()
+        paths = {entry: self.cache.path_of(found.number, found.digest) for entry, found in known.items()}
         needs = {
-            places[entry]: self.shelf.place(found.base.number, found.base.digest)
+            paths[entry]: self.cache.path_of(found.base.number, found.base.digest)
             for entry, found in known.items()
             if found.kind is Kind.ADAPTER and found.base is not None
         }
-        kept = self.shelf.forget(needs)
+        kept = self.cache.forget(needs)
         crash_here("half-forgotten")
-        self.incoming.forget([entry for entry, place in places.items() if place not in kept])
+        self.downloads.forget([entry for entry, path in paths.items() if path not in kept])
 
 
-def _weight(chain: list[Manifest]) -> int:
-    return sum(manifest.num_coded_bytes for manifest in chain)
+def _num_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def _put_copy(file: Path, digest: str, place: Path) -> bool:
-    """Gives a whole file its place if it is right, and deletes it otherwise."""
+def _put_in_place(draft: Path, digest: str, path: Path) -> bool:
+    """Renames a folder of whole files if its digest is right, and deletes it otherwise."""
     try:
-        if file_digest(file) != digest:
+        if folder_digest(draft) != digest:
             raise ValueError("another digest")
-    except (ValueError, KeyError, TypeError):
-        file.unlink()
+    except (ValueError, KeyError, TypeError, FileNotFoundError):
+        shutil.rmtree(draft)
         return False
-    fsync_file(file)
-    replace_folder(file.parent, place)
+    for file in draft.iterdir():
+        fsync_file(file)
+    replace_folder(draft, path)
     return True

@@ -1,8 +1,8 @@
-"""Who published a version: a trainer's Ed25519 key, and the manifests that it has signed.
+"""Signatures of manifests with a trainer's Ed25519 key.
 
 A sealed manifest is two lines: the canonical manifest, and the public key with its signature of that line. Guarantees:
-`open_sealed` returns bytes that the holder of a trusted key has signed, or raises; a key file is readable by its owner
-alone, whole or not there, and processes that create it at the same time end up with the same key.
+`open_sealed` returns bytes that a trusted key has signed, or raises; a key file is readable by its owner alone, whole
+or not there, and processes that create it at the same time end up with the same key.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
 OTHERS = 0o077
-"""The rights of everyone but a file's owner."""
+"""Permissions of all but a file's owner."""
 
 
 class SigningKey:
-    """A private key; `public` is what others know it by."""
+    """A private key; `public` identifies it."""
 
     def __init__(self, secret: bytes):
         self._secret = Ed25519PrivateKey.from_private_bytes(secret)
@@ -45,7 +45,7 @@ class SigningKey:
 
     @staticmethod
     def load_or_create(path: Path) -> SigningKey:
-        """The key in a file, which is made with a new one where there is none."""
+        """The key in a file, which is created with a new key where there is none."""
         try:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ class SigningKey:
 
 
 def verify(public: str, data: bytes, signature: str) -> bool:
-    """Whether the holder of a key has signed these very bytes."""
+    """Whether `signature` of these bytes is by the key `public`."""
     try:
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)).verify(bytes.fromhex(signature), data)
     except (InvalidSignature, ValueError):  # ValueError: not a key or a signature at all
@@ -85,7 +85,7 @@ def seal(manifest_bytes: bytes, key: SigningKey) -> bytes:
 
 
 def open_sealed(data: bytes, trusted: Collection[str]) -> bytes:
-    """The manifest's bytes, which one of the trusted keys has signed; else raises `ManifestError`."""
+    """The manifest's bytes; raises `ManifestError` unless one of the trusted keys signed them."""
     assert not isinstance(trusted, str), "several keys, not the letters of one"
     key = signer(data)
     if key not in trusted:
@@ -95,7 +95,7 @@ def open_sealed(data: bytes, trusted: Collection[str]) -> bytes:
 
 
 def signer(data: bytes) -> str:
-    """The key that has signed a sealed manifest, trusted or not; raises `ManifestError` unless it really has."""
+    """The key in a seal, trusted or not; raises `ManifestError` unless it signed the manifest."""
     lines = bytes(data).split(b"\n")
     if len(lines) != 3 or lines[2]:
         raise ManifestError("not a sealed manifest: those are two lines; it may have been cut short")
@@ -122,7 +122,7 @@ def _parsed(text: bytes) -> bytes:
 
 
 def _hide(path: Path) -> None:
-    """A key that came with a copied folder may have lost its protection on the way."""
+    """Makes a key file private: one in a copied folder may have lost its mode."""
     mode = path.stat().st_mode
     if mode & OTHERS:
         log.warning("%s: others could read this signing key; from now on its owner alone can", path)

@@ -1,9 +1,22 @@
-"""What a version is, for those who only talk about weights and never hold them."""
+"""Versions: their records, their folders on disk, adapters, and verification. No torch here."""
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat.errors import OffbeatError
+from offbeat.files import replace_folder
+from offbeat.weights.digest import adapter_digest, file_digest
+from offbeat.weights.safetensor_file import file_metadata
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -17,6 +30,109 @@ class Version:
     digest: str
     path: Path
     manifest: str = ""
-    """The digest of its manifest; none where it was published as a whole file alone."""
+    """The digest of its manifest; "": it was published as files alone."""
     base: Path | None = None
-    """Where what an adapter stands on was put on this machine; None: nowhere, for whoever serves it has it already."""
+    """Local path of the adapter's base weights; None if the engine already has them."""
+
+
+FILE_NAME = "model.safetensors"
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""Files of an adapter's folder, as peft names them."""
+
+
+def weights_file(folder: Path) -> Path:
+    """The file with a version's tensors, or with an adapter's."""
+    adapter = folder / ADAPTER_FILE
+    return adapter if adapter.is_file() else folder / FILE_NAME
+
+
+class WeightFolder:
+    """One sub-folder per version, named by its number."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder.absolute()  # readers may have another working directory
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"{number:08d}"
+
+    def keep(self, numbers: Iterable[int]) -> None:
+        """Deletes every other version."""
+        wanted = {self.path(number).name for number in numbers}
+        for folder in self.folder.glob("[0-9]*"):
+            if folder.name not in wanted:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def put_in_place(draft: Path, final: Path) -> None:
+    """Renames a finished draft to `final`, replacing what was there."""
+    try:
+        replace_folder(draft, final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        aside = final.with_name(f".{final.name}.old.draft")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(final, aside)
+        replace_folder(draft, final)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+BASE = "offbeat_base"
+"""Key of the base's digest in the metadata of an adapter's file."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The common part of all adapters of a run: a few tensors on a base that never changes.
+
+    A version's folder is what peft and vLLM read: tensors, and a configuration beside them. The tensors' file names the
+    digest of the base in its metadata; the version's digest covers base, tensors and configuration.
+    """
+
+    base: str
+    """Digest of the base weights."""
+    config: str
+    """Content of the configuration file."""
+    base_tensors: Callable[[], Mapping[str, Tensor]]
+    """The base weights, for workers that lack them."""
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {BASE: self.base}
+
+
+def base_digest(folder: Path) -> str | None:
+    """Digest of the base of the adapter in a folder; None: it holds no adapter."""
+    file = folder / ADAPTER_FILE
+    if not file.is_file():
+        return None
+    if not (found := file_metadata(file).get(BASE)):
+        raise ValueError("it does not name its base")
+    return found
+
+
+def folder_digest(folder: Path) -> str:
+    """The digest of the version in a folder; raises ValueError or OSError if it cannot be read."""
+    base, tensors = base_digest(folder), file_digest(weights_file(folder))
+    if base is None:
+        return tensors
+    return adapter_digest(base, tensors, (folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+
+
+class WeightsError(OffbeatError):
+    """Published weights are missing or are not what was published."""
+
+
+def verify(version: Version) -> None:
+    """Raises `WeightsError` unless the version on disk is the one that was published."""
+    file = weights_file(version.path)
+    if not file.is_file():
+        raise WeightsError(f"version {version.number}: {file} is missing")
+    try:
+        digest = folder_digest(version.path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(
+            f"version {version.number}: {file} cannot be read: {' '.join(str(error).split())}"
+        ) from error
+    if digest != version.digest:
+        raise WeightsError(f"version {version.number}: digest {digest[:12]} is not the published {version.digest[:12]}")

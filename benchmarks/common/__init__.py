@@ -1,0 +1,1 @@
+"""Parts that several benchmarks share; some serve tests too."""

@@ -1,0 +1,153 @@
+"""Measures one engine in process and over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.shapes import SHAPES
+from benchmarks.engines.changes import Counting, Traffic, losses, measure
+from benchmarks.engines.clients import adapter, naive
+from benchmarks.engines.findings import ADAPTER, BATCH, CHANGES, IN_PROCESS, NAIVE, STREAM, Findings, say
+from benchmarks.engines.models import Models
+from benchmarks.engines.processes import Settings, find_settings, offline, server
+from benchmarks.engines.work import Batch, Batches
+from offbeat.engines.http_calls import Server
+from offbeat.engines.http_engine import HttpEngine
+from offbeat.engines.vllm.api import FromPath, Transfer
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    shape: str
+    concurrency: int
+    num_tokens: int
+    repeats: int
+    window_s: float
+    loads_per_window: int
+    num_prompt_tokens: int = 64
+    stream_factor: int = 4
+
+
+FULL = Size("1.5b", concurrency=256, num_tokens=512, repeats=3, window_s=15.0, loads_per_window=5)
+SMALL = Size("tiny", concurrency=32, num_tokens=64, repeats=2, window_s=4.0, loads_per_window=2)
+QUICK = replace(SMALL, concurrency=8, num_tokens=32, repeats=1, window_s=2.0, loads_per_window=1)
+
+
+class Bench:
+    """One shape, one engine, everything that is measured with it."""
+
+    def __init__(self, size: Size, models: Models, kinds: Sequence[str]):
+        self.size, self.models, self.kinds = size, models, kinds
+        self.batches = Batches(size.num_prompt_tokens, models.shape.num_tokens)
+        self.findings = Findings()
+
+    def offline(self, settings: Settings, log: Path) -> None:
+        if not {BATCH, STREAM} & set(self.kinds):
+            return
+        with offline(settings, log) as engine:
+            say("vLLM in process: ready")
+            engine.run(self._warmup())
+            for kind in self._rounds():
+                self.findings.add(kind, IN_PROCESS, engine.run(self._batch(kind)))
+
+    async def started(self, settings: Settings, folder: Path, log: Path) -> None:
+        async with server(settings, folder, log) as url:
+            await self.served(url, ipc=settings.uses_ipc)
+
+    async def served(self, url: str, *, ipc: bool = False) -> None:
+        say(f"{url}: ready")
+        async with self._attached(url) as (engine, dialect):
+            self.findings.engine = engine.capabilities.fingerprint
+            if {BATCH, STREAM} & set(self.kinds):
+                await adapter(engine, self._warmup())
+            for kind in self._rounds():
+                self.findings.add(kind, ADAPTER, await adapter(engine, self._batch(kind)))
+                self.findings.add(kind, NAIVE, await asyncio.to_thread(naive, url, self._batch(kind)))
+            if CHANGES in self.kinds:
+                await self._changes(engine, dialect, ipc=ipc)
+
+    async def _changes(self, engine: HttpEngine, dialect: Counting, *, ipc: bool) -> None:
+        size = self.size
+        ways: dict[str, Transfer] = {"path": FromPath()}
+        if ipc:
+            from offbeat.engines.vllm.weights import FromGpu
+
+            ways["ipc"] = FromGpu(torch.device("cuda", 0))
+        traffic = Traffic(engine, dialect, self.batches, size.concurrency, size.num_tokens)
+        await measure(
+            traffic,
+            ways,
+            self.models.next,
+            window_s=size.window_s,
+            loads_per_window=size.loads_per_window,
+            repeats=size.repeats,
+            windows=self.findings.windows,
+        )
+        for way, found in losses(self.findings.windows).items():
+            say(f"{way}: {statistics.median(loss.lost_s for loss in found):.2f} s of generation lost a change")
+
+    @asynccontextmanager
+    async def _attached(self, url: str) -> AsyncIterator[tuple[HttpEngine, Counting]]:
+        dialect = Counting(Server(url))
+        engine = await HttpEngine.attach(dialect, worker="benchmark", num_slots=self.size.concurrency)
+        try:
+            await engine.load(self.models.next())
+            yield engine, dialect
+        finally:
+            await engine.close()
+
+    def _rounds(self) -> list[str]:
+        """The kinds of work of one session, in order: batches, then one stream."""
+        return [kind for kind in [*[BATCH] * self.size.repeats, STREAM] if kind in self.kinds]
+
+    def _batch(self, kind: str) -> Batch:
+        num_at_once = self.size.concurrency
+        num_requests = num_at_once * (self.size.stream_factor if kind == STREAM else 1)
+        return self.batches.make(num_requests, self.size.num_tokens, num_at_once)
+
+    def _warmup(self) -> Batch:
+        return self.batches.make(self.size.concurrency, max(self.size.num_tokens // 4, 1), self.size.concurrency)
+
+
+def measured(options: argparse.Namespace, size: Size, folder: Path, log: Path) -> Findings:
+    """What breaks late leaves the rest standing: a GPU's time is dear."""
+    say(f"writing two versions in the shape {size.shape} below {folder}")
+    bench = Bench(size, Models(SHAPES[size.shape], folder), options.only)
+    try:
+        measure_all(bench, options, folder, log)
+    except Exception as error:  # whatever it is, what was measured before it is good
+        if not bench.findings.rates and not bench.findings.windows:
+            raise
+        bench.findings.failure = f"{type(error).__name__}: {error}"
+    return bench.findings
+
+
+def measure_all(bench: Bench, options: argparse.Namespace, folder: Path, log: Path) -> None:
+    if options.url:
+        asyncio.run(bench.served(options.url))
+        return
+    size = bench.size
+    told = asyncio.run(
+        find_settings(
+            bench.models.folder,
+            options.python,
+            options.server_arg,
+            num_slots=size.concurrency,
+            num_prompt_tokens=size.num_prompt_tokens,
+            num_tokens=size.num_tokens,
+        )
+    )
+    bench.offline(told, log)
+    asyncio.run(bench.started(told, folder, log))
+    if not options.quick:
+        bench.offline(told, log)

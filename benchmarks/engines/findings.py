@@ -1,0 +1,90 @@
+"""Figures that the engine benchmark collects, its bars and its table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from benchmarks import report
+from benchmarks.engines.changes import Window, losses
+from benchmarks.engines.work import Done
+
+say = partial(report.say, "engines")
+TARGET = 0.85
+BAR = "adapter_over_in_process"
+"""In tokens/s of a batch."""
+IN_PROCESS, ADAPTER, NAIVE = "in process", "adapter", "naive"
+BATCH, STREAM, CHANGES = "batch", "stream", "changes"
+
+
+@dataclass
+class Findings:
+    """What was measured, by kind of work and way."""
+
+    rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    windows: list[Window] = field(default_factory=list)
+    engine: str = ""
+    failure: str = ""
+    """What ended it early."""
+
+    def add(self, kind: str, way: str, done: Done) -> None:
+        self.rates.setdefault(kind, {}).setdefault(way, []).append(done.tokens_per_s)
+        say(f"{kind}, {way}: {done.num_tokens} tokens in {done.seconds:.2f} s: {done.tokens_per_s:.0f} tokens/s")
+
+    def ratios(self, kind: str, way: str) -> list[float]:
+        """To the median in process; empty where one of the two was not measured."""
+        rates = self.rates.get(kind, {})
+        if not rates.get(IN_PROCESS):
+            return []
+        return [rate / statistics.median(rates[IN_PROCESS]) for rate in rates.get(way, ())]
+
+
+def bars_of(findings: Findings, *, decides: bool) -> dict[str, report.Bar | report.Unmeasured]:
+    ratios = findings.ratios(BATCH, ADAPTER)
+    if not ratios:
+        return {BAR: report.Unmeasured(TARGET)}
+    bar = report.at_least(TARGET, ratios, quick=False)
+    return {BAR: bar if decides else replace(bar, holds=None)}
+
+
+def rows_of(findings: Findings) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for kind, rates in findings.rates.items():
+        for way, found in rates.items():
+            ratios = findings.ratios(kind, way)
+            share = f"{statistics.median(ratios):.2f}" if ratios else ""
+            rows.append((f"tokens/s, {kind}, {way}", *spread(found, "{:.0f}"), share))
+    for way, lost in losses(findings.windows).items():
+        rows.append((f"seconds lost a change, {way}", *spread([loss.lost_s for loss in lost], "{:.2f}"), ""))
+        rows.append((f"seconds still a change, {way}", *spread([loss.still_s for loss in lost], "{:.2f}"), ""))
+        rows.append((f"seconds of a load, {way}", *spread([loss.load_s for loss in lost], "{:.2f}"), ""))
+    return rows
+
+
+def spread(values: Sequence[float], form: str) -> tuple[str, str]:
+    low, high = form.format(min(values)), form.format(max(values))
+    return form.format(statistics.median(values)), f"{low} to {high}"
+
+
+def raw_of(findings: Findings) -> dict[str, Any]:
+    kinds = [kind for kind in (BATCH, STREAM) if kind in findings.rates]
+    return {
+        "engine": findings.engine,
+        "failure": findings.failure,
+        "tokens_per_s": {kind: rounded(findings.rates[kind]) for kind in kinds},
+        "naive_over_in_process": {kind: rounded(findings.ratios(kind, NAIVE)) for kind in kinds},
+        "adapter_over_in_process": {kind: rounded(findings.ratios(kind, ADAPTER)) for kind in kinds},
+        "changes": {way: [rounded(asdict(loss)) for loss in found] for way, found in losses(findings.windows).items()},
+        "windows": [rounded(asdict(window)) for window in findings.windows],
+    }
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [rounded(inner) for inner in value]
+    return round(value, 3) if isinstance(value, float) else value

@@ -1,0 +1,187 @@
+"""The engine in processes of its own: as the server that a worker would start, and as vLLM's own `LLM` with the same
+arguments. None of either is left when its context ends: a GPU holds one engine at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.engines.work import Batch, Done, checked
+from offbeat.config.schema import Config
+from offbeat.engines.process import commands
+from offbeat.engines.process.commands import EngineMachine
+from offbeat.engines.process.endpoints import new_endpoint
+from offbeat.engines.process.server import EngineServer
+from offbeat.errors import OffbeatError, UserError
+
+SCRIPT = Path(__file__).with_name("offline.py")
+START_WITHIN_S, BATCH_WITHIN_S, END_WITHIN_S, VANISH_WITHIN_S = 600.0, 600.0, 30.0, 5.0
+ASK_WITHIN_S = 60.0
+LOG_LINES = 20
+MODULE = "-m"
+BOTH = ("--skip-tokenizer-init", "--max-num-batched-tokens", "8192")
+"""What the two would choose differently, as the server chooses it."""
+CPU = ("--enforce-eager",)
+"""Compiling a model takes a CPU longer than all that is measured on it."""
+FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+
+
+def find_vllm(python: str) -> None:
+    """Refuses an interpreter that has none."""
+    needs = "this benchmark needs an interpreter with vLLM: name it by --python, or a running server by --url"
+    try:
+        done = subprocess.run([python, "-c", FIND], env=_ours(), capture_output=True, timeout=ASK_WITHIN_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"{python}: {type(error).__name__}: {needs}") from error
+    if done.returncode != 0:
+        raise UserError(f"{python} has no vLLM: {needs}")
+
+
+def _ours() -> dict[str, str]:
+    return commands.environment(Config(), os.environ)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of an engine, as a worker's configuration would have them."""
+
+    config: Config
+    machine: EngineMachine
+    environment: Mapping[str, str]
+
+    @property
+    def uses_ipc(self) -> bool:
+        return commands.uses_ipc(self.config, self.machine, sees_gpu=torch.cuda.is_available())
+
+    def command(self, listen: Sequence[str]) -> list[str]:
+        return commands.command(self.config, self.machine, listen, ipc=self.uses_ipc)
+
+    def offline_command(self) -> list[str]:
+        """The server's words, behind the script instead of its module."""
+        python, *words = commands.command(self.config, self.machine, ())
+        return [python, str(SCRIPT), *words[words.index(MODULE) + 2 :]]
+
+
+async def find_settings(
+    model: Path, python: str, further: Sequence[str], *, num_slots: int, num_prompt_tokens: int, num_tokens: int
+) -> Settings:
+    words = [*BOTH, *(() if torch.cuda.is_available() else CPU), *further]
+    config = Config.model_validate(
+        {
+            "model": {"path": str(model), "dtype": "bfloat16"},
+            "rollout": {
+                "engine": "vllm",
+                "slots": num_slots,
+                "max_prompt_tokens": num_prompt_tokens,
+                "max_new_tokens": num_tokens,
+            },
+            "batch": {"tokens_per_microbatch": 2**20},  # nothing is trained
+            "engine": {"python": python, "arguments": words, "start_within_s": START_WITHIN_S},
+        }
+    )
+    environment = commands.environment(config, os.environ)
+    return Settings(config, await commands.probe_interpreter(config, environment), environment)
+
+
+@asynccontextmanager
+async def server(settings: Settings, folder: Path, log: Path) -> AsyncIterator[str]:
+    """A server that answers; yields its URL."""
+    started = EngineServer(
+        "vllm",
+        settings.command,
+        settings.environment,
+        new_endpoint=lambda: new_endpoint("vllm"),
+        log=log,
+        lock=folder / "engine.lock",
+        start_within_s=START_WITHIN_S,
+    )
+    try:
+        await started.start()
+        yield started.url
+    finally:
+        await started.stop()
+
+
+class Offline:
+    """vLLM's own `LLM` in a child process; see offline.py."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path):
+        self._process, self._log = process, log
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="answers", daemon=True).start()
+        self._answer(START_WITHIN_S)
+
+    def run(self, batch: Batch) -> Done:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(batch.wire()) + "\n")
+        self._process.stdin.flush()
+        return checked("in process", batch, Done(**self._answer(BATCH_WITHIN_S)))
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put("")
+
+    def _answer(self, within_s: float) -> Any:
+        try:
+            line = self._answers.get(timeout=within_s)
+        except queue.Empty:
+            line = ""
+        if not line:
+            raise OffbeatError(f"vLLM in process broke, or took over {within_s:.0f} s:\n{last_lines(self._log)}")
+        return json.loads(line)
+
+
+@contextmanager
+def offline(settings: Settings, log: Path) -> Iterator[Offline]:
+    with _process(settings.offline_command(), settings.environment, log) as process:
+        yield Offline(process, log)
+
+
+@contextmanager
+def _process(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that leads a group of its own; when the context ends, so does every one of the group."""
+    with log.open("a") as errors:
+        process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Asks all of the group to end, and kills who does not, until none is left or what is left is past being killed."""
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(END_WITHIN_S)
+    deadline_s = time.monotonic() + VANISH_WITHIN_S
+    with suppress(ProcessLookupError):
+        while time.monotonic() < deadline_s:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.poll()
+            time.sleep(0.05)
+
+
+def last_lines(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])

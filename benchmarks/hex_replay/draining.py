@@ -1,0 +1,48 @@
+"""Seconds of a rollout that starts a whole batch at once and waits for its longest answer, on cards of one kind.
+
+Every card is a replica of its own and takes an even share of the answers. Lengths are exponential, cut at the longest:
+after k tokens a share of exp(-k / mean) still runs, and no card that runs any runs less than one. A token takes one
+step of `offbeat.planner.cost.rollout_time` with the rows and the context of that moment. The integral of those steps
+over k is in closed form, so that a fit may ask for it a hundred thousand times.
+"""
+
+from __future__ import annotations
+
+import math
+
+from offbeat.planner.cost.constants import Efficiencies
+from offbeat.planner.cost.rollout_time import attention_s, matmul_s, ridge_rows
+from offbeat.planner.inputs.hardware import Accelerator
+from offbeat.planner.inputs.workload import Workload
+
+
+def drain_s(workload: Workload, card: Accelerator, figures: Efficiencies, num_cards: int) -> float:
+    """From the first token of the batch to the last of its longest answer."""
+    model, answer = workload.model, workload.answer
+    rows = max(1.0, workload.trajectories_per_step / num_cards)
+    alone = _fallen_to(1.0, rows, answer.mean, answer.longest)
+    after = answer.longest - alone
+    row_tokens = rows * _left(answer.mean, alone) + after
+    contexts = rows * _left_behind(answer.mean, alone) + after * (alone + answer.longest) / 2
+    reading_s = attention_s(model, card, figures, 1, 1, workload.prompt.mean * row_tokens + contexts)
+
+    ridge = max(1.0, ridge_rows(card, figures, model.bytes_per_weight))
+    bound = _fallen_to(ridge, rows, answer.mean, answer.longest)
+    computed_s = matmul_s(model, card, figures, 1, ridge) / ridge * rows * _left(answer.mean, bound)
+    matmuls_s = computed_s + matmul_s(model, card, figures, 1, 1) * (answer.longest - bound)
+    return matmuls_s + reading_s + figures.step_overhead_s * answer.longest
+
+
+def _fallen_to(level: float, rows: float, mean: float, longest: float) -> float:
+    """Tokens after which so few rows of a card are left."""
+    return min(longest, max(0.0, mean * math.log(rows / level)))
+
+
+def _left(mean: float, tokens: float) -> float:
+    """The share that still runs, over the first so many tokens."""
+    return mean * (1 - math.exp(-tokens / mean))
+
+
+def _left_behind(mean: float, tokens: float) -> float:
+    """The same, each token times the number of those before it."""
+    return mean * (mean - (tokens + mean) * math.exp(-tokens / mean))

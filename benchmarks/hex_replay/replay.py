@@ -1,0 +1,202 @@
+"""The cost model on AReaL-Hex's clusters, with six constants that its figures decide.
+
+The batch is unknown: 512 trajectories of about 5,000 tokens are assumed, exponentially spread and cut at the published
+27,648, because throughput times step time gives 1.7 to 3.0 million tokens. Splits of clusters of one type are unknown
+too: the best by whole nodes for a *tuned* one, half and half for a *uniform* one. So is the shape of replicas: a card
+each, which holds every one of these models.
+
+A rollout is one batch that drains (see `draining`). What a step costs whatever its rows, reading the weights and the
+overhead, is what the default constants say; what each row adds is slower by a factor of its kind of card.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from benchmarks.hex_replay.draining import drain_s
+from offbeat.planner.cost.constants import Constants, Efficiencies, FigureSource
+from offbeat.planner.cost.sync_time import copies_s
+from offbeat.planner.cost.training_time import compute_s
+from offbeat.planner.inputs.hardware import Accelerator, Inventory, Link, MachineClass
+from offbeat.planner.inputs.model_shapes import weight_bytes
+from offbeat.planner.inputs.workload import KvPolicy, LengthStatistics, ModelShape, Workload
+
+PER_NODE = 8
+H800 = Accelerator("h800", 756e12, 80e9, 2.0e12, 200e9, 50e9, 5.28, "AReaL-Hex")
+H20 = Accelerator("h20", 148e12, 96e9, 4.0e12, 450e9, 50e9, 1.85, "AReaL-Hex")
+CARDS = {card.name: card for card in (H800, H20)}
+PRICES = {"h800": 5.28, "h20": 1.85}
+MAX_H20 = 128
+"""Beyond, copies of an update take longer than more machines save."""
+SHAPES = {
+    "1.5B": ModelShape("R1-Distill-Qwen-1.5B", 28, 1536, 12, 2, 128, 8960, 151_936),
+    "7B": ModelShape("R1-Distill-Qwen-7B", 28, 3584, 28, 4, 128, 18_944, 152_064),
+    "14B": ModelShape("R1-Distill-Qwen-14B", 48, 5120, 40, 8, 128, 13_824, 152_064),
+}
+KNOWN = "7B"
+"""Where the training share is what the constants say."""
+
+
+@dataclass(frozen=True)
+class Six:
+    """What the published figures decide."""
+
+    h800_rollout: float
+    """What each row of a decode step costs by the default constants, over what it costs here."""
+    h20_rollout: float
+    h800_training: float
+    """MFU of the 7B, all communication included; of other models see `activations`."""
+    h20_training: float
+    update_start_s: float
+    """Of an update inside one type, however small."""
+    link_passes: float
+    """Beside that, it takes the weights' bytes this many times over the link inside a node."""
+
+    def constants(self, model: str) -> Constants:
+        """As the planner reads them: what goes with the rows is slower, what does not is as by default."""
+        constants = Constants()
+        flop = ideal_training_s(model, "h800") / ideal_training_s(KNOWN, "h800")
+        for name, rollout, training in (
+            ("h800", self.h800_rollout, self.h800_training),
+            ("h20", self.h20_rollout, self.h20_training),
+        ):
+            constants = constants.with_figures(
+                name,
+                FigureSource.FITTED,
+                **row_shares(rollout),
+                training_share=training * flop / activations(model),
+                tp_exposed_share=0.0,
+                dp_exposed_share=0.0,
+            )
+        return constants
+
+
+def inventory(num_h800: int, num_h20: int) -> Inventory:
+    """Machines as published: 5 GB/s between like ones, 1.5 GB/s between unlike ones."""
+    counts = {"h800": num_h800 // PER_NODE, "h20": num_h20 // PER_NODE}
+    classes = {name: MachineClass(name, CARDS[name], PER_NODE, counts[name], PRICES[name]) for name in counts}
+    links = {frozenset((one,)): Link(5e9) for one in classes} | {frozenset(classes): Link(1.5e9)}
+    return Inventory(classes, links)
+
+
+def workload(model: str) -> Workload:
+    """AReaL's mathematics with the assumed batch; its blocking update is counted by itself."""
+    return Workload(
+        SHAPES[model],
+        groups_per_step=32,
+        group_size=16,
+        prompt=LengthStatistics(300, 300**2, 1024, 0.01, 1024),
+        answer=LengthStatistics(5000, 2 * 5000**2, 20_000, 0.02, 27_648),
+        bound=8,
+        updates_per_step=4,
+        kv=KvPolicy.STALE,
+    )
+
+
+ROW_SHARES = ("gemm_share", "kv_read_share", "prefill_share", "link_share")
+"""What of the peak is reached by the parts of a step that grow with its rows."""
+
+
+def row_shares(factor: float) -> dict[str, float]:
+    """Of the defaults by one factor."""
+    return {name: factor * getattr(Efficiencies(), name) for name in ROW_SHARES}
+
+
+@cache
+def ideal_training_s(model: str, card: str) -> float:
+    """Of one card at its peak."""
+    return compute_s(workload(model), CARDS[card].flops, recompute=False)
+
+
+def activations(model: str) -> float:
+    """Of a token in all layers, over those of the 7B: what the published training seconds go with, and not FLOP."""
+    shape, known = SHAPES[model], SHAPES[KNOWN]
+    return shape.num_layers * shape.hidden / (known.num_layers * known.hidden)
+
+
+class Replay:
+    """Seconds and tokens a second of one model on the published clusters."""
+
+    def __init__(self, model: str, six: Six):
+        self.model, self.six = model, six
+        self.workload = workload(model)
+        self.tokens = self.workload.generated_tokens_per_step
+        self.figures = {card: replace(Efficiencies(), **row_shares(getattr(six, f"{card}_rollout"))) for card in CARDS}
+        self._rollouts: dict[tuple[str, int], float] = {}
+
+    def rollout_s(self, card: str, num_cards: int) -> float:
+        """Of a batch until its longest answer ends."""
+        key = card, num_cards
+        if key not in self._rollouts:
+            self._rollouts[key] = drain_s(self.workload, CARDS[card], self.figures[card], num_cards)
+        return self._rollouts[key]
+
+    def train_s(self, card: str, num_cards: int) -> float:
+        one_s = ideal_training_s(KNOWN, card) * activations(self.model) / getattr(self.six, f"{card}_training")
+        return one_s / num_cards
+
+    def update_s(self, card: str) -> float:
+        """Inside one type."""
+        sent_s = weight_bytes(SHAPES[self.model]) / CARDS[card].link_bytes_per_s
+        return self.six.update_start_s + self.six.link_passes * sent_s
+
+    def hex_update_s(self, num_h20: int) -> float:
+        """Every receiving machine takes a copy of its own over the slow link."""
+        return copies_s(self.workload, inventory(8, num_h20), "h800", "h20", num_h20 // PER_NODE)
+
+    def tuned(self, card: str, num_cards: int) -> tuple[float, float]:
+        """Rollout and training seconds of the best split by whole nodes."""
+        splits = [
+            (self.rollout_s(card, num_cards - trained), self.train_s(card, trained))
+            for trained in range(PER_NODE, num_cards, PER_NODE)
+        ]
+        return min(splits, key=max)
+
+    def hex_rate(self, num_h20: int) -> float:
+        """All H20 roll out, eight H800 train, and both wait for the update."""
+        return self.tokens / (self.hex_update_s(num_h20) + self.tokens / self.hidden_rate(num_h20))
+
+    def hidden_rate(self, num_h20: int) -> float:
+        """The same if nothing waited for an update."""
+        return self.tokens / max(self.rollout_s("h20", num_h20), self.train_s("h800", 8))
+
+    def hex_price_per_h(self, rate: float) -> float:
+        """The least of one node of H800 that trains and nodes of H20 that roll out, for so many tokens a second."""
+        enough = (num for num in range(PER_NODE, MAX_H20 + 1, PER_NODE) if self.hex_rate(num) >= rate)
+        num_h20 = next(enough, math.inf)
+        return PER_NODE * PRICES["h800"] + num_h20 * PRICES["h20"]
+
+    def tuned_rate(self, card: str, num_cards: int) -> float:
+        return self.tokens / (self.update_s(card) + max(self.tuned(card, num_cards)))
+
+    def predict(self, name: str) -> float:
+        return PREDICTIONS[name](self)
+
+
+PREDICTIONS: dict[str, Callable[[Replay], float]] = {
+    "update s, H800": lambda replay: replay.update_s("h800"),
+    "update s, H20": lambda replay: replay.update_s("h20"),
+    "update s, Hex": lambda replay: replay.hex_update_s(48),
+    "tokens/s, 24 H800 uniform": lambda replay: (
+        replay.tokens / (replay.update_s("h800") + max(replay.rollout_s("h800", 12), replay.train_s("h800", 12)))
+    ),
+    "tokens/s, 24 H800 tuned": lambda replay: replay.tuned_rate("h800", 24),
+    "tokens/s, 8 H800 + 24 H20": lambda replay: replay.hex_rate(24),
+    "tokens/s, 64 H20": lambda replay: replay.tuned_rate("h20", 64),
+    "tokens/s, 8 H800 + 48 H20": lambda replay: replay.hex_rate(48),
+    "step s, 64 H20": lambda replay: max(replay.tuned("h20", 64)),
+    "rollout s, 24 H800": lambda replay: replay.tuned("h800", 24)[0],
+    "training s, 24 H800": lambda replay: replay.tuned("h800", 24)[1],
+    "rollout s, 8 H800 + 48 H20": lambda replay: replay.rollout_s("h20", 48),
+    "training s, 8 H800 + 48 H20": lambda replay: replay.train_s("h800", 8),
+    "rollout s, 32 H800": lambda replay: replay.tuned("h800", 32)[0],
+    "training s, 32 H800": lambda replay: replay.tuned("h800", 32)[1],
+    "rollout s, 88 H20": lambda replay: replay.tuned("h20", 88)[0],
+    "training s, 88 H20": lambda replay: replay.tuned("h20", 88)[1],
+    "rollout s, 24 H800 + 24 H20": lambda replay: replay.rollout_s("h20", 24),
+    "training s, 24 H800 + 24 H20": lambda replay: replay.train_s("h800", 24),
+}
+"""By the names of the published figures."""

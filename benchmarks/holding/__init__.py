@@ -1,1 +1,0 @@
-"""Parts of `benchmarks.staleness`: lessons whose data is held back."""

@@ -1,1 +1,0 @@
-"""Slow lines on one machine, without privileges."""

@@ -1,1 +1,0 @@
-"""Other systems, each run in an environment of its own."""

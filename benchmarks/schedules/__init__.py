@@ -1,1 +1,0 @@
-"""What `async_vs_sequential` compares: schedules at a modelled pace, and what they learn."""

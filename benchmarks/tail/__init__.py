@@ -1,1 +1,0 @@
-"""Schedules of rollouts with a long tail of lengths, compared on one engine: see `benchmarks.partial`."""

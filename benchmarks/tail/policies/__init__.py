@@ -1,1 +1,0 @@
-"""Who runs what, and when a step ends: one file a policy, all on the same floor (`benchmarks.tail.rollouts`)."""

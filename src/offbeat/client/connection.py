@@ -1,0 +1,327 @@
+"""A caller's connection to the coordinator: every request has a deadline, and is retried until it is answered.
+
+Calls are idempotent or fenced, so a retry is always safe. Every body carries its digest, in both directions. Temporary
+failures (429, 5xx, a body that was too slow or damaged in transit, a broken connection) are retried with growing,
+jittered pauses, for as long as `patience_s`; so are answers of a proxy or a captive portal, which lack the digest. Any
+other refusal is raised as the error that it was on the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from offbeat.client import wire
+from offbeat.errors import DeadlineError, OffbeatError, RunOver, RunStopped, UserError
+from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
+from offbeat.net import is_loopback
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ERRORS: dict[int, type[OffbeatError]] = {
+    **dict.fromkeys((400, 413, 415, 422), Refused),
+    401: UserError,
+    403: Forbidden,
+    404: Unknown,
+    409: Conflict,
+    410: Fenced,
+}
+BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
+AGAIN = (408, 429)
+"""Statuses that are retried, besides 5xx other than 504: there the coordinator waited in vain, and names the cause."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 15.0
+MAX_RETRY_AFTER_S = 60.0
+"""Cap on Retry-After: its sender may be no coordinator."""
+WORTH_A_WARNING_S = 60.0
+"""Waiting time from which retries are warnings; before that a coordinator may just be restarting."""
+REQUEST_WITHIN_S = 60.0
+"""Time limit of a call, beyond the wait that it asks for."""
+STREAM_WITHIN_S = 3600.0
+"""Time limit of a file, whose download then resumes."""
+SILENCE_S = 60.0
+MAX_CONNECTIONS = 64
+IDLE_S = 30.0
+"""Shorter than the server's, so that no call uses a connection that is being closed."""
+COMPRESS_FROM_BYTES = 1024
+MAX_ANSWER_BYTES = 16 * 1024**3
+"""The coordinator is trusted; a batch may be large."""
+MAX_ERROR_BYTES = 64 * 1024
+"""Longest error that is read; an HTML page may be longer, and means nothing."""
+LARGE_BYTES = 256 * 1024
+"""From this size on, work on a body would delay heartbeats and is done on another thread."""
+
+
+class DamagedInTransit(ConnectionError):
+    """An answer that was damaged, or is not the coordinator's at all; the call is retried."""
+
+
+class Connection:
+    """Calls one URL, as one worker once `secret` is set."""
+
+    def __init__(
+        self,
+        url: str,
+        secret: str | None = None,
+        *,
+        ca_file: Path | None = None,
+        patience_s: float | None = None,
+        allow_plain: bool = False,
+    ):
+        self.url, self.secret, self.patience_s = url.rstrip("/"), secret, patience_s
+        self.generation = 0
+        """Generation of a trainer that has reconciled."""
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"{url!r}: not the URL of a coordinator; it looks like https://host:port")
+        self.is_local = is_loopback(parts.hostname)
+        if parts.scheme == "http" and not self.is_local and not allow_plain:
+            raise UserError(
+                f"{url}: the secret would cross the network in the clear; use https, or --allow-plain within a private "
+                "network"
+            )
+        self._tls = _tls(ca_file) if parts.scheme == "https" else True
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # --- calls ---
+
+    async def call(
+        self, path: str, record: Any, answer: type[T], *, wait_s: float = 0.0, secret: str | None = None
+    ) -> T:
+        """POSTs a record and returns the answer; the coordinator may wait up to `wait_s`. `secret` replaces the
+        connection's own, as a token does before there is one."""
+        within_s = wait_s + REQUEST_WITHIN_S
+        return self.decoded(
+            await self.send("POST", path, wire.encode(record), within_s=within_s, secret=secret), answer
+        )
+
+    async def post(self, path: str, record: Any) -> None:
+        """POSTs a record whose answer is empty."""
+        await self.send("POST", path, wire.encode(record))
+
+    async def get(self, path: str, answer: type[T]) -> T:
+        return self.decoded(await self.send("GET", path), answer)
+
+    def decoded(self, data: bytes, answer: type[T]) -> T:
+        try:
+            return wire.decode(data, answer)
+        except wire.Malformed as error:
+            raise OffbeatError(f"{self.url}: an answer that cannot be read ({error}); use the same Offbeat") from error
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        within_s: float = REQUEST_WITHIN_S,
+        secret: str | None = None,
+    ) -> bytes:
+        """Makes a call with a body of msgpack or none until it is answered; returns the answer's body."""
+        headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+        if body is not None:
+            headers["Content-Type"] = wire.MSGPACK
+            if len(body) >= COMPRESS_FROM_BYTES and not self.is_local:
+                body = await _on_bytes(body, wire.compress)
+                headers["Content-Encoding"] = wire.ZSTD
+            headers[wire.CONTENT_DIGEST] = await _on_bytes(body, wire.content_digest)
+        return await self._answered(method, path, headers, body, within_s)
+
+    async def put(self, path: str, data: bytes, digest: bytes) -> None:
+        """Sends bytes with this digest, until they have arrived."""
+        headers = {"Content-Type": wire.OCTETS, wire.CONTENT_DIGEST: wire.digest_header(digest)}
+        await self._answered("PUT", path, headers, data, STREAM_WITHIN_S)
+
+    async def _answered(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, within_s: float
+    ) -> bytes:
+        """The body of the coordinator's answer, whole and undamaged."""
+        retry = self.retry(f"{method} {path}")
+        while True:
+            try:
+                async with self._good(method, path, headers, body, within_s, retry) as response:
+                    return await self._read(response, f"{method} {path}")
+            except OffbeatError:
+                raise
+            except BROKEN as error:
+                await retry.pause(_in_words(error))
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self, path: str, headers: Mapping[str, str], *, within_s: float = STREAM_WITHIN_S
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A file whose bytes are yet to be read; the reader handles errors of that."""
+        async with self._good("GET", path, headers, None, within_s, self.retry(f"GET {path}")) as response:
+            if response.content_type != wire.OCTETS:
+                raise DamagedInTransit(
+                    f"{response.content_type} came in place of a file; something on the way answers for the coordinator"
+                )
+            yield response
+
+    @contextlib.asynccontextmanager
+    async def _good(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, within_s: float, retry: Retry
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A successful answer whose body is yet to be read."""
+        while True:
+            try:
+                response = await self._request(method, path, headers, body, within_s)
+            except aiohttp.ClientConnectorCertificateError as error:  # no retry changes the certificate
+                raise UserError(
+                    f"{self.url}: its certificate cannot be verified ({error.certificate_error}); if it is your own, "
+                    "give the CA file that signed it"
+                ) from error
+            except BROKEN as error:
+                await retry.pause(_in_words(error))
+                continue
+            async with response:
+                if response.status < 300:
+                    yield response
+                    return
+                try:
+                    why, kind = await _read_error(response)
+                except BROKEN as error:
+                    await retry.pause(f"{response.status}: {_in_words(error)}", _retry_after_s(response))
+                    continue
+                if not _is_temporary(response.status, kind):
+                    raise self._error(response.status, why, kind)
+                await retry.pause(f"{response.status}: {why}", _retry_after_s(response))
+
+    async def _read(self, response: aiohttp.ClientResponse, what: str) -> bytes:
+        """The body of an answer, checked and decompressed."""
+        data = await response.read()
+        await _check(response, data)
+        if response.headers.get("Content-Encoding") != wire.ZSTD:
+            return data
+        try:
+            found = await _on_bytes(data, lambda data: wire.decompress(data, MAX_ANSWER_BYTES))
+        except wire.Malformed as error:
+            raise OffbeatError(f"{self.url}: {what}: {error}; use the same Offbeat") from error
+        if found is None:
+            raise OffbeatError(
+                f"{self.url}: {what}: an answer of more than {MAX_ANSWER_BYTES} bytes; make batches smaller, as "
+                "with batch.groups_per_step"
+            )
+        return found
+
+    async def _request(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, within_s: float
+    ) -> aiohttp.ClientResponse:
+        session = self._opened()
+        held = {**headers, "Accept-Encoding": "identity" if self.is_local else wire.ZSTD}
+        if self.secret is not None and "Authorization" not in held:
+            held["Authorization"] = f"Bearer {self.secret}"
+        if self.generation:
+            held[wire.GENERATION] = str(self.generation)
+        silence_s = SILENCE_S if within_s == STREAM_WITHIN_S else None  # a call may wait in silence, a stream may not
+        timeout = aiohttp.ClientTimeout(total=within_s, sock_connect=SILENCE_S, sock_read=silence_s)
+        return await session.request(
+            method, self.url + path, headers=held, data=body, timeout=timeout, allow_redirects=False
+        )
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=IDLE_S, ssl=self._tls)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+        return self._session
+
+    def _error(self, status: int, why: str, kind: str | None) -> OffbeatError:
+        for error in (RunOver, RunStopped, UserError):
+            if kind == error.__name__:
+                return error(why)
+        if status == 504:
+            return DeadlineError(why)
+        if status == 401 or status not in ERRORS:
+            why = f"{self.url}: {why}" if status == 401 else f"{self.url}: {status}: {why}"
+        return ERRORS.get(status, OffbeatError)(why)
+
+    def retry(self, what: str) -> Retry:
+        return Retry(f"{self.url}: {what}", self.patience_s)
+
+
+class Retry:
+    """Pauses between attempts at one call, until `patience_s` is over."""
+
+    def __init__(self, what: str, patience_s: float | None):
+        self._what, self._patience_s = what, patience_s
+        self._start_s, self._pause_s = time.monotonic(), FIRST_PAUSE_S
+
+    async def pause(self, why: str, retry_after_s: float | None = None) -> None:
+        waited_s = time.monotonic() - self._start_s
+        pause_s = (retry_after_s or 0.0) + self._pause_s * random.uniform(0.5, 1.0)
+        if self._patience_s is not None and waited_s + pause_s > self._patience_s:
+            raise DeadlineError(f"{self._what}: not answered for {waited_s:.0f} s: {why}")
+        level = logging.INFO if waited_s < WORTH_A_WARNING_S else logging.WARNING
+        log.log(level, "%s: %s; again in %.1f s", self._what, why, pause_s)
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        await asyncio.sleep(pause_s)
+
+
+async def _check(response: aiohttp.ClientResponse, data: bytes) -> None:
+    """Raises `DamagedInTransit` unless the coordinator sent this."""
+    digest = wire.read_digest(response.headers, wire.CONTENT_DIGEST)
+    if digest is None:
+        raise DamagedInTransit(
+            f"{response.content_type} without a {wire.CONTENT_DIGEST}; something on the way answers for the coordinator"
+        )
+    if wire.digest_header(digest) != await _on_bytes(data, wire.content_digest):
+        raise DamagedInTransit("the answer was damaged on its way")
+
+
+async def _on_bytes(data: bytes, work: Callable[[bytes], T]) -> T:
+    """Runs `work` on bytes, on another thread if they are many."""
+    return work(data) if len(data) <= LARGE_BYTES else await asyncio.to_thread(work, data)
+
+
+def _is_temporary(status: int, kind: str | None) -> bool:
+    return kind == wire.DAMAGED or status in AGAIN or (status >= 500 and status != 504)
+
+
+def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:
+    found = response.headers.get("Retry-After", "")
+    return min(float(found), MAX_RETRY_AFTER_S) if found.isascii() and found.isdecimal() else None
+
+
+async def _read_error(response: aiohttp.ClientResponse) -> tuple[str, str | None]:
+    """Text and kind of the coordinator's error; raises `DamagedInTransit` if it is not the coordinator's."""
+    data = b""
+    async for part in response.content.iter_any():
+        data += part
+        if len(data) > MAX_ERROR_BYTES:
+            raise DamagedInTransit(
+                f"{response.content_type} of more than {MAX_ERROR_BYTES} bytes; no error of a coordinator is that long"
+            )
+    await _check(response, data)
+    try:
+        found = msgspec.json.decode(data)
+        return str(found["error"]), found.get("kind")
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        return response.reason or "no reason given", None
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _tls(ca_file: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise UserError(f"{ca_file}: holds no certificates that can be read: {error}") from error

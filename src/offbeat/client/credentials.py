@@ -1,0 +1,84 @@
+"""A member's credentials on disk, which make it the same worker after a restart, and its join token."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+from offbeat.errors import UserError
+from offbeat.files import create_atomic, write_atomic
+from offbeat.ledger.workers import Role
+
+TOKEN_VARIABLE = "OFFBEAT_TOKEN"
+
+
+class Credentials(msgspec.Struct, frozen=True):
+    """The identity of a worker, with its secret."""
+
+    url: str
+    worker: str
+    secret: str
+    role: Role
+    run: str
+
+    def __repr__(self) -> str:
+        return f"Credentials(url={self.url!r}, worker={self.worker!r}, role={self.role.value!r}, run={self.run!r})"
+
+
+def load(path: Path) -> Credentials | None:
+    """The saved credentials; None where there are none."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    if path.stat().st_mode & 0o077:
+        raise UserError(f"{path}: holds a secret and is open to others; chmod 600 it")
+    try:
+        return msgspec.json.decode(data, type=Credentials)
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path}: holds no credentials ({error}); delete it and join with a new token") from error
+
+
+def save(path: Path, credentials: Credentials) -> None:
+    """Readable by its owner alone, from the first byte on."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(credentials)), mode=0o600)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def own_secret(path: Path, token: str) -> str:
+    """The secret to join with a token, derived from the token and a key in the file at `path`: a worker that was killed
+    while it joined gets the same secret, and so is the same worker, when it joins again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            create_atomic(path, os.urandom(blake3.key_size).hex().encode(), mode=0o600)
+        return blake3(token.encode(), key=bytes.fromhex(path.read_text())).hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be used to join: {error.strerror}; see who owns it, and its disk") from error
+    except ValueError:  # whose message could quote the key
+        raise UserError(f"{path}: not a key; delete it, and join with a new token") from None
+
+
+def read_token(file: Path | None, environment: Mapping[str, str] = os.environ) -> str:
+    """A join token, from a file or from the environment; never from an argument, which other users could read."""
+    if file is None:
+        token = environment.get(TOKEN_VARIABLE, "").strip()
+        if not token:
+            raise UserError(f"{TOKEN_VARIABLE}: not set; put a join token there (offbeat worker token RUN gives one)")
+        return token
+    try:
+        token = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: no join token can be read there: {error}") from error
+    if not token:
+        raise UserError(f"{file}: empty; put a join token there (offbeat worker token RUN gives one)")
+    return token

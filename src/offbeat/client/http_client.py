@@ -1,0 +1,232 @@
+"""Workers, trainers and judges that reach their coordinator over HTTP.
+
+`join` exchanges a token for credentials; `RemoteWorker`, `RemoteTrainer` and `RemoteJudge` implement the protocols of
+`offbeat.client.protocol`, and raise the same errors as the coordinator.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from offbeat.client import wire
+from offbeat.client.connection import Connection
+from offbeat.client.credentials import Credentials
+from offbeat.client.protocol import Heartbeat, LeaseResponse, RewardLease, verified
+from offbeat.client.weight_transfer import CoordinatorReceiver, send_version
+from offbeat.errors import DeadlineError, UserError
+from offbeat.ledger.errors import Forbidden, LedgerError
+from offbeat.ledger.records import Batch, ComparedSegment, Outcome, Reconciled
+from offbeat.ledger.workers import new_secret, secret_hash
+from offbeat.rewards.pool import RewardResult
+from offbeat.rules.step_time import Timing
+from offbeat.trajectory import Trajectory
+from offbeat.weights.piece_store import PieceStore
+from offbeat.weights.version import Version
+
+T = TypeVar("T")
+
+POLL_S = 20.0
+"""Longest wait of one request; below the time limits of proxies."""
+MAX_REASON = 4000
+"""Characters of a reason; the end of a traceback adds little."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Result of joining."""
+
+    credentials: Credentials
+    config: Mapping[str, Any]
+    """The run's resolved configuration."""
+
+
+async def join(connection: Connection, token: str, name: str, secret: str | None = None) -> Membership:
+    """Exchanges a join token for credentials, which the connection uses from now on. They hold `secret`, or a new one;
+    joining again with the same token and secret gives the same worker."""
+    secret = secret or new_secret()
+    call = wire.Join(name=name, secret_hash=secret_hash(secret))
+    try:
+        found = await connection.call("/v1/join", call, wire.Welcome, secret=token)
+    except LedgerError as error:
+        raise UserError(f"{connection.url}: {error}") from error
+    connection.secret = secret
+    return Membership(Credentials(connection.url, found.worker, secret, found.role, found.run), found.config)
+
+
+async def rejoin(connection: Connection, credentials: Credentials) -> Membership:
+    """Rejoins with saved credentials."""
+    connection.secret = credentials.secret
+    try:
+        found = await connection.get("/v1/run", wire.RunInfo)
+    except Forbidden as error:
+        raise UserError(f"{connection.url}: {error}") from error
+    return Membership(credentials, found.config)
+
+
+async def _poll(call: Callable[[float], Awaitable[T]], is_done: Callable[[T], object], wait_s: float) -> T:
+    """Repeats a call that waits up to the given seconds, until `is_done` or `wait_s` is over."""
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        left_s = max(deadline_s - time.monotonic(), 0.0)
+        poll_s = min(left_s, POLL_S)
+        if is_done(found := await call(poll_s)) or left_s <= poll_s:
+            return found
+
+
+class RemoteWorker:
+    """Implements `WorkerClient` over a connection that has joined."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        cache: Path,
+        *,
+        shares_disk: bool = False,
+        receiver: CoordinatorReceiver | None = None,
+        figures: Callable[[], Mapping[str, float]] = dict,
+    ):
+        """`cache` is the folder of this worker's weights, which `receiver` fills; with `shares_disk`, the files of a
+        coordinator on the same machine are read in place. `figures` go with every heartbeat."""
+        self._connection, self._shares_disk = connection, shares_disk
+        self._receiver = receiver or CoordinatorReceiver(connection, cache)
+        self._figures = figures
+        self._life = secrets.token_hex(8)
+
+    async def lease(self, capacity: int, have_version: int | None, wait_s: float) -> LeaseResponse:
+        async def poll(poll_s: float) -> LeaseResponse:
+            call = wire.LeaseCall(capacity=capacity, have_version=have_version, wait_s=poll_s)
+            return await self._connection.call("/v1/lease", call, LeaseResponse, wait_s=poll_s)
+
+        return await _poll(poll, lambda lease: lease.tasks or lease.version is not None or lease.is_over, wait_s)
+
+    async def heartbeat(self, held: Sequence[tuple[int, int]]) -> Heartbeat:
+        call = wire.HeartbeatCall(held=list(held), life=self._life, figures=dict(self._figures()))
+        return await self._connection.call("/v1/heartbeat", call, Heartbeat)
+
+    async def submit(self, trajectory: Trajectory, fence: int) -> Outcome:
+        path = f"/v1/trajectories/{trajectory.task}/{fence}"
+        data = await self._connection.send("PUT", path, trajectory.encode())
+        return self._connection.decoded(data, wire.Submitted).outcome
+
+    async def fail(self, task: int, fence: int, reason: str) -> None:
+        await self._connection.post("/v1/fail", wire.FailCall(task=task, fence=fence, reason=reason[:MAX_REASON]))
+
+    async def give_back(self, leases: Sequence[tuple[int, int]]) -> None:
+        await self._connection.post("/v1/give-back", wire.GiveBackCall(leases=list(leases)))
+
+    async def round_over(self, number: int, wait_s: float) -> bool:
+        async def poll(poll_s: float) -> wire.RoundOver:
+            call = wire.RoundOverCall(number=number, wait_s=poll_s)
+            return await self._connection.call("/v1/round-over", call, wire.RoundOver, wait_s=poll_s)
+
+        return (await _poll(poll, lambda found: found.is_over, wait_s)).is_over
+
+    async def timed(self, timings: Sequence[Timing]) -> None:
+        latest = [astuple(timing) for timing in timings[-wire.MAX_TIMINGS :]]
+        await self._connection.post("/v1/timings", wire.TimingsCall(timings=latest))
+
+    async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
+        async def poll(poll_s: float) -> wire.Newer:
+            call = wire.NewerCall(have_version=have_version, wait_s=poll_s)
+            return await self._connection.call("/v1/newer", call, wire.Newer, wait_s=poll_s)
+
+        return (await _poll(poll, lambda found: found.version is not None, wait_s)).version
+
+    async def fetch(self, version: Version) -> Version:
+        if self._shares_disk and version.path.is_dir():
+            return await verified(version)
+        return await self._receiver.fetch(version)
+
+    async def leave(self) -> None:
+        await self._connection.post("/v1/leave", wire.Nothing())
+
+
+class RemoteTrainer:
+    """Implements `TrainerClient` over a connection that has joined as a trainer."""
+
+    def __init__(
+        self, connection: Connection, *, shares_disk: bool = False, store: PieceStore | None = None, signer: str = ""
+    ):
+        """With `shares_disk`, versions are written where the coordinator keeps them, and not sent; otherwise they are
+        sent from `store`; None: all machines share the store. `signer` is the public key of this trainer's
+        manifests."""
+        self._connection, self._shares_disk, self._store, self._signer = connection, shares_disk, store, signer
+
+    async def reconcile(
+        self, step: int, version: int | None, *, home: str = "", from_scratch: bool = False
+    ) -> Reconciled:
+        call = wire.ReconcileCall(
+            step=step, version=version, host=socket.gethostname(), home=home, from_scratch=from_scratch
+        )
+        reconciled = await self._connection.call("/v1/reconcile", call, Reconciled)
+        self._connection.generation = reconciled.generation
+        if self._signer:  # before the first manifest that it signs
+            await self._connection.post("/v1/introduce", wire.IntroduceCall(key=self._signer))
+        return reconciled
+
+    async def next_version(self) -> int:
+        return (await self._connection.call("/v1/next-version", wire.Nothing(), wire.NextVersion)).number
+
+    async def publish(self, version: Version) -> None:
+        await self._send_weights(version)
+        await self._connection.post("/v1/publish", wire.PublishCall(version=version))
+
+    async def claim(self, step: int, within_s: float) -> Batch:
+        deadline_s = time.monotonic() + within_s
+        while True:
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            poll_s = min(left_s, POLL_S)
+            try:
+                return await self._connection.call(
+                    "/v1/claim", wire.ClaimCall(step=step, wait_s=poll_s), Batch, wait_s=poll_s
+                )
+            except DeadlineError as error:
+                if left_s <= poll_s:
+                    why = str(error).partition("; ")[2] or str(error)
+                    raise DeadlineError(
+                        f"step {step}: no batch within rollout.deadline_s = {within_s:.0f} s; {why}"
+                    ) from error
+
+    async def commit(
+        self, step: int, version: Version, audited: Sequence[int] = (), compared: Sequence[ComparedSegment] = ()
+    ) -> None:
+        await self._send_weights(version)
+        call = wire.CommitCall(step=step, version=version, audited=list(audited), compared=list(compared))
+        await self._connection.post("/v1/commit", call)
+
+    async def checkpointed(self, step: int) -> None:
+        await self._connection.post("/v1/checkpointed", wire.CheckpointedCall(step=step))
+
+    async def report(self, row: Mapping[str, Any]) -> None:
+        await self._connection.post("/v1/report", wire.ReportCall(row=dict(row)))
+
+    async def _send_weights(self, version: Version) -> None:
+        if not self._shares_disk and self._store is not None:
+            await send_version(self._connection, self._store, version.number, version.manifest, self._signer)
+
+
+class RemoteJudge:
+    """Implements `JudgeClient` over a connection that has joined as a judge."""
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
+
+    async def lease_rewards(self, capacity: int, wait_s: float) -> RewardLease:
+        async def poll(poll_s: float) -> RewardLease:
+            call = wire.LeaseRewardsCall(capacity=capacity, wait_s=poll_s)
+            return await self._connection.call("/v1/rewards/lease", call, RewardLease, wait_s=poll_s)
+
+        return await _poll(poll, lambda lease: lease.ticket or lease.is_over or not capacity, wait_s)
+
+    async def submit_rewards(self, ticket: str, results: Sequence[RewardResult]) -> None:
+        bodies = [wire.result_body(result, MAX_REASON) for result in results]
+        await self._connection.post("/v1/rewards", wire.SubmitRewardsCall(ticket=ticket, results=bodies))
+
+    async def leave(self) -> None:
+        await self._connection.post("/v1/leave", wire.Nothing())

@@ -1,0 +1,486 @@
+"""The wire format: msgpack, compressed by zstd, with a digest.
+
+Answers are records as they are, so that a new field crosses the wire by itself. Calls are checked against a schema,
+field by field and with bounds: each call has a limit of bytes, and so has every field that can be long. `trajectory`
+builds through `Trajectory.append`, which refuses contradictions. Nothing received is ever executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgspec
+import numpy as np
+import zstandard
+from blake3 import blake3
+from msgspec import Meta
+
+from offbeat.ledger.records import ComparedSegment, Outcome
+from offbeat.ledger.workers import Role
+from offbeat.rewards.pool import RewardResult
+from offbeat.trajectory import (
+    ARRAY_NAME,
+    MAX_ARRAY_BYTES,
+    MAX_ARRAYS,
+    End,
+    Origin,
+    Reward,
+    Segment,
+    Trajectory,
+    array_from_wire,
+    array_to_wire,
+)
+from offbeat.weights.manifest import Digest
+from offbeat.weights.version import Version
+
+ZSTD = "zstd"
+CONTENT_DIGEST = "Content-Digest"
+"""Header with the digest of the bytes as sent."""
+DAMAGED = "Damaged"
+"""Kind of a refusal because of damage in transit: the call is worth a retry."""
+GENERATION = "Offbeat-Generation"
+"""Header with the generation of the calling trainer; see `offbeat.ledger.batches`."""
+MAX_WINDOW_BYTES = 32 * 1024 * 1024
+"""Memory that decompression may take besides the content."""
+SIP_BYTES = 256
+"""Compressed bytes at a time, where the size is unknown: four bytes of zstd can stand for 128 KiB."""
+
+
+DIGEST = re.compile(r"(?:^|,)\s*blake3=:([A-Za-z0-9+/]{43}=):")
+
+
+class Malformed(ValueError):
+    """Bytes that do not match their schema or encoding."""
+
+
+def digest_header(digest: bytes) -> str:
+    return f"blake3=:{base64.b64encode(digest).decode()}:"
+
+
+def content_digest(data: bytes) -> str:
+    return digest_header(blake3(data).digest())
+
+
+def read_digest(headers: Mapping[str, str], name: str) -> bytes | None:
+    """The blake3 digest in a header; None if it is missing or unreadable."""
+    found = DIGEST.search(headers.get(name) or "")
+    return None if found is None else base64.b64decode(found.group(1))
+
+
+def compress(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(data)
+
+
+def decompressed_size(data: bytes) -> int | None:
+    """The decompressed size that a frame declares; None if it does not."""
+    try:
+        size = zstandard.get_frame_parameters(data).content_size
+    except zstandard.ZstdError as error:
+        raise Malformed(f"not zstd: {error}") from error
+    return None if size in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR) else size
+
+
+def decompress(data: bytes, limit_bytes: int) -> bytes | None:
+    """The decompressed bytes; None if they exceed the limit, which memory hardly does."""
+    size = decompressed_size(data)
+    if size is not None and size > limit_bytes:
+        return None
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+    try:
+        if size is not None:
+            return decompressor.decompress(data, max_output_size=max(size, 1), allow_extra_data=False)
+        return _decompress_slowly(decompressor.decompressobj(), data, limit_bytes)
+    except zstandard.ZstdError as error:
+        raise Malformed(f"damaged zstd: {error}") from error
+
+
+def _decompress_slowly(stream: Any, data: bytes, limit_bytes: int) -> bytes | None:
+    """Decompresses a frame without a declared size, a little at a time, because each can become megabytes."""
+    parts, size = [], 0
+    for start in range(0, len(data), SIP_BYTES):
+        if stream.eof:
+            raise Malformed("damaged zstd: something follows its frame")
+        part = stream.decompress(data[start : start + SIP_BYTES])
+        size += len(part)
+        if size > limit_bytes:
+            return None
+        parts.append(part)
+    if not stream.eof or stream.unused_data:
+        raise Malformed("damaged zstd: it must be one whole frame")
+    return b"".join(parts)
+
+
+T = TypeVar("T")
+
+MSGPACK = "application/msgpack"
+OCTETS = "application/octet-stream"
+MAX_SEGMENTS = 2048
+"""In one trajectory; each is checked against those before it."""
+MAX_TIMINGS = 256
+"""In one call; far fewer suffice for an engine's step times."""
+MAX_HELD = 100_000
+"""Tasks that one worker can name in one call."""
+MAX_COMPARED = 1_000_000
+"""Segments of one batch in a commit."""
+MAX_SAMPLES = 4096
+"""Rewards in one call; a coordinator leases no more samples than that."""
+MAX_PROMPT_BYTES = 4 * 2**20
+"""A million tokens."""
+MAX_SEGMENT_BYTES = 16 * 1024
+"""Bytes of a segment's names, numbers and shapes, without its tokens, log-probs and arrays."""
+DTYPE = re.compile(r"[<|][biuf][1248]|<f2")
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
+Name = Annotated[str, Meta(max_length=256)]
+FileName = Annotated[str, Meta(max_length=200, pattern=r"\A[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*\Z")]
+"""A name that becomes part of a path on the receiver: one component, no way out of the folder, not hidden."""
+Rate = Annotated[float, Meta(gt=0.0, le=1e15)]
+
+
+class WireCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of a call."""
+
+    max_bytes: ClassVar[int] = 64 * 1024
+    """As sent, and once decompressed."""
+
+
+class Join(WireCall):
+    """Comes with a join token in place of a secret."""
+
+    max_bytes: ClassVar[int] = 16 * 1024
+    name: Name
+    secret_hash: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    """Hash of the secret that the caller has drawn; see `ledger.workers.secret_hash`."""
+
+
+class LeaseCall(WireCall):
+    capacity: Annotated[int, Meta(ge=1, le=100_000)]
+    have_version: Count | None
+    wait_s: Seconds
+
+
+class HeartbeatCall(WireCall):
+    max_bytes: ClassVar[int] = 4 * 2**20
+    held: Annotated[list[tuple[Count, Count]], Meta(max_length=MAX_HELD)]
+    life: Name = ""
+    figures: Annotated[dict[Name, float], Meta(max_length=64)] = {}
+    """Sums over the worker's life."""
+
+
+class FailCall(WireCall):
+    task: Count
+    fence: Count
+    reason: Annotated[str, Meta(max_length=10_000)]
+
+
+class GiveBackCall(WireCall):
+    max_bytes: ClassVar[int] = 4 * 2**20
+    leases: Annotated[list[tuple[Count, Count]], Meta(max_length=MAX_HELD)]
+
+
+class RoundOverCall(WireCall):
+    number: Count
+    wait_s: Seconds
+
+
+class TimingsCall(WireCall):
+    timings: Annotated[list[tuple[Count, Count, Count, Count, Seconds]], Meta(max_length=MAX_TIMINGS)]
+    """The fields of `offbeat.rules.step_time.Timing`, in their order."""
+
+
+class NewerCall(WireCall):
+    have_version: Count | None
+    wait_s: Seconds
+
+
+class LeaseRewardsCall(WireCall):
+    capacity: Annotated[int, Meta(ge=0, le=100_000)]
+    wait_s: Seconds
+
+
+class RewardBody(WireCall):
+    value: float
+    name: Name
+    position: Annotated[int, Meta(ge=-1, le=2**31)]
+
+
+class ResultBody(WireCall):
+    """A reward's parts, or the reason of its failure."""
+
+    rewards: Annotated[list[RewardBody], Meta(max_length=1000)] = []
+    error: Annotated[str, Meta(max_length=10_000)] | None = None
+
+
+class SubmitRewardsCall(WireCall):
+    max_bytes: ClassVar[int] = 16 * 2**20
+    ticket: Annotated[str, Meta(max_length=64)]
+    results: Annotated[list[ResultBody], Meta(max_length=MAX_SAMPLES)]
+
+
+class ReconcileCall(WireCall):
+    step: Count
+    version: Count | None
+    host: Name = ""
+    home: Name = ""
+    from_scratch: bool = False
+
+
+class PublishCall(WireCall):
+    version: Version
+
+
+class ClaimCall(WireCall):
+    step: Count
+    wait_s: Seconds
+
+
+class CommitCall(WireCall):
+    max_bytes: ClassVar[int] = 16 * 2**20
+    step: Count
+    version: Version
+    audited: Annotated[list[Count], Meta(max_length=MAX_HELD)] = []
+    compared: Annotated[list[ComparedSegment], Meta(max_length=MAX_COMPARED)] = []
+
+
+class CheckpointedCall(WireCall):
+    step: Count
+
+
+class ReportCall(WireCall):
+    max_bytes: ClassVar[int] = 2**20
+    row: Annotated[dict[Name, Any], Meta(max_length=10_000)]
+
+
+class IntroduceCall(WireCall):
+    key: Digest
+    """Public key that signs this trainer's manifests."""
+
+
+class MissingCall(WireCall):
+    max_bytes: ClassVar[int] = 8 * 2**20
+    pieces: Annotated[list[Digest], Meta(max_length=100_000)]
+
+
+class SourcesCall(WireCall):
+    site: Name
+    host: Annotated[str, Meta(max_length=64)] = ""
+    """The worker's own address; "": the one that it calls from."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port at which it serves pieces; 0: it does not."""
+    root_bytes_per_s: Rate | None = None
+
+
+class Nothing(WireCall):
+    """An empty body."""
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    """The answer to a join: the worker's name and role, and the run."""
+
+    worker: FileName
+    role: Role
+    run: FileName
+    config: dict[str, Any]
+
+
+class RunInfo(msgspec.Struct, frozen=True):
+    run: FileName
+    config: dict[str, Any]
+
+
+class Submitted(msgspec.Struct, frozen=True):
+    outcome: Outcome
+
+
+class Newer(msgspec.Struct, frozen=True):
+    version: Version | None
+
+
+class RoundOver(msgspec.Struct, frozen=True):
+    is_over: bool
+
+
+class NextVersion(msgspec.Struct, frozen=True):
+    number: int
+
+
+class Signers(msgspec.Struct, frozen=True):
+    keys: list[str]
+
+
+class Peer(msgspec.Struct, frozen=True):
+    host: Annotated[str, Meta(max_length=45, pattern=r"\A[0-9a-fA-F.:]+\Z")]
+    """An IP address."""
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    key: str
+    """Key to show there."""
+
+    def __repr__(self) -> str:  # it is logged sooner or later
+        return f"Peer(host={self.host!r}, port={self.port})"
+
+
+class SourceList(msgspec.Struct, frozen=True):
+    peers: list[Peer]
+    guests: list[str]
+    """Hashes of the keys to honour."""
+
+
+class Missing(msgspec.Struct, frozen=True):
+    pieces: list[str]
+
+
+class WeightFile(msgspec.Struct, frozen=True):
+    name: FileName
+    num_bytes: int
+
+
+class WeightFiles(msgspec.Struct, frozen=True):
+    files: list[WeightFile]
+
+
+class _SegmentBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    start: Count
+    origin: Origin
+    tokens: memoryview
+    logprobs: memoryview | None
+    version: Count | None
+    kv_version: Count | None
+    worker: Name
+    engine: Annotated[str, Meta(max_length=1024)]
+    arrays: Annotated[dict[_ArrayName, _ArrayBody], Meta(max_length=MAX_ARRAYS)]
+
+
+_ArrayName = Annotated[str, Meta(pattern=f"^{ARRAY_NAME}$", max_length=32)]
+
+
+class _ArrayBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: Annotated[str, Meta(max_length=8)]
+    shape: Annotated[list[Count], Meta(min_length=1, max_length=8)]
+    data: memoryview
+
+
+class _TrajectoryBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The schema of `Trajectory.encode`. Long fields are views: nothing is copied before it is checked."""
+
+    task: Count
+    index: Count
+    prompt: Annotated[memoryview, Meta(max_length=MAX_PROMPT_BYTES)]
+    max_new_tokens: Count
+    max_version_drop: Count
+    end: End | None
+    segments: Annotated[list[_SegmentBody], Meta(max_length=MAX_SEGMENTS)]
+
+
+def max_trajectory_bytes(max_new_tokens: int) -> int:
+    """Largest encoding of a trajectory of so many tokens."""
+    per_token = 2 * 4 + MAX_ARRAY_BYTES
+    num_segments = min(max_new_tokens, MAX_SEGMENTS)
+    return MAX_PROMPT_BYTES + max_new_tokens * per_token + (num_segments + 1) * MAX_SEGMENT_BYTES
+
+
+def trajectory(data: bytes) -> Trajectory:
+    """A trajectory from untrusted bytes; raises `Malformed`, or `SegmentError` where it contradicts itself."""
+    body = decode(data, _TrajectoryBody)
+    made = Trajectory(
+        task=body.task,
+        index=body.index,
+        prompt=_vector(body.prompt, np.int32),
+        max_new_tokens=body.max_new_tokens,
+        max_version_drop=body.max_version_drop,
+    )
+    for segment in body.segments:
+        made.append(_segment(segment))
+    if body.end is not None:
+        made.finish(body.end)
+    return made
+
+
+def reward_result(body: ResultBody) -> RewardResult:
+    """A judge's result, which the coordinator has yet to validate."""
+    if body.error is not None:
+        return RewardResult(error=body.error)
+    rewards = tuple(Reward(part.value, part.name, part.position) for part in body.rewards)
+    return RewardResult(sum(reward.value for reward in rewards), rewards=rewards)
+
+
+def result_body(result: RewardResult, max_reason: int) -> ResultBody:
+    if result.error is not None:
+        return ResultBody(error=result.error[:max_reason])
+    return ResultBody(rewards=[RewardBody(value=r.value, name=r.name, position=r.position) for r in result.rewards])
+
+
+def _segment(body: _SegmentBody) -> Segment:
+    return Segment(
+        start=body.start,
+        origin=body.origin,
+        tokens=_vector(body.tokens, np.int32),
+        logprobs=None if body.logprobs is None else _vector(body.logprobs, np.float32),
+        version=body.version,
+        kv_version=body.kv_version,
+        worker=body.worker,
+        engine=body.engine,
+        arrays={name: _array(msgspec.structs.asdict(array)) for name, array in body.arrays.items()},
+    )
+
+
+def _vector(data: memoryview, dtype: type) -> np.ndarray:
+    try:
+        return np.frombuffer(data, dtype)
+    except ValueError as error:
+        raise Malformed(f"{len(data)} bytes are not a row of {np.dtype(dtype)}") from error
+
+
+def _array(wire: Any) -> np.ndarray:
+    try:
+        dtype, shape, data = str(wire["dtype"]), wire["shape"], wire["data"]
+        if DTYPE.fullmatch(dtype) is None:
+            raise Malformed(f"an array of {dtype!r}; allowed are little-endian numbers and truth values")
+        return array_from_wire(dtype, shape, data)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise Malformed(f"an array that is none: {error}") from error
+
+
+# --- bytes ---
+
+
+def _to_wire(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return array_to_wire(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value).__name__} does not cross the wire")
+
+
+def _from_wire(kind: type, value: Any) -> Any:
+    if kind is np.ndarray:
+        return _array(value)
+    if kind is Path:
+        return Path(value)
+    raise NotImplementedError(f"{kind.__name__} does not cross the wire")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_wire)
+_DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def encode(value: Any) -> bytes:
+    return _ENCODER.encode(value)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """The bytes as a record; raises `Malformed` with the error and its place."""
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        decoder = _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_from_wire)
+    try:
+        found: T = decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Malformed(f"not a {kind.__name__.strip('_')}: {error}") from error
+    return found

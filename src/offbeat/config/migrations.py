@@ -1,0 +1,61 @@
+"""Keys that no longer exist, and how a run that was begun with them goes on.
+
+A run's config.json may hold a removed key: at its old default it is dropped silently, at another value with a warning.
+A TOML file or a command line with one is refused. A key stays in `REMOVED` while runs that hold it may resume.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+log = logging.getLogger(__name__)
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Removed:
+    default: Any
+    instead: str
+    """The behaviour now, and the key to use instead."""
+    since: str = "November 2026"
+
+
+REMOVED: dict[tuple[str, str], Removed] = {
+    ("task", "tail_cap"): Removed(40, "the longest answer has 40 lines"),
+    ("rollout", "top_p"): Removed(1.0, "training samples from the whole distribution; for evaluation set eval.top_p"),
+    ("optimizer", "beta1"): Removed(0.9, "it is 0.9"),
+    ("optimizer", "eps"): Removed(1e-8, "it is 1e-8"),
+    ("loss", "allow_uncorrected"): Removed(False, "older tokens are always corrected; see loss.correction"),
+    ("loss", "value_clip"): Removed(0.2, "it is 0.2"),
+    ("loss", "stop_logprob_gap"): Removed(None, "the gap raises an alarm at loss.max_logprob_gap"),
+    ("loss", "max_sample_gap"): Removed(1.0, "it is 1.0"),
+    ("eval", "top_k"): Removed(0, "evaluation draws from all tokens; narrow it with eval.top_p"),
+    ("weights", "anchor_every"): Removed(10, "every tenth version is complete"),
+}
+
+
+def removed_at(place: Path) -> Removed | None:
+    """The removed key at `place`, such as ("optimizer", "eps") or ("task", 0, "tail_cap")."""
+    names = [name for name in place if isinstance(name, str)]
+    return REMOVED.get((names[0], names[1])) if len(names) == 2 else None
+
+
+def migrated(stored: Mapping[str, Any], file: str | None = None) -> dict[str, Any]:
+    """A stored configuration without removed keys. With `file`, a dropped value that mattered is logged."""
+    data = copy.deepcopy(dict(stored))
+    for (section, key), removed in REMOVED.items():
+        found = data.get(section)
+        for table in found if isinstance(found, list) else [found]:
+            if not isinstance(table, dict) or key not in table:
+                continue
+            value = table.pop(key)
+            if file is not None and value != removed.default:
+                log.warning(
+                    "%s: %s.%s = %r is dropped: removed in %s; %s",
+                    *(file, section, key, value, removed.since, removed.instead),
+                )
+    return data

@@ -1,0 +1,763 @@
+"""The typed configuration: every key, its default, its range, and the checks across keys.
+
+Nothing heavy is imported here, so a wrong configuration is refused before torch is loaded. A key is *fixed* for the
+life of a run unless it is declared with `free()`; `--resume` may change free keys. The text below a key is its
+documentation: `offbeat train --keys` prints its first sentence, docs/configuration.md all of it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from offbeat.spelling import suggest
+
+
+def free(default: Any, **constraints: Any) -> Any:
+    """A field whose value may change when a run is resumed."""
+    return Field(default, json_schema_extra={"free": True}, **constraints)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
+
+
+# [optimizer] and [loss]. A loss name such as `dapo` is a preset; each key that is given replaces the preset's value.
+# `resolve_loss` returns what holds in the end, and everything downstream reads only that.
+
+Aggregate = Literal["token_mean", "sequence_mean", "constant"]
+Correction = Literal["off", "decoupled", "tis", "icepop", "sequence_tis", "sequence_mask"]
+Divergence = Literal["k1", "k2", "k3"]
+
+ADVANTAGES = ("group", "mean", "leave_one_out", "siblings", "batch", "gae")
+"""The values of `loss.advantage` besides a user's function."""
+BEYOND_SIBLINGS = ("batch", "gae")
+"""Advantages that do not compare answers to one prompt."""
+RELEASED = {"group": "siblings", "mean": "leave_one_out"}
+"""Replacement for a preset's advantage where answers are trained without some of their siblings. A baseline that leaves
+the answer itself out means the same with one known sibling as with all."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The settings that an algorithm's name stands for."""
+
+    policy: str
+    """`clip`, `sequence_clip`, `cispo` or `reinforce`."""
+    advantage: str
+    aggregate: Aggregate
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    drop_no_signal: bool = False
+
+
+PRESETS = {
+    "grpo": Preset("clip", "group", "sequence_mean"),
+    "dr_grpo": Preset("clip", "mean", "constant"),
+    "dapo": Preset("clip", "group", "token_mean", clip_high=0.28, drop_no_signal=True),
+    "gspo": Preset("sequence_clip", "group", "sequence_mean", clip_low=3e-4, clip_high=4e-4),
+    "cispo": Preset("cispo", "group", "token_mean"),
+    "rloo": Preset("clip", "leave_one_out", "constant"),
+    "reinforce": Preset("reinforce", "batch", "token_mean"),
+    "reinforce++": Preset("clip", "batch", "token_mean"),
+    "ppo": Preset("clip", "gae", "token_mean"),
+}
+OWN = Preset("own", "group", "token_mean")
+"""Preset of a user's loss function."""
+
+IMPORTANCE = {
+    "off": (0.0, 1.0),
+    "decoupled": (0.0, float("inf")),
+    "tis": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+    "sequence_tis": (0.0, 2.0),
+    "sequence_mask": (0.5, 2.0),
+}
+"""Smallest and largest weight of a token or sequence of older weights, by correction."""
+HAVE_LEAST = ("icepop", "sequence_mask")
+HAVE_MOST = ("tis", "icepop", "sequence_tis", "sequence_mask")
+"""Corrections that `loss.min_importance` and `loss.max_importance` apply to."""
+
+
+class OptimizerConfig(Section):
+    """AdamW; beta1 is 0.9 and eps 1e-8."""
+
+    lr: float = free(1e-6, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = free("constant")
+    """Decay of the learning rate towards run.steps."""
+    warmup_steps: int = free(0, ge=0)
+    """Steps in which the learning rate rises from 0."""
+    beta2: float = free(0.999, ge=0, lt=1)
+    """AdamW's decay of squared gradients."""
+    weight_decay: float = free(0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = free(1.0, gt=0)
+    """Gradients with a larger norm are scaled down to it."""
+
+
+class LossConfig(Section):
+    name: str = "grpo"
+    """grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce++ or ppo. Your own loss is `module:function` or
+    `file.py:function`; see docs/algorithms.md."""
+    advantage: str | None = None
+    """group, mean, leave_one_out, siblings, batch, gae, or your own function. Without it, the advantage of `name`, as
+    far as batch.gate allows it. Your own is `module:function` or `file.py:function`."""
+    aggregate: Aggregate | None = None
+    """Sum of token losses: by token, by sequence, or divided by a constant. Without it, as `name` does."""
+    aggregate_tokens: int | None = Field(None, ge=1)
+    """The constant of aggregate = "constant". Without it, rollout.max_new_tokens."""
+    clip_low: float | None = free(None, gt=0, lt=1)
+    """Clipping distance of the probability ratio below 1. Without it, that of `name`."""
+    clip_high: float | None = free(None, gt=0)
+    """Clipping distance of the probability ratio above 1. Without it, that of `name`."""
+    dual_clip: float | None = free(None, gt=1)
+    """Largest ratio of a token with a negative advantage. Without it, no limit."""
+    ratio_max: float = free(5.0, ge=1)
+    """Largest weight of a token in cispo. It is the ratio itself, not its distance from 1."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL divergence to the starting model. 0 loads no reference model."""
+    kl: Divergence = "k3"
+    """Estimator of the KL divergence."""
+    correction: Correction | None = free(None)
+    """Weighting of tokens of older weights or of another engine's arithmetic. Without it, tis (sequence_tis for gspo)
+    wherever there can be such tokens."""
+    min_importance: float | None = free(None, ge=0, le=1)
+    """Smallest importance weight; what lies below it does not count. For icepop and sequence_mask; without it, 0.5."""
+    max_importance: float | None = free(None, ge=1)
+    """Largest importance weight of a token or sequence. Without it, 2, and 5 for icepop."""
+    gamma: float = free(1.0, gt=0, le=1)
+    """Discount per token of advantage = "gae"."""
+    gae_lambda: float = free(0.95, ge=0, le=1)
+    """Lambda of advantage = "gae". 1 uses rewards alone, 0 the value head alone."""
+    value_coef: float = free(0.1, gt=0)
+    """Weight of the value head's loss in advantage = "gae"."""
+    max_logprob_gap: float = free(0.05, gt=0)
+    """Mean gap between engine and trainer log-probs that raises an alarm. It is taken over fresh tokens."""
+    audit_share: float = free(0.3, ge=0, le=1)
+    """Share of tokens of older weights whose log-probs are audited. They are compared with those of their own version,
+    where workers are separate processes; all fresh tokens are compared. With 0 a worker evades the audit by naming
+    older weights."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the loss is a user's function."""
+        return ":" in self.name
+
+    @property
+    def preset(self) -> Preset:
+        return OWN if self.is_own else PRESETS[self.name]
+
+
+@dataclass(frozen=True)
+class ResolvedLoss:
+    """The loss settings of a run, with every default decided."""
+
+    policy: str
+    advantage: str
+    aggregate: Aggregate
+    aggregate_tokens: int
+    clip_low: float
+    clip_high: float
+    correction: Correction
+    min_importance: float
+    max_importance: float
+    drop_no_signal: bool
+
+
+def resolve_loss(config: Config) -> ResolvedLoss:
+    """The loss keys that were given, and the preset's values for the others."""
+    loss, preset = config.loss, config.loss.preset
+    correction = loss.correction or _correction(config)
+    low, high = IMPORTANCE[correction]
+    chosen = config.batch.drop_no_signal
+    return ResolvedLoss(
+        policy=preset.policy,
+        advantage=loss.advantage or _advantage(config),
+        aggregate=loss.aggregate or preset.aggregate,
+        aggregate_tokens=loss.aggregate_tokens or config.rollout.max_new_tokens,
+        clip_low=preset.clip_low if loss.clip_low is None else loss.clip_low,
+        clip_high=preset.clip_high if loss.clip_high is None else loss.clip_high,
+        correction=correction,
+        min_importance=low if loss.min_importance is None else loss.min_importance,
+        max_importance=high if loss.max_importance is None else loss.max_importance,
+        drop_no_signal=preset.drop_no_signal if chosen is None else chosen,
+    )
+
+
+def _advantage(config: Config) -> str:
+    """The preset's advantage, or its replacement where the gate rules it out."""
+    preset, gate = config.loss.preset.advantage, config.batch.gate
+    if gate == "batch" and preset not in BEYOND_SIBLINGS:
+        return "batch"
+    return RELEASED.get(preset, preset) if gate == "release" else preset
+
+
+def _correction(config: Config) -> Correction:
+    """A correction wherever data can be off-policy: older weights, or the arithmetic of another engine."""
+    if config.schedule.bound == 0 and config.rollout.engine == "embedded":
+        return "off"
+    return "sequence_tis" if config.loss.preset.policy == "sequence_clip" else "tis"
+
+
+# Checks across keys. Each raises `ValueError` with one line that begins with the key to blame and its value.
+
+SERVED = ("vllm", "sglang")
+"""Engines that run as a server process, perhaps in another Python environment."""
+MIN_GROUP = 2
+"""Minimum and default of batch.min_group."""
+TESTING = "OFFBEAT_TESTING"
+"""Set to 1, this environment variable allows rollout.engine = "paced"."""
+
+
+def batch_arithmetic_holds(config: Config) -> None:
+    batch, rollout = config.batch, config.rollout
+    if batch.min_group > batch.group_size:
+        raise ValueError(f"batch.min_group = {batch.min_group}: allowed 2 to batch.group_size = {batch.group_size}")
+    if batch.groups_per_step % batch.updates_per_step:
+        raise ValueError(
+            f"batch.updates_per_step = {batch.updates_per_step}: must divide batch.groups_per_step = "
+            f"{batch.groups_per_step}, because each update trains whole groups"
+        )
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if batch.tokens_per_microbatch < longest:
+        raise ValueError(
+            f"batch.tokens_per_microbatch = {batch.tokens_per_microbatch}: allowed {longest} or more, because one "
+            f"sample may hold rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens"
+        )
+    if config.optimizer.warmup_steps > config.run.steps:
+        raise ValueError(
+            f"optimizer.warmup_steps = {config.optimizer.warmup_steps}: allowed 0 to run.steps = {config.run.steps}"
+        )
+    if config.run.exact and rollout.slots < 16:
+        raise ValueError(
+            f"rollout.slots = {rollout.slots}: allowed 16 or more with run.exact = true, because below 16 rows "
+            "a matrix product takes another path and results depend on their number"
+        )
+
+
+def schedule_holds_together(config: Config) -> None:
+    schedule = config.schedule
+    mode, bound, factor = schedule.mode, schedule.bound, schedule.over_provision
+    if mode == "overlap" and bound == 0:
+        raise ValueError(
+            'schedule.max_staleness = 0: allowed 1 or more with schedule.mode = "overlap", where tokens wait for '
+            "the step under way"
+        )
+    if config.run.exact and mode == "overlap":
+        raise ValueError(
+            'schedule.mode = "overlap": allowed "alternate" with run.exact = true, because what is trained next '
+            "would depend on who was faster"
+        )
+    if config.run.exact and bound > 0:
+        raise ValueError(
+            f"schedule.max_staleness = {bound}: allowed 0 with run.exact = true, because what is trained next would "
+            "depend on who was faster"
+        )
+    if isinstance(factor, float) and factor > bound + 1:
+        why = "where every token must be fresh and nothing can be carried on" if bound == 0 else "or some would be late"
+        raise ValueError(
+            f"schedule.over_provision = {factor:g}: allowed 1{f' to {bound + 1}' if bound else ''} with "
+            f"schedule.max_staleness = {bound}, {why}; raise schedule.max_staleness"
+        )
+    if schedule.new_version == "finish" and mode != "overlap":
+        raise ValueError(
+            'schedule.new_version = "finish": allowed "interrupt" with schedule.mode = "alternate", where no request '
+            'runs across a load; set schedule.mode = "overlap"'
+        )
+
+
+def engine_can_do_it(config: Config) -> None:
+    rollout, url = config.rollout, config.engine.url
+    if rollout.engine == "paced" and os.environ.get(TESTING) != "1":
+        raise ValueError(
+            'rollout.engine = "paced": allowed "embedded", "vllm", "sglang"; the paced engine has no model and serves '
+            f"tests, which set {TESTING}=1"
+        )
+    if config.run.exact and rollout.engine in SERVED:
+        raise ValueError(
+            f'rollout.engine = "{rollout.engine}": allowed "embedded" with run.exact = true, because what a server '
+            "samples depends on what else it computes"
+        )
+    if rollout.kv == "stale":
+        stale_kv_is_usable(config)
+    if config.model.lora_rank and rollout.engine == "sglang":
+        raise ValueError(
+            'rollout.engine = "sglang": allowed "embedded", "vllm" with model.lora_rank, because adapters '
+            "are not loaded into SGLang yet"
+        )
+    if url is not None and rollout.engine not in SERVED:
+        raise ValueError(
+            f'engine.url = "{url}": rollout.engine = "{rollout.engine}" has no server; add --rollout.engine vllm '
+            "or sglang, whichever listens there"
+        )
+
+
+def stale_kv_is_usable(config: Config) -> None:
+    """Stale keys and values need an engine that keeps them, and answers that may span versions."""
+    engine, refused = config.rollout.engine, 'rollout.kv = "stale": allowed "same", "refill"'
+    if engine == "paced":
+        raise ValueError(f'{refused} with rollout.engine = "paced", which keeps no keys and values across a load')
+    if config.run.exact:
+        raise ValueError(f"{refused} with run.exact = true, where an answer depends on weights, task and seed alone")
+    if config.schedule.bound < 1:
+        raise ValueError(
+            f"{refused} with schedule.max_staleness = 0, where no answer is of more than one version; "
+            'set schedule.mode = "overlap"'
+        )
+    if engine in SERVED and config.schedule.mode != "overlap":
+        raise ValueError(
+            f'{refused} with rollout.engine = "{engine}" and schedule.mode = "alternate", where no request runs '
+            'across a load; set schedule.mode = "overlap"'
+        )
+
+
+def loss_is_known(config: Config) -> None:
+    loss = config.loss
+    if not loss.is_own and loss.name not in PRESETS:
+        raise ValueError(
+            f'loss.name = "{loss.name}": no such loss; {suggest(loss.name, PRESETS)} '
+            "(your own: module:function or file.py:function)"
+        )
+    advantage = loss.advantage
+    if advantage is not None and ":" not in advantage and advantage not in ADVANTAGES:
+        raise ValueError(
+            f'loss.advantage = "{advantage}": no such advantage; {suggest(advantage, ADVANTAGES)} '
+            "(your own: module:function or file.py:function)"
+        )
+    chosen = resolve_loss(config)
+    for key, users in (("min_importance", HAVE_LEAST), ("max_importance", HAVE_MOST)):
+        given = getattr(loss, key)
+        if given is not None and chosen.correction not in users:
+            raise ValueError(
+                f'loss.{key} = {given:g}: loss.correction = "{chosen.correction}" has no such limit; allowed with '
+                f"{', '.join(users)}"
+            )
+    if chosen.policy == "sequence_clip" and chosen.aggregate != "sequence_mean":
+        raise ValueError(
+            f'loss.aggregate = "{chosen.aggregate}": allowed "sequence_mean" with loss.name = "{loss.name}", whose '
+            "ratio is that of a whole answer: anything else would weigh answers by their length"
+        )
+    if config.reward.overlong_tokens >= config.rollout.max_new_tokens:
+        raise ValueError(
+            f"reward.overlong_tokens = {config.reward.overlong_tokens}: allowed less than rollout.max_new_tokens = "
+            f"{config.rollout.max_new_tokens}"
+        )
+
+
+def gate_has_a_baseline(config: Config) -> None:
+    batch, chosen = config.batch, resolve_loss(config)
+    if batch.gate == "strict":
+        if chosen.drop_no_signal and chosen.advantage in BEYOND_SIBLINGS:
+            raise ValueError(
+                f'batch.drop_no_signal = true: loss.advantage = "{chosen.advantage}" learns from groups whose rewards '
+                "are all equal too"
+            )
+        return
+    gate = f'batch.gate = "{batch.gate}"'
+    if chosen.drop_no_signal:
+        raise ValueError(
+            f"batch.drop_no_signal = true: allowed false with {gate}, where answers are trained before anybody knows "
+            "whether their group's rewards are all equal"
+        )
+    if batch.min_group != MIN_GROUP:
+        raise ValueError(
+            f"batch.min_group = {batch.min_group}: leave it out with {gate}, where an answer waits for no other"
+        )
+    if batch.gate == "release" and chosen.advantage in BEYOND_SIBLINGS:
+        raise ValueError(
+            f'{gate}: loss.advantage = "{chosen.advantage}" does not look at siblings; set batch.gate = "batch"'
+        )
+    if batch.gate == "batch" and chosen.advantage in set(ADVANTAGES) - set(BEYOND_SIBLINGS):
+        raise ValueError(
+            f'loss.advantage = "{chosen.advantage}": allowed {", ".join(BEYOND_SIBLINGS)} with {gate}, because it '
+            'compares siblings; leave it out, or set batch.gate = "release"'
+        )
+
+
+def stale_data_is_corrected(config: Config) -> None:
+    if resolve_loss(config).correction == "off" and config.schedule.bound > 0:
+        raise ValueError(
+            'loss.correction = "off": tokens up to schedule.max_staleness = '
+            f"{config.schedule.bound} steps old would count like fresh ones; take another correction"
+        )
+
+
+def peer_networks_are_valid(config: Config) -> None:
+    for network in config.serve.peer_networks:
+        try:
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            raise ValueError(f'serve.peer_networks = ["{network}"]: {error}; write it as 10.0.0.0/8') from error
+
+
+CHECKS = (
+    batch_arithmetic_holds,
+    schedule_holds_together,
+    engine_can_do_it,
+    loss_is_known,
+    gate_has_a_baseline,
+    stale_data_is_corrected,
+    peer_networks_are_valid,
+)
+
+
+class TaskConfig(Section):
+    """The keys of every source of prompts."""
+
+    weight: float = Field(1.0, gt=0)
+    """Share of prompts drawn from this source, relative to the others."""
+    reward: str | None = None
+    """`exact`, `number`, `math`, `module:function` or `file.py:function`. Without it, the source's own."""
+    system: str | None = None
+    """System message, for models with a chat template."""
+
+
+class ArithmeticTask(TaskConfig):
+    source: Literal["arithmetic"] = "arithmetic"
+    """Kind of source: arithmetic, reasoning-gym, file, dataset or function."""
+    level: int = Field(2, ge=1, le=5)
+    """Difficulty, from two digits to eight terms of up to three digits."""
+    tail: float = Field(0.0, ge=0, le=1)
+    """Share of problems whose worked answer is long."""
+    tail_median: int = Field(6, ge=2, le=64)
+    """Median number of lines of a long answer. The longest has 40."""
+    tail_sigma: float = Field(0.8, ge=0, le=2)
+    """Log-normal spread of the lines of long answers."""
+
+
+class GymTask(TaskConfig):
+    source: Literal["reasoning-gym"]
+    name: str
+    """Name of the data set in reasoning-gym, such as `chain_sum`."""
+    options: dict[str, Any] = Field({})
+    """Configuration of the data set."""
+    chat: bool | None = None
+    """Apply the chat template to text prompts. Without it, whenever the model has one."""
+
+
+class FileTask(TaskConfig):
+    source: Literal["file", "dataset"]
+    path: str
+    """A .jsonl or .parquet file, or a dataset's name or folder. Datasets are those of Hugging Face."""
+    split: str = "train"
+    """Split of a dataset."""
+    prompt: str = "prompt"
+    """Column with the prompt as text."""
+    messages: str | None = None
+    """Column with the prompt as chat messages, instead of `prompt`."""
+    answer: str | None = "answer"
+    """Column with the right answer, which the reward receives."""
+    chat: bool | None = None
+    """Apply the chat template to text prompts. Without it, whenever the model has one."""
+    held_out: float = Field(0.05, ge=0, lt=1)
+    """Share of rows kept for evaluation. Rows are chosen by their content."""
+    shuffle: bool = True
+    """Shuffle the rows in every epoch, by run.seed."""
+
+
+class FunctionTask(TaskConfig):
+    source: Literal["function"]
+    path: str
+    """`module:function` or `file.py:function`. It is called with (ordinal, seed, held_out) and returns a problem as a
+    dict."""
+    chat: bool | None = None
+    """Apply the chat template to text prompts. Without it, whenever the model has one."""
+
+
+AnyTask = Annotated[ArithmeticTask | GymTask | FileTask | FunctionTask, Field(discriminator="source")]
+
+
+DEFAULT_BOUND = 4
+"""Quality is known to hold at a staleness of up to 6 steps, and to suffer at 11."""
+
+
+class RunConfig(Section):
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run's folder below `dir`. Without it, the date and time."""
+    dir: str = free("runs")
+    """Folder that runs are kept in."""
+    access: Literal["private", "group", "everyone"] = free("private")
+    """Other users of this machine who may read the run's folder."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Seed of prompts, sampling and everything else that is drawn."""
+    steps: int = free(300, ge=1)
+    """Steps to train. With --resume, counted from the run's beginning."""
+    max_hours: float | None = free(None, gt=0)
+    """Time after which the run stops with a checkpoint."""
+    exact: bool = False
+    """Bit-equal results whatever is killed and resumed. Needs the embedded engine and max_staleness = 0."""
+    threads: int | None = free(None, ge=1)
+    """CPU threads of torch. Without it, torch's own choice."""
+
+
+class ModelConfig(Section):
+    path: str = "offbeat-tiny"
+    """Folder or name of a Hugging Face model; `offbeat-tiny` ships with Offbeat."""
+    tokenizer: str | None = None
+    """Folder with another tokenizer than the model's own."""
+    chat_template: str | None = None
+    """File with a Jinja chat template that replaces the tokenizer's."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the published weights; auto is bfloat16 on a GPU, else float32."""
+    device: str = free("auto")
+    """`cpu`, `cuda`, `cuda:1` or `mps`; auto is the fastest there is."""
+    gradient_checkpointing: bool = free(False)
+    """Compute activations twice instead of keeping them. Slower, with less memory."""
+    lora_rank: int = Field(0, ge=0)
+    """Rank of LoRA adapters, which are then trained and published alone. 0: all weights are trained."""
+    lora_alpha: float | None = Field(None, gt=0)
+    """LoRA's alpha. Without it, twice the rank."""
+    lora_targets: list[str] = Field([])
+    """Layers that get an adapter, by the end of their names, such as q_proj. Without it, all linear ones."""
+
+
+class RewardConfig(Section):
+    processes: int = free(1, ge=0, le=256)
+    """Reward processes beside the coordinator. 0: only judges that join compute rewards."""
+    timeout_s: float = free(10.0, gt=0)
+    """Time limit of one reward. Then its process is killed and the reward counts as failed."""
+    max_failure_share: float = free(0.2, ge=0, le=1)
+    """Share of failed rewards, among the latest, that stops the run."""
+    weights: dict[str, float] = Field({})
+    """Weight of each named part of a reward. Parts that are not named count 1."""
+    overlong_tokens: int = Field(0, ge=0)
+    """Tokens before rollout.max_new_tokens at which reward begins to be lost. The loss grows with every token; 0: none
+    is lost."""
+    overlong_penalty: float = Field(1.0, gt=0)
+    """Reward that the longest answers lose."""
+
+
+class BatchConfig(Section):
+    groups_per_step: int = Field(32, ge=1)
+    """Prompts per step."""
+    group_size: int = Field(8, ge=2)
+    """Answers per prompt, which are compared with each other."""
+    gate: Literal["strict", "release", "batch"] = "strict"
+    """Condition for training on an answer. strict: its whole group is scored. release: it is scored itself, and is
+    compared with the siblings known by then. batch: the same, compared with the batch's mean."""
+    min_group: int = Field(MIN_GROUP, ge=MIN_GROUP)
+    """Members that a group needs to be trained (gate = "strict")."""
+    drop_no_signal: bool | None = None
+    """Replace groups whose rewards are all equal. Without it, only for dapo."""
+    max_redraws: float = Field(4.0, ge=0)
+    """Groups that drop_no_signal may replace per step, times groups_per_step. After that they are taken as they are."""
+    updates_per_step: int = Field(1, ge=1)
+    """Optimizer updates per step, which share its groups."""
+    tokens_per_microbatch: int = free(16384, ge=1)
+    """Tokens in one forward and backward pass. Fewer take less memory and give the same result."""
+
+    @property
+    def members(self) -> int:
+        """Answers that the ledger claims together: all of a prompt, or one."""
+        return self.group_size if self.gate == "strict" else 1
+
+    @property
+    def siblings(self) -> int:
+        """Ledger groups per prompt."""
+        return self.group_size // self.members
+
+    @property
+    def claims_per_step(self) -> int:
+        """Ledger groups per step."""
+        return self.groups_per_step * self.siblings
+
+
+class ScheduleConfig(Section):
+    mode: Literal["alternate", "overlap"] = "alternate"
+    """alternate: generate, then train; overlap: workers never stop. With alternate and max_staleness above 0, answers
+    that are unfinished when a batch is complete are continued with the next weights. With overlap, the trainer takes
+    what is finished."""
+    max_staleness: int | None = Field(None, ge=0, le=64)
+    """Steps that a token may be older than the weights it trains. Without it, 0 for alternate and 4 for overlap."""
+    over_provision: Annotated[float, Field(ge=1)] | Literal["auto"] | None = free(None)
+    """Groups in flight over groups per step, up to max_staleness + 1. auto: chosen from measurements; without it, auto
+    where max_staleness is 1 or more, otherwise 1."""
+    new_version: Literal["interrupt", "finish"] = free("interrupt")
+    """Effect of new weights on running answers (overlap). interrupt: answers go on with the new weights at once.
+    finish: answers end with the old weights, and the worker begins nothing until it has the new ones, which slow
+    answers delay."""
+
+    @property
+    def bound(self) -> int:
+        """Largest staleness that is trained on."""
+        if self.max_staleness is not None:
+            return self.max_staleness
+        return DEFAULT_BOUND if self.mode == "overlap" else 0
+
+    @property
+    def stops(self) -> bool:
+        """Whether generation stops when a batch is complete and unfinished answers are continued later."""
+        return self.mode == "alternate" and self.bound > 0
+
+    @property
+    def factor(self) -> float | Literal["auto"]:
+        """Groups in flight over groups per step."""
+        if self.bound == 0:
+            return 1.0
+        return "auto" if self.over_provision is None else self.over_provision
+
+
+class ServeConfig(Section):
+    host: str = free("127.0.0.1")
+    """Address that the coordinator listens on. Beyond this machine it needs a certificate, or a proxy that has one."""
+    port: int = free(0, ge=0, le=65535)
+    """Port of the coordinator. 0: any free one, and the same again when the run is resumed."""
+    certificate: str | None = free(None)
+    """PEM file with the coordinator's TLS certificate."""
+    key: str | None = free(None)
+    """PEM file with the certificate's private key."""
+    behind_proxy: bool = free(False)
+    """A proxy in front of the coordinator ends TLS."""
+    peer_networks: list[str] = free([])
+    """Networks in which workers may name their own address to peers. For workers behind NAT; such as 10.0.0.0/8."""
+
+
+class RolloutConfig(Section):
+    workers: int | None = free(None, ge=0, le=64)
+    """Worker processes on this machine. Others may join from elsewhere; without it, one process does everything."""
+    engine: Literal["embedded", "vllm", "sglang", "paced"] = "embedded"
+    """Inference engine: embedded, vllm or sglang. embedded: the model itself, in the worker. vllm, sglang: a server
+    beside each worker, see [engine]."""
+    kv: Literal["same", "refill", "stale"] = "same"
+    """Keys and values that tokens attend to. same: the sampling version's own. refill: also computed anew for every
+    request. stale: a request keeps its own across a load (max_staleness of 1 or more)."""
+    kv_lag: int = Field(1, ge=1)
+    """Versions that kept keys and values may lag behind (kv = "stale")."""
+    slots: int = free(256, ge=1)
+    """Requests that an engine runs at a time."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature in training. Evaluation has its own. Training never cuts the distribution (top-p, top-k)."""
+    max_prompt_tokens: int = free(64, ge=1)
+    """Longest prompt; longer ones are refused."""
+    max_new_tokens: int = Field(32, ge=1)
+    """Longest answer; longer ones are cut."""
+    max_attempts: int = free(3, ge=1)
+    """Attempts at a task before it fails."""
+    lease_s: float = free(60.0, gt=0)
+    """Silence after which a worker loses its tasks to others."""
+    deadline_s: float = free(1800.0, gt=0)
+    """Longest wait for a batch. Then the run stops and names what it waited for."""
+
+
+class EngineConfig(Section):
+    """The server of an engine that has one (vllm, sglang)."""
+
+    url: str | None = free(None)
+    """URL of a running server, for one worker alone. Without it, every worker starts its own on this machine."""
+    python: str | None = free(None)
+    """Python of the environment that has the engine. Without it, the one that runs Offbeat."""
+    tensor_parallel: int = free(1, ge=1)
+    """GPUs that one server spreads the model over."""
+    memory_share: float = free(0.85, gt=0, lt=1)
+    """Share of each GPU's memory that the server may take."""
+    arguments: list[str] = free([])
+    """Further arguments for the server's command line."""
+    start_within_s: float = free(600.0, gt=0)
+    """Longest wait for a started server to answer."""
+    weights: Literal["auto", "path", "ipc"] = free("auto")
+    """Way of new weights into the server. path: it reads files. ipc: through GPU memory. auto: ipc on a GPU."""
+
+
+class PacedConfig(Section):
+    """Speed of the paced engine, for tests."""
+
+    base_s: float = free(0.01, ge=0)
+    """Seconds that a step takes with no row in it."""
+    per_row_s: float = free(0.0002, gt=0)
+    """Seconds that each row adds."""
+    prefill_s: float = free(0.0, ge=0)
+    """Seconds for each token that a new request brings."""
+    load_s: float = free(0.0, ge=0)
+    """Seconds that new weights take."""
+    speed: float = free(1.0, gt=0)
+    """Divides all times of steps: 3 is three times as fast."""
+    median_tokens: float = free(16.0, gt=0)
+    """Median length of answers."""
+    sigma: float = free(0.8, ge=0, le=3)
+    """Log-normal spread of the lengths."""
+
+
+class EvalConfig(Section):
+    every: int = free(20, ge=0)
+    """Steps between evaluations on the held-out split. 0: never."""
+    prompts: int = free(200, ge=1)
+    """Held-out prompts per evaluation."""
+    samples: int = free(1, ge=1)
+    """Answers per prompt, the k of mean@k and pass@k."""
+    temperature: float = free(1.0, ge=0)
+    """Sampling temperature in evaluation. 0 takes the likeliest token."""
+    top_p: float = free(1.0, gt=0, le=1)
+    """Probability share of the likeliest tokens to draw from. 1: all tokens."""
+
+
+class CheckpointConfig(Section):
+    every: int = free(50, ge=0)
+    """Steps between checkpoints. 0: only at the end."""
+    keep: int = free(2, ge=1)
+    """Checkpoints that are kept, the newest ones."""
+
+
+class LedgerConfig(Section):
+    keep_bodies: int | None = free(None, ge=0)
+    """Steps before the last checkpoint whose answers are kept. Without it, those of all steps."""
+    backup: str | None = free(None)
+    """Folder or URL that gets a copy of the ledger with every checkpoint. A URL looks like s3://bucket/run."""
+
+
+class WeightsConfig(Section):
+    deltas: Literal["auto", "always", "never"] = free("auto")
+    """Publish signed pieces of what changed. auto: where workers elsewhere can join; always: for all workers."""
+    store: str | None = free(None)
+    """Folder or URL for weights that trainer and workers reach. A URL looks like s3://bucket/run; without it, the
+    coordinator serves them."""
+
+
+class LogConfig(Section):
+    console: Literal["auto", "rich", "plain", "quiet"] = free("auto")
+    """Console output. auto: rich on a terminal, plain elsewhere."""
+    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = free([])
+    """Further places for metrics: tensorboard, wandb, trackio."""
+    project: str = free("offbeat")
+    """Project name in W&B and trackio."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    task: list[AnyTask] = Field([ArithmeticTask()], min_length=1)
+    reward: RewardConfig = RewardConfig()
+    batch: BatchConfig = BatchConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    serve: ServeConfig = ServeConfig()
+    paced: PacedConfig = Field(PacedConfig(), json_schema_extra={"hidden": True})
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    ledger: LedgerConfig = LedgerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def fields_agree(self) -> Self:
+        for check in CHECKS:
+            check(self)
+        return self
+
+
+DEMO = {
+    "run": {"steps": 150},
+    "task": [{"source": "arithmetic"}],
+    "optimizer": {"lr": 1e-4},
+    "eval": {"every": 25},
+}
+"""The configuration of `offbeat train` without a file."""

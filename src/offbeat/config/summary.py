@@ -1,0 +1,142 @@
+"""What a configuration adds up to: batch sizes, evaluations, checkpoints and disk space, as lines of text.
+
+Numbers are exact where the configuration decides them, and "at most" where they depend on the model's answers.
+"""
+
+from __future__ import annotations
+
+import math
+
+from offbeat.config.schema import Config, resolve_loss
+
+BYTES_PER_PARAMETER = {"auto": 4, "float32": 4, "bfloat16": 2}
+"""Size of published weights; `auto` at its largest."""
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+"""Master weights and two moments, in float32."""
+VERSIONS_ON_DISK = 2
+TRAJECTORY_BYTES_PER_TOKEN = 8
+"""A token and its log-prob."""
+TRAJECTORY_BYTES = 500
+"""A trajectory's other columns and its indices."""
+
+
+def summarise(config: Config, num_parameters: int | None = None) -> list[str]:
+    """Lines about a step, the whole run, its evaluations, its checkpoints and the disk it needs."""
+    batch, steps = config.batch, config.run.steps
+    groups = batch.groups_per_step
+    samples = groups * batch.group_size
+    new_tokens = samples * config.rollout.max_new_tokens
+    updates = batch.updates_per_step
+    dealt = (groups, "group") if batch.gate == "strict" else (samples, "sample")
+    each = "one update" if updates == 1 else f"{updates} updates of {count(dealt[0] // updates, dealt[1])}"
+    apart = "" if batch.gate == "strict" else ", each claimed by itself"
+    lines = [
+        f"a step       {count(groups, 'group')} × {batch.group_size} = {count(samples, 'sample')}{apart}, {each}",
+        f"tokens       at most {config.rollout.max_new_tokens:,} new per sample, {new_tokens:,} per step",
+        f"micro-batch  {batch.tokens_per_microbatch:,} tokens; at most "
+        f"{count(microbatches_per_update(config), 'micro-batch')} per update",
+        f"engine       {count(config.rollout.slots, 'slot')}: a step's samples in "
+        f"{count(math.ceil(samples / config.rollout.slots), 'wave')} or fewer",
+        f"the run      {count(steps, 'step')} = {count(steps * groups, 'group')} = "
+        f"{count(steps * samples, 'sample')}, at most {new_tokens * steps:,} new tokens",
+        _learning(config),
+        _evaluation(config),
+        _checkpoints(config),
+    ]
+    return [*lines, _disk(config, num_parameters)]
+
+
+def _learning(config: Config) -> str:
+    """The resolved loss."""
+    chosen, loss = resolve_loss(config), config.loss
+    held = {
+        "clip": f"clip {chosen.clip_low:g} below and {chosen.clip_high:g} above",
+        "sequence_clip": f"sequences' clip {chosen.clip_low:g} below and {chosen.clip_high:g} above",
+        "cispo": f"ratios up to {loss.ratio_max:g}",
+    }
+    bounds = {"off": "", "decoupled": "", "tis": f" up to {chosen.max_importance:g}"}
+    bounds["sequence_tis"] = bounds["tis"]
+    between = f" from {chosen.min_importance:g} to {chosen.max_importance:g}"
+    parts = [f"advantage {chosen.advantage}", held.get(chosen.policy, ""), f"{chosen.aggregate}"]
+    parts.append(f"correction {chosen.correction}{bounds.get(chosen.correction, between)}")
+    if chosen.drop_no_signal:
+        parts.append("groups without signal are drawn anew")
+    return f"learning     {loss.name}: {', '.join(part for part in parts if part)}"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 group`, `2 groups`, `3 micro-batches`."""
+    plural = "es" if noun.endswith(("ch", "s")) else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def microbatches_per_update(config: Config) -> int:
+    """Micro-batches of an update whose answers are all as long as allowed. A group's prompt is packed once per
+    micro-batch; answers that are claimed separately may all have different prompts."""
+    batch, rollout = config.batch, config.rollout
+    own, prompt = rollout.max_new_tokens - 1, rollout.max_prompt_tokens
+    groups = batch.claims_per_step // batch.updates_per_step
+    whole_group = prompt + batch.members * own
+    if whole_group <= batch.tokens_per_microbatch:
+        return math.ceil(groups / (batch.tokens_per_microbatch // whole_group))
+    samples_at_a_time = max(1, (batch.tokens_per_microbatch - prompt) // max(own, 1))
+    return groups * math.ceil(batch.members / samples_at_a_time)
+
+
+def num_evaluations(config: Config) -> int:
+    """Before the first step, every `eval.every` steps, and after the last."""
+    every = config.eval.every
+    return 1 + math.ceil(config.run.steps / every) if every else 0
+
+
+def num_checkpoints(config: Config) -> int:
+    """Every `checkpoint.every` steps, and after the last."""
+    every = config.checkpoint.every
+    return math.ceil(config.run.steps / every) if every else 1
+
+
+def _evaluation(config: Config) -> str:
+    times, options = num_evaluations(config), config.eval
+    if not times:
+        return "evaluation   none (eval.every = 0)"
+    answers = options.prompts * options.samples
+    return (
+        f"evaluation   {count(times, 'time')}: at the start, every {count(options.every, 'step')}, at the end; "
+        f"{count(options.prompts, 'prompt')} × {options.samples} = {count(answers, 'answer')} each"
+    )
+
+
+def _checkpoints(config: Config) -> str:
+    written, kept = num_checkpoints(config), config.checkpoint.keep
+    when = f"every {count(config.checkpoint.every, 'step')} and at the end" if config.checkpoint.every else "at the end"
+    return f"checkpoints  {written:,}, {when}; the newest {min(kept, written)} kept"
+
+
+def disk_bytes(config: Config, num_parameters: int | None) -> dict[str, int]:
+    """Upper bound of each kind of file; weights and checkpoints only where the model's size is known."""
+    num_samples = config.run.steps * config.batch.groups_per_step * config.batch.group_size
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    trajectories = num_samples * (TRAJECTORY_BYTES + TRAJECTORY_BYTES_PER_TOKEN * longest)
+    if num_parameters is None or config.model.lora_rank:  # adapters are small
+        return {"trajectories": trajectories}
+    kept = min(config.checkpoint.keep, num_checkpoints(config)) + 1  # a new one is whole before an old one goes
+    return {
+        "trajectories": trajectories,
+        "checkpoints": kept * CHECKPOINT_BYTES_PER_PARAMETER * num_parameters,
+        "weights": VERSIONS_ON_DISK * BYTES_PER_PARAMETER[config.model.dtype] * num_parameters,
+    }
+
+
+def _disk(config: Config, num_parameters: int | None) -> str:
+    kinds = disk_bytes(config, num_parameters)
+    if "weights" not in kinds:
+        return f"disk         at most {size(kinds['trajectories'])} of trajectories, besides weights and checkpoints"
+    parts = ", ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in kinds.items())
+    return f"disk         at most {size(sum(kinds.values()))}: {parts}"
+
+
+def size(num_bytes: int) -> str:
+    for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{math.ceil(num_bytes / 1000)} kB"

@@ -1,0 +1,104 @@
+"""Authentication, roles and rate limits of callers.
+
+A member proves who it is with the secret that it joined with, a newcomer with its token; both are in the head of the
+request, so that nothing of a stranger's body is read. Secrets are looked up in the ledger, on a read-only connection,
+and remembered until some worker's state changes: a revocation by another process takes effect within `KNOWN_S`. Secrets
+are never logged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+
+from starlette.requests import Request
+
+from offbeat.coordinator.api.errors import Refusal
+from offbeat.coordinator.api.limits import Buckets, ServerSettings
+from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.workers import Role, WorkerRecord, WorkerState
+
+HOW_TO_JOIN = "ask for another: offbeat worker token RUN"
+MAX_SECRET_CHARACTERS = 256
+KNOWN_S = 0.05
+"""Longest delay until a change is noticed: a ledger read costs as much as the rest of a small call."""
+MAX_KNOWN = 10_000
+
+
+class Access:
+    """Admits callers, or refuses them with a reason."""
+
+    def __init__(self, reader: Ledger, settings: ServerSettings, clock: Callable[[], float]):
+        self.reader, self._clock = reader, clock
+        self._known: dict[str, WorkerRecord] = {}
+        """By secret."""
+        self._num_moves, self._checked_s = -1, -math.inf
+        self._calls = Buckets(settings.requests_per_s, settings.request_burst, clock)
+        self._joins = Buckets(settings.joins_per_s, max(settings.joins_per_s, 1.0), clock)
+
+    def admit(self, request: Request, roles: Collection[Role]) -> WorkerRecord:
+        """The calling worker, if its role may make this call."""
+        worker = self.identify(request)
+        if wait_s := self._calls.take(worker.name):
+            raise Refusal(429, f"worker {worker.name}: too many calls", retry_after_s=wait_s)
+        if worker.state is WorkerState.QUARANTINED:
+            raise Refusal(403, f"worker {worker.name}: quarantined: {worker.reason or 'no reason given'}")
+        if worker.role not in roles:
+            allowed = " or ".join(sorted(role.value for role in roles))
+            raise Refusal(403, f"worker {worker.name}: joined as {worker.role.value}; this is for {allowed}")
+        return worker
+
+    def admit_stranger(self, request: Request) -> str:
+        """The join token of a newcomer; refuses unknown tokens, and more than a few attempts a second."""
+        if wait_s := self._joins.take(address(request)):
+            raise Refusal(429, "too many attempts to join", retry_after_s=wait_s)
+        token = _bearer(request, "a join token")
+        with self.reader.naming_damage():
+            is_issued = self.reader.is_token(token)
+        if not is_issued:
+            raise Refusal(401, f"join token: never issued for this run; {HOW_TO_JOIN}")
+        return token
+
+    def identify(self, request: Request) -> WorkerRecord:
+        secret = _bearer(request, "the secret that a worker joined with")
+        worker = self._worker_of(secret)
+        if worker is None:
+            raise Refusal(401, "Authorization: an unknown secret; join again with a new token")
+        if worker.state is WorkerState.REVOKED:
+            raise Refusal(401, f"worker {worker.name}: revoked: {worker.reason or 'no reason given'}")
+        return worker
+
+    def refresh(self) -> None:
+        """Has the next call notice a change of some worker's state."""
+        self._checked_s = -math.inf
+
+    def _worker_of(self, secret: str) -> WorkerRecord | None:
+        with self.reader.naming_damage():
+            self._forget_moved()
+            worker = self._known.get(secret) or self.reader.worker_by_secret(secret)
+        if worker is not None and len(self._known) < MAX_KNOWN:
+            self._known[secret] = worker
+        return worker
+
+    def _forget_moved(self) -> None:
+        now_s = self._clock()
+        if now_s - self._checked_s < KNOWN_S:
+            return
+        num_moves, self._checked_s = self.reader.num_worker_moves(), now_s
+        if num_moves != self._num_moves:
+            self._known.clear()
+            self._num_moves = num_moves
+
+
+def _bearer(request: Request, what: str) -> str:
+    """The bearer secret of a request; `what` names it in errors."""
+    scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not shown:
+        raise Refusal(401, f"Authorization: missing; {what} is needed")
+    if len(shown) > MAX_SECRET_CHARACTERS:
+        raise Refusal(401, f"Authorization: {what} is needed, and none is that long")
+    return shown
+
+
+def address(request: Request) -> str:
+    return request.client.host if request.client else "unknown"

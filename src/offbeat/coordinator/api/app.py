@@ -1,0 +1,137 @@
+"""The coordinator's ASGI application.
+
+A call passes, in this order: server state, authentication, rate limit, role, type, size and schema of the body, and
+then the coordinator. A failure on the way has one status and one line (`errors`), and changes nothing. Bodies are raw
+bytes of one schema each (`wire`), so nothing is parsed twice. Every answer carries its digest, unless it is a file.
+
+A router handles rare and unknown paths. The frequent calls of hundreds of workers are looked up in a dictionary: the
+router would cost them as much as all the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from offbeat.coordinator.api import errors, metrics, trainer_routes, worker_routes
+from offbeat.coordinator.api.access import address
+from offbeat.coordinator.api.bodies import seal
+from offbeat.coordinator.api.connection_guard import prove
+from offbeat.coordinator.api.state import ApiState, Route
+from offbeat.net import is_loopback
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+GONE = 499
+"""The caller hung up; the status is only counted."""
+
+
+class App:
+    """The ASGI application of one run."""
+
+    def __init__(self, api: ApiState):
+        self._routed = Starlette(exception_handlers={HTTPException: _unrouted})
+        self._direct: dict[tuple[str, str], Endpoint] = {}
+        for route in (*worker_routes.ROUTES, *worker_routes.JUDGE_ROUTES, *trainer_routes.ROUTES):
+            self._add(api, route.method, route.path, _guarded(api, route))
+        self._add(api, "POST", "/v1/join", _join(api))
+        self._add(api, "GET", "/healthz", _health(api))
+        self._add(api, "GET", "/metrics", _metrics(api))
+        self._submit = self._direct.pop(("PUT", worker_routes.SUBMIT_PATH))
+
+    def _add(self, api: ApiState, method: str, path: str, inner: Endpoint) -> None:
+        endpoint = _counted(api, path, inner)
+        self._routed.add_route(path, endpoint, methods=[method])
+        if "{" not in path or path == worker_routes.SUBMIT_PATH:
+            self._direct[method, path] = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._find(scope) if scope["type"] == "http" else None
+        if endpoint is None:
+            await self._routed(scope, receive, send)
+            return
+        response = await endpoint(Request(scope, receive))
+        await response(scope, receive, send)
+
+    def _find(self, scope: Scope) -> Endpoint | None:
+        method, path = scope["method"], scope["path"]
+        if method == "PUT":
+            parts = path.split("/")
+            if len(parts) == 5 and parts[2] == "trajectories" and parts[1] == "v1":
+                scope["path_params"] = {"task": parts[3], "fence": parts[4]}
+                return self._submit
+        return self._direct.get((method, path))
+
+
+def _guarded(api: ApiState, route: Route) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        api.check_open()
+        worker = api.access.admit(request, route.roles)
+        prove(request)
+        return await route.handler(api, worker, request)
+
+    return endpoint
+
+
+def _join(api: ApiState) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        api.check_open()
+        return await worker_routes.join(api, request)
+
+    return endpoint
+
+
+def _counted(api: ApiState, path: str, inner: Endpoint) -> Endpoint:
+    """Turns errors into answers, and counts calls."""
+
+    async def endpoint(request: Request) -> Response:
+        start_s = api.clock()
+        try:
+            response = await inner(request)
+        except ClientDisconnect:
+            response = Response(status_code=GONE)
+        except Exception as error:  # noqa: BLE001 - a bug in one call must not end others
+            response = errors.answer(error)
+        finally:
+            api.bodies.release(request)
+        if not isinstance(response, StreamingResponse):
+            await seal(response)
+        api.figures.add(path, response.status_code, api.clock() - start_s)
+        return response
+
+    return endpoint
+
+
+def _health(api: ApiState) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        api.check_open()
+        return Response(msgspec.json.encode({"state": api.server_state.value}), media_type=errors.JSON)
+
+    return endpoint
+
+
+def _metrics(api: ApiState) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        api.check_open()
+        if api.served.behind_proxy or not is_loopback(address(request)):
+            api.access.admit(request, worker_routes.ANYONE)
+        ledger = api.coordinator.ledger
+        counts = await api.coordinator.call(ledger.counts)
+        leased = await api.coordinator.call(ledger.num_leased)
+        page = metrics.text(counts, leased, api.figures, api.coordinator.presence.figures)
+        return Response(page, media_type=metrics.CONTENT_TYPE)
+
+    return endpoint
+
+
+async def _unrouted(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = errors.refuse(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+    await seal(response)
+    return response

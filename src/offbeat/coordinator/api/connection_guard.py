@@ -1,0 +1,166 @@
+"""Limits on connections that send nothing, or next to nothing.
+
+uvicorn waits for the head of a request without a limit. Here a head must come within a time and a size, and a client
+that was answered before it had sent its whole body has a limited time to finish, so that it can read the answer. Where
+all connections are taken, unauthenticated ones give way to new ones, the oldest first: however many a stranger opens,
+members come through.
+
+Also, uvicorn sends head and body of an answer separately; here a small answer is one packet and one system call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from offbeat.coordinator.api.limits import ServerSettings
+
+CONNECTION = "offbeat.connection"
+"""Key of a request's scope for its connection."""
+TOO_SLOW = b'{"error":"the head of the request took too long"}'
+TOO_LONG = b'{"error":"the head of the request is too long"}'
+
+
+class OneWrite:
+    """A transport that delays the head of an answer until the next write, or the end of this turn of the loop."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
+        self._transport, self._loop, self._head = transport, loop, b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/1.1 ") and data.endswith(b"\r\n\r\n"):
+            self._head = data
+            self._loop.call_soon(self.flush)
+            return
+        self._transport.write(data)
+
+    def flush(self) -> None:
+        if self._head:
+            head, self._head = self._head, b""
+            self._transport.write(head)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """HTTP protocol with the limits of this module; `guarded` makes a class with its settings."""
+
+    limits: ServerSettings
+    unproven: dict[GuardedProtocol, None]
+    """Unauthenticated connections of one server, the oldest first."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._timer: asyncio.TimerHandle | None = None
+        self._in_request = False
+        """Between a whole head and the end of its body."""
+        self._num_head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self.limits.max_connections - 1:  # uvicorn refuses the last one
+            self._make_room()
+        super().connection_made(OneWrite(transport, self.loop))  # type: ignore[arg-type]  # it behaves as one
+        self.unproven[self] = None
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self.prove()
+        super().connection_lost(exc)
+
+    def prove(self) -> None:
+        """Marks the connection as authenticated, or as gone."""
+        self.unproven.pop(self, None)
+
+    def _make_room(self) -> None:
+        oldest = next(iter(self.unproven), None)
+        if oldest is not None:
+            oldest.prove()
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._in_request:
+            self._await_head()
+            self._num_head_bytes += len(data)
+        super().data_received(data)
+        if not self._in_request and self._num_head_bytes > self.limits.max_head_bytes:
+            self._hang_up(b"431 Request Header Fields Too Large", TOO_LONG)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope[CONNECTION] = self  # type: ignore[literal-required]
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        may_be_long = self._num_head_bytes > self.limits.max_head_bytes  # or a body came with it
+        self._in_request, self._num_head_bytes = True, 0
+        if may_be_long and self._head_bytes() > self.limits.max_head_bytes:
+            self._hang_up(b"431 Request Header Fields Too Large", TOO_LONG)
+            raise ValueError("a head too long, which came in one piece")  # ends the parsing
+        super().on_headers_complete()
+
+    def _head_bytes(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():  # else the error was sent
+            super().send_400_response(msg)
+
+    def on_message_complete(self) -> None:
+        self._stop_timer()
+        self._in_request, self._num_head_bytes = False, 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_request and not self.transport.is_closing():  # answered early, while the body still comes
+            self._stop_timer()
+            self._timer = self.loop.call_later(self.limits.body_within_s, self.transport.close)
+
+    def _await_head(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(
+                self.limits.head_within_s, self._hang_up, b"408 Request Timeout", TOO_SLOW
+            )
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _hang_up(self, status: bytes, body: bytes) -> None:
+        self._stop_timer()
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:  # not in the middle of another answer
+            lines = (
+                b"HTTP/1.1 " + status,
+                b"content-type: application/json",
+                b"content-length: %d" % len(body),
+                b"connection: close",
+                b"",
+                body,
+            )
+            self.transport.write(b"\r\n".join(lines))
+        self.transport.close()
+
+
+def guarded(settings: ServerSettings) -> type[GuardedProtocol]:
+    return type("GuardedProtocol", (GuardedProtocol,), {"limits": settings, "unproven": {}})
+
+
+def prove(request: Request) -> None:
+    """Marks the connection of an authenticated request, so that it does not give way to others."""
+    request.scope[CONNECTION].prove()

@@ -1,0 +1,163 @@
+"""Serves the coordinator's API on a socket, inside a running event loop.
+
+Guarantees: nothing is bound beyond this machine without TLS, unless a proxy ends it; signal handlers stay untouched;
+after `stop` no call is under way and the port is free.
+
+    server = HttpServer(ServedRun(...), Address(port=0))
+    await server.start()      # answers 503 until
+    server.open()
+    ...
+    await server.stop()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import uvicorn
+
+from offbeat.coordinator.api.app import App
+from offbeat.coordinator.api.connection_guard import guarded
+from offbeat.coordinator.api.limits import ServerSettings
+from offbeat.coordinator.api.state import ApiState, ServedRun
+from offbeat.errors import UserError
+from offbeat.net import is_this_machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Address to listen on, and the certificate."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes any that is free."""
+    certificate: Path | None = None
+    key: Path | None = None
+    behind_proxy: bool = False
+    """A proxy in front ends TLS and forwards the caller's address."""
+
+    @property
+    def has_tls(self) -> bool:
+        return self.certificate is not None
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        return is_this_machine(self.host)
+
+    def check(self) -> None:
+        """Refuses an address that would send secrets in the clear, and certificates that do not work."""
+        if (self.certificate is None) != (self.key is None):
+            raise UserError("serve.certificate and serve.key: give both or neither")
+        if not self.has_tls and not self.behind_proxy and not is_this_machine(self.host):
+            raise UserError(
+                f"serve.host = {self.host!r}: reachable from other machines, where secrets need TLS; give "
+                "serve.certificate and serve.key, or set serve.behind_proxy if a proxy ends TLS, or listen on 127.0.0.1"
+            )
+        if self.certificate is not None and self.key is not None:
+            try:
+                ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.certificate, self.key)
+            except (OSError, ssl.SSLError) as error:
+                raise UserError(f"serve.certificate = {self.certificate}, serve.key = {self.key}: {error}") from error
+
+
+class HttpServer:
+    """One listening socket of one run."""
+
+    def __init__(self, served: ServedRun, address: Address, settings: ServerSettings | None = None):
+        address.check()
+        self.address, self.settings = address, settings or ServerSettings()
+        self._served = replace(served, behind_proxy=address.behind_proxy)
+        self._uvicorn: _Uvicorn | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listens; calls are refused with a Retry-After until `open`."""
+        listener = _bind(self.address)
+        self.port: int = listener.getsockname()[1]
+        self.state = ApiState(self._served, self.settings)
+        self._uvicorn = _Uvicorn(self._config())
+        self._serving = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
+        listening = asyncio.create_task(self._uvicorn.listening.wait())
+        await asyncio.wait({self._serving, listening}, return_when=asyncio.FIRST_COMPLETED)
+        listening.cancel()
+        if self._serving.done():
+            self._serving.result()
+
+    def open(self) -> None:
+        self.state.open()
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.address.host}]" if ":" in self.address.host else self.address.host
+        return f"{'https' if self.address.has_tls else 'http'}://{host}:{self.port}"
+
+    async def stop(self) -> None:
+        """Refuses waiting calls, lets answers under way finish for a while, and closes all connections."""
+        if self._uvicorn is None or self._serving is None:
+            return
+        self.state.drain()
+        self._uvicorn.should_exit = True
+        await self._serving
+        for connection in list(self._uvicorn.server_state.connections):
+            connection.transport.abort()
+        await asyncio.gather(*self._uvicorn.server_state.tasks, return_exceptions=True)
+        self.state.close()
+        self._uvicorn = self._serving = None
+
+    def _config(self) -> uvicorn.Config:
+        address, settings = self.address, self.settings
+        return uvicorn.Config(
+            App(self.state),
+            http=guarded(settings),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=address.behind_proxy,
+            backlog=2048,
+            limit_concurrency=settings.max_connections,
+            timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]  # it is only handed to call_later
+            timeout_graceful_shutdown=settings.stop_within_s,  # type: ignore[arg-type]
+            ssl_certfile=address.certificate,
+            ssl_keyfile=None if address.key is None else os.fspath(address.key),
+        )
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals alone, and sets `listening`."""
+
+    def __init__(self, config: uvicorn.Config):
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+def _bind(address: Address) -> socket.socket:
+    try:
+        family, _, _, _, name = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(name[:2], family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"serve.host = {address.host!r}, serve.port = {address.port}: cannot listen there: {reason}; choose "
+            "another, or port 0 for any"
+        ) from error

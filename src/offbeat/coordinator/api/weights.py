@@ -1,0 +1,190 @@
+"""Weights over HTTP: manifests, pieces and whole files to workers, manifests and pieces from a remote trainer.
+
+A piece is named by its digest and a manifest is signed, so that every receiver can check them. Accepted are pieces
+whose digest is their name, and manifests signed by a trainer of this run; a version is published only once its manifest
+and all its pieces are on disk. Versions of a trainer on this machine may have no manifest: workers elsewhere get their
+files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from offbeat.client.wire import WeightFile
+from offbeat.coordinator.api.errors import Refusal
+from offbeat.coordinator.api.limits import MIB
+from offbeat.ledger.errors import Conflict, Refused, Unknown
+from offbeat.weights.manifest import Manifest, ManifestError, manifest_digest
+from offbeat.weights.piece_store import PieceDamaged, PieceMissing, PieceStore, StoreError
+from offbeat.weights.signing import open_sealed
+from offbeat.weights.version import Version, WeightFolder
+
+FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""No separators and no leading dot: nothing outside a version's folder, and no draft, can be named."""
+DIGEST = re.compile(r"[0-9a-f]{64}")
+MAX_PIECE_BYTES = 32 * MIB
+MAX_MANIFEST_BYTES = 64 * MIB
+CHUNK_BYTES = 4 * MIB
+
+
+class Weights:
+    """The run's versions, as callers see them."""
+
+    def __init__(
+        self,
+        folder: WeightFolder,
+        store: PieceStore,
+        published: Callable[[int], Version | None],
+        signers: Callable[[], Collection[str]],
+    ):
+        self.folder, self.store, self._published, self._signers = folder, store, published, signers
+
+    # --- out ---
+
+    def _version(self, number: int) -> Version:
+        version = self._published(number)
+        if version is None:
+            raise Unknown(f"version {number}: never published")
+        return version
+
+    async def files(self, number: int) -> list[WeightFile]:
+        """Names and sizes of the files of a published version."""
+        found = await asyncio.to_thread(lambda: sorted(self._version(number).path.glob("*")))
+        files = [path for path in found if path.is_file() and FILE.fullmatch(path.name)]
+        if not files:
+            raise Unknown(f"version {number}: its weights are no longer kept")
+        return [WeightFile(path.name, path.stat().st_size) for path in files]
+
+    def find_file(self, number: int, name: str) -> tuple[Path, int]:
+        """Path and size of a file of a published version."""
+        if FILE.fullmatch(name) is None:
+            raise Unknown(f"file {name[:80]!r}: not the name of a file of weights")
+        path = self._version(number).path / name
+        try:
+            return path, path.stat().st_size
+        except FileNotFoundError:
+            raise Unknown(f"version {number}: has no file {name}") from None
+
+    async def manifest(self, number: int, digest: str | None = None) -> bytes:
+        """The sealed manifest of a published version; by `digest` also the delta manifest of an anchor, or that of an
+        adapter's base."""
+        version = self._version(number)
+        if not version.manifest:
+            raise Unknown(f"version {number}: published as a whole file, without a manifest")
+        try:
+            return await asyncio.to_thread(self.store.get_manifest, number, checked(digest or version.manifest))
+        except PieceMissing:
+            raise Unknown(f"version {number}: its manifest is no longer kept") from None
+        except PieceDamaged as error:
+            raise Unknown(f"version {number}: {error}") from error
+
+    async def piece_size(self, digest: str) -> int:
+        size = await asyncio.to_thread(self.store.size, checked(digest))
+        if size is None:
+            raise Unknown(f"piece {digest}: not here")
+        return size
+
+    async def piece_bytes(self, digest: str, start: int, stop: int) -> AsyncIterator[bytes]:
+        """A piece from one byte to another; the receiver verifies it by its name."""
+        while start < stop:
+            end = min(start + CHUNK_BYTES, stop)
+            yield await asyncio.to_thread(self.store.get, digest, start, end)
+            start = end
+
+    # --- in ---
+
+    async def missing(self, digests: Sequence[str]) -> list[str]:
+        """The pieces among `digests` that are not here."""
+        for digest in digests:
+            checked(digest)
+        return await asyncio.to_thread(lambda: [digest for digest in digests if self.store.size(digest) is None])
+
+    async def store_piece(self, digest: str, data: bytes) -> None:
+        """Stores a piece, which the caller has compared with its name."""
+        await self._write(self.store.put, digest, data)
+
+    async def store_manifest(self, number: int, digest: str, sealed: bytes) -> None:
+        """Stores a manifest once all that it names is on disk; it is unknown to workers until its version is
+        published."""
+        await self._check_whole(self._opened(sealed, number, checked(digest)))
+        known = self._published(number)
+        if known is not None and known.manifest != digest and not await self._is_here(number, digest):
+            raise Conflict(f"version {number}: already published, and not with this manifest")
+        await self._write(self.store.sync)
+        await self._write(self.store.put_manifest, number, digest, sealed)
+
+    async def check_complete(self, version: Version) -> Version:
+        """A version that is about to be published, with its path here; refused unless all of it is here."""
+        if version.manifest:
+            await self._check_manifest(version)
+        elif (known := self._published(version.number)) is not None:  # published again; the ledger compares them
+            return replace(version, path=known.path)
+        elif not await asyncio.to_thread(self.folder.path(version.number).is_dir):
+            raise Refused(f"version {version.number}: its weights were never sent")
+        return replace(version, path=self.folder.path(version.number))
+
+    async def _check_manifest(self, version: Version) -> None:
+        try:
+            sealed = await asyncio.to_thread(self.store.get_manifest, version.number, version.manifest)
+        except (PieceMissing, PieceDamaged) as error:
+            raise Refused(f"version {version.number}: its manifest was never sent: {error}") from error
+        manifest = self._opened(sealed, version.number, version.manifest)
+        named = (version.step, version.parent, version.digest)
+        if (manifest.step, manifest.parent, manifest.digest) != named:
+            raise Refused(f"version {version.number}: its manifest names another step, parent or digest")
+        await self._check_whole(manifest)
+
+    async def _check_whole(self, manifest: Manifest) -> None:
+        """Refuses a manifest unless all that it names is here."""
+        missing = await self.missing([piece.digest for piece in manifest.pieces])
+        if missing:
+            raise Refused(f"version {manifest.number}: {len(missing)} pieces were never sent, such as {missing[0]}")
+        if manifest.delta is not None and not await self._is_here(manifest.number, manifest.delta):
+            raise Refused(f"version {manifest.number}: its delta manifest was never sent")
+        base = manifest.base
+        if base is None or base.manifest is None or base.number != manifest.number:
+            return
+        if not await self._is_here(base.number, base.manifest):
+            raise Refused(f"version {manifest.number}: the manifest of its base was never sent")
+
+    async def _is_here(self, number: int, digest: str) -> bool:
+        return (number, digest) in await asyncio.to_thread(self.store.list_manifests)
+
+    def _opened(self, sealed: bytes, number: int, digest: str) -> Manifest:
+        try:
+            data = open_sealed(sealed, self._signers())
+            manifest = Manifest.decode(data)
+        except ManifestError as error:
+            raise Refusal(400, f"version {number}: {error}") from error
+        if manifest.number != number or manifest_digest(data) != digest:
+            raise Refusal(400, f"version {number}: the manifest is that of version {manifest.number}, or was changed")
+        return manifest
+
+    async def _write(self, function: Callable[..., None], *args: object) -> None:
+        try:
+            await asyncio.to_thread(function, *args)
+        except StoreError as error:
+            raise Refusal(507, str(error)) from error
+
+
+async def file_bytes(path: Path, start: int, stop: int) -> AsyncIterator[bytes]:
+    """The bytes of a file, which stays readable to its end even if it is deleted meanwhile."""
+    with await asyncio.to_thread(open, path, "rb") as file:
+        while start < stop:
+            chunk = await asyncio.to_thread(os.pread, file.fileno(), min(CHUNK_BYTES, stop - start), start)
+            if not chunk:
+                raise OSError(f"{path}: ends at {start}, not at {stop}")
+            start += len(chunk)
+            yield chunk
+
+
+def checked(digest: str) -> str:
+    """The name of a piece; raises `Unknown` if it cannot be one."""
+    if DIGEST.fullmatch(digest) is None:
+        raise Unknown(f"piece {digest[:80]!r}: not the name of a piece")
+    return digest

@@ -1,0 +1,587 @@
+"""The coordinator: hands out tasks, accepts trajectories, has them scored, gives the trainer its batches.
+
+It decides nothing itself: `rules` decides, the ledger remembers, and this module carries calls between workers,
+trainer, judges and ledger. No state that matters lives here alone, so it may be killed at any moment and started again
+on the same ledger: workers that went on meanwhile find their leases as they left them. Acknowledgements follow the
+commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from offbeat.client.protocol import Heartbeat, LeaseResponse
+from offbeat.coordinator.drawing import Drawing, Issuer
+from offbeat.coordinator.lease_manager import LeaseManager, Presence
+from offbeat.coordinator.maintenance import LedgerMaintenance, MaintenanceSettings, WeightGarbageCollector
+from offbeat.coordinator.provisioning import provisioning_of
+from offbeat.coordinator.relays import RelayAssignment
+from offbeat.coordinator.reward_queue import RewardQueue
+from offbeat.coordinator.writer import Writer
+from offbeat.errors import DeadlineError, RunOver, RunStopped
+from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
+from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.records import Arrival, Batch, ComparedSegment, EvalRound, Outcome, Reconciled, Submission
+from offbeat.ledger.workers import WorkerState
+from offbeat.rules.event_model import EventModelConfig
+from offbeat.rules.groups import AdmissionTarget
+from offbeat.rules.over_provision import Decision
+from offbeat.rules.quarantine import ASIDE_S, OFF_GAP, Fitness, is_believable
+from offbeat.rules.step_time import Timing
+from offbeat.testing.crash_points import crash_here
+from offbeat.trajectory import Task, Trajectory
+from offbeat.waiting import BackgroundTasks, Notifier
+from offbeat.weights.version import Version
+
+
+class PartialCounters:
+    """Partials handed back and resumed since the last `take`, for the rows of a run's metrics."""
+
+    def __init__(self) -> None:
+        self._counts = dict.fromkeys(("partials", "partial_tokens", "resumed_tokens"), 0)
+
+    def handed_back(self, partial: Trajectory) -> None:
+        self._counts["partials"] += 1
+        self._counts["partial_tokens"] += partial.num_tokens
+
+    def handed_out(self, tasks: Iterable[Task]) -> None:
+        """Counts the tokens whose keys and values an engine computes again: prompt and prefix of resumed tasks."""
+        resumed = [len(task.prompt) + task.prefix.num_tokens for task in tasks if task.prefix is not None]
+        self._counts["resumed_tokens"] += sum(resumed)
+
+    def take(self) -> dict[str, int]:
+        taken, self._counts = self._counts, dict.fromkeys(self._counts, 0)
+        return taken
+
+
+class CurrentRound:
+    """The round under way, where work stops when a batch is complete, and the workers that take part in it.
+
+    A round is named by the version that began it, and over once the batch of that version's step is claimed. All of
+    this is read from the ledger, so that a restart at any moment finds rounds as they were; the memory of who took part
+    only keeps tokens from being older than they need to be. `read` makes a reading ledger call on the writer thread.
+    """
+
+    def __init__(
+        self, ledger: Ledger, read: Callable[[Callable[[], Any]], Awaitable[Any]], failure: asyncio.Future[Any]
+    ):
+        self._ledger, self._read = ledger, read
+        self._changes = Notifier(failure)
+        self._took_part: dict[str, tuple[int, int | None]] = {}
+        """By worker: its last round, and the version it had then."""
+
+    def notify(self) -> None:
+        """Wakes the waiters of `is_over`: a round may have begun or ended."""
+        self._changes.notify()
+
+    async def current(self) -> int | None:
+        """The round under way; None between two, and where work does not come in rounds."""
+        return await self._read(self._ledger.current_round) if self._ledger.terms.in_rounds else None
+
+    async def is_over(self, number: int, wait_s: float) -> bool:
+        """Whether a round is over, as soon as it is; False after `wait_s`."""
+
+        async def check() -> bool | None:
+            return await self.current() != number or None
+
+        return bool(await self._changes.first(check, time.monotonic() + wait_s))
+
+    def may_join(self, worker: str, number: int | None, have_version: int | None) -> bool:
+        """Whether a worker may begin or resume tasks for training, and not only for evaluation.
+
+        Between rounds no worker may. In a round, a worker that still has the version of its last round has to load
+        first: it has nothing else to do. One that has loaded since may join even if its version is no longer the
+        newest, or a worker on a slow line, for which each version comes too late, would never work.
+        """
+        if not self._ledger.terms.in_rounds:
+            return True
+        if number is None:
+            return False
+        before, version = self._took_part.get(worker, (number, None))
+        return before == number or have_version in (number, None) or have_version != version
+
+    def joined(self, worker: str, number: int | None, have_version: int | None) -> None:
+        if number is not None:
+            self._took_part[worker] = (number, have_version)
+
+    def left(self, worker: str) -> None:
+        self._took_part.pop(worker, None)
+
+
+@dataclass
+class _Batch:
+    first_lease_s: float | None = None
+    last_submit_s: float | None = None
+    claimed_s: float | None = None
+
+
+class StepTimes:
+    """Times of the events of a step, on a monotonic clock: for the time split and the trainer's idle time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._next = self._claimed = _Batch()
+        self._claimed_s: dict[int, float] = {}
+        self._committed_s: float | None = None
+
+    def leased(self) -> None:
+        self._next.first_lease_s = self._next.first_lease_s or self._clock()
+
+    def submitted(self) -> None:
+        self._next.last_submit_s = self._clock()
+
+    def claimed(self, step: int) -> None:
+        """Records that the batch of a step is complete; a repeated claim, as of a resumed trainer, changes nothing."""
+        if step not in self._claimed_s:
+            self._claimed_s[step] = self._next.claimed_s = self._clock()
+            self._claimed, self._next = self._next, _Batch()
+
+    def committed(self, step: int) -> tuple[float, float] | None:
+        """Seconds that the trainer was idle before this step, and seconds of the step; None for the first."""
+        before_s, now_s = self._committed_s, self._clock()
+        claimed_s = self._claimed_s.get(step, now_s)
+        self._committed_s = now_s
+        self._claimed_s = {other: at_s for other, at_s in self._claimed_s.items() if other > step}
+        return None if before_s is None else (max(claimed_s - before_s, 0.0), now_s - before_s)
+
+    def split(self) -> dict[str, float]:
+        """Seconds that the batch claimed last took to generate, and then to score."""
+        found = self._claimed
+        if found.first_lease_s is None or found.last_submit_s is None or found.claimed_s is None:
+            return {}
+        return {
+            "generate": found.last_submit_s - found.first_lease_s,
+            "reward": max(found.claimed_s - found.last_submit_s, 0.0),
+        }
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+CALLER_ERRORS = (Conflict, Fenced, Forbidden, Refused, Unknown)
+"""Errors of a call, not of the coordinator."""
+FORGET_AFTER_S = 3600.0
+"""Silence after which a worker is forgotten; it loses nothing by being a new one. Never less than twice the time of a
+lease, within which its tasks are taken back."""
+FORGET_EVERY_S = 60.0
+
+
+@dataclass(frozen=True)
+class CoordinatorSettings:
+    """Settings of a run's coordinator. The ledger knows the number and the largest age of a batch's groups."""
+
+    num_steps: int
+    overlap: bool = False
+    """Whether workers go on while the trainer trains."""
+    over_provision: float | Literal["auto"] = 1.0
+    rounds: EventModelConfig | None = None
+    """Model of rounds whose over-provision factor is chosen during the run; None: 1."""
+    max_new_tokens: int = 1
+    lease_ttl_s: float = 60.0
+    keep: MaintenanceSettings = field(default_factory=MaintenanceSettings)
+    vocab_size: int | None = None
+    """Larger token ids are refused; None: not checked."""
+
+
+class Coordinator:
+    """Serves workers and a trainer from one ledger; `offbeat.client.in_process` binds it to one of them."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        issuer: Issuer,
+        rewards: RewardQueue,
+        settings: CoordinatorSettings,
+        garbage: WeightGarbageCollector | None = None,
+        on_report: Callable[[Mapping[str, Any]], None] = lambda row: None,
+    ):
+        self.ledger, self.issuer, self.rewards, self.settings = ledger, issuer, rewards, settings
+        self.on_report = on_report
+        assert ledger.terms.groups_per_step is not None
+        self._groups_per_step: int = ledger.terms.groups_per_step
+        self._in_order = ledger.terms.max_staleness == 0
+        """Then every task requires the version of its step, and batches take them by ordinal."""
+
+        self._background = BackgroundTasks()
+        failure = self._background.failure
+        self._writer = Writer(ledger, self._background.fail)  # or callers would retry for ever, and the cause be lost
+        self._share = self._writer.call
+        self._progress, self._work, self._versions = Notifier(failure), Notifier(failure), Notifier(failure)
+        """For waiters on batches, evaluations and checkpoints; on tasks; on versions."""
+
+        self.times, self._partials = StepTimes(), PartialCounters()
+        self._provisioning = provisioning_of(
+            settings.over_provision,
+            ledger.terms.max_staleness if settings.overlap else None,
+            settings.rounds,
+            settings.max_new_tokens,
+            self._report_choice,
+        )
+        target = AdmissionTarget(self._groups_per_step, settings.num_steps)
+        self._drawing = Drawing(ledger, issuer, self._share, target, requires_version=self._in_order)
+        self.rounds = CurrentRound(ledger, self._writer.read, failure)
+
+        self.presence, self.relays, self.fitness = Presence(), RelayAssignment(), Fitness()
+        self.lease_manager = LeaseManager(
+            ledger,
+            self._writer,
+            self.presence,
+            settings.lease_ttl_s,
+            settings.max_new_tokens,
+            self._notify_all,
+            self.fitness.forget,
+            self._set_aside_hoarder,
+        )
+
+        self._garbage = garbage or WeightGarbageCollector(None)
+        self._maintenance = LedgerMaintenance(ledger, settings.keep, self.call, lambda row: self.on_report(row))
+        self.only_worker = ""
+        """The worker of a run of one process: once it is set aside, there is nothing to wait for."""
+        self._is_over = False
+        self._checkpointed_step = -1
+        self._newest: int | None = None
+        """The version announced last."""
+
+    def _report_choice(self, decision: Decision) -> None:
+        self.on_report({"event": "over_provision", "factor": decision.factor, "why": decision.reason})
+
+    async def start(self, *, keep_leases: bool = False) -> None:
+        """Requeues unscored trajectories. `keep_leases` renews all stored leases (remote workers survive a restart);
+        otherwise they are released."""
+        await self.lease_manager.start(keep_leases=keep_leases)
+        self.rewards.start(self.ledger, self._share, self._background, self._progress, self._notify_workers)
+        self._background.spawn(self.lease_manager.expire())
+        self._background.spawn(self._forget_for_ever())
+
+    async def close(self) -> None:
+        await self._background.close()
+        await self._writer.close()
+
+    async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs a ledger call, however long, on the writer thread."""
+        return await self._writer.alone(function, *args, **kwargs)
+
+    # --- workers ---
+
+    async def lease(self, worker: str, capacity: int, have_version: int | None, wait_s: float) -> LeaseResponse:
+        deadline_s, ttl_s = time.monotonic() + wait_s, self.settings.lease_ttl_s
+        while True:
+            changed = self._work.changed
+            if self._is_over:
+                return LeaseResponse(ttl_s=ttl_s, is_over=True)
+            if aside_s := self.fitness.aside_s(worker):
+                until_s = min(deadline_s, time.monotonic() + aside_s)
+                if not await self._work.wait(changed, until_s) and until_s == deadline_s:
+                    return LeaseResponse(ttl_s=ttl_s)
+                continue
+            self.presence.hear(worker, capacity)
+            await self._drawing.draw(self._provisioning.factor())
+            number = await self.rounds.current()
+            tasks = await asyncio.shield(self._hand_out(worker, capacity, have_version, number))
+            if tasks:
+                return LeaseResponse(tuple(tasks), ttl_s=ttl_s, round=number)
+            version = await self._version_to_serve()
+            if version is not None and version.number != have_version:
+                return LeaseResponse(version=version, ttl_s=ttl_s)
+            if not await self._work.wait(changed, deadline_s):
+                return LeaseResponse(ttl_s=ttl_s)
+
+    async def _hand_out(
+        self, worker: str, capacity: int, have_version: int | None, round_number: int | None
+    ) -> list[Task]:
+        """Leases tasks and starts their clocks; runs to its end even if the caller has gone, or they would never
+        expire."""
+        ttl_s = self.settings.lease_ttl_s
+        ask = partial(
+            self.ledger.lease,
+            worker,
+            capacity,
+            have_version,
+            total_slots=self.presence.total_slots(ttl_s),
+            only_eval=not self.rounds.may_join(worker, round_number, have_version),
+        )
+        has_failed = self.fitness.has_failed(worker)
+        tasks = await self._share(ask, skips_failed=has_failed)
+        if has_failed and not tasks and not self.presence.others(worker, ttl_s):
+            tasks = await self._share(ask)  # no other worker could take them
+        self.lease_manager.granted(worker, tasks)
+        if tasks:
+            self.times.leased()
+            self._partials.handed_out(tasks)
+            self._provisioning.handed_out(tasks)
+        if any(task.require_version is None for task in tasks):
+            self.rounds.joined(worker, round_number, have_version)
+        if any(task.require_version not in (None, self._newest) for task in tasks):
+            self._versions.notify()  # an evaluation of an older version is under way: the others may load the newest
+        return tasks
+
+    def _notify_workers(self) -> None:
+        """Wakes waiters on tasks: there may be new ones, or room for more."""
+        self._drawing.check_again()
+        self._work.notify()
+
+    def _notify_all(self) -> None:
+        self._progress.notify()
+        self._notify_workers()
+
+    async def heartbeat(
+        self,
+        worker: str,
+        held: Sequence[tuple[int, int]],
+        life: str = "",
+        figures: Mapping[str, float] | None = None,
+    ) -> Heartbeat:
+        self.presence.hear(worker)
+        self.relays.hear(worker)
+        if figures is not None:
+            self.presence.figures[worker] = figures
+        return await self.lease_manager.heartbeat(worker, held, life)
+
+    async def submit(self, worker: str, trajectory: Trajectory, fence: int) -> Outcome:
+        self._check_tokens(trajectory)
+        try:
+            outcome = await self._writer.submit(Submission(trajectory, worker, fence))
+        except CALLER_ERRORS:
+            raise
+        except Exception as error:
+            self._background.fail(error)
+            raise
+        crash_here("submission-stored")
+        self.lease_manager.handed_in(worker, trajectory, fence, is_new=outcome is not Outcome.REPEATED)
+        self.fitness.succeeded(worker)
+        self.times.submitted()
+        if outcome is not Outcome.REPEATED:
+            self._provisioning.submitted(trajectory)
+        if outcome is Outcome.STORED:
+            self.rewards.arrived()
+            if self.lease_manager.cleared(trajectory.task):
+                self._work.notify()
+        elif outcome is Outcome.PARTIAL:
+            self._partials.handed_back(trajectory)
+            self._notify_workers()
+        return outcome
+
+    def _check_tokens(self, trajectory: Trajectory) -> None:
+        size = self.settings.vocab_size
+        highest = max((int(segment.tokens.max()) for segment in trajectory.segments), default=0)
+        if size is not None and highest >= size:
+            raise Refused(f"task {trajectory.task}: token {highest} is none of the model's {size}")
+
+    async def fail(self, worker: str, task: int, fence: int, reason: str) -> None:
+        """Counts against the task and the worker: a worker that fails most of its tasks is set aside."""
+        counts = not self.fitness.aside_s(worker)
+        await self._share(self.ledger.fail, worker, task, fence, "engine", reason, counts=counts)
+        self.rewards.scorer.num_failed += 1
+        self.lease_manager.failed(worker, task)
+        if counts and (why := self.fitness.failed(worker, task, reason)):
+            await self._record_set_aside(worker, why)
+        self._notify_all()
+
+    async def _set_aside_hoarder(self, worker: str, why: str) -> None:
+        self.fitness.set_aside(worker, why)
+        await self._record_set_aside(worker, why)
+
+    async def _record_set_aside(self, worker: str, why: str) -> None:
+        await self._share(self.ledger.set_aside, worker, why, ASIDE_S)
+        self.presence.set_aside(worker)
+        self.on_report({"event": "set_aside", "worker": worker, "seconds": ASIDE_S, "why": why})
+
+    async def give_back(self, worker: str, leases: Sequence[tuple[int, int]]) -> None:
+        if await self.lease_manager.give_back(worker, leases):
+            self._notify_workers()
+
+    def timed(self, worker: str, timings: Sequence[Timing]) -> None:
+        self.presence.hear(worker)
+        self._provisioning.timed(worker, timings)
+
+    async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
+        async def check() -> Version | None:
+            version = await self._version_to_serve()
+            if version is not None and version.number != have_version:
+                return version
+            if self._is_over:  # a busy worker makes no other call
+                raise RunOver("the run is over")
+            return None
+
+        return await self._versions.first(check, time.monotonic() + wait_s)
+
+    async def leave(self, worker: str) -> None:
+        await self.lease_manager.leave(worker)
+        self._forget(worker)
+        self.rewards.leave(worker)
+        self._notify_workers()
+
+    def _forget(self, worker: str) -> None:
+        self.fitness.forget(worker)
+        self.lease_manager.pace.forget(worker)
+        self.presence.left(worker)
+        self.rounds.left(worker)
+        self._provisioning.left(worker)
+        self.relays.leave(worker)
+
+    def forget_silent(self) -> None:
+        """Forgets workers that vanished long ago, or memory would grow with every name that ever joined."""
+        for worker in self.presence.silent(max(FORGET_AFTER_S, 2 * self.settings.lease_ttl_s)):
+            self._forget(worker)
+        self.rewards.forget_silent()
+
+    async def _forget_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(FORGET_EVERY_S)
+            self.forget_silent()
+
+    def present(self, within_s: float) -> list[str]:
+        """Workers and judges heard from within this time that have not left."""
+        return sorted([*self.presence.present(within_s), *self.rewards.present(within_s)])
+
+    async def _version_to_serve(self) -> Version | None:
+        """The version required by the first open task, which may be an evaluation of an older one; else the latest."""
+        wanted = await self._writer.read(self.ledger.wanted_version)
+        if wanted is None:
+            return await self._writer.read(self.ledger.latest_version)
+        return await self._share(self.ledger.version, wanted)
+
+    # --- trainer; each call names the generation that `reconcile` gave, and is refused once there is a newer one ---
+
+    async def reconcile(self, step: int, version: int | None, arrival: Arrival) -> Reconciled:
+        reconciled = await self.call(self.ledger.reconcile, step, version, arrival)
+        self.rounds.notify()
+        self._progress.notify()  # a trainer that waits for a batch learns that it has been replaced
+        return reconciled
+
+    async def next_version(self, *, generation: int = 0) -> int:
+        return await self._share(self.ledger.as_trainer, generation, self.ledger.next_version_number)
+
+    async def publish(self, version: Version, *, generation: int = 0) -> None:
+        await self._share(self.ledger.as_trainer, generation, self.ledger.publish, version)
+        await self._announce(version)
+
+    async def claim(self, step: int, within_s: float, *, generation: int = 0) -> Batch:
+        batch = await self._progress.first(partial(self._try_claim, step, generation), time.monotonic() + within_s)
+        if batch is None:
+            aside = "".join(f"; set aside: {why}" for why in self.fitness.aside().values())
+            raise DeadlineError(
+                f"step {step}: no batch within rollout.deadline_s = {within_s:.0f} s; "
+                f"{await self.call(self.ledger.waiting_for)}; {self.rewards.describe_waits()}{aside}"
+            )
+        crash_here("claim-stored")
+        self.times.claimed(step)
+        self._provisioning.claimed()
+        self.rounds.notify()
+        self._notify_workers()
+        if names := self.rewards.scorer.take_unseen():
+            self.on_report({"event": "unused_weights", "names": names})
+        return batch
+
+    async def _try_claim(self, step: int, generation: int) -> Batch | None:
+        self._stop_if_failing()
+        claim = partial(self.ledger.claim, step, in_order=self._in_order)
+        return await self._share(self.ledger.as_trainer, generation, claim)
+
+    def _stop_if_failing(self) -> None:
+        try:
+            self.rewards.scorer.stop_if_failing()
+            if self.only_worker in (aside := self.fitness.aside()):
+                raise RunStopped(f"{aside[self.only_worker]}; correct it, then --resume the run")
+        except RunStopped as error:
+            self._background.fail(error)
+            raise
+
+    def step_figures(self) -> dict[str, float]:
+        """Counts of partials since the last call, and the over-provision factor."""
+        return {**self._partials.take(), **self._provisioning.figures()}
+
+    async def commit(
+        self,
+        step: int,
+        version: Version,
+        audited: Sequence[int] = (),
+        compared: Sequence[ComparedSegment] = (),
+        *,
+        generation: int = 0,
+    ) -> None:
+        await self._share(self.ledger.as_trainer, generation, self.ledger.commit, step, version, audited, compared)
+        if (took := self.times.committed(step)) is not None:
+            self._provisioning.trained(*took)
+        crash_here("step-committed")
+        if off := [found.task for found in compared if found.num_off]:
+            await self._quarantine(off)
+        await self._announce(version)
+
+    async def _quarantine(self, tasks: Sequence[int]) -> None:
+        """Shuts out workers that handed in a part of these tasks and can no longer be believed."""
+        for worker, found in (await self.call(self.ledger.audit_results, tasks)).items():
+            if is_believable(found):
+                continue
+            num_tokens, num_off = (sum(numbers) for numbers in zip(*found, strict=True))
+            why = f"{num_off} of the latest {num_tokens} log-probs compared are off by more than {OFF_GAP:g}"
+            await self.call(self.ledger.move_worker, worker, WorkerState.QUARANTINED, why)
+            await self.leave(worker)
+            self.on_report({"event": "quarantine", "worker": worker, "why": why})
+
+    async def checkpointed(self, step: int, *, generation: int = 0) -> None:
+        await self._share(self.ledger.as_trainer, generation, self.ledger.checkpointed, step)
+        self.note_checkpoint(step)
+
+    def note_checkpoint(self, step: int) -> None:
+        """Records that a checkpoint of this step is durable."""
+        self._checkpointed_step = max(self._checkpointed_step, step)
+        self._background.spawn(self._maintenance.after_checkpoint(step))
+        self._progress.notify()
+
+    async def wait_checkpointed(self, step: int) -> None:
+        """Waits until a checkpoint of this step or a later one is durable."""
+        await self._progress.wait_for(lambda: self._checkpointed_step >= step)
+
+    async def wait_failed(self) -> None:
+        """Never returns; raises the error of a background task that fails."""
+        await asyncio.shield(self._background.failure)
+
+    def end(self) -> None:
+        """Has every worker that asks learn that the run is over."""
+        self._is_over = True
+        self.rewards.end()
+        self._notify_all()
+        self._versions.notify()
+
+    async def report(self, row: Mapping[str, Any], *, generation: int = 0) -> None:
+        """Reports a row. One that cannot be written ends the run: its sender would retry for ever, unseen."""
+        await self._share(self.ledger.check_generation, generation)
+        try:
+            self.on_report(row)
+        except Exception as error:
+            self._background.fail(error)
+            raise
+
+    async def _announce(self, version: Version) -> None:
+        await self._drawing.open_evaluation(version)
+        self._newest = version.number
+        await self._begin_round(version)
+        self.rounds.notify()
+        self._notify_all()
+        self._versions.notify()
+        await self._garbage.files(await self.call(self.ledger.versions_in_use))
+        if self._garbage.is_due(version.number):
+            needed = await self.call(self.ledger.versions_needed, self._checkpointed_step)
+            self._background.spawn(self._garbage.pieces(needed, await self.call(self.ledger.signers)))
+
+    async def _begin_round(self, version: Version) -> None:
+        slots = self.presence.total_slots(self.settings.lease_ttl_s)
+        survivors = await self._share(self.ledger.survivors) if self._provisioning.wants_survivors else []
+        self._provisioning.began(version.step, slots, survivors)
+
+    async def evaluation(self, step: int) -> EvalRound:
+        """The evaluation of a step, once it is complete. The caller sets the deadline."""
+
+        async def check() -> EvalRound | None:
+            found = await self.call(self.ledger.eval_round, step)
+            return found if found is not None and found.is_complete else None
+
+        found = await self._progress.first(check)
+        assert found is not None, "there is no deadline"
+        return found

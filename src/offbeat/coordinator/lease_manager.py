@@ -1,0 +1,223 @@
+"""Leases of tasks: granted, renewed by heartbeats, given back, lost.
+
+The ledger stores leases, `rules.leases` knows their deadlines, and `rules.quarantine` finds workers that hold tasks for
+too long without an answer. A task whose worker vanished is a suspect until it is handed in, see `rules.assignment`.
+
+Guarantees: a lease counts as lost only if its worker vanished or restarted; a task that a live worker does not name, or
+hoards, is given back without blame. Time in which this process itself was stopped, or waited for its disk, counts
+against no worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from offbeat.client.protocol import Heartbeat
+from offbeat.coordinator.writer import Writer
+from offbeat.ledger.ledger import Ledger
+from offbeat.rules.leases import Lease, Leases
+from offbeat.rules.quarantine import HandInPace
+from offbeat.trajectory import Origin, Task, Trajectory
+
+
+class Presence:
+    """The workers that are there, with their slots, figures and lives: a worker that was killed and started again is
+    the same worker in another life, and has forgotten its tasks."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._heard: dict[str, float] = {}
+        """Time of each worker's last call; the other maps have no further workers."""
+        self._slots: dict[str, int] = {}
+        """Tasks that each can hold: the most it ever asked for."""
+        self._lives: dict[str, str] = {}
+        self.figures: dict[str, Mapping[str, float]] = {}
+        """The figures each sent last: sums over its life."""
+
+    def has_restarted(self, worker: str, life: str) -> bool:
+        """Whether this is the first call of a known worker from a new life."""
+        self.hear(worker)
+        before = self._lives.get(worker, life)
+        self._lives[worker] = life
+        return before != life
+
+    def hear(self, worker: str, capacity: int = 0) -> None:
+        self._heard[worker] = self._clock()
+        self._slots[worker] = max(capacity, self._slots.get(worker, 0))
+
+    def set_aside(self, worker: str) -> None:
+        """Counts no slots of a worker until it is given tasks again; keeps its life, to notice a restart."""
+        if worker in self._slots:
+            self._slots[worker] = 0
+
+    def left(self, worker: str) -> None:
+        for known in (self._heard, self._slots, self._lives, self.figures):
+            known.pop(worker, None)
+
+    def silent(self, for_s: float) -> list[str]:
+        """Workers that have not left and made no call for so long."""
+        since_s = self._clock() - for_s
+        return sorted(worker for worker, heard_s in self._heard.items() if heard_s < since_s)
+
+    def present(self, within_s: float) -> list[str]:
+        """Workers that made a call within this time and have not left."""
+        since_s = self._clock() - within_s
+        return sorted(worker for worker, heard_s in self._heard.items() if heard_s >= since_s)
+
+    def others(self, worker: str, within_s: float) -> bool:
+        """Whether another worker with slots made a call within this time."""
+        return any(self._slots[name] and name != worker for name in self.present(within_s))
+
+    def total_slots(self, within_s: float) -> int:
+        since_s = self._clock() - within_s
+        return sum(self._slots[worker] for worker, heard_s in self._heard.items() if heard_s >= since_s)
+
+
+MAX_SLEEP_S = 1.0
+"""Longest pause between two checks of the leases."""
+
+HELD_UP_SHARE = 0.25
+"""Delay, as a share of a lease's time, from which this process counts as stopped or starved: it has heard no worker
+meanwhile. Workers beat several times per lease, so a smaller delay cannot cost one its tasks."""
+
+OTHERS_WITHIN_S = 60.0
+"""Another worker heard within this time could do a hoarder's tasks: one that waits for tasks asks several times in it,
+and sends no heartbeats."""
+
+MIN_SUSPECTS = 256
+"""Suspects remembered before the ledger is asked which of them still are."""
+
+
+class LeaseManager:
+    """Calls `on_free` when tasks become free, `on_restart` with a restarted worker, and `on_hoarder` with a worker to
+    set aside and the reason."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        writer: Writer,
+        presence: Presence,
+        ttl_s: float,
+        max_new_tokens: int,
+        on_free: Callable[[], None],
+        on_restart: Callable[[str], None],
+        on_hoarder: Callable[[str, str], Awaitable[None]],
+    ):
+        self._on_restart, self._on_hoarder = on_restart, on_hoarder
+        self.pace = HandInPace(ttl_s, max_new_tokens, time.monotonic)
+        self.ledger, self.leases = ledger, Leases(ttl_s, time.monotonic)
+        self._share, self._presence, self._on_free = writer.call, presence, on_free
+        self._suspects: set[int] = set()
+        self._max_suspects = MIN_SUSPECTS
+
+    async def start(self, *, keep_leases: bool) -> None:
+        """Renews all stored leases with `keep_leases`; otherwise releases them."""
+        if keep_leases:
+            self.leases.grant(await self._share(self.ledger.leased))
+        else:
+            await self._share(self.ledger.release)
+        self._suspects.update(await self._share(self.ledger.suspects))
+
+    def granted(self, worker: str, tasks: Sequence[Task]) -> None:
+        for task in tasks:
+            held = Lease(task.id, task.fence, worker)
+            self.leases.grant([held])
+            self.pace.granted(held, 0 if task.prefix is None else _num_sampled(task.prefix))
+
+    def handed_in(self, worker: str, trajectory: Trajectory, fence: int, *, is_new: bool) -> None:
+        """Ends the lease of an accepted answer, whole or partial; `is_new` unless it was stored before."""
+        self.leases.end([trajectory.task])
+        if is_new:
+            self.pace.handed_in(Lease(trajectory.task, fence, worker), _num_sampled(trajectory))
+
+    def failed(self, worker: str, task: int) -> None:
+        self.leases.end([task])
+        self.pace.reset_quiet_time(worker)
+
+    def cleared(self, task: int) -> bool:
+        """Clears a task that was handed in whole; returns whether it was a suspect, which makes room for another."""
+        was_suspect = task in self._suspects
+        self._suspects.discard(task)
+        return was_suspect
+
+    async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str) -> Heartbeat:
+        """Renews leases, and returns those that are lost."""
+        if self._presence.has_restarted(worker, life):
+            self.pace.forget(worker)
+            self._on_restart(worker)
+            await self._lose_all_but(worker, held)
+        self.leases.renew(Lease(task, fence, worker) for task, fence in held)  # before the ledger, which may take long
+        still = await self._share(self.ledger.still_held, worker, held)
+        self.leases.grant(still)
+        known = {lease.task for lease in still}
+        return Heartbeat(lost=tuple(task for task, _ in held if task not in known))
+
+    async def give_back(self, worker: str, leases: Sequence[tuple[int, int]]) -> bool:
+        """Frees tasks that were not begun; returns whether any was really held."""
+        held = [Lease(task, fence, worker) for task, fence in leases]
+        self.leases.end(lease.task for lease in held if self.leases.is_held(lease))
+        return bool(await self._share(self.ledger.give_back, held, untouched=True))
+
+    async def leave(self, worker: str) -> None:
+        leases = [held for held in await self._share(self.ledger.leased) if held.worker == worker]
+        await self._share(self.ledger.release, worker)
+        self.leases.end(held.task for held in leases)
+
+    async def expire(self) -> None:
+        """Takes tasks back, for ever, from workers that were silent for the time of a lease, and from live ones that
+        hand in nothing. A live worker that does not name a task has forgotten it, or never got the lease."""
+        while True:
+            next_s = self.leases.next_deadline_s()
+            left_s = MAX_SLEEP_S if next_s is None else min(max(next_s - time.monotonic(), 0.0), MAX_SLEEP_S)
+            begins_s = time.monotonic()
+            await asyncio.sleep(left_s)
+            slept_s = time.monotonic() - begins_s
+            if slept_s - left_s > HELD_UP_SHARE * self.leases.ttl_s:
+                self.leases.renew_all()
+                continue
+            self.pace.add_quiet_time(slept_s, self.leases.all())
+            if self.pace.overdue():
+                await self._take_from_hoarders()
+            expired = self.leases.expired()
+            if not expired:
+                continue
+            heard = set(self._presence.present(self.leases.ttl_s))
+            num_free = await self._lose([held for held in expired if held.worker not in heard])
+            num_free += await self._share(self.ledger.give_back, [held for held in expired if held.worker in heard])
+            if num_free:
+                self._on_free()
+
+    async def _take_from_hoarders(self) -> None:
+        """Frees the tasks of overdue workers; the only worker may go on, since it starves no other."""
+        leased = await self._share(self.ledger.leased)  # by then, answers that waited for the disk are stored
+        for worker, why in self.pace.overdue().items():
+            if not self._presence.others(worker, max(self.leases.ttl_s, OTHERS_WITHIN_S)):
+                continue
+            self.pace.reset_quiet_time(worker)
+            await self._on_hoarder(worker, why)
+            hoarded = [held for held in leased if held.worker == worker]
+            self.leases.end(held.task for held in hoarded if self.leases.is_held(held))
+            if await self._share(self.ledger.give_back, hoarded):
+                self._on_free()
+
+    async def _lose_all_but(self, worker: str, held: Sequence[tuple[int, int]]) -> None:
+        """Loses the leases of a restarted worker that it does not name: it had them in its earlier life."""
+        named, leased = set(held), await self._share(self.ledger.leased)
+        gone = [lease for lease in leased if lease.worker == worker and (lease.task, lease.fence) not in named]
+        self.leases.end(lease.task for lease in gone)
+        if await self._lose(gone):
+            self._on_free()
+
+    async def _lose(self, leases: Sequence[Lease]) -> int:
+        num_lost = await self._share(self.ledger.lose, leases)
+        self._suspects.update(held.task for held in leases)
+        if len(self._suspects) >= self._max_suspects:  # tasks that failed for good are never handed in
+            self._suspects &= set(await self._share(self.ledger.suspects))
+            self._max_suspects = max(2 * len(self._suspects), MIN_SUSPECTS)
+        return num_lost
+
+
+def _num_sampled(trajectory: Trajectory) -> int:
+    return sum(len(segment.tokens) for segment in trajectory.segments if segment.origin is Origin.SAMPLED)

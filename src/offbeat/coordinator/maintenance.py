@@ -1,0 +1,101 @@
+"""Upkeep beside the work: prunes and backs up the ledger after checkpoints, deletes weights that no role needs.
+
+A backup that fails, as when a bucket cannot be reached, is reported and does not end the run: the ledger itself is
+intact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.errors import OffbeatError
+from offbeat.ledger.ledger import Ledger
+from offbeat.weights.collect import EVERY, collect
+from offbeat.weights.manifest import Manifest
+from offbeat.weights.piece_store import PieceStore
+from offbeat.weights.signing import open_sealed
+from offbeat.weights.version import WeightFolder
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MaintenanceSettings:
+    num_steps: int | None = None
+    """Steps before the checkpoint whose trajectories are kept; None: all."""
+    backup: str | None = None
+    """A folder or URL that gets a copy of the ledger."""
+
+
+class LedgerMaintenance:
+    """Prunes and backs up one ledger; `call` runs a function on the ledger's thread, `report` gets events."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        settings: MaintenanceSettings,
+        call: Callable[..., Awaitable[Any]],
+        report: Callable[..., None],
+    ):
+        self.ledger, self.settings, self._call, self._report = ledger, settings, call, report
+        self._working = asyncio.Lock()
+
+    async def after_checkpoint(self, step: int) -> None:
+        async with self._working:
+            if self.settings.num_steps is not None:
+                pruned = await self._call(self.ledger.prune, step, self.settings.num_steps)
+                if pruned.num_bodies:
+                    self._report(
+                        {"event": "prune", "step": step, "bodies": pruned.num_bodies, "bytes": pruned.num_bytes}
+                    )
+            else:
+                await self._call(self.ledger.sweep)  # large partials that were continued
+            if self.settings.backup is not None:
+                await self._copy(step, self.settings.backup)
+
+    async def _copy(self, step: int, target: str) -> None:
+        try:
+            made = await asyncio.to_thread(self.ledger.backup, target)  # over its own connection
+        except Exception as error:  # noqa: BLE001  # every store has its own errors, and none may end the run
+            log.warning("the ledger was not copied to %s: %s", target, error)
+            self._report({"event": "backup_failed", "step": step, "target": target, "error": str(error)})
+        else:
+            self._report({"event": "backup", "step": step, "target": target, "bytes": made.num_bytes})
+
+
+class WeightGarbageCollector:
+    """Deletes weights that no role can ask for any more: whole files with every version, pieces every few.
+
+    One collection runs at a time. Pieces that cannot be deleted now, as when a bucket is out of reach, are logged and
+    tried again with a later version.
+    """
+
+    def __init__(self, folder: WeightFolder | None, pieces: PieceStore | None = None):
+        self._folder, self._pieces = folder, pieces
+        self._working = asyncio.Lock()
+
+    async def files(self, in_use: Collection[int]) -> None:
+        if self._folder is not None:
+            await asyncio.to_thread(self._folder.keep, in_use)
+
+    def is_due(self, number: int) -> bool:
+        return self._pieces is not None and number % EVERY == 0
+
+    async def pieces(self, needed: Collection[int], signers: Collection[str]) -> None:
+        """Deletes all but the `needed` versions. Manifests signed by no trainer of this run may be another run's, and
+        are left alone."""
+        if self._pieces is None:
+            return
+
+        def opened(sealed: bytes) -> Manifest:
+            return Manifest.decode(open_sealed(sealed, signers))
+
+        async with self._working:
+            try:
+                await asyncio.to_thread(collect, self._pieces, needed, opened)
+            except (OffbeatError, OSError) as error:
+                log.warning("unneeded weights were not deleted: %s", error)

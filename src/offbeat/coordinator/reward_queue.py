@@ -1,0 +1,458 @@
+"""Rewards as a stage of its own: samples wait in one bounded queue, and judges pull from it at their own pace.
+
+Judges are the processes of the local pool and remote workers of that role. A worker that hands in a trajectory never
+waits for its reward: samples that find no room in the queue wait in the ledger. So a slow judge delays no engine, only
+the trainer.
+
+A reward is acknowledged once it is stored. Samples that a judge held when the coordinator died are unscored in the
+ledger, and judged again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offbeat.client.protocol import RewardLease
+from offbeat.errors import RunStopped, UserError
+from offbeat.ledger.errors import Fenced, Forbidden, Refused, Unknown
+from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.records import Purpose, Scored, Scores, Unscored
+from offbeat.rewards.pool import FailureWatch, RewardInput, RewardPool, RewardResult, RewardSpec, Shaping
+from offbeat.trajectory import Reward, reward_problem, total_problem
+from offbeat.waiting import BackgroundTasks, Notifier
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """Samples that one judge holds, all of one reward."""
+
+    ticket: str
+    judge: str
+    reward: str
+    samples: tuple[Unscored, ...]
+    deadline_s: float | None
+    """On the clock; None: the local pool keeps its own time."""
+
+
+class PendingRewards:
+    """Samples that wait for a reward, and those that judges hold. No I/O; the clock is injected.
+
+    A judge leases a batch under a ticket. A batch that is not answered in time, or whose judge leaves, goes back to the
+    front of the queue, and its ticket expires. Guarantees: a sample that was added waits, is out under exactly one
+    ticket, or was answered; it is answered once. At most `max_samples` wait or are out, if `add` keeps to `room`.
+    Tickets of an earlier process are unknown here, however they are numbered.
+    """
+
+    def __init__(self, max_samples: int, sample_s: float, slack_s: float, clock: Callable[[], float]):
+        """A judge has `sample_s` for each sample that it holds, plus `slack_s`."""
+        self.max_samples, self.sample_s, self.slack_s, self._clock = max_samples, sample_s, slack_s, clock
+        self._waiting: dict[str, deque[Unscored]] = {}
+        self._out: dict[int, RewardBatch] = {}
+        self._by_judge = Counter[str]()
+        self._by_reward = Counter[str]()
+        self._num_issued = 0
+        self._name = secrets.token_hex(8)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def room(self) -> int:
+        """Number of samples that may be added."""
+        return self.max_samples - self.num_waiting - self._by_judge.total()
+
+    @property
+    def rewards(self) -> list[str]:
+        """Rewards that samples wait for."""
+        return [reward for reward, samples in self._waiting.items() if samples]
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Samples that are out, by judge."""
+        return dict(self._by_judge)
+
+    def held_of(self, judge: str, reward: str) -> int:
+        return sum(len(p.samples) for p in self._out.values() if (p.judge, p.reward) == (judge, reward))
+
+    def add(self, samples: Sequence[Unscored]) -> None:
+        for sample in samples:
+            self._waiting.setdefault(sample.reward, deque()).append(sample)
+
+    def lease(self, judge: str, capacity: int, rewards: Collection[str], *, timed: bool = True) -> RewardBatch | None:
+        """Up to `capacity` samples of the reward with the fewest samples out; None where none wait."""
+        ready = [reward for reward in self.rewards if reward in rewards]
+        if not ready or capacity < 1:
+            return None
+        reward = min(ready, key=lambda reward: (self._by_reward[reward], self._waiting[reward][0].seq))
+        queue = self._waiting[reward]
+        samples = tuple(queue.popleft() for _ in range(min(capacity, len(queue))))
+        self._num_issued += 1
+        self._by_judge[judge] += len(samples)
+        self._by_reward[reward] += len(samples)
+        # Time for all that it holds: a judge with one process comes to these last.
+        ttl_s = self._by_judge[judge] * self.sample_s + self.slack_s
+        deadline_s = self._clock() + ttl_s if timed else None
+        batch = RewardBatch(f"{self._name}-{self._num_issued}", judge, reward, samples, deadline_s)
+        self._out[self._num_issued] = batch
+        return batch
+
+    def find(self, judge: str, ticket: str) -> RewardBatch:
+        """The batch that a judge holds under a ticket; raises if it holds none."""
+        number = self._number(ticket)
+        batch = self._out.get(number)
+        if batch is None:
+            raise Fenced(f"ticket {ticket}: over; its samples were answered, or went to another judge")
+        if batch.judge != judge:
+            raise Forbidden(f"ticket {ticket}: not {judge}'s")
+        return batch
+
+    def answer(self, judge: str, ticket: str) -> RewardBatch:
+        """Ends a ticket whose samples are answered."""
+        batch = self.find(judge, ticket)
+        self._end(self._number(ticket))
+        return batch
+
+    def leave(self, judge: str) -> int:
+        """Requeues the samples of a judge; returns their number."""
+        return self._take_back([number for number, batch in self._out.items() if batch.judge == judge])
+
+    def expire(self) -> int:
+        """Requeues overdue samples; returns their number."""
+        now_s = self._clock()
+        due = [n for n, batch in self._out.items() if batch.deadline_s is not None and batch.deadline_s <= now_s]
+        return self._take_back(due)
+
+    def next_deadline_s(self) -> float | None:
+        """Time of the next `expire`; None while no deadline runs."""
+        return min((p.deadline_s for p in self._out.values() if p.deadline_s is not None), default=None)
+
+    def _number(self, ticket: str) -> int:
+        name, _, digits = ticket.partition("-")
+        known = name == self._name and digits.isascii() and digits.isdecimal() and len(digits) < 20
+        if not known or not 1 <= int(digits) <= self._num_issued:
+            raise Unknown(f"ticket {ticket[:64]!r}: never issued, or by a coordinator that has been restarted")
+        return int(digits)
+
+    def _end(self, number: int) -> RewardBatch:
+        batch = self._out.pop(number)
+        self._by_judge[batch.judge] -= len(batch.samples)
+        if not self._by_judge[batch.judge]:
+            del self._by_judge[batch.judge]  # or the map would grow with every judge that ever came
+        self._by_reward[batch.reward] -= len(batch.samples)
+        return batch
+
+    def _take_back(self, numbers: Sequence[int]) -> int:
+        """Puts batches back at the front of the queue, in their old order."""
+        num_samples = 0
+        for number in sorted(numbers, reverse=True):
+            batch = self._end(number)
+            self._waiting[batch.reward].extendleft(reversed(batch.samples))
+            num_samples += len(batch.samples)
+        return num_samples
+
+
+class Scorer:
+    """Turns trajectories into reward inputs, and results into scores for the ledger.
+
+    A reward is computed once and stored, with the weight of each part. One that fails is a failure, with its reason;
+    when too large a share of the latest rewards failed, the run stops instead of training on the rest.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[np.ndarray]], list[str]],
+        watch: FailureWatch,
+        log_path: Path,
+        shaping: Shaping | None = None,
+        untried: Collection[str] = (),
+    ):
+        """`log_path` is named in errors; `untried` are parts with a weight that no reward has returned yet."""
+        self.decode, self.watch, self.log_path, self.shaping = decode, watch, log_path, shaping or Shaping()
+        self.num_failed = 0
+        self._unseen, self._has_seen_some = set(untried), False
+
+    def inputs(self, samples: Sequence[Unscored]) -> list[RewardInput]:
+        texts = self.decode([sample.response_tokens for sample in samples])
+        return [
+            RewardInput(
+                prompt=sample.problem["prompt"],
+                response=text,
+                answer=sample.problem["answer"],
+                info=sample.problem["info"],
+                tokens=sample.response_tokens.tolist(),
+            )
+            for sample, text in zip(samples, texts, strict=True)
+        ]
+
+    def scored(self, samples: Sequence[Unscored], results: Sequence[RewardResult]) -> list[Scored]:
+        """Rewards, or the reasons of their failures."""
+        scored = []
+        for sample, result in zip(samples, results, strict=True):
+            rewards = self._shaped(sample, result.rewards) if result.error is None else ()
+            error = result.error
+            if problem := total_problem(rewards):  # each part may be sane, and their weighted sum not
+                error = f"value: {problem}"
+            if error is None:
+                self.watch.record(failed=False)
+                scored.append(Scored(sample.task, rewards))
+            else:
+                self.failed(error)
+                scored.append(Scored(sample.task, error=error))
+        return scored
+
+    def _shaped(self, sample: Unscored, rewards: Sequence[Reward]) -> Sequence[Reward]:
+        self._has_seen_some = True
+        self._unseen -= {reward.name for reward in rewards}
+        if sample.purpose is Purpose.TRAIN:
+            return self.shaping.for_training(rewards, len(sample.response_tokens))
+        return self.shaping.weighted(rewards)
+
+    def take_unseen(self) -> list[str]:
+        """Parts with a weight that no reward has returned so far; each is reported once, after the first reward."""
+        if not self._has_seen_some:
+            return []
+        unseen, self._unseen = sorted(self._unseen), set()
+        return unseen
+
+    def failed(self, reason: str) -> None:
+        """Counts a sample without a reward, whatever the cause."""
+        self.num_failed += 1
+        self.watch.record(failed=True, reason=reason)
+
+    def stop_if_failing(self) -> None:
+        """Raises once too many rewards failed."""
+        if reason := self.watch.verdict():
+            raise RunStopped(f"{reason}; correct it (see {self.log_path}), then --resume the run")
+
+
+def admissible(sample: Unscored, result: RewardResult) -> RewardResult:
+    """The result if it is valid, else a failure: a remote judge may send anything."""
+    if result.error is not None:
+        return result
+    num_tokens = len(sample.response_tokens)
+    if problem := reward_problem(result.rewards):
+        return RewardResult(error=f"value: the judge sent {problem}")
+    for reward in result.rewards:
+        if not -1 <= reward.position < num_tokens:
+            return RewardResult(error=f"value: {reward.name!r} stands at {reward.position} of {num_tokens} tokens")
+    return result if result.rewards else RewardResult(error="value: the judge sent no reward")
+
+
+MAX_SAMPLES = 4096
+"""Waiting or out; their tokens are in memory."""
+LARGE, SMALL = 64, 8
+"""Samples per batch of the local pool: many, to save messages; few while remote judges could take the rest."""
+LOCAL = ""
+"""The local pool's name; no worker has it."""
+RESTART_S = 2.0
+"""Added to reward.timeout_s for each sample: the time to replace a process that hung."""
+SLACK_S = 20.0
+"""For the way there and back, and for a judge that still has to import the reward."""
+SILENT_S = 30.0
+"""A judge silent for so long loses what it holds, however much time it would have had."""
+PRESENT_S = 60.0
+"""A judge that holds nothing and made no call for so long has gone."""
+MAX_SLEEP_S = 1.0
+
+
+class RewardQueue:
+    """Feeds judges from the ledger and stores their answers; lives on the event loop of its coordinator."""
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        pool: RewardPool,
+        rewards: Mapping[str, RewardSpec],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.scorer, self.pool, self.timeout_s, self._clock = scorer, pool, timeout_s, clock
+        self.pending = PendingRewards(MAX_SAMPLES, timeout_s + RESTART_S, SLACK_S, clock)
+        self._specs = {name: spec for name, spec in rewards.items() if isinstance(spec, str)}
+        self._stay_here = sorted(rewards.keys() - self._specs.keys())
+        if self._stay_here and not pool.num_processes:
+            raise UserError(
+                f"reward.processes = 0: allowed 1 or more, because {_cannot_leave(self._stay_here)} and no other "
+                "process could judge"
+            )
+        self._feed_now, self._store_now = asyncio.Event(), asyncio.Event()
+        self._waiting = Notifier()
+        self._heard: dict[str, float] = {}
+        """Time of each remote judge's last call."""
+        self._answers: list[tuple[list[Scored], asyncio.Future[None]]] = []
+        self._last_seq = 0
+        self._is_full = False
+        """More may wait in the ledger than there was room for."""
+        self._is_over = False
+
+    def start(
+        self,
+        ledger: Ledger,
+        call: Callable[..., Awaitable[Any]],
+        background: BackgroundTasks,
+        stored: Notifier,
+        on_dropped: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begins to judge the unscored trajectories of the ledger; `call` runs a ledger call. Notifies `stored` after
+        each commit of rewards, and calls `on_dropped` where groups were dropped: others may take their places."""
+        self._background, self._stored, self._on_dropped = background, stored, on_dropped
+        background.spawn(self._feed(ledger, call))
+        background.spawn(self._store(ledger, call))
+        background.spawn(self._expire())
+
+    def arrived(self) -> None:
+        """A trajectory was stored in the ledger."""
+        self._feed_now.set()
+
+    def end(self) -> None:
+        """Has every judge that asks learn that the run is over."""
+        self._is_over = True
+        self._waiting.notify()
+
+    # --- remote judges ---
+
+    async def lease(self, judge: str, capacity: int, wait_s: float) -> RewardLease:
+        """Samples of one reward, as soon as there are any; none after `wait_s`, or where `capacity` is 0."""
+        if self._stay_here and not self._specs:
+            raise Refused(f"{_cannot_leave(self._stay_here)}; put it in a file and write file.py:function")
+        self._heard[judge] = self._clock()
+
+        async def check() -> RewardLease | None:
+            if self._is_over:
+                return RewardLease(is_over=True)
+            batch = self.pending.lease(judge, capacity, self._specs)
+            if batch is not None:
+                inputs = tuple(self.scorer.inputs(batch.samples))
+                return RewardLease(batch.ticket, self._specs[batch.reward], inputs, self.timeout_s, SILENT_S)
+            return None if capacity else RewardLease(ttl_s=SILENT_S)
+
+        return await self._waiting.first(check, time.monotonic() + wait_s) or RewardLease(ttl_s=SILENT_S)
+
+    async def submit(self, judge: str, ticket: str, results: Sequence[RewardResult]) -> None:
+        """Accepts a judge's answer; returns once it is stored. An invalid reward counts as failed, and is refused."""
+        self._heard[judge] = self._clock()
+        samples = self.pending.find(judge, ticket).samples
+        if len(results) != len(samples):
+            raise Refused(f"ticket {ticket}: {len(results)} results for {len(samples)} samples")
+        found = [admissible(sample, result) for sample, result in zip(samples, results, strict=True)]
+        await self._answer(judge, ticket, found)
+        for index, (sent, accepted) in enumerate(zip(results, found, strict=True)):
+            if accepted is not sent:
+                raise Refused(f"ticket {ticket}: result {index} counts as failed: {accepted.error}")
+
+    def leave(self, judge: str) -> None:
+        """Requeues the samples that a judge holds."""
+        self._heard.pop(judge, None)
+        if self.pending.leave(judge):
+            self._hand_out()
+
+    def forget_silent(self) -> None:
+        """Forgets judges that hold nothing and fell silent."""
+        here = self.present()
+        self._heard = {judge: heard_s for judge, heard_s in self._heard.items() if judge in here}
+
+    def present(self, within_s: float = PRESENT_S) -> list[str]:
+        """Remote judges that hold samples, or made a call within this time."""
+        since_s = self._clock() - within_s
+        heard = {judge for judge, heard_s in self._heard.items() if heard_s >= since_s}
+        return sorted((heard | self.pending.held.keys()) - {LOCAL})
+
+    def describe_waits(self) -> str:
+        """The judges that hold samples, in words."""
+        if not self.pool.num_processes and not self.present():
+            return "no judge is there, and reward.processes = 0: start one with offbeat worker --role reward --join URL"
+        out = [f"{count} with {judge or 'reward.processes'}" for judge, count in sorted(self.pending.held.items())]
+        return f"rewards asked for: {', '.join(out) or 'none'}"
+
+    # --- the queue ---
+
+    async def _feed(self, ledger: Ledger, call: Callable[..., Awaitable[Any]]) -> None:
+        """Fills the queue from the ledger, whenever there may be new samples and there is room."""
+        while True:
+            self._feed_now.clear()
+            self._is_full = True
+            while (room := self.pending.room) > 0:
+                found: list[Unscored] = await call(ledger.unscored, room, after=self._last_seq)
+                if found:
+                    self._last_seq = found[-1].seq
+                    self.pending.add(found)
+                    self._hand_out()
+                if len(found) < room:
+                    self._is_full = False
+                    break
+            await self._feed_now.wait()
+
+    def _hand_out(self) -> None:
+        """Gives waiting samples to the local pool as far as it takes more, and wakes remote judges."""
+        num = self.pool.num_processes
+        size, most = (SMALL, SMALL * num) if self.present() else (LARGE, LARGE * (num + 1))
+        for reward in self.pending.rewards if num else ():
+            # Per reward: the pool sees to it that a slow one does not delay a quick one.
+            while self.pending.held_of(LOCAL, reward) < most:
+                batch = self.pending.lease(LOCAL, size, (reward,), timed=False)
+                if batch is None:
+                    break
+                self._background.spawn(self._judge_here(batch))
+        self._waiting.notify()
+
+    async def _judge_here(self, batch: RewardBatch) -> None:
+        results = await self.pool.score(batch.reward, self.scorer.inputs(batch.samples))
+        found = [admissible(sample, result) for sample, result in zip(batch.samples, results, strict=True)]
+        await self._answer(LOCAL, batch.ticket, found)
+
+    async def _answer(self, judge: str, ticket: str, results: Sequence[RewardResult]) -> None:
+        batch = self.pending.answer(judge, ticket)
+        stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._answers.append((self.scorer.scored(batch.samples, results), stored))
+        self._store_now.set()
+        self._hand_out()
+        if self._is_full:
+            self._feed_now.set()
+        await asyncio.shield(stored)
+
+    async def _store(self, ledger: Ledger, call: Callable[..., Awaitable[Any]]) -> None:
+        """Stores answers; those that arrive during a commit share the next."""
+        while True:
+            await self._store_now.wait()
+            self._store_now.clear()
+            answers, self._answers = self._answers, []
+            results = [scored for batch, _ in answers for scored in batch]
+            try:
+                stored: Scores = await call(ledger.score, results)
+            except Exception as error:
+                for _, is_stored in answers:
+                    is_stored.set_exception(error)
+                    is_stored.exception()  # marks it as retrieved: the judge may have gone
+                raise
+            for _, is_stored in answers:
+                is_stored.set_result(None)
+            self._stored.notify()
+            if stored.num_dropped:
+                self._on_dropped()
+
+    async def _expire(self) -> None:
+        """Requeues samples that judges did not answer in time, and those of judges that fell silent."""
+        while True:
+            next_s = self.pending.next_deadline_s()
+            left_s = MAX_SLEEP_S if next_s is None else min(max(next_s - self._clock(), 0.0), MAX_SLEEP_S)
+            await asyncio.sleep(left_s)
+            if self.pending.expire() + sum(self.pending.leave(judge) for judge in self._silent()):
+                self._hand_out()
+
+    def _silent(self) -> list[str]:
+        since_s = self._clock() - SILENT_S
+        return [judge for judge in self.pending.held if judge != LOCAL and self._heard[judge] < since_s]
+
+
+def _cannot_leave(rewards: Sequence[str]) -> str:
+    return f"reward {', '.join(rewards)} was handed in from Python and cannot leave its process"

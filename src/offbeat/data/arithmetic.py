@@ -1,0 +1,96 @@
+"""Built-in arithmetic: sums of several numbers and, as the long tail, worked multiplications.
+
+A sum such as `47+38+6=` wants its running totals, `85 91`. A worked multiplication such as `7*4=` wants its table,
+`1:7 2:14 3:21 4:28`: a short prompt with an answer as long as the multiplier, drawn from a log-normal law. `tail` is
+the share of such problems, so the tail of answer lengths can be set without touching anything else. The reward looks
+only at the last number.
+
+A tenth of all problems, chosen by a hash of their text, is held out: neither pre-training nor RL ever sees them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import zlib
+
+from offbeat.data.source import Problem
+
+NUM_TERMS = {1: (2, 2), 2: (2, 3), 3: (2, 4), 4: (3, 5), 5: (4, 8)}
+"""Fewest and most terms of a sum, by level."""
+LARGEST_TERM = {1: 9, 2: 49, 3: 99, 4: 99, 5: 499}
+MAX_LINES = 40
+"""Lines of the longest multiplication table."""
+HELD_OUT_IN = 10
+"""One problem in this many is held out."""
+LAST_NUMBER = re.compile(r"(\d+)\s*$")
+
+
+def is_held_out(prompt: str) -> bool:
+    return zlib.crc32(prompt.encode()) % HELD_OUT_IN == 0
+
+
+def worked_answer(prompt: str) -> str:
+    """The full answer to a prompt, as pre-training shows it."""
+    left = prompt.rstrip("=")
+    if "*" in left:
+        factor, times = map(int, left.split("*"))
+        return " ".join(f"{i}:{factor * i}" for i in range(1, times + 1))
+    terms = list(map(int, left.split("+")))
+    return " ".join(str(sum(terms[: i + 1])) for i in range(1, len(terms)))
+
+
+def last_number(text: str) -> str | None:
+    """The number that an answer ends with, which is what its reward looks at."""
+    match = LAST_NUMBER.search(text)
+    return match.group(1) if match else None
+
+
+class Arithmetic:
+    """See the module; all randomness comes from `seed` and the ordinal."""
+
+    default_reward = "number"
+    chat = False
+
+    def __init__(
+        self,
+        seed: int = 0,
+        level: int = 2,
+        tail: float = 0.0,
+        tail_median: int = 6,
+        tail_sigma: float = 0.8,
+        name: str = "arithmetic",
+    ):
+        self.seed, self.level, self.name = seed, level, name
+        self.tail, self.tail_median, self.tail_sigma = tail, tail_median, tail_sigma
+
+    def problem(self, ordinal: int) -> Problem:
+        return self._draw(random.Random(f"{self.seed}:{ordinal}"), held_out=False)
+
+    def held_out(self, count: int) -> list[Problem]:
+        """The same problems for every seed, so that runs can be compared."""
+        rng = random.Random("held out")
+        drawn: dict[str, Problem] = {}
+        for _ in range(50 * count):  # small levels have fewer held-out problems than one may ask for
+            problem = self._draw(rng, held_out=True)
+            drawn.setdefault(str(problem.prompt), problem)
+            if len(drawn) == count:
+                break
+        return list(drawn.values())
+
+    def _draw(self, rng: random.Random, held_out: bool) -> Problem:
+        long = rng.random() < self.tail
+        while True:
+            prompt = self._product(rng) if long else self._sum(rng)
+            if is_held_out(prompt) == held_out:
+                break
+        return Problem(prompt, answer=last_number(worked_answer(prompt)))
+
+    def _sum(self, rng: random.Random) -> str:
+        count = rng.randint(*NUM_TERMS[self.level])
+        return "+".join(str(rng.randint(1, LARGEST_TERM[self.level])) for _ in range(count)) + "="
+
+    def _product(self, rng: random.Random) -> str:
+        lines = round(math.exp(rng.gauss(math.log(self.tail_median), self.tail_sigma)))
+        return f"{rng.randint(2, 29)}*{max(2, min(MAX_LINES, lines))}="

@@ -1,0 +1,247 @@
+"""Problems from rows: a JSONL or Parquet file, or a Hugging Face dataset, with a mapping of columns.
+
+- Every row is checked when the source is opened; an error is one line that names the row.
+- A row is held out if the hash of its prompt lies below the share that is wanted. So equal prompts stay together, and
+  rows that are added later move no other row.
+- Epochs follow one another, each in an order of its own that depends on seed and epoch alone.
+- The reward gets the row's other columns as `info`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+from offbeat.data.source import Problem, answer_text, plain, prompt_messages, prompt_text
+from offbeat.errors import UserError
+from offbeat.extras import import_extra
+from offbeat.spelling import suggest
+
+Row = Mapping[str, Any]
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Rows(Protocol):
+    """Rows by index. `scan` reads and checks all of them and must be called first; `row` then fetches any. Files are
+    not held in memory as Python objects, so a few million rows are fine. A row that cannot be read is a `UserError`."""
+
+    @property
+    def path(self) -> Path | str:
+        """The file or dataset, as the user named it."""
+        ...
+
+    def scan(self, columns: Sequence[str]) -> Iterator[Row]:
+        """All rows in order, with at least these columns where the row has them."""
+        ...
+
+    def row(self, index: int) -> Row: ...
+
+    def where(self, index: int) -> str:
+        """The row's place for error messages."""
+        ...
+
+
+def open_file(path: str) -> Rows:
+    """A .jsonl or .parquet file."""
+    readers: dict[str, Callable[[Path], Rows]] = {".jsonl": JsonLines, ".ndjson": JsonLines, ".parquet": ParquetRows}
+    file = Path(path)
+    if file.suffix not in readers:
+        raise UserError(f"task.path = {path!r}: allowed .jsonl and .parquet files; for others use source = 'dataset'")
+    if not file.is_file():
+        near = suggest(file.name, sorted(p.name for p in file.parent.iterdir())) if file.parent.is_dir() else ""
+        raise UserError(f"task.path = {path!r}: there is no such file" + (f"; {near}" if near else ""))
+    return readers[file.suffix](file)
+
+
+class JsonLines:
+    """A file with one JSON object per line; blank lines are skipped."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = path.open("rb")
+        self._starts, self._lines = array("q"), array("q")
+
+    def scan(self, columns: Sequence[str]) -> Iterator[Row]:
+        start = 0
+        for line, text in enumerate(self._file, 1):
+            if text.strip().removeprefix(BYTE_ORDER_MARK):
+                self._starts.append(start)
+                self._lines.append(line)
+                yield self._parse(text, line)
+            start += len(text)
+        self._starts.append(start)
+
+    def row(self, index: int) -> Row:
+        start, end = self._starts[index], self._starts[index + 1]
+        text = os.pread(self._file.fileno(), end - start, start)
+        return self._parse(text.partition(b"\n")[0], self._lines[index])
+
+    def where(self, index: int) -> str:
+        return f"{self.path}:{self._lines[index]}"
+
+    def _parse(self, text: bytes, line: int) -> Row:
+        try:
+            row = msgspec.json.decode(text.strip().removeprefix(BYTE_ORDER_MARK))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{self.path}:{line}: not a line of JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{self.path}:{line}: a JSON {type(row).__name__}; every line must be an object, {{...}}")
+        return row
+
+
+class ParquetRows:
+    """A Parquet file, held as an Arrow table."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        parquet = import_extra("pyarrow.parquet", "data", "reading Parquet files")
+        arrow = import_extra("pyarrow", "data", "reading Parquet files")
+        try:
+            self._table = parquet.read_table(path, memory_map=True)
+        except (arrow.ArrowException, OSError) as error:
+            raise UserError(f"{path}: not a Parquet file that can be read: {' '.join(str(error).split())}") from error
+
+    def scan(self, columns: Sequence[str]) -> Iterator[Row]:
+        table = self._table.select(columns) if {*columns} <= {*self._table.column_names} else self._table
+        for batch in table.to_batches(max_chunksize=1024):
+            yield from batch.to_pylist()
+
+    def row(self, index: int) -> Row:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, row {index}"
+
+
+class DatasetRows:
+    """One split of a Hugging Face dataset: a folder that was saved or downloaded, or a name on the hub."""
+
+    def __init__(self, path: str, split: str):
+        self.path, self.split = path, split
+        datasets = import_extra("datasets", "data", "the task source 'dataset'")
+        try:
+            found = _load_dataset(datasets, path, split)
+        except Exception as error:  # the hub, scripts, codecs and file formats raise what they like
+            raise UserError(f"task.path = {path!r}: cannot be loaded: {' '.join(str(error).split())}") from error
+        if isinstance(found, Mapping):
+            if split not in found:
+                raise UserError(f"task.split = {split!r}: {path} has no such split; {suggest(split, found)}")
+            found = found[split]
+        self._rows = found
+
+    def scan(self, columns: Sequence[str]) -> Iterator[Row]:
+        yield from self._rows.select_columns(columns) if {*columns} <= {*self._rows.column_names} else self._rows
+
+    def row(self, index: int) -> Row:
+        return self._rows[index]
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, {self.split} row {index}"
+
+
+def _load_dataset(datasets: Any, path: str, split: str) -> Any:
+    folder = Path(path)
+    if folder.is_dir() and any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return datasets.load_from_disk(path)
+    datasets.disable_progress_bars()
+    return datasets.load_dataset(path, split=split)
+
+
+DEFAULT_ANSWER = "answer"
+"""The default answer column, which may be missing."""
+
+
+class FileSource:
+    """Problems from `rows`; see the module."""
+
+    default_reward: str | None = None
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        name: str,
+        seed: int = 0,
+        prompt: str = "prompt",
+        messages: str | None = None,
+        answer: str | None = DEFAULT_ANSWER,
+        chat: bool | None = None,
+        held_out: float = 0.05,
+        shuffle: bool = True,
+    ):
+        self.rows, self.name, self.seed, self.chat, self.shuffle = rows, name, seed, chat, shuffle
+        self._column, self._is_messages, self._answer = messages or prompt, messages is not None, answer
+        self._needed = [self._column] + ([answer] if answer not in (None, DEFAULT_ANSWER) else [])
+        hashes = np.array([_hash(self._prompt_of(row, i)) for i, row in enumerate(rows.scan(self._needed))], np.uint64)
+        if not len(hashes):
+            raise UserError(f"task.path = {str(rows.path)!r}: its file has no row; every row is a prompt to train on")
+        is_held_out = _choose_held_out(hashes, held_out)
+        self._train = np.flatnonzero(~is_held_out)
+        # In the order of their hashes, so that the first ones are a fair sample; equal prompts count once.
+        _, first = np.unique(hashes, return_index=True)
+        self._held_out = first[is_held_out[first]]
+        if not len(self._train):
+            raise UserError(f"task.held_out = {held_out:g}: leaves no row of {name} to train on, of {len(hashes)}")
+        self._order = lru_cache(maxsize=2)(self._make_order)  # two: a step may reach into the next epoch
+
+    def problem(self, ordinal: int) -> Problem:
+        epoch, position = divmod(ordinal, len(self._train))
+        return self._problem(int(self._train[self._order(epoch)[position]]))
+
+    def held_out(self, count: int) -> list[Problem]:
+        return [self._problem(int(index)) for index in self._held_out[:count]]
+
+    def _make_order(self, epoch: int) -> np.ndarray:
+        size = len(self._train)
+        return permutation(size, f"{self.seed}:{epoch}") if self.shuffle else np.arange(size)
+
+    def _problem(self, index: int) -> Problem:
+        row = self.rows.row(index)
+        prompt = self._prompt_of(row, index)
+        info = {key: plain(value) for key, value in row.items() if key not in (self._column, self._answer)}
+        return Problem(prompt, answer=answer_text(row.get(self._answer)) if self._answer else None, info=info)
+
+    def _prompt_of(self, row: Row, index: int) -> str | list[Mapping[str, Any]]:
+        """The row's prompt, once the columns that are needed have been checked."""
+        where = self.rows.where(index)
+        for column in self._needed:
+            if column not in row:
+                raise UserError(f"{where}: there is no column {column!r}; {suggest(column, row)}")
+        value, place = row[self._column], f"{where}: {self._column}"
+        if isinstance(value, list) and not self._is_messages:
+            raise UserError(f"{place} is a list; for chat messages set task.messages = {self._column!r}")
+        return prompt_messages(value, place) if self._is_messages else prompt_text(value, place)
+
+
+def permutation(size: int, key: str) -> np.ndarray:
+    """The numbers below `size` in an order that depends on `key` alone, not on numpy's version.
+
+    Sorts by a mixed counter (splitmix64), because the streams of numpy's generators may change between releases.
+    """
+    start = int.from_bytes(blake3(key.encode()).digest(length=8), "little")
+    mixed = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(start)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable")
+
+
+def _choose_held_out(hashes: np.ndarray, share: float) -> np.ndarray:
+    """A mask of held-out rows; at least one prompt if `share` is above 0 and two prompts differ."""
+    chosen = hashes < np.uint64(int(share * 2**64))
+    if share > 0 and not chosen.any() and hashes.min() != hashes.max():
+        chosen = hashes == hashes.min()
+    return chosen
+
+
+def _hash(prompt: str | list[Mapping[str, Any]]) -> int:
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+    return int.from_bytes(blake3(text.encode(errors="surrogatepass")).digest(length=8), "little")

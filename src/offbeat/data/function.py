@@ -1,0 +1,74 @@
+"""Problems from a user's function, called by keyword with whichever of `ordinal`, `seed`, `held_out` it takes.
+
+It returns a problem as a dict: `prompt` (text or chat messages) and, optionally, `answer` and `info`. Like every source
+it must be a pure function of its arguments. With `held_out` the ordinals count from 0, and it may return None when it
+has no more problems; a function without that parameter has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from offbeat.data.source import Problem, answer_text, plain, prompt_messages, prompt_text
+from offbeat.errors import UserError
+from offbeat.locate import accepted_arguments, locate, one_line
+from offbeat.spelling import suggest
+
+KEYS = ("prompt", "answer", "info")
+
+
+class FunctionSource:
+    """Problems from `function`, which is a callable, `module:function` or `file.py:function`."""
+
+    default_reward: str | None = None
+
+    def __init__(
+        self,
+        function: str | Callable[..., Any],
+        seed: int = 0,
+        chat: bool | None = None,
+        name: str | None = None,
+    ):
+        self.seed, self.chat = seed, chat
+        self._label = function if isinstance(function, str) else getattr(function, "__name__", "function")
+        self._function = locate(function, "task.path") if isinstance(function, str) else function
+        self._arguments = accepted_arguments(self._function, ("ordinal", "seed", "held_out"), f"task {self._label}")
+        self.name = name or self._label.rpartition(":")[2]
+
+    def problem(self, ordinal: int) -> Problem:
+        problem = self._ask(ordinal, held_out=False)
+        if problem is None:
+            raise UserError(f"task {self._label}: no problem {ordinal}; it must have one for every ordinal")
+        return problem
+
+    def held_out(self, count: int) -> list[Problem]:
+        problems: list[Problem] = []
+        if "held_out" in self._arguments:
+            while len(problems) < count and (problem := self._ask(len(problems), held_out=True)):
+                problems.append(problem)
+        return problems
+
+    def _ask(self, ordinal: int, held_out: bool) -> Problem | None:
+        offered = {"ordinal": ordinal, "seed": self.seed, "held_out": held_out}
+        place = f"task {self._label}: {'held-out ' if held_out else ''}problem {ordinal}"
+        try:
+            found = self._function(**{name: offered[name] for name in self._arguments})
+        except Exception as error:
+            raise UserError(f"{place}: {one_line(error)}") from error
+        return None if found is None else _problem(found, place)
+
+
+def _problem(found: Any, place: str) -> Problem:
+    if isinstance(found, Problem):
+        return found
+    if not isinstance(found, Mapping):
+        raise UserError(f"{place}: got {found!r:.60}, a {type(found).__name__}; return a dict with prompt")
+    for key in found:
+        if key not in KEYS:
+            raise UserError(f"{place}: unknown key {key!r}; {suggest(str(key), KEYS)}")
+    prompt, info = found.get("prompt"), found.get("info", {})
+    if not isinstance(info, Mapping):
+        raise UserError(f"{place}: info is {info!r:.60}, a {type(info).__name__}; return a dict")
+    check = prompt_messages if isinstance(prompt, list) else prompt_text
+    return Problem(check(prompt, f"{place}: prompt"), answer=answer_text(found.get("answer")), info=plain(info))

@@ -1,0 +1,147 @@
+"""Problems of reasoning-gym, by the data set's name.
+
+A problem is a function of seed and ordinal: data sets are made in chunks of `CHUNK` with seeds that follow one another,
+because some build all their problems at once. Held-out problems come from separate seeds, the same for every run, and
+are marked by a hash of the question as well, so that a held-out question is never trained on, whichever seed poses it.
+
+A few data sets iterate over Python sets, so their questions depend on PYTHONHASHSEED too. A run stores what it has
+drawn, but a second run poses the same questions only under the same PYTHONHASHSEED.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from offbeat.data.source import Problem
+from offbeat.errors import UserError
+from offbeat.extras import import_extra
+from offbeat.spelling import suggest
+
+CHUNK = 500
+"""reasoning-gym's own default size, which every data set is tested with."""
+HELD_OUT_IN = 4
+"""One question in this many is held out: questions are made to order, so a large share costs training nothing, and a
+held-out one is found after a few tries, which matters where making one takes long."""
+NUM_HELD_OUT_SEEDS = 2**24
+NUM_TRAIN_SEEDS = 2**32 - NUM_HELD_OUT_SEEDS
+STRIDE = 2**26
+"""Distance to the next attempt when a question turns out to be held out: farther than any run draws."""
+MAX_TRIES = 60
+"""Attempts to find a question; only a data set with hardly any other than held-out questions needs more."""
+
+
+class Gym:
+    """See the module; `options` go to the data set's configuration."""
+
+    default_reward = "gym"
+
+    def __init__(
+        self,
+        dataset: str,
+        options: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        chat: bool | None = None,
+        name: str | None = None,
+    ):
+        self.dataset, self.options = dataset, dict(options or {})
+        self.chat, self.name = chat, name or dataset
+        self._first_seed = zlib.crc32(f"{seed}".encode()) % NUM_TRAIN_SEEDS
+        _check_options(dataset, self.options)
+        self._chunk = lru_cache(maxsize=8)(self._make_chunk)
+        self._chunk(0)
+
+    def problem(self, ordinal: int) -> Problem:
+        for attempt in range(MAX_TRIES):
+            position = (self._first_seed + ordinal + attempt * STRIDE) % NUM_TRAIN_SEEDS
+            problem = self._pose(NUM_HELD_OUT_SEEDS + position)
+            if not is_held_out(str(problem.prompt)):
+                return problem
+        raise UserError(f"task.name = {self.dataset!r}: with these options it has hardly a question to train on")
+
+    def held_out(self, count: int) -> list[Problem]:
+        drawn: dict[str, Problem] = {}
+        for position in range(min(MAX_TRIES * count, NUM_HELD_OUT_SEEDS)):
+            problem = self._pose(position)
+            if is_held_out(str(problem.prompt)):
+                drawn.setdefault(str(problem.prompt), problem)
+            if len(drawn) == count:
+                break
+        return list(drawn.values())
+
+    def _pose(self, seed: int) -> Problem:
+        first = seed - seed % CHUNK
+        entry = dict(self._chunk(first)[seed - first])
+        question = entry.pop("question")
+        answer = entry.get("answer")
+        info = {"dataset": self.dataset, "options": self.options, "entry": _to_plain(entry)}
+        return Problem(question, answer=None if answer is None else str(answer), info=info)
+
+    def _make_chunk(self, first_seed: int) -> Any:
+        return _make(self.dataset, self.options, first_seed)
+
+
+def is_held_out(question: str) -> bool:
+    return zlib.crc32(question.encode()) % HELD_OUT_IN == 0
+
+
+def judge(question: str, answer: str, info: Mapping[str, Any]) -> float:
+    """The data set's own score of an answer to a problem of `Gym`."""
+    if "entry" not in info:
+        raise ValueError("the reward 'gym' judges problems of reasoning-gym only, and this is none")
+    dataset = _judging(info["dataset"], json.dumps(info["options"], sort_keys=True))
+    return dataset.score_answer(answer, {"question": question, **_from_plain(info["entry"])})
+
+
+@lru_cache(maxsize=32)
+def _judging(dataset: str, options: str) -> Any:
+    return _make(dataset, json.loads(options), seed=0)
+
+
+def _make(dataset: str, options: Mapping[str, Any], seed: int) -> Any:
+    gym = import_extra("reasoning_gym", "gym", "the task source 'reasoning-gym'")
+    try:
+        return gym.create_dataset(dataset, size=CHUNK, seed=seed, **options)
+    except Exception as error:  # data sets check their options by assertions, conversions and lookups of many kinds
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"task.options of {dataset!r}: refused by reasoning-gym: {why}") from error
+
+
+def _check_options(dataset: str, options: Mapping[str, Any]) -> None:
+    import_extra("reasoning_gym", "gym", "the task source 'reasoning-gym'")
+    known = import_extra("reasoning_gym.factory", "gym", "the task source 'reasoning-gym'").DATASETS
+    if dataset not in known:
+        raise UserError(f"task.name = {dataset!r}: reasoning-gym has no such data set; {suggest(dataset, known)}")
+    fields = [field.name for field in dataclasses.fields(known[dataset][1]) if field.name not in ("seed", "size")]
+    for option in options:
+        if option in ("seed", "size"):
+            raise UserError(f"task.options.{option} of {dataset!r}: Offbeat sets it itself; see run.seed")
+        if option not in fields:
+            raise UserError(f"task.options.{option}: {dataset!r} has no such option; {suggest(option, fields)}")
+
+
+def _to_plain(value: Any) -> Any:
+    """A value as JSON can hold it; tuples and keys that are not text are marked, because data sets compare them."""
+    if isinstance(value, tuple):
+        return {"tuple": [_to_plain(item) for item in value]}
+    if isinstance(value, list):
+        return [_to_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {"map": [[_to_plain(key), _to_plain(item)] for key, item in value.items()]}
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise UserError(f"a problem of reasoning-gym holds a {type(value).__name__}, which its reward cannot be sent")
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_plain(item) for item in value]
+    if isinstance(value, Mapping) and "tuple" in value:
+        return tuple(_from_plain(item) for item in value["tuple"])
+    if isinstance(value, Mapping):
+        return {_from_plain(key): _from_plain(item) for key, item in value["map"]}
+    return value

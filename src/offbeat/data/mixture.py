@@ -1,0 +1,143 @@
+"""Several sources, drawn in proportion to their weights.
+
+The next source depends only on how often each was drawn before. So the ledger's counts are the only cursor, and a
+restart goes on where the ledger stands. The source that is farthest behind its share comes next, so none is ever a
+whole draw ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.config.schema import AnyTask, ArithmeticTask, FileTask, FunctionTask, GymTask
+from offbeat.data.arithmetic import Arithmetic
+from offbeat.data.files import DatasetRows, FileSource, open_file
+from offbeat.data.function import FunctionSource
+from offbeat.data.gym import Gym
+from offbeat.data.source import Problem, PromptSource
+from offbeat.errors import OffbeatError, UserError
+
+RewardSpec = str | Callable[..., Any]
+SEED_STEP = 1_000_003
+"""Distance between the seeds of a run's sources, so that two equal sources pose different problems."""
+
+
+@dataclass(frozen=True)
+class WeightedSource:
+    """A source with its place in a mixture; itself a source."""
+
+    source: PromptSource
+    name: str
+    weight: float = 1.0
+    reward: str = ""
+    """Its reward's name in `Mixture.rewards`."""
+    system: str | None = None
+    """A system message for its prompts."""
+
+    @property
+    def default_reward(self) -> str | None:
+        return self.source.default_reward
+
+    @property
+    def chat(self) -> bool | None:
+        return self.source.chat
+
+    def problem(self, ordinal: int) -> Problem:
+        return self.source.problem(ordinal)
+
+    def held_out(self, count: int) -> list[Problem]:
+        return self.source.held_out(count)
+
+
+class Mixture:
+    """See the module. `rewards` maps the names in `WeightedSource.reward` to rewards."""
+
+    def __init__(self, members: Sequence[WeightedSource], rewards: Mapping[str, RewardSpec]):
+        assert members, "a mixture needs a source"
+        self.members = {member.name: member for member in members}
+        assert len(self.members) == len(members), [member.name for member in members]
+        self.rewards = dict(rewards)
+        self._total_weight = sum(member.weight for member in members)
+        self._held_out: dict[int, list[tuple[WeightedSource, Problem]]] = {}
+
+    def next(self, drawn: Mapping[str, int]) -> tuple[WeightedSource, int]:
+        """The source that comes after `drawn` draws of each source, and the ordinal of its problem."""
+        if strangers := drawn.keys() - self.members.keys():
+            raise OffbeatError(
+                f"the run has drawn from {', '.join(sorted(strangers))}, which its configuration no longer names"
+            )
+        num_drawn = 1 + sum(drawn.values())
+
+        def deficit(member: WeightedSource) -> float:
+            return member.weight / self._total_weight * num_drawn - drawn.get(member.name, 0)
+
+        member = max(self.members.values(), key=deficit)
+        return member, drawn.get(member.name, 0)
+
+    def reward_of(self, name: str) -> str:
+        """The name of the reward that judges a source's problems."""
+        return self.members[name].reward
+
+    def held_out(self, count: int) -> list[tuple[WeightedSource, Problem]]:
+        """Up to `count` problems that training never draws, shared out by weight; the same ones each time."""
+        if count not in self._held_out:
+            shares = {name: 0 for name in self.members}
+            for _ in range(count):
+                shares[self.next(shares)[0].name] += 1
+            members = self.members.values()
+            self._held_out[count] = [(m, problem) for m in members for problem in m.held_out(shares[m.name])]
+        return self._held_out[count]
+
+
+def build_mixture(tasks: Sequence[AnyTask], *, seed: int, reward: Callable[..., Any] | None = None) -> Mixture:
+    """The sources of a configuration's `task` list; a reward given from Python judges them all."""
+    members: list[WeightedSource] = []
+    rewards: dict[str, RewardSpec] = {}
+    for position, task in enumerate(tasks):
+        source = _build_source(task, seed + SEED_STEP * position)
+        name = _unique(source.name, {member.name for member in members})
+        chosen = getattr(reward, "__name__", "reward") if reward else task.reward or source.default_reward
+        if chosen is None:
+            raise UserError(
+                f"task.reward: {name} has no reward of its own; set one of exact, number, math, module:function "
+                "or file.py:function"
+            )
+        rewards[chosen] = reward or chosen
+        members.append(WeightedSource(source, name, task.weight, chosen, task.system))
+    return Mixture(members, rewards)
+
+
+def _build_source(task: AnyTask, seed: int) -> PromptSource:
+    if isinstance(task, ArithmeticTask):
+        return Arithmetic(seed, task.level, task.tail, task.tail_median, task.tail_sigma)
+    if isinstance(task, GymTask):
+        return Gym(task.name, task.options, seed, task.chat)
+    if isinstance(task, FunctionTask):
+        return FunctionSource(task.path, seed, task.chat)
+    return _build_rows(task, seed)
+
+
+def _build_rows(task: FileTask, seed: int) -> PromptSource:
+    return FileSource(
+        DatasetRows(task.path, task.split) if task.source == "dataset" else open_file(task.path),
+        name=Path(task.path).stem if task.source == "file" else Path(task.path).name,
+        seed=seed,
+        prompt=task.prompt,
+        messages=task.messages,
+        answer=task.answer,
+        chat=task.chat,
+        held_out=task.held_out,
+        shuffle=task.shuffle,
+    )
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    """`arithmetic`, then `arithmetic-2`, and so on."""
+    candidate, number = name, 1
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}-{number}"
+    return candidate

@@ -1,0 +1,165 @@
+"""Forward pass of a decode step: the model itself, or a recording that replays its kernels without Python.
+
+With a small model or few rows most of a step is Python; a recording is two to three times as fast, to the same bits. It
+is used only on a CPU, only if the model's own code did not branch on values or sizes while it was traced (torch warns
+of that), and only if it agrees with the model on other sizes. Weights and KV are read in place, so both may change.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from offbeat.engines.embedded.attention import KeyValueSlots, short_context
+
+log = logging.getLogger(__name__)
+
+TORCH = str(Path(torch.__file__).parent)
+ERROR_CHARACTERS = 300
+"""Logged part of an error's text, which may hold a whole tensor."""
+Forward = Callable[..., Tensor]
+"""From tokens (rows, 1), positions (rows,), mask (rows, 1, 1, read tokens), a mask of the rows with a shorter context
+if there are any, and all keys and values to logits."""
+
+_recording = threading.Lock()
+"""Warnings are caught per process, so two engines must not record at the same time."""
+
+
+class DecodeForward:
+    """A decode step of the first slots by the model itself. With two parts, the last rows read a shorter context."""
+
+    def __init__(self, model: PreTrainedModel, num_parts: int = 1):
+        self.model, self.num_parts = model, num_parts
+
+    def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor, *rest: Tensor) -> Tensor:
+        if self.num_parts == 1:
+            return _decode(self.model, tokens, positions, mask, *rest)
+        with short_context(rest[0]):
+            return _decode(self.model, tokens, positions, mask, *rest[1:])
+
+
+class RecordedStep:
+    """A recording of `DecodeForward`. Weights are inputs, so that nothing is computed from them ahead of time."""
+
+    def __init__(self, forward: DecodeForward, inputs: tuple[Tensor, ...]):
+        from torch.nn.utils.stateless import _reparametrize_module  # the public functional_call refuses tracing
+
+        model = forward.model
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        names, self.weights = list(state), [tensor.detach() for tensor in state.values()]
+
+        def decode(*values: Tensor) -> Tensor:
+            with _reparametrize_module(model, dict(zip(names, values, strict=False)), tie_weights=True):
+                return forward(*values[len(names) :])
+
+        self.graph = torch.jit.trace(decode, (*self.weights, *inputs), check_trace=False)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        logits: Tensor = self.graph(*self.weights, *inputs)
+        return logits
+
+
+def _decode(model: PreTrainedModel, tokens: Tensor, positions: Tensor, mask: Tensor, *held: Tensor) -> Tensor:
+    """Logits of each row's next token; the mask's length is the context read."""
+    num_layers = len(held) // 2
+    num_slots, _, context, _ = held[0].shape
+    slots = KeyValueSlots(num_slots, context, keys=held[:num_layers], values=held[num_layers:])
+    slots.begin_decode(positions, mask.shape[-1])
+    logits: Tensor = model(
+        input_ids=tokens,
+        position_ids=positions.unsqueeze(1),
+        attention_mask=mask,
+        past_key_values=slots,
+        use_cache=True,
+    ).logits[:, -1]
+    return logits
+
+
+def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
+    """A recording, traced with the first inputs and compared on all; `forward` itself if it cannot be recorded."""
+    if inputs[0][0].device.type != "cpu":
+        return forward
+    with _recording, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            replay = RecordedStep(forward, inputs[0])
+            agrees = all(torch.equal(forward(*some), replay(*some)) for some in inputs)
+        except Exception as error:  # noqa: BLE001 - whatever a model does that cannot be recorded, it still runs
+            _warn(str(error))
+            return forward
+    frozen = [warning for warning in caught if _freezes_a_branch(warning)]
+    if frozen or not agrees:
+        why = f"{frozen[0].filename}:{frozen[0].lineno}: {frozen[0].message}" if frozen else "it differs from the model"
+        _warn(why)
+        return forward
+    return replay
+
+
+@cache
+def _warn(why: str) -> None:
+    """Logs once for each reason: every engine of a process would repeat it."""
+    log.warning("decode steps are not recorded, and so are slower: %s", " ".join(why.split())[:ERROR_CHARACTERS])
+
+
+def recorded_in_parts(model: PreTrainedModel, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
+    """The step in two parts; in the inputs, the last row is the second part and reads half the context."""
+    forward = DecodeForward(model, num_parts=2)
+    # Recording writes keys and values, so it gets copies of the live slots.
+    halved = [
+        (tokens, positions % (mask.shape[-1] // 2), mask, mask[-1:, :, :, : mask.shape[-1] // 2], *copies)
+        for tokens, positions, mask, *held in inputs
+        if len(tokens) > 1 and (copies := [one[: len(tokens)].clone() for one in held])
+    ]
+    return recorded(forward, halved) if halved else forward
+
+
+def inputs_of_all_sizes(
+    model: PreTrainedModel, kv: KeyValueSlots, max_context_tokens: int, bucket_tokens: int
+) -> list[tuple[Tensor, ...]]:
+    """Inputs of different sizes, for comparing a recording."""
+    few, more, device = min(2, kv.num_slots), min(8, kv.num_slots), kv.keys[0].device
+    vocab, inputs = model.config.get_text_config().vocab_size, []
+    sizes = ((few, bucket_tokens), (1, bucket_tokens), (more, min(2 * bucket_tokens, kv.max_context_tokens)))
+    for num_rows, read_tokens in sizes:
+        number = torch.arange(num_rows, device=device)
+        positions = number % max_context_tokens % read_tokens
+        tokens = (number * 7 % vocab).unsqueeze(1)
+        hidden = torch.arange(read_tokens, device=device) > positions.unsqueeze(1)
+        mask = torch.zeros(hidden.shape, dtype=model.dtype, device=device)
+        mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+        inputs.append((tokens, positions, mask, *kv.keys, *kv.values))
+    return inputs
+
+
+def _freezes_a_branch(warning: warnings.WarningMessage) -> bool:
+    """Ignores torch's own functions, which only check the sizes of weights."""
+    return issubclass(warning.category, torch.jit.TracerWarning) and not warning.filename.startswith(TORCH)
+
+
+class Recomputed:
+    """Decode step of a model whose attention cannot be replaced: computes every row from its first token on.
+
+    Nothing is cached, so any state of the model's own is right, at a cost in proportion to the rows' length.
+    `picks_logits` computes only the logits needed; their number then depends on the rows.
+    """
+
+    def __init__(self, model: PreTrainedModel, picks_logits: bool):
+        self.model, self.picks_logits = model, picks_logits
+
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Logits after the token at each row's position; later tokens do not matter."""
+        rows = torch.arange(len(tokens), device=tokens.device)
+        if not self.picks_logits:
+            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[rows, positions]
+            return logits
+        columns, inverse = positions.unique(return_inverse=True)
+        picked: Tensor = self.model(input_ids=tokens, use_cache=False, logits_to_keep=columns).logits[rows, inverse]
+        return picked

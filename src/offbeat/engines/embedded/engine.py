@@ -1,0 +1,277 @@
+"""The embedded engine: any transformers causal LM, in this process, behind the engine protocol.
+
+A thread of its own takes the steps (see `stepper`). Calls become commands, which the thread takes between two steps, in
+order; results are delivered in batches to the callers' event loops. An idle thread sleeps. Any error in the thread
+fails every request with an `EngineError`, so no caller waits forever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from offbeat.engines.embedded.prefill import MIN_EXACT_ROWS
+from offbeat.engines.embedded.stepper import Stepper
+from offbeat.engines.embedded.weights import stage
+from offbeat.engines.protocol import (
+    Capabilities,
+    EngineDied,
+    EngineError,
+    EngineMetrics,
+    Generation,
+    KvMode,
+    Request,
+    Version,
+    problem_of,
+)
+
+CLOSE_WITHIN_S = 60.0
+"""Longer than any step or load on a device that is not stuck."""
+
+
+class EmbeddedEngine:
+    """Implements `offbeat.engines.protocol.Engine`.
+
+    `model`, on its device and in its dtype, belongs to the engine from now on. `version` is the number of the version
+    that it already holds; without one, `load` must come before the first `generate`. A model with adapters serves
+    versions that are adapters of the base with digest `base`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_slots: int,
+        max_context_tokens: int,
+        exact: bool = False,
+        worker: str = "embedded",
+        fingerprint: str | None = None,
+        version: int | None = None,
+        base: str | None = None,
+    ):
+        if exact and num_slots < MIN_EXACT_ROWS:
+            raise EngineError(
+                f"engine {worker}: num_slots = {num_slots}: allowed {MIN_EXACT_ROWS} or more with exact, because "
+                "with fewer rows a matrix product takes another path and results depend on their number"
+            )
+        if num_slots < 1 or max_context_tokens < 2:
+            raise EngineError(
+                f"engine {worker}: num_slots = {num_slots}, max_context_tokens = {max_context_tokens}: allowed 1 and 2 "
+                "or more"
+            )
+        self.worker, self.base = worker, base
+        fingerprint = fingerprint or default_fingerprint(model, exact, num_slots)
+        self._capabilities = Capabilities(
+            fingerprint=fingerprint,
+            num_slots=num_slots,
+            max_context_tokens=max_context_tokens,
+            splits_by_version=True,
+            kv_modes=frozenset(KvMode) - ({KvMode.STALE} if exact else set()),
+            exact=exact,
+        )
+        self._vocab_size = int(model.config.get_text_config().vocab_size)
+        with torch.inference_mode():
+            self._stepper = Stepper(model.eval(), num_slots, max_context_tokens, exact, worker, fingerprint, version)
+        self.seconds_still = 0.0
+        self._answers: dict[object, _Answer] = {}
+        """Waiting callers, by request id or by themselves; guarded, like the commands, by the condition's lock."""
+        self._commands: deque[_Command] = deque()
+        self._wake = threading.Condition()
+        self._ended: EngineError | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"engine {worker}", daemon=True)
+        self._thread.start()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def version(self) -> int | None:
+        return self._stepper.version
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why the model's keys and values cannot be cached, as a clause after its name; None: they are."""
+        return self._stepper.usage.obstacle
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        return self._stepper.metrics
+
+    async def generate(self, request: Request) -> Generation:
+        self._check(request)
+        answer = _Answer()
+        with self._wake:
+            if request.id in self._answers:
+                raise EngineError(f"engine {self.worker}: a request {request.id} is already running")
+            self._post(_Command(lambda: self._stepper.submit(request)))
+            self._answers[request.id] = answer
+        try:
+            generation: Generation = await answer.future
+        except asyncio.CancelledError:
+            with self._wake:
+                if self._ended is None:  # frees its slot
+                    self._post(_Command(lambda: self._abort([request.id])))
+            raise
+        return generation
+
+    async def abort(self, ids: Sequence[str] | None = None) -> None:
+        await self._do(lambda: self._abort(ids))
+
+    async def load(self, version: Version) -> None:
+        """Reads the files during generation, which then stops for a copy within the device."""
+        if self._ended is not None:
+            raise self._ended
+        staged = await asyncio.to_thread(stage, self._stepper.model, version, self.base)
+
+        def swap() -> None:
+            start_s = time.perf_counter()
+            self._stepper.load(version.number, staged)
+            self.base = staged.base
+            self.seconds_still += time.perf_counter() - start_s
+
+        await self._do(swap)
+
+    async def close(self) -> None:
+        """Aborts all requests and ends the thread; a second call does nothing."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join, CLOSE_WITHIN_S)
+        if self._thread.is_alive():
+            raise EngineError(f"engine {self.worker}: still busy {CLOSE_WITHIN_S:.0f} s after close")
+
+    async def _do(self, action: Callable[[], None]) -> None:
+        """Runs an action in the thread, between two steps, and waits for it."""
+        answer = _Answer()
+        with self._wake:
+            self._post(_Command(action, answer))
+            self._answers[answer] = answer
+        await answer.future
+
+    def _post(self, command: _Command) -> None:
+        """Call with the lock held."""
+        if self._ended is not None:
+            raise self._ended
+        self._commands.append(command)
+        self._wake.notify()
+
+    def _check(self, request: Request) -> None:
+        """Refuses a request that cannot run, before it reaches the batch."""
+        sampling = request.sampling
+
+        def refuse(why: str) -> EngineError:
+            return EngineError(f"engine {self.worker}, request {request.id}: {why}")
+
+        if problem := problem_of(request, self.version, self.capabilities):
+            raise refuse(problem)
+        first, last = int(request.tokens.min()), int(request.tokens.max())
+        if first < 0 or last >= self._vocab_size:
+            raise refuse(f"token ids from {first} to {last}: allowed 0 to {self._vocab_size - 1}")
+        if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
+            raise refuse(f"{sampling}: allowed temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1")
+
+    # In the thread
+
+    def _run(self) -> None:
+        ended = EngineDied(f"engine {self.worker} is closed")
+        try:
+            with torch.inference_mode():
+                while self._take_commands():
+                    self._deliver(self._stepper.step())
+                self._abort(None)
+        except Exception as error:  # noqa: BLE001 - every waiting caller must get it
+            ended = EngineDied(f"engine {self.worker} failed: {type(error).__name__}: {error}")
+            ended.__cause__ = error
+        with self._wake:
+            self._ended = ended
+            left, self._answers = list(self._answers.values()), {}
+        _resolve([(answer, ended) for answer in left])
+
+    def _take_commands(self) -> bool:
+        """Runs the commands since the last step; sleeps while there is nothing to do. False ends the thread."""
+        with self._wake:
+            while not self._commands and not self._closing and self._stepper.is_idle:
+                self._wake.wait()
+            commands, self._commands = self._commands, deque()
+            going_on = not self._closing
+        for command in commands:
+            outcome: EngineError | None = None
+            try:
+                command.action()
+            except EngineError as error:  # refused, nothing changed; any other error ends the engine
+                outcome = error
+            self._answer([(command.answer, outcome)] if command.answer else [])
+        return going_on
+
+    def _abort(self, ids: Sequence[str] | None) -> None:
+        self._deliver(self._stepper.abort(ids))
+
+    def _deliver(self, generations: Sequence[Generation]) -> None:
+        self._answer([(generation.id, generation) for generation in generations])
+
+    def _answer(self, outcomes: Sequence[tuple[object, object]]) -> None:
+        """Delivers outcomes to the callers waiting under these keys."""
+        if not outcomes:
+            return
+        with self._wake:
+            answers = [(self._answers.pop(key), outcome) for key, outcome in outcomes]
+        _resolve(answers)
+
+
+class _Answer:
+    """A caller that waits on its event loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self.loop.create_future()
+
+
+@dataclass(frozen=True)
+class _Command:
+    """An action for the thread between two steps, and the caller that waits for it."""
+
+    action: Callable[[], None]
+    answer: _Answer | None = None
+
+
+def _resolve(outcomes: Sequence[tuple[_Answer, object]]) -> None:
+    """Wakes waiting callers, with one call into each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Answer, object]]] = {}
+    for answer, outcome in outcomes:
+        by_loop.setdefault(answer.loop, []).append((answer, outcome))
+    for loop, waiting in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_settle, waiting)
+        except RuntimeError:
+            if not loop.is_closed():  # a closed loop has no waiting callers
+                raise
+
+
+def _settle(outcomes: Sequence[tuple[_Answer, object]]) -> None:
+    for answer, outcome in outcomes:
+        if answer.future.done():  # cancelled meanwhile
+            continue
+        if isinstance(outcome, EngineError):
+            answer.future.set_exception(outcome)
+        else:
+            answer.future.set_result(outcome)
+
+
+def default_fingerprint(model: PreTrainedModel, exact: bool, num_slots: int) -> str:
+    """Everything that decides how numbers are rounded here; stamped on every segment."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    parts = [f"torch-{torch.__version__}", f"transformers-{transformers.__version__}", dtype, model.device.type]
+    if exact:  # threads may split a large matrix product in a way that depends on its number of rows
+        parts.append(f"exact slots-{num_slots} threads-{torch.get_num_threads()}")
+    return " ".join(["embedded", *parts])

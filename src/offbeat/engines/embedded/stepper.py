@@ -1,0 +1,606 @@
+"""Continuous batching over KV slots: which request is in which slot, and one decode step for all.
+
+No threads and no asyncio: `submit`, `abort` and `load` change what is wanted; `step` does the next work and returns
+what ended. The state of slots lies in tensors (`SlotRows`); Python handles a request only when it starts or ends and
+when weights change.
+
+- The first slots are live. When one ends and no request waits, the last live slot moves into the gap, so a step costs
+  what its live rows cost. Much longer rows stand first, so that only they read a long context (`rules.padding_split`).
+- All but the last known token of a request is prefilled; the first decode step feeds the last one.
+- An aborted request leaves its keys and values in its free slot. If it is resumed before the slot is reused, it
+  continues there, and its newer tokens are fed one by one (`cached_prefixes`).
+- With `exact`, a token depends on weights, prompt and seed alone, to the bit: every step runs all slots, prompts are
+  prefilled one at a time, and a resumed prefix is fed token by token, in the shape in which it was sampled. So a cached
+  prefix changes nothing but time. This holds for one number of threads and slots: with several threads, a library may
+  split a large product by its number of rows.
+- A model whose attention cannot be replaced (`model.usage`) has no slots: each step computes its rows from the first
+  token on (`decode_forward.Recomputed`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from offbeat.engines.cached_prefixes import CachedPrefix, CachedPrefixes, is_worth_reusing
+from offbeat.engines.embedded.attention import KeyValueSlots, use_slot_attention
+from offbeat.engines.embedded.decode_forward import (
+    DecodeForward,
+    Forward,
+    Recomputed,
+    inputs_of_all_sizes,
+    recorded,
+    recorded_in_parts,
+)
+from offbeat.engines.embedded.prefill import Prefill, Wanted, round_up
+from offbeat.engines.embedded.sampling import RowSampling, draw, is_filtered, is_greedy, noise_key, uniform
+from offbeat.engines.embedded.weights import Staged, swap
+from offbeat.engines.protocol import EngineMetrics, Finish, Generation, KvMode, Request
+from offbeat.errors import UserError
+from offbeat.model.loading import context_window
+from offbeat.model.usage import (
+    distance,
+    kind_of,
+    max_distance,
+    one_line_errors,
+    own_logits,
+    probe_tokens,
+    without_random,
+)
+from offbeat.rules.padding_split import exchanges, num_long_rows
+from offbeat.trajectory import Sampling, Segment
+
+READ_BUCKET_TOKENS = 16
+"""Contexts are read in multiples of this, which keeps vector lanes full and shapes stable."""
+SMALL_STEP_FLOPS = 1e9
+"""Steps with less arithmetic run on one thread: several would mostly wait for one another."""
+
+
+class Stepper:
+    """Schedules requests over slots. Not thread-safe; call it under `torch.inference_mode()`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_slots: int,
+        max_context_tokens: int,
+        exact: bool,
+        worker: str,
+        fingerprint: str,
+        version: int | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        longest = context_window(model.config)
+        if max_context_tokens > longest:
+            raise UserError(
+                f"embedded engine: max_context_tokens = {max_context_tokens}, but {kind_of(model)} takes {longest}; "
+                "lower rollout.max_prompt_tokens or rollout.max_new_tokens"
+            )
+        self.usage = use_slot_attention(model)
+        self.model, self.num_slots, self.max_context_tokens, self.exact = model, num_slots, max_context_tokens, exact
+        self.worker, self.fingerprint, self.version = worker, fingerprint, version
+        self.metrics = EngineMetrics()
+        """Replaced as a whole, so that another thread may read it at any time."""
+        self._clock = clock
+        room = round_up(max_context_tokens, READ_BUCKET_TOKENS)  # so that no read is cut short
+        self.kv = KeyValueSlots(num_slots, room)
+        self.rows = SlotRows(num_slots, room, model.dtype, model.device)
+        self.prefill = Prefill(model, self.kv, max_context_tokens, exact, self._use_threads)
+        self.cached = CachedPrefixes()
+        """Prefixes in free slots."""
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, SlotState] = {}
+        self.free = list(range(num_slots))
+        self.num_steps = 0
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.num_threads = self._threads_now = torch.get_num_threads()
+        with one_line_errors(model, "a step of the embedded engine"), without_random(model):
+            self._forward = self._make_forward()
+            self._check()
+        self._forward_in_parts: Forward | None = None
+        """Made on first use: most runs never need it."""
+        self.num_long = num_slots
+        """Number of first slots that read the longest row's context; the others read a shorter one."""
+        self._has_started = False
+        """Whether requests have started since rows were last sorted."""
+        self._count()
+
+    def submit(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def abort(self, ids: Iterable[str] | None) -> list[Generation]:
+        """Ends the named requests, or all; returns their tokens so far."""
+        named = None if ids is None else set(ids)
+        slots = [slot for slot, running in self.running.items() if named is None or running.request.id in named]
+        ended = self._end(slots, Finish.ABORT)
+        ended += [Generation(r.id, (), Finish.ABORT) for r in self.waiting if named is None or r.id in named]
+        self.waiting = deque(r for r in self.waiting if named is not None and r.id not in named)
+        return ended
+
+    def load(self, number: int, staged: Staged) -> None:
+        """Swaps the weights; KV of running requests is computed again unless it may be kept."""
+        swap(staged)
+        for slot, running in self.running.items():
+            assert self.version is not None
+            running.close_span(self._num_tokens(slot), self.version)
+        self.version = number
+        self.prefill.prompts.clear()
+        self.cached.load(number)
+        start_s = self._clock()
+        keeps = self.usage.has_slots
+        again = [slot for slot, one in self.running.items() if not (keeps and one.may_keep_kv(number))]
+        self._refill(sorted(again))
+        self.metrics += EngineMetrics(busy_seconds=self._clock() - start_s)
+
+    def step(self) -> list[Generation]:
+        """Fills free slots, then samples a token in every live slot; returns the requests that ended."""
+        if self.is_idle:
+            return []
+        start_s = self._clock()
+        if self.waiting and self.free:
+            self._admit()
+        if not self.exact:
+            self._compact()
+            if self._has_started and self.usage.has_slots:
+                self._put_long_rows_first()
+        parts = self._parts()
+        ended = self._end(self._decode(parts), None)
+        num_rows, num_read = sum(num for num, _ in parts), sum(num * reach for num, reach in parts)
+        self.metrics += EngineMetrics(1, num_rows, num_read, busy_seconds=self._clock() - start_s)
+        return ended
+
+    def _parts(self) -> list[tuple[int, int]]:
+        """Slots of the next step and the context that they read: in one part, or in two."""
+        if self.exact:  # the context read decides how sums are split, so it must not depend on other rows
+            return [(self.num_slots, round_up(self.max_context_tokens, READ_BUCKET_TOKENS))]
+        num_rows = len(self.running)
+        long, short = (round_up(self.num_steps + most + 1, READ_BUCKET_TOKENS) for most in self.largest_offsets)
+        if self.num_long >= num_rows or short >= long:
+            return [(num_rows, long)]
+        return [(self.num_long, long), (num_rows - self.num_long, short)]
+
+    def _decode(self, parts: Sequence[tuple[int, int]]) -> list[int]:
+        """Samples one token for every live row; returns the slots that are done."""
+        num_rows, rows = sum(num for num, _ in parts), self.rows
+        if self.usage.has_slots:
+            logits = self._next_logits(num_rows, parts)
+        else:
+            logits = self._logits_from_start(num_rows, parts[0][1])
+        sampling = rows.sampling(num_rows, any_greedy=self.any_greedy, any_filtered=self.any_filtered)
+        noise = uniform(sampling.keys, rows.response_positions(num_rows))
+        drawn, logprobs = draw(logits.float(), sampling, noise)
+        any_feeding = self.num_steps < self.feeding_until_step
+        done = rows.advance(drawn, logprobs, any_stops=self.any_stops, any_feeding=any_feeding)
+        self.num_steps += 1
+        slots: list[int] = done.nonzero().squeeze(1).tolist()
+        return slots
+
+    def _next_logits(self, num_rows: int, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Feeds each row its next token."""
+        self._use_threads(num_rows)
+        rows, tokens = self.rows, self.rows.feed(num_rows)
+        masks = [rows.mask[:num_rows, None, None, : parts[0][1]]]
+        masks += [rows.mask[num_rows - num : num_rows, None, None, :reach] for num, reach in parts[1:]]
+        forward = self._forward if len(parts) == 1 else self._in_parts()
+        return forward(tokens, rows.positions(num_rows), *masks, *self.kv.keys, *self.kv.values)
+
+    def _logits_from_start(self, num_rows: int, reach: int) -> torch.Tensor:
+        """Feeds each row all its tokens, for models without slots."""
+        reach = min(reach, self.max_context_tokens)  # rounding up may exceed the model's positions
+        self._use_threads(num_rows * reach)
+        return self._forward(self.rows.tokens[:num_rows, :reach], self.rows.positions(num_rows))
+
+    def _make_forward(self) -> Forward:
+        if not self.usage.has_slots:
+            return Recomputed(self.model, self.usage.picks_logits and not self.exact)
+        self.prefill.compute([Wanted(0, np.zeros(1, np.int64), is_shared=False)])  # allocates the KV
+        forward = DecodeForward(self.model)
+        return forward if self.exact else recorded(forward, self._decode_inputs())
+
+    def _check(self) -> None:
+        """Refuses a model whose logits, as computed here, differ from its own code's: tries a few tokens, and beside
+        them, if there is room, a row of one token."""
+        tokens = np.array(probe_tokens(self.model, 7))
+        prompts = [tokens[:6][: self.max_context_tokens - 1], tokens[6:]][: self.num_slots]
+        slots, num_rows = range(len(prompts)), len(prompts)
+        requests = [Request(str(slot), prompts[slot], slot, Sampling(max_new_tokens=1)) for slot in slots]
+        self.rows.tokens[:num_rows] = int(tokens[0])  # behind a row's tokens lie those of earlier requests, not padding
+        self.rows.start(slots, requests, [len(prompt) - 1 for prompt in prompts])
+        if self.usage.has_slots:
+            if len(prompts[0]) > 1:
+                self.prefill.compute([Wanted(0, prompts[0][:-1], is_shared=False)])
+            found = self._next_logits(num_rows, [(num_rows, READ_BUCKET_TOKENS)])
+        else:
+            found = self._logits_from_start(num_rows, READ_BUCKET_TOKENS)
+        self.rows.clear(slots, [0] * num_rows)
+        own = [own_logits(self.model, self.rows.index(prompt.tolist())[None])[0, -1] for prompt in prompts]
+        gap, allowed = distance(found, torch.stack(own)), max_distance(self.model)
+        if gap is not None and not gap <= allowed:
+            raise UserError(
+                f"model.path: {kind_of(self.model)}: the embedded engine's log-probs are off by {gap:.2g} of their "
+                f'spread (allowed {allowed:g}); use rollout.engine = "vllm", or a model that docs/models.md lists'
+            )
+
+    def _in_parts(self) -> Forward:
+        if self._forward_in_parts is None:
+            self._forward_in_parts = recorded_in_parts(self.model, self._decode_inputs())
+        return self._forward_in_parts
+
+    def _use_threads(self, num_tokens: int) -> None:
+        """Sets the number of threads of a forward pass; with `exact` it must not depend on the size."""
+        is_small = 2 * self.num_parameters * num_tokens < SMALL_STEP_FLOPS
+        wanted = 1 if is_small and not self.exact else self.num_threads
+        if wanted != self._threads_now:
+            torch.set_num_threads(wanted)
+            self._threads_now = wanted
+
+    def _decode_inputs(self) -> list[tuple[torch.Tensor, ...]]:
+        return inputs_of_all_sizes(self.model, self.kv, self.max_context_tokens, READ_BUCKET_TOKENS)
+
+    # Slots
+
+    def _admit(self) -> None:
+        assert self.version is not None
+        num_started = min(len(self.free), len(self.waiting))
+        requests = [self.waiting.popleft() for _ in range(num_started)]
+        prefixes = [self._take_cached(request) for request in requests]
+        slots = self._choose_slots(prefixes)
+        positions, wanted = [], []
+        for slot, request, prefix in zip(slots, requests, prefixes, strict=True):
+            if prefix is None:
+                tokens = self._to_prefill(request)
+                wanted.append(Wanted(slot, tokens, request.kv is not KvMode.REFILL))
+                position, kv_version = len(tokens), self.version
+            else:
+                position, kv_version = prefix.num_usable(request), prefix.kv_version
+                self.metrics += EngineMetrics(num_resumed_tokens=position)
+            positions.append(position)
+            self.running[slot] = SlotState.of(request, position - self.num_steps, kv_version)
+        self.rows.start(slots, requests, positions)
+        self._prefill(wanted)
+        self._has_started = True
+        self._count()
+
+    def _prefill(self, wanted: Sequence[Wanted]) -> None:
+        if self.usage.has_slots:
+            self.metrics += self.prefill.fill(wanted)
+
+    def _take_cached(self, request: Request) -> CachedPrefix | None:
+        """Takes a cached prefix for a request, if reusing it costs less than a prefill."""
+        assert self.version is not None
+        prefix = self.cached.find(request, self.version)
+        if prefix is None:
+            return None
+        num_cached = prefix.num_usable(request)
+        if not self.exact and not is_worth_reusing(num_cached, len(request.tokens) - 1 - num_cached):
+            return None
+        self.cached.drop(prefix.slot)
+        return prefix
+
+    def _choose_slots(self, prefixes: Sequence[CachedPrefix | None]) -> list[int]:
+        """Free slots for new requests: that of its prefix, or the one whose loss costs least."""
+        own = {prefix.slot for prefix in prefixes if prefix is not None}
+        others = iter(self.cached.eviction_order(slot for slot in self.free if slot not in own))
+        slots = [next(others) if prefix is None else prefix.slot for prefix in prefixes]
+        for slot in slots:
+            self.cached.drop(slot)
+        self.free = sorted(set(self.free) - set(slots))
+        return slots
+
+    def _to_prefill(self, request: Request) -> np.ndarray:
+        """Known tokens but the last, which the first decode step feeds; with `exact`, only those of the prompt."""
+        end = len(request.tokens) - (request.position if self.exact else 0)
+        return request.tokens[: end - 1]
+
+    def _num_kept(self, slot: int) -> int:
+        """Tokens of a live slot with keys and values; the next step feeds the next one."""
+        return self.num_steps + self.running[slot].step_offset
+
+    def _num_tokens(self, slot: int) -> int:
+        """Known tokens of a live slot, given or sampled."""
+        running = self.running[slot]
+        return max(running.num_known, self._num_kept(slot) + 1)
+
+    def _compact(self) -> None:
+        """Moves the last live slots into the gaps before them."""
+        num_live = len(self.running)
+        sources = [slot for slot in self.running if slot >= num_live]
+        if not sources:
+            return
+        targets = sorted(slot for slot in self.free if slot < num_live)
+        self.rows.move(sources, targets)
+        self._move_kv(sources, targets)
+        for source, target in zip(sources, targets, strict=True):
+            self.running[target] = self.running.pop(source)
+            self.prefill.prompts.move(source, target)
+        self.free = list(range(num_live, self.num_slots))
+
+    def _put_long_rows_first(self) -> None:
+        """Moves long rows to the first slots after requests have started, if that makes steps read less."""
+        self._has_started = False
+        num_rows = len(self.running)
+        self.num_long = num_rows
+        if self.rows.device.type == "cpu":  # elsewhere one kernel skips masked tokens
+            lengths = [self._num_kept(slot) for slot in range(num_rows)]
+            self.num_long = int(num_long_rows(np.array(lengths)))
+            if pairs := exchanges(lengths, self.num_long):
+                self._exchange(pairs, max(lengths) + 1)
+        self._count()
+
+    def _exchange(self, pairs: Sequence[tuple[int, int]], num_tokens: int) -> None:
+        ones, others = [one for one, _ in pairs], [other for _, other in pairs]
+        self.rows.move([*ones, *others], [*others, *ones])
+        self.kv.copy([*ones, *others], [*others, *ones], num_tokens)
+        for one, other in pairs:
+            self.running[one], self.running[other] = self.running[other], self.running[one]
+            self.prefill.prompts.exchange(one, other)
+
+    def _move_kv(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Moves the KV of live slots, and swaps it with a prefix cached in the target."""
+        swapped = [(source, target) for source, target in zip(sources, targets, strict=True) if target in self.cached]
+        froms, tos = [*sources, *(target for _, target in swapped)], [*targets, *(source for source, _ in swapped)]
+        longest = max([*map(self._num_tokens, sources), *(self.cached.num_tokens(target) for _, target in swapped)])
+        self.kv.copy(froms, tos, longest)
+        for source, target in swapped:
+            self.cached.move(target, source)
+
+    def _end(self, slots: Sequence[int], finish: Finish | None) -> list[Generation]:
+        """Frees slots and returns their generations; `finish` None: stop or length, by the last token."""
+        if not slots:
+            return []
+        tokens, logprobs = self.rows.read(slots, max(map(self._num_tokens, slots)))
+        generations = []
+        for row, slot in enumerate(slots):
+            assert self.version is not None
+            if finish is Finish.ABORT:
+                self._cache(slot, tokens[row])
+            num_tokens, running = self._num_tokens(slot), self.running.pop(slot)
+            running.close_span(num_tokens, self.version)
+            stopped = int(tokens[row, num_tokens - 1]) in running.request.sampling.stop_token_ids
+            why = finish or (Finish.STOP if stopped else Finish.LENGTH)
+            generations.append(running.generation(tokens[row], logprobs[row], why, self.worker, self.fingerprint))
+            self.prefill.prompts.drop(slot)
+        self.free.extend(slots)
+        if self.exact:  # otherwise dead rows are not stepped
+            self.rows.clear(slots, [self.cached.num_tokens(slot) if slot in self.cached else 0 for slot in slots])
+        self._count()
+        return generations
+
+    def _cache(self, slot: int, tokens: np.ndarray) -> None:
+        """Caches the prefix of an aborted slot for the request's continuation."""
+        running = self.running[slot]
+        request, num_kept, num_prompt = running.request, self._num_kept(slot), running.num_prompt
+        if request.kv is KvMode.REFILL or num_kept < num_prompt or not self.usage.has_slots:
+            return
+        lag = request.kv_lag if request.kv is KvMode.STALE else 0
+        self.cached.add(CachedPrefix(slot, tokens[:num_kept].copy(), num_prompt, running.kv_version, lag))
+
+    def _count(self) -> None:
+        """Updates what the host must know of live slots; it changes only when one starts or ends."""
+        live = self.running.values()
+        ways = {running.request.sampling for running in live}  # few, however many requests
+        self.any_greedy, self.any_filtered = any(map(is_greedy, ways)), any(map(is_filtered, ways))
+        self.any_stops = any(way.stop_token_ids for way in ways)
+        short = [running.step_offset for slot, running in self.running.items() if slot >= self.num_long]
+        self.largest_offsets = max((running.step_offset for running in live), default=0), max(short, default=0)
+        """Largest `step_offset` of all live slots, and of those from `num_long` on."""
+        self.feeding_until_step = max((r.num_known - 1 - r.step_offset for r in live), default=0)
+
+    def _refill(self, slots: Sequence[int]) -> None:
+        """Computes the KV of live slots again after a load."""
+        if not slots:
+            return
+        assert self.version is not None
+        num_known = [self._num_tokens(slot) for slot in slots]
+        tokens, _ = self.rows.read(slots, max(num_known))
+        wanted = []
+        for row, slot in enumerate(slots):
+            running = self.running[slot]
+            end = running.num_prompt if self.exact else num_known[row]
+            wanted.append(Wanted(slot, tokens[row, : end - 1], running.request.kv is not KvMode.REFILL))
+            running.refill(num_known[row], end - 1 - self.num_steps, self.version)
+        self.rows.restart(slots, [len(one.tokens) for one in wanted], num_known)
+        self._prefill(wanted)
+        self._count()
+
+
+@dataclass
+class SlotState:
+    """A request in a slot: the versions of its tokens, and of its keys and values."""
+
+    request: Request
+    num_known: int
+    """Tokens known when the slot was last filled."""
+    step_offset: int
+    """Step n feeds the token with index n plus this."""
+    open_start: int
+    """Start of the segment being sampled."""
+    kv_version: int
+    """Oldest version among its keys and values."""
+    spans: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Finished segments: start and end, by index into prompt + response, version and KV version."""
+
+    @classmethod
+    def of(cls, request: Request, step_offset: int, kv_version: int) -> SlotState:
+        num_known = len(request.tokens)
+        return cls(request, num_known, step_offset, num_known, kv_version)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.tokens) - self.request.position
+
+    def may_keep_kv(self, number: int) -> bool:
+        """Whether its keys and values may be kept while version `number` is loaded."""
+        return self.request.kv is KvMode.STALE and 0 <= number - self.kv_version <= self.request.kv_lag
+
+    def close_span(self, end: int, version: int) -> None:
+        if end > self.open_start:
+            self.spans.append((self.open_start, end, version, self.kv_version))
+            self.open_start = end
+
+    def refill(self, num_known: int, step_offset: int, version: int) -> None:
+        """Notes that its keys and values were computed again by `version`."""
+        self.num_known, self.step_offset, self.kv_version = num_known, step_offset, version
+
+    def generation(
+        self, tokens: np.ndarray, logprobs: np.ndarray, finish: Finish, worker: str, fingerprint: str
+    ) -> Generation:
+        """Result of the request, from the tokens and log-probs of its slot."""
+        segments = tuple(
+            Segment(
+                start=start - self.num_prompt,
+                tokens=tokens[start:end],
+                logprobs=logprobs[start:end],
+                version=version,
+                kv_version=kv_version,
+                worker=worker,
+                engine=fingerprint,
+            )
+            for start, end, version, kv_version in self.spans
+        )
+        return Generation(self.request.id, segments, finish)
+
+
+POSITION, LIMIT, PROMPT, KNOWN, ALIVE, KEY, TOP_K = range(7)
+"""Columns of the integer state: index of the token that the next step feeds, length at which to end, prompt length,
+number of known tokens, 1 in live rows, noise key, top-k."""
+TEMPERATURE, TOP_P, MIN_P = range(3)
+"""Columns of the float state."""
+NEVER = 2**62
+
+
+class SlotRows:
+    """State of the slots for a decode step, in tensors with one row per slot.
+
+    A row is written when its request starts, moved when slots are compacted, and read when the request ends; `advance`
+    is all the bookkeeping of a step. Tokens and log-probs lie at the token's index in prompt + response.
+    """
+
+    def __init__(self, num_slots: int, max_context_tokens: int, dtype: torch.dtype, device: torch.device):
+        self.device = device
+        self.tokens = torch.zeros((num_slots, max_context_tokens), dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros((num_slots, max_context_tokens), dtype=torch.float32, device=device)
+        self.mask = torch.full((num_slots, max_context_tokens), -torch.inf, dtype=dtype, device=device)
+        """Added to attention scores: 0 where the row may attend."""
+        self.ints = torch.zeros((num_slots, 7), dtype=torch.int64, device=device)
+        self.floats = torch.ones((num_slots, 3), dtype=torch.float32, device=device)
+        self.stops = torch.full((num_slots, 1), -1, dtype=torch.int64, device=device)
+        self.clear(range(num_slots), [0] * num_slots)
+
+    def clear(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        """Makes rows dead: in a step they stay at their positions, change nothing before them, and never end."""
+        rows = self.index(slots)
+        self.ints[rows] = 0
+        self.ints[rows, POSITION] = self.index(positions)
+        self.ints[rows, LIMIT] = NEVER
+        self.floats[rows] = 1.0
+        self.stops[rows] = -1
+
+    def start(self, slots: Sequence[int], requests: Sequence[Request], positions: Sequence[int]) -> None:
+        """Writes requests into slots; each feeds the token at its position first."""
+        num_stops = max(len(request.sampling.stop_token_ids) for request in requests)
+        if num_stops > self.stops.shape[1]:
+            self.stops = torch.nn.functional.pad(self.stops, (0, num_stops - self.stops.shape[1]), value=-1)
+        longest = max(len(request.tokens) for request in requests)
+        tokens = np.zeros((len(slots), longest), np.int64)
+        ints = np.zeros((len(slots), self.ints.shape[1]), np.int64)
+        floats = np.ones((len(slots), self.floats.shape[1]), np.float32)
+        stops = np.full((len(slots), self.stops.shape[1]), -1, np.int64)
+        for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
+            sampling, known = request.sampling, len(request.tokens)
+            limit, prompt = known + sampling.max_new_tokens, known - request.position
+            tokens[row, :known] = request.tokens
+            ints[row] = (position, limit, prompt, known, 1, noise_key(request.seed), sampling.top_k)
+            floats[row] = (sampling.temperature, sampling.top_p, sampling.min_p)
+            stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+        rows = self.index(slots)
+        self.tokens[rows, :longest] = torch.from_numpy(tokens).to(self.device)
+        self.ints[rows] = torch.from_numpy(ints).to(self.device)
+        self.floats[rows] = torch.from_numpy(floats).to(self.device)
+        self.stops[rows] = torch.from_numpy(stops).to(self.device)
+        self._show(rows, positions)
+
+    def restart(self, slots: Sequence[int], positions: Sequence[int], known: Sequence[int]) -> None:
+        """Makes live rows feed again from a position, keeping their sampled tokens."""
+        rows = self.index(slots)
+        self.ints[rows, POSITION] = self.index(positions)
+        self.ints[rows, KNOWN] = self.index(known)
+        self._show(rows, positions)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        source, target = self.index(sources), self.index(targets)
+        for tensor in (self.tokens, self.logprobs, self.mask, self.ints, self.floats, self.stops):
+            tensor[target] = tensor[source]
+
+    def read(self, slots: Sequence[int], num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """First `num_tokens` tokens of rows and their log-probs, on the host."""
+        rows = self.index(slots)
+        return self.tokens[rows, :num_tokens].cpu().numpy(), self.logprobs[rows, :num_tokens].cpu().numpy()
+
+    def positions(self, num_rows: int) -> torch.Tensor:
+        return self.ints[:num_rows, POSITION]
+
+    def response_positions(self, num_rows: int) -> torch.Tensor:
+        """Response position of each row's next token."""
+        return self.ints[:num_rows, POSITION] + 1 - self.ints[:num_rows, PROMPT]
+
+    def sampling(self, num_rows: int, any_greedy: bool, any_filtered: bool) -> RowSampling:
+        floats = self.floats[:num_rows]
+        return RowSampling(
+            keys=self.ints[:num_rows, KEY],
+            temperature=floats[:, TEMPERATURE],
+            top_p=floats[:, TOP_P],
+            min_p=floats[:, MIN_P],
+            top_k=self.ints[:num_rows, TOP_K],
+            any_greedy=any_greedy,
+            any_filtered=any_filtered,
+        )
+
+    def feed(self, num_rows: int) -> torch.Tensor:
+        """Next input of each row, shape (rows, 1); unmasks it."""
+        index = self.positions(num_rows).unsqueeze(1)
+        self.mask[:num_rows].scatter_(1, index, 0.0)
+        return self.tokens[:num_rows].gather(1, index)
+
+    def advance(
+        self, drawn: torch.Tensor, logprobs: torch.Tensor, *, any_stops: bool, any_feeding: bool
+    ) -> torch.Tensor:
+        """Stores the drawn token of each row; returns which rows are done. A row that still feeds known tokens keeps
+        them; `any_feeding` says that there may be some."""
+        num_rows = drawn.shape[0]
+        ints = self.ints[:num_rows]
+        position = ints[:, POSITION]
+        after = position.unsqueeze(1) + 1
+        tokens, stored = self.tokens[:num_rows], self.logprobs[:num_rows]
+        sampled = None
+        if any_feeding:
+            sampled = position + 1 >= ints[:, KNOWN]
+            drawn = torch.where(sampled, drawn, tokens.gather(1, after).squeeze(1))
+            logprobs = torch.where(sampled, logprobs, stored.gather(1, after).squeeze(1))
+        tokens.scatter_(1, after, drawn.unsqueeze(1))
+        stored.scatter_(1, after, logprobs.unsqueeze(1))
+        position += ints[:, ALIVE]
+        done = position + 1 >= ints[:, LIMIT]
+        if any_stops:
+            stopped = (self.stops[:num_rows] == drawn.unsqueeze(1)).any(1)
+            done |= stopped if sampled is None else stopped & sampled
+        return done
+
+    def index(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _show(self, rows: torch.Tensor, num_tokens: Sequence[int]) -> None:
+        """Unmasks exactly the first tokens of rows; each step then unmasks the one that it feeds."""
+        hidden = torch.arange(self.mask.shape[1], device=self.device) >= self.index(num_tokens).unsqueeze(1)
+        shown = torch.zeros(hidden.shape, dtype=self.mask.dtype, device=self.device)
+        self.mask[rows] = shown.masked_fill_(hidden, -torch.inf)

@@ -1,0 +1,587 @@
+"""`HttpEngine`: the engine protocol over an HTTP server, through the server's `Dialect`.
+
+Requests are streamed, which spreads their cost over time. Guarantees beside those of the protocol:
+
+- Weights change only while the server is paused, and it is always resumed. If answers name the weights of each token,
+  requests stay inside the server during a load; otherwise they leave with their tokens and continue afterwards.
+- A server that does not answer, has restarted, or has other weights than this engine loaded last is dead: every call,
+  also a waiting one, raises `EngineDied`, which names the server. The object stays dead; a new one begins with a load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+
+from offbeat.engines.dialect import Call, Chunk, Dialect, Facts, Span
+from offbeat.engines.http_calls import ServerAway, ServerRefused
+from offbeat.engines.protocol import (
+    Capabilities,
+    EngineDied,
+    EngineError,
+    EngineMetrics,
+    Finish,
+    Generation,
+    KvMode,
+    Request,
+    problem_of,
+)
+from offbeat.rules.engine_health import Health, State
+from offbeat.trajectory import Segment
+from offbeat.waiting import Notifier
+from offbeat.weights.version import Version
+
+CHECK_EVERY_S = 5.0
+CHECK_AGAIN_S = 0.5
+"""Interval of health checks after a failure."""
+DEAD_AFTER_S = 30.0
+"""A busy machine may keep a server from answering for a while."""
+STUCK_AFTER_S = 600.0
+"""Longest time without a token while requests are inside."""
+ABORT_WITHIN_S = 30.0
+ABORTED_PAUSE_S = 2.0
+MAX_BREAKS = 3
+"""Connections that one request may lose to a healthy server."""
+
+
+class HttpEngine:
+    """Implements `offbeat.engines.protocol.Engine`; create one with `attach`."""
+
+    def __init__(self, dialect: Dialect, facts: Facts, *, worker: str, num_slots: int):
+        self.dialect, self.facts, self.worker = dialect, facts, worker
+        self._capabilities = Capabilities(
+            fingerprint=facts.fingerprint,
+            num_slots=num_slots,
+            max_context_tokens=facts.max_context_tokens,
+            splits_by_version=True,
+            kv_modes=facts.kv_modes,
+            is_seeded=facts.is_seeded,
+        )
+        self.seconds_still = 0.0
+        self.health = Health(time.monotonic, DEAD_AFTER_S)
+        self._meter = Meter(time.monotonic)
+        self._life = uuid4().hex[:8]
+        self._loaded: LoadedVersion | None = None
+        self._num_loads = 0
+        self._is_loading = False
+        self._load_lock = asyncio.Lock()
+        self._running: dict[str, ActiveRequest] = {}
+        self._changes = Notifier()
+        self._heard_s = time.monotonic()
+        self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended: EngineDied | None = None
+        self._is_suspect = asyncio.Event()
+        self._watch = asyncio.ensure_future(self._check_health())
+
+    @classmethod
+    async def attach(cls, dialect: Dialect, *, worker: str, num_slots: int) -> HttpEngine:
+        """Probes a server and makes its engine; refuses an unsuitable server."""
+        return cls(dialect, await dialect.probe(), worker=worker, num_slots=num_slots)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def version(self) -> int | None:
+        return None if self._loaded is None else self._loaded.number
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        return self._meter.metrics
+
+    # Requests
+
+    async def generate(self, request: Request) -> Generation:
+        self._raise_if_ended()
+        if problem := problem_of(request, self.version, self.capabilities):
+            raise EngineError(f"engine {self.worker}, request {request.id}: {problem}")
+        if request.id in self._running:
+            raise EngineError(f"engine {self.worker}: a request {request.id} is already running")
+        running = self._running[request.id] = ActiveRequest(request, self.worker, self.facts.fingerprint)
+        carrying = asyncio.ensure_future(self._carry(running))
+        try:
+            ends: set[asyncio.Future[Any]] = {carrying, self._death}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not carrying.done():
+                self._raise_if_ended()
+            return Generation(request.id, tuple(running.segments), await carrying)
+        finally:
+            del self._running[request.id]
+            running.call = None
+            carrying.cancel()  # closes its connection, which ends the call in the server
+            self._changes.notify()
+
+    async def _carry(self, running: ActiveRequest) -> Finish:
+        """Sends a request, and its remainder after each load that it had to leave for."""
+        num_breaks = 0
+        while running.over is None:
+            await self._changes.wait_for(lambda: running.is_aborted or self._may_send)
+            if running.is_aborted:
+                return Finish.ABORT
+            num_before = running.num_tokens
+            try:
+                finish = await self._send(running)
+                if finish is not Finish.ABORT:
+                    return finish
+                if not (running.is_moving or running.is_aborted) and running.num_tokens == num_before:
+                    await asyncio.sleep(ABORTED_PAUSE_S)  # a server that shuts down still answers for a moment
+                    raise ServerAway("aborted by the server itself")
+                running.is_moving = False
+            except (ServerAway, ServerRefused) as error:
+                if isinstance(error, ServerRefused) and error.status < 500:
+                    raise EngineError(f"engine {self.worker}, request {running.request.id}: {error}") from error
+                running.break_off()
+                num_breaks += 1
+                await self._until_certain(error)
+                self._raise_if_ended()
+                if num_breaks >= MAX_BREAKS:
+                    raise EngineError(f"engine {self.worker}, request {running.request.id}: {error}") from error
+        return running.over
+
+    @property
+    def _may_send(self) -> bool:
+        return not self._is_loading and self.health.may_generate
+
+    async def _send(self, running: ActiveRequest) -> Finish:
+        assert self._loaded is not None
+        loaded = self._loaded
+        call = running.begin(loaded, self._life)
+        try:
+            with self._meter.inside(call):
+                async with aclosing(self.dialect.generate(call)) as chunks:  # type: ignore[type-var]
+                    async for chunk in chunks:
+                        self._heard_s = time.monotonic()
+                        running.take(chunk)
+                        self._meter.take(call, chunk)
+                        if chunk.finish is not None:
+                            await self._check_label(loaded)
+                            running.end(has_spans=self.facts.has_spans)
+                            return chunk.finish
+        except EngineDied as error:
+            raise self._die(str(error)) from error
+        finally:
+            self._changes.notify()
+        raise ServerAway(f"request {running.request.id}: the answer ended without a reason")
+
+    async def _check_label(self, loaded: LoadedVersion) -> None:
+        """Checks that the server still serves `loaded`, if answers do not name their weights."""
+        if self.facts.has_labels and not self.facts.has_spans and (label := await self.dialect.label()) != loaded.label:
+            raise EngineDied(f"the label of its weights changed from {loaded.label!r} to {label!r}")
+
+    async def _until_certain(self, error: EngineError) -> None:
+        """Waits until it is known whether the server is healthy; the health check ends the engine if not."""
+        self._suspect(error)
+        await self._changes.wait_for(lambda: self.health.state is not State.SUSPECT)
+
+    async def abort(self, ids: Sequence[str] | None = None) -> None:
+        self._raise_if_ended()
+        chosen = self._running.values() if ids is None else [self._running[id] for id in ids if id in self._running]
+        targets = list(chosen)
+        for running in targets:
+            running.is_aborted = True
+        self._changes.notify()
+        await self._empty(targets)
+        await self._changes.wait_for(lambda: not any(self._running.get(r.request.id) is r for r in targets))
+
+    async def _empty(self, targets: Sequence[ActiveRequest]) -> None:
+        """Ends calls with their tokens so far. An abort may overtake its call, so it is repeated until all end."""
+        deadline_s, pause_s = time.monotonic() + ABORT_WITHIN_S, 0.05
+        while left := [running.call.id for running in targets if running.call is not None]:
+            if time.monotonic() > deadline_s:
+                raise self._die(f"{len(left)} requests did not end within {ABORT_WITHIN_S:g} s of being aborted")
+            with self._deadly():
+                await self.dialect.abort(left)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._changes.wait_for(lambda: all(running.call is None for running in targets))
+            pause_s = min(2 * pause_s, 1.0)
+            self._raise_if_ended()
+
+    # Weights
+
+    async def load(self, version: Version) -> None:
+        async with self._load_lock:
+            self._raise_if_ended()
+            try:
+                await self.dialect.stage(version)
+            except ServerAway as error:  # a refusal changes nothing
+                raise self._die(str(error)) from error
+            self._raise_if_ended()
+            async with self._still():
+                await self._swap(version)
+
+    @asynccontextmanager
+    async def _still(self) -> AsyncIterator[None]:
+        """Sends nothing meanwhile; a failure inside leaves unknown weights and ends the engine."""
+        start_s = time.monotonic()
+        self._is_loading = True
+        self._meter.stand_still(True)
+        try:
+            with self._deadly():
+                yield
+        except asyncio.CancelledError:
+            self._die("a load was cut short")
+            raise
+        finally:
+            self._is_loading = False
+            self._meter.stand_still(False)
+            self._heard_s = time.monotonic()
+            self.seconds_still += self._heard_s - start_s
+            self._changes.notify()
+
+    async def _swap(self, version: Version) -> None:
+        self._num_loads += 1
+        loaded = LoadedVersion(version.number, f"{version.number}-{self._life}-{self._num_loads}")
+        inside = [running for running in self._running.values() if running.call is not None]
+        keeping = [running for running in inside if self.facts.has_spans and running.may_keep_kv(version.number)]
+        if keeping or not self.facts.has_spans:  # a pause forgets all KV or none
+            await self._move([running for running in inside if running not in keeping])
+        try:
+            await self.dialect.pause(keeps_kv=bool(keeping))
+            await self.dialect.load(version, loaded.label)
+            label = await self.dialect.label()
+            if self.facts.has_labels and label != loaded.label:
+                raise EngineDied(f"its weights are labelled {label!r} after they were loaded as {loaded.label!r}")
+            for running in inside:
+                if running.call is not None:
+                    running.load(loaded, keeps_kv=running in keeping)
+                    if running not in keeping:
+                        self._meter.refill(running.call)
+            self._loaded = loaded
+        finally:
+            await self.dialect.resume()
+        if self.health.state is State.DEAD:  # found by a request meanwhile
+            raise EngineDied(self.health.why)
+        self.health.refreshed(label)
+
+    async def _move(self, leaving: Sequence[ActiveRequest]) -> None:
+        for running in leaving:
+            running.is_moving = True
+        await self._empty(leaving)
+
+    # Health
+
+    async def _check_health(self) -> None:
+        """Checks the server every few seconds, at once after a failure; ends the engine if the server is dead."""
+        while self._ended is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_suspect.wait(), CHECK_EVERY_S)
+            if self._is_loading or self._loaded is None:
+                self._is_suspect.clear()
+                await asyncio.sleep(CHECK_AGAIN_S)
+                continue
+            before = self._loaded
+            try:
+                await self.dialect.check()
+                label = await self.dialect.label()
+            except EngineError as error:
+                self._suspect(error)
+            else:
+                if self._is_loading or self._loaded is not before:
+                    continue
+                self._is_suspect.clear()
+                self.health.answered(label)
+            self._judge()
+            self._changes.notify()
+            if self._is_suspect.is_set():
+                await asyncio.sleep(CHECK_AGAIN_S)
+
+    def _suspect(self, error: EngineError) -> None:
+        if isinstance(error, ServerAway) and error.is_refused:
+            self.health.gone(str(error))  # nothing listens: the next server there has other weights
+        else:
+            self.health.failed(str(error))
+        self._is_suspect.set()
+
+    def _judge(self) -> None:
+        quiet_s = time.monotonic() - self._heard_s
+        if self.health.state is State.DEAD:
+            self._die(f"it is dead: {self.health.why}")
+        elif self.health.state is State.STALE:
+            self._die(f"its weights are not those loaded last: {self.health.why}")
+        elif quiet_s > STUCK_AFTER_S and any(running.call is not None for running in self._running.values()):
+            self._die(f"no token for {quiet_s:.0f} s, with requests inside")
+        elif not any(running.call is not None for running in self._running.values()):
+            self._heard_s = time.monotonic()
+
+    @contextmanager
+    def _deadly(self) -> Iterator[None]:
+        """A failure inside leaves the server in an unknown state and ends the engine."""
+        try:
+            yield
+        except EngineError as error:
+            raise self._die(str(error)) from error
+
+    def _die(self, why: str) -> EngineDied:
+        if self._ended is None:
+            self._ended = EngineDied(f"engine {self.worker} ({self.facts.name}): {why}")
+            if not self._death.done():
+                self._death.set_result(None)
+            self._changes.notify()
+        return self._ended
+
+    def _raise_if_ended(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+
+    async def close(self) -> None:
+        """Aborts all requests and leaves the server running; a second call does nothing."""
+        if self._ended is None:
+            with suppress(EngineError):
+                await self.abort()
+            self._die("it is closed")
+        self._watch.cancel()
+        await asyncio.wait({self._watch})
+        await self.dialect.close()
+
+
+@dataclass(frozen=True)
+class LoadedVersion:
+    """A loaded version and the label of this load."""
+
+    number: int
+    label: str
+
+
+@dataclass(eq=False)
+class ActiveRequest:
+    """One request in a server: its tokens so far, and the weights and KV of each. No I/O.
+
+    A request may take several calls: a server without spans holds none during a load, and the request continues with a
+    call of its own.
+    """
+
+    request: Request
+    worker: str
+    fingerprint: str
+    segments: list[Segment] = field(default_factory=list)
+    is_aborted: bool = False
+    """Its caller wants the tokens so far."""
+    is_moving: bool = False
+    """It leaves the server for a load and continues afterwards."""
+    num_calls: int = 0
+    call: Call | None = None
+    _tokens: list[int] = field(default_factory=list)
+    _logprobs: list[float] = field(default_factory=list)
+    _spans: tuple[Span, ...] = ()
+    _loaded: list[LoadedVersion] = field(default_factory=list)
+    """Weights served while the call was inside, in order."""
+    _kv: list[int] = field(default_factory=list)
+    """For each of these, the oldest version among the KV."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of ended calls."""
+        return sum(len(segment.tokens) for segment in self.segments)
+
+    @property
+    def over(self) -> Finish | None:
+        """Reason of the end, None if tokens are missing: a call may be aborted, or break, after its last token."""
+        sampling = self.request.sampling
+        if self.segments and self.segments[-1].tokens[-1] in sampling.stop_token_ids:
+            return Finish.STOP
+        return Finish.LENGTH if self.num_tokens >= sampling.max_new_tokens else None
+
+    @property
+    def rest(self) -> Request:
+        """Request for the remaining tokens."""
+        if not self.num_tokens:
+            return self.request
+        request, sampled = self.request, np.concatenate([segment.tokens for segment in self.segments])
+        left = request.sampling.max_new_tokens - len(sampled)
+        return replace(
+            request,
+            tokens=np.concatenate([request.tokens, sampled]),
+            position=request.position + len(sampled),
+            sampling=msgspec.structs.replace(request.sampling, max_new_tokens=left),
+        )
+
+    def begin(self, loaded: LoadedVersion, prefix: str) -> Call:
+        """Starts the next call, while `loaded` is served. `prefix` is unique to this engine on the server."""
+        rest = self.rest
+        self.num_calls += 1
+        name = f"{prefix}-{rest.id}-{self.num_calls}"
+        self.call = Call(
+            id=name,
+            tokens=rest.tokens.tolist(),
+            seed=rest.engine_seed,
+            sampling=rest.sampling,
+            # A label is used for one load only, so no two loads share a prefix.
+            salt=f"{prefix}-{loaded.label}" if rest.kv is not KvMode.REFILL else name,
+            label=loaded.label,
+        )
+        self._tokens, self._logprobs, self._spans = [], [], ()
+        self._loaded, self._kv = [loaded], [loaded.number]
+        return self.call
+
+    def take(self, chunk: Chunk) -> None:
+        if len(chunk.tokens) != len(chunk.logprobs):
+            raise EngineError(f"{len(chunk.tokens)} tokens came with {len(chunk.logprobs)} log-probs")
+        self._tokens.extend(chunk.tokens)
+        self._logprobs.extend(chunk.logprobs)
+        if chunk.spans:
+            self._spans = tuple(chunk.spans)
+
+    def may_keep_kv(self, number: int) -> bool:
+        """Whether its KV may be kept while version `number` is loaded. A call without a token has none to keep, and may
+        not have reached the server yet."""
+        request = self.request
+        return bool(self._tokens) and request.kv is KvMode.STALE and 0 <= number - self._kv[-1] <= request.kv_lag
+
+    def load(self, loaded: LoadedVersion, *, keeps_kv: bool) -> None:
+        """Notes a load during the call."""
+        self._loaded.append(loaded)
+        self._kv.append(min(self._kv[-1], loaded.number) if keeps_kv else loaded.number)
+
+    def end(self, *, has_spans: bool) -> None:
+        """Ends the call and makes segments of its tokens. Raises, without the tokens, if their weights are unknown."""
+        tokens, logprobs = np.asarray(self._tokens, np.int32), np.asarray(self._logprobs, np.float32)
+        try:
+            if len(tokens):
+                for span in self._spans_of(len(tokens), has_spans=has_spans):
+                    self.segments.append(self._segment(span, tokens, logprobs))
+        finally:
+            self.call = None
+
+    def break_off(self) -> None:
+        """Ends a call whose connection broke; keeps its tokens if only one version was served meanwhile."""
+        if len(self._loaded) == 1:
+            self.end(has_spans=False)
+        self.call = None
+
+    def _spans_of(self, num_tokens: int, *, has_spans: bool) -> tuple[Span, ...]:
+        if not has_spans:
+            assert len(self._loaded) == 1, "no call stays inside a server without spans while weights change"
+            return (Span(self._loaded[0].label, 0, num_tokens),)
+        known = [loaded.label for loaded in self._loaded]
+        at = 0
+        for span in self._spans:
+            if span.label not in known:
+                raise EngineDied(f"tokens of weights labelled {span.label!r}, which this worker did not load")
+            if span.start != at or span.end <= at:
+                raise EngineError(f"the server's spans {self._spans} have a gap at token {at}")
+            at = span.end
+        if at != num_tokens:
+            raise EngineError(f"the server's spans end at token {at} of {num_tokens}")
+        return self._spans
+
+    def _segment(self, span: Span, tokens: np.ndarray, logprobs: np.ndarray) -> Segment:
+        index = next(i for i, loaded in enumerate(self._loaded) if loaded.label == span.label)
+        return Segment(
+            start=self.request.position + self.num_tokens,
+            tokens=tokens[span.start : span.end],
+            logprobs=logprobs[span.start : span.end],
+            version=self._loaded[index].number,
+            kv_version=self._kv[index],
+            worker=self.worker,
+            engine=self.fingerprint,
+        )
+
+
+class MeteredCall:
+    """One call inside the server."""
+
+    def __init__(self, call: Call):
+        self.num_prompt, self.num_tokens = len(call.tokens), 0
+        self.is_decoding = False
+        """Whether it has had a token, so that its prefill is over."""
+
+    def take(self, chunk: Chunk) -> EngineMetrics:
+        """Work that a part of the answer took."""
+        num_new, num_before = len(chunk.tokens), self.num_prompt + self.num_tokens
+        prefilled: int | None = 0
+        resumed: int | None = 0
+        if num_new and not self.is_decoding:
+            self.is_decoding, resumed = True, chunk.num_cached
+            prefilled = None if resumed is None else self.num_prompt - resumed
+        self.num_tokens += num_new
+        return EngineMetrics(
+            num_rows=num_new,
+            num_context_tokens=num_new * num_before + num_new * (num_new - 1) // 2,
+            num_prefilled_tokens=prefilled,
+            num_resumed_tokens=resumed,
+        )
+
+    def refill(self) -> EngineMetrics:
+        """Work of computing all keys and values again after a load."""
+        num_tokens = self.num_prompt + self.num_tokens if self.is_decoding else 0
+        return EngineMetrics(num_prefilled_tokens=num_tokens)
+
+
+class Meter:
+    """Counts the server's work for this worker, as far as answers show it.
+
+    A sampled token is a row of a step that read the context before it, without padding. A decoding call gets one token
+    a step, so steps are tokens per decoding call on average, whatever else the server does. Whether a prefix was
+    computed or cached is known only if every answer reports `num_cached`. The server is busy while it has calls inside
+    and is not paused.
+    """
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._sums = EngineMetrics()
+        self._inside: dict[str, MeteredCall] = {}
+        self._is_still = False
+        self._counted_s = clock()
+        self._num_rows = 0
+        """Tokens since steps were last counted."""
+        self._decode_s = self._row_s = 0.0
+        """Time in which any call decoded, and the sum of all calls' decoding times, since steps were last counted."""
+        self._steps_left = 0.0
+        """Fraction of a step that is not counted yet."""
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        self._count_time()
+        self._count_steps()
+        return self._sums
+
+    @contextmanager
+    def inside(self, call: Call) -> Iterator[None]:
+        self._count_time()
+        self._inside[call.id] = MeteredCall(call)
+        try:
+            yield
+        finally:
+            self._count_time()
+            del self._inside[call.id]
+
+    def take(self, call: Call, chunk: Chunk) -> None:
+        self._count_time()
+        self._num_rows += len(chunk.tokens)
+        self._sums += self._inside[call.id].take(chunk)
+
+    def refill(self, call: Call) -> None:
+        self._sums += self._inside[call.id].refill()
+
+    def stand_still(self, is_still: bool) -> None:
+        self._count_time()
+        self._is_still = is_still
+
+    def _count_time(self) -> None:
+        now_s = self._clock()
+        passed_s, self._counted_s = now_s - self._counted_s, now_s
+        if not self._inside or self._is_still:
+            return
+        self._sums += EngineMetrics(busy_seconds=passed_s)
+        if num_decoding := sum(call.is_decoding for call in self._inside.values()):
+            self._decode_s += passed_s
+            self._row_s += num_decoding * passed_s
+
+    def _count_steps(self) -> None:
+        """Adds tokens over the mean number of decoding calls. First tokens alone, without decoding time, wait."""
+        if self._row_s <= 0:
+            return
+        steps = self._num_rows * self._decode_s / self._row_s + self._steps_left
+        self._num_rows, self._decode_s, self._row_s = 0, 0.0, 0.0
+        self._steps_left = steps - int(steps)
+        self._sums += EngineMetrics(num_steps=int(steps))

@@ -1,0 +1,216 @@
+"""Command line and environment of an engine's server, from the configuration and a probe of its interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from offbeat.config.schema import Config
+from offbeat.engines.sglang.api import INSIDE_FOLDER, LAUNCHER
+from offbeat.engines.vllm.api import EXTENSION, EXTENSION_FOLDER, ON_CPU_FOLDER, WHOLE_PROMPTS
+from offbeat.engines.vllm.lora import ALLOW, NUM_KEPT, RANKS, server_rank
+from offbeat.errors import UserError
+from offbeat.model.loading import resolve
+
+SERVED_NAME = "offbeat"
+STREAM_TOKENS = 32
+"""Tokens in one event of an answer: fewer cost the server more than the tokens do."""
+CPU_KV_GB = "2"
+"""Default of VLLM_CPU_KVCACHE_SPACE; vLLM's own is a large part of the memory, which the trainer needs too."""
+SGLANG_OWN_TOKENS = 6
+"""Tokens of the context that SGLang reserves."""
+PROBE = """\
+import importlib.util, json, sys
+has = importlib.util.find_spec(sys.argv[1]) is not None
+gpus = 0
+if has:
+    import torch
+    gpus = torch.cuda.device_count()
+print(json.dumps({"has": has, "gpus": gpus}))
+"""
+PROBE_WITHIN_S = 300.0
+"""Importing torch takes long on a busy machine or a network disk."""
+UNWANTED = ("PYTHONPATH", "PYTHONHOME", "SGLANG_RETURN_ORIGINAL_LOGPROB")
+"""The first two would hide the packages of the engine's environment; the last gives log-probs before temperature."""
+
+
+@dataclass(frozen=True)
+class EngineMachine:
+    """The engine's interpreter, and the GPUs that it sees."""
+
+    python: str
+    num_gpus: int
+
+
+async def probe_interpreter(config: Config, environment: Mapping[str, str]) -> EngineMachine:
+    """Runs the engine's interpreter to learn about GPUs; refuses one without the engine."""
+    engine, python = config.rollout.engine, sys.executable
+    if config.engine.python:
+        python = str(Path(config.engine.python).expanduser())
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(python, "-c", PROBE, engine),
+            env=dict(environment),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+    except OSError as error:
+        raise UserError(f'engine.python = "{python}": {error.strerror}; name the Python that has {engine}') from error
+    try:
+        printed, errors = await asyncio.wait_for(process.communicate(), PROBE_WITHIN_S)
+    except TimeoutError as error:
+        raise UserError(f'engine.python = "{python}": did not import torch within {PROBE_WITHIN_S:g} s') from error
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+    if process.returncode:
+        last = (errors.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+        raise UserError(f'engine.python = "{python}": cannot be used: {last}')
+    found = json.loads(printed)
+    if not found["has"]:
+        raise UserError(
+            f'rollout.engine = "{engine}": {python} has no package {engine}; install it there, or name the Python of '
+            "an environment that has it by engine.python"
+        )
+    return EngineMachine(python, found["gpus"])
+
+
+def environment(config: Config, ours: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a server: ours without secrets and misleading variables, with what the server needs."""
+    kept = {name: value for name, value in ours.items() if name not in UNWANTED and not name.startswith("OFFBEAT_")}
+    # No usage reports.
+    kept.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
+    # Control calls and pickled handles of GPU memory; only this user can reach the server (`process.endpoints`).
+    kept.update(VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    kept.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_KV_GB)
+    if config.model.lora_rank:
+        kept[ALLOW] = "1"
+    kept["PYTHONPATH"] = str(INSIDE_FOLDER if config.rollout.engine == "sglang" else EXTENSION_FOLDER)
+    # Attention in tf32 would put float32 log-probs off by hundredths.
+    kept.setdefault("TRITON_F32_DEFAULT", "ieee")
+    # SGLANG_OWN_TOKENS may exceed the model's own length.
+    kept["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    kind, _, index = config.model.device.partition(":")
+    if kind == "cpu":
+        kept["CUDA_VISIBLE_DEVICES"] = ""
+    elif kind == "cuda" and index:
+        kept["CUDA_VISIBLE_DEVICES"] = _devices(int(index), config.engine.tensor_parallel, ours)
+    return kept
+
+
+def suited(environment: Mapping[str, str], machine: EngineMachine) -> dict[str, str]:
+    """Adds the repair for vLLM on CPUs to the environment of a server without a GPU."""
+    if machine.num_gpus:
+        return dict(environment)
+    return {**environment, "PYTHONPATH": os.pathsep.join((environment["PYTHONPATH"], str(ON_CPU_FOLDER)))}
+
+
+def _devices(first: int, count: int, ours: Mapping[str, str]) -> str:
+    """CUDA_VISIBLE_DEVICES for `count` GPUs from `first` on, as numbered within our own."""
+    seen = [name for name in ours.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    numbers = range(first, first + count)
+    if seen and numbers[-1] >= len(seen):
+        raise UserError(f'model.device = "cuda:{first}": CUDA_VISIBLE_DEVICES = {",".join(seen)} has no {numbers[-1]}')
+    return ",".join(seen[number] if seen else str(number) for number in numbers)
+
+
+def uses_ipc(config: Config, machine: EngineMachine, *, sees_gpu: bool) -> bool:
+    """Whether weights reach the server through GPU memory; `sees_gpu`: this process can use the GPU."""
+    wanted = config.engine.weights
+    why = {
+        f'rollout.engine = "{config.rollout.engine}" takes files': config.rollout.engine != "vllm",
+        f"model.lora_rank = {config.model.lora_rank}": config.model.lora_rank > 0,  # adapters are read from files
+        "there is no GPU": not machine.num_gpus or not sees_gpu,
+        f"engine.tensor_parallel = {config.engine.tensor_parallel}": config.engine.tensor_parallel > 1,
+    }
+    obstacle = next((reason for reason, holds in why.items() if holds), None)
+    if wanted == "ipc" and obstacle:
+        raise UserError(f'engine.weights = "ipc": allowed "auto", "path" here, because {obstacle}')
+    return wanted != "path" and obstacle is None
+
+
+def command(config: Config, machine: EngineMachine, listen: Sequence[str], *, ipc: bool = False) -> list[str]:
+    """Command line of the engine's server; `listen` holds its endpoint's options."""
+    words = _vllm(config, machine, ipc) if config.rollout.engine == "vllm" else _sglang(config, machine)
+    return [machine.python, *words, *config.engine.arguments, *listen]
+
+
+def _vllm(config: Config, machine: EngineMachine, ipc: bool) -> list[str]:
+    words = {
+        "--model": str(resolve(config.model.path)),
+        "--served-model-name": SERVED_NAME,
+        "--worker-extension-cls": EXTENSION,
+        "--dtype": _dtype(config, machine),
+        "--max-model-len": str(_context(config)),
+        "--max-num-seqs": str(config.rollout.slots),
+        "--tensor-parallel-size": str(config.engine.tensor_parallel),
+        "--logprobs-mode": "processed_logprobs",
+        "--stream-interval": str(STREAM_TOKENS),
+        "--generation-config": "vllm",
+        "--seed": str(config.run.seed),
+    }
+    if machine.num_gpus:
+        words["--gpu-memory-utilization"] = f"{config.engine.memory_share:g}"
+    if ipc:
+        words["--weight-transfer-config"] = json.dumps({"backend": "ipc"})
+    words.update(_lora(config, machine))
+    # Token ids in and out; text would cost the server time.
+    switches = ["--tokens-only", "--disable-uvicorn-access-log", *(["--enable-lora"] if config.model.lora_rank else [])]
+    if not machine.num_gpus:
+        switches.append(WHOLE_PROMPTS)
+    return ["-m", "vllm.entrypoints.openai.api_server", *_flat(words), *switches]
+
+
+def _lora(config: Config, machine: EngineMachine) -> dict[str, str]:
+    rank = config.model.lora_rank
+    if not rank:
+        return {}
+    if (largest := server_rank(rank)) is None:
+        raise UserError(f'model.lora_rank = {rank}: allowed up to {RANKS[-1]} with rollout.engine = "vllm"')
+    if machine.num_gpus and _dtype(config, machine) == "float32":
+        raise UserError('model.dtype = "float32": allowed "bfloat16" where vLLM on a GPU serves adapters')
+    # Calls use one adapter at a time.
+    return {"--max-lora-rank": str(largest), "--max-loras": "1", "--max-cpu-loras": str(NUM_KEPT)}
+
+
+def _sglang(config: Config, machine: EngineMachine) -> list[str]:
+    words = {
+        "--model-path": str(resolve(config.model.path)),
+        "--dtype": _dtype(config, machine),
+        "--context-length": str(_context(config) + SGLANG_OWN_TOKENS),
+        "--max-running-requests": str(config.rollout.slots),
+        "--tp-size": str(config.engine.tensor_parallel),
+        "--mem-fraction-static": f"{config.engine.memory_share:g}",
+        "--stream-interval": str(STREAM_TOKENS),
+        "--random-seed": str(config.run.seed),
+        "--log-level-http": "warning",
+    }
+    if not machine.num_gpus:
+        words["--device"] = "cpu"
+    # See `sglang.api` on these.
+    switches = ["--skip-tokenizer-init", "--incremental-streaming-output", "--enable-deterministic-inference"]
+    if config.rollout.kv == "stale":
+        switches.append("--disable-overlap-schedule")
+    return ["-m", LAUNCHER, *_flat(words), *switches]
+
+
+def _flat(words: Mapping[str, str]) -> Sequence[str]:
+    return [word for pair in words.items() for word in pair]
+
+
+def _dtype(config: Config, machine: EngineMachine) -> str:
+    """Same default as the embedded engine: bfloat16 is slow on a CPU."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    return "bfloat16" if machine.num_gpus else "float32"
+
+
+def _context(config: Config) -> int:
+    return config.rollout.max_prompt_tokens + config.rollout.max_new_tokens

@@ -1,0 +1,104 @@
+"""Guard process: ends an engine's server, with all processes that it started, when its worker ends.
+
+A SIGKILLed worker cannot clean up, and an orphaned server would hold a GPU for good. So the worker starts this process,
+which starts the server. The end of its standard input means that the worker has ended or wants the server to end: the
+server gets SIGTERM, and after a while its whole process group SIGKILL. Until all of it is gone the guard holds a lock,
+for which the next server of the same worker waits: two would not fit into one GPU. It is run as a file with the
+standard library alone, so that it starts quickly.
+
+    guard LOCK FOLDER COMMAND ...   prints the server's process id, then its exit status, a line each; deletes FOLDER
+                                    in the end, unless it is ""
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import BinaryIO
+
+GRACE_S = 10.0
+"""Time for a server to end after SIGTERM."""
+VANISH_WITHIN_S = 5.0
+"""Time for killed processes to be gone: a GPU's memory takes a moment to be freed."""
+POLL_EVERY_S = 0.1
+CANNOT_START = 127
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL to a process group; one that is already gone is fine."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def main(arguments: list[str]) -> int:
+    lock, folder, *command = arguments
+    try:
+        return _guard(lock, command)
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _guard(lock: str, command: list[str]) -> int:
+    with open(lock, "ab") as held:
+        if not _has_lock(held):
+            return 0
+        try:
+            server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
+        except OSError as error:
+            print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+            return _report(0, CANNOT_START)
+        _report(server.pid)
+        threading.Thread(target=_end_with_worker, args=(server,), daemon=True).start()
+        status = server.wait()
+        _clear(server.pid)
+        return _report(status)
+
+
+def _has_lock(held: BinaryIO) -> bool:
+    """Waits for the server before this one to be gone; False if the worker ended meanwhile."""
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if select.select([0], [], [], POLL_EVERY_S)[0]:  # readable: the pipe was closed, since nothing is ever written
+            return False
+
+
+def _end_with_worker(server: subprocess.Popen[bytes]) -> None:
+    while os.read(0, 1):
+        pass
+    server.terminate()
+    try:
+        server.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        kill_group(server.pid)
+
+
+def _clear(group: int) -> None:
+    """Kills processes that the server left, such as its workers after a crash of its front end."""
+    deadline_s = time.monotonic() + VANISH_WITHIN_S
+    while time.monotonic() < deadline_s:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            return
+        time.sleep(POLL_EVERY_S)
+
+
+def _report(*numbers: int) -> int:
+    with contextlib.suppress(OSError):  # the worker may be gone
+        os.write(1, "".join(f"{number}\n" for number in numbers).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

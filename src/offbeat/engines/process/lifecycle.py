@@ -1,0 +1,194 @@
+"""A worker's engine on an HTTP server, through restarts of the server.
+
+The worker restarts its own server at growing intervals, with a limit (`offbeat.rules.restarts`); for a server that the
+user runs (engine.url) it waits without one. After a restart the weights are unknown, so each time there is a new engine
+that serves nothing before its first load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+from offbeat.config.schema import Config
+from offbeat.engines.dialect import Dialect
+from offbeat.engines.http_calls import Server, ServerAway
+from offbeat.engines.http_engine import HttpEngine
+from offbeat.engines.process import commands
+from offbeat.engines.process.endpoints import new_endpoint
+from offbeat.engines.process.server import FAILED, HEALTH, EngineServer, ServerEnded
+from offbeat.engines.protocol import EngineDied, EngineError, KvMode
+from offbeat.errors import UserError
+from offbeat.model.loading import resolve
+from offbeat.rules.restarts import Restarts, RestartVerdict
+
+KEY_VARIABLE = "OFFBEAT_ENGINE_KEY"
+"""Key of the server at engine.url, if it needs one."""
+LOG, LOCK, ADAPTERS = "engine.log", "engine.lock", "adapters"
+CHECK_EVERY_S = 1.0
+CHECK_WITHIN_S = 10.0
+LOG_EVERY_S = 60.0
+
+
+class ServerEngines:
+    """Implements `offbeat.launch.engine_parts.Engines` for vLLM and SGLang."""
+
+    has_next = True
+
+    def __init__(self, config: Config, name: str, folder: Path, log: Path | None = None):
+        """`folder` is the worker's own; its server's output goes to `log`, or to a file in `folder`."""
+        self.config, self.name, self.url = config, name, config.engine.url or ""
+        self._folder, self._log_file = folder, log or folder / LOG
+        self._server: EngineServer | None = None
+        self._uses_ipc = config.engine.weights == "ipc"
+        self._restarts = Restarts(time.monotonic)
+        self._has_lived = False
+
+    async def open(self) -> HttpEngine:
+        self._refuse_early()
+        while True:
+            await (self._start() if self.config.engine.url is None else self._find())
+            dialect = self._dialect()
+            try:
+                engine = await HttpEngine.attach(dialect, worker=self.name, num_slots=self.config.rollout.slots)
+            except ServerAway as error:
+                await dialect.close()
+                await self.dispose(error)
+            except EngineError as error:  # names the remedy
+                await dialect.close()
+                raise UserError(str(error)) from error
+            except BaseException:
+                await dialect.close()
+                raise
+            else:
+                await self._refuse_kv(engine)
+                return engine
+
+    async def wait_exited(self) -> EngineDied:
+        """Waits for the end of the worker's own server process; forever for a user's server."""
+        if self._server is None:
+            await asyncio.Event().wait()
+        assert self._server is not None
+        return EngineDied(str(await self._server.ended()))
+
+    async def dispose(self, error: EngineError) -> None:
+        self.log(f"dead: {error}")
+        if self._server is not None:
+            status = self._server.status or FAILED  # a process that runs but does not work has failed
+            await self._server.stop()
+            await self._pause(error, status)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.stop()
+
+    def log(self, text: str) -> None:
+        print(f"worker {self.name}: engine {self.url or self.config.rollout.engine}: {text}", flush=True)
+
+    async def _start(self) -> None:
+        server = self._server = self._server or await self._make_server()
+        while True:
+            self.url, start_s = "", time.monotonic()
+            self.log(f"starting, see {self._log_file}")
+            try:
+                await server.start()
+            except ServerEnded as error:
+                await server.stop()
+                if error.status > 0 and not self._has_lived:  # another start would fail in the same way
+                    raise UserError(str(error)) from error
+                self.log(f"dead: {error}")
+                self._restarts.started()  # its life, counted from the first answer, has length 0
+                await self._pause(error, error.status)
+            else:
+                self._restarts.started()
+                self._has_lived, self.url = True, server.url
+                self.log(f"up after {time.monotonic() - start_s:.0f} s")
+                return
+
+    async def _pause(self, error: EngineError, status: int) -> None:
+        verdict, pause_s = self._restarts.ended(status)
+        if verdict is RestartVerdict.GIVE_UP:
+            raise UserError(f"given up, after it died again and again: {error}") from error
+        await asyncio.sleep(pause_s)
+
+    async def _make_server(self) -> EngineServer:
+        config = self.config
+        environment = commands.environment(config, os.environ)
+        machine = await commands.probe_interpreter(config, environment)
+        self._uses_ipc = commands.uses_ipc(config, machine, sees_gpu=machine.num_gpus > 0 and _sees_gpu())
+        return EngineServer(
+            config.rollout.engine,
+            partial(commands.command, config, machine, ipc=self._uses_ipc),
+            commands.suited(environment, machine),
+            new_endpoint=partial(new_endpoint, config.rollout.engine),
+            log=self._log_file,
+            lock=self._folder / LOCK,
+            start_within_s=config.engine.start_within_s,
+        )
+
+    async def _find(self) -> None:
+        """Waits for the server at engine.url, and logs that now and then."""
+        server, logged_s = Server(self.url, api_key=os.environ.get(KEY_VARIABLE)), -LOG_EVERY_S
+        try:
+            while True:
+                try:
+                    await server.text(HEALTH, within_s=CHECK_WITHIN_S)
+                    return
+                except EngineError as error:
+                    if time.monotonic() - logged_s >= LOG_EVERY_S:
+                        logged_s = time.monotonic()
+                        self.log(f"waiting for it to answer: {error}")
+                await asyncio.sleep(CHECK_EVERY_S)
+        finally:
+            await server.close()
+
+    def _refuse_early(self) -> None:
+        """Refuses configurations that no server can serve, before one is started."""
+        rank, kv = self.config.model.lora_rank, self.config.rollout.kv
+        if rank and self.config.engine.weights == "ipc":
+            raise UserError(
+                f'engine.weights = "ipc": allowed "auto", "path" with model.lora_rank = {rank}, because adapters are '
+                "read from files"
+            )
+        if rank and kv == "stale":
+            raise UserError(
+                f'rollout.kv = "stale": allowed "same", "refill" with model.lora_rank = {rank} on a server, where a '
+                "request that continues under the next adapter computes its keys and values again"
+            )
+
+    def _dialect(self) -> Dialect:
+        key = os.environ.get(KEY_VARIABLE) if self._server is None else self._server.key
+        server = Server(self.url, api_key=key)
+        if self.config.rollout.engine == "sglang":
+            from offbeat.engines.sglang.api import SglangDialect
+
+            return SglangDialect(server)
+        if rank := self.config.model.lora_rank:
+            from offbeat.engines.vllm.lora import LoraDialect
+
+            model = self.config.model.path
+            return LoraDialect(server, rank=rank, model=model, base=resolve(model), folder=self._folder / ADAPTERS)
+        from offbeat.engines.vllm.api import VllmDialect
+
+        if not self._uses_ipc:
+            return VllmDialect(server)
+        from offbeat.engines.vllm.weights import FromGpu
+        from offbeat.model.devices import pick_device
+
+        return VllmDialect(server, FromGpu(pick_device(self.config.model.device)))
+
+    async def _refuse_kv(self, engine: HttpEngine) -> None:
+        kv, can = KvMode(self.config.rollout.kv), engine.capabilities.kv_modes
+        if kv not in can:
+            await engine.close()
+            allowed = ", ".join(f'"{mode}"' for mode in sorted(can))
+            raise UserError(f'rollout.kv = "{kv}": allowed {allowed} with {engine.capabilities.fingerprint}')
+
+
+def _sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,176 @@
+"""Process of an engine's server: started on this machine, watched, and ended with its worker.
+
+It listens at an endpoint that is closed to other users (`endpoints`). Its output is appended to a log. A guard process
+(`guard`) ends it and all that it started when this process ends, even by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from offbeat.engines.http_calls import Server, ServerAway, ServerRefused
+from offbeat.engines.process import guard
+from offbeat.engines.process.endpoints import Endpoint
+from offbeat.engines.protocol import EngineError
+
+HEALTH = "/health"
+CHECK_EVERY_S = 0.5
+CHECK_WITHIN_S = 5.0
+KILLED = -9
+FAILED = 1
+MAX_READ_BYTES = 2**18
+"""Read from the end of a log: more than any traceback."""
+MAX_QUOTED = 300
+PREFIX = re.compile(r"^(\([^)]* pid=\d+\) *|[A-Z]+ [0-9-]+ [0-9:.]+ +|\[[^]]*\] *)+")
+"""Process, level, time and module that loggers put before a line."""
+ERROR = re.compile(r"(^|\s)([\w.]*(Error|Exception|Interrupt|Exit)\b|error): *\S|out of memory", re.IGNORECASE)
+UNINFORMATIVE = re.compile(r"see (root cause|stack trace)|initialization failed|died unexpectedly", re.IGNORECASE)
+
+
+class ServerEnded(EngineError):
+    """The process of a server has ended, or was ended because it did not answer."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+        """Exit status; negative: killed by that signal. Never 0, because it was not asked to end."""
+
+
+class EngineServer:
+    """A server that can be started again, one process at a time; `stop` it in the end."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[Sequence[str]], Sequence[str]],
+        environment: Mapping[str, str],
+        *,
+        new_endpoint: Callable[[], Endpoint],
+        log: Path,
+        lock: Path,
+        start_within_s: float,
+    ):
+        """`name` is for errors. Each start has a new endpoint, whose options `command` takes."""
+        self.name, self.log, self.start_within_s = name, log, start_within_s
+        self._command, self._environment, self._lock = command, dict(environment), lock
+        self._new_endpoint = new_endpoint
+        self._endpoint: Endpoint | None = None
+        self._guard: asyncio.subprocess.Process | None = None
+        self._ended: asyncio.Future[int] | None = None
+        self._group = 0
+        self._log_start = 0
+
+    async def start(self) -> None:
+        """Returns once the server answers; raises `ServerEnded` if it ends first or does not answer in time."""
+        assert self._guard is None, "stop it first"
+        endpoint = self._endpoint = self._new_endpoint()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._log_start = log.tell()
+            self._guard = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", guard.__file__, str(self._lock), endpoint.folder),
+                *self._command(endpoint.words),
+                env={**self._environment, **endpoint.environment},
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # a Ctrl-C in the terminal is for the worker
+            )
+        self._ended = asyncio.ensure_future(self._watch(self._guard))
+        server, deadline_s = Server(endpoint.url, api_key=endpoint.key), time.monotonic() + self.start_within_s
+        try:
+            while not await self._answers(server, endpoint):
+                if time.monotonic() > deadline_s:
+                    await self.stop()
+                    why = f"no answer within engine.start_within_s = {self.start_within_s:g} s"
+                    raise ServerEnded(f"{self.name}: {why}: {self._last_error()}", FAILED)
+        finally:
+            await server.close()
+
+    async def _answers(self, server: Server, endpoint: Endpoint) -> bool:
+        assert self._ended is not None
+        with suppress(ServerAway, ServerRefused):
+            await server.text(HEALTH, within_s=CHECK_WITHIN_S)
+            is_ours = await endpoint.is_ours(server)
+            if not self._ended.done():
+                if is_ours:
+                    return True
+                await self.stop()
+                raise ServerEnded(f"{self.name}: ended, because another process answers at {endpoint.url}", KILLED)
+        await asyncio.wait({self._ended}, timeout=CHECK_EVERY_S)
+        if self._ended.done():
+            raise await self.ended()
+        return False
+
+    @property
+    def url(self) -> str:
+        """URL of the latest start; "" before the first."""
+        return "" if self._endpoint is None else self._endpoint.url
+
+    @property
+    def key(self) -> str | None:
+        return None if self._endpoint is None else self._endpoint.key
+
+    @property
+    def status(self) -> int | None:
+        """Exit status of the process; None while it runs."""
+        return self._ended.result() if self._ended is not None and self._ended.done() else None
+
+    async def ended(self) -> ServerEnded:
+        """Waits for the process to end; returns the reason."""
+        assert self._ended is not None
+        status = await asyncio.shield(self._ended)
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return ServerEnded(f"{self.name}: its process {how}: {self._last_error()}", status or FAILED)
+
+    async def stop(self) -> None:
+        """Ends the server and all that it started; returns once they are gone."""
+        process, self._guard = self._guard, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert self._ended is not None
+        process.stdin.close()
+        await asyncio.wait({self._ended}, timeout=guard.GRACE_S + 2 * guard.VANISH_WITHIN_S)
+        if not self._ended.done():
+            with suppress(ProcessLookupError):
+                process.kill()
+            await asyncio.wait({self._ended})
+        if self._endpoint is not None and self._endpoint.folder:  # in case the guard was killed
+            shutil.rmtree(self._endpoint.folder, ignore_errors=True)
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> int:
+        """Exit status of the server, from the guard; kills the server if the guard itself was killed."""
+        assert process.stdout is not None
+        self._group = int(await process.stdout.readline() or 0)
+        status = await process.stdout.readline()
+        await process.wait()
+        if not status and self._group:
+            guard.kill_group(self._group)
+        return int(status or KILLED)
+
+    def _last_error(self) -> str:
+        return f"{error_line(self._printed())} (see {self.log})"
+
+    def _printed(self) -> str:
+        """Output since the start, or its end."""
+        with self.log.open("rb") as log:
+            size = log.seek(0, 2)
+            log.seek(max(self._log_start, size - MAX_READ_BYTES))
+            return log.read().decode(errors="replace")
+
+
+def error_line(text: str) -> str:
+    """Last line that names an error; without any, the last line."""
+    lines = [PREFIX.sub("", line).strip() for line in text.splitlines()]
+    lines = [line for line in lines if line]
+    errors = [line for line in lines if ERROR.search(line)]
+    chosen = [line for line in errors if not UNINFORMATIVE.search(line)] or errors or lines or ["no output"]
+    return chosen[-1] if len(chosen[-1]) <= MAX_QUOTED else f"{chosen[-1][:MAX_QUOTED]}…"

@@ -1,0 +1,301 @@
+"""SGLang's HTTP API as a `Dialect`, as of release 0.5.23; also older releases, which report no spans.
+
+The server's options decide what works:
+
+- `--enable-deterministic-inference`: without it seeds have no effect.
+- `--incremental-streaming-output`: without it each event repeats the whole answer so far.
+- `--skip-tokenizer-init`: its text is never read.
+- `--disable-overlap-schedule` for `KvMode.STALE`: without it, a pause leaves a token of each request sampled but not
+  counted, which after a load would be attributed to the new weights.
+- No `SGLANG_RETURN_ORIGINAL_LOGPROB` in its environment: with it log-probs are those before temperature.
+
+Log-probs are over the whole vocabulary, also under top-p, top-k and min-p.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from offbeat.engines.dialect import Call, Chunk, Facts, Span, read_event
+from offbeat.engines.http_calls import Server, ServerRefused
+from offbeat.engines.protocol import EngineError, Finish, KvMode
+from offbeat.trajectory import Sampling
+from offbeat.weights.version import Version
+
+LAUNCHER = "offbeat_in_sglang"
+INSIDE_FOLDER = Path(__file__).parent / "inside"
+"""Module that starts a worker's own server, and its folder."""
+GENERATE = "/generate"
+STREAM_TOKENS = 32
+"""Tokens in one event: fewer cost the server more than the tokens do, more come late."""
+REPEATED_STREAM_TOKENS = 512
+"""The same where each event repeats those before it."""
+LOAD_WITHIN_S = 600.0
+CHECK_WITHIN_S = 10.0
+HEALTH_WITHIN_S = 25.0
+"""The server itself waits 20 s for a token before it reports a failure."""
+INFO_WITHIN_S = 120.0
+FLUSH_WITHIN_S = 10.0
+FLUSH_AGAIN_S = 0.1
+COOL = 0.5
+"""Temperature that shows whether log-probs are those after temperature: their differences double."""
+NUM_COMPARED = 8
+MIN_SPREAD = 1e-2
+"""Log-probs closer than this are equal but for rounding, at any temperature."""
+
+
+class SglangDialect:
+    """Implements `offbeat.engines.dialect.Dialect`."""
+
+    def __init__(self, server: Server):
+        self.server = server
+        self._is_incremental = False
+        self._is_tempered = True
+        """Whether log-probs are those after temperature."""
+
+    async def probe(self) -> Facts:
+        info = await self.server.get("/server_info", within_s=INFO_WITHIN_S)
+        self._refuse_what_cannot_be_worked_with(info)
+        await self.resume()  # an earlier worker may have left it paused
+        self._is_incremental = bool(info.get("incremental_streaming_output"))
+        warm, cool = await self._sample_at(1.0), await self._sample_at(COOL)
+        self._is_tempered = warm.spread < MIN_SPREAD or cool.spread > warm.spread * (1 + 1 / COOL) / 2
+        has_spans = bool(warm.weight_versions)
+        pauses_between_steps = bool(info.get("disable_overlap_schedule")) and info.get("pp_size", 1) == 1
+        modes = {KvMode.SAME, KvMode.REFILL} | ({KvMode.STALE} if has_spans and pauses_between_steps else set())
+        kv_dtype = info.get("kv_cache_dtype") or "auto"
+        quantisation = (info.get("quantization"), kv_dtype != "auto" and f"kv-{kv_dtype}")
+        return Facts(
+            name=f"sglang {info['version']}",
+            dtype=str(info.get("dtype", "")),
+            # Without the tokens that the server reserves; it would silently cut a longer answer.
+            max_context_tokens=int(info["max_req_input_len"]),
+            has_spans=has_spans,
+            has_labels=True,
+            kv_modes=frozenset(modes),
+            is_seeded=bool(info.get("enable_deterministic_inference")),
+            quantisation=" ".join(word for word in quantisation if word),
+            is_tempered=self._is_tempered,
+        )
+
+    def _refuse_what_cannot_be_worked_with(self, info: Any) -> None:
+        if not isinstance(info, dict) or not {"version", "max_req_input_len"} <= info.keys():
+            raise EngineError(f"{self.server.url}/server_info: not the answer of an SGLang server")
+        if (num := info.get("tokenizer_worker_num", 1)) != 1:
+            raise EngineError(
+                f"{self.server.url}: tokenizer_worker_num = {num}, and each has its own label for the weights; "
+                "start SGLang with --tokenizer-worker-num 1"
+            )
+        if (mode := info.get("disaggregation_mode") or "null") != "null":
+            raise EngineError(
+                f"{self.server.url}: disaggregation_mode = {mode}; start SGLang without --disaggregation-mode, so that "
+                "one server holds all KV of a request"
+            )
+
+    async def _sample_at(self, temperature: float) -> _Sample:
+        body = {
+            "input_ids": [0],
+            "return_logprob": True,
+            "top_logprobs_num": NUM_COMPARED,
+            "sampling_params": {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True},
+        }
+        answer = await self.server.post(GENERATE, body, within_s=INFO_WITHIN_S)
+        try:
+            return msgspec.convert(answer, _Sampled).meta_info
+        except msgspec.ValidationError as error:
+            raise EngineError(f"{self.server.url}{GENERATE}: {error}: {str(answer)[:300]}") from error
+
+    async def generate(self, call: Call) -> AsyncIterator[Chunk]:
+        body = self._body(call)
+        num_tokens = 0
+        last: Chunk | None = None
+        async with aclosing(self.server.events(GENERATE, body)) as events:  # type: ignore[type-var]
+            async for event in events:  # to the end of the stream, so that its connection can be reused
+                if event == b"[DONE]" or last is not None:
+                    continue
+                chunk = self._read(event, call.sampling, num_tokens)
+                num_tokens += len(chunk.tokens)
+                if chunk.finish is None:
+                    yield chunk
+                else:
+                    last = chunk
+        if last is not None:
+            yield last
+
+    def _body(self, call: Call) -> Mapping[str, Any]:
+        sampling = call.sampling
+        if not self._is_tempered and sampling.temperature not in (0.0, 1.0):
+            raise EngineError(
+                f"{self.server.url}: log-probs are those before temperature, which temperature = "
+                f"{sampling.temperature:g} forbids; start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+            )
+        return {
+            "rid": _rid(call.id),
+            "input_ids": call.tokens,
+            "stream": True,
+            "return_logprob": True,
+            "extra_key": call.salt,
+            "sampling_params": {
+                "max_new_tokens": sampling.max_new_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k or -1,
+                "min_p": sampling.min_p,
+                "sampling_seed": call.seed,
+                "stop_token_ids": sampling.stop_token_ids,
+                # It would also ignore the request's own stop tokens.
+                "ignore_eos": not sampling.stop_token_ids,
+                "stream_interval": STREAM_TOKENS if self._is_incremental else REPEATED_STREAM_TOKENS,
+            },
+        }
+
+    def _read(self, event: bytes, sampling: Sampling, num_before: int) -> Chunk:
+        answer = read_event(self.server, GENERATE, _EVENT, event)
+        if answer.error is not None:
+            raise ServerRefused(f"{self.server.url}{GENERATE}: {answer.error.message}", answer.error.code)
+        meta, sampled = answer.meta_info, answer.meta_info.output_token_logprobs
+        if self._is_incremental:
+            # The event of an abort may repeat tokens; new ones come last.
+            num_new = meta.completion_tokens - num_before
+            if not 0 <= num_new <= len(sampled):
+                raise EngineError(
+                    f"{self.server.url}{GENERATE}: {len(sampled)} log-probs in an event that ends at token "
+                    f"{meta.completion_tokens}, after one that ended at {num_before}"
+                )
+            sampled = sampled[len(sampled) - num_new :]
+        else:
+            sampled = sampled[num_before:]
+        logprobs = [logprob for logprob, _, _ in sampled if logprob is not None]
+        if len(logprobs) != len(sampled):
+            raise EngineError(f"{self.server.url}{GENERATE}: no log-prob for a sampled token")
+        finish = self._finish(meta.finish_reason, sampling, num_before + len(sampled))
+        spans = tuple(span for span in meta.weight_versions or () if span.end > span.start)
+        tokens = [token for _, token, _ in sampled]
+        return Chunk(tokens, logprobs, finish, spans if finish is not None else (), meta.cached_tokens)
+
+    def _finish(self, reason: _FinishReason | None, sampling: Sampling, num_tokens: int) -> Finish | None:
+        if reason is None:
+            return None
+        if reason.type == "abort" and reason.status_code is None:
+            return Finish.ABORT
+        if reason.type == "abort":
+            raise ServerRefused(f"{self.server.url}{GENERATE}: {reason.message}", reason.status_code or 500)
+        if reason.type == "stop" and reason.matched in sampling.stop_token_ids:
+            return Finish.STOP
+        if reason.type == "length" or (reason.type == "stop" and isinstance(reason.matched, int)):
+            # A limit of the server or an end token of the model does not end this request.
+            return Finish.LENGTH if num_tokens >= sampling.max_new_tokens else Finish.ABORT
+        # A token outside the vocabulary, caused by NaN, is reported as a stop too.
+        raise EngineError(f"{self.server.url}{GENERATE}: ended by {reason.type} {reason.matched!r}")
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        await asyncio.gather(*(self.server.post("/abort_request", {"rid": _rid(name)}) for name in ids))
+
+    async def pause(self, *, keeps_kv: bool) -> None:
+        await self.server.post("/pause_generation", {"mode": "in_place" if keeps_kv else "retract"})
+        # The server answers before it has paused; the answer to a later call shows that it has.
+        if keeps_kv:
+            await self.server.get("/server_info", within_s=LOAD_WITHIN_S)
+        else:
+            await self._flush()
+
+    async def _flush(self) -> None:
+        """Drops all KV: a retracted request has freed its own, but not the prefix that it shared. The load's own option
+        is unsafe: it ends older servers if the cache cannot be flushed."""
+        deadline_s = time.monotonic() + FLUSH_WITHIN_S
+        while True:
+            try:
+                await self.server.text("/flush_cache", within_s=LOAD_WITHIN_S)
+                return
+            except ServerRefused as error:
+                if error.status != 400 or time.monotonic() > deadline_s:
+                    raise
+            await asyncio.sleep(FLUSH_AGAIN_S)
+
+    async def stage(self, version: Version) -> None:
+        return None
+
+    async def load(self, version: Version, label: str) -> None:
+        """A failure leaves a mixture of weights under the old label."""
+        body = {
+            "model_path": str(version.path),
+            "load_format": "auto",
+            "weight_version": label,
+            "flush_cache": False,
+            "abort_all_requests": False,
+        }
+        answer = await self.server.post("/update_weights_from_disk", body, within_s=LOAD_WITHIN_S)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise EngineError(f"{self.server.url}/update_weights_from_disk: {str(answer)[:300]}")
+
+    async def resume(self) -> None:
+        await self.server.post("/continue_generation", {"torch_empty_cache": False})
+
+    async def label(self) -> str:
+        info = await self.server.get("/model_info", within_s=CHECK_WITHIN_S)
+        if not isinstance(info, dict) or "weight_version" not in info:
+            raise EngineError(f"{self.server.url}/model_info: no weight_version; use a newer release of SGLang")
+        return str(info["weight_version"])
+
+    async def check(self) -> None:
+        await self.server.get("/health_generate", within_s=HEALTH_WITHIN_S)
+
+    async def close(self) -> None:
+        await self.server.close()
+
+
+def _rid(name: str) -> str:
+    """Id that is no prefix of another: an abort ends every request whose id begins with the given one."""
+    return f"{len(name)}:{name}"
+
+
+class _FinishReason(msgspec.Struct):
+    type: str
+    matched: int | str | None = None
+    message: str = ""
+    status_code: int | None = None
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _FinishReason | None = None
+    completion_tokens: int = 0
+    """Tokens of the whole answer so far."""
+    cached_tokens: int | None = None
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    weight_versions: list[Span] | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: int = 500
+
+
+class _Event(msgspec.Struct):
+    meta_info: _Meta = msgspec.field(default_factory=_Meta)
+    error: _Error | None = None
+
+
+class _Sample(msgspec.Struct):
+    """One token, and the likeliest alternatives."""
+
+    output_top_logprobs: Annotated[list[list[tuple[float | None, int, str | None]]], msgspec.Meta(min_length=1)]
+    weight_versions: list[Span] | None = None
+
+    @property
+    def spread(self) -> float:
+        first = [logprob for logprob, _, _ in self.output_top_logprobs[0] if logprob is not None]
+        return max(first, default=0.0) - min(first, default=0.0)
+
+
+class _Sampled(msgspec.Struct):
+    meta_info: _Sample
+
+
+_EVENT = msgspec.json.Decoder(_Event)

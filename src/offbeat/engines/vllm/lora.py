@@ -1,0 +1,188 @@
+"""LoRA adapters on a vLLM server: a version is an adapter on the weights that the server started with.
+
+Every load adds an adapter under a new name, and every call names its adapter. So a call's version is certain, and no
+two loads share keys and values. A running call keeps its adapter; it therefore leaves for a load and continues under
+the next name, without its keys and values.
+
+vLLM can also replace an adapter under the same name. It then reads the files again at every step, and running calls
+switch to it with the keys and values of the old adapter; that is not used here.
+
+A server needs `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` beside the options in `vllm.api`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from offbeat.engines.dialect import Call, Chunk, Facts
+from offbeat.engines.http_calls import Server, ServerRefused
+from offbeat.engines.protocol import EngineDied, EngineError, KvMode
+from offbeat.engines.vllm.api import CHECK_WITHIN_S, GENERATE, VllmDialect
+from offbeat.engines.vllm.weights import LOAD_WITHIN_S
+from offbeat.files import link_folder
+from offbeat.weights.version import ADAPTER_CONFIG, ADAPTER_FILE, Version
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+ALLOW = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of --max-lora-rank."""
+NUM_KEPT = 2
+"""Adapters in a server's memory: the one in use, and the next one."""
+OURS = "offbeat-adapter-"
+"""Prefix of our adapters' names. A killed worker leaves its last one behind."""
+LEAVE_WITHIN_S = 2.0
+
+
+def server_rank(rank: int) -> int | None:
+    """Smallest --max-lora-rank for adapters of `rank`; None if there is none."""
+    return next((known for known in RANKS if known >= rank), None)
+
+
+@dataclass
+class LoadedAdapter:
+    """A version in the server."""
+
+    name: str
+    folder: Path
+    label: str = ""
+
+
+class LoraDialect(VllmDialect):
+    """Implements `offbeat.engines.dialect.Dialect` for a run that trains adapters."""
+
+    def __init__(self, server: Server, *, rank: int, model: str, base: Path, folder: Path):
+        """`base` is the path of `model`, the adapters' base; `folder` is for this dialect alone."""
+        super().__init__(server)
+        self.rank, self.model, self.base, self.folder = rank, model, base, folder.absolute()
+        self._staged: LoadedAdapter | None = None
+        self._served: LoadedAdapter | None = None
+
+    async def probe(self) -> Facts:
+        facts = await super().probe()
+        await self._clean_up()
+        # Its spans, if any, name the base weights, which never change.
+        return replace(facts, has_spans=False, kv_modes=frozenset({KvMode.SAME, KvMode.REFILL}))
+
+    async def _refuse_weights(self, config: Mapping[str, Any]) -> None:
+        lora = config.get("lora_config")
+        wanted = f"start it with --enable-lora --max-lora-rank {server_rank(self.rank)} --max-cpu-loras {NUM_KEPT}"
+        if not isinstance(lora, dict):
+            raise EngineError(f"{self.server.url}: vLLM without LoRA; {wanted} and {ALLOW}=1 in its environment")
+        if int(lora.get("max_lora_rank", 0)) < self.rank:
+            raise EngineError(
+                f"{self.server.url}: takes adapters up to rank {lora.get('max_lora_rank')}, and model.lora_rank = "
+                f"{self.rank}; {wanted}"
+            )
+        if lora.get("target_modules"):
+            raise EngineError(
+                f"{self.server.url}: ignores the parts of an adapter outside {lora['target_modules']}; start it "
+                "without --lora-target-modules"
+            )
+        if "float32" in str(lora.get("lora_dtype")) and "cpu" not in str(config.get("device_config")):
+            raise EngineError(
+                f"{self.server.url}: vLLM has no adapters in float32 on a GPU; start it with --dtype bfloat16"
+            )
+        if not self._has_base():
+            raise EngineError(
+                f"{self.server.url}: serves {self._root}, but the adapters' base is model.path = {self.model!r}; start "
+                f"it with {self.base}"
+            )
+        await self._refuse_fixed()
+
+    def _has_base(self) -> bool:
+        root = Path(self._root)
+        return root.samefile(self.base) if root.exists() else self._root == self.model
+
+    async def _refuse_fixed(self) -> None:
+        """Refuses a server that loads no adapters while it runs: it does not know the call."""
+        try:
+            await self.server.send(LOAD, {"lora_name": "", "lora_path": ""})
+        except ServerRefused as error:
+            if error.status == 404:
+                raise EngineError(
+                    f"{self.server.url}: vLLM that takes no adapters while it runs; start it with {ALLOW}=1 in its "
+                    "environment, where only this user can reach it"
+                ) from error
+            if error.status != 400:  # the expected answer to a call without a name
+                raise
+
+    async def _clean_up(self) -> None:
+        """Removes the adapters and files that an earlier worker left."""
+        await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+        for model in (await self.server.get("/v1/models"))["data"]:
+            if str(model["id"]).startswith(OURS):
+                await self._unload(str(model["id"]))
+
+    async def generate(self, call: Call) -> AsyncIterator[Chunk]:
+        try:
+            async with aclosing(super().generate(call)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    yield chunk
+        except ServerRefused as error:
+            if error.status != 404:
+                raise
+            raise EngineDied(f"{self.server.url}{GENERATE}: the adapter that was loaded is gone: {error}") from error
+
+    def _name_of(self, call: Call) -> str:
+        assert self._served is not None, "nothing was loaded"
+        assert self._served.label == call.label, "a call made before a load and sent after it"
+        return self._served.name
+
+    async def stage(self, version: Version) -> None:
+        """Makes the server read the adapter, which takes about a step; no call uses it yet."""
+        await self._drop(self._staged)
+        self._staged = None
+        name = f"{OURS}{version.number}-{uuid4().hex[:12]}"
+        adapter = LoadedAdapter(name, self.folder / name)
+        try:
+            await asyncio.to_thread(_link_adapter, version, adapter.folder)
+            body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
+            await self.server.send(LOAD, body, within_s=LOAD_WITHIN_S)
+        except BaseException:
+            shutil.rmtree(adapter.folder, ignore_errors=True)
+            raise
+        self._staged = adapter
+
+    async def _replace(self, version: Version, label: str) -> None:
+        assert self._staged is not None, "stage it first"
+        before, self._served, self._staged = self._served, self._staged, None
+        self._served.label = label
+        await self._drop(before)
+
+    async def _drop(self, adapter: LoadedAdapter | None) -> None:
+        """Deletes the files last: a server without room for an adapter reads them again while calls use it."""
+        if adapter is not None:
+            await self._unload(adapter.name)
+            await asyncio.to_thread(shutil.rmtree, adapter.folder, ignore_errors=True)
+
+    async def _unload(self, name: str, within_s: float = CHECK_WITHIN_S) -> None:
+        with suppress(ServerRefused):  # already unloaded
+            await self.server.send(UNLOAD, {"lora_name": name}, within_s=within_s)
+
+    async def close(self) -> None:
+        for adapter in (self._served, self._staged):
+            if adapter is not None:
+                with suppress(EngineError):
+                    await self._unload(adapter.name, LEAVE_WITHIN_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        await super().close()
+
+
+def _link_adapter(version: Version, folder: Path) -> None:
+    """Links an adapter's files into `folder`: the version may be deleted at any moment."""
+    try:
+        for name in (ADAPTER_CONFIG, ADAPTER_FILE):
+            (version.path / name).stat()
+        link_folder(version.path.absolute(), folder)
+    except OSError as error:
+        name = Path(error.filename or "").name
+        raise EngineError(
+            f"version {version.number}: no adapter can be read from {version.path}: {name}: {error.strerror}"
+        ) from error

@@ -1,0 +1,190 @@
+"""The coordinator's process, behind HTTP: `offbeat serve`.
+
+It ends when the last step is trained, evaluated and in a checkpoint, or when it is asked to stop. Killed and started
+again on the same folder, it goes on, and workers and trainer find it at the same address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from offbeat.config import resolved, secrets
+from offbeat.config.schema import Config
+from offbeat.coordinator.api.server import Address, HttpServer
+from offbeat.coordinator.api.state import ServedRun
+from offbeat.files import write_atomic
+from offbeat.launch import wiring
+from offbeat.launch.coordinator_runtime import (
+    CoordinatorRuntime,
+    await_last_evaluation,
+    open_coordinator,
+    prepare,
+    report_evaluations,
+)
+from offbeat.launch.joining import READY
+from offbeat.launch.run_folder import RunFolder
+from offbeat.launch.stopping import Stopping, interruptible
+from offbeat.observability.console import held_out
+from offbeat.observability.metric_files import read_metrics
+from offbeat.weights.version import WeightFolder
+
+ADDRESS = "serve.json"
+END_NOTICE_S = 15.0
+"""For workers to learn, at their next call, that the run is over."""
+
+
+async def serve(folder: RunFolder) -> dict[str, Any]:
+    """Coordinates until the run ends and returns its summary."""
+    config, start_s = folder.config, time.monotonic()
+    async with AsyncExitStack() as stack:
+        mixture = wiring.make_mixture(config, None)
+        pool = await wiring.open_pool(config, mixture, folder.logs / "rewards.log")
+        stack.push_async_callback(pool.close)
+        with interruptible():
+            prepared = prepare(config, mixture)
+        runtime = await stack.enter_async_context(open_coordinator(folder, mixture, pool, prepared))
+        stopping = Stopping(runtime.reporter.stopping)
+        stack.enter_context(stopping.listening())
+        await runtime.coordinator.start(keep_leases=True)
+        saved = folder.last_event("checkpoint")
+        # A trainer that is done may have reported its last checkpoint to the process before this one.
+        if saved is not None and "step" in saved:
+            runtime.coordinator.note_checkpoint(saved["step"])
+        served = _served(folder, runtime)
+        server = await stack.enter_async_context(_serving(served, _address(config, folder.path)))
+        near = server
+        if server.address.has_tls or not server.address.is_loopback:
+            near = await stack.enter_async_context(_serving(served, _near_address(folder.path)))
+        _announce(folder, server.url, near.url, runtime)
+        is_finished = await _until_over(folder, runtime, stopping)
+        summary = runtime.reporter.finish(
+            seconds=time.monotonic() - start_s,
+            stopped_by=None if is_finished else stopping.why,
+            counts=await runtime.coordinator.call(runtime.ledger.counts),
+        )
+        await _let_workers_leave(runtime, config.rollout.lease_s)
+        return summary
+
+
+def _served(folder: RunFolder, runtime: CoordinatorRuntime) -> ServedRun:
+    return ServedRun(
+        coordinator=runtime.coordinator,
+        name=folder.path.name,
+        config=secrets.shown_value(resolved(folder.config)),
+        ledger_path=str(folder.ledger),
+        weights=WeightFolder(folder.weights),
+        pieces=wiring.open_pieces(folder.config, folder.weights),
+        peer_networks=folder.config.serve.peer_networks,
+    )
+
+
+@asynccontextmanager
+async def _serving(served: ServedRun, address: Address) -> AsyncIterator[HttpServer]:
+    server = HttpServer(served, address)
+    await server.start()
+    try:
+        server.open()
+        yield server
+    finally:
+        await server.stop()
+
+
+def _address(config: Config, run: Path) -> Address:
+    """The configured address; for port 0, the port that the run had before, where workers expect it."""
+    wanted = config.serve
+    return Address(
+        host=wanted.host,
+        port=wanted.port or _port_before(run, "url"),
+        certificate=None if wanted.certificate is None else Path(wanted.certificate),
+        key=None if wanted.key is None else Path(wanted.key),
+        behind_proxy=wanted.behind_proxy,
+    )
+
+
+def _near_address(run: Path) -> Address:
+    """A loopback address for processes of this machine, which need no certificate."""
+    return Address(port=_port_before(run, "near_url"))
+
+
+def _port_before(run: Path, which: str) -> int:
+    """The port that the run was last served at; 0 (any port) if it never was.
+
+    A copied run leaves the port to the original, whose workers expect it there.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        last = json.loads((run / ADDRESS).read_text())
+        home = Path(last.get("run") or run)
+        if home.resolve() == run.resolve() or not (home / ADDRESS).is_file():
+            return int(last[which].rsplit(":", 1)[1])
+    return 0
+
+
+def _announce(folder: RunFolder, url: str, near_url: str, runtime: CoordinatorRuntime) -> None:
+    write_atomic(
+        folder.path / ADDRESS,
+        json.dumps({"url": url, "near_url": near_url, "run": str(folder.path.resolve())}).encode(),
+    )
+    folder.event("serve", url=url)
+    descriptor = os.environ.pop(READY, None)
+    if descriptor is not None:
+        with open(int(descriptor), "w") as pipe:
+            print(json.dumps({"url": near_url, "run": str(folder.path)}), file=pipe)
+    runtime.console.note(f"serving {url}; workers join with: {_how_to_join(folder.path, url)}")
+    if not folder.config.reward.processes:
+        how = f"OFFBEAT_TOKEN=$(offbeat worker token {folder.path} --role reward) offbeat worker --role reward"
+        runtime.console.note(f"reward.processes = 0: judges join with: {how} --join {url}{_own_rewards(folder.config)}")
+
+
+def _how_to_join(run: Path, url: str) -> str:
+    return f"OFFBEAT_TOKEN=$(offbeat worker token {run}) offbeat worker --join {url}"
+
+
+def _own_rewards(config: Config) -> str:
+    """Options that a judge needs for rewards that are code: only the owner of its machine can allow them."""
+    own = {number: task.reward for number, task in enumerate(config.task) if task.reward and ":" in task.reward}
+    key = "task" if len(config.task) == 1 else "task.{}"
+    return "".join(f" --{key.format(number)}.reward {reward}" for number, reward in own.items())
+
+
+async def _until_over(folder: RunFolder, runtime: CoordinatorRuntime, stopping: Stopping) -> bool:
+    """Waits for the end of the run, however long it takes; True if it was its last step."""
+    config, coordinator = folder.config, runtime.coordinator
+    try:
+        async with asyncio.TaskGroup() as parts:
+            broken = parts.create_task(coordinator.wait_failed())
+            judging = parts.create_task(report_evaluations(config, runtime, _first_to_evaluate(folder)))
+            clock = parts.create_task(stopping.after(config.run.max_hours))
+            asked = parts.create_task(stopping.requested.wait())
+            saved = parts.create_task(coordinator.wait_checkpointed(config.run.steps))
+            await asyncio.wait({asked, saved}, return_when=asyncio.FIRST_COMPLETED)
+            if saved.done():
+                await await_last_evaluation(config, runtime, judging, asked)
+            is_finished = saved.done()
+            for part in (broken, judging, clock, asked, saved):
+                part.cancel()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return is_finished
+
+
+def _first_to_evaluate(folder: RunFolder) -> int:
+    """The step after the last evaluated one in the metrics: an earlier process may have died during an evaluation."""
+    judged = [row["step"] for row in read_metrics(folder.metrics_file) if held_out(row) is not None]
+    return max(judged, default=-1) + 1
+
+
+async def _let_workers_leave(runtime: CoordinatorRuntime, lease_s: float) -> None:
+    """Answers until every worker and judge that called within a lease or so has left."""
+    runtime.coordinator.end()
+    deadline_s = time.monotonic() + END_NOTICE_S
+    while time.monotonic() < deadline_s:
+        if not runtime.coordinator.present(within_s=max(lease_s, END_NOTICE_S)):
+            return
+        await asyncio.sleep(0.2)

@@ -1,0 +1,114 @@
+"""The coordinator and its surroundings in one process: ledger, reporter, console and sinks.
+
+Nothing durable is written before every part could be built: a run that cannot begin leaves its name free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.config.schema import Config
+from offbeat.coordinator.coordinator import Coordinator
+from offbeat.coordinator.drawing import Issuer
+from offbeat.coordinator.maintenance import WeightGarbageCollector
+from offbeat.data.mixture import Mixture
+from offbeat.errors import UserError
+from offbeat.launch import wiring
+from offbeat.launch.run_folder import RunFolder
+from offbeat.ledger.ledger import Ledger
+from offbeat.observability.console import Console, open_console
+from offbeat.observability.metrics import Reporter
+from offbeat.observability.sinks import open_sinks
+from offbeat.rewards.pool import RewardPool
+from offbeat.weights.version import WeightFolder
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Parts that find mistakes in prompts before anything is written."""
+
+    tokens: wiring.TokenLimits
+    issuer: Issuer
+
+
+def prepare(config: Config, mixture: Mixture) -> Prepared:
+    tokens = wiring.load_tokens(config)
+    issuer = wiring.make_issuer(config, mixture, tokens)
+    issuer.try_out()
+    return Prepared(tokens, issuer)
+
+
+@dataclass(frozen=True)
+class CoordinatorRuntime:
+    ledger: Ledger
+    coordinator: Coordinator
+    reporter: Reporter
+    console: Console
+
+
+@asynccontextmanager
+async def open_coordinator(
+    folder: RunFolder, mixture: Mixture, pool: RewardPool, prepared: Prepared
+) -> AsyncIterator[CoordinatorRuntime]:
+    config, issuer = folder.config, prepared.issuer
+    async with AsyncExitStack() as stack:
+        ledger = stack.enter_context(wiring.open_ledger(config, folder.ledger))
+        clearing = WeightGarbageCollector(WeightFolder(folder.weights), wiring.open_pieces(config, folder.weights))
+        coordinator = wiring.make_coordinator(config, ledger, issuer, pool, prepared.tokens, clearing)
+        stack.push_async_callback(coordinator.close)
+        rewards = {name: member.reward for name, member in mixture.members.items()}
+        _record_fixed(folder, "model.chat_template", "template_hash", issuer.renderer.template_hash)
+        _record_fixed(folder, "task.reward", "rewards", rewards)
+        latest = ledger.latest_version()
+        console = stack.enter_context(open_console(config.log.console, config.run.steps, latest.step if latest else 0))
+        sinks = open_sinks(config.log.sinks, folder.path, config.log.project, {})
+        for sink in sinks:
+            stack.callback(sink.close)
+        reporter = Reporter(folder, console, sinks)
+        scorer = coordinator.rewards.scorer
+        coordinator.on_report = lambda row: reporter.report(
+            row, coordinator.times.split(), scorer.num_failed, coordinator.step_figures
+        )
+        if config.eval.every and not issuer.eval_plan.every:
+            console.note("no evaluation: no task has a held-out split")
+        yield CoordinatorRuntime(ledger, coordinator, reporter, console)
+
+
+def _record_fixed(folder: RunFolder, key: str, fact: str, value: Any) -> None:
+    """Records, or on a resume compares, a fact that is fixed for the run but not part of its configuration: the content
+    of a chat template's file, or a reward passed in from Python."""
+    before = folder.last_event(fact)
+    if before is None or "value" not in before:
+        folder.event(fact, value=value)
+    elif before["value"] != value:
+        raise UserError(
+            f"{key}: the run began with {fact} {before['value']}, now it is {value}; bring back the first, or start "
+            "a new run"
+        )
+
+
+async def report_evaluations(config: Config, runtime: CoordinatorRuntime, first_step: int) -> None:
+    """Reports evaluations in order, as they complete, up to the last; waits for each as long as the run lasts."""
+    plan = runtime.coordinator.issuer.eval_plan
+    for step in range(first_step, config.run.steps + 1):
+        if plan.is_due(step, config.run.steps):
+            runtime.reporter.evaluation(await runtime.coordinator.evaluation(step))
+
+
+async def await_last_evaluation(
+    config: Config, runtime: CoordinatorRuntime, judging: asyncio.Task[None], asked: asyncio.Task[Any]
+) -> None:
+    """Waits, once the last step is trained, until `judging` has reported its evaluation or `asked` ends the run.
+
+    A lost worker or an uncomputed reward must not keep a finished run from ending: after `rollout.deadline_s` the
+    evaluation is left out, with an event.
+    """
+    begin_s = time.monotonic()
+    await asyncio.wait({judging, asked}, timeout=config.rollout.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+    if not judging.done():
+        runtime.reporter.event("evaluation_left_out", step=config.run.steps, waited_s=time.monotonic() - begin_s)

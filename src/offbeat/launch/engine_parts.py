@@ -1,0 +1,162 @@
+"""The configured engine, and the next one after it dies. Only its own modules are imported: a paced engine needs no
+torch, and neither does one with a server of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from offbeat.config.schema import SERVED, Config
+from offbeat.errors import UserError
+from offbeat.model.loading import resolve
+
+if TYPE_CHECKING:
+    from offbeat.engines.protocol import Engine, EngineDied
+
+
+class Engines(Protocol):
+    """A worker's engines, one after another."""
+
+    has_next: bool
+    """Whether another engine can follow a dead one."""
+
+    async def open(self) -> Engine:
+        """Opens an engine, which serves nothing before its first version; the one before it was disposed of."""
+        ...
+
+    async def wait_exited(self) -> EngineDied:
+        """Waits, as long as the engine lives, for a sign of its death other than its own errors."""
+        ...
+
+    async def dispose(self, error: EngineDied) -> None:
+        """Cleans up after a dead engine; raises if there will be no other."""
+        ...
+
+    async def close(self) -> None: ...
+
+    def log(self, text: str) -> None:
+        """Adds a line about the engine to the worker's log."""
+        ...
+
+
+class OwnEngine:
+    """An engine in this process, which dies with its worker."""
+
+    has_next = False
+
+    def __init__(self, config: Config, name: str):
+        self.name, self._engine = name, make_engine(config, name)
+        if why := getattr(self._engine, "obstacle", None):
+            self.log(f'the model {why}: every step computes its answers anew; rollout.engine = "vllm" is faster')
+
+    async def open(self) -> Engine:
+        return self._engine
+
+    async def wait_exited(self) -> EngineDied:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def dispose(self, error: EngineDied) -> None:
+        raise error
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+    @property
+    def base(self) -> str | None:
+        """Digest of the base of adapters in the engine; None: any base will do."""
+        return getattr(self._engine, "base", None)
+
+    def log(self, text: str) -> None:
+        print(f"worker {self.name}: engine: {text}", flush=True)
+
+
+def engines_of(config: Config, name: str, folder: Path, log: Path | None = None) -> Engines:
+    """`folder` is the worker's; output of a server that it starts goes to `log`, or to a file in `folder`."""
+    if config.rollout.engine in SERVED:
+        from offbeat.engines.process.lifecycle import ServerEngines
+
+        return ServerEngines(config, name, folder, log)
+    return OwnEngine(config, name)
+
+
+class HasAdapterBase:
+    """Whether a worker's engine has the base of adapters with a digest, so that it need not be fetched."""
+
+    def __init__(self, engines: Engines, config: Config):
+        self._engines, self._config = engines, config
+        self._checked: str | None = None
+
+    def __call__(self, digest: str) -> bool:
+        if isinstance(self._engines, OwnEngine):
+            return self._engines.base in (None, digest)
+        if self._checked != digest and not self._is_on_disk(digest):
+            model = self._config.model.path
+            self._engines.log(
+                f"{model} cannot be shown to hold the base of the adapters, {digest[:12]}; it is served all the same"
+            )
+        self._checked = digest
+        return True  # a server has model.path and takes no other; the trainer's audit finds a wrong one
+
+    def _is_on_disk(self, digest: str) -> bool:
+        """Whether the model's files have this digest; those in another dtype have not, but may be the base as well."""
+        from offbeat.weights.digest import files_digest  # here, because a dry run need not wait for numpy
+
+        try:
+            return files_digest(sorted(resolve(self._config.model.path).glob("*.safetensors"))) == digest
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+
+def check_engine(config: Config, num_workers: int | None) -> None:
+    """Refuses an engine that `num_workers` workers of one command cannot have; None: a run of one process."""
+    engine, url = config.rollout.engine, config.engine.url
+    if engine in SERVED and num_workers is None:
+        raise UserError(
+            f'rollout.engine = "{engine}": allowed "embedded", "paced" in a run of one process; use offbeat train with '
+            "rollout.workers = 1"
+        )
+    if url is not None and num_workers is not None and num_workers > 1:
+        raise UserError(
+            f'engine.url = "{url}": one server serves one worker, and rollout.workers = {num_workers}; set it to 1, or '
+            "leave engine.url out, so that each starts its own"
+        )
+
+
+def make_engine(config: Config, name: str) -> Engine:
+    """An engine of this process; it serves nothing before its first version."""
+    assert config.rollout.engine not in SERVED, "see engines_of"
+    if config.rollout.engine == "paced":
+        return _paced(config, name)
+    from offbeat.launch import model_parts
+
+    model_parts.prepare_torch(config)
+    return model_parts.make_embedded(config, name)
+
+
+def _paced(config: Config, name: str) -> Engine:
+    from offbeat.testing.paced import LogNormalLength, PacedEngine, PacedSettings
+
+    paced, rollout = config.paced, config.rollout
+    return PacedEngine(
+        PacedSettings(
+            num_slots=rollout.slots,
+            max_context_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+            vocab_size=_vocab_size(config),
+            base_s=paced.base_s,
+            per_row_s=paced.per_row_s,
+            prefill_s=paced.prefill_s,
+            load_s=paced.load_s,
+            speed=paced.speed,
+            lengths=LogNormalLength(paced.median_tokens, paced.sigma, rollout.max_new_tokens),
+        ),
+        worker=name,
+    )
+
+
+def _vocab_size(config: Config) -> int:
+    """The model's: the coordinator refuses tokens beyond it."""
+    data = json.loads((resolve(config.model.path) / "config.json").read_text())
+    return int(data.get("vocab_size") or data["text_config"]["vocab_size"])

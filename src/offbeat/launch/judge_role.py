@@ -1,0 +1,149 @@
+"""A judge's process: `offbeat worker --role reward --join URL`.
+
+It leases samples, scores them in killable processes and submits rewards until the run is over, with heartbeats beside.
+Asked to stop, it returns unscored samples at once.
+
+Rewards are found by name on this machine. If one cannot be loaded, the judge returns its samples and leaves with an
+error: the samples are not at fault. Code that the machine's owner did not name is refused in the same way, because a
+coordinator could have any function of any module called with any text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+from offbeat.client.http_client import RemoteJudge
+from offbeat.client.protocol import JudgeClient, RewardLease
+from offbeat.config.explain import show
+from offbeat.config.load import typed_keys
+from offbeat.errors import UserError
+from offbeat.launch.joining import Invitation, joined, report_run_over
+from offbeat.launch.stopping import Stopping
+from offbeat.ledger.errors import Fenced, Unknown
+from offbeat.rewards.pool import RewardPool
+
+LEASE_WAIT_S = 300.0
+"""The client splits it into calls that fit the network."""
+LEASE_WORK_S = 1.0
+"""Work in one lease: little is lost with a judge that dies, and few calls are made."""
+MAX_SAMPLES = 64
+"""In one lease; for async rewards, those that a process scores concurrently."""
+LEAVE_WITHIN_S = 5.0
+REWARD = re.compile(r"task(\.\d+)?\.reward")
+NOT_LOADED = "start:"
+"""Prefix of the error of a sample whose reward could not be loaded."""
+
+
+class Judge:
+    """Scores for one coordinator; `run` returns when the run is over."""
+
+    def __init__(self, client: JudgeClient, processes: int, log_path: Path, own_code: Collection[str] | None):
+        """`own_code` are the rewards of the form module:function that may run here; None: all of them."""
+        self.client, self.processes, self.log_path, self._own_code = client, processes, log_path, own_code
+        self._pools: dict[tuple[str, float], RewardPool] = {}
+
+    async def run(self) -> None:
+        await self.client.leave()  # samples that this judge held when it was killed are free at once
+        parts = [asyncio.ensure_future(self._beat())]
+        for _ in range(self.processes + 1):  # one more than processes, so that none waits for the network
+            parts.append(asyncio.ensure_future(self._score_leases()))
+        try:
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            for part in done:
+                part.result()
+        finally:  # the run is over, or this judge cannot go on
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Returns unscored samples, and ends every process."""
+        try:
+            with suppress(TimeoutError):  # unreachable: the leases end by themselves
+                async with asyncio.timeout(LEAVE_WITHIN_S):
+                    await self.client.leave()
+        finally:
+            await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+
+    async def _beat(self) -> None:
+        """Sends heartbeats until the run is over."""
+        while True:
+            lease = await self.client.lease_rewards(0, 0.0)
+            if lease.is_over:
+                return
+            await asyncio.sleep(lease.ttl_s / 3)
+
+    async def _score_leases(self) -> None:
+        """Leases, scores and submits, one lease after the other."""
+        capacity = 1
+        while True:
+            lease = await self.client.lease_rewards(capacity, LEASE_WAIT_S)
+            if lease.is_over:
+                return
+            if lease.ticket:
+                start_s = time.monotonic()
+                await self._judge(lease)
+                capacity = next_capacity(len(lease.inputs), time.monotonic() - start_s)
+
+    async def _judge(self, lease: RewardLease) -> None:
+        results = await self._pool(lease).score(lease.reward, lease.inputs)
+        for result in results:
+            if result.error is not None and result.error.startswith(NOT_LOADED):
+                why = result.error.removeprefix(NOT_LOADED).strip()
+                raise UserError(f"{why}; this judge must find the run's rewards on its own machine")
+        with suppress(Fenced, Unknown):  # too slow, or the coordinator restarted: another judge has these
+            await self.client.submit_rewards(lease.ticket, results)
+
+    def _pool(self, lease: RewardLease) -> RewardPool:
+        key = lease.reward, lease.timeout_s
+        if ":" in lease.reward and self._own_code is not None and lease.reward not in self._own_code:
+            raise UserError(
+                f"task.reward = {show(lease.reward)}: comes from the coordinator, which may not choose code for this "
+                f"machine; allow this reward, with --task.reward {lease.reward}, or all, with --trust-coordinator"
+            )
+        if key not in self._pools:
+            named = {lease.reward: lease.reward}
+            self._pools[key] = RewardPool(self.processes, lease.timeout_s, named, self.log_path)
+        return self._pools[key]
+
+
+def next_capacity(num_samples: int, seconds: float) -> int:
+    """Samples to lease next, at most twice as many as before."""
+    wanted = int(num_samples * LEASE_WORK_S / seconds) if seconds > 0 else MAX_SAMPLES
+    return max(1, min(wanted, 2 * num_samples, MAX_SAMPLES))
+
+
+def rewards_in(overrides: Sequence[str]) -> set[str]:
+    """Rewards that a command line names."""
+    return {text for key, text in typed_keys(overrides).items() if text and REWARD.fullmatch(key)}
+
+
+async def judge(invitation: Invitation, overrides: Sequence[str]) -> str | None:
+    """Scores until the run is over, however long that takes; returns the reason if it stopped before."""
+    async with AsyncExitStack() as stack:
+        member = await stack.enter_async_context(joined(invitation, overrides))
+        processes = member.config.reward.processes
+        own_code = None if invitation.trusts_coordinator else rewards_in(overrides)
+        made = Judge(RemoteJudge(member.connection), max(processes, 1), invitation.folder / "rewards.log", own_code)
+        stack.push_async_callback(made.close)
+        stopping = Stopping()
+        stack.enter_context(stopping.listening())
+        print(f"judge {member.worker}: joined {member.run} at {invitation.url}", flush=True)
+        judging = asyncio.ensure_future(made.run())
+        asked = asyncio.ensure_future(stopping.requested.wait())
+        try:
+            await asyncio.wait({judging, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if judging.done():
+                await judging
+        finally:
+            asked.cancel()
+            judging.cancel()
+            await asyncio.wait({judging})
+        if stopping.why is None:
+            report_run_over(invitation, member, "judge")
+        return stopping.why

@@ -1,0 +1,202 @@
+"""Builds the parts of a run that need torch: policy, reference, embedded engine, publisher, and their settings.
+
+A user's own loss and advantage are found by `module:function` or `file.py:function`:
+
+    def loss(tokens: offbeat.trainer.losses.Tokens, settings: offbeat.trainer.losses.LossSettings) -> Tensor
+    def advantage(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray
+
+A loss returns one value per token, or a `TokenLoss` with the clipped ones marked. `offbeat check-loss` tries either.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from offbeat.config import resolved, secrets
+from offbeat.config.schema import Config, resolve_loss
+from offbeat.engines.embedded import EmbeddedEngine
+from offbeat.errors import UserError
+from offbeat.launch import wiring
+from offbeat.locate import locate
+from offbeat.model.devices import be_deterministic, pick_device, pick_dtype
+from offbeat.model.loading import load_model
+from offbeat.model.lora import AdapterDisabled, Lora, base_tensors, describe, load_adapted
+from offbeat.trainer import attention
+from offbeat.trainer.advantages import ADVANTAGES, Advantage, GaeSettings, group_normalised
+from offbeat.trainer.losses import (
+    DIVERGENCES,
+    POLICY_LOSSES,
+    CorrectionSettings,
+    LossSettings,
+    PolicyLoss,
+    TokenLoss,
+    Tokens,
+)
+from offbeat.trainer.policy import AdamSettings, Policy, learning_rate
+from offbeat.trainer.step import StepSettings
+from offbeat.trainer.trainer import TrainerSettings
+from offbeat.weights.digest import weights_digest
+from offbeat.weights.manifest import Anchoring
+from offbeat.weights.publish import Publisher, RemotePublisher
+from offbeat.weights.signing import SigningKey
+from offbeat.weights.version import Adapter
+
+MAX_SAMPLE_GAP = 1.0
+"""Mean gap between an answer's log-probs and those of its version from which it is not learnt from. Engines of another
+precision differ by hundredths; one nat is another text or another model."""
+
+
+def load_advantage(spec: str) -> Advantage:
+    """A built-in advantage by its name, or the user's own."""
+    return ADVANTAGES[spec] if spec in ADVANTAGES else locate(spec, "loss.advantage")
+
+
+def load_loss(spec: str) -> PolicyLoss:
+    """The user's own loss, with a check of its result."""
+    function = locate(spec, "loss.name")
+
+    def loss(tokens: Tokens, settings: LossSettings) -> TokenLoss:
+        found = function(tokens, settings)
+        if isinstance(found, TokenLoss):
+            return found
+        if not isinstance(found, Tensor) or found.shape != tokens.mask.shape:
+            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise UserError(
+                f"loss.name = {spec!r}: returned {shape}; wanted a tensor of shape {tuple(tokens.mask.shape)}"
+            )
+        return TokenLoss(found, torch.zeros_like(tokens.mask))
+
+    return loss
+
+
+NUM_THREADS = torch.get_num_threads()
+"""Before any run of this process has changed it."""
+
+
+def make_embedded(config: Config, name: str, version: int | None = None) -> EmbeddedEngine:
+    """An engine with its own model, served as `version`; None: it serves nothing before its first load."""
+    lora = _lora(config) if version is None else None  # a model to be served as it is has no adapter
+    model = _load(config, lora)
+    context = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    return EmbeddedEngine(
+        model,
+        num_slots=config.rollout.slots,
+        max_context_tokens=context,
+        exact=config.run.exact,
+        worker=name,
+        version=version,
+        base=None if lora is None else weights_digest(base_tensors(model)),
+    )
+
+
+def _load(config: Config, lora: Lora | None) -> PreTrainedModel:
+    """The model, with adapters if `lora` asks for them."""
+    device = pick_device(config.model.device)
+    dtype = pick_dtype(config.model.dtype, device)
+    if lora is None:
+        return load_model(config.model.path, dtype, device)
+    return load_adapted(config.model.path, dtype, device, lora, config.run.seed)
+
+
+def _lora(config: Config) -> Lora | None:
+    rank, alpha = config.model.lora_rank, config.model.lora_alpha
+    return Lora(rank, alpha or 2.0 * rank, tuple(config.model.lora_targets)) if rank else None
+
+
+def make_adapter(config: Config, policy: Policy) -> Adapter | None:
+    """The base and the description that all versions of an adapter share; None without LoRA."""
+    if (lora := _lora(config)) is None:
+        return None
+    base = weights_digest(base_tensors(policy.model))
+    return Adapter(base, describe(policy.model, lora), lambda: base_tensors(policy.model))
+
+
+def make_policy(config: Config) -> tuple[Policy, PreTrainedModel | None]:
+    """The policy, and the frozen starting model if the loss uses a reference."""
+    optimizer = config.optimizer
+    policy = Policy(
+        _load(config, _lora(config)),
+        AdamSettings(
+            beta2=optimizer.beta2,
+            weight_decay=optimizer.weight_decay,
+            max_grad_norm=optimizer.max_grad_norm,
+        ),
+        temperature=config.rollout.temperature,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        has_value_head=resolve_loss(config).advantage == "gae",
+    )
+    if config.loss.kl_coef == 0:
+        return policy, None
+    if config.model.lora_rank:
+        return policy, cast(PreTrainedModel, AdapterDisabled(policy.model))  # it is only called
+    reference = _load(config, None).requires_grad_(False)
+    attention.use_packed_attention(reference)
+    return policy, reference
+
+
+def make_publisher(config: Config, folder: Path, key: Path, adapter: Adapter | None, *, is_away: bool) -> Publisher:
+    """Publishes whole files for engines on this disk, and pieces if there may be engines elsewhere."""
+    if not wiring.publishes_pieces(config, is_away=is_away):
+        return Publisher(folder, adapter=adapter)
+    anchoring = Anchoring(0) if config.weights.deltas == "never" else Anchoring()
+    store = wiring.open_pieces(config, folder)
+    signing = SigningKey.load_or_create(key)
+    if is_away:
+        return RemotePublisher(folder, store, signing, anchoring, adapter, clears_store=config.weights.store is None)
+    return Publisher(folder, store, signing, anchoring, adapter)
+
+
+def trainer_settings(config: Config) -> TrainerSettings:
+    optimizer, loss = config.optimizer, config.loss
+
+    def rate(step: int) -> float:
+        return learning_rate(step, optimizer.lr, optimizer.schedule, optimizer.warmup_steps, config.run.steps)
+
+    return TrainerSettings(
+        num_steps=config.run.steps,
+        step=step_settings(config),
+        learning_rate=rate,
+        checkpoint_every=config.checkpoint.every,
+        claim_within_s=config.rollout.deadline_s,
+        max_logprob_gap=loss.max_logprob_gap,
+        num_witnesses=config.schedule.bound + 1 if config.schedule.bound and loss.audit_share else 0,
+        claim_ahead=config.schedule.mode == "overlap",
+        config=secrets.shown_value(resolved(config)),
+    )
+
+
+def step_settings(config: Config) -> StepSettings:
+    loss, chosen = config.loss, resolve_loss(config)
+    uses_gae = chosen.advantage == "gae"
+    return StepSettings(
+        updates_per_step=config.batch.updates_per_step,
+        tokens_per_microbatch=config.batch.tokens_per_microbatch,
+        advantage=load_advantage(chosen.advantage) if not uses_gae else group_normalised,
+        recalls_siblings=config.batch.gate == "release",
+        gae=GaeSettings(loss.gamma, loss.gae_lambda, loss.value_coef) if uses_gae else None,
+        policy_loss=load_loss(loss.name) if loss.is_own else POLICY_LOSSES[chosen.policy],
+        is_own=loss.is_own,
+        loss=LossSettings(chosen.clip_low, chosen.clip_high, loss.dual_clip, loss.ratio_max),
+        correction=CorrectionSettings(chosen.correction, chosen.min_importance, chosen.max_importance),
+        aggregate=chosen.aggregate,
+        aggregate_tokens=chosen.aggregate_tokens,
+        kl_coef=loss.kl_coef,
+        divergence=DIVERGENCES[loss.kl],
+        # A paced engine's tokens come from no weights at all.
+        max_sample_gap=None if config.rollout.engine == "paced" else MAX_SAMPLE_GAP,
+        audit_share=loss.audit_share,
+    )
+
+
+def prepare_torch(config: Config) -> None:
+    """Sets the calling thread's number of threads (`run.threads`, else torch's choice: a new thread starts with the
+    last number set anywhere) and, with `run.exact`, deterministic algorithms for the whole process. To be called before
+    a model is loaded."""
+    torch.set_num_threads(config.run.threads or NUM_THREADS)
+    if config.run.exact:
+        be_deterministic(pick_device(config.model.device))

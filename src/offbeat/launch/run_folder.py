@@ -1,0 +1,485 @@
+"""A run's folder: its lock, its files, and what is appended to them during the run.
+
+    config.json    every key of this attempt     secrets.json  its secrets      ledger.sqlite  weights/  checkpoints/
+    metrics.jsonl  a row a step                  events.jsonl  what happened    trace.json     spans of time
+    logs/          records of all modules        summary.json  the result       lock           the process at work
+
+One process works in a folder at a time. Rows of metrics and events are never removed: each carries its `attempt`, 1 for
+the first start and one more for each resume, and `offbeat.observability.metric_files` finds the rows that survived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from offbeat.config import Change, Config, fixed_changes, free_changes, load, resolved, secrets
+from offbeat.config.explain import show
+from offbeat.errors import OffbeatError, UserError
+from offbeat.files import cannot_write, make_folder, readable_by, write_atomic
+from offbeat.net import shown
+from offbeat.observability.metric_files import Appender, read_events
+from offbeat.observability.trace import Trace
+
+if TYPE_CHECKING:
+    from offbeat.ledger.ledger import Ledger
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+class FolderLock:
+    """Lets one process at a time work in a folder; held from construction until `release`.
+
+    It is the kernel's (flock), so it ends with its process; forked children do not keep it. The file names its holder.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise UserError(f"{path.parent}: cannot be written: {error.strerror}; choose another run.dir") from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.release()
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise UserError(f"{path.parent}: is in use by {_holder(path)}; stop it or wait for it") from error
+            raise UserError(
+                f"{path.parent}: its file system cannot lock files ({error.strerror}); choose another run.dir"
+            ) from error
+        with contextlib.suppress(OSError):  # on a full disk the lock holds without naming its holder
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        _held.add(self)
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = json.loads(path.read_text())
+        return f"process {holder['pid']} on {holder['host']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
+        return "another process"
+
+
+def _release_in_child() -> None:
+    """A forked child shares its parent's lock; closing the child's copy leaves the parent's in force."""
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+LEDGER, CONFIG, METRICS, EVENTS, TRACE, SUMMARY, LOCK = (
+    "ledger.sqlite",
+    "config.json",
+    "metrics.jsonl",
+    "events.jsonl",
+    "trace.json",
+    "summary.json",
+    "lock",
+)
+CHECK_WITHIN_S = 60.0
+"""For a resume to search the ledger for damaged pages: a disk reads some ten gigabytes in that time."""
+LOGGERS = ("offbeat", "py.warnings")
+"""Loggers whose records go to logs/; the root logger belongs to the calling program."""
+_current_run: ContextVar[Path | None] = ContextVar("current_run", default=None)
+"""The folder of the run that the current code belongs to, for its log; unset in threads of torch or an engine."""
+_open_logs: set[logging.Handler] = set()
+_logs_lock = threading.Lock()
+
+
+class RunFolder:
+    """A locked folder, made by `create` or `open`; close it, or use it in a `with` statement."""
+
+    def __init__(self, path: Path, config: Config, lock: FolderLock):
+        self.path, self.config, self._lock = path, config, lock
+        with ExitStack() as stack:
+            stack.enter_context(readable_by(config.run.access))  # for all files made during the run
+            self._metrics = Appender(path / METRICS)
+            self._events = Appender(path / EVENTS)
+            self._trace = Trace(path / TRACE)
+            events = read_events(path / EVENTS)
+            self._last_events = {event["event"]: event for event in events}
+            self.attempt = max((event.get("attempt", 0) for event in events), default=0) + 1
+            self._handler = _log_to(path / "logs" / "offbeat.log")
+            self._access = stack.pop_all()
+        self._before = _current_run.get()
+        _current_run.set(path)
+        self._start_s = time.monotonic()
+
+    @classmethod
+    def create(cls, config: Config) -> Self:
+        """A new run's folder, named by `run.name` or the time; a name in use is refused."""
+        parent, name = Path(config.run.dir), config.run.name
+        path = parent / name if name else _unused(parent / time.strftime("%Y%m%d-%H%M%S"))
+        try:
+            with readable_by(config.run.access):
+                make_folder(path)
+        except OSError as error:
+            raise UserError(f"run.dir = {show(config.run.dir)}: {path} cannot be made: {error.strerror}") from error
+        refuse_used(path)
+        with _owned(path) as lock:
+            refuse_used(path)  # again, under the lock
+            config = _named(config, path)
+            # First: without it the folder is not a run, and its name would be lost.
+            _write_config(path, config, "then start it again")
+            folder = cls(path, config, lock)
+            folder.event("start", pid=os.getpid())
+        return folder
+
+    @classmethod
+    def open(cls, path: Path, config: Config | None = None) -> Self:
+        """An existing run's folder, to resume; `config` may differ from the stored one in free keys."""
+        stored_config(path)
+        with _owned(path) as lock:
+            stored = stored_config(path)
+            config = check_resumable(path, config or load(path / CONFIG))
+            _upgrade_ledger(path)
+            if (ledger := _existing_ledger(path)) is not None:
+                with ledger:
+                    ledger.check_pages(CHECK_WITHIN_S)
+            folder = cls(path, config, lock)
+            _write_config(path, config)
+            folder.event("reopen", pid=os.getpid())
+            changes = [(change.key, change.old, change.new) for change in free_changes(stored, config)]
+            if (before := _name_in(stored)) != config.run.name:
+                changes.append(("run.name", before, config.run.name))
+            for key, old, new in changes:
+                folder.event("config_change", key=key, old=old, new=new)
+        return folder
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / LEDGER
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / METRICS
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        """Appends a step's row; numbers that are not finite become null."""
+        assert "step" in row, f"a metrics row without its step: {row}"
+        self._metrics.line(json.dumps(plain({**row, "attempt": self.attempt})))
+        self._trace.flush()
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Appends an event with wall time and seconds since this attempt's start."""
+        when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        head = {"time": when, "seconds": round(time.monotonic() - self._start_s, 3), "attempt": self.attempt}
+        row = plain({"event": kind, **head, **fields})
+        self._events.line(shown(json.dumps(row)))
+        self._last_events[kind] = row
+
+    def last_event(self, kind: str) -> dict[str, Any] | None:
+        """The latest event of a kind, of any attempt."""
+        return self._last_events.get(kind)
+
+    def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
+        """Times a block for trace.json and `spans_since_last`."""
+        return self._trace.span(name, **details)
+
+    def spans_since_last(self) -> dict[str, float]:
+        """Seconds by name of the spans that ended since the last call."""
+        return self._trace.spans_since_last()
+
+    def summary(self, summary: dict[str, Any]) -> None:
+        """Replaces summary.json."""
+        _replace(self.path / SUMMARY, plain(summary))
+
+    def close(self) -> None:
+        """Closes all files and releases the lock; an error of one does not keep the others open."""
+        with ExitStack() as stack:
+            stack.callback(self._access.close)
+            stack.callback(self._lock.release)
+            for file in (self._metrics, self._events, self._trace):
+                stack.callback(file.close)
+            stack.callback(_stop_logging, self._handler)
+            _current_run.set(self._before)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except OffbeatError:
+            if error is None:  # else the error that ended the run matters more
+                raise
+
+
+def _write_config(path: Path, config: Config, then: str = "then --resume the run") -> None:
+    """Writes config.json without secrets, which have a file of their own, written first so that none is lost."""
+    stated = resolved(config)
+    with readable_by(config.run.access):
+        try:
+            secrets.save(path / secrets.SECRETS, stated)
+        except OSError as error:
+            raise cannot_write(path / secrets.SECRETS, error, then) from error
+        _replace(path / CONFIG, secrets.shown_value(stated), then)
+
+
+def _replace(path: Path, content: Any, then: str = "then --resume the run") -> None:
+    try:
+        write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
+    except OSError as error:
+        raise cannot_write(path, error, then) from error
+
+
+def refuse_used(path: Path) -> None:
+    """Raises if a folder holds a run's work, or other files.
+
+    A folder whose run failed before it began, such as by a missing reward function, is used again.
+    """
+    if (path / CONFIG).is_file():
+        begun = (path / LEDGER, path / METRICS, path / SUMMARY)
+        if any(file.is_file() and file.stat().st_size for file in begun):
+            raise UserError(f"{path}: this run exists; go on with it by --resume {path}, or choose another run.name")
+    elif path.is_dir() and any(entry.name != LOCK for entry in path.iterdir()):
+        raise UserError(f"{path}: is there already and holds no run; choose another run.name or run.dir")
+
+
+def stored_config(path: Path) -> dict[str, Any]:
+    """A run's config.json, with its secrets."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such run{_runs_beside(path)}")
+    try:
+        stored = json.loads((path / CONFIG).read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path}: holds no run (it has no {CONFIG})") from None
+    except ValueError as error:
+        raise UserError(f"{path / CONFIG}: is damaged ({error}); bring it back or start a new run") from error
+    if not isinstance(stored, dict):
+        raise UserError(f"{path / CONFIG}: is damaged (not a JSON object); bring it back or start a new run")
+    return secrets.restored(stored, secrets.load(path / secrets.SECRETS))
+
+
+def check_resumable(path: Path, config: Config) -> Config:
+    """The configuration to resume with, named after its folder, which may have been copied or moved. Raises if a fixed
+    key differs from config.json or from the ledger, or if there is no ledger."""
+    stored = stored_config(path)
+    is_own_name = config.run.name in (None, path.name, path.resolve().name)
+    changes = fixed_changes(stored, _renamed(config, _name_in(stored)) if is_own_name else config)
+    _refuse_changes(changes, f"the run {path} has", "leave it as it was")
+    config = _named(config, path)
+    rules = _rules_in_ledger(path)
+    if rules is not None:  # the ledger decides, even if config.json was edited
+        changes = fixed_changes(rules, _renamed(config, _name_in(rules)))
+        _refuse_changes(changes, f"{path / LEDGER} was begun with", f"set it back in {path / CONFIG}")
+    return config
+
+
+def _refuse_changes(changes: list[Change], whose: str, remedy: str) -> None:
+    if changes:
+        key, old, new = changes[0]
+        more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
+        raise UserError(
+            f"{key} = {show(new)}: {whose} {show(old)}, and this key is fixed for the life of a run; {remedy}, or "
+            f"start a new run{more}"
+        )
+
+
+def _rules_in_ledger(path: Path) -> dict[str, Any] | None:
+    """Fixed keys that the run's ledger was begun with; None without a ledger, or before its upgrade."""
+    from offbeat.ledger.migrations import is_old
+
+    if is_old(path / LEDGER) or (ledger := _existing_ledger(path)) is None:
+        return None
+    with ledger:
+        return ledger.recorded_fixed_keys()
+
+
+def _upgrade_ledger(path: Path) -> None:
+    from offbeat.ledger.migrations import upgrade
+
+    upgrade(path / LEDGER)
+
+
+def _existing_ledger(path: Path) -> Ledger | None:
+    """The ledger of a run to resume, read-only; a lost one is an error, never replaced by an empty one.
+
+    None if the run ended before it began, as on a full disk: resuming it begins it."""
+    from offbeat.ledger.errors import NoLedger
+    from offbeat.ledger.ledger import Ledger  # late, so that a refused start need not import numpy
+
+    file = path / LEDGER
+    if file.is_file() and file.stat().st_size:
+        with suppress(NoLedger):
+            return Ledger(file, read_only=True)
+    has_begun = any((path / name).is_file() and (path / name).stat().st_size for name in (METRICS, SUMMARY))
+    if has_begun or any(path.glob("checkpoints/*")):
+        raise UserError(f"{file}: is missing or empty; bring back a copy of it, or start a new run")
+    return None
+
+
+def refuse_in_use(path: Path) -> None:
+    """Raises early if another process works in a folder; `open` checks again."""
+    FolderLock(path / LOCK).release()
+
+
+def newest(parent: Path) -> Path:
+    """The run in `parent` that was active last."""
+    begun = [ledger.parent for ledger in parent.glob(f"*/{LEDGER}")]  # a refused start has none
+    runs = begun or [config.parent for config in parent.glob(f"*/{CONFIG}")]
+    if not runs:
+        raise UserError(f"{parent}: has no run to resume; start one without --resume")
+    return max(runs, key=lambda run: max(file.stat().st_mtime_ns for file in run.glob("*.json*")))
+
+
+def trained_lengths(folder: str, which: Literal["prompt", "answer"]) -> list[int]:
+    """Tokens of each prompt or answer that a run made to train on; a pruned trajectory still counts as an answer."""
+    file = Path(folder) / LEDGER
+    if not file.is_file():
+        raise UserError(f"run = {folder!r}: holds no ledger; give a run's folder")
+    from offbeat.ledger.ledger import Ledger
+    from offbeat.ledger.records import Purpose
+
+    lengths = []
+    with Ledger(file, read_only=True) as ledger, ledger.naming_damage():
+        for row, trajectory in ledger.walk_trajectories():
+            if row.purpose == Purpose.TRAIN and which == "answer":
+                lengths.append(row.num_tokens)
+            elif row.purpose == Purpose.TRAIN and trajectory is not None:
+                lengths.append(len(trajectory.prompt))
+    return lengths
+
+
+def plain(value: Any) -> Any:
+    """A value for JSON: numbers that are not finite become null, numpy's become Python's."""
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(inner) for inner in value]
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (str, int, bool)) else str(value)
+
+
+@contextmanager
+def _owned(path: Path) -> Iterator[FolderLock]:
+    """Locks a folder; releases it again if the block fails."""
+    lock = FolderLock(path / LOCK)
+    try:
+        yield lock
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _named(config: Config, path: Path) -> Config:
+    return _renamed(config, path.resolve().name)
+
+
+def _renamed(config: Config, name: str | None) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def _name_in(stored: Mapping[str, Any]) -> str | None:
+    run = stored.get("run")
+    return run.get("name") if isinstance(run, Mapping) else None
+
+
+def _unused(path: Path) -> Path:
+    number = 2
+    free = path
+    while free.exists():
+        free, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return free
+
+
+def _runs_beside(path: Path) -> str:
+    names = sorted(config.parent.name for config in path.parent.glob(f"*/{CONFIG}")) if path.parent.is_dir() else []
+    return f"; {path.parent} has {', '.join(names[-4:])}" if names else ""
+
+
+class _LogFile(logging.FileHandler):
+    """A run's log; errors of a full disk are ignored: ledger, metrics and checkpoints matter more."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, encoding="utf-8")
+        self.run = path.parent.parent
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Separates the records of several runs in one process."""
+        return bool(super().filter(record)) and _current_run.get() in (None, self.run)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
+class _LogLines(logging.Formatter):
+    """Removes passwords of URLs, which libraries put into their messages."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown(super().format(record))
+
+
+def _log_to(path: Path) -> logging.Handler:
+    try:
+        path.parent.mkdir(exist_ok=True)
+        handler = _LogFile(path)
+    except OSError as error:
+        raise cannot_write(path, error, "then try again") from error
+    handler.setFormatter(_LogLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    with _logs_lock:
+        _open_logs.add(handler)
+        logging.captureWarnings(True)
+    for name in LOGGERS:
+        logging.getLogger(name).addHandler(handler)
+    if logging.getLogger("offbeat").level == logging.NOTSET:
+        logging.getLogger("offbeat").setLevel(logging.INFO)
+    return handler
+
+
+def _stop_logging(handler: logging.Handler) -> None:
+    with _logs_lock:
+        _open_logs.discard(handler)
+        logging.captureWarnings(bool(_open_logs))
+    for name in LOGGERS:
+        logging.getLogger(name).removeHandler(handler)
+    handler.close()

@@ -1,0 +1,254 @@
+"""Runs coordinator, trainer and workers as processes of this machine, and restarts them.
+
+Each child is a command that a user could type, with a join token of its own. One that dies is started again
+(`offbeat.rules.restarts`) and goes on from the ledger, its checkpoint or its spool. Children end with this process,
+even if that is killed. The coordinator writes to this terminal, the others to files in the run's logs/, where
+supervisor.jsonl records each start and end of a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offbeat.client.credentials import TOKEN_VARIABLE
+from offbeat.config.schema import SERVED, Config
+from offbeat.config.secrets import SECRETS
+from offbeat.errors import OffbeatError, RunStopped
+from offbeat.launch import parent_watch
+from offbeat.launch.joining import READY, new_token
+from offbeat.launch.run_folder import SUMMARY
+from offbeat.launch.stopping import Stopping
+from offbeat.rules.restarts import Restarts, RestartVerdict
+
+READY_WITHIN_S = 300.0
+END_WITHIN_S = 90.0
+"""For children that were asked to end, before they are killed."""
+END_FINISHED_WITHIN_S = 10.0
+"""The same once the run is over and saved."""
+LOG = "supervisor.jsonl"
+
+
+@dataclass(eq=False)
+class Child:
+    """One role and its current process."""
+
+    name: str
+    arguments: Sequence[str]
+    log: Path | None = None
+    role: str | None = None
+    """The role of its join token; None: it needs none."""
+    only_first: Sequence[str] = ()
+    """Arguments of its first start alone."""
+    process: asyncio.subprocess.Process | None = None
+    restarts: Restarts = field(default_factory=lambda: Restarts(time.monotonic))
+    keeps_going: bool = True
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+    def send(self, number: signal.Signals) -> None:
+        if self.is_alive:
+            assert self.process is not None
+            with suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+
+class Supervisor:
+    """The processes of one run."""
+
+    def __init__(self, config: Config, serve: Sequence[str], resume: Sequence[str], *, from_scratch: bool = False):
+        """`serve` are the arguments that start the run's coordinator, `resume` those that restart it; the first start
+        reports the run's folder and URL. With `from_scratch` the first trainer may undo a run that it has no checkpoint
+        of; later trainers go on from where it came to."""
+        self.config, self._resume, self._from_scratch = config, resume, from_scratch
+        self.coordinator = Child("coordinator", serve)
+        self.trainer = Child("trainer", ())
+        self.workers: list[Child] = []
+        self.run = Path()
+        self.url = ""
+        self._is_finished = False
+        self._read, self._write = os.pipe()
+        self._environment = {**os.environ, **_threads(config)}
+
+    async def run_to_end(self) -> dict[str, Any]:
+        stopping = Stopping()
+        with ExitStack() as stack:
+            stack.enter_context(stopping.listening())
+            stack.callback(os.close, self._write)
+            stack.callback(os.close, self._read)
+            try:
+                await self._start_coordinator()
+                self._name_children()
+                await self._watch(stopping)
+            finally:
+                await self._end_all()
+        summary = self.run / SUMMARY
+        if not summary.is_file():
+            raise OffbeatError(f"{self.run}: the run ended without a summary; see {self.run / 'logs'}")
+        return json.loads(summary.read_text())
+
+    async def _watch(self, stopping: Stopping) -> None:
+        """Keeps all children going until the coordinator ends, however long that takes."""
+        asked = asyncio.ensure_future(self._stop_when(stopping))
+        try:
+            async with asyncio.TaskGroup() as group:
+                others = [group.create_task(self._keep(child)) for child in (self.trainer, *self.workers)]
+                await self._keep(self.coordinator)
+                self._is_finished = True
+                for keeping in others:
+                    keeping.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            asked.cancel()
+
+    async def _stop_when(self, stopping: Stopping) -> None:
+        """Passes a request to stop to the trainer, which ends with a checkpoint, and then to the coordinator, which the
+        trainer needs until its end. A trainer gets as long as its step takes: a second signal ends all at once."""
+        await stopping.requested.wait()
+        assert stopping.why is not None
+        for child in (self.trainer, *self.workers):
+            child.keeps_going = False
+        self.trainer.send(signal.SIGTERM)
+        if self.trainer.process is not None:
+            await self.trainer.process.wait()
+        self.coordinator.keeps_going = False
+        self.coordinator.send(signal.Signals[stopping.why])
+
+    async def _keep(self, child: Child) -> None:
+        """Starts a child again and again until it is done; raises when it dies too often."""
+        if child.process is None:
+            await self._start(child)
+        while True:
+            assert child.process is not None
+            status = await child.process.wait()
+            verdict, pause_s = child.restarts.ended(status)
+            self._note("ended", child, status=status)
+            if verdict is RestartVerdict.DONE or not child.keeps_going:
+                return
+            if verdict is RestartVerdict.GIVE_UP:
+                raise RunStopped(f"{child.name}: ended with status {status}: {_last_line(child)}")
+            await asyncio.sleep(pause_s)
+            if not child.keeps_going:
+                return
+            await self._start(child)
+
+    async def _start_coordinator(self) -> None:
+        """Starts the coordinator and reads its run's folder and URL; a later start resumes that run at that URL."""
+        read, write = os.pipe()
+        arguments = self.coordinator.arguments if not self.url else [*self._resume, "--resume", str(self.run)]
+        try:
+            child = self.coordinator
+            child.restarts.started()
+            child.process = await self._spawn(arguments, None, {READY: str(write)}, (write,))
+        finally:
+            os.close(write)
+        if self.url:
+            self._note("started", child)
+        line = await asyncio.wait_for(asyncio.to_thread(_line, read), READY_WITHIN_S)
+        if not line:
+            status = await child.process.wait()
+            if not self.url:
+                raise SystemExit(status or 1)  # its error is on this terminal
+            return  # `_keep` notices its end
+        ready, is_first = json.loads(line), not self.url
+        self.url, self.run = ready["url"], Path(ready["run"])
+        if is_first:  # there was no folder to write to before
+            self._note("started", child)
+
+    def _name_children(self) -> None:
+        logs = self.run / "logs"
+        # The coordinator runs on this machine with the same user's configuration.
+        join = ["--join", self.url, "--trust-coordinator"]
+        if (self.run / SECRETS).is_file():
+            join += ["--secrets-file", str(self.run / SECRETS)]
+        self.trainer = Child("trainer", ["trainer", *join, "--dir", str(self.run)], logs / "trainer.log", "trainer")
+        self.trainer.only_first = ["--from-scratch"] if self._from_scratch else []
+        for number in range(1, (self.config.rollout.workers or 0) + 1):
+            name = f"worker-{number}"
+            own = ["--name", name, "--dir", str(self.run / "workers" / name)]
+            if self.config.weights.deltas == "always":
+                own.append("--fetch-weights")
+            if self.config.rollout.engine in SERVED:
+                own += ["--engine-log", str(logs / f"{name}-engine.log")]
+            self.workers.append(Child(name, ["worker", *join, *own], logs / f"{name}.log", "rollout"))
+
+    async def _start(self, child: Child) -> None:
+        if child is self.coordinator:
+            return await self._start_coordinator()
+        more = {} if child.role is None else {TOKEN_VARIABLE: await asyncio.to_thread(new_token, self.run, child.role)}
+        child.restarts.started()
+        child.process = await self._spawn([*child.arguments, *child.only_first], child.log, more, ())
+        child.only_first = ()
+        self._note("started", child)
+
+    async def _spawn(
+        self, arguments: Sequence[str], log: Path | None, more: dict[str, str], descriptors: tuple[int, ...]
+    ) -> asyncio.subprocess.Process:
+        environment = {**self._environment, **more, parent_watch.VARIABLE: str(self._read)}
+        command = [sys.executable, "-m", "offbeat", *arguments]
+        with ExitStack() as stack:
+            output = None if log is None else stack.enter_context(log.open("ab"))
+            return await asyncio.create_subprocess_exec(
+                *command,
+                env=environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(self._read, *descriptors),
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which passes it on
+            )
+
+    async def _end_all(self) -> None:
+        """Asks all living children to end, and kills those that do not."""
+        children = [child for child in (self.trainer, *self.workers, self.coordinator) if child.is_alive]
+        for child in children:
+            child.keeps_going = False
+            # Without a coordinator a worker cannot hand anything back; finished work is in its spool.
+            child.send(signal.SIGTERM if self.coordinator.is_alive or child is self.trainer else signal.SIGKILL)
+        waits = [asyncio.ensure_future(child.process.wait()) for child in children if child.process is not None]
+        if waits:
+            await asyncio.wait(waits, timeout=END_FINISHED_WITHIN_S if self._is_finished else END_WITHIN_S)
+        for child in children:
+            child.send(signal.SIGKILL)
+        for child in children:
+            if child.process is not None:
+                self._note("ended", child, status=await child.process.wait())
+
+    def _note(self, event: str, child: Child, **fields: Any) -> None:
+        """Appends to the log of processes; a full disk is ignored."""
+        assert child.process is not None
+        when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        row = {"event": event, "time": when, "process": child.name, "pid": child.process.pid, **fields}
+        with suppress(OSError), (self.run / "logs" / LOG).open("a") as log:
+            print(json.dumps(row), file=log)
+
+
+def _line(descriptor: int) -> bytes:
+    with open(descriptor, "rb") as pipe:
+        return pipe.readline()
+
+
+def _threads(config: Config) -> dict[str, str]:
+    """Divides the cores among the processes, unless threads were chosen."""
+    if config.run.threads is not None or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ((config.rollout.workers or 0) + 1)))}
+
+
+def _last_line(child: Child) -> str:
+    if child.log is None or not child.log.is_file():
+        return "see above"
+    lines = child.log.read_text(errors="replace").strip().splitlines()
+    return f"{lines[-1] if lines else 'no output'} (see {child.log})"

@@ -1,0 +1,91 @@
+"""The trainer's process: `offbeat trainer --join URL`.
+
+It keeps checkpoints in its own folder. Metrics and events go to the coordinator, and so do versions unless the two
+share a disk. Asked to stop, it finishes the step under way and ends with a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from offbeat.client.connection import Connection
+from offbeat.client.http_client import RemoteTrainer
+from offbeat.launch.joining import Invitation, joined, report_run_over
+from offbeat.launch.stopping import Stopping, interruptible
+from offbeat.observability.metrics import EVENT, step_row
+from offbeat.observability.trace import Trace
+from offbeat.weights.piece_store import PieceStore
+
+KEY = "signing.key"
+"""File in the trainer's folder that signs its manifests."""
+
+
+async def train(
+    invitation: Invitation, overrides: Sequence[str], run: Path | None, *, from_scratch: bool = False
+) -> str | None:
+    """Trains until the run ends; returns the reason if it stopped before. `run` is the coordinator's folder where both
+    share a disk. With `from_scratch`, a run that this trainer has no checkpoint of begins again."""
+    async with AsyncExitStack() as stack:
+        member = await stack.enter_async_context(joined(invitation, overrides))
+        config, folder = member.config, invitation.folder
+        with interruptible():
+            from offbeat.launch import model_parts
+            from offbeat.trainer.checkpoint import Checkpoints
+            from offbeat.trainer.trainer import StepReport, Trainer
+
+            model_parts.prepare_torch(config)
+            policy, reference = model_parts.make_policy(config)
+            adapter = model_parts.make_adapter(config, policy)
+        weights = model_parts.make_publisher(
+            config, (run or folder) / "weights", folder / KEY, adapter, is_away=run is None
+        )
+        own = None if config.weights.store else weights.store  # a shared store needs no uploads
+        signer = "" if weights.key is None else weights.key.public
+        client = _Client(member.connection, shares_disk=run is not None, store=own, signer=signer)
+        trace = Trace(folder / "trainer-trace.json")
+        stack.callback(trace.close)
+
+        async def on_step(report: StepReport) -> None:
+            await client.send_events()
+            await client.report(step_row(report, trace.spans_since_last(), config.batch.siblings))
+            trace.flush()
+
+        trainer = Trainer(
+            client,
+            policy,
+            weights,
+            Checkpoints(folder / "checkpoints", config.checkpoint.keep, adapter),
+            model_parts.trainer_settings(config),
+            reference=reference,
+            span=trace.span,
+            event=lambda kind, **fields: client.events.append({EVENT: kind, **fields}),
+            on_step=on_step,
+        )
+        stopping = Stopping()
+        stack.enter_context(stopping.listening())
+        await trainer.start(from_scratch=from_scratch)
+        await trainer.run(stopping.requested)
+        if trainer.step < config.run.steps:
+            return stopping.why
+        report_run_over(invitation, member, "trainer")
+        return None
+
+
+class _Client(RemoteTrainer):
+    """Sends events before it reports a checkpoint, which may end the run and its coordinator."""
+
+    def __init__(self, connection: Connection, *, shares_disk: bool, store: PieceStore | None, signer: str):
+        super().__init__(connection, shares_disk=shares_disk, store=store, signer=signer)
+        self.events: list[dict[str, Any]] = []
+
+    async def send_events(self) -> None:
+        while self.events:
+            await self.report(self.events[0])
+            del self.events[0]
+
+    async def checkpointed(self, step: int) -> None:
+        await self.send_events()
+        await super().checkpointed(step)

@@ -1,0 +1,405 @@
+"""Leases: handing open tasks to workers, and the ways in which a lease ends without a trajectory.
+
+Guarantees: one worker at a time holds a task, under a fence that grows with every lease; a task that requires a version
+goes only to a worker that has it; a task that failed `max_attempts` times ends as failed, with the reason; an attempt
+counts once, however often its failure is reported. When a worker vanishes, only the task to blame counts a failure
+(`offbeat.rules.assignment`). Returned tasks and a restart of the coordinator cost no attempt: otherwise a run that is
+killed often enough would train on other data than an undisturbed one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from offbeat.ledger import partials
+from offbeat.ledger.batches import is_batch_claimed
+from offbeat.ledger.database import Database, transactional
+from offbeat.ledger.errors import Fenced, Forbidden, Unknown
+from offbeat.ledger.groups import Groups, settle_groups
+from offbeat.ledger.records import WORKER_LOST, TaskState
+from offbeat.ledger.tables import array
+from offbeat.rules.assignment import OpenGroup, Requester, assign, culprit, front
+from offbeat.rules.assignment import wanted_version as first_wanted
+from offbeat.rules.groups import may_begin
+from offbeat.rules.leases import Lease
+from offbeat.trajectory import Sampling, Task
+
+OPEN = """groups INDEXED BY groups_open
+          WHERE state = 'open' AND num_open > 0 AND (require_step IS NULL OR require_version IS NOT NULL)"""
+"""Groups with a task that may be leased."""
+OPEN_EVAL = f"{OPEN} AND (purpose <> 'eval') < 1"
+"""Evaluation groups among them; the condition is written so that the index returns them in order."""
+TO_RETRY = "t.state = 'open' AND t.fence > 0 AND t.failed_fence = t.fence"
+"""Open tasks whose last attempt failed."""
+NUM_NEAR = 8
+"""Groups loaded first, besides one per task wanted: with hundreds open, the rest seldom matters."""
+
+
+@dataclass(frozen=True)
+class LeaseRequest:
+    """A worker's call for tasks."""
+
+    worker: str
+    capacity: int
+    have_version: int | None
+    total_slots: int | None = None
+    """Slots of all active workers; None: there is no other."""
+    only_eval: bool = False
+    """Whether only evaluation tasks are leased."""
+    skips_failed: bool = False
+    """Whether to skip tasks whose last attempt this worker failed."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other worker has slots."""
+        return self.total_slots is None or self.total_slots <= self.capacity
+
+    @property
+    def table(self) -> str:
+        """FROM and WHERE of the groups whose tasks it may be given."""
+        return OPEN_EVAL if self.only_eval else OPEN
+
+
+class Leasing(Groups):
+    @transactional
+    def lease(
+        self,
+        worker: str,
+        capacity: int,
+        have_version: int | None,
+        *,
+        total_slots: int | None = None,
+        only_eval: bool = False,
+        skips_failed: bool = False,
+    ) -> list[Task]:
+        """Leases open tasks to a worker: those that require `have_version`, or no version, as far as pacing allows.
+        Where the run works in rounds, only evaluation is leased between them."""
+        only_eval = only_eval or (self.terms.in_rounds and is_batch_claimed(self))
+        request = LeaseRequest(worker, capacity, have_version, total_slots, only_eval, skips_failed)
+        if capacity <= 0:
+            return []
+        near = _open_groups(self, NUM_NEAR + capacity, request)
+        if not near:
+            return []
+        step, next_step = _steps(self, have_version)
+        tasks: list[Task] = []
+        begun, continued = [], []
+        for group, count in _assigned(self, near, _requester(self, request, step), next_step, request):
+            found, first_step = _open_tasks(self, group, count, request)
+            if not found:
+                continue
+            tasks += found
+            if step is not None and (first_step is None or first_step > step):
+                begun.append((len(found), step, group))
+            else:
+                continued.append((len(found), group))
+        # A column that an update does not name costs no lookup in the indices.
+        self.executemany("UPDATE groups SET num_open = num_open - ?, first_step = ? WHERE id = ?", begun)
+        self.executemany("UPDATE groups SET num_open = num_open - ? WHERE id = ?", continued)
+        self.execute(
+            "UPDATE tasks SET state = 'leased', worker = ?, fence = fence + 1, leased_at = ? "
+            "WHERE id IN (SELECT value FROM json_each(?))",
+            (worker, self.wall_clock(), array([task.id for task in tasks])),
+        )
+        return tasks
+
+    def wanted_version(self) -> int | None:
+        """Version that the first open task requires: the one to load for a worker that was given no task."""
+        return first_wanted(_open_groups(self, 1))
+
+    def leased(self) -> list[Lease]:
+        """All leases, including those from before a restart."""
+        return [Lease(*row) for row in self.execute("SELECT id, fence, worker FROM tasks WHERE state = 'leased'")]
+
+    def suspects(self) -> list[int]:
+        """Unfinished tasks whose worker vanished at least once."""
+        query = "SELECT id FROM tasks WHERE num_losses > 0 AND state IN ('open', 'leased')"
+        return [task for (task,) in self.execute(query)]
+
+    def still_held(self, worker: str, leases: Sequence[tuple[int, int]]) -> list[Lease]:
+        """Leases that a worker really holds, among those that it believes to hold, given by task and fence."""
+        wanted = dict(leases)
+        query = """SELECT id, fence, worker FROM tasks
+                   WHERE state = 'leased' AND worker = ? AND id IN (SELECT value FROM json_each(?))"""
+        rows = self.execute(query, (worker, array(wanted)))
+        return [Lease(task, fence, name) for task, fence, name in rows if wanted[task] == fence]
+
+    @transactional
+    def release(self, worker: str | None = None) -> int:
+        """Reopens the tasks leased by a worker that leaves, or without `worker` all; costs no attempt. Returns their
+        number."""
+        query = "SELECT id, group_id FROM tasks WHERE state = 'leased' AND (? IS NULL OR worker = ?)"
+        tasks = self.execute(query, (worker, worker)).fetchall()
+        _reopen(self, tasks)
+        return len(tasks)
+
+    @transactional
+    def give_back(self, leases: Sequence[Lease], *, untouched: bool = False) -> int:
+        """Reopens tasks that their workers no longer know; costs no attempt. Returns the number that were still leased.
+        With `untouched` the workers have no new token of them and will hand in none under these leases."""
+        query = "SELECT id, group_id FROM tasks WHERE id = ? AND fence = ? AND worker = ? AND state = 'leased'"
+        found = [row for lease in leases for row in self.execute(query, (lease.task, lease.fence, lease.worker))]
+        _reopen(self, found)
+        if untouched:
+            self.executemany("UPDATE tasks SET worker = NULL WHERE id = ?", [(task,) for task, _ in found])
+            _forget_first_step(self, {group for _, group in found})
+        return len(found)
+
+    @transactional
+    def lose(self, leases: Sequence[Lease]) -> int:
+        """Ends the leases of vanished workers; the task to blame counts a failed attempt. Returns the number that were
+        still leased."""
+        by_worker: dict[str, list[Lease]] = {}
+        for lease in leases:
+            by_worker.setdefault(lease.worker, []).append(lease)
+        return sum(_lose_one(self, worker, lost) for worker, lost in by_worker.items())
+
+    @transactional
+    def fail(
+        self, worker: str, task: int, fence: int, reason: str, detail: str | None = None, *, counts: bool = True
+    ) -> TaskState:
+        """Records a failed attempt. The task is opened again, or ends as failed after `max_attempts` that count;
+        attempts of a worker that is set aside do not."""
+        row = self.execute("SELECT state, worker, fence, failed_fence FROM tasks WHERE id = ?", (task,)).fetchone()
+        if row is None:
+            raise Unknown(f"task {task}: never issued")
+        state = TaskState(row[0])
+        check_lease(task, worker, fence, holder=row[1], newest=row[2])
+        if state in (TaskState.FAILED, TaskState.DROPPED) or fence == row[3]:
+            return state  # reported twice, or too late to matter
+        if state not in (TaskState.OPEN, TaskState.LEASED):
+            raise Fenced(f"task {task}: cannot fail, its trajectory is stored ({state.value})")
+        _fail(self, [task], reason, detail, counts=counts)
+        return TaskState(self.execute("SELECT state FROM tasks WHERE id = ?", (task,)).fetchone()[0])
+
+    @transactional
+    def set_aside(self, worker: str, why: str, seconds: float) -> int:
+        """Records that a worker gets no tasks for a while, because it failed too many. Its failures no longer count
+        against unfinished tasks; returns their number."""
+        now = self.wall_clock()
+        query = "INSERT INTO set_aside (worker, why, since, until) VALUES (?, ?, ?, ?)"
+        self.execute(query, (worker, why, now, now + seconds))
+        query = """SELECT f.task, f.fence FROM failures f JOIN tasks t ON t.id = f.task
+                   WHERE f.worker = ? AND f.forgiven = 0 AND t.state IN ('open', 'leased')"""
+        rows = self.execute(query, (worker,)).fetchall()
+        self.executemany("UPDATE failures SET forgiven = 1 WHERE task = ? AND fence = ?", rows)
+        self.executemany("UPDATE tasks SET num_failures = num_failures - 1 WHERE id = ?", [(task,) for task, _ in rows])
+        return len(rows)
+
+
+def _assigned(
+    db: Database, near: Sequence[OpenGroup], requester: Requester, next_step: int, request: LeaseRequest
+) -> list[tuple[int, int]]:
+    """Assigns tasks from the first groups, `near`. The other groups, the number of open tasks and the quota of groups
+    that may be begun are loaded only if the answer depends on them."""
+    is_all = len(near) < NUM_NEAR + requester.capacity
+    num_open = sum(group.num_open for group in near)
+    if not is_all and requester.share(num_open) < requester.capacity:
+        num_open = int(db.execute(f"SELECT SUM(num_open) FROM {request.table}").fetchone()[0])
+    requester = replace(requester, num_open=num_open)
+
+    def is_filled(given: Sequence[tuple[int, int]]) -> bool:
+        return sum(count for _, count in given) == requester.share(num_open)
+
+    begun = front(near)
+    is_whole = is_all or len(begun) < len(near)
+    given = assign(begun if is_whole else [group for group in begun if not group.is_away], requester)
+    if is_filled(given):
+        return given
+    requester = replace(requester, num_begin=_num_begin(db, requester.step, next_step))
+    if is_whole:
+        given = assign(near, requester)
+        if is_all or is_filled(given):
+            return given
+    return assign(_open_groups(db, request=request), requester)
+
+
+def _steps(db: Database, version: int | None) -> tuple[int | None, int]:
+    """Step of a version, None if it is unknown or abandoned, and the first step without a batch."""
+    query = """SELECT (SELECT step FROM versions WHERE number = ? AND abandoned = 0),
+                      (SELECT step FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 1),
+                      (SELECT MAX(step) + 1 FROM batches WHERE state <> 'undone')"""
+    step, newest, claimed = db.execute(query, (version,)).fetchone()
+    return step, max(newest or 0, claimed or 0)
+
+
+def _requester(db: Database, request: LeaseRequest, step: int | None) -> Requester:
+    query = "SELECT num_losses, COUNT(*) FROM tasks WHERE state = 'leased' AND worker = ? GROUP BY num_losses"
+    held = dict(db.execute(query, (request.worker,)))
+    return Requester(
+        request.capacity,
+        request.have_version,
+        step=step,
+        total_slots=request.total_slots,
+        num_held=sum(held.values()),
+        suspects={losses: count for losses, count in held.items() if losses},
+    )
+
+
+def _num_begin(db: Database, step: int | None, next_step: int) -> int | None:
+    """Number of groups that pacing lets a worker begin with a version of `step`; None: any number."""
+    if step is None or db.terms.groups_per_step is None:
+        return None
+    begun: Counter[int] = Counter()
+    for state in ("open", "ready"):
+        query = f"""SELECT first_step, COUNT(*) FROM groups WHERE state = '{state}' AND purpose = 'train'
+                    AND require_step IS NULL AND first_step IS NOT NULL GROUP BY first_step"""
+        begun.update(dict(db.execute(query)))
+    return may_begin(step, begun, next_step, db.terms.groups_per_step, db.terms.max_staleness)
+
+
+def _open_groups(db: Database, limit: int = -1, request: LeaseRequest | None = None) -> list[OpenGroup]:
+    """First `limit` groups with open tasks, in the order of `OpenGroup.order`; -1: all."""
+    query = f"""SELECT id, ordinal, purpose = 'eval', size, num_open, require_version, first_step
+                FROM {OPEN if request is None else request.table}
+                ORDER BY purpose <> 'eval', num_open = size, ordinal, id LIMIT ?"""
+    losses = dict(
+        db.execute(
+            "SELECT group_id, MAX(num_losses) FROM tasks WHERE state = 'open' AND num_losses > 0 GROUP BY group_id"
+        )
+    )
+    rows = db.execute(query, (limit,)).fetchall()
+    if request is not None and request.skips_failed:
+        query = f"SELECT t.group_id, COUNT(*) FROM tasks t WHERE {TO_RETRY} AND t.worker = ? GROUP BY t.group_id"
+        skipped = dict(db.execute(query, (request.worker,)))
+        rows = [(*row[:4], row[4] - skipped.get(row[0], 0), *row[5:]) for row in rows]
+        rows = [row for row in rows if row[4]]
+    begun = [row[0] for row in rows if row[-1] is not None and not row[2]]
+    away = _away(db, begun, request) if request is not None else set()
+    return [
+        OpenGroup(
+            group, ordinal, bool(is_eval), size, num_open, required, losses.get(group, 0), first_step, group in away
+        )
+        for group, ordinal, is_eval, size, num_open, required, first_step in rows
+    ]
+
+
+def _away(db: Database, groups: Sequence[int], request: LeaseRequest) -> set[int]:
+    """Begun groups whose kept partials all come from other workers."""
+    if not groups or request.is_alone:
+        return set()
+    query = """SELECT t.group_id, p.worker = ? FROM json_each(?) g
+               CROSS JOIN tasks t ON t.group_id = g.value AND t.state = 'open'
+               CROSS JOIN partials p ON p.task = t.id AND p.state = 'kept'"""
+    found = db.execute(query, (request.worker, array(groups))).fetchall()
+    return {group for group, _ in found} - {group for group, is_own in found if is_own}
+
+
+def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> tuple[list[Task], int | None]:
+    """Open tasks of `group` that this worker may run, and the group's first step. Skips tasks whose partial is newer
+    than the worker's version; tasks whose partial came from another worker are last."""
+
+    def found(which: str, limit: int) -> list[Any]:
+        query = f"""SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.prompt, g.sampling, g.require_version,
+                           g.first_step
+                    FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
+                    LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
+                    WHERE g.id = :group AND t.state = 'open' AND (p.task IS NULL OR p.last_version <= :version)
+                          AND ({which}) AND NOT (:skips AND {TO_RETRY} AND t.worker IS :worker)
+                    ORDER BY t.member LIMIT :limit"""
+        known = {"group": group, "version": request.have_version, "worker": request.worker, "limit": limit}
+        known["skips"] = request.skips_failed
+        return db.execute(query, known).fetchall()
+
+    if request.is_alone:
+        rows = found("1", count)
+    else:
+        rows = found("p.task IS NULL OR p.worker = :worker", count)
+        if len(rows) < count:
+            rows += found("p.worker <> :worker", count - len(rows))
+    if not rows:
+        return [], None
+    *_, prompt, sampling, require_version, first_step = rows[0]
+    prompt_tokens, how = np.frombuffer(prompt, np.int32), sampling_of(sampling)
+    tasks = [
+        Task(
+            id=task,
+            group=group,
+            prompt=prompt_tokens,
+            seed=seed,
+            sampling=how,
+            require_version=require_version,
+            prefix=partials.load(db, digest, body),
+            fence=fence,
+        )
+        for task, seed, fence, digest, body, *_ in rows
+    ]
+    return tasks, first_step
+
+
+def _forget_first_step(db: Database, groups: Iterable[int]) -> None:
+    """Clears `first_step` of groups without a token anywhere: any version may begin them."""
+    db.execute(
+        """UPDATE groups SET first_step = NULL
+           WHERE id IN (SELECT value FROM json_each(?)) AND +state = 'open' AND num_open = size AND NOT EXISTS (
+               SELECT 1 FROM tasks t LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
+               WHERE t.group_id = groups.id AND (t.worker IS NOT NULL OR p.task IS NOT NULL))""",
+        (array(groups),),
+    )
+
+
+def _lose_one(db: Database, worker: str, leases: Sequence[Lease]) -> int:
+    query = "SELECT id, num_losses FROM tasks WHERE id = ? AND fence = ? AND worker = ? AND state = 'leased'"
+    lost = dict(row for lease in leases for row in db.execute(query, (lease.task, lease.fence, lease.worker)))
+    db.executemany("UPDATE tasks SET num_losses = num_losses + 1 WHERE id = ?", [(task,) for task in lost])
+    blamed = culprit(lost)
+    if blamed is not None:
+        _fail(db, [blamed], WORKER_LOST, f"worker {worker}", counts=True)
+    query = "SELECT id, group_id FROM tasks WHERE state = 'leased' AND id IN (SELECT value FROM json_each(?))"
+    _reopen(db, db.execute(query, (array(lost),)).fetchall())  # but not those of a group just dropped
+    return len(lost)
+
+
+@lru_cache(maxsize=256)
+def sampling_of(text: str) -> Sampling:
+    """Decodes the `sampling` column of a group; most groups of a run share one value."""
+    return msgspec.json.decode(text, type=Sampling)
+
+
+def check_lease(task: int, worker: str, fence: int, *, holder: str | None, newest: int) -> None:
+    """Raises unless the latest lease of the task is this worker's, under this fence."""
+    if fence < newest:
+        raise Fenced(f"task {task}: fence {fence} is over, the task was leased again as {newest}")
+    if fence > newest:
+        raise Forbidden(f"task {task}: fence {fence} was never given, the latest is {newest}")
+    if worker != holder:
+        raise Forbidden(f"task {task}: leased by {holder}, not by {worker}")
+
+
+def _fail(db: Database, tasks: Sequence[int], reason: str, detail: str | None, *, counts: bool) -> None:
+    db.execute(
+        "INSERT INTO failures SELECT id, fence, worker, ?, ?, ?, ? FROM tasks "
+        "WHERE id IN (SELECT value FROM json_each(?))",
+        (reason, detail, db.wall_clock(), not counts, array(tasks)),
+    )
+    query = "SELECT id, group_id, state, num_failures + ? FROM tasks WHERE id IN (SELECT value FROM json_each(?))"
+    rows = db.execute(query, (counts, array(tasks))).fetchall()
+    db.executemany(
+        "UPDATE tasks SET num_failures = ?, failed_fence = fence WHERE id = ?", [(n, task) for task, _, _, n in rows]
+    )
+    ended = [(task, group, state) for task, group, state, n in rows if counts and n >= db.terms.max_attempts]
+    over = {task for task, _, _ in ended}
+    _reopen(db, [(task, group) for task, group, state, _ in rows if task not in over and state == TaskState.LEASED])
+    db.executemany(
+        "UPDATE tasks SET state = 'failed', reason = ?, detail = ? WHERE id = ?",
+        [(reason, detail, task) for task, _, _ in ended],
+    )
+    partials.waste(db, [task for task, _, _ in ended], reason)
+    db.executemany(
+        "UPDATE groups SET num_failed = num_failed + 1, num_open = num_open - ? WHERE id = ?",
+        [(state == TaskState.OPEN, group) for _, group, state in ended],
+    )
+    settle_groups(db, [group for _, group, _ in ended])
+
+
+def _reopen(db: Database, tasks: Sequence[tuple[int, int]]) -> None:
+    """Opens tasks, given with their groups. The worker stays on record: it may submit until the next lease."""
+    db.executemany("UPDATE tasks SET state = 'open' WHERE id = ?", [(task,) for task, _ in tasks])
+    db.executemany("UPDATE groups SET num_open = num_open + 1 WHERE id = ?", [(group,) for _, group in tasks])

@@ -1,0 +1,232 @@
+"""Backups of the ledger, and pruning.
+
+A backup is a snapshot of the ledger in a folder or behind a URL, made while the run continues: it is read in its own
+transaction, page by page, without blocking writers. Files of large bodies are copied before the ledger that names them,
+and only new ones; the ledger itself is replaced by a rename. So the target always holds a whole copy, the previous one
+or the new one. To restore, copy the target's files back into a run's folder.
+
+Pruning deletes the bytes of trajectories that no resume needs. A resume from a durable checkpoint of step c trains the
+batch of step c and later ones again. Trajectories trained in the surviving history before step c, and those that ended
+without training before the commit that made c, are history: their rows, digests and sums stay, their bytes may go. A
+resume from an older checkpoint, whose batch has lost its bytes, is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from offbeat.errors import UserError
+from offbeat.extras import import_extra
+from offbeat.files import fsync_folder
+from offbeat.ledger.blobs import FOLDER, UNFINISHED, Blobs
+from offbeat.ledger.database import Database
+from offbeat.ledger.errors import LedgerError
+from offbeat.net import shown
+
+LEDGER = "ledger.sqlite"
+PAGES = 1024
+"""Pages copied at a time, four megabytes, so that a backup does not occupy the disk."""
+PAUSE_S = 0.002
+MAX_ATTEMPTS = 5
+"""Pruning may remove a file that a backup was about to copy; the next snapshot does not name it."""
+NAMED = """
+SELECT digest FROM trajectories WHERE body IS NULL AND pruned = 0
+UNION ALL SELECT digest FROM partials WHERE body IS NULL AND state = 'kept'
+"""
+"""Digests of bodies that are stored as files."""
+
+
+@dataclass(frozen=True)
+class Backup:
+    num_bytes: int
+    """Size of the ledger and of the files copied with it."""
+    num_blobs: int
+    """Files copied; files that were already there do not count."""
+
+
+class BackupTarget(Protocol):
+    """Folder or URL that holds a backup."""
+
+    def blobs(self) -> set[bytes]:
+        """Digests of the files that are there."""
+
+    def put_blob(self, digest: bytes, body: bytes) -> None: ...
+
+    def take(self, ledger: Path) -> None:
+        """Replaces the copy of the ledger atomically."""
+
+    def sweep(self, named: set[bytes]) -> None:
+        """Removes all files of bodies but `named`."""
+
+
+def _snapshot(path: Path, copy: Path, progress: Callable[[int, int, int], Any] | None = None) -> set[bytes]:
+    """Copies a snapshot of the database to `copy`; returns the digests of the files that it names."""
+    copy.unlink(missing_ok=True)
+    with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(copy)) as made:
+        source.execute("BEGIN")
+        source.execute("SELECT 1 FROM meta").fetchone()  # the snapshot begins here
+        source.backup(made, pages=PAGES, progress=progress, sleep=PAUSE_S)
+        made.execute("PRAGMA journal_mode = DELETE")  # a single file, also for readers
+        named = {digest for (digest,) in made.execute(NAMED)}
+    with copy.open("rb") as file:
+        os.fsync(file.fileno())
+    return named
+
+
+def _copy_blobs(blobs: Blobs, target: BackupTarget, named: set[bytes]) -> tuple[int, int]:
+    missing = sorted(named - target.blobs())
+    num_bytes = 0
+    for digest in missing:
+        body = blobs.read(digest)
+        target.put_blob(digest, body)
+        num_bytes += len(body)
+    return num_bytes, len(missing)
+
+
+class Folder:
+    """A folder on this machine, or on a network file system."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._blobs = folder, Blobs(folder / FOLDER)
+        journal = folder / f"{LEDGER}-wal"
+        if journal.exists() and journal.stat().st_size:
+            raise UserError(f"{folder}: a ledger in use; give an empty folder or one of backups")
+
+    def blobs(self) -> set[bytes]:
+        return set(self._blobs.all())
+
+    def put_blob(self, digest: bytes, body: bytes) -> None:
+        self._blobs.write(digest, body)
+
+    def take(self, ledger: Path) -> None:
+        unfinished = self._folder / f"{LEDGER}{UNFINISHED}"
+        with ledger.open("rb") as source, unfinished.open("wb") as file:
+            while piece := source.read(1 << 20):
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(self._folder / LEDGER)
+        fsync_folder(self._folder)
+
+    def sweep(self, named: set[bytes]) -> None:
+        self._blobs.sweep(named)
+
+
+class Remote:
+    """A URL of any file system that fsspec supports."""
+
+    def __init__(self, url: str):
+        fsspec = import_extra("fsspec", "remote", f"a backup to {shown(url)}")
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"{shown(url)}: cannot be used as a target: {error}") from error
+
+    def blobs(self) -> set[bytes]:
+        return {bytes.fromhex(name) for name in self._names()}
+
+    def _names(self) -> list[str]:
+        folder = f"{self._root}/{FOLDER}"
+        found = self._files.find(folder) if self._files.exists(folder) else []
+        return [path.rsplit("/", 1)[-1] for path in found if not path.endswith(UNFINISHED)]
+
+    def _path(self, digest: bytes) -> str:
+        return f"{self._root}/{FOLDER}/{digest.hex()[:2]}/{digest.hex()}"
+
+    def put_blob(self, digest: bytes, body: bytes) -> None:
+        path = self._path(digest)
+        self._files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+        self._files.pipe_file(path + UNFINISHED, body)
+        self._files.mv(path + UNFINISHED, path)
+
+    def take(self, ledger: Path) -> None:
+        self._files.makedirs(self._root, exist_ok=True)
+        unfinished = f"{self._root}/{LEDGER}{UNFINISHED}"
+        self._files.put_file(str(ledger), unfinished)
+        self._files.mv(unfinished, f"{self._root}/{LEDGER}")
+
+    def sweep(self, named: set[bytes]) -> None:
+        for digest in self.blobs() - named:
+            self._files.rm_file(self._path(digest))
+
+
+SLICE = 1000
+"""Bodies pruned in one transaction: other writers wait for a slice, not for all."""
+PRUNABLE = """
+SELECT j.seq, g.id, LENGTH(j.body) FROM groups g INDEXED BY groups_unpruned CROSS JOIN tasks t ON t.group_id = g.id
+CROSS JOIN trajectories j ON j.task = t.id
+LEFT JOIN batches b ON b.id = g.batch LEFT JOIN evals e ON e.id = g.eval
+WHERE (g.state = 'trained' OR g.state = 'evaluated' OR g.state = 'dropped') AND g.num_pruned < g.num_trajectories
+AND j.pruned = 0 AND (
+    (g.state = 'trained' AND b.step < :before)
+    OR (g.purpose = 'eval' AND g.state IN ('evaluated', 'dropped') AND e.step < :before)
+    OR (g.purpose = 'train' AND g.state = 'dropped' AND MAX(g.ended_at, j.accepted_at) <= (
+        SELECT trained_at FROM batches WHERE state = 'trained' AND step = :before - 1)))
+LIMIT :slice
+"""
+
+
+@dataclass(frozen=True)
+class Pruned:
+    num_bodies: int
+    num_bytes: int
+
+    def __add__(self, other: Pruned) -> Pruned:
+        return Pruned(self.num_bodies + other.num_bodies, self.num_bytes + other.num_bytes)
+
+
+class Maintenance(Database):
+    def prune(self, step: int, keep: int = 0) -> Pruned:
+        """Deletes the bytes of trajectories that no resume from a durable checkpoint of `step` or later needs, except
+        those of the last `keep` steps before it."""
+        pruned = Pruned(0, 0)
+        while True:
+            with self.transaction():
+                found = _prune_slice(self, step - keep)
+            pruned += found
+            if found.num_bodies < SLICE:
+                return pruned + Pruned(0, self.sweep())
+
+    def sweep(self) -> int:
+        """Removes files that no row names: bodies that were pruned or wasted, or of calls that never committed. Returns
+        the number of bytes freed."""
+        return self.blobs.sweep({digest for (digest,) in self.execute(NAMED)})
+
+    def backup(self, target: str | Path) -> Backup:
+        """Copies the ledger to a folder or a URL; any thread may call it, beside any writer."""
+        place: BackupTarget = Remote(str(target)) if "://" in str(target) else Folder(Path(target))
+        with tempfile.TemporaryDirectory(prefix="backup-", dir=self.path.parent) as scratch:
+            copy = Path(scratch) / LEDGER
+            for attempt in range(1, MAX_ATTEMPTS + 1):
+                named = _snapshot(self.path, copy)
+                try:
+                    num_bytes, num_blobs = _copy_blobs(self.blobs, place, named)
+                    break
+                except LedgerError:
+                    if attempt == MAX_ATTEMPTS:
+                        raise
+            num_bytes += copy.stat().st_size
+            place.take(copy)
+        place.sweep(named)
+        return Backup(num_bytes, num_blobs)
+
+
+def _prune_slice(db: Database, before: int) -> Pruned:
+    """Deletes up to `SLICE` bodies that ended before a step; `sweep` removes those in files."""
+    rows = db.execute(PRUNABLE, {"before": before, "slice": SLICE}).fetchall()
+    db.executemany("UPDATE trajectories SET body = NULL, pruned = 1 WHERE seq = ?", [(seq,) for seq, _, _ in rows])
+    num_pruned = Counter(group for _, group, _ in rows)
+    db.executemany(
+        "UPDATE groups SET num_pruned = num_pruned + ? WHERE id = ?",
+        [(count, group) for group, count in num_pruned.items()],
+    )
+    return Pruned(len(rows), sum(size or 0 for _, _, size in rows))

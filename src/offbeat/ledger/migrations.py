@@ -1,0 +1,169 @@
+"""Upgrades of ledger files that an older Offbeat wrote.
+
+`RunFolder.open` calls `upgrade` while it holds the run's lock, so no other process works with the file. The old file is
+kept beside the new one as `ledger.sqlite.before-schema-N`. The upgrade is one transaction: a crash leaves the old file.
+Each entry of `MIGRATIONS` leads from its schema to the next one and is never edited after a release.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+from offbeat.errors import UserError
+from offbeat.files import fsync_file, fsync_folder
+from offbeat.ledger.rewards import reward_digest
+from offbeat.ledger.tables import SCHEMA
+
+log = logging.getLogger(__name__)
+
+TO_SCHEMA_6 = """
+ALTER TABLE segments RENAME TO old_segments;
+CREATE TABLE segments (
+    task INTEGER NOT NULL,
+    trajectory_index INTEGER NOT NULL,
+    start INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL CHECK (num_tokens >= 1),
+    version INTEGER REFERENCES versions (number),
+    worker TEXT NOT NULL,
+    num_compared INTEGER NOT NULL DEFAULT 0 CHECK (num_compared BETWEEN 0 AND num_tokens),
+    num_off INTEGER NOT NULL DEFAULT 0 CHECK (num_off BETWEEN 0 AND num_compared),
+    PRIMARY KEY (task, trajectory_index, start),
+    FOREIGN KEY (task, trajectory_index) REFERENCES trajectories (task, trajectory_index)
+) WITHOUT ROWID;
+CREATE INDEX segments_compared ON segments (worker, task, start, num_compared, num_off) WHERE num_compared > 0;
+-- As `partials.handed_in`: the first partial that already had the segment, since the last one that was wasted.
+INSERT INTO segments (task, trajectory_index, start, num_tokens, version, worker)
+SELECT s.task, s.trajectory_index, s.start, s.num_tokens, s.version, COALESCE((
+    SELECT p.worker FROM partials p WHERE p.task = s.task AND p.state <> 'wasted' AND p.num_sampled_tokens >= s.sampled
+    AND p.seq > (SELECT COALESCE(MAX(w.seq), 0) FROM partials w WHERE w.task = s.task AND w.state = 'wasted')
+    ORDER BY p.seq LIMIT 1), j.worker)
+FROM (SELECT *, SUM(IIF(version IS NULL, 0, num_tokens)) OVER (
+          PARTITION BY task, trajectory_index ORDER BY start) AS sampled FROM old_segments) s
+JOIN trajectories j ON j.task = s.task AND j.trajectory_index = s.trajectory_index;
+DROP TABLE old_segments;
+
+ALTER TABLE rewards RENAME TO old_rewards;
+CREATE TABLE rewards (
+    seq INTEGER PRIMARY KEY,
+    task INTEGER NOT NULL UNIQUE REFERENCES tasks (id),
+    value REAL,
+    parts TEXT,
+    error TEXT CHECK ((error IS NULL) = (value IS NOT NULL)),
+    digest BLOB NOT NULL,
+    scored_at REAL NOT NULL
+);
+INSERT INTO rewards SELECT seq, task, value, parts, error, reward_digest(task, value, parts, error), scored_at
+FROM old_rewards;
+DROP TABLE old_rewards;
+
+ALTER TABLE workers DROP COLUMN num_audited;
+ALTER TABLE workers DROP COLUMN num_audit_failures;
+
+CREATE TABLE trainers (
+    generation INTEGER PRIMARY KEY,
+    name TEXT NOT NULL,
+    host TEXT NOT NULL,
+    home TEXT NOT NULL,
+    began_at REAL NOT NULL,
+    checkpoint_step INTEGER
+);
+CREATE TABLE failures (
+    task INTEGER NOT NULL REFERENCES tasks (id),
+    fence INTEGER NOT NULL,
+    worker TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    detail TEXT,
+    failed_at REAL NOT NULL,
+    forgiven INTEGER NOT NULL DEFAULT 0 CHECK (forgiven IN (0, 1)),
+    PRIMARY KEY (task, fence)
+) WITHOUT ROWID;
+CREATE INDEX failures_by_worker ON failures (worker, forgiven, task);
+-- Schema 5 counted failed attempts without recording who made them.
+WITH RECURSIVE attempts (task, fence, num_left, reason, detail, failed_at) AS (
+    SELECT t.id, t.failed_fence, t.num_failures, COALESCE(t.reason, 'unknown'), t.detail, g.admitted_at
+    FROM tasks t JOIN groups g ON g.id = t.group_id WHERE t.num_failures > 0
+    UNION ALL
+    SELECT task, fence - 1, num_left - 1, reason, detail, failed_at FROM attempts WHERE num_left > 1)
+INSERT INTO failures (task, fence, worker, reason, detail, failed_at)
+SELECT task, fence, 'unknown', reason, detail, failed_at FROM attempts;
+CREATE INDEX tasks_to_retry ON tasks (worker, group_id) WHERE state = 'open' AND fence > 0 AND failed_fence = fence;
+
+CREATE TABLE set_aside (
+    seq INTEGER PRIMARY KEY,
+    worker TEXT NOT NULL,
+    why TEXT NOT NULL,
+    since REAL NOT NULL,
+    until REAL NOT NULL
+);
+"""
+
+MIGRATIONS: dict[int, str] = {5: TO_SCHEMA_6}
+"""SQL that brings a ledger from the schema named to the next one."""
+FUNCTIONS: tuple[tuple[str, int, Callable[..., bytes]], ...] = (("reward_digest", 4, reward_digest),)
+"""Python functions that the SQL calls: name, number of arguments, function."""
+
+
+def is_old(path: Path) -> bool:
+    """Whether `upgrade` has to run before the ledger at `path` can be opened."""
+    if not path.is_file():
+        return False
+    connection = sqlite3.connect(path)
+    try:
+        return _schema(connection) in MIGRATIONS
+    finally:
+        connection.close()
+
+
+def upgrade(path: Path) -> None:
+    """Brings the ledger at `path` to the current schema. Does nothing if it has it, or if no migration leads there."""
+    if not is_old(path):
+        return
+    connection = sqlite3.connect(path, isolation_level=None)
+    try:
+        found = _schema(connection)
+        assert found is not None
+        kept = _keep_copy(connection, path)
+        for name, num_arguments, function in FUNCTIONS:
+            connection.create_function(name, num_arguments, function, deterministic=True)
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA legacy_alter_table = ON")  # or renaming would repoint the references of other tables
+        steps = "".join(MIGRATIONS[schema] for schema in range(found, SCHEMA))
+        connection.executescript(f"BEGIN IMMEDIATE; {steps} UPDATE meta SET value = '{SCHEMA}' WHERE key = 'schema';")
+        broken = connection.execute("PRAGMA foreign_key_check").fetchone()
+        assert broken is None, f"{path}: table {broken[0]} refers to a missing row of {broken[2]}"
+        connection.execute("COMMIT")
+        log.info("%s: upgraded from schema %d to %d; the old file is %s", path, found, SCHEMA, kept)
+    except (sqlite3.DatabaseError, OSError) as error:
+        raise UserError(f"{path}: cannot be upgraded to schema {SCHEMA}: {error}; the file is as it was") from error
+    finally:
+        connection.close()  # and rolls back what was not committed
+
+
+def _schema(connection: sqlite3.Connection) -> int | None:
+    """The schema of a ledger; None for an empty file or one that is no ledger, which `Database` reports."""
+    try:
+        return int(connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()[0])
+    except (sqlite3.DatabaseError, TypeError, ValueError):
+        return None
+
+
+def _keep_copy(connection: sqlite3.Connection, path: Path) -> Path:
+    """Copies the ledger, with what its write-ahead log holds, beside itself."""
+    kept = path.with_name(f"{path.name}.before-schema-{SCHEMA}")
+    draft = kept.with_name(f"{kept.name}.part")
+    draft.unlink(missing_ok=True)
+    copy = sqlite3.connect(draft)
+    try:
+        connection.backup(copy)
+    finally:
+        copy.close()
+    shutil.copymode(path, draft)
+    fsync_file(draft)
+    os.replace(draft, kept)
+    fsync_folder(path.parent)
+    return kept

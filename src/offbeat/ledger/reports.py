@@ -1,0 +1,522 @@
+"""Reports for people: trajectories, tasks with their history, evaluation results, counts, and the whole run.
+
+Reads only, so that it may be used while the run continues; every figure is a sum over the tables. The ledger knows
+tokens; turning them into text is left to the caller. A pruned trajectory is reported without its tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from offbeat.ledger import partials, versions, workers
+from offbeat.ledger.database import Database
+from offbeat.ledger.errors import Unknown
+from offbeat.ledger.records import (
+    Counts,
+    EvalGroup,
+    EvalRound,
+    GroupState,
+    TokenCounts,
+    TrajectoryCounts,
+)
+from offbeat.ledger.tables import array
+from offbeat.ledger.versions import Versions
+from offbeat.rules.groups import trained_staleness
+from offbeat.trajectory import Reward, Trajectory
+
+ROWS = """
+SELECT j.seq, t.id, g.id, g.ordinal, t.member, g.purpose, g.source, g.state, b.step, r.value, r.error, j.num_tokens,
+       (SELECT MIN(version) FROM segments s WHERE s.task = t.id),
+       (SELECT MAX(version) FROM segments s WHERE s.task = t.id),
+       j.worker, j.ended_by, j.accepted_at, j.pruned
+FROM trajectories j JOIN tasks t ON t.id = j.task JOIN groups g ON g.id = t.group_id
+LEFT JOIN batches b ON b.id = g.batch LEFT JOIN rewards r ON r.task = t.id
+"""
+ORDERS = {
+    "latest": "ORDER BY j.seq DESC",
+    "best": "AND r.value IS NOT NULL ORDER BY r.value DESC, j.seq DESC",
+    "worst": "AND r.value IS NOT NULL ORDER BY r.value, j.seq DESC",
+    "oldest": "ORDER BY j.seq",
+}
+SLICE = 500
+PLAIN = ("group", "ordinal", "member", "purpose", "source", "state", "reason", "group_state", "group_reason")
+"""Fields of `TaskDetail` that are plain columns."""
+
+
+@dataclass(frozen=True)
+class TrajectoryRow:
+    """A trajectory in a list."""
+
+    seq: int
+    task: int
+    group: int
+    ordinal: int
+    member: int
+    purpose: str
+    source: str
+    state: str
+    """State of its group."""
+    step: int | None
+    """Step that it was claimed or trained for; None before that."""
+    reward: float | None
+    error: str | None
+    num_tokens: int
+    first_version: int | None
+    last_version: int | None
+    worker: str
+    ended_by: str
+    accepted_at: float
+    is_pruned: bool
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a task; `at` is wall time, None if it was not recorded."""
+
+    at: float | None
+    what: str
+
+
+@dataclass(frozen=True)
+class TokenRun:
+    """Segment of a trajectory, with its staleness in the batch that holds it."""
+
+    start: int
+    num_tokens: int
+    version: int | None
+    """None: given, not sampled."""
+    step: int | None
+    """Step of that version."""
+    is_abandoned: bool = False
+    staleness: int | None = None
+    """None if it was masked or is not claimed yet."""
+
+
+@dataclass(frozen=True)
+class TaskDetail:
+    """A task with its trajectory and history."""
+
+    task: int
+    group: int
+    ordinal: int
+    member: int
+    purpose: str
+    source: str
+    state: str
+    reason: str | None
+    group_state: str
+    group_reason: str | None
+    prompt: np.ndarray
+    problem: dict[str, Any]
+    trajectory: Trajectory | None
+    """The kept partial if it is unfinished; None if there is nothing, or it was pruned."""
+    is_pruned: bool
+    reward: float | None
+    rewards: tuple[Reward, ...]
+    error: str | None
+    step: int | None
+    segments: tuple[TokenRun, ...] = ()
+    history: tuple[Event, ...] = ()
+
+
+MAX_VERSIONS = 8
+
+
+@dataclass(frozen=True)
+class Producer:
+    """Contribution of one worker."""
+
+    worker: str
+    num_trajectories: int
+    num_tokens: int
+    """Sampled tokens."""
+    seconds: float
+    """Wall time from its first trajectory to its last."""
+    num_leased: int
+    num_partials: int = 0
+    """Partials that it handed back."""
+    num_failed: int = 0
+    """Its failed attempts."""
+    num_compared: int = 0
+    """Its tokens that audits compared with the weights of their version."""
+    num_off: int = 0
+    """Compared tokens with other log-probs than those weights give."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None without a time span to divide by."""
+        return self.num_tokens / self.seconds if self.seconds > 0 else None
+
+
+@dataclass(frozen=True)
+class OldestLease:
+    task: int
+    worker: str
+    seconds: float
+    """Wall time."""
+
+
+@dataclass(frozen=True)
+class VersionMade:
+    """A version, and the number of tokens sampled from it in accepted trajectories."""
+
+    number: int
+    step: int
+    is_abandoned: bool
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class RunReport:
+    counts: Counts
+    step: int | None
+    """Step trained next; None before the first version."""
+    version: int | None
+    tasks: Mapping[str, int] = field(default_factory=dict)
+    """Training tasks by state."""
+    producers: tuple[Producer, ...] = ()
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    """Trained tokens by their staleness."""
+    waits_for: str = ""
+    oldest_lease: OldestLease | None = None
+    num_partials: int = 0
+    """Partials that wait to be continued, or are being continued."""
+    suspects: Mapping[int, int] = field(default_factory=dict)
+    """Number of unfinished tasks by how many workers vanished with them, 1 or more."""
+    set_aside: Mapping[str, str] = field(default_factory=dict)
+    """Reasons of workers that get no tasks for a while."""
+    num_abandoned_versions: int = 0
+    versions: tuple[VersionMade, ...] = ()
+    """Latest versions."""
+
+
+class Reports(Versions):
+    def list_trajectories(
+        self, limit: int, order: str = "latest", step: int | None = None, after: int = 0
+    ) -> list[TrajectoryRow]:
+        """Trajectories in one of `ORDERS`, of a step or all, with `seq` above `after`."""
+        query = f"{ROWS} WHERE (:step IS NULL OR b.step = :step) AND j.seq > :after {ORDERS[order]} LIMIT :limit"
+        found = self.execute(query, {"step": step, "limit": limit, "after": after})
+        names = [column.name for column in fields(TrajectoryRow)]
+        return [TrajectoryRow(**dict(zip(names, (*row[:-1], bool(row[-1])), strict=True))) for row in found]
+
+    def walk_trajectories(self, step: int | None = None) -> Iterator[tuple[TrajectoryRow, Trajectory | None]]:
+        """All trajectories in order of acceptance, of a step or all, loaded in slices."""
+        after = 0
+        while found := self.list_trajectories(SLICE, "oldest", step, after):
+            yield from zip(found, self.load_trajectories(found), strict=True)
+            after = found[-1].seq
+
+    def load_trajectories(self, rows: list[TrajectoryRow]) -> list[Trajectory | None]:
+        """Trajectories of rows; None for one that was pruned."""
+        wanted = array([row.seq for row in rows if not row.is_pruned])
+        query = "SELECT seq, digest FROM trajectories WHERE seq IN (SELECT value FROM json_each(?))"
+        loaded = self.bodies.load(self.execute(query, (wanted,)).fetchall())
+        return [loaded.get(row.seq) for row in rows]
+
+    def task_detail(self, task: int) -> TaskDetail:
+        """One task with its trajectory and its history."""
+        query = """SELECT g.id, g.ordinal, t.member, g.purpose, g.source, t.state, t.reason, g.state, g.reason,
+                          g.prompt, g.problem, j.seq, j.digest, j.pruned, r.value, r.parts, r.error, b.step, b.bound
+                   FROM tasks t JOIN groups g ON g.id = t.group_id LEFT JOIN trajectories j ON j.task = t.id
+                   LEFT JOIN rewards r ON r.task = t.id LEFT JOIN batches b ON b.id = g.batch WHERE t.id = ?"""
+        row = self.execute(query, (task,)).fetchone()
+        if row is None:
+            (last,) = self.execute("SELECT MAX(id) FROM tasks").fetchone()
+            raise Unknown(f"task {task}: there are 1 to {last}" if last else f"task {task}: there are none yet")
+        prompt, problem, seq, digest, is_pruned, value, parts, error, step, max_staleness = row[9:]
+        trajectory = None if digest is None or is_pruned else self.bodies.load([(seq, digest)])[seq]
+        if digest is None:
+            query = "SELECT digest, body FROM partials WHERE task = ? AND state = 'kept'"
+            trajectory = partials.load(self, *(self.execute(query, (task,)).fetchone() or (None, None)))
+        return TaskDetail(
+            task=task,
+            **dict(zip(PLAIN, row[:9], strict=True)),
+            prompt=np.frombuffer(prompt, np.int32),
+            problem=json.loads(problem),
+            trajectory=trajectory,
+            is_pruned=bool(is_pruned),
+            reward=value,
+            rewards=() if parts is None else msgspec.json.decode(parts, type=tuple[Reward, ...]),
+            error=error,
+            step=step,
+            segments=_segments(self, task, trajectory, step, max_staleness),
+            history=_history(self, task, row[0]),
+        )
+
+    def counts(self) -> Counts:
+        """Sums over groups, trajectories and tokens; each generated token is counted once."""
+        groups: Counter[str] = Counter()
+        dropped: Counter[str] = Counter()
+        trajectories: Counter[str] = Counter()
+        tokens: Counter[str] = Counter()
+        wasted: Counter[str] = Counter()
+        columns = "state, purpose, reason, COUNT(*), SUM(num_trajectories), SUM(num_scored), SUM(num_sampled_tokens)"
+        query = f"""SELECT {columns} FROM groups WHERE state <> 'open' GROUP BY state, purpose, reason
+                    UNION ALL SELECT {columns} FROM groups WHERE state = 'open' GROUP BY state, purpose, reason"""
+        for state, purpose, reason, num_groups, num_trajectories, num_scored, num_tokens in self.execute(query):
+            tokens["generated"] += num_tokens
+            if purpose == "eval":
+                trajectories["evaluated"] += num_trajectories
+                tokens["evaluated"] += num_tokens
+                continue
+            groups[state] += num_groups
+            trajectories["accepted"] += num_trajectories
+            match GroupState(state):
+                case GroupState.TRAINED:
+                    trajectories["trained"] += num_scored
+                    trajectories["dropped"] += num_trajectories - num_scored
+                case GroupState.DROPPED:
+                    dropped[reason] += num_groups
+                    trajectories["dropped"] += num_trajectories
+                    wasted[reason] += num_tokens
+                case _:
+                    trajectories["waiting"] += num_trajectories
+                    tokens["waiting"] += num_tokens
+        trained, stale, abandoned, audit, oldest = self.execute(
+            "SELECT COALESCE(SUM(num_trained_tokens), 0), COALESCE(SUM(num_stale_tokens), 0), "
+            "COALESCE(SUM(num_abandoned_tokens), 0), COALESCE(SUM(num_audit_tokens), 0), "
+            "COALESCE(MAX(max_staleness), 0) FROM batches WHERE state = 'trained'"
+        ).fetchone()
+        left_out = """SELECT t.reason, SUM(j.num_sampled_tokens) FROM tasks t
+                      CROSS JOIN groups g ON g.id = t.group_id CROSS JOIN trajectories j ON j.task = t.id
+                      WHERE t.state = 'failed' AND g.state = 'trained'
+                      GROUP BY t.reason"""
+        wasted.update(dict(self.execute(left_out)))  # members that failed, of groups that were trained without them
+        query = """SELECT state, reason, SUM(num_sampled_tokens) FROM partials WHERE state <> 'continued'
+                   GROUP BY state, reason"""
+        for state, reason, num_tokens in self.execute(query):
+            tokens["generated"] += num_tokens
+            (tokens if state == "kept" else wasted)["partial" if state == "kept" else reason] += num_tokens
+        return Counts(
+            trajectories=TrajectoryCounts(**trajectories),
+            tokens=TokenCounts(
+                generated=tokens["generated"],
+                trained=trained,
+                masked={"stale": stale, "abandoned": abandoned, "audit": audit},
+                waiting=tokens["waiting"],
+                partial=tokens["partial"],
+                wasted={reason: count for reason, count in wasted.items() if count},
+                evaluated=tokens["evaluated"],
+            ),
+            groups=dict(groups),
+            dropped_groups=dict(dropped),
+            failed_tasks=dict(
+                self.execute("SELECT reason, COUNT(*) FROM tasks WHERE state = 'failed' GROUP BY reason")
+            ),
+            num_versions=int(self.execute("SELECT COUNT(*) FROM versions").fetchone()[0]),
+            max_staleness_trained=oldest,
+        )
+
+    def waiting_for(self) -> str:
+        """Describes what the next batch still needs."""
+        query = """SELECT state, COUNT(*) FROM groups WHERE (state = 'open' OR state = 'ready') AND purpose = 'train'
+                   GROUP BY state"""
+        states = dict(self.execute(query))
+        open_tasks, unscored = self.execute(
+            "SELECT SUM(t.state = 'open'), SUM(t.state = 'accepted') FROM groups g JOIN tasks t ON t.group_id = g.id "
+            "WHERE g.state = 'open'"
+        ).fetchone()
+        workers = self.execute(
+            "SELECT worker, COUNT(*) FROM tasks WHERE state = 'leased' GROUP BY worker ORDER BY worker"
+        )
+        leased = ", ".join(f"{count} by {worker}" for worker, count in workers) or "none"
+        return (
+            f"groups ready: {states.get('ready', 0)}, unfinished: {states.get('open', 0)}; tasks leased: {leased}; "
+            f"open: {open_tasks or 0}; without reward: {unscored or 0}"
+        )
+
+    def eval_results(self, step: int | None = None) -> list[EvalRound]:
+        """Evaluation rounds of a step, or all, in the order they were opened."""
+        query = "SELECT id, step, abandoned FROM evals WHERE ? IS NULL OR step = ? ORDER BY id"
+        return [
+            EvalRound(at, bool(is_abandoned), _eval_groups(self, round_id))
+            for round_id, at, is_abandoned in self.execute(query, (step, step)).fetchall()
+        ]
+
+    def eval_round(self, step: int) -> EvalRound | None:
+        """Evaluation of a step in the surviving history."""
+        return next((found for found in self.eval_results(step) if not found.is_abandoned), None)
+
+    def report(self) -> RunReport:
+        """Report of the whole run."""
+        with self.snapshot():
+            newest = self.latest_version()
+            return RunReport(
+                counts=self.counts(),
+                step=newest.step if newest else None,
+                version=newest.number if newest else None,
+                tasks=_tasks(self),
+                producers=_producers(self),
+                staleness=_staleness(self),
+                waits_for=self.waiting_for(),
+                oldest_lease=_oldest_lease(self),
+                num_partials=_one(self, "SELECT COUNT(*) FROM partials WHERE state = 'kept'"),
+                suspects=_suspects(self),
+                set_aside=_set_aside(self),
+                num_abandoned_versions=_one(self, "SELECT COUNT(*) FROM versions WHERE abandoned = 1"),
+                versions=_versions(self),
+            )
+
+
+def _segments(
+    db: Database, task: int, trajectory: Trajectory | None, step: int | None, max_staleness: int | None
+) -> tuple[TokenRun, ...]:
+    query = "SELECT start, num_tokens, version FROM segments WHERE task = ? ORDER BY start"
+    segments = db.execute(query, (task,)).fetchall()
+    if not segments and trajectory is not None:
+        segments = [(s.start, len(s.tokens), s.version) for s in trajectory.segments]
+    known = versions.lineage(db, {number for _, _, number in segments if number is not None})
+    found = []
+    for start, num_tokens, number in segments:
+        line = None if number is None else known[number]
+        if line is None:
+            found.append(TokenRun(start, num_tokens, None, None))
+        else:
+            age = None if step is None else trained_staleness(line.living_step, step, max_staleness or 0)
+            found.append(TokenRun(start, num_tokens, number, line.step, line.is_abandoned, age))
+    return tuple(found)
+
+
+def _history(db: Database, task: int, group: int) -> tuple[Event, ...]:
+    """Events of a task in order; one without a recorded time stands right after its issue."""
+    state, ended_at, admitted_at, again, reissued = db.execute(
+        "SELECT g.state, g.ended_at, g.admitted_at, g.reissue_of, (SELECT id FROM groups n WHERE n.reissue_of = g.id) "
+        "FROM groups g WHERE g.id = ?",
+        (group,),
+    ).fetchone()
+    events = [Event(admitted_at, "issued" + (f" again for group {again}" if again is not None else ""))]
+    events += _task_events(db, task)
+    query = """SELECT b.step, b.state, b.claimed_at, b.trained_at, b.from_version, m.num_trained_tokens,
+                      m.num_audit_tokens FROM batch_members m JOIN batches b ON b.id = m.batch
+               WHERE m.task = ? ORDER BY b.id"""
+    for step, batch, claimed_at, trained_at, number, num_trained, num_audited in db.execute(query, (task,)):
+        undone = ", which a resume took back" if batch == "undone" else ""
+        events.append(Event(claimed_at, f"claimed for step {step}{undone}"))
+        if trained_at is not None:
+            left_out = f"; an audit left out {num_audited} tokens" if num_audited else ""
+            trained = f"trained at step {step} from version {number}: {num_trained} tokens{left_out}{undone}"
+            events.append(Event(trained_at, trained))
+    if state == "dropped":
+        events.append(
+            Event(ended_at, "its group was dropped" + (f"; issued again as group {reissued}" if reissued else ""))
+        )
+    return tuple(sorted(events, key=lambda event: event.at or admitted_at))
+
+
+def _task_events(db: Database, task: int) -> list[Event]:
+    worker, fence, leased_at, num_failures, num_losses, detail = db.execute(
+        "SELECT worker, fence, leased_at, num_failures, num_losses, detail FROM tasks WHERE id = ?", (task,)
+    ).fetchone()
+    events = []
+    if fence:
+        before = f", after {fence - 1} leases before" if fence > 1 else ""
+        events.append(Event(leased_at, f"leased by {worker}{before}"))
+    if num_failures or num_losses:
+        why = f": {detail}" if detail else ""
+        events.append(Event(None, f"{num_failures} attempts failed, {num_losses} workers vanished with it{why}"))
+    query = "SELECT stored_at, worker, num_sampled_tokens, state, reason FROM partials WHERE task = ? ORDER BY seq"
+    for at, who, num_tokens, state, reason in db.execute(query, (task,)):
+        fate = f"{state} ({reason})" if reason else state
+        events.append(Event(at, f"handed back unfinished by {who} after {num_tokens} tokens: {fate}"))
+    query = "SELECT accepted_at, worker, ended_by, num_tokens FROM trajectories WHERE task = ?"
+    for at, who, ended_by, num_tokens in db.execute(query, (task,)):
+        events.append(Event(at, f"accepted from {who}: {num_tokens} tokens, ended by {ended_by}"))
+    query = "SELECT scored_at, value, error FROM rewards WHERE task = ?"
+    for at, value, error in db.execute(query, (task,)):
+        events.append(Event(at, f"scored: {value:g}" if error is None else f"could not be scored: {error}"))
+    return events
+
+
+def _eval_groups(db: Database, round_id: int) -> tuple[EvalGroup, ...]:
+    rewards: dict[int, list[float]] = {}
+    query = """SELECT t.group_id, r.value
+               FROM groups g JOIN tasks t ON t.group_id = g.id JOIN rewards r ON r.task = t.id
+               WHERE g.eval = ? AND t.state = 'scored' ORDER BY t.id"""
+    for group, value in db.execute(query, (round_id,)):
+        rewards.setdefault(group, []).append(value)
+    query = "SELECT id, ordinal, source, state, reason, num_failed, size FROM groups WHERE eval = ? ORDER BY ordinal"
+    return tuple(
+        EvalGroup(group, ordinal, source, GroupState(state), reason, tuple(rewards.get(group, ())), num_failed, size)
+        for group, ordinal, source, state, reason, num_failed, size in db.execute(query, (round_id,))
+    )
+
+
+def _tasks(db: Database) -> dict[str, int]:
+    query = """SELECT t.state, COUNT(*) FROM tasks t JOIN groups g ON g.id = t.group_id
+               WHERE g.purpose = 'train' GROUP BY t.state ORDER BY t.state"""
+    return dict(db.execute(query))
+
+
+def _one(db: Database, query: str) -> int:
+    return int(db.execute(query).fetchone()[0])
+
+
+def _oldest_lease(db: Database) -> OldestLease | None:
+    query = "SELECT id, worker, leased_at FROM tasks WHERE state = 'leased' ORDER BY leased_at, id LIMIT 1"
+    row = db.execute(query).fetchone()
+    return None if row is None else OldestLease(row[0], row[1], max(0.0, db.wall_clock() - row[2]))
+
+
+def _suspects(db: Database) -> dict[int, int]:
+    query = """SELECT num_losses, COUNT(*) FROM tasks WHERE num_losses > 0 AND state IN ('open', 'leased')
+               GROUP BY num_losses ORDER BY num_losses"""
+    return dict(db.execute(query))
+
+
+def _set_aside(db: Database) -> dict[str, str]:
+    query = "SELECT worker, why, until FROM set_aside WHERE until > ? ORDER BY seq"
+    now = db.wall_clock()
+    return {worker: f"for another {until - now:.0f} s, {why}" for worker, why, until in db.execute(query, (now,))}
+
+
+def _versions(db: Database) -> tuple[VersionMade, ...]:
+    query = "SELECT number, step, abandoned FROM versions ORDER BY number DESC LIMIT ?"
+    latest = db.execute(query, (MAX_VERSIONS,)).fetchall()[::-1]
+    query = "SELECT version, SUM(num_tokens) FROM segments WHERE version >= ? GROUP BY version"
+    tokens = dict(db.execute(query, (latest[0][0],))) if latest else {}
+    return tuple(VersionMade(number, step, bool(gone), tokens.get(number, 0)) for number, step, gone in latest)
+
+
+def _producers(db: Database) -> tuple[Producer, ...]:
+    leased = dict(db.execute("SELECT worker, COUNT(*) FROM tasks WHERE state = 'leased' GROUP BY worker"))
+    partials = dict(db.execute("SELECT worker, COUNT(*) FROM partials GROUP BY worker"))
+    failed = dict(db.execute("SELECT worker, COUNT(*) FROM failures GROUP BY worker"))
+    compared = workers.num_compared(db)
+    query = """SELECT worker, COUNT(*), SUM(num_sampled_tokens), MAX(accepted_at) - MIN(accepted_at)
+               FROM trajectories GROUP BY worker"""
+    made = {worker: (num, tokens, seconds) for worker, num, tokens, seconds in db.execute(query)}
+    return tuple(
+        Producer(
+            worker,
+            *made.get(worker, (0, 0, 0.0)),
+            num_leased=leased.get(worker, 0),
+            num_partials=partials.get(worker, 0),
+            num_failed=failed.get(worker, 0),
+            num_compared=compared.get(worker, (0, 0))[0],
+            num_off=compared.get(worker, (0, 0))[1],
+        )
+        for worker in sorted({*made, *leased, *partials, *failed})
+    )
+
+
+def _staleness(db: Database) -> dict[int, int]:
+    """Trained tokens by staleness; tokens above the bound, and of abandoned versions, were masked."""
+    query = """SELECT v.step, b.step, b.bound, SUM(s.num_tokens)
+               FROM batches b JOIN batch_members m ON m.batch = b.id
+               JOIN segments s ON s.task = m.task JOIN versions v ON v.number = s.version
+               WHERE b.state = 'trained' AND m.num_trained_tokens > 0 AND v.abandoned = 0
+               GROUP BY b.id, v.step"""
+    found: Counter[int] = Counter()
+    for token_step, step, max_staleness, num_tokens in db.execute(query):
+        age = trained_staleness(token_step, step, max_staleness)
+        if age is not None:
+            found[age] += num_tokens
+    return dict(sorted(found.items()))

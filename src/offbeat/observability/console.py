@@ -1,0 +1,290 @@
+"""The console: a line a step, a progress bar, and the results at the end.
+
+`rich` draws on a terminal, `plain` writes lines for a log, `quiet` prints alarms alone. All show the same figures in 80
+columns; a missing figure is blank. Of steps that follow faster than a person reads, some get no line; evaluations, the
+first and the last step always do.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self, TextIO
+
+from rich.console import Console as RichConsole
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+Row = Mapping[str, Any]
+Clock = Callable[[], float]
+
+STAGES = ("generate", "reward", "train", "publish")
+RICH_LINE_EVERY_S = 1.0
+PLAIN_LINE_EVERY_S = 5.0
+"""Longer, because logs are read afterwards and should not hold a line for every step."""
+COLUMNS = (("step", 9), ("reward", 7), ("held-out", 9), ("length", 7), ("gap", 8), ("tok/s", 7), ("smp/s", 7))
+SPLIT = "g/r/t/p/o %"
+LEGEND = "gap: engine vs trainer; g/r/t/p/o %: generate, reward, train, publish, other"
+
+
+class Console(Protocol):
+    """Shows steps in order; use it in a `with` statement, which restores the terminal."""
+
+    def step(self, row: Row) -> None: ...
+    def note(self, text: str) -> None:
+        """Something worth knowing."""
+        ...
+
+    def alarm(self, text: str) -> None:
+        """Something that a person should act upon."""
+        ...
+
+    def finish(self, summary: Row, folder: str) -> None:
+        """Shows the results and possible next commands."""
+        ...
+
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+def open_console(mode: str, num_steps: int, first_step: int = 0, file: TextIO | None = None) -> Console:
+    """The console for `log.console`; `auto` draws on a terminal and writes plain lines elsewhere."""
+    file = file or sys.stdout
+    if mode == "auto":
+        mode = "rich" if file.isatty() else "plain"
+    if mode == "rich":
+        return TerminalConsole(num_steps, first_step, file)
+    return PlainConsole(num_steps, file, quiet=mode == "quiet")
+
+
+class PlainConsole:
+    """Lines for logs and pipes."""
+
+    def __init__(self, num_steps: int, file: TextIO, *, quiet: bool = False, clock: Clock = time.monotonic):
+        self.file, self.quiet = file, quiet
+        self.due = LineDue(num_steps, PLAIN_LINE_EVERY_S, clock)
+        self.num_steps = num_steps
+        self.has_header = False
+
+    def step(self, row: Row) -> None:
+        if self.quiet or not self.due(row):
+            return
+        if not self.has_header:
+            self._print(LEGEND)
+            self._print(header())
+            self.has_header = True
+        self._print(line(row, self.num_steps))
+
+    def note(self, text: str) -> None:
+        if not self.quiet:
+            self._print(text)
+
+    def alarm(self, text: str) -> None:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def finish(self, summary: Row, folder: str) -> None:
+        if not self.quiet:
+            for name, text in closing_lines(summary, folder):
+                self._print(f"{name:<10} {text}")
+
+    def close(self) -> None:
+        pass  # every line was flushed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _print(self, text: str) -> None:
+        """Prints a line; one that a full disk has no room for is lost, but the figures are in the run's files."""
+        try:
+            print(text, file=self.file, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass
+
+
+class LineDue:
+    """Decides which steps get a line."""
+
+    def __init__(self, num_steps: int, every_s: float, clock: Clock):
+        self.num_steps, self.every_s, self.clock = num_steps, every_s, clock
+        self.last_s = -math.inf
+
+    def __call__(self, row: Row) -> bool:
+        if held_out(row) is not None and "reward" not in row:
+            return True  # an evaluation does not delay the next step's line
+        always = row.get("step", 0) >= self.num_steps
+        if not always and self.clock() - self.last_s < self.every_s:
+            return False
+        self.last_s = self.clock()
+        return True
+
+
+def header() -> str:
+    return "".join(f"{name:>{width}}" for name, width in COLUMNS) + f"  {SPLIT}"
+
+
+def line(row: Row, num_steps: int) -> str:
+    """A step's figures below `header`."""
+    cells = [
+        f"{row['step']}/{num_steps}" if "step" in row else "",
+        _number(row.get("reward"), ".3f"),
+        _number(held_out(row), ".3f"),
+        _number(row.get("length"), ".1f"),
+        _number(row.get("logprob_gap"), ".1e"),
+        short(row.get("tokens_per_second")),
+        short(row.get("samples_per_second")),
+    ]
+    text = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))
+    return f"{text}  {time_split(row)}".rstrip()
+
+
+def held_out(row: Row) -> float | None:
+    """The mean held-out reward of a row that carries an evaluation, whatever its k."""
+    return next((value for key, value in row.items() if key.startswith("eval_mean@")), row.get("eval_reward"))
+
+
+def time_split(row: Row) -> str:
+    """Each stage's share of the step's seconds, in percent, such as `62/1/30/5/2`."""
+    seconds = row.get("seconds")
+    spent = [row.get(f"time_{stage}_s", 0.0) for stage in STAGES]
+    if not seconds or not any(spent):
+        return ""
+    total = max(seconds, sum(spent))  # stages that overlap may add up to more than the step
+    return "/".join(str(round(100 * part / total)) for part in [*spent, total - sum(spent)])
+
+
+def closing_lines(summary: Row, folder: str) -> list[tuple[str, str]]:
+    """The results as pairs of a name and a text; what the summary lacks is left out."""
+    words = [("reward", _from_to(summary.get("reward_first"), summary.get("reward_last")))]
+    words.append(("held-out", _from_to(summary.get("eval_first"), summary.get("eval_last"))))
+    seconds, steps = summary.get("seconds"), summary.get("steps")
+    if seconds is not None and steps is not None:
+        words.append(("time", f"{_steps(steps)} in {duration(seconds)}"))
+    speed = [("samples_per_second", "samples/s"), ("tokens_per_second", "tokens/s")]
+    words.append(("speed", ", ".join(f"{short(summary[key])} {unit}" for key, unit in speed if summary.get(key))))
+    if failures := summary.get("failures"):
+        counts = ", ".join(f"{count} by {reason}" for reason, count in failures.items())
+        words.append(("failed", f"{counts}; left out of training, see {folder}/logs"))
+    words.append(("run", folder))
+    if summary.get("finished") is False:
+        words.append(("next", f"offbeat train --resume {folder}"))
+    elif steps:
+        words.append(("next", f"offbeat export {folder} MODEL_DIR"))
+        words.append(("or", f"offbeat train --resume {folder} --run.steps {2 * steps}"))
+    return [(name, text) for name, text in words if text]
+
+
+def duration(seconds: float) -> str:
+    """`8.2 s`, `2 min 5 s` or `3 h 12 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def short(value: float | None) -> str:
+    """A rate in three or four characters, such as `9.3`, `847`, `12.3k`."""
+    if value is None or not math.isfinite(value):
+        return ""
+    for unit, scale in (("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.1f}{unit}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None or not math.isfinite(value) else format(value, form)
+
+
+def _from_to(first: float | None, last: float | None) -> str:
+    return f"{first:.3f} → {last:.3f}" if first is not None and last is not None else ""
+
+
+def _steps(steps: int) -> str:
+    return f"{steps} step" if steps == 1 else f"{steps} steps"
+
+
+REFRESH_PER_S = 4
+LINES_PER_HEADER = 20
+"""So that a screen always shows the names of its columns."""
+
+
+class TerminalConsole:
+    """Lines that scroll above a bar with the latest reward, drawn by rich; other output goes above the bar, too."""
+
+    def __init__(self, num_steps: int, first_step: int, file: TextIO, *, clock: Clock = time.monotonic):
+        self.num_steps = num_steps
+        self.rich = RichConsole(file=file, highlight=False)
+        self.due = LineDue(num_steps, RICH_LINE_EVERY_S, clock)
+        self.num_lines = 0
+        self.progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[reward]}", style="bold"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.rich,
+            refresh_per_second=REFRESH_PER_S,
+            expand=True,
+            transient=True,
+        )
+        self.bar = self.progress.add_task("train", total=num_steps, completed=first_step, reward="")
+
+    def step(self, row: Row) -> None:
+        reward = row.get("reward")
+        if reward is not None:
+            self.progress.update(self.bar, completed=row.get("step", 0), reward=f"reward {reward:.3f}")
+        if not self.due(row):
+            return
+        if self.num_lines == 0:
+            self.rich.print(Text(LEGEND, style="dim"), soft_wrap=True)
+        if self.num_lines % LINES_PER_HEADER == 0:
+            self.rich.print(Text(header(), style="dim bold"), soft_wrap=True)
+        style = "cyan" if held_out(row) is not None else ""
+        self.rich.print(Text(line(row, self.num_steps), style=style), soft_wrap=True)
+        self.num_lines += 1
+
+    def note(self, text: str) -> None:
+        self.rich.print(Text(text), soft_wrap=True)
+
+    def alarm(self, text: str) -> None:
+        self.rich.print(Text(f"warning: {text}", style="bold yellow"), soft_wrap=True)
+
+    def finish(self, summary: Row, folder: str) -> None:
+        self.progress.stop()
+        table = Table.grid(padding=(0, 2))
+        for name, text in closing_lines(summary, folder):
+            style = "bold green" if name in ("reward", "held-out") else ""
+            table.add_row(Text(name, style="dim"), Text(text, style=style, overflow="fold"))
+        title, color = ("stopped", "yellow") if summary.get("finished") is False else ("done", "green")
+        self.rich.print(Panel(table, title=title, title_align="left", border_style=color, expand=False))
+
+    def close(self) -> None:
+        self.progress.stop()
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,162 @@
+"""Files of JSON lines, such as metrics and events: appending to them, and reading back the rows that survived.
+
+A row's `step` counts finished steps: row 3 is about the third step and its weights; row 0, if there is one, is an
+evaluation before training. After a resume from an older checkpoint, steps that are trained again are written again
+under a higher `attempt`; `survivors` keeps the latest attempt at each step.
+
+A line that is not a row, such as one left by a broken disk or another program, is skipped with one warning.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from offbeat.files import cannot_write
+
+Row = dict[str, Any]
+
+FIGURES = ("reward", "seconds", "samples", "tokens", "eval_")
+"""Prefixes of the figures that the summary and the picture use."""
+_warned: set[tuple[Path, int]] = set()
+"""Lines with a warning already: files are read more than once, and lines never change."""
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The surviving rows of a metrics file, by step; none if there is no file."""
+    return survivors(read_rows(path, _metrics_trouble))
+
+
+def read_events(path: Path) -> list[Row]:
+    """The rows of an events file, in their order; none if there is no file."""
+    return read_rows(path, _event_trouble)
+
+
+def read_rows(path: Path, trouble: Callable[[Row], str | None]) -> list[Row]:
+    """The rows of a file of JSON lines; one that is none, or that `trouble` objects to, is skipped with a warning."""
+    if not path.is_file():
+        return []
+    rows = []
+    lines = path.read_bytes().split(b"\n")[:-1]  # the rest is half a line, still being written
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            problem = trouble(row) if isinstance(row, dict) else "not a JSON object"
+        except (ValueError, RecursionError):
+            problem = "not JSON"
+        if problem is None:
+            rows.append(row)
+        elif (path, number) not in _warned:
+            _warned.add((path, number))
+            print(f"warning: {path}: line {number} is skipped: {problem}", file=sys.stderr, flush=True)
+    return rows
+
+
+def _metrics_trouble(row: Row) -> str | None:
+    if not _is_count(row.get("step")):
+        return "it has no step"
+    if not _is_count(row.get("attempt", 1)):
+        return "its attempt is no number"
+    for name, value in row.items():
+        if name.startswith(FIGURES) and not isinstance(value, (int, float, type(None))):
+            return f"its {name} is no number"
+    return None
+
+
+def _event_trouble(row: Row) -> str | None:
+    if not isinstance(row.get("event"), str):
+        return "it names no event"
+    wrong = [name for name in ("attempt", "step") if name in row and not _is_count(row[name])]
+    return f"its {wrong[0]} is no number" if wrong else None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def survivors(rows: Iterable[Row]) -> list[Row]:
+    """One row per step, in order, without those that a later attempt undid.
+
+    An attempt undoes all rows from the first step that it trains on. An evaluation may come later than its step, in a
+    row of its own, and undoes nothing.
+    """
+    kept: dict[int, Row] = {}
+    begun: set[int] = set()
+    for row in rows:
+        attempt, step = row.get("attempt", 1), row["step"]
+        if "reward" in row and attempt not in begun:
+            begun.add(attempt)
+            kept = {s: old for s, old in kept.items() if s < step or old.get("attempt", 1) >= attempt}
+        kept[step] = {**kept.get(step, {}), **row}
+    return [kept[step] for step in sorted(kept)]
+
+
+TAIL_BYTES = 1 << 16
+"""Read at a time in search of the last line break."""
+
+
+class Appender:
+    """Appends lines from any thread.
+
+    The operating system has a line before `line` returns, unless the file is `buffered`. Half a line of a killed
+    process is cut off at the next opening. A line that cannot be written is an error: a run must not go on unobserved.
+    """
+
+    def __init__(self, path: Path, *, buffered: bool = False):
+        self.path, self.buffered = path, buffered
+        self._lock = threading.Lock()
+        try:
+            cut_half_line(path)
+            self._file = io.BufferedWriter(io.FileIO(path, "ab"))
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    @property
+    def num_bytes(self) -> int:
+        """The file's size, buffered lines included."""
+        return self._file.tell()
+
+    def line(self, text: str) -> None:
+        try:
+            with self._lock:
+                self._file.write(text.encode() + b"\n")
+                if not self.buffered:
+                    self._file.flush()
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def flush(self) -> None:
+        try:
+            with self._lock:
+                self._file.flush()
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+
+def cut_half_line(path: Path) -> None:
+    """Cuts a file back to its last whole line."""
+    if not path.is_file():
+        return
+    with open(path, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - TAIL_BYTES)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start + newline + 1)
+                return
+            end = start
+        file.truncate(0)

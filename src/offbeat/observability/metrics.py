@@ -1,0 +1,286 @@
+"""Rows of metrics.jsonl, lines on the console and the summary, from what trainer and coordinator report."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from offbeat.ledger.records import Batch, Counts, EvalGroup, EvalRound, GroupState, Member
+from offbeat.observability.console import Console, held_out
+from offbeat.observability.metric_files import read_metrics
+from offbeat.observability.sinks import Sink
+
+if TYPE_CHECKING:
+    from offbeat.launch.run_folder import RunFolder
+    from offbeat.trainer.trainer import StepReport
+    from offbeat.weights.publish import PublishFigures
+
+
+def eval_figures(finished: EvalRound) -> dict[str, float]:
+    """mean@k and pass@k over the held-out prompts, in all and, where there are several, by source.
+
+    pass@k is the mean over prompts of the best of k rewards, which for rewards of 0 and 1 is the usual one. Members
+    whose reward failed are left out; prompts without a scored member are counted apart.
+    """
+    judged = [group for group in finished.groups if group.state is GroupState.EVALUATED and group.rewards]
+    figures: dict[str, float] = {"eval_step": finished.step, "eval_prompts": len(judged)}
+    if not judged:
+        return figures
+    figures.update(_means("eval", judged))
+    sources = sorted({group.source for group in judged})
+    if len(sources) > 1:
+        for source in sources:
+            figures.update(_means(f"eval/{source}", [group for group in judged if group.source == source]))
+    return figures
+
+
+def _means(prefix: str, groups: Sequence[EvalGroup]) -> dict[str, float]:
+    k = max(group.size for group in groups)
+    return {
+        f"{prefix}_mean@{k}": sum(sum(group.rewards) / len(group.rewards) for group in groups) / len(groups),
+        f"{prefix}_pass@{k}": sum(max(group.rewards) for group in groups) / len(groups),
+    }
+
+
+EVENT = "event"
+"""The key that marks a report of the trainer as an event; others are steps."""
+FIRST_STEPS, LAST_STEPS = 3, 10
+"""Steps over which a run's first and last reward are means: one step is too noisy, and learning is fastest first."""
+
+
+class Reporter:
+    """Writes a row a step to the run's folder, the console and the sinks."""
+
+    def __init__(self, folder: RunFolder, console: Console, sinks: Sequence[Sink]):
+        self.folder, self.console, self.sinks = folder, console, list(sinks)
+        self._last_s = time.monotonic()
+        self._num_failed = 0
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.folder.event(kind, **fields)
+        if kind == "logprob_gap":
+            self.console.alarm(
+                f"step {fields['step']}: engine and trainer disagree by {fields['gap']:.2g} about fresh tokens, "
+                f"over loss.max_logprob_gap = {fields['limit']:g}"
+            )
+        elif kind == "unused_weights":
+            self.console.alarm(f"reward.weights: no reward has given {', '.join(fields['names'])} so far")
+        elif kind == "backup_failed":
+            self.console.alarm(f"the ledger was not copied to {fields['target']}: {fields['error']}")
+        elif kind == "quarantine":
+            self.console.alarm(f"worker {fields['worker']} is shut out: {fields['why']}")
+        elif kind == "evaluation_left_out":
+            self.console.alarm(
+                f"the evaluation of step {fields['step']} is left out: it was not complete {fields['waited_s']:.0f} s "
+                "after the last step"
+            )
+        elif kind == "set_aside":
+            self.console.alarm(
+                f"worker {fields['worker']} is given nothing for {fields['seconds']:g} s: {fields['why']}"
+            )
+        elif kind == "clamped":
+            self.console.alarm(
+                f"step {fields['step']}: {fields['share']:.2%} of the tokens have a log-ratio beyond the clamp: what "
+                "they were sampled from has little to do with what is trained"
+            )
+        elif kind == "resume":
+            self.console.note(f"resumed at step {fields['step']} as version {fields['version']}")
+
+    def stopping(self, why: str) -> None:
+        """Reports a request to end the run before its last step."""
+        self.event("stop", why=why)
+        self.console.note(f"stopping ({why}): finishing the step under way, then a checkpoint; once more to leave now")
+
+    def report(
+        self,
+        row: Mapping[str, Any],
+        times: Mapping[str, float],
+        num_failed: int,
+        carried: Callable[[], Mapping[str, float]],
+    ) -> None:
+        """Handles a report of the trainer: an event or a finished step. `carried` counts partials since the last."""
+        if EVENT in row:
+            self.event(row[EVENT], **{key: value for key, value in row.items() if key != EVENT})
+        else:
+            self.step(row, times, num_failed, carried())
+
+    def step(
+        self, row: Mapping[str, Any], times: Mapping[str, float], num_failed: int, carried: Mapping[str, float]
+    ) -> None:
+        """Emits a step's `row` (see `step_row`); `times` are the seconds of generation and rewards, `num_failed` all
+        failures of this attempt so far."""
+        failures, self._num_failed = num_failed - self._num_failed, num_failed
+        if failures == num_failed > 0:
+            self.console.alarm(
+                f"step {row['step']}: {failures} samples failed and are left out; {self.folder.logs} says why"
+            )
+        now_s = time.monotonic()
+        seconds, self._last_s = now_s - self._last_s, now_s
+        self._emit(
+            {
+                **row,
+                "failures": failures,
+                **carried,
+                "seconds": seconds,
+                "tokens_per_second": row["tokens"] / seconds,
+                "samples_per_second": row["samples"] / seconds,
+                **{f"time_{name}_s": value for name, value in times.items()},
+            }
+        )
+
+    def evaluation(self, finished: EvalRound) -> None:
+        figures = eval_figures(finished)
+        self._emit({"step": finished.step, **{k: v for k, v in figures.items() if k != "eval_step"}})
+
+    def finish(self, *, seconds: float, stopped_by: str | None, counts: Counts) -> dict[str, Any]:
+        """Writes and shows the summary of the surviving history."""
+        rows = read_metrics(self.folder.metrics_file)
+        finished = stopped_by is None
+        summary = {
+            "run": str(self.folder.path),
+            **summarise(rows, seconds + _seconds_before(rows, self.folder.attempt), counts),
+            "finished": finished,
+            "stopped_by": stopped_by,
+        }
+        self.folder.summary(summary)
+        self.folder.event("end", step=summary["steps"], finished=finished)
+        self._plot(rows)
+        self.console.finish(summary, str(self.folder.path))
+        return summary
+
+    def _emit(self, row: dict[str, Any]) -> None:
+        self.folder.metrics(row)
+        self.console.step(row)
+        for sink in list(self.sinks):
+            try:
+                sink.log(row)
+            except OSError as error:  # the run's own files come first, and have the row
+                self.sinks.remove(sink)
+                self.console.alarm(f"log.sinks: {type(sink).__name__} gets no more rows: {error}")
+
+    def _plot(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        from offbeat.observability.plot import plot_rewards
+
+        picture = self.folder.path / "reward.png"
+        try:
+            plot_rewards(rows, picture)
+        except OSError as error:  # the run itself is safe on disk by now
+            self.console.alarm(f"{picture}: cannot be written: {error.strerror}")
+
+
+def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) -> dict[str, Any]:
+    """The trainer's part of a step's row. `spans` are seconds by part of the step; each prompt was drawn as
+    `num_siblings` groups."""
+    members = [member for group in report.batch.groups for member in group.members]
+    rewards = np.array([member.reward for member in members])
+    lengths = np.array([member.trajectory.num_tokens for member in members])
+    cut = np.array([member.trajectory.end == "length" for member in members])
+    ages = np.concatenate([member.staleness[member.mask] for member in members])
+    row = {
+        "step": report.step + 1,
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "length": float(lengths.mean()),
+        "length_max": int(lengths.max()),
+        "cut_share": float(cut.mean()),
+        "lr": report.lr,
+        **report.metrics.row(),
+        "staleness": float(ages.mean()) if len(ages) else 0.0,
+        "staleness_max": int(ages.max(initial=0)),
+        "off_policy_share": float((ages > 0).mean()) if len(ages) else 0.0,
+        "samples": len(members),
+        "tokens": int(lengths.sum()),
+        "dropped_no_signal": report.batch.num_no_signal,
+        **{f"time_{name}_s": value for name, value in spans.items()},
+        **(_siblings_row(report.batch, num_siblings) if num_siblings > 1 else {}),
+        **_weights_row(report.weights),
+    }
+    by_source = {group.source for group in report.batch.groups}
+    if len(by_source) > 1:
+        for source in sorted(by_source):
+            own = [m.reward for g in report.batch.groups if g.source == source for m in g.members]
+            row[f"reward/{source}"] = float(np.mean(own))
+    return row | _parts_row(members)
+
+
+def _siblings_row(batch: Batch, num_siblings: int) -> dict[str, float]:
+    """Shares of answers trained before all their siblings were known; those released early are the short ones."""
+    num_here = Counter(group.prompt for group in batch.groups)
+    num_known = np.array([num_here[group.prompt] + len(group.earlier) for group in batch.groups])
+    lengths = np.array([member.trajectory.num_tokens for group in batch.groups for member in group.members])
+    is_early = num_known < num_siblings
+    row = {"lone_share": float(np.mean(num_known == 1)), "early_share": float(is_early.mean())}
+    if is_early.any():
+        row["early_length"] = float(lengths[is_early].mean() / lengths.mean())
+    return row
+
+
+def _parts_row(members: Sequence[Member]) -> dict[str, float]:
+    """Means of a reward's parts, before their weights; nothing where all rewards are one number."""
+    values: dict[str, list[float]] = {}
+    for member in members:
+        own: dict[str, float] = {}
+        for reward in member.rewards:
+            own[reward.name] = own.get(reward.name, 0.0) + reward.value
+        for name, value in own.items():
+            values.setdefault(name, []).append(value)
+    return {f"part/{name}": float(np.mean(found)) for name, found in sorted(values.items())} if len(values) > 1 else {}
+
+
+def _weights_row(figures: PublishFigures | None) -> dict[str, Any]:
+    """Figures of publishing the step's version; empty where it was one whole file."""
+    if figures is None or not figures.coded_bytes:
+        return {}
+    return {
+        "weights_kind": figures.kind.value,
+        "weights_bytes": sum(figures.coded_bytes.values()),
+        "weights_density": figures.density,
+        "weights_encode_s": figures.encode_s,
+        "weights_flush_s": figures.flush_s,
+    }
+
+
+def _seconds_before(rows: Sequence[Mapping[str, Any]], attempt: int) -> float:
+    """Seconds of the surviving steps of earlier attempts."""
+    return _sum([row for row in rows if "reward" in row and row.get("attempt", 1) < attempt], "seconds")
+
+
+def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts) -> dict[str, Any]:
+    """A run's summary from its surviving rows."""
+    steps = [row for row in rows if "reward" in row]
+    evals = [value for row in rows if (value := held_out(row)) is not None]
+    spent = _sum(steps, "seconds")
+    half = max(1, len(steps) // 2)
+
+    def mean_reward(part: Sequence[Mapping[str, Any]]) -> float | None:
+        rewards = [row["reward"] for row in part if row["reward"] is not None]
+        return float(np.mean(rewards)) if rewards else None
+
+    trajectories = counts.trajectories
+    return {
+        "steps": steps[-1]["step"] if steps else 0,
+        "seconds": seconds,
+        "reward_first": mean_reward(steps[: min(FIRST_STEPS, half)]),
+        "reward_last": mean_reward(steps[-min(LAST_STEPS, half) :]),
+        "eval_first": evals[0] if evals else None,
+        "eval_last": evals[-1] if evals else None,
+        "samples_per_second": _sum(steps, "samples") / spent if spent else None,
+        "tokens_per_second": _sum(steps, "tokens") / spent if spent else None,
+        "max_staleness_trained": counts.max_staleness_trained,
+        "trajectories": {
+            "accepted": trajectories.accepted,
+            "trained": trajectories.trained,
+            "waiting": trajectories.waiting,
+            "dropped": trajectories.dropped,
+        },
+        "versions": counts.num_versions,
+        "failures": dict(counts.failed_tasks),
+    }
+
+
+def _sum(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    return sum(row.get(name) or 0 for row in rows)

@@ -1,0 +1,108 @@
+"""Spans of time: seconds by name for each step, and a trace for Perfetto or chrome://tracing.
+
+`trace.json` is the array form of Chrome's trace format; viewers read it without its closing bracket, so it is valid at
+any moment. It stops growing at `max_bytes`, with a mark at its end. Concurrent spans get lanes of their own: a lane
+holds one span and the spans inside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from offbeat.observability.metric_files import Appender
+
+MAX_TRACE_BYTES = 64 << 20
+"""About half a million spans, as many as viewers open with ease."""
+
+_lane: ContextVar[tuple[int, object] | None] = ContextVar("lane", default=None)
+"""The lane of the current span and its owner (thread and task): a task started inside a span needs its own lane."""
+
+
+class Trace:
+    """Collects spans from any thread or asyncio task."""
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_TRACE_BYTES):
+        self._file = Appender(path, buffered=True)
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+        self._free_lanes: list[int] = []
+        self._num_lanes = 0
+        self._wall_at_zero_us = time.time_ns() / 1e3 - time.perf_counter() * 1e6
+        self._is_full = self._file.num_bytes >= max_bytes
+        if self._file.num_bytes == 0:
+            self._file.line("[")
+
+    @contextmanager
+    def span(self, name: str, **details: Any) -> Iterator[None]:
+        """Times the block; `details` appear in the trace."""
+        owner = _owner()
+        around = _lane.get()
+        inner = around is not None and around[1] == owner
+        lane = around[0] if inner and around else self._take_lane()
+        token = _lane.set((lane, owner))
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            end_s = time.perf_counter()
+            _lane.reset(token)
+            if not inner:
+                self._give_lane(lane)
+            self._ended(name, lane, start_s, end_s, details)
+
+    def spans_since_last(self) -> dict[str, float]:
+        """Seconds by name of the spans that ended since the last call."""
+        with self._lock:
+            seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _ended(self, name: str, lane: int, start_s: float, end_s: float, details: dict[str, Any]) -> None:
+        with self._lock:
+            self._seconds[name] = self._seconds.get(name, 0.0) + end_s - start_s
+            if self._is_full:
+                return
+            self._is_full = self._file.num_bytes >= self._max_bytes
+        start_us, duration_us = self._wall_at_zero_us + start_s * 1e6, (end_s - start_s) * 1e6
+        self._write({"name": name, "ph": "X", "ts": round(start_us, 1), "dur": round(duration_us, 1)}, lane, details)
+        if self._is_full:
+            self._write({"name": "the trace is full", "ph": "i", "s": "g", "ts": round(start_us, 1)}, lane, {})
+
+    def _write(self, event: dict[str, Any], lane: int, details: dict[str, Any]) -> None:
+        event |= {"pid": os.getpid(), "tid": lane} | ({"args": details} if details else {})
+        self._file.line(json.dumps(event, default=str) + ",")
+
+    def _take_lane(self) -> int:
+        with self._lock:
+            if self._free_lanes:
+                return heapq.heappop(self._free_lanes)
+            self._num_lanes += 1
+            return self._num_lanes
+
+    def _give_lane(self, lane: int) -> None:
+        with self._lock:
+            heapq.heappush(self._free_lanes, lane)
+
+
+def _owner() -> object:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop in this thread
+        task = None
+    return threading.get_ident(), id(task) if task else None

@@ -1,1 +1,0 @@
-"""Every gang that could train and every replica that could generate, each a column of the planning problem."""

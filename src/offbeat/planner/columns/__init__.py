@@ -1,0 +1,1 @@
+"""Columns of the planning problem: all possible training gangs and rollout replicas."""

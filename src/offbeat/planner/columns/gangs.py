@@ -1,0 +1,359 @@
+"""Training gangs worth considering: whole nodes of one class, or of two by pipeline or data parallelism.
+
+Guarantees: every gang fits the memory of each of its cards; tensor parallelism stays inside a node, collectives inside
+a zone; no gang remains that another beats with no more nodes of any class, up to the accuracy of the cost model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from offbeat.errors import UserError
+from offbeat.planner.columns.replicas import tensor_parallels
+from offbeat.planner.cost.constants import Constants, Efficiencies
+from offbeat.planner.cost.memory import kept_bytes, training_bytes, usable_bytes
+from offbeat.planner.cost.sync_time import publish_s
+from offbeat.planner.cost.training_time import GangFabric, boundary_s, bubble, compute_s, dp_s, tp_s
+from offbeat.planner.inputs.hardware import Inventory, Link, MachineClass
+from offbeat.planner.inputs.workload import Workload
+from offbeat.planner.problem import Gang
+
+MIN_GAIN = 0.02
+"""Share by which a gang with more nodes must be faster to be kept: the accuracy of the cost model."""
+MIN_LEANER = 0.1
+"""Share by which a gang must keep less on shared cards to be kept."""
+
+
+def fastest_first_front(candidates: Iterable[Gang]) -> list[Gang]:
+    """Drops gangs that are no faster than one with no more nodes of any class, and leave replicas no more memory."""
+    best: dict[object, Gang] = {}
+    for gang in candidates:
+        key = gang.name if gang.kept_bytes else tuple(sorted(gang.nodes.items()))
+        if key not in best or gang.period_s < best[key].period_s:
+            best[key] = gang
+    kept: list[Gang] = []
+    for gang in sorted(best.values(), key=lambda gang: (sum(gang.nodes.values()), gang.period_s)):
+        period_s = gang.period_s
+        if not any((1 - MIN_GAIN) * other.period_s <= period_s and _is_as_small(other, gang) for other in kept):
+            kept.append(gang)
+    return kept
+
+
+def _is_as_small(one: Gang, other: Gang) -> bool:
+    """Whether `one` takes no more nodes of any class than `other`, and hardly more memory of common classes."""
+    return all(other.nodes.get(name, 0) >= num for name, num in one.nodes.items()) and all(
+        (1 - MIN_LEANER) * one.kept_bytes.get(name, 0.0) <= kept for name, kept in other.kept_bytes.items()
+    )
+
+
+NODES_GROWTH = 1.1
+"""Ratio between neighbouring sizes of large gangs; sizes between are at most that much faster."""
+ZERO_STAGES = (1, 2, 3)
+
+
+def node_grid(largest: int, growth: float = NODES_GROWTH) -> list[int]:
+    """All small sizes, then even ratios, and the largest."""
+    grid, size = [], 1
+    while size < largest:
+        grid.append(size)
+        size = max(size + 1, int(size * growth))
+    return [*grid, largest]
+
+
+def kept_by_class(workload: Workload, splits: Mapping[str, tuple[int, float]], dp: int, zero: int) -> dict[str, float]:
+    """Kept bytes by class; `splits` has each class's tensor parallelism and its number of stages (all layers over its
+    own). Empty if cards are never shared."""
+    if not workload.may_share:
+        return {}
+    return {name: kept_bytes(workload, tp, pp, dp, zero) for name, (tp, pp) in splits.items()}
+
+
+def fabric_of(machines: MachineClass, inventory: Inventory) -> GangFabric:
+    """Links inside a class; a single node may have no link to others of its class."""
+    card_bytes_per_s = machines.accelerator.link_bytes_per_s
+    link = inventory.links.get(frozenset((machines.name,)))
+    return GangFabric(card_bytes_per_s, link.bytes_per_s if link else card_bytes_per_s, machines.per_node)
+
+
+def max_replicas(workload: Workload) -> int:
+    """Most data-parallel replicas: each needs at least one trajectory of every update."""
+    return max(1, workload.trajectories_per_step // workload.updates_per_step)
+
+
+def split_layers(num_layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Layers of each stage in proportion to its speed, at least one each; minimises the slowest stage."""
+    layers = [max(1, int(num_layers * speed / sum(speeds)) - 1) for speed in speeds]
+    if sum(layers) > num_layers:
+        layers = [1] * len(speeds)
+    for _ in range(num_layers - sum(layers)):
+        stage = min(range(len(speeds)), key=lambda stage: (layers[stage] + 1) / speeds[stage])
+        layers[stage] += 1
+    return tuple(layers)
+
+
+def fits(workload: Workload, room_bytes: float, tp: int, pp: int, dp: int, num_layers: int) -> list[tuple[int, bool]]:
+    """ZeRO stages that fit, each with whether to recompute. Stage 2 costs no more time than 1, so one is enough."""
+    share = num_layers / workload.model.num_layers
+    found = []
+    for recompute in (False, True):
+        for zero in ZERO_STAGES:
+            if training_bytes(workload, tp, pp, dp, zero, recompute=recompute, layer_share=share) <= room_bytes:
+                found.append((zero, recompute))
+                if zero < 3:
+                    break
+        if found and found[-1][0] < 3:
+            break
+    return found
+
+
+def cheapest(ways: Sequence[tuple[int, bool]]) -> tuple[int, bool]:
+    """Prefers recomputing, a third more arithmetic, to ZeRO-3, whose gathers cost more on slow links."""
+    return min(ways, key=lambda way: (way[0] == 3, way[1]))
+
+
+# Gangs of two classes in one zone: one pipeline stage of each, or replicas of both.
+
+MIXED_GROWTH = 2.0
+
+
+@dataclass(frozen=True)
+class GangPart:
+    """A class as part of a gang."""
+
+    machines: MachineClass
+    figures: Efficiencies
+    fabric: GangFabric
+    room_bytes: float
+    """Usable memory of one card."""
+    degrees: list[int]
+    """Degrees of tensor parallelism."""
+
+    def flops(self, num_nodes: int) -> float:
+        machines = self.machines
+        return num_nodes * machines.per_node * machines.accelerator.flops * self.figures.training_share
+
+
+def part_of(machines: MachineClass, inventory: Inventory, workload: Workload, constants: Constants) -> GangPart:
+    figures = constants.of(machines.accelerator.name)
+    room_bytes = usable_bytes(machines.accelerator, figures)
+    return GangPart(machines, figures, fabric_of(machines, inventory), room_bytes, tensor_parallels(workload, machines))
+
+
+Parts = tuple[tuple[GangPart, int], tuple[GangPart, int]]
+"""Two classes, each with its number of nodes."""
+
+
+def mixed(
+    one: MachineClass, other: MachineClass, inventory: Inventory, workload: Workload, constants: Constants
+) -> Iterator[Gang]:
+    """Gangs of two classes, pipelined or replicated; none unless they share a zone."""
+    if one.zone != other.zone:
+        return
+    first, second = (part_of(machines, inventory, workload, constants) for machines in (one, other))
+    link = inventory.link(one.name, other.name)
+    for nodes_one in node_grid(one.num_nodes, MIXED_GROWTH):
+        for nodes_other in node_grid(other.num_nodes, MIXED_GROWTH):
+            parts = ((first, nodes_one), (second, nodes_other))
+            yield from pipelined(parts, link, workload)
+            yield from replicated(parts, link, workload)
+
+
+def pipelined(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
+    """One stage of each class; both have the same number of replicas, and layers in proportion to their speed."""
+    (one, nodes_one), (other, nodes_other) = parts
+    speeds, num_layers = [part.flops(nodes) for part, nodes in parts], workload.model.num_layers
+    layers = split_layers(num_layers, speeds)
+    for tp in one.degrees:
+        dp = nodes_one * one.machines.per_node // tp
+        tp_other, rest = divmod(nodes_other * other.machines.per_node, dp)
+        if rest or tp_other not in other.degrees or dp > max_replicas(workload):
+            continue
+        split = zip(parts, (tp, tp_other), layers, strict=True)
+        ways = [fits(workload, part.room_bytes, degree, 2, dp, count) for (part, _), degree, count in split]
+        if not all(ways):
+            continue
+        chosen = [cheapest(way) for way in ways]
+        zero, recompute = max(way[0] for way in chosen), any(way[1] for way in chosen)
+        stage_s = []
+        for (part, _), degree, count, speed in zip(parts, (tp, tp_other), layers, speeds, strict=True):
+            share = count / num_layers
+            part_s = share * compute_s(workload, speed, recompute=recompute) * bubble(workload, 2, dp)
+            part_s += tp_s(workload, part.figures, part.fabric, degree, 1, dp) * share
+            stage_s.append(part_s + dp_s(workload, part.figures, part.fabric, degree, 1 / share, dp, zero))
+        crossing_s = boundary_s(workload, link.bytes_per_s, 1 if link.is_shared else min(nodes_one, nodes_other))
+        splits = {
+            one.machines.name: (tp, num_layers / layers[0]),
+            other.machines.name: (tp_other, num_layers / layers[1]),
+        }
+        yield _mixed_gang(
+            parts, "pp", max(*stage_s, crossing_s), workload, tp=tp, pp=2, dp=dp, layers=layers, zero=zero,
+            kept_bytes=kept_by_class(workload, splits, dp, zero),
+        )  # fmt: skip
+
+
+def replicated(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
+    """Replicas of both classes with batches in proportion to their speed; gradients cross the slowest link."""
+    (one, nodes_one), (other, nodes_other) = parts
+    speeds, num_layers = [part.flops(nodes) for part, nodes in parts], workload.model.num_layers
+    shares = {part.machines.name: speed / sum(speeds) for (part, _), speed in zip(parts, speeds, strict=True)}
+    crossing = link.bytes_per_s / min(nodes_one, nodes_other) if link.is_shared else link.bytes_per_s
+    slowest = GangFabric(
+        min(part.fabric.card_bytes_per_s for part, _ in parts),
+        min(crossing, *(part.fabric.node_bytes_per_s for part, _ in parts)),
+        max(part.fabric.per_node for part, _ in parts),
+    )
+    for tp in set(one.degrees) & set(other.degrees):
+        dp = (nodes_one * one.machines.per_node + nodes_other * other.machines.per_node) // tp
+        if dp > max_replicas(workload):
+            continue
+        ways = fits(workload, min(one.room_bytes, other.room_bytes), tp, 1, dp, num_layers)
+        if not ways:
+            continue
+        zero, recompute = cheapest(ways)
+        step_s = compute_s(workload, sum(speeds), recompute=recompute)
+        step_s += max(tp_s(workload, part.figures, slowest, tp, 1, dp) for part, _ in parts)
+        step_s += max(dp_s(workload, part.figures, slowest, tp, 1, dp, zero) for part, _ in parts)
+        kept = kept_by_class(workload, {part.machines.name: (tp, 1.0) for part, _ in parts}, dp, zero)
+        yield _mixed_gang(
+            parts, "dp", step_s, workload, tp=tp, dp=dp, layers=(num_layers,), zero=zero, batch_shares=shares,
+            kept_bytes=kept,
+        )  # fmt: skip
+
+
+def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **shape: object) -> Gang:
+    """The class with more cards publishes: it has more links."""
+    root = max(parts, key=lambda part: part[0].machines.per_node * part[1])[0].machines
+    label = " + ".join(f"{part.machines.name} x{nodes}" for part, nodes in parts)
+    return Gang(
+        name=f"{label} {how} tp{shape['tp']} dp{shape['dp']}",
+        nodes={part.machines.name: nodes for part, nodes in parts},
+        root=root.name,
+        step_s=step_s,
+        publish_s=publish_s(workload, root),
+        **shape,  # type: ignore[arg-type]
+    )
+
+
+def from_the_other(gang: Gang, inventory: Inventory, workload: Workload) -> Gang:
+    """The same gang with its other class publishing, which may be nearer to the rollout machines."""
+    (root,) = gang.nodes.keys() - {gang.root}
+    publish = publish_s(workload, inventory.classes[root])
+    return replace(gang, name=f"{gang.name} from {root}", root=root, publish_s=publish)
+
+
+PIPELINES = (1, 2, 4, 8, 16)
+
+
+Known = dict[tuple[object, ...], list[Gang]]
+"""Gangs by their classes and the links among them, for one workload and its constants."""
+
+
+def gangs(
+    inventory: Inventory, workload: Workload, constants: Constants, known: Known | None = None
+) -> tuple[Gang, ...]:
+    """Gangs of one class and of two, pruned to the fastest for their nodes.
+
+    `known` caches earlier results, so that an inventory with one changed class costs little.
+    """
+    known = {} if known is None else known
+    classes = [machines for machines in inventory.classes.values() if machines.num_nodes > 0]
+    alone: dict[str, list[Gang]] = {}
+    for machines in classes:
+        key = _key(inventory, machines)
+        if key not in known:
+            known[key] = fastest_first_front(_alone(machines, inventory, workload, constants))
+        alone[machines.name] = known[key]
+    found = [gang for front in alone.values() for gang in front]
+    for one, other in combinations(classes, 2):
+        key = _key(inventory, one, other)
+        if key not in known:
+            rivals = [*alone[one.name], *alone[other.name]]
+            front = fastest_first_front([*rivals, *mixed(one, other, inventory, workload, constants)])
+            kept = [gang for gang in front if len(gang.nodes) > 1]
+            known[key] = [each for gang in kept for each in (gang, from_the_other(gang, inventory, workload))]
+        found += known[key]
+    if not found:
+        raise UserError(_too_large(classes, workload, constants))
+    return tuple(found)
+
+
+def _key(inventory: Inventory, *classes: MachineClass) -> tuple[object, ...]:
+    """Everything in an inventory that gangs on these classes depend on."""
+    names = [machines.name for machines in classes]
+    return (*classes, *(inventory.links.get(frozenset((one, other))) for one in names for other in names))
+
+
+def over_links(gang: Gang, inventory: Inventory, workload: Workload, constants: Constants) -> Gang:
+    """The same gang with its step time over an inventory's links."""
+    parts = tuple((inventory.classes[name], num_nodes) for name, num_nodes in gang.nodes.items())
+    if len(parts) == 1:
+        same = _alone_on(*parts[0], inventory, workload, constants)
+    else:
+        one, other = ((part_of(each, inventory, workload, constants), num) for each, num in parts)
+        make = replicated if gang.batch_shares else pipelined
+        same = make((one, other), inventory.link(*gang.nodes), workload)
+    # Of two ways with the same ZeRO stage, one of which recomputes, the faster was kept.
+    shape = (gang.tp, gang.pp, gang.dp, gang.zero)
+    ways = (each for each in same if (each.tp, each.pp, each.dp, each.zero) == shape)
+    return replace(gang, step_s=min(each.step_s for each in ways))
+
+
+def _alone(machines: MachineClass, inventory: Inventory, workload: Workload, constants: Constants) -> Iterator[Gang]:
+    """Gangs of one class, of every size on the grid."""
+    for num_nodes in node_grid(machines.num_nodes):
+        yield from _alone_on(machines, num_nodes, inventory, workload, constants)
+
+
+def _alone_on(
+    machines: MachineClass, num_nodes: int, inventory: Inventory, workload: Workload, constants: Constants
+) -> Iterator[Gang]:
+    """Every split of the cards of `num_nodes` nodes into tensor, pipeline and data parallelism."""
+    figures, card = constants.of(machines.accelerator.name), machines.accelerator
+    fabric = fabric_of(machines, inventory)
+    num_cards = num_nodes * machines.per_node
+    for tp in tensor_parallels(workload, machines):
+        for pp in PIPELINES:
+            dp, rest = divmod(num_cards, tp * pp)
+            if rest or dp < 1 or pp > workload.model.num_layers or dp > max_replicas(workload):
+                continue
+            layers = split_layers(workload.model.num_layers, [1.0] * pp)
+            flops = num_cards * card.flops * figures.training_share
+            fullest = workload.model.num_layers / max(layers)  # stages of the model, each as long as the longest
+            for zero, recompute in fits(workload, usable_bytes(card, figures), tp, pp, dp, max(layers)):
+                step_s = compute_s(workload, flops, recompute=recompute) * bubble(workload, pp, dp) * pp / fullest
+                step_s += tp_s(workload, figures, fabric, tp, fullest, dp)
+                step_s += dp_s(workload, figures, fabric, tp, fullest, dp, zero)
+                yield Gang(
+                    name=f"{machines.name} x{num_nodes} tp{tp} pp{pp} dp{dp}",
+                    nodes={machines.name: num_nodes},
+                    root=machines.name,
+                    step_s=step_s,
+                    publish_s=publish_s(workload, machines),
+                    tp=tp,
+                    pp=pp,
+                    dp=dp,
+                    layers=layers,
+                    zero=zero,
+                    kept_bytes=kept_by_class(workload, {machines.name: (tp, fullest)}, dp, zero),
+                )
+
+
+def _too_large(classes: Sequence[MachineClass], workload: Workload, constants: Constants) -> str:
+    """The least memory is needed with all nodes of a class, ZeRO-3 and recomputing."""
+    needs = {}
+    for machines in classes:
+        num_cards = machines.num_accelerators
+        needs[machines.name] = min(
+            training_bytes(workload, tp, 1, max(1, num_cards // tp), 3, recompute=True)
+            / constants.of(machines.accelerator.name).memory_share
+            for tp in tensor_parallels(workload, machines)
+        )
+    if not needs:
+        return "the cluster has no nodes: give a class num_nodes of 1 or more"
+    least = min(needs, key=lambda name: needs[name])
+    return (
+        f"model {workload.model.name}: no gang has memory enough to train it; "
+        f"{needs[least] / 1e9:.1f} GB per accelerator would do on class {least}, or more nodes"
+    )

@@ -1,0 +1,174 @@
+"""Rollout replica shapes that fit: per class, by tensor parallelism and answers in flight.
+
+Guarantees: every column fits its memory; its tp divides the heads and the cards of a node; none is dominated, that is,
+no other column on the same cards generates as much with no more in flight, no later tokens and no more blocking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from offbeat.errors import UserError
+from offbeat.planner.cost.constants import Constants, Efficiencies
+from offbeat.planner.cost.memory import max_rows, rollout_bytes, spare_bytes
+from offbeat.planner.cost.rollout_time import decode_step_s, prompt_s, update_s
+from offbeat.planner.cost.sizes import mean_context_tokens
+from offbeat.planner.cost.sync_time import swap_s, wake_s
+from offbeat.planner.inputs.hardware import Inventory, MachineClass
+from offbeat.planner.inputs.workload import Workload
+from offbeat.planner.problem import Gang, RolloutColumn
+
+TENSOR_PARALLEL = (1, 2, 4, 8)
+ROWS_GROWTH = 2**0.5
+"""Ratio between neighbouring numbers of answers in flight; their rates differ by at most that."""
+FEW_CLASSES = 4
+"""Up to this many classes the grid is twice as fine: there is time for it."""
+
+
+def rollout_columns(
+    inventory: Inventory, workload: Workload, constants: Constants, roots: Sequence[str]
+) -> tuple[RolloutColumn, ...]:
+    """Columns of all classes; `roots` are the classes that may publish."""
+    growth = ROWS_GROWTH if len(inventory.classes) > FEW_CLASSES else ROWS_GROWTH**0.5
+    columns = []
+    for machines in inventory.classes.values():
+        if machines.num_nodes > 0:
+            figures = constants.of(machines.accelerator.name)
+            columns += undominated(class_columns(machines, workload, figures, roots, growth))
+    if not columns:
+        raise UserError(_too_large(inventory, workload, constants))
+    return tuple(columns)
+
+
+def home_columns(
+    inventory: Inventory, workload: Workload, constants: Constants, training: Sequence[Gang]
+) -> tuple[RolloutColumn, ...]:
+    """Columns on the gang's own nodes, by turns with training, that fit beside the state of some gang.
+
+    While a card trains the engine holds nothing on it, so its weights are loaded again; the gang's state stays.
+    """
+    roots = sorted({gang.root for gang in training})
+    found = []
+    for name, machines in inventory.classes.items():
+        hosts = [gang for gang in training if name in gang.nodes]
+        card, figures = machines.accelerator, constants.of(machines.accelerator.name)
+        columns = [
+            replace(
+                column,
+                name=f"{column.name} shared",
+                blocking_s=dict.fromkeys(roots, wake_s(workload, card, figures, column.tp)),
+                room_bytes=spare_bytes(workload, card, figures, column.tp, column.concurrency),
+            )
+            for column in (class_columns(machines, workload, figures, roots) if hosts else ())
+        ]
+        found += undominated([column for column in columns if any(column.fits_beside(gang) for gang in hosts)])
+    return tuple(found)
+
+
+def class_columns(
+    machines: MachineClass,
+    workload: Workload,
+    figures: Efficiencies,
+    roots: Sequence[str],
+    growth: float = ROWS_GROWTH,
+) -> list[RolloutColumn]:
+    """Every shape on one class, dominated ones too."""
+    largest = {
+        tp: min(max_rows(workload, machines.accelerator, figures, tp), in_flight_cap(workload))
+        for tp in tensor_parallels(workload, machines)
+    }
+    return [
+        rollout_column(machines, workload, figures, tp, rows, roots)
+        for tp in largest
+        for rows in row_grid(largest[tp], growth)
+    ]
+
+
+def tensor_parallels(workload: Workload, machines: MachineClass) -> list[int]:
+    """Degrees that split the heads evenly and fill nodes."""
+    return [tp for tp in TENSOR_PARALLEL if workload.model.num_heads % tp == 0 and machines.per_node % tp == 0]
+
+
+def in_flight_cap(workload: Workload) -> int:
+    """Trajectories that the bound allows in flight; a limit for every replica."""
+    return max(1, workload.bound) * workload.trajectories_per_step
+
+
+def row_grid(largest: int, growth: float = ROWS_GROWTH) -> list[int]:
+    """Numbers from 1 to `largest` in even ratios; empty for 0."""
+    grid, rows = [], 1.0
+    while rows < largest:
+        grid.append(round(rows))
+        rows *= growth
+    return sorted({*grid, largest}) if largest > 0 else []
+
+
+def rollout_column(
+    machines: MachineClass, workload: Workload, figures: Efficiencies, tp: int, rows: int, roots: Sequence[str]
+) -> RolloutColumn:
+    """One replica shape with its yield. An answer takes its mean number of steps, and a prefill stops all slots."""
+    card = machines.accelerator
+    busy_rows = max(1.0, rows * figures.busy_share)
+    step_s = decode_step_s(workload.model, card, figures, tp, busy_rows, mean_context_tokens(workload))
+    new_prompt_s = prompt_s(workload, card, figures, tp)
+    tokens_per_s = workload.answer.mean / (workload.answer.mean * step_s / busy_rows + new_prompt_s)
+    token_s = busy_rows / tokens_per_s
+    spare = spare_bytes(workload, card, figures, tp, rows)
+    blocking_s = swap_s(workload, card, figures, tp, spare)
+    if workload.bound:  # with bound 0 no answer is in flight when a version comes
+        blocking_s += update_s(workload, card, figures, tp, busy_rows, token_s)
+    return RolloutColumn(
+        name=f"{machines.name} tp{tp} x{rows}",
+        offer=machines.name,
+        num_accelerators=tp,
+        tp=tp,
+        concurrency=rows,
+        tokens_per_s=tokens_per_s,
+        token_s=token_s,
+        blocking_s=dict.fromkeys(roots, blocking_s),
+        kv=str(workload.kv),
+    )
+
+
+def undominated(columns: Sequence[RolloutColumn]) -> list[RolloutColumn]:
+    """Columns of one class without the dominated ones."""
+    return [
+        column
+        for position, column in enumerate(columns)
+        if not any(
+            _beats(other, column) and not (_beats(column, other) and position < rank)
+            for rank, other in enumerate(columns)
+            if rank != position
+        )
+    ]
+
+
+def _beats(one: RolloutColumn, other: RolloutColumn) -> bool:
+    """Whether the replicas of `one` that fit on the cards of `other` are at least as good in every respect."""
+    if other.num_accelerators % one.num_accelerators:
+        return False
+    copies = other.num_accelerators // one.num_accelerators
+    return (
+        copies * one.concurrency <= other.concurrency
+        and copies * one.tokens_per_s >= other.tokens_per_s
+        and one.token_s <= other.token_s
+        and all(one.blocking_s[root] <= other.blocking_s[root] for root in other.blocking_s)
+        and (one.room_bytes or 0.0) >= (other.room_bytes or 0.0)
+    )
+
+
+def _too_large(inventory: Inventory, workload: Workload, constants: Constants) -> str:
+    needs: Mapping[str, float] = {
+        machines.name: min(
+            rollout_bytes(workload, constants.of(machines.accelerator.name), tp)
+            for tp in tensor_parallels(workload, machines)
+        )
+        for machines in inventory.classes.values()
+    }
+    least = min(needs, key=lambda name: needs[name])
+    return (
+        f"model {workload.model.name}: no class has memory enough to generate with it; "
+        f"{needs[least] / 1e9:.1f} GB per accelerator would do on class {least}, "
+        f"which has {inventory.classes[least].accelerator.memory_bytes / 1e9:.1f} GB"
+    )

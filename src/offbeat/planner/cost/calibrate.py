@@ -1,0 +1,405 @@
+"""Fits the constants of the cost model to measurements, with the error on held-out ones.
+
+Constants are the non-negative least squares solution of relative errors. The held-out error leaves out whole batch
+sizes and contexts (decode), lengths (prefill), sizes (link), or the largest gang (train; for gangs of one size, the
+most tokens), never single points, whose neighbours would predict them. Measurements are read from JSON lines.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from offbeat.errors import UserError
+from offbeat.files import write_atomic
+from offbeat.planner.cost.constants import Constants, Efficiencies, FigureSource, HeldOut
+from offbeat.planner.cost.rollout_time import prefill_flop
+from offbeat.planner.cost.sizes import touched_parameters
+from offbeat.planner.inputs import hardware
+from offbeat.planner.inputs.hardware import Accelerator
+from offbeat.planner.inputs.model_shapes import active_matmul_parameters, kv_bytes_per_token
+from offbeat.planner.inputs.workload import ModelShape
+from offbeat.spelling import suggest
+
+# A file of measurements: one JSON object a line, with `kind` and the fields of `Measurement`; or, with kind `machine`,
+# of `MeasuredMachine`. Accelerators of the catalogue need no machine line.
+
+TIMED = ("decode", "prefill", "train", "link")
+MACHINE = "machine"
+EMBEDDED = "embedded"
+"""The engine that `offbeat calibrate --measure` steps."""
+TEXTS = ("kind", "accelerator", "engine", "model", "date")
+TERA, GIGA = 1e12, 1e9
+MOST = 1e30
+"""Upper limit of every number, to exclude infinity."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One timing; fields that its kind does not need stay 0."""
+
+    kind: str
+    accelerator: str
+    seconds: float
+    rows: float = 0
+    """Rows of a decode step."""
+    context: float = 0
+    """Mean context of its rows."""
+    tokens: float = 0
+    """Tokens prefilled or trained."""
+    sum_square_tokens: float = 0
+    """Sum of the squared lengths of the sequences prefilled or trained."""
+    num_bytes: float = 0
+    """Size of an all-reduce inside a node."""
+    num_accelerators: int = 1
+    """Size of a training gang or an all-reduce."""
+    num_forwards: float = 0
+    """Forward passes of a training step besides the trained one, recomputing included."""
+    tp: int = 1
+
+
+DEFAULTS = {one.name: one.default for one in fields(Measurement)}
+
+
+@dataclass(frozen=True)
+class MeasuredMachine:
+    """A measured accelerator, and the software that measured it."""
+
+    accelerator: str
+    tflops: float
+    memory_gb: float
+    bandwidth_tb_s: float
+    link_gb_s: float = 0
+    """0: unknown."""
+    bytes_per_weight: int = 2
+    bytes_per_kv: int = 2
+    engine: str = ""
+    model: str = ""
+    date: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measured:
+    machines: Mapping[str, MeasuredMachine]
+    """By accelerator."""
+    measurements: Sequence[Measurement]
+
+    def card(self, name: str) -> Accelerator:
+        """Accelerator as described by the file, or by the catalogue."""
+        machine = self.machines.get(name)
+        if machine is None:
+            return hardware.accelerator(name)
+        return Accelerator(
+            name,
+            flops=machine.tflops * TERA,
+            memory_bytes=machine.memory_gb * GIGA,
+            memory_bytes_per_s=machine.bandwidth_tb_s * TERA,
+            link_bytes_per_s=machine.link_gb_s * GIGA,
+            host_bytes_per_s=0.0,  # nothing that is fitted depends on it
+        )
+
+
+def write(path: Path, machine: MeasuredMachine, measurements: Sequence[Measurement]) -> None:
+    """Writes a file for `read`, without default values."""
+    lines = [{"kind": MACHINE, **asdict(machine)}]
+    lines += [
+        {name: value for name, value in asdict(one).items() if value != DEFAULTS.get(name)} for one in measurements
+    ]
+    write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+
+def read(path: Path) -> Measured:
+    """Reads a file of measurements; of several lines about one machine the last counts."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; name a file of measurements") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is no text; name a file of measurements") from None
+    machines: dict[str, MeasuredMachine] = {}
+    measurements: list[Measurement] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        values = _checked(f"{path}:{number}", line)
+        if values["kind"] == MACHINE:
+            del values["kind"]
+            machines[values["accelerator"]] = MeasuredMachine(**values)
+        else:
+            measurements.append(Measurement(**values))
+    if not measurements:
+        raise UserError(f"{path}: holds no measurement; offbeat calibrate --measure makes some")
+    return Measured(machines, measurements)
+
+
+def _checked(where: str, line: str) -> dict[str, Any]:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{where}: one JSON object a line is wanted")
+    if "kind" not in values:
+        raise UserError(f"{where}: kind is missing")
+    if values["kind"] not in (*TIMED, MACHINE):
+        raise UserError(f"{where}: kind = {values['kind']!r}; {suggest(str(values['kind']), (*TIMED, MACHINE))}")
+    record, positive = (
+        (MeasuredMachine, ("tflops", "memory_gb", "bandwidth_tb_s"))
+        if values["kind"] == MACHINE
+        else (Measurement, ("seconds",))
+    )
+    names = ["kind", *(one.name for one in fields(record) if one.name != "kind")]
+    for name in values:
+        if name not in names:
+            raise UserError(f"{where}: unknown field {name!r}; {suggest(name, names)}")
+    for name in ("accelerator", *positive):
+        if name not in values:
+            raise UserError(f"{where}: {name} is missing")
+    for name, value in values.items():
+        _check(where, name, value, is_positive=name in positive)
+    return values
+
+
+def _check(where: str, name: str, value: Any, is_positive: bool) -> None:
+    if name == "versions":
+        is_right, wanted = isinstance(value, dict), "a table"
+    elif name in TEXTS:
+        is_right, wanted = isinstance(value, str), "text"
+    else:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_right = is_number and (value > 0 if is_positive else value >= 0) and value < MOST
+        wanted = "numbers above 0" if is_positive else "numbers of 0 or more"
+    if not is_right:
+        raise UserError(f"{where}: {name} = {value!r}: allowed {wanted}")
+
+
+RIDGES = np.geomspace(0.25, 4.0, 33)
+"""Ratios e_F / e_W that are tried: where matmuls turn from reading weights to computing."""
+DECODE_FLOOR = (0.0, 1.0, 0.0)
+"""Weights are not read faster than at the peak. Below the ridge reading them and the overhead are both constant, and
+noise alone would decide between the two."""
+MIN_KV_SHARE, MAX_KV_SHARE = 0.5, 2.0
+"""A KV read share outside of this means preempted answers or a wrong shape, not a slow card. The embedded engine,
+stepped by hand, preempts nothing, so it has no lower limit."""
+FLAT = 1.5
+"""Ratio of the longest to the shortest decode step up to which the host limits all of them."""
+MAX_SHARE = 1.1
+"""A larger share of the peak means a wrong card or shape; a smaller excess is clock boost and noise."""
+
+
+Rows = Sequence[Measurement]
+Terms = Callable[[Rows, float], np.ndarray]
+"""Terms whose non-negative combination is the seconds of each measurement; the number is the ridge, if any."""
+
+
+@dataclass(frozen=True)
+class FittedConstants:
+    weights: np.ndarray
+    ridge: float
+    error: float
+    """Root of the mean squared relative error."""
+
+
+def fit(
+    measurements: Iterable[Measurement],
+    model: ModelShape,
+    cards: Mapping[str, Accelerator],
+    base: Constants | None = None,
+    least_kv_share: float = MIN_KV_SHARE,
+) -> Constants:
+    """`base` with the fitted constants of each measured accelerator, and their held-out errors."""
+    constants = base or Constants()
+    found: dict[tuple[str, str], list[Measurement]] = {}
+    for one in measurements:
+        found.setdefault((one.accelerator, one.kind), []).append(one)
+    for (name, kind), rows in found.items():
+        if name not in cards:
+            raise UserError(f"measurements of accelerator {name!r}; {suggest(name, cards)}")
+        figures, error = KINDS[kind](rows, model, cards[name])
+        if "kv_read_share" in figures:
+            _check_kv_share(figures["kv_read_share"], least_kv_share, cards[name])
+        constants = constants.with_figures(name, FigureSource.FITTED, **figures)
+        constants = replace(constants, errors={**constants.errors, f"{name}.{kind}": error})
+    return constants
+
+
+def fit_file(measured: Measured, model: ModelShape) -> Constants:
+    """Constants of every accelerator in a file, by its name in cluster files."""
+    constants = Constants()
+    for name in dict.fromkeys(one.accelerator for one in measured.measurements):
+        card, machine = measured.card(name), measured.machines.get(name)
+        shape = model
+        if machine is not None:
+            shape = replace(model, bytes_per_weight=machine.bytes_per_weight, bytes_per_kv=machine.bytes_per_kv)
+        own = [replace(one, accelerator=card.name) for one in measured.measurements if one.accelerator == name]
+        least = 0.0 if machine is not None and machine.engine == EMBEDDED else MIN_KV_SHARE
+        constants = fit(own, shape, {card.name: card}, constants, least)
+    return constants
+
+
+Fitted = tuple[dict[str, float], HeldOut]
+
+
+def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
+    def terms(rows: Rows, ridge: float) -> np.ndarray:
+        """Overhead, matmuls at the memory's peak, and KV reads at the peak."""
+        table = []
+        for one in rows:
+            read_s = touched_parameters(model, one.rows) * model.bytes_per_weight / (one.tp * card.memory_bytes_per_s)
+            compute_s = 2 * active_matmul_parameters(model) * one.rows / (one.tp * card.flops)
+            kv_bytes = one.rows * one.context * kv_bytes_per_token(model) / min(one.tp, model.num_kv_heads)
+            table.append((1.0, max(compute_s / ridge, read_s), kv_bytes / card.memory_bytes_per_s))
+        return np.array(table)
+
+    folds = _folds(rows, "rows", card) + _folds(rows, "context", card)
+    seconds = np.array([one.seconds for one in rows])
+    if max(seconds) < FLAT * min(seconds) and (terms(rows, 1.0)[:, 1:].sum(axis=1) < seconds).all():
+        return _fit_overhead(rows, terms, folds)
+    solution = _solve(rows, terms, RIDGES, DECODE_FLOOR)
+    overhead_s, matmul, kv = solution.weights
+    read_share = _share(matmul, "weight_read_share", card)
+    figures = {
+        "step_overhead_s": float(overhead_s),
+        "weight_read_share": read_share,
+        "gemm_share": min(1.0, solution.ridge * read_share),  # 1: no batch was large enough to be compute-bound
+        "kv_read_share": _share(kv, "kv_read_share", card),
+    }
+    return figures, _held_out(folds, terms, RIDGES, DECODE_FLOOR)
+
+
+def _fit_overhead(rows: Rows, terms: Terms, folds: Sequence[tuple[Rows, Rows]]) -> Fitted:
+    """Fits the overhead alone, with default shares: a host that is slower than its card hides everything else."""
+    usual = Efficiencies()
+    ridges = (usual.gemm_share / usual.weight_read_share,)
+    floor = (0.0, 1 / usual.weight_read_share, 1 / usual.kv_read_share)
+    solution = _solve(rows, terms, ridges, floor)
+    return {"step_overhead_s": float(solution.weights[0])}, _held_out(folds, terms, ridges, floor)
+
+
+def _fit_prefill(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
+    def terms(rows: Rows, _: float) -> np.ndarray:
+        flop = [prefill_flop(model, one.tokens, one.sum_square_tokens) / one.tp for one in rows]
+        return np.array([(1.0, one / card.flops) for one in flop])
+
+    folds = _folds(rows, "tokens", card)
+    _, slope = _solve(rows, terms).weights
+    return {"prefill_share": _below_peak(_share(slope, "prefill_share", card), "prefill", card)}, _held_out(
+        folds, terms
+    )
+
+
+def _fit_train(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
+    def terms(rows: Rows, _: float) -> np.ndarray:
+        attention = 2 * model.num_layers * model.num_heads * model.head_dim
+        flop = [
+            (3 + one.num_forwards)
+            * (2 * active_matmul_parameters(model) * one.tokens + attention * one.sum_square_tokens)
+            for one in rows
+        ]
+        return np.array([[one / (row.num_accelerators * card.flops)] for one, row in zip(flop, rows, strict=True)])
+
+    def size(one: Measurement) -> float:
+        return one.tokens if is_one_gang else one.num_accelerators
+
+    is_one_gang = len({one.num_accelerators for one in rows}) == 1
+    largest = max(map(size, rows))
+    smaller = [one for one in rows if size(one) < largest]
+    if not smaller:
+        raise UserError(
+            f"train on {card.name}: one gang and one number of tokens, {largest:g}: at least two are wanted of either, "
+            "so that one can be held out"
+        )
+    folds = [(smaller, [one for one in rows if size(one) == largest])]
+    (slope,) = _solve(rows, terms).weights
+    return {"training_share": _below_peak(_share(slope, "training_share", card), "train", card)}, _held_out(
+        folds, terms
+    )
+
+
+def _fit_link(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
+    def terms(rows: Rows, _: float) -> np.ndarray:
+        sent = [2 * (one.num_accelerators - 1) / one.num_accelerators * one.num_bytes for one in rows]
+        return np.array([(1.0, one / card.link_bytes_per_s) for one in sent])
+
+    if not card.link_bytes_per_s:
+        raise UserError(f"link on {card.name}: no link_gb_s is known for this machine, so there is no peak")
+    folds = _folds(rows, "num_bytes", card)
+    latency_s, slope = _solve(rows, terms).weights
+    share = _below_peak(_share(slope, "link_share", card), "link", card)
+    return {"link_share": share, "allreduce_latency_s": float(latency_s)}, _held_out(folds, terms)
+
+
+KINDS: dict[str, Callable[[Rows, ModelShape, Accelerator], Fitted]] = {
+    "decode": _fit_decode,
+    "prefill": _fit_prefill,
+    "train": _fit_train,
+    "link": _fit_link,
+}
+
+
+def _solve(rows: Rows, terms: Terms, ridges: Iterable[float] = (1.0,), floor: Sequence[float] = ()) -> FittedConstants:
+    """Fits the weights of the terms to relative errors; `floor` holds the smallest allowed weights, 0 if empty."""
+    seconds = np.array([one.seconds for one in rows])
+    found = []
+    for ridge in ridges:
+        table = terms(rows, ridge) / seconds[:, None]
+        least = np.array(floor if floor else [0.0] * table.shape[1])
+        weights, residual = nnls(table, 1 - table @ least)
+        found.append(FittedConstants(weights + least, float(ridge), float(residual / np.sqrt(len(rows)))))
+    return min(found, key=lambda solution: solution.error)
+
+
+def _folds(rows: Rows, name: str, card: Accelerator) -> list[tuple[Rows, Rows]]:
+    """Kept and held-out measurements, for every value of a field."""
+    values = sorted({getattr(one, name) for one in rows})
+    if len(values) < 3:
+        raise UserError(
+            f"{rows[0].kind} on {card.name}: {len(values)} different {name} measured: at least 3 are wanted, "
+            "so that one can be held out"
+        )
+    return [
+        ([one for one in rows if getattr(one, name) != value], [one for one in rows if getattr(one, name) == value])
+        for value in values
+    ]
+
+
+def _held_out(
+    folds: Sequence[tuple[Rows, Rows]], terms: Terms, ridges: Iterable[float] = (1.0,), floor: Sequence[float] = ()
+) -> HeldOut:
+    errors: list[float] = []
+    for kept, left_out in folds:
+        solution = _solve(kept, terms, ridges, floor)
+        predicted = terms(left_out, solution.ridge) @ solution.weights
+        errors += [abs(guess / one.seconds - 1) for guess, one in zip(predicted, left_out, strict=True)]
+    return HeldOut(float(np.mean(errors)), float(np.quantile(errors, 0.95)), float(max(errors)), len(errors))
+
+
+def _check_kv_share(share: float, least: float, card: Accelerator) -> None:
+    if not least <= share <= MAX_KV_SHARE:
+        raise UserError(
+            f"decode on {card.name}: reading keys and values at {share:.2f} of the memory's bandwidth: allowed "
+            f"{least:g} to {MAX_KV_SHARE:g}; were answers preempted, or is this another model's shape?"
+        )
+
+
+def _share(slope: float, name: str, card: Accelerator) -> float:
+    """Share of the peak: seconds at the peak over seconds measured."""
+    if not slope > 0:
+        raise UserError(f"measurements on {card.name} do not tell {name}: vary what it depends on over a wider range")
+    return float(1 / slope)
+
+
+def _below_peak(share: float, kind: str, card: Accelerator) -> float:
+    if share > MAX_SHARE:
+        raise UserError(
+            f"{kind} on {card.name}: {share:.2f} of the card's peak: allowed up to {MAX_SHARE:g}; "
+            "is it another card, or another model's shape?"
+        )
+    return min(1.0, share)

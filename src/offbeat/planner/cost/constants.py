@@ -1,0 +1,162 @@
+"""Constants of the cost model: efficiencies, overheads and exposed shares, each with its source.
+
+A constant is *fitted* (measured on that accelerator), from the *catalogue* (published for its kind) or a *default* (a
+guess, right within a factor of about 1.5). `Constants.source` shows which numbers of a plan are guesses.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import UserError
+from offbeat.files import write_atomic
+from offbeat.spelling import suggest
+
+
+class FigureSource(StrEnum):
+    FITTED = "fitted"
+    CATALOGUE = "catalogue"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Efficiencies:
+    """Constants of one accelerator; shares are of its peak."""
+
+    gemm_share: float = 0.65
+    """e_F: share of the FLOP/s in matmuls of a compute-bound decode step."""
+    weight_read_share: float = 0.80
+    """e_W: share of the memory bandwidth in reading weights."""
+    kv_read_share: float = 0.70
+    """e_A: the same in reading keys and values, which are scattered in pages."""
+    prefill_share: float = 0.60
+    """e_P: share of the FLOP/s in prefill."""
+    link_share: float = 0.70
+    """e_N: share of a link's bandwidth in collectives."""
+    allreduce_latency_s: float = 9e-6
+    """alpha: latency of an all-reduce inside a node."""
+    step_overhead_s: float = 1.5e-3
+    """o: overhead of a decode step: launches, sampling, scheduling."""
+    busy_share: float = 0.90
+    """Mean share of a replica's slots that hold a running answer."""
+    training_share: float = 0.40
+    """MFU of a training step without its communication."""
+    tp_exposed_share: float = 0.50
+    """Share of the time of tensor-parallel collectives in training that arithmetic does not hide."""
+    dp_exposed_share: float = 0.50
+    """The same for gradients and sharded weights."""
+    memory_share: float = 0.88
+    """Share of the memory for weights, caches and activations; the runtime takes the rest."""
+    swap_s: float = 0.2
+    """Time to switch between two sets of weights in memory."""
+
+
+NAMES = tuple(one.name for one in fields(Efficiencies))
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Relative errors of predictions for measurements that the fit had not seen."""
+
+    mean: float
+    p95: float
+    worst: float
+    num_points: int
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Constants of all accelerators: common ones, and replacements for single accelerators."""
+
+    common: Efficiencies = Efficiencies()
+    of_accelerator: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """By `name` or `accelerator.name`; others are defaults."""
+    errors: Mapping[str, HeldOut] = field(default_factory=dict)
+    """By `accelerator.kind` of measurement."""
+
+    def of(self, accelerator: str) -> Efficiencies:
+        known = self.of_accelerator.get(accelerator)
+        return replace(self.common, **known) if known else self.common
+
+    def source(self, accelerator: str, name: str) -> str:
+        """Source of the constant that applies to this accelerator."""
+        if name in self.of_accelerator.get(accelerator, {}):
+            return self.sources.get(f"{accelerator}.{name}", FigureSource.CATALOGUE)
+        return self.sources.get(name, FigureSource.DEFAULT)
+
+    def with_figures(self, accelerator: str, source: FigureSource, **figures: float) -> Constants:
+        """Replaces constants of one accelerator."""
+        known = {**self.of_accelerator.get(accelerator, {}), **figures}
+        new = {f"{accelerator}.{name}": str(source) for name in figures}
+        return replace(
+            self,
+            of_accelerator={**self.of_accelerator, accelerator: known},
+            sources={**self.sources, **new},
+        )
+
+
+def save(constants: Constants, path: Path) -> None:
+    """Writes a file for `load`."""
+    document = {
+        "common": asdict(constants.common),
+        "of_accelerator": {name: dict(known) for name, known in constants.of_accelerator.items()},
+        "sources": dict.fromkeys(NAMES, str(FigureSource.DEFAULT)) | dict(constants.sources),
+        "errors": {name: asdict(error) for name, error in constants.errors.items()},
+    }
+    write_atomic(path, (json.dumps(document, indent=2) + "\n").encode())
+
+
+def load(path: Path) -> Constants:
+    """Reads constants from TOML or JSON; others keep their defaults."""
+    try:
+        text = path.read_text()
+        document = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise UserError(
+            f"{path}: {error.strerror}; name a file of constants, such as one that calibration wrote"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{path}: a table with common, of_accelerator, sources or errors is wanted")
+    common = _figures(path, "common", document.get("common", {}))
+    known = {
+        name: _figures(path, f"of_accelerator.{name}", table)
+        for name, table in document.get("of_accelerator", {}).items()
+    }
+    sources = dict.fromkeys(common, str(FigureSource.CATALOGUE)) | document.get("sources", {})
+    errors = {name: HeldOut(**error) for name, error in document.get("errors", {}).items()}
+    return Constants(replace(Efficiencies(), **common), known, sources, errors)
+
+
+def _figures(path: Path, where: str, table: Any) -> dict[str, float]:
+    if not isinstance(table, dict):
+        raise UserError(f"{path}: {where} = {table!r}: a table of constants is wanted")
+    for name, value in table.items():
+        if name not in NAMES:
+            raise UserError(f"{path}: {where}.{name}: unknown constant; {suggest(name, NAMES)}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not _is_allowed(name, value):
+            allowed = (
+                f"a share above 0, up to {_largest(name):g}" if name.endswith("_share") else "seconds of 0 or more"
+            )
+            raise UserError(f"{path}: {where}.{name} = {value!r}: allowed {allowed}")
+    return {name: float(value) for name, value in table.items()}
+
+
+def _is_allowed(name: str, value: float) -> bool:
+    if not name.endswith("_share"):
+        return 0 <= value < float("inf")
+    return (value > 0 or name.endswith("_exposed_share")) and 0 <= value <= _largest(name)
+
+
+def _largest(name: str) -> float:
+    """A card may read faster than its catalogue says; calibration accepts up to twice."""
+    return 2.0 if name.endswith("_read_share") else 1.0

@@ -1,0 +1,112 @@
+"""Time from a version's publication until machines sample from it, and the part that stops generation.
+
+Offbeat relays pieces: one copy crosses the link between two classes, nodes pass pieces on, and engines generate until
+the new weights are in memory beside the old ones. `copies_s` models a rival: whole copies over the slow link, while
+generation stops.
+"""
+
+from __future__ import annotations
+
+import math
+
+from offbeat.planner.cost.constants import Efficiencies
+from offbeat.planner.cost.sizes import trained_parameters, update_bytes
+from offbeat.planner.inputs.hardware import Accelerator, Inventory, Link, MachineClass
+from offbeat.planner.inputs.model_shapes import num_parameters, weight_bytes
+from offbeat.planner.inputs.workload import Workload
+
+CHUNK_BYTES = 16 * 2**20
+"""Size of a piece; a node passes a piece on once it has all of it."""
+MAX_FAN_OUT = 8
+MIN_TWO_TREES = 3
+"""Fewest nodes for two different trees."""
+
+
+def relay_s(
+    workload: Workload, inventory: Inventory, root: str, receiver: str, num_nodes: int, over: str | None = None
+) -> float:
+    """Time to send a version to `num_nodes` nodes of a class in pieces: once over the link between both classes, or
+    over a node of the class `over`, then from node to node."""
+    if root == receiver and (num_nodes == 1 or frozenset((root,)) not in inventory.links):
+        return 0.0  # a class of one node: nothing to send
+    first = inventory.link(root, receiver) if over is None else _joined(inventory, root, over, receiver)
+    if num_nodes == 1:
+        return update_bytes(workload) / first.bytes_per_s + first.latency_s
+    within = inventory.link(receiver, receiver)
+    transfer = update_bytes(workload), first.bytes_per_s, within, num_nodes
+    return first.latency_s + min(one_tree_s(*transfer), two_trees_s(*transfer))
+
+
+def _joined(inventory: Inventory, root: str, over: str, receiver: str) -> Link:
+    """Two links in series; the node between passes each piece on once it has all of it."""
+    one, other = inventory.link(root, over), inventory.link(over, receiver)
+    return Link(
+        min(one.bytes_per_s, other.bytes_per_s),
+        one.latency_s + other.latency_s + CHUNK_BYTES / max(one.bytes_per_s, other.bytes_per_s),
+    )
+
+
+def one_tree_s(
+    num_bytes: float, arriving: float, within: Link, num_nodes: int, chunk_bytes: float = CHUNK_BYTES
+) -> float:
+    """Time to spread a version from the first of `num_nodes` nodes, at the best fan-out; it arrives there at the rate
+    `arriving`."""
+    width = fan_out(num_bytes, arriving, within, num_nodes, chunk_bytes)
+    return _spread_s(num_bytes, arriving, within, num_nodes, width, chunk_bytes)
+
+
+def fan_out(num_bytes: float, arriving: float, within: Link, num_nodes: int, chunk_bytes: float = CHUNK_BYTES) -> int:
+    """Best number of nodes to which each node passes every piece on."""
+
+    def seconds(width: int) -> float:
+        return _spread_s(num_bytes, arriving, within, num_nodes, width, chunk_bytes)
+
+    return min(range(1, MAX_FAN_OUT + 1), key=lambda width: (seconds(width), width))
+
+
+def _spread_s(num_bytes: float, arriving: float, within: Link, num_nodes: int, width: int, chunk_bytes: float) -> float:
+    """A wider tree is shallower, and slower once a node's port is full."""
+    depth, covered, layer = 0, 1, 1
+    while covered < num_nodes:
+        layer *= width
+        covered += layer
+        depth += 1
+    each = within.bytes_per_s / min(width, num_nodes - 1)
+    return num_bytes / min(arriving, each) + depth * (chunk_bytes / each + within.latency_s)
+
+
+def two_trees_s(
+    num_bytes: float, arriving: float, within: Link, num_nodes: int, chunk_bytes: float = CHUNK_BYTES
+) -> float:
+    """The same along two binary trees that carry half of the pieces each. An inner node of one is a leaf of the other,
+    so every port carries the version once, however many nodes there are."""
+    if num_nodes < MIN_TWO_TREES:
+        return math.inf
+    each = within.bytes_per_s / 2
+    depth = 1 + int(math.log2(num_nodes - 1))
+    return num_bytes / min(arriving, within.bytes_per_s) + depth * (chunk_bytes / each + within.latency_s)
+
+
+def copies_s(workload: Workload, inventory: Inventory, root: str, receiver: str, num_copies: float) -> float:
+    """Time of whole copies over one link, one after the other; generation stops for all of it."""
+    return num_copies * update_bytes(workload) / inventory.link(root, receiver).bytes_per_s
+
+
+def swap_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, spare_bytes: float) -> float:
+    """Time that a relayed update stops a replica: a switch if a second set of weights fits, else a load from host
+    memory, each card its part."""
+    incoming_bytes = trained_parameters(workload) * workload.model.bytes_per_weight / tp
+    if incoming_bytes <= spare_bytes:
+        return figures.swap_s
+    return figures.swap_s + incoming_bytes / card.host_bytes_per_s
+
+
+def wake_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int) -> float:
+    """Time to load all weights of a replica from host memory after training used its cards."""
+    return figures.swap_s + weight_bytes(workload.model) / tp / card.host_bytes_per_s
+
+
+def publish_s(workload: Workload, root: MachineClass) -> float:
+    """Time that publishing adds to a training step: the cards of one node copy the new weights to the host."""
+    share = trained_parameters(workload) / num_parameters(workload.model)
+    return share * weight_bytes(workload.model) / (root.per_node * root.accelerator.host_bytes_per_s)

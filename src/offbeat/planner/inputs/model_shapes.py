@@ -1,0 +1,170 @@
+"""Shape of a model, from a Hugging Face config.json or a known name, and its parameter counts.
+
+Counts leave out biases and the norms of queries and keys, under a ten-thousandth of a model. Sliding-window attention
+is counted as full attention, so long contexts of such a model are overestimated.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from offbeat.errors import UserError
+from offbeat.planner.inputs.workload import ModelShape
+from offbeat.spelling import suggest
+
+HEAD_DIM = 128
+ANY_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+NOT_A_DECODER = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+
+def num_parameters(shape: ModelShape) -> int:
+    """All parameters; a head tied to the embedding counts once."""
+    norms = shape.hidden * (2 * shape.num_layers + 1)
+    return body_parameters(shape) + norms + _table(shape) * (1 if shape.is_tied else 2)
+
+
+def body_parameters(shape: ModelShape) -> int:
+    """Matmul parameters of all layers: attention, feed-forward, experts, routers."""
+    experts = shape.num_experts + shape.num_shared_experts
+    return _layers(shape, experts)
+
+
+def active_body_parameters(shape: ModelShape) -> int:
+    """Body parameters that one token uses."""
+    return _layers(shape, shape.experts_per_token + shape.num_shared_experts)
+
+
+def matmul_parameters(shape: ModelShape) -> int:
+    """Parameters used in matmuls: the body and the head, not the input embedding, which is a lookup."""
+    return body_parameters(shape) + _table(shape)
+
+
+def active_matmul_parameters(shape: ModelShape) -> int:
+    """Matmul parameters that one token uses; FLOP follow from them."""
+    return active_body_parameters(shape) + _table(shape)
+
+
+def active_parameters(shape: ModelShape) -> int:
+    """Parameters that one token uses as model cards count them, with embedding and norms."""
+    return num_parameters(shape) - body_parameters(shape) + active_body_parameters(shape)
+
+
+def weight_bytes(shape: ModelShape) -> int:
+    return num_parameters(shape) * shape.bytes_per_weight
+
+
+def kv_bytes_per_token(shape: ModelShape) -> int:
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.bytes_per_kv
+
+
+def _table(shape: ModelShape) -> int:
+    return shape.vocab * shape.hidden
+
+
+def _layers(shape: ModelShape, num_experts: int) -> int:
+    """Matmul parameters of all layers, with `num_experts` experts in each layer that has experts."""
+    attention = 2 * shape.hidden * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
+    if not shape.num_experts:
+        return shape.num_layers * (attention + 3 * shape.hidden * shape.ffn)
+    sparse = 3 * shape.hidden * shape.ffn * num_experts + shape.hidden * shape.num_experts
+    dense = 3 * shape.hidden * shape.dense_ffn
+    return shape.num_layers * attention + (shape.num_layers - shape.dense_layers) * sparse + shape.dense_layers * dense
+
+
+def known_model(name: str) -> ModelShape:
+    """Shape of a public model; an owner before a slash and endings such as -Instruct do not matter."""
+    plain = name.rsplit("/", 1)[-1].lower().replace("_", "-").removeprefix("deepseek-").removeprefix("meta-")
+    tables = _known()
+    found = max((one for one in tables if plain == one or plain.startswith(f"{one}-")), key=len, default=None)
+    if found is None:
+        raise UserError(f"{name!r}: is no model we know; {suggest(plain, tables)} (or give its config.json)")
+    return ModelShape(name=name, **{"head_dim": HEAD_DIM, **tables[found]})
+
+
+@functools.cache
+def _known() -> Mapping[str, Mapping[str, Any]]:
+    return tomllib.loads(resources.files("offbeat.planner.inputs").joinpath("models.toml").read_text("utf-8"))
+
+
+def read_config(path: pathlib.Path | str) -> ModelShape:
+    """Reads the shape from a config.json, or from the folder that holds one."""
+    file = pathlib.Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{file}: is not JSON") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{file}: is no model's config.json")
+    return from_config(config, str(file))
+
+
+def from_config(config: Mapping[str, Any], file: str = "config.json") -> ModelShape:
+    """Shape of a Hugging Face configuration; `file` names it in errors."""
+    inner = config.get("text_config", config)  # multimodal models nest their decoder
+    architectures = config.get("architectures") or [""]
+    if inner.get("is_encoder_decoder") or any(str(architectures[0]).endswith(word) for word in NOT_A_DECODER):
+        raise UserError(
+            f"{file}: {architectures[0] or 'an encoder-decoder'} is not a decoder; only those can be planned"
+        )
+    if inner.get("kv_lora_rank"):
+        raise UserError(f"{file}: kv_lora_rank = {inner['kv_lora_rank']}: latent attention cannot be planned yet")
+    hidden, num_heads = _whole(inner, "hidden_size", file), _whole(inner, "num_attention_heads", file)
+    if not inner.get("head_dim") and hidden % num_heads:
+        why = f"head_dim is missing, and num_attention_heads = {num_heads} does not divide hidden_size = {hidden}"
+        raise UserError(f"{file}: {why}")
+    return ModelShape(
+        name=str(config.get("_name_or_path") or pathlib.Path(file).parent.name or inner.get("model_type", "model")),
+        num_layers=_whole(inner, "num_hidden_layers", file),
+        hidden=hidden,
+        num_heads=num_heads,
+        num_kv_heads=int(inner.get("num_key_value_heads") or num_heads),
+        head_dim=int(inner.get("head_dim") or hidden // num_heads),
+        vocab=_whole(inner, "vocab_size", file),
+        is_tied=bool(inner.get("tie_word_embeddings", str(inner.get("model_type", "")).startswith("gemma"))),
+        **_feed_forward(inner, file),
+    )
+
+
+def _feed_forward(config: Mapping[str, Any], file: str) -> dict[str, int]:
+    dense = _whole(config, "intermediate_size", file)
+    key = next((key for key in ANY_EXPERTS if config.get(key)), None)
+    if key is None:
+        return {"ffn": dense}
+    ffn = int(config.get("moe_intermediate_size") or dense)
+    if (config.get("decoder_sparse_step") or 1) != 1 or (config.get("moe_layer_freq") or 1) != 1:
+        raise UserError(
+            f"{file}: experts in some layers only (decoder_sparse_step, moe_layer_freq) cannot be planned yet"
+        )
+    alone = list(config.get("mlp_only_layers") or range(config.get("first_k_dense_replace") or 0))
+    if alone != list(range(len(alone))):
+        raise UserError(f"{file}: mlp_only_layers = {alone}: only the first layers may be without experts")
+    shared_width = config.get("shared_expert_intermediate_size") or ffn * (config.get("n_shared_experts") or 0)
+    if shared_width % ffn:
+        why = f"shared_expert_intermediate_size = {shared_width} is no multiple of moe_intermediate_size = {ffn}"
+        raise UserError(f"{file}: {why}")
+    return {
+        "ffn": ffn,
+        "num_experts": int(config[key]),
+        "experts_per_token": _whole(config, "num_experts_per_tok", file),
+        "num_shared_experts": shared_width // ffn,
+        "dense_layers": len(alone),
+        "dense_ffn": dense if alone else 0,
+    }
+
+
+def _whole(config: Mapping[str, Any], key: str, file: str) -> int:
+    value = config.get(key)
+    if value is None:
+        raise UserError(f"{file}: {key} is missing; is it a decoder's config.json?")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{file}: {key} = {value!r}: wants a whole number, 1 or more")
+    return value

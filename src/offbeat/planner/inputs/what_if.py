@@ -1,0 +1,109 @@
+"""Changes of an inventory: more or fewer nodes of a class, or a new class of the catalogue."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from offbeat.errors import UserError
+from offbeat.planner.inputs import hardware
+from offbeat.planner.inputs.hardware import Inventory, Link, MachineClass
+from offbeat.spelling import suggest
+
+PER_NODE = 8
+"""Accelerators per node of a new class."""
+
+
+def parse_changes(words: Sequence[str], option: str) -> dict[str, int]:
+    """Nodes by name, from words such as `h20:2`; a name alone is one node."""
+    found: dict[str, int] = {}
+    for word in words:
+        name, _, number = word.rpartition(":") if ":" in word else (word, "", "1")
+        if not name or not number.isascii() or not number.isdigit() or int(number) < 1:
+            raise UserError(f"{option} {word}: write NAME:NODES with 1 node or more, as in h20:2")
+        found[name] = found.get(name, 0) + int(number)
+    return found
+
+
+def changed(
+    inventory: Inventory, add: Mapping[str, int] | None = None, remove: Mapping[str, int] | None = None
+) -> Inventory:
+    """The inventory with nodes added, then removed; names are those of classes, or of the catalogue's accelerators."""
+    for name, num_nodes in (add or {}).items():
+        inventory = _added(inventory, name, num_nodes)
+    for name, num_nodes in (remove or {}).items():
+        inventory = _removed(inventory, name, num_nodes)
+    return inventory
+
+
+def _added(inventory: Inventory, name: str, num_nodes: int) -> Inventory:
+    found = _find(inventory, name, "add")
+    if found is None:
+        return _with_new_class(inventory, name, num_nodes)
+    machines = inventory.classes[found]
+    total = machines.num_nodes + num_nodes
+    if total > 1 and frozenset((found,)) not in inventory.links:
+        remedy = f"links.between_nodes or classes.{found}.between_nodes in the cluster's file"
+        raise UserError(f"add {name}: nothing says how fast two nodes of {found} reach each other; give {remedy}")
+    return _with(inventory, dataclasses.replace(machines, num_nodes=total))
+
+
+def _removed(inventory: Inventory, name: str, num_nodes: int) -> Inventory:
+    found = _find(inventory, name, "remove")
+    if found is None:
+        raise UserError(f"remove {name}: there is none; {suggest(name, inventory.classes)}")
+    machines = inventory.classes[found]
+    left = machines.num_nodes - num_nodes
+    if left < 0:
+        raise UserError(f"remove {name}:{num_nodes}: there {_are(machines.num_nodes)} of {found}")
+    if left:
+        return _with(inventory, dataclasses.replace(machines, num_nodes=left))
+    classes = {other: kept for other, kept in inventory.classes.items() if other != found}
+    if not classes:
+        raise UserError(f"remove {name}:{num_nodes}: nothing would be left")
+    links = {pair: link for pair, link in inventory.links.items() if found not in pair}
+    return dataclasses.replace(inventory, classes=classes, links=links)
+
+
+def _are(num_nodes: int) -> str:
+    return "is 1 node" if num_nodes == 1 else f"are {num_nodes} nodes"
+
+
+def _find(inventory: Inventory, name: str, verb: str) -> str | None:
+    """Class with this name or accelerator; None for an accelerator of the catalogue that no class has."""
+    if name in inventory.classes:
+        return name
+    if not hardware.is_known(name):
+        choices = [*inventory.classes, *(other for other in hardware.names() if other not in inventory.classes)]
+        raise UserError(f"{verb} {name}: neither a class nor an accelerator of the catalogue; {suggest(name, choices)}")
+    wanted = hardware.accelerator(name).name
+    having = [one for one, machines in inventory.classes.items() if machines.accelerator.name == wanted]
+    if len(having) > 1:
+        raise UserError(f"{verb} {name}: several classes have it; name one of {', '.join(having)}")
+    return having[0] if having else None
+
+
+def _with(inventory: Inventory, machines: MachineClass) -> Inventory:
+    return dataclasses.replace(inventory, classes={**inventory.classes, machines.name: machines})
+
+
+def _with_new_class(inventory: Inventory, name: str, num_nodes: int) -> Inventory:
+    card = hardware.accelerator(name)
+    zones = {machines.zone for machines in inventory.classes.values()}
+    needed: dict[str, Link | None] = {"classes": inventory.default_links.get("classes")}
+    if num_nodes > 1:
+        needed["nodes"] = inventory.default_links.get("nodes")
+    missing = [f"links.between_{kind}" for kind, link in needed.items() if link is None]
+    keys = [*missing, *(["classes.*.zone"] if len(zones) > 1 else []), *(["price"] if card.price_per_h is None else [])]
+    if keys or card.price_per_h is None:
+        raise UserError(
+            f"add {name}: the cluster's file has no such class and cannot fill in {', '.join(keys)}; add it there"
+        )
+    new = MachineClass(name, card, PER_NODE, num_nodes, card.price_per_h, zone=next(iter(zones)))
+    links = {**inventory.links}
+    links.update({frozenset((name, other)): inventory.default_links["classes"] for other in inventory.classes})
+    if "nodes" in inventory.default_links:
+        links[frozenset((name,))] = inventory.default_links["nodes"]
+    assumption = f"{name}: a new class, {PER_NODE} in a node, ${card.price_per_h:g}/h and links by the file's defaults"
+    grown = dataclasses.replace(inventory, links=links, assumptions=(*inventory.assumptions, assumption))
+    return _with(grown, new)

@@ -1,0 +1,184 @@
+"""The workload: model shape, lengths of prompts and answers, and the requirements of a step, as plain records."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from statistics import NormalDist
+
+import numpy as np
+
+from offbeat.errors import UserError
+
+
+class KvPolicy(StrEnum):
+    """Fate of running answers' keys and values when a version arrives."""
+
+    REFILL = "refill"
+    """Their keys and values are computed again under the new weights."""
+    STALE = "stale"
+    """They are kept, and the answer continues under the new weights."""
+    FINISH = "finish"
+    """Answers end on the old weights; new answers wait."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder, dense or with experts."""
+
+    name: str
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    """Width of the feed-forward part, or of one expert."""
+    vocab: int
+    is_tied: bool = False
+    num_experts: int = 0
+    """0 for a dense model."""
+    experts_per_token: int = 0
+    num_shared_experts: int = 0
+    dense_layers: int = 0
+    """Number of first layers without experts, of width `dense_ffn`, in a model with experts."""
+    dense_ffn: int = 0
+    bytes_per_weight: int = 2
+    bytes_per_kv: int = 2
+
+
+@dataclass(frozen=True)
+class LengthStatistics:
+    """Statistics of the length of prompts or answers, in tokens."""
+
+    mean: float
+    mean_square: float
+    tail: float
+    """Quantile that must fit into the age window; longer answers continue over versions."""
+    tail_share: float
+    """Share of answers that are longer than `tail`; 0 if `tail` is the cap."""
+    longest: float
+
+
+@dataclass(frozen=True)
+class RewardMachines:
+    """Machines that compute rewards."""
+
+    seconds: float
+    """Time of one trajectory in one slot."""
+    num_slots: int
+    price_per_slot_h: float = 0.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requirements of one step, and the rules of the run."""
+
+    model: ModelShape
+    groups_per_step: int
+    group_size: int
+    prompt: LengthStatistics
+    answer: LengthStatistics
+    bound: int = 4
+    """`max_staleness`."""
+    updates_per_step: int = 1
+    has_reference: bool = False
+    has_critic: bool = False
+    recomputes_logprobs: bool = True
+    """Whether there is one more forward pass, for the proximal log-probs."""
+    lora_rank: int = 0
+    kv: KvPolicy = KvPolicy.REFILL
+    waste_share: float = 0.0
+    """Share of generated tokens that are not trained on: dropped, filtered, over-provisioned."""
+    headroom: float = 0.1
+    """Share by which rollouts should exceed the demand if that costs nothing, so that an error of the cost model does
+    not make the trainer wait."""
+    delta_density: float = 1.0
+    """Bytes of a weight update over those of all weights."""
+    reward: RewardMachines | None = None
+    colocates: bool = True
+    """Whether cards may train and generate by turns, with bound 0."""
+    assumptions: tuple[str, ...] = ()
+    """Assumed values, a sentence each."""
+
+    @property
+    def may_share(self) -> bool:
+        """Whether replicas may use the gang's own nodes: only if generation waits for training."""
+        return self.colocates and self.bound == 0
+
+    @cached_property
+    def trajectories_per_step(self) -> int:
+        return self.groups_per_step * self.group_size
+
+    @cached_property
+    def generated_tokens_per_step(self) -> float:
+        """Tokens that the rollout machines must generate, waste included."""
+        return self.trajectories_per_step * self.answer.mean / (1 - self.waste_share)
+
+    @cached_property
+    def trained_tokens_per_step(self) -> float:
+        return self.trajectories_per_step * (self.answer.mean + self.prompt.mean)
+
+
+# Length statistics from a distribution, a histogram or samples. A cap cuts longer answers, as `max_new_tokens` does.
+
+QUANTILE = 0.95
+"""Default share of answers that must end within the age window."""
+
+
+def constant(num_tokens: float) -> LengthStatistics:
+    return LengthStatistics(num_tokens, num_tokens**2, num_tokens, 0.0, num_tokens)
+
+
+def uniform(shortest: float, longest: float, quantile: float = QUANTILE) -> LengthStatistics:
+    """Uniform lengths."""
+    return histogram([shortest, longest], [1.0], quantile)
+
+
+def log_normal(median: float, sigma: float, cap: float, quantile: float = QUANTILE) -> LengthStatistics:
+    """Log-normal lengths, cut at the cap."""
+    if sigma == 0:
+        return constant(min(median, cap))
+    normal, mu = NormalDist(), math.log(median)
+    at_cap = (math.log(cap) - mu) / sigma
+    cut = 1 - normal.cdf(at_cap)
+    mean = math.exp(mu + sigma**2 / 2) * normal.cdf(at_cap - sigma) + cap * cut
+    mean_square = math.exp(2 * mu + 2 * sigma**2) * normal.cdf(at_cap - 2 * sigma) + cap**2 * cut
+    tail = min(cap, math.exp(mu + sigma * normal.inv_cdf(quantile)))
+    return LengthStatistics(mean, mean_square, tail, 1 - quantile if tail < cap else 0.0, cap)
+
+
+def histogram(edges: Sequence[float], counts: Sequence[float], quantile: float = QUANTILE) -> LengthStatistics:
+    """Counts of bins between rising edges; lengths are uniform within a bin."""
+    if len(edges) != len(counts) + 1:
+        raise UserError(f"{len(edges)} edges for {len(counts)} counts: there must be one edge more")
+    if any(low >= high for low, high in itertools.pairwise(edges)) or edges[0] < 0:
+        raise UserError("edges: must rise, from 0 or more")
+    if min(counts) < 0 or sum(counts) <= 0:
+        raise UserError("counts: must be 0 or more, and not all 0")
+    shares = np.array(counts, float) / sum(counts)
+    low, high = np.array(edges[:-1], float), np.array(edges[1:], float)
+    longest = float(high[np.flatnonzero(shares)[-1]])
+    tail = float(np.interp(quantile, np.concatenate([[0.0], np.cumsum(shares)]), edges))
+    return LengthStatistics(
+        mean=float(shares @ (low + high) / 2),
+        mean_square=float(shares @ (low**2 + low * high + high**2) / 3),
+        tail=min(tail, longest),
+        tail_share=1 - quantile if tail < longest else 0.0,
+        longest=longest,
+    )
+
+
+def from_samples(lengths: Sequence[int], quantile: float = QUANTILE, cap: float = math.inf) -> LengthStatistics:
+    """Observed lengths, such as those of a finished run; the tail is one of them."""
+    if not len(lengths):
+        raise UserError("no lengths: nothing was observed yet")
+    tokens = np.minimum(np.array(lengths, float), cap)
+    tail = float(np.quantile(tokens, quantile, method="inverted_cdf"))
+    longest = float(tokens.max()) if math.isinf(cap) else cap
+    share = float(np.mean(tokens > tail))
+    return LengthStatistics(float(tokens.mean()), float(np.mean(tokens**2)), tail, share, longest)

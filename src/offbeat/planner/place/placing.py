@@ -1,0 +1,244 @@
+"""Placement of a solution: which nodes train and which generate, the weights' paths, and the resulting period.
+
+Nodes are chosen for the shortest period, then the shortest lag of a version, then the shortest step. If nodes are
+interchangeable, the first ones are taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import networkx as nx
+
+from offbeat.errors import UserError
+from offbeat.planner.cost.constants import Constants
+from offbeat.planner.cost.sizes import update_bytes
+from offbeat.planner.inputs.hardware import Inventory, at_best
+from offbeat.planner.inputs.workload import Workload
+from offbeat.planner.place import realised
+from offbeat.planner.place.islands import IslandLayout, Placed, lay_gang, pack
+from offbeat.planner.place.nodes import NodeFabric, fabric_of
+from offbeat.planner.place.sync_tree import MAX_IMPROVED, SyncTree, relay, sync_tree
+from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Solution
+
+Score = TypeVar("Score", float, tuple[float, ...])
+Cost = Callable[[frozenset[str], frozenset[str]], Score]
+"""Cost of a choice of training nodes and rollout nodes."""
+MAX_TRIED = 300
+MAX_REFINED = 3_000
+"""Most choices that exchanges try: with many nodes a single pass has thousands."""
+SEED = 0
+
+
+def split(
+    fabric: NodeFabric, training: Mapping[str, int], rollout: Mapping[str, int], cost: Cost[Score]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Chooses the training and the rollout nodes of each class, at a low cost; the others stay idle.
+
+    A few choices are all tried. Otherwise each class is bisected with little bandwidth between the halves
+    (Kernighan-Lin), then improved by passes of exchanges within a class, in which every node moves once and the best
+    state of a pass is kept (Fiduccia-Mattheyses).
+    """
+    members: dict[str, list[str]] = {}
+    for name, node in fabric.nodes.items():
+        members.setdefault(node.offer, []).append(name)
+    if fabric.is_alike:
+        return _sides(_in_order(members, training, rollout))
+    if _num_choices(members, training, rollout) <= MAX_TRIED:
+        return min((_sides(side_of) for side_of in _choices(members, training, rollout)), key=lambda pair: cost(*pair))
+    starts = [_bisected(fabric, members, training, rollout), _well_linked(fabric, members, training, rollout)]
+    return _sides(_refined(min(starts, key=lambda side_of: cost(*_sides(side_of))), members, cost))
+
+
+def _in_order(
+    members: Mapping[str, list[str]], training: Mapping[str, int], rollout: Mapping[str, int]
+) -> dict[str, str]:
+    """The first nodes of a class train, the next generate."""
+    side_of: dict[str, str] = {}
+    for offer, names in members.items():
+        first, then = training.get(offer, 0), rollout.get(offer, 0)
+        assert first + then <= len(names), f"{first} + {then} of {len(names)} nodes of {offer}"
+        side_of |= dict(zip(names, ["train"] * first + ["roll"] * then + ["idle"] * len(names), strict=False))
+    return side_of
+
+
+def _sides(side_of: Mapping[str, str]) -> tuple[frozenset[str], frozenset[str]]:
+    training, rollout = ([name for name, at in side_of.items() if at == side] for side in ("train", "roll"))
+    return frozenset(training), frozenset(rollout)
+
+
+def _num_choices(members: Mapping[str, list[str]], training: Mapping[str, int], rollout: Mapping[str, int]) -> int:
+    counts = [(len(names), training.get(offer, 0), rollout.get(offer, 0)) for offer, names in members.items()]
+    return math.prod(math.comb(n, t) * math.comb(n - t, r) for n, t, r in counts)
+
+
+def _choices(
+    members: Mapping[str, list[str]], training: Mapping[str, int], rollout: Mapping[str, int]
+) -> Iterator[dict[str, str]]:
+    def of_class(offer: str, names: list[str]) -> list[dict[str, str]]:
+        found = []
+        for trains in itertools.combinations(names, training.get(offer, 0)):
+            left = [name for name in names if name not in trains]
+            for rolls in itertools.combinations(left, rollout.get(offer, 0)):
+                found.append(
+                    dict.fromkeys(names, "idle") | dict.fromkeys(trains, "train") | dict.fromkeys(rolls, "roll")
+                )
+        return found
+
+    for parts in itertools.product(*(of_class(offer, names) for offer, names in members.items())):
+        yield {name: side for part in parts for name, side in part.items()}
+
+
+def _bisected(
+    fabric: NodeFabric, members: Mapping[str, list[str]], training: Mapping[str, int], rollout: Mapping[str, int]
+) -> dict[str, str]:
+    """Training nodes of each class with little bandwidth to the others."""
+    ordered = {}
+    for offer, names in members.items():
+        first = training.get(offer, 0)
+        if 0 < first < len(names):
+            halves = (set(names[:first]), set(names[first:]))
+            trains, others = nx.community.kernighan_lin_bisection(fabric.graph(names), halves, seed=SEED)
+            names = sorted(trains) + sorted(others) if len(trains) == first else sorted(others) + sorted(trains)
+        ordered[offer] = names
+    return _in_order(ordered, training, rollout)
+
+
+def _well_linked(
+    fabric: NodeFabric, members: Mapping[str, list[str]], training: Mapping[str, int], rollout: Mapping[str, int]
+) -> dict[str, str]:
+    """In each class, the nodes with the best measured links train, and those with the worst stay idle."""
+    rates: dict[str, list[float]] = {}
+    for pair, rate in fabric.measured.items():
+        for name in pair:
+            usual = fabric.inventory.link(*(fabric.nodes[one].offer for one in sorted(pair))).bytes_per_s
+            rates.setdefault(name, []).append(math.log(rate / usual))
+    ordered = {offer: sorted(names, key=lambda name: -sum(rates.get(name, []))) for offer, names in members.items()}
+    return _in_order(ordered, training, rollout)
+
+
+def _refined(side_of: dict[str, str], members: Mapping[str, list[str]], cost: Cost[Score]) -> dict[str, str]:
+    best, best_cost, num_left = side_of, cost(*_sides(side_of)), MAX_REFINED
+    while True:
+        now, free, trail = best, set(best), []
+        while swaps := [(one, other) for names in members.values() for one, other in itertools.combinations(names, 2)
+                        if one in free and other in free and now[one] != now[other]][:num_left]:  # fmt: skip
+            num_left -= len(swaps)
+            trials = [({**now, one: now[other], other: now[one]}, one, other) for one, other in swaps]
+            costs = [cost(*_sides(trial)) for trial, _, _ in trials]
+            now, one, other = trials[costs.index(min(costs))]
+            free -= {one, other}
+            trail.append((min(costs), now))
+        if not trail or min(trail, key=lambda step: step[0])[0] >= best_cost:
+            return best
+        best_cost, best = min(trail, key=lambda step: step[0])
+
+
+@dataclass(frozen=True)
+class Placing:
+    """A placed solution."""
+
+    fabric: NodeFabric
+    places: tuple[Placed, ...]
+    """Places of all replicas."""
+    layout: IslandLayout
+    tree: SyncTree
+    assumed: Gang
+    """The gang as its column assumes it."""
+    columns: tuple[RolloutColumn, ...]
+    """The original rollout columns."""
+    step_s: float
+    """Step of the gang on these nodes."""
+    lags_s: Mapping[str, float]
+    """Time until the last node of each rollout class has a version."""
+    problem: PlanningProblem
+    """The problem with gang and lags as placed, if slower."""
+    tau_s: float
+    """Shortest period at which the solution holds here, not below its own."""
+
+
+@dataclass(frozen=True)
+class Placer:
+    """Places solutions; `problem` has the original columns."""
+
+    inventory: Inventory
+    workload: Workload
+    constants: Constants
+    problem: PlanningProblem
+
+    def best_step_s(self, gang: Gang) -> float:
+        """Step of a gang on the best nodes for it, whatever generates."""
+        fabric, best = fabric_of(self.inventory), at_best(self.inventory)
+
+        def step_s(trains: frozenset[str], _: frozenset[str]) -> float:
+            layout = lay_gang(fabric, gang, in_order(trains))
+            return realised.step_s(fabric, best, layout, gang, self.workload, self.constants)
+
+        return step_s(*split(fabric, gang.nodes, {}, step_s))
+
+    def place(self, solution: Solution) -> Placing:
+        problem = self.problem
+        gang = next(gang for gang in problem.gangs if gang.name == solution.gang)
+        fabric, best = fabric_of(self.inventory), at_best(self.inventory)
+        num_bytes = update_bytes(self.workload)
+        is_apart = not any(column.is_home for column in problem.rollout if column.name in solution.replicas)
+
+        def step_s(layout: IslandLayout) -> float:
+            return realised.step_s(fabric, best, layout, gang, self.workload, self.constants)
+
+        def score(trains: frozenset[str], rolls: frozenset[str]) -> tuple[float, ...]:
+            layout, lags = lay_gang(fabric, gang, in_order(trains)), {}
+            if len(rolls) <= MAX_IMPROVED:  # with more, a tree for every choice takes too long
+                generating = rolls if is_apart else generating_on(places_of(fabric, problem, solution, trains, rolls))
+                root = root_of(fabric, gang, trains, generating)
+                lags = realised.lags_s(fabric, relay(fabric, root, generating, num_bytes), num_bytes)
+            took_s = step_s(layout)
+            placed = realised.slowed(problem, gang, took_s, lags)
+            return realised.enough_s(problem, placed, solution), max(lags.values(), default=0.0), took_s
+
+        trains, rolls = split(fabric, gang.nodes, solution.nodes, score)
+        layout = lay_gang(fabric, gang, in_order(trains))
+        places = places_of(fabric, problem, solution, trains, rolls)
+        generating = rolls | generating_on(places)
+        tree = sync_tree(fabric, root_of(fabric, gang, trains, generating), generating, num_bytes)
+        lags = realised.lags_s(fabric, tree.senders, num_bytes)
+        took_s = step_s(layout)
+        placed = realised.slowed(problem, gang, took_s, lags)
+        tau_s = realised.period_s(problem, placed, solution)
+        return Placing(fabric, tuple(places), layout, tree, gang, problem.rollout, took_s, lags, placed, tau_s)
+
+
+def places_of(
+    fabric: NodeFabric, problem: PlanningProblem, solution: Solution, trains: frozenset[str], rolls: frozenset[str]
+) -> list[Placed]:
+    """Replicas on the nodes rented for them, or on the gang's own."""
+    places: list[Placed] = []
+    for offer, (is_home, among) in itertools.product(problem.offers, ((False, rolls), (True, trains))):
+        columns = {one.name: one for one in problem.rollout if one.offer == offer and one.is_home == is_home}
+        sizes = {name: columns[name].num_accelerators for name in solution.replicas if name in columns}
+        nodes = [fabric.nodes[name] for name in in_order(among) if fabric.nodes[name].offer == offer]
+        packed = pack(sizes, {name: solution.replicas[name] for name in sizes}, nodes)
+        if packed is None:
+            raise UserError(f"class {offer}: the replicas of the plan do not fit its {len(nodes)} nodes")
+        places += packed
+    return places
+
+
+def generating_on(places: Sequence[Placed]) -> frozenset[str]:
+    return frozenset(placed.group.node for placed in places)
+
+
+def root_of(fabric: NodeFabric, gang: Gang, trains: frozenset[str], rolls: frozenset[str]) -> str:
+    """Training node of the publishing class with the best links to the rollout nodes; the first if all are equal."""
+    able = [name for name in in_order(trains) if fabric.nodes[name].offer == gang.root]
+    if fabric.is_alike:
+        return able[0]
+    return max(able, key=lambda name: sum(fabric.bytes_per_s(name, other) for other in sorted(rolls)))
+
+
+def in_order(names: frozenset[str]) -> list[str]:
+    return sorted(names, key=lambda name: (name.rpartition("-")[0], int(name.rpartition("-")[2])))

@@ -1,0 +1,143 @@
+"""Times of a placed plan: a gang's step over the links of its nodes, a version's lag to each class, the period.
+
+The formulas are those of the columns, over the links in use: gradients go around a ring at the rate of its slowest
+link, activations cross from each stage to the next, and a class has a version when its last node has it. Tensor
+parallelism stays inside a node.
+
+Guarantee: no value is better than its column assumed, so bounds proven for the columns hold for placed plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from offbeat.planner.columns.gangs import over_links
+from offbeat.planner.cost.constants import Constants
+from offbeat.planner.cost.training_time import boundary_s
+from offbeat.planner.inputs.hardware import Inventory
+from offbeat.planner.inputs.workload import Workload
+from offbeat.planner.place.islands import Group, IslandLayout
+from offbeat.planner.place.nodes import NodeFabric
+from offbeat.planner.place.sync_tree import Senders, arrival_s
+from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Solution
+from offbeat.planner.solve.check import check
+
+ROUNDING = 1e-9
+"""Relative rounding error of a value, by another order of sums."""
+BISECTIONS = 40
+
+
+def step_s(
+    fabric: NodeFabric, best: Inventory, layout: IslandLayout, gang: Gang, workload: Workload, constants: Constants
+) -> float:
+    """Step of a placed gang; `best` has the links that its column assumed."""
+    links = dict(best.links)
+    for pair, rate in _slowest(fabric, layout).items():
+        links[pair] = replace(links[pair], bytes_per_s=min(rate, links[pair].bytes_per_s))
+    stages_s = over_links(gang, replace(best, links=links), workload, constants).step_s
+    loads = [load(fabric, one, other) for one, other in zip(layout.stages, layout.stages[1:], strict=False)]
+    return max(stages_s, *(boundary_s(workload, 1 / each, 1) for each in loads if each), gang.step_s)
+
+
+def _slowest(fabric: NodeFabric, layout: IslandLayout) -> dict[frozenset[str], float]:
+    """Slowest link of the gradient rings, by the classes at its ends."""
+    slowest: dict[frozenset[str], float] = {}
+    for stage in layout.stages:
+        ring = list(dict.fromkeys(group.node for group in stage))
+        for one, other in zip(ring, [*ring[1:], ring[0]], strict=True):
+            if one != other:
+                pair = frozenset(fabric.nodes[name].offer for name in (one, other))
+                slowest[pair] = min(slowest.get(pair, math.inf), fabric.bytes_per_s(one, other))
+    return slowest
+
+
+def load(fabric: NodeFabric, stage: Sequence[Group], following: Sequence[Group]) -> float:
+    """Seconds per byte from a stage to the next, at the busiest node or a shared link; 0 if nothing leaves a node."""
+    pairs = Counter((one.node, other.node) for one, other in zip(stage, following, strict=True))
+    sent, received, shared = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
+    for (one, other), count in pairs.items():
+        if one == other:
+            continue
+        each = count / len(stage) / fabric.bytes_per_s(one, other)
+        sent[one] += each
+        received[other] += each
+        shared += each if fabric.is_shared(one, other) else 0.0
+    return max(shared, *sent.values(), *received.values(), 0.0)
+
+
+def lags_s(fabric: NodeFabric, senders: Senders, num_bytes: float) -> dict[str, float]:
+    """Time until the last node of each class has a version."""
+    found: dict[str, float] = {}
+    for name, seconds in arrival_s(fabric, senders, num_bytes).items():
+        offer = fabric.nodes[name].offer
+        found[offer] = max(found.get(offer, 0.0), seconds)
+    return found
+
+
+def slowed(
+    problem: PlanningProblem, gang: Gang, step_s: float, lags_s: Mapping[str, float], by: float = ROUNDING
+) -> PlanningProblem:
+    """The problem with the step and lags of a placed gang, where they are longer by the share `by`; the same object if
+    none is."""
+    relays = {*gang.nodes, *lags_s} if problem.demand.bound else ()
+
+    def is_worse(column: RolloutColumn) -> bool:
+        return lags_s.get(column.offer, 0.0) > column.lag_from_s(gang.root, relays) * (1 + by)
+
+    def later(column: RolloutColumn) -> RolloutColumn:
+        least_s, over_s = lags_s[column.offer], column.lag_over_s.get(gang.root, {})
+        lag_s = {**column.lag_s, gang.root: max(least_s, column.lag_from_s(gang.root))}
+        over_s = {name: max(least_s, way_s) for name, way_s in over_s.items()}
+        return replace(column, lag_s=lag_s, lag_over_s={**column.lag_over_s, gang.root: over_s})
+
+    gangs, rollout = problem.gangs, problem.rollout
+    if any(step_s > each.step_s * (1 + by) for each in gangs if each.name == gang.name):
+        gangs = tuple(replace(each, step_s=step_s) if each.name == gang.name else each for each in gangs)
+    if any(is_worse(column) for column in rollout):
+        rollout = tuple(later(column) if is_worse(column) else column for column in rollout)
+    if gangs is problem.gangs and rollout is problem.rollout:
+        return problem
+    return replace(problem, gangs=gangs, rollout=rollout)
+
+
+def enough_s(problem: PlanningProblem, placed: PlanningProblem, solution: Solution) -> float:
+    """A period at which a solution of one problem holds in another with a longer step and lags.
+
+    With a bound it is the shortest one, by the constraints of the gang and the window. With bound 0 all times add up,
+    so the largest increase of a lag is added to the period.
+    """
+    demand, tau_s = placed.demand, solution.tau_s
+    period_s = _gang(placed, solution).period_s
+    slower = {column.name: column for column in placed.rollout if solution.replicas.get(column.name)}
+    root = _gang(placed, solution).root
+    if not demand.bound:
+        before = {column.name: column.lag_from_s(root) for column in problem.rollout if column.name in slower}
+        rises = [slower[name].lag_from_s(root) - before[name] for name in slower]
+        return tau_s + (period_s - _gang(problem, solution).period_s) + max(rises, default=0.0)
+    relays = {*_gang(placed, solution).nodes, *(each.offer for each in slower.values())}
+    tails = [
+        demand.tail_tokens * each.token_s + demand.lag_s + each.lag_from_s(root, relays) for each in slower.values()
+    ]
+    opens_s = (max(tails, default=0.0) + period_s) / (demand.bound + 1 - demand.age_guard)
+    return max(tau_s, period_s, opens_s if demand.tail_tokens else 0.0)
+
+
+def period_s(problem: PlanningProblem, placed: PlanningProblem, solution: Solution) -> float:
+    """Shortest period, not below the solution's own, at which every constraint holds as placed."""
+    if placed is problem or not check(placed, solution):
+        return solution.tau_s
+    low_s, high_s = solution.tau_s, enough_s(problem, placed, solution)
+    while check(placed, replace(solution, tau_s=high_s)):
+        high_s = max(math.nextafter(high_s, math.inf), high_s * (1 + 1e-15))
+    for _ in range(0 if placed.demand.bound else BISECTIONS):
+        middle_s = (low_s + high_s) / 2
+        holds = not check(placed, replace(solution, tau_s=middle_s))
+        low_s, high_s = (low_s, middle_s) if holds else (middle_s, high_s)
+    return high_s
+
+
+def _gang(problem: PlanningProblem, solution: Solution) -> Gang:
+    return next(gang for gang in problem.gangs if gang.name == solution.gang)

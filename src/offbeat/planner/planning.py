@@ -1,0 +1,317 @@
+"""`plan`: from machines and a workload to a plan.
+
+It calls the solver, and again if the placement turns out slower than assumed (`rounds`). `compose` makes a plan of a
+placed solution by arithmetic alone, so that `verifying` can repeat it and compare.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from offbeat.errors import UserError
+from offbeat.planner.columns.columns import problem_of
+from offbeat.planner.cost.constants import NAMES, Constants, FigureSource
+from offbeat.planner.cost.sizes import update_bytes
+from offbeat.planner.inputs.hardware import Inventory
+from offbeat.planner.inputs.workload import Workload
+from offbeat.planner.place.islands import Placed
+from offbeat.planner.place.placing import Placer, Placing
+from offbeat.planner.place.realised import ROUNDING, slowed
+from offbeat.planner.plan import Placement, Plan, PlanStep, Pool, Staleness, Sync, Training
+from offbeat.planner.problem import Gang, PlanningProblem, Solution
+from offbeat.planner.report import explain
+from offbeat.planner.report.explain import infeasible_because
+from offbeat.planner.solve.certificate import Certificate, distance
+from offbeat.planner.solve.search import Result, cheapest, fastest
+from offbeat.planner.solve.view import MICRO
+
+MAX_ROUNDS = 3
+"""Further solves after the first."""
+TOLERANCE = 0.02
+"""Relative accuracy of the cost model."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One solution with its placement."""
+
+    solution: Solution
+    price_per_h: float
+    placing: Placing
+
+
+def rounds(
+    placer: Placer, first: Result, solve: Callable[[PlanningProblem], Result], by: float = TOLERANCE
+) -> list[Round]:
+    """Places the solution `first` of the placer's problem, and solves again while the placement is too slow.
+
+    Columns assume the best links. If a placement lengthens the period by more than the tolerance, the gang's step and
+    the classes' lags, and the steps of other gangs that promise a shorter period, are replaced by their placed values,
+    and the problem is solved again. A solution that keeps its period ends the rounds: nothing is better in the slower
+    problem. Values only become slower, so the first solve's lower bound holds for every round.
+    """
+    problem, result, found = placer.problem, first, list[Round]()
+    while result.solution is not None:
+        placing = placer.place(result.solution)
+        found.append(Round(result.solution, result.price_per_h, placing))
+        slower = slowed(problem, placing.assumed, placing.step_s, placing.lags_s, by)
+        stands = placing.tau_s <= result.solution.tau_s * (1 + by)
+        if stands or slower is problem or len(found) > MAX_ROUNDS:
+            break
+        problem = _rivals_slowed(placer, slower, placing.tau_s, by)
+        result = solve(problem)
+    return found
+
+
+def _rivals_slowed(placer: Placer, problem: PlanningProblem, tau_s: float, by: float) -> PlanningProblem:
+    """Gives gangs that promise a shorter period than was placed their step on the best nodes for each: otherwise each
+    round would try a neighbour of the gang that needs the same slow links."""
+    if not placer.inventory.measured:
+        return problem
+    for gang in problem.gangs:
+        if gang.period_s < tau_s:
+            problem = slowed(problem, gang, placer.best_step_s(gang), {}, by)
+    return problem
+
+
+def fastest_round(found: list[Round]) -> Round:
+    """Round with the shortest placed period; of those the cheapest."""
+    return min(found, key=lambda each: (each.placing.tau_s, each.price_per_h))
+
+
+def cheapest_round(found: list[Round]) -> Round | None:
+    """Cheapest round whose placement keeps its period; None if there is none."""
+    kept = [each for each in found if each.placing.tau_s <= each.solution.tau_s * (1 + ROUNDING)]
+    return min(kept, key=lambda each: each.price_per_h, default=None)
+
+
+COST_MODEL = "roofline with KV reads, 2"
+"""Stored in certificates; its number rises with every change of a formula."""
+
+
+def plan(
+    inventory: Inventory,
+    workload: Workload,
+    *,
+    constants: Constants | None = None,
+    budget: float | None = None,
+    throughput: float | None = None,
+) -> Plan:
+    """Fastest plan within a budget ($/h; None: all machines), or the cheapest at a throughput (tokens/s).
+
+    Raises a `UserError` with the reason and a remedy if there is none.
+    """
+    for name, value in (("budget", budget), ("throughput", throughput)):
+        if value is not None and not (0 < value < math.inf):
+            raise UserError(f"{name} = {value:g}: allowed more than 0")
+    constants = constants or Constants()
+    problem = problem_of(inventory, workload, constants)
+
+    def solve(problem: PlanningProblem) -> Result:
+        return fastest(problem, budget) if throughput is None else cheapest(problem, throughput, budget)
+
+    result = solve(problem)
+    if result.solution is None or result.certificate is None:
+        raise UserError(f"no plan: {_why_none(problem, result, budget, throughput)}")
+    placer = Placer(inventory, workload, constants, problem)
+    best = _best_placed(placer, result, solve, throughput)
+    solution = dataclasses.replace(best.solution, tau_s=best.placing.tau_s)
+    gap = distance(result.certificate, solution.tau_s, best.price_per_h, is_for_price=throughput is not None)
+    # The first solve's bound holds for all rounds: it assumed the best links. Only the plan's gap may be larger.
+    certificate = dataclasses.replace(result.certificate, gap=max(result.certificate.gap, gap))
+    return compose(inventory, workload, constants, best.placing, solution, certificate, budget, throughput, result.note)
+
+
+def _best_placed(
+    placer: Placer, first: Result, solve: Callable[[PlanningProblem], Result], throughput: float | None
+) -> Round:
+    """Best round. A throughput that was asked for allows no tolerance."""
+    if throughput is None:
+        return fastest_round(rounds(placer, first, solve))
+    found = rounds(placer, first, solve, ROUNDING)
+    kept = cheapest_round(found)
+    if kept is None:
+        most = placer.problem.demand.tokens / min(each.placing.tau_s for each in found)
+        raise UserError(
+            f"no plan: throughput: on the links between their nodes the plans found make {most:,.0f} tokens/s "
+            f"at most; ask for that or less"
+        )
+    return kept
+
+
+def _why_none(problem: PlanningProblem, result: Result, budget: float | None, throughput: float | None) -> str:
+    lines = infeasible_because(problem, budget, throughput)
+    why = "; ".join(lines[:2]) or "unknown: the solver ran out of time before it found or ruled out a plan"
+    return f"{why} ({result.note})" if result.note else why
+
+
+def compose(
+    inventory: Inventory,
+    workload: Workload,
+    constants: Constants,
+    placing: Placing,
+    solution: Solution,
+    certificate: Certificate,
+    budget: float | None,
+    throughput: float | None,
+    note: str,
+) -> Plan:
+    """Plan of a placed solution: prices, places and expectations."""
+    problem = placing.problem
+    gang = next(gang for gang in problem.gangs if gang.name == solution.gang)
+    solution = dataclasses.replace(solution, tau_s=placing.tau_s)
+    rent = Counter(gang.nodes) + Counter(solution.nodes)
+    price_per_h = problem.fixed_price_per_h + sum(problem.offers[name].node_price_per_h * rent[name] for name in rent)
+    tokens_per_s = problem.demand.tokens / solution.tau_s
+    least = None if certificate.price_cap is None else (certificate.price_cap + 1) / MICRO
+    return Plan(
+        model=workload.model.name,
+        budget=budget,
+        throughput=throughput,
+        rent=dict(rent),
+        limit=explain.limit(problem, solution, price_per_h, budget, throughput),
+        step=PlanStep(
+            tau_s=solution.tau_s,
+            tau_lo_s=certificate.tau_lo_s if throughput is None else None,
+            tokens_per_s=tokens_per_s,
+            price_per_h=price_per_h,
+            price_lo_per_h=None if throughput is None else least,
+            price_per_million_tokens=explain.price_per_million(price_per_h, tokens_per_s),
+        ),
+        training=_training(problem, gang, placing, tokens_per_s),
+        rollout=_pools(problem, gang, solution, placing.places),
+        sync=_sync(workload, placing),
+        staleness=_staleness(workload, problem, solution),
+        placement=_placement(placing, gang, solution, certificate.tau_lo_s if throughput is None else None),
+        solution=solution,
+        certificate=dataclasses.replace(
+            certificate, cost_model=COST_MODEL, held_out_error=held_out_error(inventory, constants)
+        ),
+        assumptions=(*_assumptions(inventory, workload, constants), *_sharing(problem, gang, solution)),
+        note=note,
+    )
+
+
+def held_out_error(inventory: Inventory, constants: Constants) -> float | None:
+    """Largest mean error of the cost model over the accelerators on offer; None if one was never measured."""
+    errors = []
+    for name in {machines.accelerator.name for machines in inventory.classes.values()}:
+        known = [error.mean for key, error in constants.errors.items() if key.rpartition(".")[0] == name]
+        if not known:
+            return None
+        errors += known
+    return max(errors)
+
+
+def _training(problem: PlanningProblem, gang: Gang, placing: Placing, tokens_per_s: float) -> Training:
+    price = explain.gang_price_per_h(problem, gang)
+    return Training(
+        nodes=dict(gang.nodes),
+        root=gang.root,
+        tp=gang.tp,
+        pp=gang.pp,
+        dp=gang.dp,
+        layers=gang.layers,
+        batch_shares=dict(gang.batch_shares),
+        zero=gang.zero,
+        step_s=gang.step_s,
+        publish_s=gang.publish_s,
+        stages=placing.layout.stages,
+        price_per_million_tokens=explain.price_per_million(price, tokens_per_s),
+        why=explain.why_trains(problem, gang),
+    )
+
+
+def _pools(problem: PlanningProblem, gang: Gang, solution: Solution, places: Sequence[Placed]) -> tuple[Pool, ...]:
+    columns = {column.name: column for column in problem.rollout}
+    all_tokens_per_s = sum(columns[name].tokens_per_s * count for name, count in solution.replicas.items())
+    pools = []
+    for name, count in solution.replicas.items():
+        column = columns[name]
+        blocking_s = column.blocking_s[gang.root]
+        if not problem.demand.bound:  # generation also waits for training and for the new version
+            blocking_s += gang.period_s + problem.demand.lag_s + column.lag_from_s(gang.root)
+        net = column.tokens_per_s * max(solution.tau_s - blocking_s, 0.0) / solution.tau_s
+        price = 0.0 if column.is_home else explain.replica_price_per_h(problem, column)
+        pools.append(
+            Pool(
+                column=name,
+                offer=column.offer,
+                num_replicas=count,
+                tp=column.tp,
+                pp=column.pp,
+                concurrency=column.concurrency,
+                weight=column.tokens_per_s / all_tokens_per_s,
+                kv=column.kv,
+                tokens_per_s=column.tokens_per_s,
+                token_s=column.token_s,
+                blocking_s=blocking_s,
+                places=tuple(placed.group for placed in places if placed.column == name),
+                price_per_million_tokens=explain.price_per_million(price, net),
+                why=explain.why_generates(problem, column.offer),
+                shares_gang=column.is_home,
+            )
+        )
+    return tuple(pools)
+
+
+def _sync(workload: Workload, placing: Placing) -> Sync:
+    """From a node of the publishing class to every rollout node."""
+    tree = placing.tree
+    return Sync(tree.root, update_bytes(workload), tree.hops, tree.chunk_bytes, tree.seconds, tree.lower_bound_s)
+
+
+def _placement(placing: Placing, gang: Gang, solution: Solution, tau_lo_s: float | None) -> Placement:
+    relays = {*gang.nodes, *placing.lags_s} if placing.problem.demand.bound else ()
+    assumed = {column.offer: column.lag_from_s(gang.root, relays) for column in placing.columns}
+    placed = {column.offer: column.lag_from_s(gang.root, relays) for column in placing.problem.rollout}
+    return Placement(
+        assumed_step_s=placing.assumed.step_s,
+        assumed_lags_s={name: assumed[name] for name in placing.lags_s},
+        lags_s={name: placed[name] for name in placing.lags_s},
+        gap=None if tau_lo_s is None else (solution.tau_s - tau_lo_s) / tau_lo_s,
+    )
+
+
+def _staleness(workload: Workload, problem: PlanningProblem, solution: Solution) -> Staleness:
+    demand, columns = problem.demand, {column.name: column for column in problem.rollout}
+    in_flight = sum(columns[name].concurrency * count for name, count in solution.replicas.items())
+    return Staleness(
+        bound=demand.bound,
+        age_guard=demand.age_guard,
+        in_flight=in_flight,
+        in_flight_cap=max(demand.bound, 1) * demand.trajectories,
+        mean_age=(in_flight + demand.queue) / demand.trajectories if demand.bound else 0.0,
+        tail_tokens=demand.tail_tokens,
+        tail_share=workload.answer.tail_share,
+    )
+
+
+def _assumptions(inventory: Inventory, workload: Workload, constants: Constants) -> tuple[str, ...]:
+    answer = workload.answer
+    lines = [
+        f"answers: {answer.mean:,.0f} tokens on average, {answer.tail:,.0f} at the quantile that must fit the age "
+        f"window, {answer.longest:,.0f} at most",
+        f"waste: {workload.waste_share:.0%} of what is generated is not trained on",
+    ]
+    for name in sorted({machines.accelerator.name for machines in inventory.classes.values()}):
+        sources = Counter(constants.source(name, constant) for constant in NAMES)
+        if guessed := sources[FigureSource.DEFAULT]:
+            lines.append(f"{name}: {guessed} of {len(NAMES)} constants of the cost model are defaults, never measured")
+    return (*inventory.assumptions, *workload.assumptions, *lines)
+
+
+def _sharing(problem: PlanningProblem, gang: Gang, solution: Solution) -> list[str]:
+    """Assumptions about cards that train and generate by turns."""
+    own = [column for column in problem.rollout if column.is_home and column.name in solution.replicas]
+    lines = []
+    for offer in {column.offer: None for column in own}:
+        wake_s = max(column.blocking_s[gang.root] for column in own if column.offer == offer)
+        kept = f"{gang.kept_bytes[offer] / 1e9:.1f} GB of weights and optimizer stay on each while it generates"
+        woken = f"engines hold nothing while it trains and load their weights again in {wake_s:.2g} s"
+        lines.append(f"{offer} cards that take turns: {kept}; {woken}")
+    return lines

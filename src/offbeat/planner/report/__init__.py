@@ -1,0 +1,1 @@
+"""A plan for people: as text, with the reasons for its limits, and as a plot."""

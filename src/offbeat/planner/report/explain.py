@@ -1,0 +1,256 @@
+"""Limits of a plan and what relaxing each would gain, by solving again with one constraint relaxed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Solution
+from offbeat.planner.solve.program import Status
+from offbeat.planner.solve.search import Result, cheapest, fastest
+
+MORE_BUDGET = 0.1
+BARELY = 1e-3
+"""A smaller gain is not reported: it is within the search's gap."""
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """One relaxed constraint."""
+
+    name: str
+    """In words: "one more node of h20"."""
+    problem: PlanningProblem
+    budget: float | None
+
+
+@dataclass(frozen=True)
+class Gain:
+    name: str
+    tokens_per_s: float
+    """Throughput with the constraint relaxed."""
+    gain: float
+    """Relative gain over the plan; 0.12 is 12 % more tokens per second."""
+    price_per_h: float
+
+    @property
+    def line(self) -> str:
+        if self.gain <= BARELY:
+            return f"{self.name}: nothing"
+        return f"{self.name}: {self.gain:+.1%}, {self.tokens_per_s:,.0f} tokens/s at {self.price_per_h:,.2f} $/h"
+
+
+@dataclass(frozen=True)
+class Saving:
+    name: str
+    price_per_h: float
+    """Price with the constraint relaxed, at the same throughput."""
+    saving: float
+    """Share of the plan's price; 0.12 is 12 % less."""
+
+    @property
+    def line(self) -> str:
+        if self.saving <= BARELY:
+            return f"{self.name}: nothing"
+        return f"{self.name}: {-self.saving:.1%} of the price, {self.price_per_h:,.2f} $/h"
+
+
+def relaxations(problem: PlanningProblem, budget: float | None) -> Iterator[Relaxation]:
+    """Every constraint that a user can relax, relaxed once."""
+    demand = problem.demand
+    if budget is not None:
+        yield Relaxation(f"budget {MORE_BUDGET:+.0%}", problem, budget * (1 + MORE_BUDGET))
+    for name, offer in problem.offers.items():
+        offers = {**problem.offers, name: replace(offer, num_nodes=offer.num_nodes + 1)}
+        yield Relaxation(f"one more node of {name}", replace(problem, offers=offers), budget)
+    yield Relaxation(
+        f"bound {demand.bound + 1}", replace(problem, demand=replace(demand, bound=demand.bound + 1)), budget
+    )
+    if demand.tail_tokens:
+        yield Relaxation("no age window", replace(problem, demand=replace(demand, tail_tokens=0.0)), budget)
+    if demand.bound:
+        yield Relaxation("no in-flight cap", without_cap(problem), budget)
+    if demand.reward_rate is not None:
+        yield Relaxation("no limit on rewards", replace(problem, demand=replace(demand, reward_rate=None)), budget)
+
+
+def without_cap(problem: PlanningProblem) -> PlanningProblem:
+    """The problem with room in flight for all trajectories that the machines hold: a negative queue raises the cap."""
+    most = sum(
+        offer.num_nodes * offer.per_node * max((c.concurrency for c in problem.rollout if c.offer == name), default=0)
+        for name, offer in problem.offers.items()
+    )
+    return replace(problem, demand=replace(problem.demand, queue=-float(most)))
+
+
+def explain(
+    problem: PlanningProblem, result: Result, budget: float | None = None, relaxed: Iterable[Relaxation] | None = None
+) -> list[Gain]:
+    """Gain of the fastest plan by each relaxation, the largest first."""
+    gains = []
+    for each in relaxations(problem, budget) if relaxed is None else relaxed:
+        other = fastest(each.problem, each.budget)
+        if other.solution is not None:
+            gain = other.tokens_per_s / result.tokens_per_s - 1
+            gains.append(Gain(each.name, other.tokens_per_s, gain, other.price_per_h))
+    return sorted(gains, key=lambda gain: -gain.gain)
+
+
+def savings(throughput: float, price_per_h: float, relaxed: Iterable[Relaxation]) -> list[Saving]:
+    """Saving of the cheapest plan at a throughput by each relaxation, the largest first."""
+    found = []
+    for each in relaxed:
+        other = cheapest(each.problem, throughput)
+        if other.solution is not None:
+            saving = 1 - other.price_per_h / price_per_h if price_per_h else 0.0
+            found.append(Saving(each.name, other.price_per_h, saving))
+    return sorted(found, key=lambda saving: -saving.saving)
+
+
+def infeasible_because(
+    problem: PlanningProblem, budget: float | None = None, throughput: float | None = None
+) -> list[str]:
+    """Why there is no plan: a line for each single change that would allow one."""
+    if not problem.gangs:
+        return ["hardware: no gang can train this model on these nodes; offer more nodes or more memory"]
+    if not problem.rollout:
+        return ["hardware: no node can hold a replica; offer cards with more memory"]
+    best = fastest(problem, budget)
+    if best.status is Status.UNKNOWN:
+        return ["unknown: the solver ran out of time before it found or ruled out a plan"]
+    if best.solution is not None and (throughput is None or best.tokens_per_s >= throughput * (1 - 1e-9)):
+        return []
+    lines = []
+    if best.solution is not None:
+        lines.append(f"throughput: {best.tokens_per_s:,.0f} tokens/s is the most; ask for that or less")
+    if budget is not None:
+        least = cheapest(problem, throughput) if throughput is not None else _least_price(problem)
+        if least.solution is not None:
+            lines.append(f"budget: {budget:,.2f} $/h is too little; {least.price_per_h:,.2f} $/h suffices")
+    for each in _single_changes(problem):
+        other = fastest(each.problem, budget)
+        if other.solution is not None and (throughput is None or other.tokens_per_s >= throughput):
+            lines.append(f"{each.name} would do: {other.tokens_per_s:,.0f} tokens/s at {other.price_per_h:,.2f} $/h")
+    return lines or [
+        "hardware: no single change of budget, bound, age window or in-flight cap suffices; offer more nodes"
+    ]
+
+
+def _least_price(problem: PlanningProblem) -> Result:
+    """Cheapest plan at any period, by a period at which one replica suffices."""
+    quick = fastest(problem)
+    if quick.solution is None:
+        return quick
+    slowest = min(column.tokens_per_s for column in problem.rollout)
+    longest = max(max(gang.period_s for gang in problem.gangs), quick.solution.tau_s)
+    lost = max(max(column.blocking_s.values()) for column in problem.rollout)
+    return cheapest(problem, problem.demand.tokens / (2 * (longest + lost + problem.demand.tokens / slowest)))
+
+
+def _single_changes(problem: PlanningProblem) -> Iterator[Relaxation]:
+    demand = problem.demand
+    for bound in (demand.bound + 1, demand.bound + 2, demand.bound + 4):
+        changed = Relaxation(f"staleness: bound {bound}", replace(problem, demand=replace(demand, bound=bound)), None)
+        if fastest(changed.problem).solution is not None:
+            yield changed
+            break
+    if demand.tail_tokens:
+        if demand.bound and demand.age_guard > 0.5:
+            yield Relaxation(
+                "age window: a guard of 1/2 (the mean trajectory)",
+                replace(problem, demand=replace(demand, age_guard=0.5)),
+                None,
+            )
+        yield Relaxation("age window: none", replace(problem, demand=replace(demand, tail_tokens=0.0)), None)
+    if demand.bound:
+        yield Relaxation("in-flight cap: none", without_cap(problem), None)
+
+
+TIGHT = 0.995
+"""Use of a constraint at which it counts as binding."""
+CROWDED = 0.9
+"""The same for the in-flight cap, which whole replicas rarely fill."""
+
+
+def price_per_million(price_per_h: float, tokens_per_s: float) -> float:
+    return price_per_h / 3600 / tokens_per_s * 1e6
+
+
+def replica_price_per_h(problem: PlanningProblem, column: RolloutColumn) -> float:
+    offer = problem.offers[column.offer]
+    return offer.node_price_per_h / offer.per_node * column.num_accelerators
+
+
+def gang_price_per_h(problem: PlanningProblem, gang: Gang) -> float:
+    return sum(problem.offers[name].node_price_per_h * num for name, num in gang.nodes.items())
+
+
+def why_generates(problem: PlanningProblem, offer: str) -> str:
+    """The class's lowest price of a token beside those of the others; rates if everything is free."""
+    prices: dict[str, float] = {}
+    rates: dict[str, float] = {}
+    for column in problem.rollout:
+        price = price_per_million(replica_price_per_h(problem, column), column.tokens_per_s)
+        prices[column.offer] = min(prices.get(column.offer, price), price)
+        rate = column.tokens_per_s / column.num_accelerators
+        rates[column.offer] = max(rates.get(column.offer, rate), rate)
+    if any(prices.values()):
+        return _beside("$/M generated", {name: f"{price:.3g}" for name, price in prices.items()}, offer)
+    return _beside("tokens/s a card", {name: f"{rate:,.0f}" for name, rate in rates.items()}, offer)
+
+
+def why_trains(problem: PlanningProblem, gang: Gang) -> str:
+    """Price of a trained token on this gang beside the cheapest gang of each class; seconds if everything is free."""
+    cost: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    for other in problem.gangs:
+        if len(other.nodes) == 1:
+            (name,) = other.nodes
+            each = price_per_million(gang_price_per_h(problem, other), problem.demand.tokens / other.period_s)
+            cost[name] = min(cost.get(name, each), each)
+            seconds[name] = min(seconds.get(name, other.period_s), other.period_s)
+    own = " + ".join(gang.nodes)
+    cost[own] = price_per_million(gang_price_per_h(problem, gang), problem.demand.tokens / gang.period_s)
+    seconds[own] = gang.period_s
+    if any(cost.values()):
+        return _beside("$/M trained", {name: f"{each:.3g}" for name, each in cost.items()}, own)
+    return _beside("s a step", {name: f"{each:.3g}" for name, each in seconds.items()}, own)
+
+
+def _beside(unit: str, figures: Mapping[str, str], own: str) -> str:
+    others = [f"{name} {figure}" for name, figure in figures.items() if name != own]
+    return f"{figures[own]} {unit}" + (f"; {', '.join(others[:3])}" if others else "")
+
+
+def limit(
+    problem: PlanningProblem, solution: Solution, price_per_h: float, budget: float | None, throughput: float | None
+) -> str:
+    """The constraint that limits a plan, as a clause."""
+    demand = problem.demand
+    gang = next(gang for gang in problem.gangs if gang.name == solution.gang)
+    columns = {column.name: column for column in problem.rollout}
+    if throughput is not None:
+        return "the throughput that was asked for sets its price"
+    left = "" if budget is None else " within the budget"
+    if demand.reward_rate is not None and demand.trajectories >= TIGHT * demand.reward_rate * solution.tau_s:
+        return "the reward pool limits it"
+    if demand.bound and gang.period_s >= TIGHT * solution.tau_s:
+        return f"training limits it: no gang{left} has a shorter step"
+    if not demand.bound:
+        return "generation and training take turns, which limits it"
+    in_flight = sum(columns[name].concurrency * count for name, count in solution.replicas.items())
+    if in_flight >= CROWDED * (demand.bound * demand.trajectories - demand.queue):
+        return "the in-flight cap of the staleness bound limits it"
+    window_s = (demand.bound + 1 - demand.age_guard) * solution.tau_s - gang.period_s - demand.lag_s
+    if any(demand.tail_tokens * column.token_s > window_s for column in problem.rollout):
+        return "the age window limits it: shapes with more in flight would finish long answers too late"
+    free = [
+        offer.node_price_per_h
+        for name, offer in problem.offers.items()
+        if offer.num_nodes > gang.nodes.get(name, 0) + solution.nodes.get(name, 0)
+    ]
+    if not free:
+        return "generation limits it, and every node is in use"
+    if budget is not None and price_per_h + min(free) > budget:
+        return "generation limits it, and the budget buys no further node"
+    return "generation limits it, and further nodes would not help it"

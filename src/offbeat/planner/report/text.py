@@ -1,0 +1,208 @@
+"""A plan as text: a sentence, a table, the gains of relaxations, and facts about its quality."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from offbeat.errors import UserError
+from offbeat.planner.columns.columns import problem_of
+from offbeat.planner.columns.gangs import Known
+from offbeat.planner.cost.constants import Constants
+from offbeat.planner.inputs.hardware import Inventory
+from offbeat.planner.inputs.what_if import changed
+from offbeat.planner.inputs.workload import Workload
+from offbeat.planner.place.islands import Group
+from offbeat.planner.place.realised import slowed
+from offbeat.planner.plan import Plan, Pool, Training
+from offbeat.planner.problem import PlanningProblem
+from offbeat.planner.report.explain import Gain, Relaxation, Saving, explain, relaxations, savings
+from offbeat.planner.solve.program import Status
+from offbeat.planner.solve.search import Result
+
+WIDTH = 100
+
+
+def format_plan(plan: Plan, gains: Sequence[str] = (), *, in_full: bool = False, width: int = WIDTH) -> str:
+    """The whole text; `gains` are the lines of `what_would_help`, `in_full` adds assumptions and places."""
+    parts = [sentence(plan), _table(plan, width)]
+    if gains:
+        parts.append("\n".join(["What would it bring:", *(f"  {line}" for line in gains)]))
+    parts.append("\n".join(_facts(plan)))
+    if in_full:
+        parts.append("\n".join(["Places:", *(f"  {line}" for line in _places(plan))]))
+        parts.append("\n".join(["Assumed:", *(f"  {line}" for line in plan.assumptions)]))
+    elif plan.assumptions:
+        parts.append(f"{len(plan.assumptions)} assumptions went into this; --explain lists them.")
+    return "\n\n".join(parts)
+
+
+def sentence(plan: Plan) -> str:
+    """What to rent, its yield, and its limit."""
+    nodes = [f"{num} {'node' if num == 1 else 'nodes'} of {name}" for name, num in plan.rent.items()]
+    step = plan.step
+    cost = f"for {step.price_per_h:,.2f} $/h" if step.price_per_h else "that cost nothing"
+    each = f", {step.price_per_million_tokens:,.3g} $ per million tokens" if step.price_per_h else ""
+    return (
+        f"{'Rent' if step.price_per_h else 'Use'} {_and(nodes)} {cost}: {plan.model} generates and trains "
+        f"{step.tokens_per_s:,.0f} tokens/s{each}, a step every {step.tau_s:,.3g} s; {plan.limit}."
+    )
+
+
+def _and(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _table(plan: Plan, width: int) -> str:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("does", "on", "shape"):
+        table.add_column(name, overflow="fold")
+    table.add_column("tokens/s", justify="right")
+    table.add_column("$/M tokens", justify="right")
+    table.add_column("why", overflow="fold")
+    train = plan.training
+    on = ", ".join(f"{num} x {name}" for name, num in train.nodes.items())
+    table.add_row(
+        "trains", on, _gang_shape(train), f"{plan.step.tokens_per_s:,.0f}", _price(train.price_per_million_tokens),
+        train.why,
+    )  # fmt: skip
+    for pool in plan.rollout:
+        on = f"{pool.offer}, in turn" if pool.shares_gang else pool.offer
+        table.add_row("generates", on, _pool_shape(pool), _net(plan, pool),
+                      _price(pool.price_per_million_tokens), pool.why)  # fmt: skip
+    drawn = io.StringIO()
+    Console(file=drawn, width=width, highlight=False, color_system=None, markup=False).print(table)
+    return "\n".join(line.rstrip() for line in drawn.getvalue().splitlines() if line.strip())
+
+
+def _price(price: float) -> str:
+    return f"{price:.3g}" if price else "-"
+
+
+def _net(plan: Plan, pool: Pool) -> str:
+    """Tokens per second of the whole pool, updates included."""
+    busy = max(plan.step.tau_s - pool.blocking_s, 0.0) / plan.step.tau_s
+    return f"{pool.num_replicas * pool.tokens_per_s * busy:,.0f}"
+
+
+def _gang_shape(train: Training) -> str:
+    tps = sorted({group.size for stage in train.stages for group in stage})
+    shape = f"tp{'/'.join(map(str, tps))} pp{train.pp} dp{train.dp} zero{train.zero}"
+    layers = f", layers {'+'.join(map(str, train.layers))}" if len(train.nodes) > 1 and train.pp > 1 else ""
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in train.batch_shares.items())
+    return shape + layers + (f", batch {shares}" if shares else "")
+
+
+def _pool_shape(pool: Pool) -> str:
+    return f"{pool.num_replicas} x tp{pool.tp}, {pool.concurrency} in flight each"
+
+
+def _facts(plan: Plan) -> list[str]:
+    step, proof, age = plan.step, plan.certificate, plan.staleness
+    if plan.throughput is None:
+        lowest = (
+            f"no plan{' within the budget' if plan.budget is not None else ''} has a step below {step.tau_lo_s:,.4g} s"
+        )
+    else:
+        lowest = f"no plan of this throughput costs less than {step.price_lo_per_h or 0.0:,.2f} $/h"
+    word = f"; on the solver's word alone for {len(proof.by_solver)} of the gangs" if proof.by_solver else ""
+    error = "not fitted, so its error is unknown" if proof.held_out_error is None else (
+        f"off by {proof.held_out_error:.1%} on held-out measurements")  # fmt: skip
+    cap = f"{age.in_flight:,} of {age.in_flight_cap:,} trajectories in flight"
+    facts = [
+        f"Gap: {proof.gap:.2%} by {proof.solver}: {lowest}{word}.",
+        f"Cost model: {proof.cost_model}; {error}.",
+        f"Staleness: bound {age.bound}, {age.mean_age:.2g} versions expected, {cap}.",
+        f"Weights: {plan.sync.num_bytes / 1e9:,.3g} GB reach every replica in {plan.sync.seconds:,.3g} s "
+        f"{'beside' if age.bound else 'before'} generation; no way takes less than {plan.sync.lower_bound_s:,.3g} s.",
+    ]
+    if placed := _placement(plan):
+        facts.insert(1, placed)
+    return [*facts, f"{plan.note}."] if plan.note else facts
+
+
+def _placement(plan: Plan) -> str:
+    """Cost of the placement, if any; step and gap include it."""
+    there, costs = plan.placement, []
+    if plan.training.step_s > there.assumed_step_s:
+        costs.append(f"training takes {plan.training.step_s:,.4g} s instead of {there.assumed_step_s:,.4g} s")
+    for name, seconds in there.lags_s.items():
+        if seconds > there.assumed_lags_s[name]:
+            costs.append(f"{name} has a version after {seconds:,.3g} s instead of {there.assumed_lags_s[name]:,.3g} s")
+    return f"Placement: over the links that it has, {_and(costs)}; step and gap count that." if costs else ""
+
+
+def _places(plan: Plan) -> list[str]:
+    stages = [f"training stage {i}: {_cards(stage)}" for i, stage in enumerate(plan.training.stages)]
+    pools = [f"{pool.column}: {_cards(pool.places)}" for pool in plan.rollout]
+    return [*stages, *pools]
+
+
+def _cards(groups: Iterable[Group]) -> str:
+    by_node: dict[str, list[str]] = {}
+    for group in groups:
+        last = group.first + group.size - 1
+        by_node.setdefault(group.node, []).append(f"{group.first}-{last}" if group.size > 1 else f"{group.first}")
+    return ", ".join(f"{node} cards {' '.join(cards)}" for node, cards in by_node.items())
+
+
+NODE = "one more node of "
+
+
+def what_would_help(
+    inventory: Inventory,
+    workload: Workload,
+    plan: Plan,
+    constants: Constants | None = None,
+    *,
+    nodes_alone: bool = False,
+) -> list[str]:
+    """A line for each relaxation, the most helpful first; `nodes_alone`: only further nodes. A node is added to the
+    inventory itself, so that larger gangs and other shapes come with it."""
+    known: Known = {}
+    problem = _as_placed(problem_of(inventory, workload, constants, known=known), plan)
+    relaxed = [*_more_nodes(inventory, workload, plan, constants, known)]
+    if not nodes_alone:
+        for each in relaxations(problem, plan.budget):
+            if each.problem.demand.bound and not workload.bound:  # columns of bound 0 do not apply to a bound
+                each = dataclasses.replace(each, problem=problem_of(inventory, _with_bound(workload, each), constants))
+            if not each.name.startswith(NODE):
+                relaxed.append(each)
+    found: list[Gain] | list[Saving]
+    if plan.throughput is None:
+        found = explain(problem, Result(Status.FEASIBLE, tokens_per_s=plan.step.tokens_per_s), plan.budget, relaxed)
+    else:
+        found = savings(plan.throughput, plan.step.price_per_h, relaxed)
+    known_names = {each.name.removeprefix(NODE) for each in relaxed}
+    unknown = [name for name in inventory.classes if name not in known_names]
+    lines = [each.line for each in found]
+    return [*lines, *(f"{NODE}{name}: unknown, the file has no link between two of its nodes" for name in unknown)]
+
+
+def _with_bound(workload: Workload, relaxed: Relaxation) -> Workload:
+    return dataclasses.replace(workload, bound=relaxed.problem.demand.bound)
+
+
+def _more_nodes(
+    inventory: Inventory, workload: Workload, plan: Plan, constants: Constants | None, known: Known
+) -> Iterator[Relaxation]:
+    for name in inventory.classes:
+        try:
+            grown = changed(inventory, add={name: 1})
+        except UserError:  # a single node without a link to a second
+            continue
+        problem = _as_placed(problem_of(grown, workload, constants, known=known), plan)
+        yield Relaxation(f"{NODE}{name}", problem, plan.budget)
+
+
+def _as_placed(problem: PlanningProblem, plan: Plan) -> PlanningProblem:
+    """The problem with the plan's own placement, whose cost would otherwise be reported as a gain."""
+    for gang in problem.gangs:
+        if gang.name == plan.solution.gang:
+            return slowed(problem, gang, plan.training.step_s, plan.placement.lags_s)
+    return problem

@@ -1,0 +1,155 @@
+"""Lower bounds on every plan by weak duality, for all gangs at once.
+
+Multipliers price demand (nu per token), the in-flight cap (lam per trajectory) and money (mu per millionth of a $/h). A
+node of a class is then worth at most its accelerators times the best (nu r - lam b) / u, less mu times its price, and a
+plan with gang s and price at most P exists only if
+
+    nu G <= lam F + mu (P - price of s) + sum over classes of free nodes * max(0, worth).
+
+This holds for any three multipliers, so a solver may guess them and plain arithmetic can check the proof.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+
+from offbeat.planner.solve.view import Floats, Ints, View
+
+MARGIN = 1e-9
+"""Relative rounding error of floats; a smaller excess proves nothing."""
+BISECTIONS = 26
+LIKELY = 4
+"""Most columns of a class in a good plan: the best one, and others that fill the rest."""
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    nu: float
+    lam: float
+    mu: float
+
+
+def worth(view: View, tau_s: float | Floats, prices: Multipliers, gangs: Ints) -> Floats:
+    """Gangs x K: most that a node of each class yields, before its price."""
+    value = (prices.nu * view.tokens(tau_s, gangs) - prices.lam * view.concurrency) / view.accelerators
+    starts = np.searchsorted(view.group, np.arange(len(view.per_node)))
+    best = np.zeros((len(gangs), len(view.per_node)))
+    has = np.bincount(view.group, minlength=len(view.per_node)) > 0
+    best[:, has] = np.maximum(np.maximum.reduceat(value, starts[has], axis=1), 0.0)
+    return best * view.per_node
+
+
+def excess(view: View, tau_s: float | Floats, prices: Multipliers, budget: int | None, gangs: Ints) -> Floats:
+    """By gang: positive if these prices prove that there is no plan."""
+    nodes = worth(view, tau_s, prices, gangs)
+    supply = (view.free_nodes[gangs] * np.maximum(nodes - prices.mu * view.node_price, 0.0)).sum(axis=1)
+    money: Floats = np.zeros(len(gangs))
+    if prices.mu:
+        assert budget is not None, "money has a price and no limit"
+        money = np.asarray(prices.mu * (budget - view.fixed_price - view.gang_price[gangs]), dtype=float)
+    demand = prices.nu * view.demand_tokens
+    # The margin grows with the terms: large ones that cancel leave large errors.
+    size = demand + prices.lam * view.in_flight_cap + np.abs(money) + supply
+    return demand - prices.lam * view.in_flight_cap - money - supply - MARGIN * size
+
+
+def likely(view: View, tau_s: float, prices: Multipliers, gang: int) -> Ints:
+    """The few columns of each class whose accelerators yield most at these prices; a guess, not a proof."""
+    tokens = view.tokens(tau_s, np.array([gang]))[0]
+    value = np.where(tokens > 0, (prices.nu * tokens - prices.lam * view.concurrency) / view.accelerators, -np.inf)
+    order = np.lexsort((-value, view.group))
+    place = np.arange(len(order)) - np.searchsorted(view.group, view.group[order])
+    return np.sort(order[(place < LIKELY) & np.isfinite(value[order])])
+
+
+def shortest_periods(
+    view: View, prices: Multipliers, budget: int | None, gangs: Ints, low_s: Floats, high_s: float
+) -> Floats:
+    """By gang: a period below `high_s` up to which these prices prove that there is no plan; `low_s` without a proof.
+
+    The worth of a node grows with the period, so the proof holds for every shorter one.
+    """
+    lasting = excess(view, low_s, prices, budget, gangs) > 0
+    low, mine = low_s.copy(), gangs[lasting]
+    if not len(mine):
+        return low
+    bottom, top = np.log(low_s[lasting]), np.full(len(mine), np.log(high_s))
+    for _ in range(BISECTIONS):
+        middle = (bottom + top) / 2
+        proves = excess(view, np.exp(middle), prices, budget, mine) > 0
+        bottom, top = np.where(proves, middle, bottom), np.where(proves, top, middle)
+    low[lasting] = np.maximum(np.exp(bottom), low_s[lasting])
+    return low
+
+
+def least_prices(view: View, tau_s: float, prices: Multipliers, gangs: Ints) -> Floats:
+    """By gang: lower bound on the price of a plan at this period; infinite if the prices prove that there is none."""
+    nodes = worth(view, tau_s, prices, gangs)
+    if not prices.mu:
+        return np.where(excess(view, tau_s, prices, None, gangs) > 0, np.inf, 0.0)
+    supply = (view.free_nodes[gangs] * np.maximum(nodes / prices.mu - view.node_price, 0.0)).sum(axis=1)
+    demand = (prices.nu * view.demand_tokens - prices.lam * view.in_flight_cap) / prices.mu
+    return view.fixed_price + view.gang_price[gangs] + (demand - supply) * (1 - MARGIN) - 1.0
+
+
+def most_tokens(view: View, tau_s: float, gang: int, budget: int | None) -> tuple[float, Multipliers]:
+    """Linear relaxation: most tokens per period with this gang, and the prices that prove it."""
+    rows, room, cost, unit = _relaxation(view, tau_s, gang)
+    if budget is not None:
+        money = np.concatenate([np.zeros(len(view.columns)), view.node_price])
+        scale = float(max(view.node_price.max(), 1))
+        left = (budget - view.fixed_price - view.gang_price[gang]) / scale
+        if left < 0:
+            return 0.0, Multipliers(0.0, 0.0, 1.0)
+        rows, room = np.vstack([rows, money / scale]), np.append(room, left)
+    result = linprog(-cost, rows, room, bounds=_limits(view, gang), method="highs")
+    marginals = -result.ineqlin.marginals * unit
+    mu = max(float(marginals[-1]) / scale, 0.0) if budget is not None else 0.0
+    return -result.fun * unit, Multipliers(1.0, max(float(marginals[0]), 0.0), mu)
+
+
+def least_price(view: View, tau_s: float, gang: int) -> Multipliers | None:
+    """Prices of the linear relaxation that bounds the price of this gang's plans; None if it is infeasible."""
+    rows, room, cost, unit = _relaxation(view, tau_s, gang)
+    scale = float(max(view.node_price.max(), 1))
+    price = np.concatenate([np.zeros(len(view.columns)), view.node_price / scale])
+    rows, room = np.vstack([rows, -cost]), np.append(room, -view.demand_tokens / unit)
+    result = linprog(price, rows, room, bounds=_limits(view, gang), method="highs")
+    if result.status != 0:
+        return None
+    marginals = -result.ineqlin.marginals * scale
+    return Multipliers(max(float(marginals[-1]) / unit, 0.0), max(float(marginals[0]), 0.0), 1.0)
+
+
+def least_in_flight(view: View, tau_s: float, gang: int, budget: int) -> tuple[float, Multipliers] | None:
+    """Linear relaxation: fewest trajectories in flight with this gang, and the prices that prove it."""
+    rows, room, cost, unit = _relaxation(view, tau_s, gang)
+    scale, widest = float(max(view.node_price.max(), 1)), float(view.concurrency.max())
+    money = np.concatenate([np.zeros(len(view.columns)), view.node_price / scale])
+    left = (budget - view.fixed_price - view.gang_price[gang]) / scale
+    flight = np.concatenate([view.concurrency / widest, np.zeros(len(view.node_price))])
+    rows, room = np.vstack([rows, money, -cost]), np.append(room, [left, -view.demand_tokens / unit])
+    result = linprog(flight, rows, room, bounds=_limits(view, gang), method="highs")
+    if result.status != 0:
+        return None
+    mu, nu = np.maximum(-result.ineqlin.marginals[-2:] * widest, 0.0)
+    return result.fun * widest, Multipliers(float(nu) / unit, 1.0, float(mu) / scale)
+
+
+def _relaxation(view: View, tau_s: float, gang: int) -> tuple[Floats, Floats, Floats, float]:
+    """Rows (in-flight cap, then hardware by class), their right-hand sides, tokens by column and their unit."""
+    num_y, num_n = len(view.columns), len(view.per_node)
+    tokens = view.tokens(tau_s, np.array([gang]))[0]
+    unit = float(max(tokens.max(initial=0.0), 1e-300))
+    rows = np.zeros((1 + num_n, num_y + num_n))
+    rows[0, :num_y] = view.concurrency
+    rows[1 + view.group, np.arange(num_y)] = view.accelerators
+    rows[1 + np.arange(num_n), num_y + np.arange(num_n)] = -view.per_node
+    return rows, np.append(view.in_flight_cap, np.zeros(num_n)), np.append(tokens / unit, np.zeros(num_n)), unit
+
+
+def _limits(view: View, gang: int) -> list[tuple[float, float | None]]:
+    return [(0.0, None)] * len(view.columns) + [(0.0, float(num)) for num in view.free_nodes[gang]]

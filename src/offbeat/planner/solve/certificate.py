@@ -1,0 +1,79 @@
+"""The proof of a plan: no plan has a shorter period, or a lower price.
+
+It is a list of dual prices (see `bounds`): for every gang that is fast enough, one of them shows by plain arithmetic
+that no plan exists. If rounding to whole nodes and replicas leaves a gap that no prices close, the gang is listed under
+`by_solver`: that part is the solver's claim.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import scipy
+
+from offbeat.planner.problem import PlanningProblem
+from offbeat.planner.solve.bounds import Multipliers, excess
+from offbeat.planner.solve.view import MICRO, View
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """No plan has a period of `tau_lo_s` or less and a price of `price_cap` or less."""
+
+    tau_lo_s: float
+    price_cap: int | None
+    """Millionths of $/h, all included; None: at any price."""
+    gap: float
+    """Relative gap between bound and plan: of the period, or of the price if a throughput was asked for."""
+    prices: tuple[Multipliers, ...]
+    by_solver: tuple[str, ...]
+    """Gangs ruled out only by the solver."""
+    columns_sha256: str
+    solver: str
+    cost_model: str = "unstated"
+    held_out_error: float | None = None
+    """Error of the cost model on measurements that it was not fitted to, which the gap does not include."""
+
+
+def digest(problem: PlanningProblem) -> str:
+    """Hash of the whole problem, whatever the order of its keys."""
+    # `vars` gives the same fields as `asdict` without copies: a large inventory has thousands of gangs.
+    return hashlib.sha256(json.dumps(problem, default=vars, sort_keys=True).encode()).hexdigest()
+
+
+def certify(view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap: int | None, gap: float) -> Certificate:
+    """Keeps the prices that rule out some gang, and lists the gangs that none rules out."""
+    open_gangs = np.flatnonzero(view.period <= tau_lo_s)
+    kept = []
+    for prices in reversed(pool):  # the last ones are the tightest
+        if not len(open_gangs):
+            break
+        if prices.mu and price_cap is None:
+            continue
+        is_closed = excess(view, tau_lo_s, prices, price_cap, open_gangs) > 0
+        if is_closed.any():
+            kept.append(prices)
+            open_gangs = open_gangs[~is_closed]
+    left = {view.gangs[s].name for s in open_gangs}
+    by_solver = (*sorted(left), *sorted(name for name, better in view.beaten.items() if better in left))
+    return Certificate(
+        tau_lo_s,
+        price_cap,
+        max(gap, 0.0),
+        tuple(kept),
+        by_solver,
+        digest(view.problem),
+        f"HiGHS in scipy {scipy.__version__}",
+    )
+
+
+def distance(certificate: Certificate, tau_s: float, price_per_h: float, *, is_for_price: bool) -> float:
+    """Relative distance of a plan from its bound: by period, or by price if a throughput was asked for."""
+    if not is_for_price:
+        return max(tau_s / certificate.tau_lo_s - 1, 0.0)
+    least = 0 if certificate.price_cap is None else certificate.price_cap + 1
+    return max(price_per_h * MICRO / max(least, 1) - 1, 0.0)

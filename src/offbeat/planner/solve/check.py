@@ -1,0 +1,274 @@
+"""Checks a plan and its certificate without a solver, in exact arithmetic.
+
+It shares no code with the program or its bounds: numbers are fractions, counts integers, money whole millionths of a
+dollar. A certificate is checked as far as its prices prove it; gangs that only the solver ruled out must be listed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from fractions import Fraction
+from itertools import accumulate
+
+from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Solution
+from offbeat.planner.solve.certificate import Certificate
+
+
+def check(
+    problem: PlanningProblem, solution: Solution, certificate: Certificate | None = None, budget: float | None = None
+) -> list[str]:
+    """Violated constraints, a line each; empty if all hold."""
+    columns = {column.name: column for column in problem.rollout}
+    gangs = {gang.name: gang for gang in problem.gangs}
+    unknown = [
+        f"names: no {kind} is called {name!r}"
+        for kind, names, known in (
+            ("gang", [solution.gang], gangs),
+            ("rollout column", solution.replicas, columns),
+            ("offer", solution.nodes, problem.offers),
+        )
+        for name in names
+        if name not in known
+    ]
+    counts = [*solution.replicas.values(), *solution.nodes.values()]
+    if unknown or any(type(count) is not int or count < 0 for count in counts):
+        return unknown or ["counts: replicas and nodes are whole numbers, 0 or more"]
+    gang, tau = gangs[solution.gang], Fraction(solution.tau_s)
+    used = [(columns[name], count) for name, count in solution.replicas.items() if count]
+    broken = [
+        *_gang_row(problem, gang, tau),
+        *_token_row(problem, gang, tau, used),
+        *_hardware_rows(problem, gang, solution, used),
+        *_memory_rows(gang, used),
+        *_in_flight_row(problem, used),
+        *_age_rows(problem, gang, tau, used),
+        *_budget_row(problem, gang, solution, budget),
+    ]
+    return broken if certificate is None else broken + _certificate_rows(problem, solution, certificate)
+
+
+def _gang_row(problem: PlanningProblem, gang: Gang, tau: Fraction) -> list[str]:
+    demand, broken = problem.demand, []
+    if Fraction(gang.period_s) > tau:
+        broken.append(f"gang: {gang.name} takes {gang.period_s:g} s of a period of {float(tau):g} s")
+    if demand.reward_rate is not None and demand.trajectories > Fraction(demand.reward_rate) * tau:
+        broken.append(f"reward: {demand.trajectories} trajectories a period at {demand.reward_rate:g} a second")
+    return broken
+
+
+def _lost_s(problem: PlanningProblem, gang: Gang, column: RolloutColumn) -> Fraction:
+    lost = Fraction(column.blocking_s[gang.root])
+    return lost if problem.demand.bound else lost + Fraction(gang.period_s) + _lag(problem, gang, column)
+
+
+def _lag(problem: PlanningProblem, gang: Gang, column: RolloutColumn, classes: Iterable[str] = ()) -> Fraction:
+    """Lag of a version to the column's class, directly or relayed by one of `classes`, and of the reward."""
+    ways_s = [column.lag_s.get(gang.root, 0.0)]
+    if problem.demand.bound:
+        over_s = column.lag_over_s.get(gang.root, {})
+        ways_s += [over_s[name] for name in classes if name in over_s]
+    return Fraction(problem.demand.lag_s) + Fraction(min(ways_s))
+
+
+def _token_row(problem: PlanningProblem, gang: Gang, tau: Fraction, used: list[tuple[RolloutColumn, int]]) -> list[str]:
+    tokens = Counter[Fraction]()
+    for column, count in used:
+        tokens[Fraction(column.tokens_per_s) * max(tau - _lost_s(problem, gang, column), Fraction(0))] += count
+    total, lost = sum((each * count for each, count in tokens.items()), Fraction(0)), problem.spare_replicas
+    for each in sorted(tokens, reverse=True):
+        total -= each * min(lost, tokens[each])
+        lost -= min(lost, tokens[each])
+    wanted = Fraction(problem.demand.tokens)
+    return [] if total >= wanted else [f"tokens: {float(total):g} a period, {float(wanted):g} wanted"]
+
+
+def _hardware_rows(
+    problem: PlanningProblem, gang: Gang, solution: Solution, used: list[tuple[RolloutColumn, int]]
+) -> list[str]:
+    broken = []
+    for name, offer in problem.offers.items():
+        rented, trained = solution.nodes.get(name, 0), gang.nodes.get(name, 0)
+        if rented + trained > offer.num_nodes:
+            broken.append(f"hardware: {rented + trained} nodes of {name}, {offer.num_nodes} on offer")
+        for is_home, num in ((False, rented), (True, 0 if problem.demand.bound else trained)):
+            sizes = [
+                size
+                for column, count in used
+                if column.offer == name and (column.room_bytes is not None) == is_home
+                for size in [column.num_accelerators] * count
+            ]
+            if not _fits(sorted(sizes, reverse=True), [offer.per_node] * num):
+                nodes = f"{num} nodes of {name}{' that train' if is_home else ''}"
+                broken.append(f"hardware: {sum(sizes)} accelerators' replicas do not fit {nodes}")
+    return broken
+
+
+def _memory_rows(gang: Gang, used: list[tuple[RolloutColumn, int]]) -> list[str]:
+    """Cards that train and generate by turns must hold the gang's state."""
+    return [
+        f"memory: {column.name} leaves {column.room_bytes / 1e9:g} GB a card, the gang keeps {kept / 1e9:g} GB there"
+        for column, _ in used
+        if column.room_bytes is not None and (kept := gang.kept_bytes.get(column.offer, 0.0)) > column.room_bytes
+    ]
+
+
+def _fits(sizes: list[int], room: list[int]) -> bool:
+    """First fit, largest first; sizes that divide one another leave no gaps."""
+    node = 0
+    for size in sizes:
+        while node < len(room) and room[node] < size:
+            node += 1
+        if node == len(room):
+            return False
+        room[node] -= size
+    return True
+
+
+def _in_flight_row(problem: PlanningProblem, used: list[tuple[RolloutColumn, int]]) -> list[str]:
+    demand = problem.demand
+    under_way = sum(column.concurrency * count for column, count in used)
+    cap = Fraction(max(demand.bound, 1) * demand.trajectories)
+    waiting = Fraction(demand.queue) if demand.bound else Fraction(0)
+    if under_way + waiting <= cap:
+        return []
+    return [f"in flight: {under_way} trajectories and {float(waiting):g} queued, {float(cap):g} allowed"]
+
+
+def _age_rows(problem: PlanningProblem, gang: Gang, tau: Fraction, used: list[tuple[RolloutColumn, int]]) -> list[str]:
+    demand, broken = problem.demand, []
+    classes = {*gang.nodes, *(column.offer for column, _ in used)}
+    for column, _ in used if demand.tail_tokens else []:
+        window = (demand.bound + 1 - Fraction(demand.age_guard)) * tau - Fraction(gang.period_s)
+        window -= _lag(problem, gang, column, classes)
+        if not demand.bound:
+            window = tau - _lost_s(problem, gang, column)
+        tail = Fraction(demand.tail_tokens) * Fraction(column.token_s)
+        if tail > window:
+            broken.append(
+                f"age window: {column.name} takes {float(tail):g} s for the tail, {float(window):g} s are left"
+            )
+    return broken
+
+
+def _budget_row(problem: PlanningProblem, gang: Gang, solution: Solution, budget: float | None) -> list[str]:
+    nodes = Counter(solution.nodes) + Counter(gang.nodes)
+    price = sum(_money(problem.offers[name].node_price_per_h) * num for name, num in nodes.items())
+    price += _money(problem.fixed_price_per_h)
+    if budget is None or price <= _money(budget):
+        return []
+    return [f"budget: {price / 1e6:g} $/h of {budget:g}"]
+
+
+def _money(price: float) -> int:
+    return round(price * 1_000_000)
+
+
+def _certificate_rows(problem: PlanningProblem, solution: Solution, certificate: Certificate) -> list[str]:
+    broken = []
+    found = hashlib.sha256(json.dumps(asdict(problem), sort_keys=True).encode()).hexdigest()
+    if found != certificate.columns_sha256:
+        broken.append("certificate: it speaks of other columns")
+    if certificate.tau_lo_s > solution.tau_s:
+        broken.append(f"certificate: the plan's {solution.tau_s:g} s are said to be impossible")
+    if certificate.price_cap is None and solution.tau_s > certificate.tau_lo_s * (1 + certificate.gap) * (1 + 1e-9):
+        broken.append(f"certificate: {solution.tau_s:g} s is farther from {certificate.tau_lo_s:g} s than its gap says")
+    return broken + [
+        f"certificate: nothing rules gang {name} out"
+        for name in unproven(problem, certificate) - {*certificate.by_solver}
+    ]
+
+
+def unproven(problem: PlanningProblem, certificate: Certificate) -> set[str]:
+    """Gangs that the certificate's prices do not rule out, by arithmetic alone."""
+    tau = Fraction(certificate.tau_lo_s)
+    reward_rate = problem.demand.reward_rate
+    if reward_rate is not None and problem.demand.trajectories > Fraction(reward_rate) * tau:
+        return set()
+    open_gangs = [
+        gang
+        for gang in problem.gangs
+        if Fraction(gang.period_s) <= tau
+        and all(name in problem.offers and num <= problem.offers[name].num_nodes for name, num in gang.nodes.items())
+    ]
+    for prices in certificate.prices:
+        nu, lam, mu = Fraction(prices.nu), Fraction(prices.lam), Fraction(prices.mu)
+        if min(nu, lam, mu) < 0 or (mu and certificate.price_cap is None):
+            continue  # such prices prove nothing
+        ladders: dict[object, _Ladders] = {}
+        for gang in list(open_gangs):
+            key = gang.root if problem.demand.bound else (gang.root, gang.period_s, *sorted(gang.kept_bytes.items()))
+            if key not in ladders:
+                ladders[key] = _ladders(problem, gang, tau, nu, lam)
+            worths = _worths(problem, gang, tau, ladders[key])
+            if _is_ruled_out(problem, gang, certificate.price_cap, worths, nu, lam, mu):
+                open_gangs.remove(gang)
+    return {gang.name for gang in open_gangs}
+
+
+_Place = tuple[str, bool]
+"""An offer, and whether its nodes train (home) or are rented for rollout."""
+_Ladders = dict[_Place, tuple[list[Fraction], list[Fraction]]]
+"""By place: ascending times in which columns finish the tail, and the most that an accelerator is worth in columns that
+take no longer."""
+
+
+def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, lam: Fraction) -> _Ladders:
+    """Worths at these prices of tokens and trajectories in flight. With a bound they are the same for all gangs of a
+    root; with bound 0 they are for this gang and the columns that are in time beside it."""
+    values: dict[_Place, list[tuple[Fraction, Fraction]]] = {}
+    for column in problem.rollout:
+        needed = Fraction(0)
+        if problem.demand.bound:
+            needed = Fraction(problem.demand.tail_tokens) * Fraction(column.token_s)
+            needed += _lag(problem, gang, column, problem.offers)
+        elif _age_rows(problem, gang, tau, [(column, 1)]) or _memory_rows(gang, [(column, 1)]):
+            continue
+        tokens = Fraction(column.tokens_per_s) * max(tau - _lost_s(problem, gang, column), Fraction(0))
+        value = (nu * tokens - lam * column.concurrency) / column.num_accelerators
+        values.setdefault((column.offer, column.room_bytes is not None), []).append((needed, value))
+    ladders: _Ladders = {}
+    for place, found in values.items():
+        found.sort()
+        ladders[place] = [needed for needed, _ in found], [*accumulate((value for _, value in found), max)]
+    return ladders
+
+
+def _worths(problem: PlanningProblem, gang: Gang, tau: Fraction, ladders: _Ladders) -> dict[_Place, Fraction]:
+    """Most that an accelerator is worth in columns that are in time beside this gang."""
+    demand = problem.demand
+    left = (demand.bound + 1 - Fraction(demand.age_guard)) * tau - Fraction(gang.period_s)
+    best = {(name, is_home): Fraction(0) for name in problem.offers for is_home in (False, True)}
+    for place, (needed, values) in ladders.items():
+        has_window = demand.bound and demand.tail_tokens
+        num = bisect_right(needed, left) if has_window else len(needed)
+        if num:
+            best[place] = max(best[place], values[num - 1])
+    return best
+
+
+def _is_ruled_out(
+    problem: PlanningProblem,
+    gang: Gang,
+    price_cap: int | None,
+    worths: Mapping[tuple[str, bool], Fraction],
+    nu: Fraction,
+    lam: Fraction,
+    mu: Fraction,
+) -> bool:
+    demand = problem.demand
+    cap = demand.bound * demand.trajectories - Fraction(demand.queue) if demand.bound else Fraction(demand.trajectories)
+    supply = lam * cap
+    if price_cap is not None:
+        price = sum(_money(problem.offers[name].node_price_per_h) * num for name, num in gang.nodes.items())
+        supply += mu * (price_cap - _money(problem.fixed_price_per_h) - price)
+    for name, offer in problem.offers.items():
+        node, trained = worths[name, False] * offer.per_node, gang.nodes.get(name, 0)
+        supply += (offer.num_nodes - trained) * max(node - mu * _money(offer.node_price_per_h), Fraction(0))
+        if not demand.bound:
+            supply += trained * worths[name, True] * offer.per_node
+    return nu * Fraction(demand.tokens) > supply

@@ -1,0 +1,353 @@
+"""The integer program at a fixed period: whether there is a plan, and the best one.
+
+Variables are z (which gang), y (replicas of a column; once per set of rates, if these depend on the gang) and n (nodes
+rented for rollout). Rows are scaled to a largest coefficient of 1, so the solver's absolute tolerance is a small part
+of one replica.
+
+The solver answers in floats with a tolerance; an answer is feasible only if `holds` confirms it in exact arithmetic,
+and running out of time is `UNKNOWN`, never `INFEASIBLE`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+from offbeat.planner.solve.view import ColumnCounts, Floats, Ints, View
+
+
+def holds(view: View, counts: ColumnCounts, tau_s: float, budget: int | None = None) -> bool:
+    """Whether counts satisfy every row, in exact arithmetic."""
+    demand, gang = view.problem.demand, view.gangs[counts.gang]
+    tau = Fraction(tau_s)
+    used = [j for j, count in enumerate(counts.replicas) if count]
+    relays = {*gang.nodes, *(view.columns[j][0].offer for j in used)} if demand.bound else set[str]()
+    lag = {j: Fraction(demand.lag_s) + Fraction(view.columns[j][0].lag_from_s(gang.root, relays)) for j in used}
+    lost = {j: Fraction(view.columns[j][0].blocking_s[gang.root]) for j in used}
+    if view.is_synchronous:
+        lost = {j: seconds + Fraction(gang.period_s) + lag[j] for j, seconds in lost.items()}
+    if demand.tail_tokens:
+        tails = {j: Fraction(demand.tail_tokens) * Fraction(view.columns[j][0].token_s) for j in used}
+        window = (demand.bound + 1 - Fraction(demand.age_guard)) * tau - Fraction(gang.period_s)
+        room = {j: tau - lost[j] if view.is_synchronous else window - lag[j] for j in used}
+        if any(tails[j] > room[j] for j in used):
+            return False
+    if not all(view.columns[j][0].fits_beside(gang) for j in used):
+        return False
+    return (
+        Fraction(gang.period_s) <= tau
+        and (demand.reward_rate is None or demand.trajectories <= Fraction(demand.reward_rate) * tau)
+        and _tokens(view, counts, {j: tau - lost[j] for j in used}) >= Fraction(demand.tokens)
+        and view.in_flight(counts) <= Fraction(view.in_flight_cap)
+        and bool((view.nodes(counts) <= view.free_nodes[counts.gang]).all())
+        and (budget is None or view.price(counts) <= budget)
+    )
+
+
+def shortest_s(view: View, counts: ColumnCounts, tau_s: float) -> float:
+    """Shortest period at which a plan that holds at `tau_s` still holds: a closed form, rounded up to a float."""
+    s, used = counts.gang, np.flatnonzero(counts.replicas)
+    opening_s = view.opening_s(counts)
+    opens_s = max(float(view.period[s]), *(float(opening_s[j]) for j in used))
+    if view.problem.spare_replicas:
+        low_s = opens_s  # the fastest replicas may change with the period: bisect
+        if holds(view, counts, low_s):
+            return low_s
+        for _ in range(40):
+            middle_s = (low_s * tau_s) ** 0.5
+            low_s, tau_s = (low_s, middle_s) if holds(view, counts, middle_s) else (middle_s, tau_s)
+        return tau_s
+    rates = {j: Fraction(view.rate[j]) * counts.replicas[j] for j in used}
+    lost = sum((rates[j] * Fraction(view.blocking[s, j]) for j in used), Fraction(0))
+    tokens_s = (Fraction(view.demand_tokens) + lost) / sum(rates.values())
+    shortest = max(opens_s, float(tokens_s))
+    for _ in range(4):
+        if shortest >= tau_s:
+            break
+        if holds(view, counts, shortest):
+            return shortest
+        shortest = float(np.nextafter(shortest, np.inf))
+    return tau_s
+
+
+def _tokens(view: View, counts: ColumnCounts, seconds: dict[int, Fraction]) -> Fraction:
+    """Tokens of a period by all replicas but the spare ones, taken to be the most productive."""
+    yields = sorted(
+        ((Fraction(view.rate[j]) * max(left, Fraction(0)), counts.replicas[j]) for j, left in seconds.items()),
+        reverse=True,
+    )
+    spare, total = view.problem.spare_replicas, Fraction(0)
+    for tokens, count in yields:
+        total += tokens * max(0, count - spare)
+        spare = max(0, spare - count)
+    return total
+
+
+STDOUT = 1
+
+
+@contextlib.contextmanager
+def quiet_stdout() -> Iterator[None]:
+    """Redirects the process's standard output to nowhere: HiGHS prints a line that no option turns off. Output of other
+    threads is lost meanwhile."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    try:
+        kept = os.dup(STDOUT)
+    except OSError:  # already closed
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, STDOUT)
+    try:
+        yield
+    finally:
+        if os.name == "posix":
+            ctypes.CDLL(None).fflush(None)  # else the library's buffer would be written later
+        os.dup2(kept, STDOUT)
+        os.close(kept)
+        os.close(nowhere)
+
+
+TIGHTER = 1e-6
+"""Part of a replica by which demand is raised for a second try, if an answer meets it only within the tolerance."""
+
+
+class Aim(StrEnum):
+    PRICE = "price"
+    """Lowest price."""
+    TOKENS = "tokens"
+    """Most tokens in a period, which shows how much shorter the period could be."""
+    IN_FLIGHT = "in flight"
+    """Fewest trajectories in flight, for the freshest data."""
+
+
+class Status(StrEnum):
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    """Proven by the solver."""
+    UNKNOWN = "unknown"
+    """Time ran out, or an answer held only within the solver's tolerance."""
+
+
+@dataclass(frozen=True)
+class SolverOutcome:
+    status: Status
+    counts: ColumnCounts | None = None
+    bound: float | None = None
+    """The solver's bound on every plan, in the aim's unit ($/h, tokens, trajectories)."""
+
+
+@dataclass(frozen=True)
+class LinearProgram:
+    """minimise cost @ x, lower <= rows @ x <= upper, 0 <= x <= most, all of x integer."""
+
+    cost: Floats
+    rows: coo_array
+    lower: Floats
+    upper: Floats
+    most: Floats
+
+
+@dataclass(frozen=True)
+class ProgramAnswer:
+    status: Status
+    x: Floats | None = None
+    bound: float | None = None
+
+
+Solver = Callable[[LinearProgram, float, float], ProgramAnswer]
+"""Solves a program to a relative gap within a number of seconds."""
+
+
+def highs(model: LinearProgram, gap: float, within_s: float) -> ProgramAnswer:
+    with quiet_stdout():
+        result = milp(
+            model.cost,
+            integrality=np.ones(len(model.cost)),
+            bounds=Bounds(np.zeros(len(model.most)), model.most),
+            constraints=LinearConstraint(model.rows.tocsr(), model.lower, model.upper),
+            options={"mip_rel_gap": gap, "time_limit": within_s},
+        )
+    bound = getattr(result, "mip_dual_bound", None)
+    if result.x is not None:
+        return ProgramAnswer(Status.FEASIBLE, result.x, bound)
+    return ProgramAnswer(Status.INFEASIBLE if result.status == 2 else Status.UNKNOWN, None, bound)
+
+
+def solve(
+    view: View,
+    tau_s: float,
+    gangs: Sequence[int],
+    aim: Aim = Aim.PRICE,
+    budget: int | None = None,
+    gap: float = 1e-4,
+    within_s: float = 5.0,
+    solver: Solver = highs,
+    among: Ints | None = None,
+) -> SolverOutcome:
+    """Best plan with one of these gangs at this period, for at most `budget` (millionths of $/h, all included).
+
+    `among` restricts the answer, its status and its bound to plans of these columns, which is much faster.
+    """
+    gangs = [s for s in gangs if view.period[s] <= tau_s]
+    if not gangs or (builder := _Builder(view, tau_s, gangs, aim, budget, among)).is_empty:
+        return SolverOutcome(Status.INFEASIBLE)
+    outcome = SolverOutcome(Status.UNKNOWN)
+    for margin in (0.0, TIGHTER):
+        answer = solver(builder.model(margin), gap, within_s)
+        bound = None if answer.bound is None else builder.unscaled(answer.bound)
+        if answer.x is None:
+            # Infeasible with the raised demand proves nothing.
+            return SolverOutcome(Status.UNKNOWN if margin else answer.status, None, outcome.bound if margin else bound)
+        counts = builder.counts(answer.x)
+        outcome = SolverOutcome(Status.UNKNOWN, None, bound if outcome.bound is None else outcome.bound)
+        if holds(view, counts, tau_s, budget):
+            return SolverOutcome(Status.FEASIBLE, counts, outcome.bound)
+    return outcome
+
+
+class _Builder:
+    """Builds one program. Variables in order: z, y by set of rates, n, and the spare replicas' levels."""
+
+    def __init__(
+        self, view: View, tau_s: float, gangs: Sequence[int], aim: Aim, budget: int | None, among: Ints | None
+    ):
+        self.view, self.gangs, self.aim, self.budget = view, np.array(gangs), aim, budget
+        every = view.tokens(tau_s, self.gangs)
+        if among is not None:
+            every[:, np.setdiff1d(np.arange(len(view.columns)), among)] = 0.0
+        needs = np.where(every > 0, view.needs(tau_s, self.gangs), 0)
+        of_set, self.rates_of = _alike(np.hstack([every, needs]))
+        tokens, needs = every[of_set], needs[of_set]
+        self.sets, self.columns = np.nonzero(tokens)
+        """Set of rates and column of every y."""
+        self.tokens, self.needs = tokens[self.sets, self.columns], needs[self.sets, self.columns]
+        self.num_z, self.num_y, self.num_n = len(gangs), len(self.columns), len(view.per_node)
+        self.is_empty = self.num_y == 0 or view.in_flight_cap < 1
+        if not self.is_empty:
+            self.unit_tokens = float(self.tokens.max())
+            """Unit of demand: a replica of the most productive column."""
+            self.unit_price = float(max(view.node_price.max(), 1))
+            spare = view.problem.spare_replicas
+            self.levels = np.unique(self.tokens) if spare else np.array([])
+
+    def model(self, margin: float) -> LinearProgram:
+        """`margin` raises the demand, in replicas of the most productive column."""
+        view, size = self.view, self.num_z + self.num_y + self.num_n + len(self.levels)
+        parts: list[tuple[Ints, Ints, Floats]] = []
+        lower: list[float] = []
+        upper: list[float] = []
+
+        def row(columns: Ints, values: Floats | Ints, low: float = -np.inf, high: float = np.inf) -> None:
+            parts.append((np.full(len(columns), len(lower)), columns, np.asarray(values, dtype=float)))
+            lower.append(low)
+            upper.append(high)
+
+        z, y = np.arange(self.num_z), self.num_z + np.arange(self.num_y)
+        n = self.num_z + self.num_y + np.arange(self.num_n)
+        row(z, np.ones(self.num_z), 1, 1)
+        self._demand(row, y, n[-1] + 1 + np.arange(len(self.levels)), margin)
+        widest = view.concurrency[self.columns].max()
+        row(y, view.concurrency[self.columns] / widest, high=view.in_flight_cap / widest)
+        for k in range(self.num_n):
+            self._hardware(row, z, y, n, k)
+        self._relays(row, y)
+        if self.budget is not None:
+            prices = np.concatenate([view.gang_price[self.gangs], view.node_price]) / self.unit_price
+            row(np.concatenate([z, n]), prices, high=(self.budget - view.fixed_price) / self.unit_price)
+        rows, columns, values = (np.concatenate(part) for part in zip(*parts, strict=True))
+        matrix = coo_array((values, (rows, columns)), shape=(len(lower), size))
+        return LinearProgram(self._cost(size), matrix, np.array(lower), np.array(upper), self._most())
+
+    def _demand(self, row: Callable[..., None], y: Ints, q: Ints, margin: float) -> None:
+        wanted = self.view.demand_tokens / self.unit_tokens + margin
+        if not len(self.levels):
+            row(y, self.tokens / self.unit_tokens, low=wanted)
+            return
+        # The sum of the k largest yields is the minimum over levels w of k w plus all that lies above w, attained at
+        # some column's yield. So one level is chosen, yields are capped by it, and k times the level is demanded in
+        # addition.
+        row(q, np.ones(len(q)), 1, 1)
+        for one, level in zip(q, self.levels / self.unit_tokens, strict=True):
+            idle = wanted + self.view.problem.spare_replicas * level
+            yields = np.minimum(self.tokens / self.unit_tokens, level)
+            row(np.append(y, one), np.append(yields, -idle), low=0.0)
+
+    def _hardware(self, row: Callable[..., None], z: Ints, y: Ints, n: Ints, k: int) -> None:
+        view = self.view
+        mine = view.group[self.columns] == k
+        per_node, taken = float(view.per_node[k]), view.gang_nodes[self.gangs, k]
+        sizes = view.accelerators[self.columns[mine]] / per_node
+        row(np.append(y[mine], n[k]), np.append(sizes, -1.0), high=0.0)
+        row(np.append(z, n[k]), np.append(taken, 1.0), high=float(view.num_nodes[k]))
+        if self.rates_of.max() > 0:  # replicas at the rates of a set need a gang of that set
+            room = float(max(view.most_nodes[k], 1))
+            for index in np.unique(self.sets[mine]):
+                here = mine & (self.sets == index)
+                gangs = z[self.rates_of == index]
+                values = view.accelerators[self.columns[here]] / per_node / room
+                row(np.append(y[here], gangs), np.append(values, -np.ones(len(gangs))), high=0.0)
+
+    def _relays(self, row: Callable[..., None], y: Ints) -> None:
+        """Replicas that are in time only if some class relays versions need a replica of that class."""
+        view = self.view
+        group = view.group[self.columns]
+        late = np.stack([self.sets, group, self.needs], axis=1)
+        for index, k, need in np.unique(late[self.needs > 0], axis=0):
+            here = (late == (index, k, need)).all(axis=1)
+            relays = view.relays[(need >> np.arange(len(view.relays))) & 1 == 1]
+            passing = np.isin(group, relays) & (self.sets == index)
+            room = float(max(view.most_nodes[k] * view.per_node[k], 1))
+            sizes = view.accelerators[self.columns[here]] / room
+            row(np.concatenate([y[here], y[passing]]), np.concatenate([sizes, -np.ones(passing.sum())]), high=0.0)
+
+    def _cost(self, size: int) -> Floats:
+        cost, view = np.zeros(size), self.view
+        n = slice(self.num_z + self.num_y, self.num_z + self.num_y + self.num_n)
+        if self.aim is Aim.PRICE:
+            cost[: self.num_z] = view.gang_price[self.gangs] / self.unit_price
+            cost[n] = view.node_price / self.unit_price
+        elif self.aim is Aim.TOKENS:
+            cost[self.num_z : n.start] = -self.tokens / self.unit_tokens
+        else:
+            cost[self.num_z : n.start] = view.concurrency[self.columns]
+        return cost
+
+    def _most(self) -> Floats:
+        view = self.view
+        room = view.most_nodes * view.per_node
+        by_place = room[view.group[self.columns]] // view.accelerators[self.columns]
+        by_cap = view.in_flight_cap // view.concurrency[self.columns]
+        ones = np.ones(self.num_z), np.ones(len(self.levels))
+        return np.concatenate([ones[0], np.minimum(by_place, by_cap), view.most_nodes, ones[1]]).astype(float)
+
+    def unscaled(self, bound: float) -> float:
+        if self.aim is Aim.PRICE:
+            return bound * self.unit_price + self.view.fixed_price
+        return -bound * self.unit_tokens if self.aim is Aim.TOKENS else bound
+
+    def counts(self, x: Floats) -> ColumnCounts:
+        whole = np.rint(x).astype(int)
+        chosen = int(np.argmax(whole[: self.num_z]))
+        replicas = np.zeros(len(self.view.columns), dtype=int)
+        of_gang = self.sets == self.rates_of[chosen]
+        replicas[self.columns[of_gang]] = whole[self.num_z : self.num_z + self.num_y][of_gang]
+        return ColumnCounts(int(self.gangs[chosen]), tuple(int(count) for count in replicas))
+
+
+def _alike(rows: Floats) -> tuple[Ints, Ints]:
+    """First row of each kind, and each row's kind."""
+    found: dict[bytes, int] = {}
+    kinds = [found.setdefault(row.tobytes(), len(found)) for row in rows]
+    return np.unique(kinds, return_index=True)[1], np.array(kinds)

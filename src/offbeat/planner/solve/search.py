@@ -1,0 +1,410 @@
+"""The search for a plan with a proof: the fastest within a budget, the cheapest at a throughput, or the frontier.
+
+It goes gang by gang. Every gang has a proven lower bound on its period, or price. The most promising gang comes first:
+dual prices rule out as much as they can, for all gangs at once; then the integer program, for this gang alone, finds a
+plan or proves that there is none. Before the whole program, one of the few columns that the prices make likely is
+tried: with thousands of replicas its plan is often close enough to the bound, at a fraction of the time. The search
+ends when no gang can beat the best plan by more than the gap. If the program runs out of time, the gap is wider.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from offbeat.planner.problem import PlanningProblem, Solution
+from offbeat.planner.solve import bounds
+from offbeat.planner.solve.bounds import Multipliers
+from offbeat.planner.solve.certificate import Certificate, certify
+from offbeat.planner.solve.program import Aim, Solver, SolverOutcome, Status, highs, holds, shortest_s, solve
+from offbeat.planner.solve.view import MICRO, ColumnCounts, Floats, View, micros, restore, view_of
+
+TRIES = 3
+"""Programs for a gang that ran out of time, each nearer to its bound."""
+GUESSES = (0.5, 8.0, 64.0)
+"""Periods above a gang's bound, in gaps, at which its likely columns are tried before the whole program."""
+TIGHT = 1e-5
+"""A linear relaxation this close to its gang's bound improves nothing."""
+FRESH_ENOUGH = 0.01
+"""Relative tolerance of trajectories in flight: closer mean ages make no difference."""
+FRESH_WITHIN_S = 1.0
+"""Time limit for fewer trajectories in flight; there is a plan already."""
+SHARES = (1.0, 0.5, 0.25)
+"""Shares of the wanted headroom that are tried."""
+NEARLY = 0.8
+"""Share of a headroom that counts as the whole."""
+HAIR = 1e-12
+"""Relative difference of periods that no user can ask for; lifts a bound above the period that was tried."""
+
+
+@dataclass
+class Search:
+    """State of one search."""
+
+    view: View
+    gap: float
+    within_s: float
+    solver: Solver
+    pool: list[Multipliers] = field(default_factory=list)
+    last: dict[int, Multipliers] = field(default_factory=dict)
+    """Prices of each gang's latest relaxation."""
+
+    def try_gang(
+        self, tau_s: float, gang: int, aim: Aim, budget: int | None, guide: Multipliers | None = None
+    ) -> SolverOutcome:
+        """Solves the program of one gang; with a guide, only over the columns that its prices make likely."""
+        # The program's own gap adds to that between bound and plan; for trajectories in flight nothing is proven.
+        gap, within_s = self.gap / 4, self.within_s
+        if aim is Aim.IN_FLIGHT:
+            gap, within_s = FRESH_ENOUGH, min(within_s, FRESH_WITHIN_S)
+        among = None if guide is None else bounds.likely(self.view, tau_s, guide, gang)
+        return solve(self.view, tau_s, [gang], aim, budget, gap, within_s, self.solver, among)
+
+
+def far_s(view: View) -> float:
+    """A period at which one replica of any column suffices: a gang without a plan there has none at all."""
+    if not len(view.gangs) or not len(view.columns):
+        return 1.0
+    alone = view.blocking + view.demand_tokens / view.rate
+    opens = view.windows.opens_s[np.isfinite(view.windows.opens_s)]
+    return float(max(alone.max(), opens.max(initial=0.0), view.period.max())) * (1 + 1e-9)
+
+
+def fastest_counts(search: Search, cap: int | None) -> tuple[Status, ColumnCounts | None, float, Floats]:
+    """Best plan, its period, and by gang the period up to which there is none."""
+    view = search.view
+    every = np.arange(len(view.gangs))
+    low, top = view.period.astype(float), far_s(view)
+    high, best = top * (1 + search.gap), None
+    is_tight = np.zeros(len(every), dtype=bool)
+    is_guessed = np.zeros(len(every), dtype=bool)
+    given_up = np.zeros(len(every), dtype=bool)
+    while True:
+        promising = np.flatnonzero((low * (1 + search.gap) < high) & ~given_up & (low <= top))
+        if not len(promising):
+            break
+        gang = int(promising[np.argmin(low[promising])])
+        if not is_tight[gang]:
+            tokens, prices = bounds.most_tokens(view, float(low[gang]), gang, cap)
+            search.last[gang] = prices
+            if tokens < view.demand_tokens * (1 - TIGHT):
+                before = low[gang]
+                raised = bounds.shortest_periods(view, prices, cap, every[promising], low[promising], top * 2)
+                low[promising] = np.maximum(low[promising], raised)
+                search.pool.append(prices)
+                is_tight[gang] = low[gang] <= before * (1 + TIGHT)
+            else:
+                is_tight[gang] = True
+            continue
+        below_s = min(high / (1 + search.gap), top)
+        if not is_guessed[gang]:
+            is_guessed[gang] = True
+            found = _guess(search, gang, cap, float(low[gang]), below_s)
+            if found.counts is not None:
+                best, high = found.counts, found.high_s
+            continue
+        found = _improve(search, gang, cap, float(low[gang]), below_s)
+        low[gang], given_up[gang] = found.low_s, found.status is Status.UNKNOWN
+        if found.counts is not None:
+            best, high = found.counts, found.high_s
+    if best is None:
+        return (
+            (Status.UNKNOWN if given_up.any() else Status.INFEASIBLE),
+            None,
+            math.inf,
+            np.where(low > top, np.inf, low),
+        )
+    return Status.FEASIBLE, best, high, low
+
+
+@dataclass(frozen=True)
+class _Found:
+    status: Status
+    low_s: float
+    counts: ColumnCounts | None = None
+    high_s: float = math.inf
+
+
+def _guess(search: Search, gang: int, cap: int | None, low_s: float, below_s: float) -> _Found:
+    """Looks for a plan of this gang's likely columns, at periods close to its bound."""
+    for share in GUESSES:
+        tau_s = min(low_s * (1 + share * search.gap), below_s)
+        outcome = search.try_gang(tau_s, gang, Aim.TOKENS, cap, search.last[gang])
+        if outcome.counts is not None:
+            return _Found(Status.FEASIBLE, low_s, outcome.counts, shortest_s(search.view, outcome.counts, tau_s))
+        if tau_s == below_s:
+            break
+    return _Found(Status.UNKNOWN, low_s)
+
+
+def _improve(search: Search, gang: int, cap: int | None, low_s: float, tau_s: float) -> _Found:
+    """Finds a plan of this gang at a period of `tau_s` or less, or proves that there is none."""
+    for _ in range(TRIES):
+        outcome = search.try_gang(tau_s, gang, Aim.TOKENS, cap)
+        if outcome.counts is not None:
+            return _Found(Status.FEASIBLE, low_s, outcome.counts, shortest_s(search.view, outcome.counts, tau_s))
+        if outcome.status is Status.INFEASIBLE:
+            # A hair above, so that this gang is closed at this period.
+            return _Found(Status.INFEASIBLE, max(low_s, tau_s * (1 + HAIR)))
+        tau_s = math.sqrt(low_s * tau_s)
+    return _Found(Status.UNKNOWN, low_s)
+
+
+def cheapest_counts(
+    search: Search, tau_s: float, cap: int | None, best: ColumnCounts | None
+) -> tuple[ColumnCounts | None, float]:
+    """Cheapest plan at this period, and a lower bound on the price; infinite if there is no plan."""
+    view = search.view
+    fast = np.flatnonzero(view.period <= tau_s)
+    least = np.full(len(view.gangs), np.inf)
+    least[fast] = view.fixed_price + view.gang_price[fast]
+    is_tight = np.zeros(len(view.gangs), dtype=bool)
+    is_guessed = np.zeros(len(view.gangs), dtype=bool)
+    given_up = np.zeros(len(view.gangs), dtype=bool)
+    while True:
+        below = math.inf if cap is None else cap + 1.0
+        if best is not None:
+            below = min(below, view.price(best) / (1 + search.gap))
+        open_gangs = fast[(least[fast] < below) & ~given_up[fast]]
+        if not len(open_gangs):
+            break
+        gang = int(open_gangs[np.argmin(least[open_gangs])])
+        if not is_tight[gang]:
+            is_tight[gang] = True
+            prices = bounds.least_price(view, tau_s, gang) or bounds.most_tokens(view, tau_s, gang, None)[1]
+            least[open_gangs] = np.maximum(least[open_gangs], bounds.least_prices(view, tau_s, prices, open_gangs))
+            search.pool.append(prices)
+            search.last[gang] = prices
+            continue
+        limit = None if math.isinf(below) else math.ceil(below) - 1
+        if not is_guessed[gang]:
+            is_guessed[gang] = True
+            best = search.try_gang(tau_s, gang, Aim.PRICE, limit, search.last[gang]).counts or best
+            continue
+        outcome = search.try_gang(tau_s, gang, Aim.PRICE, limit)
+        if outcome.counts is not None:
+            best = outcome.counts
+            least[gang] = max(least[gang], outcome.bound or 0.0)
+        elif outcome.status is Status.INFEASIBLE:
+            least[gang] = max(least[gang], math.inf if limit is None else limit + 1.0)
+        else:
+            given_up[gang] = True
+    bound = float(least.min(initial=math.inf))
+    if best is None:
+        return None, bound if given_up.any() else math.inf
+    return best, min(bound, float(view.price(best)))
+
+
+def roomy_counts(
+    search: Search, tau_s: float, cap: int, plans: Sequence[ColumnCounts], headroom: float
+) -> tuple[Search, ColumnCounts] | None:
+    """Cheapest plan of these plans' gangs with the headroom, for tokens and for long answers, at this period.
+
+    If `cap` does not allow it, tries less headroom, first giving up that of long answers. Also returns the search with
+    the raised demand; None if there is no headroom at all.
+    """
+    demand, windows = search.view.problem.demand, search.view.windows
+    had = max(_headroom(search.view, tau_s, plan) for plan in plans) * (1 - TIGHT)
+    gangs = dict.fromkeys(plan.gang for plan in plans)
+    most = {gang: bounds.most_tokens(search.view, tau_s, gang, cap)[0] * (1 + TIGHT) / demand.tokens for gang in gangs}
+    for in_time, share in itertools.product((True, False), SHARES):
+        wanted = headroom * share
+        more = 1 + (had if NEARLY * wanted <= had < wanted else wanted)
+        able = [gang for gang in gangs if most[gang] >= more]
+        if not able:
+            continue
+        problem = replace(search.view.problem, demand=replace(demand, tokens=demand.tokens * more))
+        view = replace(search.view, problem=problem, windows=replace(windows, stretch=more if in_time else 1.0))
+        roomy = Search(view, search.gap, search.within_s, search.solver)
+        found = [_roomy_counts(roomy, tau_s, cap, gang) for gang in able]
+        if counts := min((one for one in found if one is not None), key=view.price, default=None):
+            return roomy, counts
+    return _with_its_own(search, tau_s, [plan for plan in plans if search.view.price(plan) <= cap])
+
+
+def _with_its_own(search: Search, tau_s: float, plans: Sequence[ColumnCounts]) -> tuple[Search, ColumnCounts] | None:
+    """The plan with the most headroom, and a search that demands as much."""
+    view = search.view
+    best = max(plans, key=lambda plan: _headroom(view, tau_s, plan), default=None)
+    if best is None or (had := _headroom(view, tau_s, best) * (1 - TIGHT)) <= 0:
+        return None
+    demand = view.problem.demand
+    problem = replace(view.problem, demand=replace(demand, tokens=demand.tokens * (1 + had)))
+    return replace(search, view=replace(view, problem=problem)), best
+
+
+def _headroom(view: View, tau_s: float, plan: ColumnCounts) -> float:
+    """Share by which a plan exceeds the demand for tokens."""
+    return float(view.tokens(tau_s, np.array([plan.gang]))[0] @ np.array(plan.replicas)) / view.demand_tokens - 1
+
+
+def _roomy_counts(roomy: Search, tau_s: float, cap: int, gang: int) -> ColumnCounts | None:
+    guide = bounds.least_price(roomy.view, tau_s, gang)
+    if guide is None or bounds.least_prices(roomy.view, tau_s, guide, np.array([gang]))[0] > cap:
+        return None
+    likely = roomy.try_gang(tau_s, gang, Aim.PRICE, cap, guide).counts
+    return likely or roomy.try_gang(tau_s, gang, Aim.PRICE, cap).counts
+
+
+def freshest_counts(search: Search, tau_s: float, counts: ColumnCounts) -> ColumnCounts:
+    """Plan of the same gang and price with the fewest in flight; the plan itself if time runs out."""
+    view, price = search.view, search.view.price(counts)
+    relaxed = bounds.least_in_flight(view, tau_s, counts.gang, price)
+    guides = (None,) if relaxed is None else (relaxed[1], None)
+    for guide in guides:
+        if relaxed is not None and view.in_flight(counts) <= relaxed[0] * (1 + FRESH_ENOUGH):
+            break
+        outcome = search.try_gang(tau_s, counts.gang, Aim.IN_FLIGHT, price, guide)
+        if outcome.counts is not None and view.in_flight(outcome.counts) < view.in_flight(counts):
+            assert holds(view, outcome.counts, tau_s, price)
+            counts = outcome.counts
+    return counts
+
+
+def tidied(view: View, tau_s: float, counts: ColumnCounts) -> ColumnCounts:
+    """Drops the least productive shapes of a plan while most of its headroom stays."""
+    least = 1 + NEARLY * _headroom(view, tau_s, counts)
+    tokens = view.tokens(tau_s, np.array([counts.gang]))[0]
+    for j in sorted(np.flatnonzero(counts.replicas), key=lambda j: tokens[j] * counts.replicas[j]):
+        replicas = tuple(0 if i == j else count for i, count in enumerate(counts.replicas))
+        fewer = replace(counts, replicas=replicas)
+        if 1 + _headroom(view, tau_s, fewer) < least:
+            break
+        if holds(view, fewer, tau_s):
+            counts = fewer
+    return counts
+
+
+GAP = 1e-4
+PRICE_GAP = 1e-3
+"""Gap of a price: nodes are whole, and a tighter proof takes several times as long."""
+WITHIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """Answer of a search."""
+
+    status: Status
+    solution: Solution | None = None
+    price_per_h: float = math.nan
+    tokens_per_s: float = math.nan
+    in_flight: int = 0
+    """In trajectories."""
+    mean_age: float = math.nan
+    """In versions, by Little's law: (in flight + queue) / trajectories of a step."""
+    tau_lo_s: float = 0.0
+    """Lower bound on the period of a plan within the budget."""
+    price_lo_per_h: float = 0.0
+    """Lower bound on the price of a plan with this period."""
+    certificate: Certificate | None = None
+    note: str = ""
+    """A remark of one line, if any."""
+
+
+def fastest(
+    problem: PlanningProblem,
+    budget: float | None = None,
+    gap: float = GAP,
+    within_s: float = WITHIN_S,
+    solver: Solver = highs,
+) -> Result:
+    """Plan with the shortest period for at most `budget` ($/h); then the cheapest, with headroom as far as period and
+    price allow, then with the fewest in flight. `within_s` limits each integer program, not the whole."""
+    search = Search(view_of(problem), gap, within_s, solver)
+    cap = None if budget is None else micros(budget)
+    status, counts, tau_s, low = fastest_counts(search, cap)
+    tau_lo_s = float(low.min(initial=math.inf))
+    if counts is None:
+        return Result(status, tau_lo_s=tau_lo_s, note=_note(problem))
+    # The proof is for periods below the bound: at the bound, such as a gang's own period, there may be a plan.
+    tau_lo_s = float(np.nextafter(min(tau_lo_s / (1 + 2 * HAIR), tau_s), 0.0))
+    certificate = certify(search.view, search.pool, tau_lo_s, cap, gap=tau_s / tau_lo_s - 1)
+    last = Search(search.view, max(gap, PRICE_GAP), within_s, solver)
+    cheap, least = cheapest_counts(last, tau_s, cap, counts)
+    assert cheap is not None, "the plan that was there is gone"
+    if headroom := problem.demand.headroom:
+        price = search.view.price(cheap)
+        last, cheap = roomy_counts(last, tau_s, price, [cheap, counts], headroom) or (last, cheap)
+    kept = tidied(search.view, tau_s, freshest_counts(last, tau_s, cheap))
+    return _result(search.view, tau_s, kept, certificate, tau_lo_s, least)
+
+
+def cheapest(
+    problem: PlanningProblem,
+    throughput: float,
+    budget: float | None = None,
+    gap: float = PRICE_GAP,
+    within_s: float = WITHIN_S,
+    solver: Solver = highs,
+) -> Result:
+    """Cheapest plan with `throughput` tokens per second; of these one with the fewest in flight."""
+    return _at(view_of(problem), _period(problem, throughput), budget, gap, within_s, solver)
+
+
+def frontier(
+    problem: PlanningProblem, num: int = 20, gap: float = PRICE_GAP, within_s: float = WITHIN_S, solver: Solver = highs
+) -> list[Result]:
+    """Cheapest plans from the fastest period to the longest that still saves money; each cheaper than the last."""
+    quick = fastest(problem, None, gap, within_s, solver)
+    if quick.solution is None:
+        return []
+    view = view_of(problem)
+    far = _at(view, far_s(view), None, gap, within_s, solver)
+    slow = fastest(problem, far.price_per_h, gap, within_s, solver)
+    if slow.solution is None:
+        return [quick]
+    points = [quick]
+    for tau_s in np.geomspace(quick.solution.tau_s, slow.solution.tau_s, num)[1:-1]:
+        point = _at(view, float(tau_s), None, gap, within_s, solver)
+        if point.solution is not None and point.price_per_h < points[-1].price_per_h:
+            points.append(point)
+    return [*points, slow] if slow.price_per_h < points[-1].price_per_h else points
+
+
+def _at(view: View, tau_s: float, budget: float | None, gap: float, within_s: float, solver: Solver) -> Result:
+    search = Search(view, gap, within_s, solver)
+    counts, least = cheapest_counts(search, tau_s, None if budget is None else micros(budget), None)
+    if counts is None:
+        status = Status.INFEASIBLE if least == math.inf else Status.UNKNOWN
+        return Result(status, tau_lo_s=tau_s if status is Status.INFEASIBLE else 0.0, note=_note(view.problem))
+    counts = freshest_counts(search, tau_s, counts)
+    certificate = certify(view, search.pool, tau_s, math.ceil(least) - 1, gap=view.price(counts) / max(least, 1.0) - 1)
+    return _result(view, tau_s, counts, certificate, 0.0, least)
+
+
+def _period(problem: PlanningProblem, throughput: float) -> float:
+    """Period of a throughput, a hair longer against rounding."""
+    return problem.demand.tokens / throughput * (1 + HAIR)
+
+
+def _result(
+    view: View, tau_s: float, counts: ColumnCounts, certificate: Certificate, tau_lo_s: float, least: float
+) -> Result:
+    demand, in_flight = view.problem.demand, view.in_flight(counts)
+    price, solution = view.price(counts), restore(view, counts, tau_s)
+    return Result(
+        Status.FEASIBLE,
+        solution,
+        price / MICRO,
+        demand.tokens / tau_s,
+        in_flight,
+        (in_flight + demand.queue) / demand.trajectories if demand.bound else 0.0,
+        tau_lo_s,
+        min(view.next_price(least), price) / MICRO,
+        certificate,
+        _note(view.problem, solution),
+    )
+
+
+def _note(problem: PlanningProblem, solution: Solution | None = None) -> str:
+    if problem.demand.bound:
+        return ""
+    own = {column.name for column in problem.rollout if column.is_home}
+    if own and (solution is None or own & solution.replicas.keys()):
+        return "S = 0: generation and training take turns on the gang's nodes, so their times add up"
+    return "S = 0 with disjoint pools: each waits while the other works, so their times add up and one of them is idle"

@@ -1,0 +1,508 @@
+"""A problem in arrays for the solvers: dominated columns and gangs are dropped, and equal classes merged.
+
+The order depends on numbers and never on names, so renaming a class changes no answer. Merging and dropping keep every
+optimum; `restore` leads back to names. Money is counted in whole millionths of a dollar, so that sums are exact.
+
+Replicas on the gang's own nodes are columns of a *home* class, beside the rented class. It offers no nodes; each gang
+brings some, at no further price. A gang's count of home nodes is therefore negative.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.planner.problem import Gang, Offer, PlanningProblem, RolloutColumn, Solution
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Source = tuple[str, frozenset[str]]
+"""Source of a gang's versions: the class that publishes, and the gang's classes that may relay."""
+
+
+def relays_of(problem: PlanningProblem) -> frozenset[str]:
+    """Classes that may relay versions; none with bound 0."""
+    if not problem.demand.bound:
+        return frozenset()
+    return _relays(problem.rollout)
+
+
+def _relays(columns: Iterable[RolloutColumn]) -> frozenset[str]:
+    return frozenset(name for column in columns for ways_s in column.lag_over_s.values() for name in ways_s)
+
+
+def source_of(gang: Gang, relays: frozenset[str]) -> Source:
+    return gang.root, frozenset(gang.nodes) & relays
+
+
+@dataclass(frozen=True)
+class Lags:
+    """Lags of versions to J columns."""
+
+    direct_s: dict[str, Floats]
+    """J, by the class that publishes."""
+    over_s: dict[tuple[str, str], Floats]
+    """J, by the classes that publish and relay; infinite if that does not help a column."""
+
+    def of(self, root: str, over: Iterable[str] = ()) -> Floats:
+        """`RolloutColumn.lag_from_s` of all columns."""
+        ways_s = [self.over_s[root, name] for name in over if (root, name) in self.over_s]
+        return np.minimum.reduce([self.direct_s[root], *ways_s])
+
+    def every(self, source: Source, relays: Iterable[str]) -> Floats:
+        """1 + R x J: lags from a gang's own classes, then relayed by each of R others."""
+        root, own = source
+        return np.array([self.of(root, over) for over in (own, *(own | {name} for name in relays))])
+
+
+def lags_of(columns: Sequence[RolloutColumn], roots: Iterable[str]) -> Lags:
+    relays = _relays(columns)
+    direct_s, over_s = {}, {}
+    for root in roots:
+        direct_s[root] = np.array([column.lag_from_s(root) for column in columns], dtype=float)
+        ways_s = [column.lag_over_s.get(root, {}) for column in columns]
+        for name in relays:
+            over_s[root, name] = np.array([ways.get(name, np.inf) for ways in ways_s], dtype=float)
+    return Lags(direct_s, over_s)
+
+
+def figures(column: RolloutColumn, roots: Sequence[str]) -> tuple[float, ...]:
+    """All numbers of a column that an answer can depend on; columns with equal numbers are interchangeable."""
+    by_root = (
+        figure
+        for root in roots
+        for figure in (
+            column.blocking_s[root],
+            column.lag_from_s(root),
+            *sorted(column.lag_over_s.get(root, {}).values()),
+        )
+    )
+    room = () if column.room_bytes is None else (column.room_bytes,)
+    return (column.num_accelerators, column.concurrency, column.tokens_per_s, column.token_s, *room, *by_root)
+
+
+def efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[RolloutColumn]:
+    """Columns that no other beats per accelerator in every respect, ordered by their numbers, then by name.
+
+    A column replaces another only if its size divides the other's, so that its replicas fit.
+    """
+    columns = sorted(columns, key=lambda column: (*figures(column, roots), column.name))
+    columns = [c for c, before in zip(columns, [None, *columns], strict=False) if not _same(c, before, roots)]
+    if not columns:
+        return columns
+    size = np.array([column.num_accelerators for column in columns])
+    worse = [np.array([column.concurrency for column in columns]) / size]
+    worse += [-np.array([column.tokens_per_s for column in columns]) / size]
+    worse += [np.array([column.token_s for column in columns])]
+    worse += [np.array([column.blocking_s[root] for column in columns]) for root in roots]
+    lags = lags_of(columns, roots)
+    worse += [*lags.direct_s.values(), *lags.over_s.values()]
+    worse += [-np.array([column.room_bytes or 0.0 for column in columns])]
+    beats = size[None, :] % size[:, None] == 0
+    for figure in worse:
+        beats &= figure[:, None] <= figure[None, :]
+    order = np.arange(len(columns))
+    beats &= ~beats.T | (order[:, None] < order[None, :])  # of two equal ones the first stays
+    np.fill_diagonal(beats, False)
+    return [column for column, is_beaten in zip(columns, beats.any(axis=0), strict=True) if not is_beaten]
+
+
+def _same(column: RolloutColumn, other: RolloutColumn | None, roots: Sequence[str]) -> bool:
+    return (
+        other is not None and figures(column, roots) == figures(other, roots) and column.lag_over_s == other.lag_over_s
+    )
+
+
+def efficient_gangs(
+    problem: PlanningProblem,
+    nodes_of: Callable[[Sequence[Gang]], Ints],
+    own: Sequence[Sequence[str]],
+    columns: Sequence[Sequence[RolloutColumn]],
+) -> tuple[tuple[Gang, ...], dict[str, str]]:
+    """Gangs that fit the offers and that no other beats in nodes, period, lags and kept bytes; and for each other gang
+    one that beats it. A gang with fewer home nodes beats none."""
+    fitting = [
+        gang
+        for gang in problem.gangs
+        if all(
+            num <= (problem.offers[name].num_nodes if name in problem.offers else 0) for name, num in gang.nodes.items()
+        )
+    ]
+    relays = relays_of(problem)
+    sources = [source_of(gang, relays) for gang in fitting]
+    lost = _lost([one for one, *_ in columns], set(sources), relays)
+    nodes = nodes_of(fitting)
+    kept_bytes = [[gang.kept_bytes.get(name, 0.0) for (name,) in own] for gang in fitting]
+    costs = np.hstack([nodes, np.array(kept_bytes).reshape(len(fitting), len(own))])
+    figures = {source: tuple(sorted(lost[source])) for source in lost}
+    rank = {source: sorted(set(figures.values())).index(figures[source]) for source in lost}  # never by name
+    rows = costs.tolist()
+    keys = [(gang.period_s, *row, rank[source]) for gang, row, source in zip(fitting, rows, sources, strict=True)]
+    # Whether one source loses no more at any column than another.
+    as_good = {(one, other): bool((lost[one] <= lost[other]).all()) for one in lost for other in lost}
+    kept: list[int] = []
+    kept_costs = np.empty_like(costs)
+    beaten: dict[str, str] = {}
+    for s in sorted(range(len(fitting)), key=lambda s: (*keys[s], fitting[s].name)):
+        rivals = np.flatnonzero((kept_costs[: len(kept)] <= costs[s]).all(axis=1))  # none of them is slower
+        better = next((kept[t] for t in rivals if as_good[sources[kept[t]], sources[s]]), None)
+        if better is None:
+            kept_costs[len(kept)] = costs[s]
+            kept.append(s)
+        else:
+            beaten[fitting[s].name] = fitting[better].name
+    return tuple(fitting[s] for s in kept), beaten
+
+
+def _lost(
+    columns: Sequence[RolloutColumn], sources: Collection[Source], relays: frozenset[str]
+) -> dict[Source, Floats]:
+    """By source: blocking times and lags of the columns, without those that are the same for every source."""
+    order, roots = list(sources), sorted({root for root, _ in sources})
+    blocking = np.array([[one.blocking_s[root] for one in columns] for root in roots]).reshape(len(roots), -1)
+    blocking = blocking[:, (blocking != blocking[:1]).any(axis=0)]
+    lags = lags_of(columns, roots)
+    late = np.array([lags.every(source, sorted(relays)) for source in order])
+    by_column = np.moveaxis(late, 2, 0)
+    distinct = {figures.tobytes(): figures for figures in by_column}  # all columns of a class are alike
+    return {
+        source: np.concatenate([blocking[roots.index(source[0])], *(figures[i] for figures in distinct.values())])
+        for i, source in enumerate(order)
+    }
+
+
+ROUNDING = 1e-12
+"""Relative delay after which a column counts as in time, so that exact arithmetic agrees."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Shortest periods that leave time for the tail, of S gangs and J columns.
+
+    Thousands of gangs share a few sources of versions, so what depends on the source is stored once.
+    """
+
+    late_s: Floats
+    """1 + R x sources x J: time from training to the end of the tail, with versions from the gang's own classes or
+    relayed by each of R others; infinite if a gang leaves a column no memory."""
+    source: Ints
+    """Source of each gang."""
+    trained_s: Floats
+    """Time of each gang's training within the window."""
+    num_periods: float = 1.0
+    """Length of the window."""
+    stretch: float = 1.0
+    """Factor on the period, for tails that must be ready earlier."""
+
+    @cached_property
+    def opens_s(self) -> Floats:
+        """S x J: with the best relay."""
+        return self._periods(self.late_s.min(axis=0)[self.source], self.trained_s)
+
+    def ways_s(self, gangs: Ints) -> Floats:
+        """1 + R x gangs x J: without a relay, then with each."""
+        return self._periods(self.late_s[:, self.source[gangs]], self.trained_s[gangs])
+
+    def _periods(self, late_s: Floats, trained_s: Floats) -> Floats:
+        return (late_s + trained_s[:, None]) / self.num_periods * (1 + ROUNDING) * self.stretch
+
+
+def windows(
+    problem: PlanningProblem, gangs: Sequence[Gang], columns: Sequence[Sequence[RolloutColumn]], overs: Sequence[str]
+) -> tuple[Floats, Windows]:
+    """Per gang and column: seconds of a period without generation, and the periods that leave time for the tail, by the
+    relaying classes `overs`."""
+    demand = problem.demand
+    relays = relays_of(problem)
+    sources = [source_of(gang, relays) for gang in gangs]
+    known = {source: i for i, source in enumerate(dict.fromkeys(sources))}
+    of_gang = np.array([known[source] for source in sources], dtype=np.int64)
+    first = [shapes[0] for shapes in columns]
+    lags = lags_of(first, {root for root, _ in known})
+    lost = [[column.blocking_s[root] for column in first] for root, _ in known]
+    blocking = np.array(lost, dtype=float).reshape(len(known), len(first))[of_gang]
+    every = np.array([lags.every(source, overs) for source in known]).reshape(len(known), 1 + len(overs), len(first))
+    lag_s = every.transpose(1, 0, 2) + demand.lag_s
+    tail_s = demand.tail_tokens * np.array([column.token_s for column in first], dtype=float)
+    trained_s = np.array([gang.period_s for gang in gangs], dtype=float)
+    if demand.bound == 0:
+        blocking = blocking + trained_s[:, None] + lag_s[0, of_gang]
+        return blocking, _taking_turns(gangs, first, blocking + tail_s if demand.tail_tokens else 0.0)
+    if not demand.tail_tokens:
+        return blocking, Windows(np.zeros(lag_s.shape), of_gang, np.zeros(len(gangs)))
+    return blocking, Windows(tail_s + lag_s, of_gang, trained_s, demand.bound + 1 - demand.age_guard)
+
+
+def _taking_turns(gangs: Sequence[Gang], columns: Sequence[RolloutColumn], late_s: Floats | float) -> Windows:
+    """Windows with bound 0, one source per gang: its state may leave a column on its cards no memory."""
+    room = np.array([np.inf if column.room_bytes is None else column.room_bytes for column in columns])
+    offers = sorted({column.offer for column in columns})
+    kept = np.array([[gang.kept_bytes.get(name, 0.0) for name in offers] for gang in gangs], dtype=float)
+    fits = kept.reshape(len(gangs), len(offers))[:, [offers.index(column.offer) for column in columns]] <= room
+    return Windows(np.where(fits, late_s, np.inf)[None], np.arange(len(gangs)), np.zeros(len(gangs)))
+
+
+MICRO = 1_000_000
+
+
+def micros(price: float) -> int:
+    return round(price * MICRO)
+
+
+@dataclass(frozen=True)
+class ColumnCounts:
+    """A plan by the indices of a view."""
+
+    gang: int
+    replicas: tuple[int, ...]
+    """By column."""
+
+
+@dataclass(frozen=True)
+class View:
+    """K merged classes, J rollout columns, S gangs."""
+
+    problem: PlanningProblem
+    offers: tuple[tuple[str, ...], ...]
+    """Names of the offers in each merged class; home classes, which are not merged, come last."""
+    is_home: NDArray[np.bool_]
+    columns: tuple[tuple[RolloutColumn, ...], ...]
+    """By column, the same shape on each offer of its merged class."""
+    gangs: tuple[Gang, ...]
+    beaten: Mapping[str, str]
+    """Dropped gangs, each with one that beats it in every respect."""
+    per_node: Ints
+    num_nodes: Ints
+    node_price: Ints
+    group: Ints
+    """Merged class of each column; ascending."""
+    accelerators: Ints
+    concurrency: Ints
+    rate: Floats
+    blocking: Floats
+    """S x J: seconds of a period in which a column does not generate, training included if generation waits for it."""
+    windows: Windows
+    """Periods that leave time for a column's tail."""
+    relays: Ints
+    """R: merged classes that may relay versions."""
+    gang_nodes: Ints
+    """S x K: nodes that a gang takes of a class; negative for home classes."""
+    gang_price: Ints
+    """Price of each gang's nodes."""
+    period: Floats
+    """Shortest period of each gang and the reward pool."""
+
+    @property
+    def demand_tokens(self) -> float:
+        return self.problem.demand.tokens
+
+    @property
+    def is_synchronous(self) -> bool:
+        return self.problem.demand.bound == 0
+
+    @cached_property
+    def in_flight_cap(self) -> float:
+        """Trajectories of `bound` steps less the queue; with bound 0, those of one step."""
+        demand = self.problem.demand
+        return demand.bound * demand.trajectories - demand.queue if demand.bound else float(demand.trajectories)
+
+    @cached_property
+    def fixed_price(self) -> int:
+        return micros(self.problem.fixed_price_per_h)
+
+    @cached_property
+    def free_nodes(self) -> Ints:
+        """S x K: nodes that a gang leaves, or brings."""
+        return self.num_nodes - self.gang_nodes
+
+    @cached_property
+    def most_nodes(self) -> Ints:
+        """By class: most nodes for replicas with any gang."""
+        return self.free_nodes.max(axis=0, initial=0)
+
+    def tokens(self, tau_s: float | Floats, gangs: slice | Ints = slice(None)) -> Floats:
+        """Gangs x J: tokens of one replica in a period; 0 if the column misses the age window."""
+        tau = np.asarray(tau_s, dtype=float)
+        tau = tau[:, None] if tau.ndim else tau
+        yielded = self.rate * np.maximum(tau - self.blocking[gangs], 0.0)
+        return np.where(self.windows.opens_s[gangs] <= tau, yielded, 0.0)
+
+    def opening_s(self, counts: ColumnCounts) -> Floats:
+        """J: shortest period that leaves time for a column's tail, relayed by the classes that generate in a plan."""
+        generates = np.isin(self.relays, self.group[np.array(counts.replicas) > 0])
+        ways_s = self.windows.ways_s(np.array([counts.gang]))
+        return ways_s[np.append(True, generates), 0].min(axis=0)
+
+    def needs(self, tau_s: float, gangs: Ints) -> Ints:
+        """Gangs x J: 0 if a column is in time without a relay, else a bit for each relay that would help."""
+        in_time = self.windows.ways_s(gangs) <= tau_s
+        bits = (in_time[1:] * (1 << np.arange(len(self.relays)))[:, None, None]).sum(axis=0)
+        return np.where(in_time[0], 0, bits)
+
+    def nodes(self, counts: ColumnCounts) -> Ints:
+        """Nodes that the replicas of a plan need, by merged class."""
+        used = np.bincount(self.group, self.accelerators * np.array(counts.replicas), len(self.per_node)).astype(int)
+        return np.asarray(-(-used // self.per_node))
+
+    def price(self, counts: ColumnCounts) -> int:
+        return int(self.fixed_price + self.gang_price[counts.gang] + self.nodes(counts) @ self.node_price)
+
+    def next_price(self, least: float) -> int:
+        """Lowest price of whole nodes from `least` on, less a millionth against rounding."""
+        step = int(np.gcd.reduce(self.node_price, initial=0)) or 1
+        return self.fixed_price + max(0, math.ceil((least - 1 - self.fixed_price) / step)) * step
+
+    def in_flight(self, counts: ColumnCounts) -> int:
+        return int(self.concurrency @ np.array(counts.replicas))
+
+
+def view_of(problem: PlanningProblem) -> View:
+    """Raises ValueError if names repeat, or if sizes of replicas do not divide one another and the nodes."""
+    _check(problem)
+    roots = sorted({gang.root for gang in problem.gangs})
+    rented = {name: efficient(_columns_of(problem, name), roots) for name in problem.offers}
+    home = {name: efficient(_columns_of(problem, name, is_home=True), roots) for name in problem.offers}
+    merged, own = _merged(problem, rented, roots), _homes(problem, home, roots)
+    columns = tuple(
+        shapes
+        for groups, by_offer in ((merged, rented), (own, home))
+        for names in groups
+        for shapes in zip(*(by_offer[name] for name in names), strict=True)
+    )
+    sizes = [len(rented[names[0]]) for names in merged] + [len(home[names[0]]) for names in own]
+    gangs, beaten = efficient_gangs(problem, partial(_gang_nodes, merged=merged, own=own), own, columns)
+    first = [problem.offers[names[0]] for names in (*merged, *own)]
+    offered = [sum(problem.offers[name].num_nodes for name in names) for names in merged]
+    prices = [micros(problem.offers[names[0]].node_price_per_h) for names in merged]
+    passing = relays_of(problem)
+    relays = [k for k, names in enumerate(merged) if passing.issuperset(names)]
+    blocking, fitting = windows(problem, gangs, columns, [merged[k][0] for k in relays])
+    reward_s = problem.demand.trajectories / problem.demand.reward_rate if problem.demand.reward_rate else 0.0
+    gang_nodes = _gang_nodes(gangs, merged, own)
+    node_price = np.array(prices + [0] * len(own), dtype=np.int64)
+    return View(
+        problem=problem,
+        offers=(*merged, *own),
+        is_home=np.arange(len(first)) >= len(merged),
+        columns=columns,
+        gangs=gangs,
+        beaten=beaten,
+        per_node=np.array([offer.per_node for offer in first], dtype=np.int64),
+        num_nodes=np.array(offered + [0] * len(own), dtype=np.int64),
+        node_price=node_price,
+        group=np.repeat(np.arange(len(first)), np.array(sizes, dtype=np.int64)),
+        accelerators=np.array([shapes[0].num_accelerators for shapes in columns], dtype=np.int64),
+        concurrency=np.array([shapes[0].concurrency for shapes in columns], dtype=np.int64),
+        rate=np.array([shapes[0].tokens_per_s for shapes in columns], dtype=float),
+        blocking=blocking,
+        windows=fitting,
+        relays=np.array(relays, dtype=np.int64),
+        gang_nodes=gang_nodes,
+        gang_price=gang_nodes @ node_price,
+        period=np.maximum(np.array([gang.period_s for gang in gangs], dtype=float), reward_s * (1 + ROUNDING)),
+    )
+
+
+def restore(view: View, counts: ColumnCounts, tau_s: float) -> Solution:
+    """Plan by names. Replicas are laid out largest first: sizes divide one another, so none crosses a node."""
+    gang = view.gangs[counts.gang]
+    nodes, replicas = view.nodes(counts), np.array(counts.replicas)
+    rented: dict[str, int] = {}
+    placed: dict[str, int] = {}
+    for k, names in enumerate(view.offers):
+        of_class = sorted(np.flatnonzero(view.group == k), key=lambda j: -view.accelerators[j])
+        if view.is_home[k]:
+            placed |= {view.columns[j][0].name: int(replicas[j]) for j in of_class if replicas[j]}
+            continue
+        ends = np.cumsum([0, *(view.accelerators[j] * replicas[j] for j in of_class)])
+        start, left = 0, int(nodes[k])
+        for member, name in enumerate(names):
+            num = min(left, view.problem.offers[name].num_nodes - gang.nodes.get(name, 0))
+            left -= num
+            if num:
+                rented[name] = num
+            end = start + num * int(view.per_node[k])
+            for j, low, high in zip(of_class, ends, ends[1:], strict=False):
+                count = max(0, min(end, high) - max(start, low)) // int(view.accelerators[j])
+                if count:
+                    shape = view.columns[j][member].name
+                    placed[shape] = placed.get(shape, 0) + int(count)
+            start = end
+        assert left == 0, f"{left} nodes of {names} are promised that no one offers"
+    return Solution(tau_s, gang.name, placed, rented)
+
+
+def _check(problem: PlanningProblem) -> None:
+    for kind, names in (
+        ("rollout column", [column.name for column in problem.rollout]),
+        ("gang", [gang.name for gang in problem.gangs]),
+    ):
+        if len(set(names)) < len(names):
+            raise ValueError(f"two {kind}s are called {max(names, key=names.count)!r}")
+    for name, offer in problem.offers.items():
+        sizes = sorted({column.num_accelerators for column in problem.rollout if column.offer == name})
+        for small, large in itertools.pairwise([*sizes, offer.per_node]):
+            if large % small:
+                raise ValueError(
+                    f"{name}: {small} accelerators a replica do not divide {large}, so nodes would be torn"
+                )
+
+
+def _columns_of(problem: PlanningProblem, offer: str, *, is_home: bool = False) -> list[RolloutColumn]:
+    """Columns of a class on rented nodes, or on the gang's own (bound 0 only)."""
+    if is_home and problem.demand.bound:
+        return []
+    return [column for column in problem.rollout if column.offer == offer and column.is_home == is_home]
+
+
+def _merged(
+    problem: PlanningProblem, by_offer: dict[str, list[RolloutColumn]], roots: Sequence[str]
+) -> tuple[tuple[str, ...], ...]:
+    alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    relays = relays_of(problem)
+    for name, offer in sorted(problem.offers.items()):
+        shapes = tuple(figures(column, roots) for column in by_offer[name])
+        # A class that relays, or gets versions from a relay, is never merged.
+        alone = name if name in relays or any(column.lag_over_s for column in by_offer[name]) else None
+        alike[(offer.per_node, micros(offer.node_price_per_h), shapes, alone)].append(name)
+
+    return tuple(tuple(names) for names in sorted(alike.values(), key=_order(problem, by_offer, roots)))
+
+
+def _homes(
+    problem: PlanningProblem, by_offer: dict[str, list[RolloutColumn]], roots: Sequence[str]
+) -> tuple[tuple[str, ...], ...]:
+    """Home classes, not merged: a gang's state may differ between classes that are otherwise equal."""
+    having = [[name] for name in sorted(problem.offers) if by_offer[name]]
+    return tuple(tuple(names) for names in sorted(having, key=_order(problem, by_offer, roots)))
+
+
+def _order(
+    problem: PlanningProblem, by_offer: dict[str, list[RolloutColumn]], roots: Sequence[str]
+) -> Callable[[list[str]], tuple[object, ...]]:
+    """Sort key of numbers, never of names."""
+
+    def order(names: list[str]) -> tuple[object, ...]:
+        first: Offer = problem.offers[names[0]]
+        shapes = [
+            (*figures(column, ()), *sorted(figures(column, (root,)) for root in roots)) for column in by_offer[names[0]]
+        ]
+        return (first.node_price_per_h, first.per_node, sum(problem.offers[name].num_nodes for name in names), shapes)
+
+    return order
+
+
+def _gang_nodes(gangs: Sequence[Gang], merged: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> Ints:
+    nodes = [
+        [sum(gang.nodes.get(name, 0) for name in names) for names in merged]
+        + [-gang.nodes.get(name, 0) for (name,) in own]
+        for gang in gangs
+    ]
+    return np.array(nodes, dtype=np.int64).reshape(len(gangs), len(merged) + len(own))

@@ -1,0 +1,80 @@
+"""Verifies a saved plan against its input files, without a solver: constraints, proof and every field.
+
+`solve.check` checks constraints and proof. All other fields follow from the solution by arithmetic, so the solution is
+placed and composed again and compared. That finds any changed field, and a period that the placement does not allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+
+from offbeat.errors import UserError
+from offbeat.planner.columns.columns import problem_of
+from offbeat.planner.cost.constants import Constants
+from offbeat.planner.inputs.hardware import Inventory
+from offbeat.planner.inputs.workload import Workload
+from offbeat.planner.place.placing import Placer
+from offbeat.planner.plan import Plan
+from offbeat.planner.planning import compose
+from offbeat.planner.solve.certificate import distance
+from offbeat.planner.solve.check import check
+
+ROUNDING = 1e-6
+"""Tolerance of a gap: prices are proven in whole millionths of a dollar."""
+
+
+def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Constants | None = None) -> list[str]:
+    """Violations, a line each; empty if the plan is valid."""
+    constants = constants or Constants()
+    problem = problem_of(inventory, workload, constants)
+    broken = check(problem, saved.solution, saved.certificate, saved.budget)
+    if broken:
+        return broken
+    broken = _gap_rows(saved)
+    if saved.throughput is not None and saved.step.tokens_per_s < saved.throughput * (1 - 1e-9):
+        broken.append(f"throughput: {saved.step.tokens_per_s:g} tokens/s of {saved.throughput:g}")
+    try:
+        again = compose(
+            inventory,
+            workload,
+            constants,
+            Placer(inventory, workload, constants, problem).place(saved.solution),
+            saved.solution,
+            saved.certificate,
+            saved.budget,
+            saved.throughput,
+            saved.note,
+        )
+    except UserError as error:
+        return [*broken, f"placement: {error}"]
+    return broken + [f"record: {line}" for line in differences(saved, again)]
+
+
+def _gap_rows(saved: Plan) -> list[str]:
+    """Checks the gap: of the period, or of the price if a throughput was asked for."""
+    proof = saved.certificate
+    real = distance(proof, saved.solution.tau_s, saved.step.price_per_h, is_for_price=saved.throughput is not None)
+    if proof.gap >= real - ROUNDING:
+        return []
+    return [f"certificate: a gap of {proof.gap:.2%} is told, the plan is {real:.2%} from what is proven"]
+
+
+def differences(saved: object, again: object, path: str = "") -> Iterator[str]:
+    """Fields that differ, with both values."""
+    if saved == again:
+        return
+    if is_dataclass(saved) and type(saved) is type(again):
+        for each in fields(saved):
+            where = f"{path}.{each.name}" if path else each.name
+            yield from differences(getattr(saved, each.name), getattr(again, each.name), where)
+    elif isinstance(saved, tuple) and isinstance(again, tuple) and len(saved) == len(again):
+        for index, (one, other) in enumerate(zip(saved, again, strict=True)):
+            yield from differences(one, other, f"{path}[{index}]")
+    else:
+        yield f"{path} is {_brief(saved)}, the files give {_brief(again)}"
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

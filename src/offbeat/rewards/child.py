@@ -1,0 +1,276 @@
+"""A reward process: loads rewards, then answers samples until its pool goes away. `python -m offbeat.rewards.child`.
+
+- It imports neither torch nor anything that does, so it starts in a fraction of a second.
+- Output of a reward goes to the log, never into the protocol. Standard streams that it closes or replaces are restored
+  after the sample; where it harms the protocol's own descriptors, the process ends there and then, so that no other
+  sample is blamed.
+- Samples of a plain function run one after another, those of an async one side by side, each under the deadline.
+- A reward that raises or returns no finite number gives an error, never a value; the traceback is in the log.
+- It ends with its pool: when the pipe closes, and on Linux by a signal of the kernel even in the middle of a sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import inspect
+import math
+import os
+import pickle
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from offbeat.errors import UserError
+from offbeat.locate import Function, accepted_arguments, is_async, one_line
+from offbeat.rewards.verifiers import load_reward
+from offbeat.rewards.wire import (
+    ARGUMENTS,
+    HARMED,
+    Answers,
+    Progress,
+    Ready,
+    RewardAnswer,
+    RewardRefused,
+    RewardsLoaded,
+    Setup,
+    Work,
+    frame,
+    read_from_pool,
+    timeout_error,
+)
+
+SEND_EVERY_S = 0.005
+"""Answers are collected this long before they are sent. A kill costs at most as much work of finished samples: answers
+that were not sent are computed again."""
+HAND_BACK_AFTER_S = 0.1
+"""After this time a process hands back the samples that it has not begun, for other processes. So slow samples are
+shared out one by one, and quick ones travel in large messages."""
+MAX_ERROR_CHARS = 400
+FAR = 700
+"""Descriptors from here on are rarely touched by user code: programs that become daemons close the first 256."""
+LAST = -1
+"""The position of the last token."""
+SET_PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of Linux's prctl."""
+
+
+class Pipes:
+    """The protocol's pipes and the log, on descriptors that user code hardly touches, and the standard streams."""
+
+    def __init__(self) -> None:
+        far = min(FAR, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        found = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, far) for fd in (0, 1, 2, nothing)]
+        os.close(nothing)
+        incoming, outgoing, self.log, self.nothing = found
+        self._streams = {0: self.nothing, 1: self.log, 2: self.log}
+        for stream, source in self._streams.items():  # user code reads nothing, and its prints join the log
+            os.dup2(source, stream)
+        self._own = {fd: _identity(fd) for fd in found}
+        self._watched = [(fd, os.fstat(fd).st_ino) for fd in (incoming, outgoing, 1, 2)]
+        self.incoming, self.outgoing = os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
+
+    def restore(self) -> None:
+        """Restores the standard streams after user code. Ends the process if other descriptors were changed."""
+        try:
+            is_whole = all(os.fstat(fd).st_ino == number for fd, number in self._watched)
+        except OSError:
+            is_whole = False
+        if is_whole and sys.stdout and not sys.stdout.closed and sys.stderr and not sys.stderr.closed:
+            return  # the usual case, which must be quick
+        if any(_identity(fd) != identity for fd, identity in self._own.items()):
+            os._exit(HARMED)
+        for stream, source in self._streams.items():
+            os.dup2(source, stream)
+        if not sys.stdout or sys.stdout.closed:
+            sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for as long as we live
+        if not sys.stderr or sys.stderr.closed:
+            sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+    def send(self, message: Ready | RewardRefused | Answers) -> None:
+        self.outgoing.write(frame(message))
+        self.outgoing.flush()
+
+    def write_log(self, text: str) -> None:
+        """Appends to the log, even if user code has replaced `sys.stderr`."""
+        with contextlib.suppress(OSError):  # a log that cannot be written costs no sample
+            os.write(self.log, text.encode(errors="replace"))
+
+
+def _identity(descriptor: int) -> tuple[int, int] | None:
+    """Device and inode of a descriptor; None if it is closed."""
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+class RewardServer:
+    """Loads rewards and judges samples; sends the answers through `pipes`."""
+
+    def __init__(self, setup: Setup, pipes: Pipes, progress: Progress):
+        self.timeout_s, self.pipes, self.progress = setup.timeout_s, pipes, progress
+        self.functions = {name: load_reward(spec) for name, spec in setup.named.items()}
+        self.functions |= {name: _unpickle(name, data) for name, data in setup.pickled.items()}
+        self.loop = asyncio.Runner()
+
+    def describe(self) -> Ready:
+        rewards = {}
+        for name, function in self.functions.items():
+            rewards[name] = RewardsLoaded(accepted_arguments(function, ARGUMENTS, f"reward {name}"), is_async(function))
+        return Ready(rewards)
+
+    def judge(self, work: Work) -> None:
+        function = self.functions[work.reward]
+        if is_async(function):
+            self.loop.run(self._judge_side_by_side(work, function))
+        else:
+            self._judge_in_turn(work, function)
+
+    def _judge_in_turn(self, work: Work, function: Function) -> None:
+        answers: list[RewardAnswer] = []
+        start_s = sent_s = time.monotonic()
+        for index, sample in enumerate(work.samples):
+            now_s = time.monotonic()
+            if index and now_s - start_s > HAND_BACK_AFTER_S:
+                break
+            if answers and now_s - sent_s > SEND_EVERY_S:
+                self._send(answers)
+                answers, sent_s = [], now_s
+            self.progress.begin()
+            try:
+                value = function(**sample)
+                if inspect.isawaitable(value):
+                    value = self.loop.run(_finish(value))
+                answers.append(RewardAnswer(index, parts_of(value)))
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything; it is reported
+                answers.append(RewardAnswer(index, error=self._report(work.reward, error)))
+            self.pipes.restore()
+        self._send(answers, last=True)
+
+    async def _judge_side_by_side(self, work: Work, function: Function) -> None:
+        self.progress.begin(len(work.samples))
+        await asyncio.gather(
+            *(self._judge_async(work.reward, function, i, sample) for i, sample in enumerate(work.samples))
+        )
+        self._send([], last=True)
+
+    async def _judge_async(self, reward: str, function: Function, index: int, sample: Mapping[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self.timeout_s) as limit:
+                answer = RewardAnswer(index, parts_of(await function(**sample)))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
+            hung = isinstance(error, TimeoutError) and limit.expired()
+            answer = RewardAnswer(index, error=timeout_error(self.timeout_s) if hung else self._report(reward, error))
+        self.pipes.restore()
+        self._send([answer])
+
+    def _send(self, answers: list[RewardAnswer], last: bool = False) -> None:
+        self.pipes.send(Answers(answers, last))
+
+    def _report(self, reward: str, error: BaseException) -> str:
+        """Writes the error to the log, with the traceback of one that was raised, and returns it as one line."""
+        is_value = isinstance(error, BadValue)
+        text = f"value: {error}" if is_value else f"raised: {one_line(error)}"
+        self.pipes.write_log(
+            f"reward {reward} {text}\n{'' if is_value else ''.join(traceback.format_exception(error))}"
+        )
+        return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 3] + "..."
+
+
+class BadValue(ValueError):
+    """A reward returned something that is no reward."""
+
+
+def parts_of(value: Any) -> list[tuple[float, str, int]]:
+    """Checks what a reward returned: one finite number, several by name, or several with position and name."""
+    if isinstance(value, list | tuple):
+        if not value:
+            raise BadValue("the reward returned an empty list; return a number, or (position, value, name) for each")
+        return [_positioned(entry) for entry in value]
+    if not isinstance(value, Mapping):
+        return [(_finite(value, ""), "reward", LAST)]
+    if not value:
+        raise BadValue("the reward returned an empty dict; return a number, or numbers by name")
+    for name in value:
+        if not isinstance(name, str):
+            raise BadValue(f"the reward returned a dict with the key {name!r} of type {type(name).__name__}; use str")
+    return [(_finite(number, f" as {name!r}"), name, LAST) for name, number in value.items()]
+
+
+def _positioned(entry: Any) -> tuple[float, str, int]:
+    match entry:
+        case [Integral() as position, number, str() as name] if type(position) is not bool and int(position) >= LAST:
+            return _finite(number, f" as {name!r} at {position}"), name, int(position)
+    raise BadValue(
+        f"the reward returned a list with {_shown(entry)}; its entries are (position, value, name), with a position "
+        "from 0 on, or -1 for the last token"
+    )
+
+
+def _finite(value: Any, place: str) -> float:
+    shown = _shown(value)
+    if not isinstance(value, Real):  # bool is Real, and so are numpy's scalars
+        raise BadValue(f"the reward returned {shown}{place}, a {type(value).__name__}; return a finite number")
+    if not math.isfinite(value):
+        raise BadValue(f"the reward returned {shown}{place}; return a finite number")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+async def _finish(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _unpickle(name: str, data: bytes) -> Function:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise UserError(f"reward {name}: cannot be rebuilt in a process of its own: {one_line(error)}") from error
+
+
+def _die_with(parent: int) -> None:
+    """On Linux, has the kernel kill this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # a reward that eats all memory is the one to die, not the trainer
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> None:
+    cell, parent = int(sys.argv[1]), int(sys.argv[2])
+    _die_with(parent)
+    pipes = Pipes()
+    setup = read_from_pool(pipes.incoming)
+    if not isinstance(setup, Setup):
+        return
+    progress = Progress(cell)
+    os.close(cell)  # the mapping stays; what a reward starts must not inherit the file
+    try:
+        server = RewardServer(setup, pipes, progress)
+        reply: Ready | RewardRefused = server.describe()
+    except UserError as error:
+        reply = RewardRefused(str(error))
+    pipes.restore()  # user code was imported
+    pipes.send(reply)
+    while isinstance(work := read_from_pool(pipes.incoming), Work) and isinstance(reply, Ready):
+        server.judge(work)
+
+
+if __name__ == "__main__":
+    main()

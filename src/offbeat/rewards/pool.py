@@ -1,0 +1,380 @@
+"""Scores samples in killable processes: a reward that hangs, raises or crashes costs its own sample and nothing else.
+
+- Every sample has a wall-clock deadline. A sample that passes it is a `timeout`; its process is killed, and the samples
+  that shared the process are judged again by a new one.
+- A failure is a result with an error, never a value; the log has the traceback.
+- Calls overlap. Samples are handed out in small pieces, and a reward leaves one process to each of the others where
+  there are enough, so that a slow judge does not delay a quick one.
+- `close` leaves no process behind, and neither does a pool that is itself killed (see `guard`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import cloudpickle
+import msgspec
+
+from offbeat.errors import OffbeatError, UserError
+from offbeat.rewards.process import ProcessOutcome, RewardLog, RewardProcess
+from offbeat.rewards.wire import RewardAnswer, Setup
+from offbeat.spelling import suggest
+from offbeat.trajectory import Reward, reward_problem
+
+RewardSpec = str | Callable[..., Any]
+"""A built-in's name, `module:function`, `file.py:function`, or a function."""
+START_S = 120.0
+"""Longest start of a process; a user's module may import much."""
+MAX_PIECE = 64
+"""Most samples in one message; an async function judges them side by side."""
+MAX_LOSSES = 3
+"""Process losses after which a sample fails, although it is not known to have caused them."""
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """Arguments for a reward, which receives those that its parameters name."""
+
+    response: str
+    answer: str | None = None
+    prompt: str | Sequence[Mapping[str, Any]] = ""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Sequence[int] = ()
+    """The response's token ids."""
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """A reward or an error: exactly one of `value` and `error` is None."""
+
+    value: float | None = None
+    """The sum of `rewards`, before any weights."""
+    error: str | None = None
+    """Begins with the kind of error: `timeout`, `raised`, `value`, `crash` or `start`."""
+    rewards: tuple[Reward, ...] = ()
+
+
+TRIAL = RewardInput(prompt="1+1=", response="2", answer="2")
+"""Default sample for `check`."""
+
+
+@dataclass(eq=False)
+class _Call:
+    done: asyncio.Future[None]
+    results: list[RewardResult | None]
+    num_open: int
+
+
+@dataclass(eq=False)
+class _Job:
+    call: _Call
+    index: int
+    sample: RewardInput
+    num_losses: int = 0
+    alone: bool = False
+    """Whether it must be judged alone, because it may have brought a process down."""
+
+
+class RewardPool:
+    """See the module. All methods belong to one event loop."""
+
+    def __init__(self, processes: int, timeout_s: float, rewards: Mapping[str, RewardSpec], log_path: Path):
+        self.num_processes, self.log_path = processes, log_path
+        self._setup = Setup(
+            timeout_s,
+            named={name: spec for name, spec in rewards.items() if isinstance(spec, str)},
+            pickled={name: _pickle(name, spec) for name, spec in rewards.items() if not isinstance(spec, str)},
+        )
+        self._log = RewardLog(log_path)
+        self._queues: dict[str, deque[_Job]] = {name: deque() for name in rewards}
+        self._num_running = Counter[str]()
+        self._calls: set[_Call] = set()
+        self._ready: list[RewardProcess] = []
+        self._slots: list[asyncio.Task[None]] = []
+        self._news = asyncio.Event()
+        self._is_closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def check(self, trials: Mapping[str, RewardInput] | None = None) -> set[str]:
+        """Loads every reward and runs it once, to find errors before training. Returns the names of all parts."""
+        try:
+            self._ready.append(await self._start())
+        except UserError:
+            raise
+        except OffbeatError as error:
+            raise UserError(f"{error}; see {self.log_path}") from error
+        parts: set[str] = set()
+        for name in self._queues:
+            (result,) = await self.score(name, [(trials or {}).get(name, TRIAL)])
+            if result.error is not None:
+                raise UserError(f"reward {name}: a first try failed, {result.error}; see {self.log_path}")
+            parts |= {reward.name for reward in result.rewards}
+        return parts
+
+    async def score(self, name: str, batch: Sequence[RewardInput]) -> list[RewardResult]:
+        """The batch's results, in order. Raises only if the pool is closed or broken."""
+        if self._is_closed:
+            raise OffbeatError("the reward pool is closed")
+        if name not in self._queues:
+            raise OffbeatError(f"the reward pool has no reward {name!r}, only {', '.join(self._queues)}")
+        if not batch:
+            return []
+        call = _Call(asyncio.get_running_loop().create_future(), [None] * len(batch), len(batch))
+        self._calls.add(call)
+        self._queues[name].extend(_Job(call, index, sample) for index, sample in enumerate(batch))
+        self._wake()
+        try:
+            await call.done
+        finally:
+            self._calls.discard(call)
+        return [result for result in call.results if result is not None]
+
+    async def close(self) -> None:
+        """Ends every process; calls under way raise."""
+        self._is_closed = True
+        for slot in self._slots:
+            slot.cancel()
+        await asyncio.gather(*self._slots, return_exceptions=True)
+        await asyncio.gather(*(process.kill() for process in self._ready))
+        self._ready.clear()
+        self._give_up(OffbeatError("the reward pool was closed"))
+        await asyncio.to_thread(self._log.close)
+
+    # --- processes ---
+
+    async def _serve(self) -> None:
+        process: RewardProcess | None = None
+        try:
+            while True:
+                await self._work_waits()
+                try:  # before taking work, which others may have done by the time that a new process is ready
+                    process = process or (self._ready.pop() if self._ready else await self._start())
+                except OffbeatError as error:
+                    for job in self._next_piece()[1]:
+                        self._settle(job, RewardResult(error=f"start: {error}"))
+                    continue
+                name, jobs = self._next_piece()
+                if jobs and not await self._judge(process, name, jobs):
+                    process = None
+        finally:
+            if process:
+                await process.kill()
+
+    async def _start(self) -> RewardProcess:
+        return await RewardProcess.start(self._setup, self._log, within_s=START_S)
+
+    async def _judge(self, process: RewardProcess, name: str, jobs: Sequence[_Job]) -> bool:
+        """Whether the process survived."""
+        arguments = process.rewards[name].arguments
+        samples = [{argument: _plain(job.sample, argument) for argument in arguments} for job in jobs]
+        self._num_running[name] += 1
+        try:
+            outcome = await process.judge(name, samples, lambda a: self._settle(jobs[a.index], _result(a)))
+        finally:
+            self._num_running[name] -= 1
+            self._news.set()
+        if outcome.unanswered:
+            self._put_back(name, jobs, outcome)
+        return outcome.error is None
+
+    def _put_back(self, name: str, jobs: Sequence[_Job], outcome: ProcessOutcome) -> None:
+        """Fails the sample that brought a process down and queues the others again, in order."""
+        if outcome.error is not None:
+            self._log.write(f"reward {name} {outcome.error}\n")
+        again = []
+        for index in outcome.unanswered:
+            job = jobs[index]
+            if outcome.error is not None and outcome.culprit is None:
+                job.alone, job.num_losses = True, job.num_losses + 1
+            if outcome.error is not None and (index == outcome.culprit or job.num_losses == MAX_LOSSES):
+                self._settle(job, RewardResult(error=outcome.error))
+            else:
+                again.append(job)
+        self._queues[name].extendleft(reversed(again))
+
+    # --- work ---
+
+    async def _work_waits(self) -> None:
+        while not self._waiting():
+            self._news.clear()
+            await self._news.wait()
+
+    def _next_piece(self) -> tuple[str, list[_Job]]:
+        """Samples for one message, of the reward that occupies the fewest processes; perhaps none."""
+        name = min(self._waiting(), key=lambda name: self._num_running[name], default="")
+        return name, self._take(name) if name else []
+
+    def _waiting(self) -> list[str]:
+        """The rewards that have samples waiting and may occupy one more process."""
+        most = max(1, self.num_processes - len(self._queues) + 1)
+        return [name for name, queue in self._queues.items() if queue and self._num_running[name] < most]
+
+    def _take(self, name: str) -> list[_Job]:
+        """Removes samples for one message from the queue, and drops those whose caller has gone."""
+        queue, jobs = self._queues[name], list[_Job]()
+        size = min(MAX_PIECE, -(-len(queue) // self.num_processes))
+        while queue and len(jobs) < size and not (jobs and queue[0].alone):
+            job = queue.popleft()
+            if job.call.done.done():
+                continue
+            jobs.append(job)
+            if job.alone:
+                break
+        return jobs
+
+    def _settle(self, job: _Job, result: RewardResult) -> None:
+        call = job.call
+        call.results[job.index] = result
+        call.num_open -= 1
+        if call.num_open == 0 and not call.done.done():
+            call.done.set_result(None)
+
+    def _wake(self) -> None:
+        while len(self._slots) < self.num_processes:
+            slot = asyncio.get_running_loop().create_task(self._serve())
+            slot.add_done_callback(self._slot_ended)
+            self._slots.append(slot)
+        self._news.set()
+
+    def _slot_ended(self, slot: asyncio.Task[None]) -> None:
+        """Fails all calls if a slot ended by a bug, so that no caller waits for ever."""
+        if not slot.cancelled() and (error := slot.exception()):
+            self._is_closed = True
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        for call in self._calls:
+            if not call.done.done():
+                call.done.set_exception(error)
+
+
+def _pickle(name: str, function: Callable[..., Any]) -> bytes:
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:
+        raise UserError(
+            f"reward {name}: cannot be sent to a process of its own ({error}); put it in a file of yours and write "
+            "file.py:function"
+        ) from error
+
+
+def _plain(sample: RewardInput, argument: str) -> Any:
+    if argument == "tokens":
+        return [int(token) for token in sample.tokens]
+    if argument == "info":
+        return dict(sample.info)
+    if argument == "prompt" and not isinstance(sample.prompt, str):
+        return [dict(message) for message in sample.prompt]
+    return getattr(sample, argument)
+
+
+def _result(answer: RewardAnswer) -> RewardResult:
+    if answer.parts is None:
+        return RewardResult(error=answer.error)
+    rewards = tuple(Reward(value, name, position) for value, name, position in answer.parts)
+    if problem := reward_problem(rewards):
+        return RewardResult(error=f"value: {problem}")
+    return RewardResult(sum(reward.value for reward in rewards), rewards=rewards)
+
+
+WINDOW = 512
+"""Latest rewards that `FailureWatch` counts: a few steps of a small run, so that a broken reward is noticed soon."""
+MIN_COUNT = 64
+"""Rewards needed for a verdict: three failures among the first ten may be chance. A smaller window must be full."""
+MAX_REASON_CHARS = 300
+
+
+class FailureWatch:
+    """Decides when so many rewards fail that a run should stop. A few failures are left out of training and counted; a
+    larger share among the latest rewards makes the training signal itself unreliable."""
+
+    def __init__(self, max_share: float, window: int = WINDOW, min_count: int = MIN_COUNT):
+        assert window >= 1, window
+        self.max_share, self.min_count = max_share, min(min_count, window)
+        self._latest: deque[str | None] = deque(maxlen=window)
+        self.num_failed = 0
+
+    def record(self, failed: bool, reason: str | None = None) -> None:
+        """Counts one reward."""
+        if len(self._latest) == self._latest.maxlen:
+            self.num_failed -= self._latest[0] is not None
+        self._latest.append((reason or "no reason given") if failed else None)
+        self.num_failed += failed
+
+    @property
+    def share(self) -> float:
+        """The share of failures among the latest rewards."""
+        return self.num_failed / len(self._latest) if self._latest else 0.0
+
+    def verdict(self) -> str | None:
+        """Why the run should stop; None while it may go on."""
+        count = len(self._latest)
+        if count < self.min_count or self.share <= self.max_share:
+            return None
+        ((reason, times),) = Counter(reason for reason in self._latest if reason is not None).most_common(1)
+        return (
+            f"{self.num_failed} of the latest {count} rewards failed ({self.share:.0%}; "
+            f"reward.max_failure_share = {self.max_share:g}), {times} of them with: {reason[:MAX_REASON_CHARS]}"
+        )
+
+
+OVERLONG = "overlong"
+"""Name of the reward part that penalises long answers."""
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """Weights of reward parts, and the penalty for long answers. Both are applied once, before a reward is stored, and
+    stored with it."""
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weight by name of a part; parts that are not named count 1."""
+    max_new_tokens: int = 0
+    overlong_tokens: int = 0
+    """Distance from `max_new_tokens` at which answers begin to lose reward; 0: never."""
+    overlong_penalty: float = 1.0
+
+    def weighted(self, rewards: Sequence[Reward]) -> tuple[Reward, ...]:
+        """The rewards with their weights."""
+        if not self.weights:
+            return tuple(rewards)
+        return tuple(msgspec.structs.replace(r, weight=float(self.weights.get(r.name, 1.0))) for r in rewards)
+
+    def for_training(self, rewards: Sequence[Reward], num_tokens: int) -> tuple[Reward, ...]:
+        """The rewards with their weights, and the length penalty as one more part."""
+        if not self.overlong_tokens:
+            return self.weighted(rewards)
+        lost = penalty(num_tokens, self.max_new_tokens, self.overlong_tokens, self.overlong_penalty)
+        return *self.weighted(rewards), Reward(lost, OVERLONG)
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Refuses weights of parts that no reward gives, and a reward part named as the length penalty. `names` are the
+        parts that rewards gave in a trial."""
+        for name, weight in self.weights.items():
+            if name not in names:
+                raise UserError(
+                    f"reward.weights.{name} = {weight:g}: no reward gave a part of that name when it was tried; "
+                    f"{suggest(name, sorted(names))}"
+                )
+        if self.overlong_tokens and OVERLONG in names:
+            raise UserError(
+                f"reward.overlong_tokens = {self.overlong_tokens}: a reward gives a part named {OVERLONG!r} itself; "
+                "rename that part, or set reward.overlong_tokens = 0"
+            )
+
+
+def penalty(num_tokens: int, max_new_tokens: int, overlong_tokens: int, most: float) -> float:
+    """Reward for the length of an answer: 0 up to `max_new_tokens - overlong_tokens`, then falling linearly to -`most`
+    at `max_new_tokens`."""
+    too_long = min(num_tokens - (max_new_tokens - overlong_tokens), overlong_tokens)
+    return -most * (too_long / overlong_tokens) if too_long > 0 else 0.0

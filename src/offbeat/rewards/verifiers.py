@@ -1,0 +1,113 @@
+"""Built-in rewards, and the lookup of any reward by its name.
+
+- `exact`: the response equals the answer, apart from blanks at both ends;
+- `number`: the last number in the response equals the answer;
+- `math`: math-verify finds response and answer equal as mathematics;
+- `gym`: the score of the reasoning-gym data set that posed the question.
+
+A built-in needs an answer that it can read: without one it raises, which counts as a failure and never as reward 0.
+Optional packages are imported when a reward is loaded, so that a missing one is reported before training.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any
+
+from offbeat.errors import UserError
+from offbeat.extras import import_extra
+from offbeat.locate import Function, locate
+from offbeat.spelling import suggest
+
+NUMBER = re.compile(
+    r"(?:(?<![0-9.])-)?"
+    r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+    r"(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?"
+)
+"""A minus belongs to a number unless another number stands before it: 10-5 ends with 5."""
+ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+LATEX_MARKS = ("$", "\\(", "\\[", "\\boxed")
+
+
+def exact(response: str, answer: str | None) -> float:
+    return float(response.strip() == _known(answer, "exact").strip())
+
+
+def number(response: str, answer: str | None) -> float:
+    wanted = last_number(_known(answer, "number"))
+    if wanted is None:
+        raise ValueError(f"the answer {answer!r} holds no number")
+    return float(last_number(response) == wanted)
+
+
+def last_number(text: str) -> Decimal | None:
+    found = NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def final_answer(text: str) -> str:
+    """The text between the last pair of answer tags; without one, the whole text."""
+    tagged = ANSWER_TAG.findall(text)
+    return (tagged[-1] if tagged else text).strip()
+
+
+def load_math() -> Function:
+    math_verify = import_extra("math_verify", "math", "the reward 'math'")
+    gold_of: dict[str, Any] = {}
+    # It swallows errors of its own parser, such as one of another version: then every answer would be wrong.
+    half = math_verify.parse(r"$\frac{1}{2}$", parsing_timeout=None)
+    if not math_verify.verify(half, math_verify.parse("0.5", parsing_timeout=None), timeout_seconds=None):
+        raise UserError("the reward 'math': math-verify cannot read LaTeX here: pip install 'offbeat[math]'")
+
+    def math(response: str, answer: str | None) -> float:
+        text = _known(answer, "math")
+        if text not in gold_of:
+            gold_of.clear()  # the members of a group share their answer and come together: one is enough
+            marked = text if any(mark in text for mark in LATEX_MARKS) else f"${text}$"
+            # Its own time limits want signals; ours is the process's deadline.
+            gold_of[text] = math_verify.parse(marked, parsing_timeout=None)
+        if not gold_of[text]:
+            raise ValueError(f"math-verify cannot read the answer {text!r}")
+        found = math_verify.parse(response, parsing_timeout=None)
+        return float(math_verify.verify(gold_of[text], found, timeout_seconds=None))
+
+    return math
+
+
+def load_gym() -> Function:
+    from offbeat.data.gym import judge
+
+    import_extra("reasoning_gym", "gym", "the reward 'gym'")
+
+    def gym(prompt: str, response: str, info: Mapping[str, Any]) -> float:
+        return judge(prompt, final_answer(response), info)
+
+    return gym
+
+
+LOADERS: dict[str, Callable[[], Function]] = {
+    "exact": lambda: exact,
+    "number": lambda: number,
+    "math": load_math,
+    "gym": load_gym,
+}
+
+
+def load_reward(spec: str) -> Function:
+    """The reward that a configuration names: a built-in, `module:function` or `file.py:function`."""
+    if ":" in spec or spec.endswith(".py"):
+        return locate(spec, "task.reward")
+    if spec not in LOADERS:
+        raise UserError(
+            f"task.reward = {spec!r}: no such reward; {suggest(spec, LOADERS)} "
+            "(your own: module:function or file.py:function)"
+        )
+    return LOADERS[spec]()
+
+
+def _known(answer: str | None, reward: str) -> str:
+    if answer is None:
+        raise ValueError(f"the reward {reward!r} needs an answer and the problem has none")
+    return answer

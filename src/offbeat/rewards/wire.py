@@ -1,0 +1,155 @@
+"""The protocol between a reward pool and its processes: msgpack frames, and a shared progress cell.
+
+A frame begins with a mark and its length, so that stray output of a reward is recognised as junk at once. Frames have a
+cost, so answers of quick rewards travel together. The cell is sixteen bytes of shared memory, from which the pool reads
+which sample a process is at and since when: a process that hangs cannot be asked.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+
+MARK = b"\xf0\x9f\xa5\x81"
+HEAD = struct.Struct("<4sI")
+MAX_BYTES = 1 << 28
+"""Limit of a frame from a process; answers are small."""
+HARMED = 86
+"""The exit status of a process whose reward closed or replaced the descriptors that its answers go through."""
+ARGUMENTS = ("response", "answer", "prompt", "info", "tokens")
+"""Names of the parameters that a reward may have."""
+
+
+class Setup(msgspec.Struct, tag=True):
+    """Pool to process, once: rewards by name, as `load_reward` finds them or as pickled functions."""
+
+    timeout_s: float
+    named: dict[str, str]
+    pickled: dict[str, bytes]
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.named, *self.pickled]
+
+
+class RewardsLoaded(msgspec.Struct):
+    arguments: tuple[str, ...]
+    is_async: bool
+
+
+class Ready(msgspec.Struct, tag=True):
+    """Process to pool: every reward is loaded."""
+
+    rewards: dict[str, RewardsLoaded]
+
+
+class RewardRefused(msgspec.Struct, tag=True):
+    """Process to pool: a reward cannot be loaded, for a reason that the user can fix."""
+
+    message: str
+
+
+class Work(msgspec.Struct, tag=True):
+    """Pool to process: samples for one reward, each with the arguments that it accepts."""
+
+    reward: str
+    samples: list[dict[str, Any]]
+
+
+class RewardAnswer(msgspec.Struct, array_like=True):
+    """Values, each with its name and position, or an error."""
+
+    index: int
+    parts: list[tuple[float, str, int]] | None = None
+    error: str | None = None
+
+
+class Answers(msgspec.Struct, tag=True):
+    """Process to pool. With `last` the process is free, and samples without an answer are handed back."""
+
+    answers: list[RewardAnswer]
+    last: bool
+
+
+_encoder = msgspec.msgpack.Encoder()
+_from_pool = msgspec.msgpack.Decoder(Setup | Work)
+_from_process = msgspec.msgpack.Decoder(Ready | RewardRefused | Answers)
+
+
+class Junk(ValueError):
+    """Bytes from a pipe are no message of this protocol."""
+
+
+def frame(message: Setup | Work | Ready | RewardRefused | Answers) -> bytes:
+    body = _encoder.encode(message)
+    return HEAD.pack(MARK, len(body)) + body
+
+
+def read_from_pool(pipe: BinaryIO) -> Setup | Work | None:
+    """The next message, waiting for it; None when the pool closed the pipe or is gone."""
+    head = pipe.read(HEAD.size)
+    if len(head) < HEAD.size:
+        return None
+    _, length = HEAD.unpack(head)
+    body = pipe.read(length)
+    return _from_pool.decode(body) if len(body) == length else None
+
+
+def take_from_process(buffer: bytearray) -> Iterator[Ready | RewardRefused | Answers]:
+    """Removes complete messages from the front of `buffer`; raises `Junk` if it holds anything else."""
+    start = 0
+    while len(buffer) - start >= len(MARK):
+        if not buffer.startswith(MARK, start):
+            raise Junk
+        if len(buffer) - start < HEAD.size:
+            break
+        _, length = HEAD.unpack_from(buffer, start)
+        if length > MAX_BYTES:
+            raise Junk
+        end = start + HEAD.size + length
+        if len(buffer) < end:
+            break
+        try:
+            yield _from_process.decode(bytes(buffer[start + HEAD.size : end]))
+        except msgspec.MsgspecError as error:
+            raise Junk from error
+        start = end
+    del buffer[:start]
+
+
+def timeout_error(timeout_s: float) -> str:
+    return f"timeout: no reward within {timeout_s:g} s (reward.timeout_s)"
+
+
+class Moment(NamedTuple):
+    num_begun: int
+    """Samples begun since the process started."""
+    begun_s: float
+    """Start of the last of them, on the machine's monotonic clock."""
+
+
+class Progress:
+    """The shared cell, over a file of `SIZE` bytes."""
+
+    SIZE = 16
+
+    def __init__(self, descriptor: int):
+        self._cell = mmap.mmap(descriptor, self.SIZE)
+        self._counts, self._times = memoryview(self._cell).cast("Q"), memoryview(self._cell).cast("d")
+
+    def begin(self, count: int = 1) -> None:
+        self._times[1] = time.monotonic()
+        self._counts[0] += count
+
+    def read(self) -> Moment:
+        return Moment(self._counts[0], self._times[1])
+
+    def close(self) -> None:
+        self._counts.release()
+        self._times.release()
+        self._cell.close()

@@ -1,0 +1,103 @@
+"""Health of an engine server: whether it answers, and whether it still serves the weights that were loaded into it.
+
+Keeps tokens of unknown weights out of training. A server may hang, die, be restarted by someone else with its first
+weights, or be given others; its label for its weights is only a name, and a restarted server may reuse it. The caller
+reports observations and checks `may_generate`. No I/O.
+
+Guarantees: generation begins only after a refresh, and after a death or a foreign label only after another one; answers
+alone never lead there. Reports must keep their order: a label read before a refresh and reported after it makes the
+server stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+DEAD_AFTER_S = 10.0
+"""A server that loads weights may not answer for seconds; a dead one should not hold its tasks for longer."""
+
+
+class State(StrEnum):
+    """Life of one server, as its worker sees it."""
+
+    HEALTHY = "healthy"
+    """Serves the version loaded last."""
+    SUSPECT = "suspect"
+    """Does not answer: gets no new requests, keeps the old ones."""
+    DEAD = "dead"
+    """Given up, with all its requests."""
+    STALE = "stale"
+    """Serves unknown weights; a version must be loaded first."""
+
+
+MOVES = {
+    State.HEALTHY: {State.SUSPECT, State.DEAD, State.STALE},
+    State.SUSPECT: {State.HEALTHY, State.DEAD, State.STALE},
+    State.DEAD: {State.STALE},
+    State.STALE: {State.HEALTHY, State.DEAD},
+}
+"""DEAD -> HEALTHY is missing: after a death another process may answer, with other weights under the same label. So is
+STALE -> SUSPECT, from where an answer would lead to HEALTHY."""
+
+
+class Health:
+    """Health of one server."""
+
+    def __init__(self, clock: Callable[[], float], dead_after_s: float = DEAD_AFTER_S):
+        self._clock, self.dead_after_s = clock, dead_after_s
+        self._state = State.STALE
+        self._label: str | None = None
+        """Label of the last refresh."""
+        self._failing_since_s: float | None = None
+        """Time of the first of the latest failures in a row."""
+        self._why = self._why_stale = "nothing was loaded into it yet"
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def why(self) -> str:
+        """Latest observation in one line; empty while healthy."""
+        return self._why
+
+    @property
+    def may_generate(self) -> bool:
+        return self._state is State.HEALTHY
+
+    def failed(self, why: str) -> State:
+        """Reports that a call got no answer."""
+        now_s = self._clock()
+        if self._failing_since_s is None:
+            self._failing_since_s = now_s
+        if now_s - self._failing_since_s >= self.dead_after_s:
+            return self.gone(why)
+        return self._move(State.SUSPECT if self._state is State.HEALTHY else self._state, why)
+
+    def gone(self, why: str) -> State:
+        """Reports that the server is dead, as when its process has exited."""
+        return self._move(State.DEAD, why)
+
+    def answered(self, label: str) -> State:
+        """Reports an answer, with the server's label for its weights."""
+        self._failing_since_s = None
+        if self._state is State.DEAD:
+            self._why_stale = "it was dead and is back, with weights of unknown age"
+        elif self._state is not State.STALE:
+            if label == self._label:
+                return self._move(State.HEALTHY, "")
+            self._why_stale = f"it serves weights called {label!r}, and {self._label!r} was loaded"
+        return self._move(State.STALE, self._why_stale)
+
+    def refreshed(self, label: str) -> State:
+        """Reports that the server loaded a verified version under this label."""
+        if self._state is State.DEAD:
+            raise ValueError(f"{label!r} cannot have been loaded: the server is dead and has not answered since")
+        self._failing_since_s, self._label = None, label
+        return self._move(State.HEALTHY, "")
+
+    def _move(self, state: State, why: str) -> State:
+        assert state is self._state or state in MOVES[self._state], f"{self._state} to {state}"
+        self._state, self._why = state, " ".join(why.split())
+        return state

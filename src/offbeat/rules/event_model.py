@@ -1,0 +1,351 @@
+"""The event model: predicts rounds of generation at an over-provision factor.
+
+A round begins with a burst: `factor` times groups_per_step groups are alive, survivors of earlier rounds first, then
+fresh ones. All decode until the batch of the step is complete; then everything stops, the step is trained, and
+unfinished groups survive into the next round. Between two ends of answers only the contexts change, so rounds are
+computed from the order of the ends, not token by token.
+
+Rounds are played in lanes, one for each factor, all at once: arrays of a dozen lanes cost little more than those of
+one. A lane has places for groups; a place holds the tokens that each member has, the tokens left, and the ages of its
+tokens.
+
+Guarantees: the same seed gives the same outlooks, and all factors of one call see the same answers in the same order,
+so that their differences are not luck. A batch takes the groups begun longest ago first and waits for those whose last
+chance it is, as `select` does out of order. Every token is counted in the round that makes it and delivered once, with
+its age; nothing is discarded.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from offbeat.rules.length_model import LengthDistribution, draw, score
+from offbeat.rules.padding_split import is_long_row
+from offbeat.rules.step_time import StepTime
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Figures of a round, by lane."""
+
+    num_steps: np.ndarray
+    num_rows: np.ndarray
+    """Summed over the steps: the tokens made."""
+    num_context_tokens: np.ndarray
+    """Tokens read, summed over the steps."""
+    num_prefilled_tokens: np.ndarray
+    num_prefilled_again: np.ndarray
+    """Prefilled tokens of continued answers."""
+    peak_context_tokens: np.ndarray
+    """Most tokens in flight at once."""
+    delivered_by_age: np.ndarray
+    """Tokens of the batch, by lane and by the rounds since they were made."""
+
+
+@dataclass(frozen=True, slots=True)
+class BurstRules:
+    """Settings shared by all rounds and lanes."""
+
+    num_wanted: int
+    """Groups of a batch."""
+    max_staleness: int
+    prompt_tokens: float
+    slots: int | None
+    resumes: bool
+    pads: bool
+
+
+class Bursts:
+    """Plays rounds of all lanes. `num_alive` is the number of groups with which each lane begins a round; `have`,
+    `left` and `ages` describe the survivors at first."""
+
+    def __init__(self, terms: BurstRules, num_alive: np.ndarray, have: np.ndarray, left: np.ndarray, ages: np.ndarray):
+        self.terms, self._num_alive = terms, num_alive
+        shape = (len(num_alive), max(int(num_alive.max()), len(have)), have.shape[1])
+        self._have, self._left = np.zeros(shape), np.zeros(shape)
+        self._by_age = np.zeros((*shape[:2], terms.max_staleness + 1))
+        self._begun, self._is_alive = np.zeros(shape[:2]), np.zeros(shape[:2], bool)
+        """Round in which a group got its first token, negative for initial survivors; and whether the place is
+        taken."""
+        num, ages = len(have), np.minimum(ages, terms.max_staleness)
+        self._have[:, :num], self._left[:, :num] = have, left
+        self._by_age[:, np.arange(num), ages] = have.sum(axis=1)  # all as old as the first token: no more is known
+        self._begun[:, :num], self._is_alive[:, :num] = -ages, True
+        self._round, self._num_fresh = 0, np.zeros(len(num_alive), np.int64)
+
+    def play(self, fresh: np.ndarray) -> Flow:
+        """Plays one round of every lane, filled up with fresh groups of these lengths, in order."""
+        self._admit(fresh)
+        terms = self.terms
+        starts = self._starts()
+        ready_at = np.where(self._is_alive, (starts + self._left).max(axis=2), np.inf)
+        last = self._last_step(ready_at)
+        made = np.clip(last[:, None, None] - starts, 0, self._left)
+        begins = made > 0
+        before = terms.prompt_tokens + self._have
+        goes_on = begins & (self._have > 0)
+        again = np.zeros(len(last)) if terms.resumes else (before * goes_on).sum(axis=(1, 2))
+        first = terms.prompt_tokens * (begins & ~goes_on).sum(axis=(1, 2))
+        read, peak = _context(before, starts, made, terms.pads)
+        self._by_age[:, :, 0] += made.sum(axis=2)
+        self._have, self._left = self._have + made, self._left - made
+        delivered = self._take(ready_at <= last[:, None])
+        return Flow(last, made.sum(axis=(1, 2)), read, first + again, again, peak, delivered)
+
+    def _admit(self, fresh: np.ndarray) -> None:
+        """Fills free places of every lane with its next fresh groups."""
+        is_free = ~self._is_alive
+        wanted = np.maximum(self._num_alive - self._is_alive.sum(axis=1), 0)
+        place = is_free.cumsum(axis=1)
+        lanes, places = np.nonzero(is_free & (place <= wanted[:, None]))
+        which = self._num_fresh[lanes] + place[lanes, places] - 1
+        self._have[lanes, places], self._left[lanes, places] = 0.0, fresh[which]
+        self._by_age[lanes, places], self._is_alive[lanes, places] = 0.0, True
+        # The ordinal breaks ties between groups begun in one round.
+        self._begun[lanes, places] = self._round + which / (len(fresh) + 1)
+        self._num_fresh += wanted
+
+    def _starts(self) -> np.ndarray:
+        """Step before which each member gets a row: at once, or when one is free, groups begun longest ago first."""
+        starts, slots = np.zeros(self._left.shape), self.terms.slots
+        if slots is None:
+            return starts
+        for lane in np.flatnonzero((self._left > 0).sum(axis=(1, 2)) > slots):
+            order = np.argsort(self._begun[lane], kind="stable")
+            left = self._left[lane, order].ravel()
+            waiting, flat = np.flatnonzero(left > 0), np.zeros(len(left))
+            busy_until = left[waiting[:slots]].tolist()
+            heapq.heapify(busy_until)
+            for member in waiting[slots:].tolist():
+                flat[member] = busy_until[0]
+                heapq.heapreplace(busy_until, busy_until[0] + left[member])
+            starts[lane, order] = flat.reshape(-1, self._left.shape[2])
+        return starts
+
+    def _last_step(self, ready_at: np.ndarray) -> np.ndarray:
+        """Step after which the batch is complete: enough groups are ready, and all whose last chance it is."""
+        wanted, max_staleness = self.terms.num_wanted, self.terms.max_staleness
+        last = np.partition(ready_at, wanted - 1, axis=1)[:, wanted - 1]
+        begun = np.floor(self._begun)
+        for more_steps in range(max_staleness):
+            is_due = self._is_alive & (begun <= self._round - max_staleness + more_steps)
+            num_due = np.minimum(is_due.sum(axis=1) - more_steps * wanted, wanted)
+            lanes = np.flatnonzero(num_due > 0)
+            if len(lanes):
+                due = np.sort(np.where(is_due, ready_at, np.inf)[lanes], axis=1)
+                last[lanes] = np.maximum(last[lanes], due[np.arange(len(lanes)), num_due[lanes] - 1])
+        return last
+
+    def _take(self, is_ready: np.ndarray) -> np.ndarray:
+        """Removes the batch and ages all other groups by a round; returns the tokens of the batch by age."""
+        wanted = self.terms.num_wanted
+        order = np.where(is_ready, self._begun, np.inf)
+        is_taken = order <= np.partition(order, wanted - 1, axis=1)[:, wanted - 1, None]
+        delivered = (self._by_age * is_taken[:, :, None]).sum(axis=1)
+        self._is_alive &= ~is_taken
+        self._left[is_taken] = 0.0
+        self._round += 1
+        is_waiting = self._is_alive & ~self._by_age.any(axis=2)
+        self._begun[is_waiting] += 1  # a group without a token does not age
+        oldest = self._by_age[:, :, -1] + (self._by_age[:, :, -2] if self.terms.max_staleness else 0.0)
+        self._by_age[:, :, 1:] = self._by_age[:, :, :-1].copy()
+        self._by_age[:, :, -1], self._by_age[:, :, 0] = oldest, 0.0
+        return delivered
+
+
+def _context(before: np.ndarray, starts: np.ndarray, made: np.ndarray, pads: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of context that each lane reads in all, and most that it has in flight.
+
+    A row has `before` tokens at its first step, and one more with each step. A padded step reads rows × longest, in the
+    two parts that are chosen when the round begins.
+    """
+    num_lanes = len(before)
+    runs = made > 0
+    _, peak = _padded(before, starts, made, runs)
+    if not pads:
+        return (made * (before + (made + 1) / 2)).sum(axis=(1, 2)), peak
+    is_far = is_long_row(np.where(runs, before, 0.0).reshape(num_lanes, -1)).reshape(before.shape)
+    far, near = (_padded(before, starts, made, part)[0] for part in (runs & is_far, runs & ~is_far))
+    return far + near, peak
+
+
+def _padded(
+    before: np.ndarray, starts: np.ndarray, made: np.ndarray, some: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that `some` rows of each lane read as far as the longest of them, and most that they have in flight."""
+    num_lanes = len(before)
+    runs, made = some.reshape(num_lanes, -1), np.where(some, made, 0.0)
+    ends = np.where(runs, (starts + made).reshape(num_lanes, -1), 0.0)
+    order = np.argsort(ends, axis=1)
+    ends, runs = np.take_along_axis(ends, order, 1), np.take_along_axis(runs, order, 1)
+    at_step_0 = np.where(runs, np.take_along_axis((before - starts).reshape(num_lanes, -1), order, 1), 0.0)
+    begins = np.concatenate([np.zeros((num_lanes, 1)), ends[:, :-1]], axis=1)
+    rows = runs[:, ::-1].cumsum(axis=1)[:, ::-1]
+    rows = rows - _num_not_begun(starts, made, begins)
+    peak = (rows * ends + at_step_0[:, ::-1].cumsum(axis=1)[:, ::-1]).max(axis=1)
+    longest = np.maximum.accumulate(at_step_0[:, ::-1], axis=1)[:, ::-1]
+    read = (rows * (ends - begins) * (longest + (begins + ends + 1) / 2)).sum(axis=1)
+    return read, peak
+
+
+def _num_not_begun(starts: np.ndarray, made: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Number of rows of each lane that begin only after these steps."""
+    if not starts.any():
+        return np.zeros(at.shape)
+    waits = np.sort(np.where(made > 0, starts, 0.0).reshape(len(at), -1), axis=1)
+    num_begun = [np.searchsorted(row, times, side="right") for row, times in zip(waits, at, strict=True)]
+    return waits.shape[1] - np.stack(num_begun)
+
+
+NUM_ROUNDS = 24
+"""Rounds played per factor, in a few milliseconds; the controller averages over versions besides."""
+SETTLING = 3
+"""The first 1/SETTLING of the rounds is left out, while survivors gather."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventModelConfig:
+    """Settings that do not change from round to round."""
+
+    groups_per_step: int
+    group_size: int
+    max_staleness: int
+    """S: the batch waits for a group begun S steps ago."""
+    prompt_tokens: float = 0
+    slots: int | None = None
+    """Rows that can run at once; None: all."""
+    max_context_tokens: float | None = None
+    """Room for keys and values, in tokens in flight; None: enough."""
+    gate: Literal["strict", "release"] = "strict"
+    """A round ends with groups_per_step whole groups, or with as many samples as those have."""
+    resumes: bool = False
+    """Whether a trajectory continues from kept keys and values; otherwise its whole prefix is prefilled again."""
+    pads: bool = False
+    """Whether a step reads rows times the longest context."""
+    update_s: float = 0.0
+    """Time from the end of a round to the begin of the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survivor:
+    """A group that survives into the coming round."""
+
+    age: int
+    """Steps since it was begun; 1: in the round before."""
+    num_tokens: tuple[int, ...]
+    """Tokens of each member so far."""
+    ended: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Prediction for a factor, averaged over rounds."""
+
+    factor: float
+    tokens_per_s: float
+    """Generated tokens, all of which are delivered in the long run."""
+    step_s: float
+    """Time of a round and the update after it."""
+    off_policy_share: float
+    """Share of the delivered tokens."""
+    staleness_p50: int
+    staleness_p95: int
+    staleness_max: int
+    reprefill_share: float
+    """Share of the time."""
+    mean_rows: float
+    max_context_tokens: float
+    """Most tokens in flight in any round."""
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Survivors at the begin, and fresh groups in the order in which they are begun."""
+
+    have: np.ndarray
+    left: np.ndarray
+    ages: np.ndarray
+    fresh: np.ndarray
+
+
+def outlooks(
+    setting: EventModelConfig,
+    step_time: StepTime,
+    law: LengthDistribution,
+    factors: Sequence[float],
+    *,
+    seed: int,
+    num_rounds: int = NUM_ROUNDS,
+    survivors: Sequence[Survivor] = (),
+) -> list[Outlook]:
+    """Predictions for factors, each over rounds that begin with factor × groups_per_step groups."""
+    num_fresh = round((num_rounds + max(factors)) * setting.groups_per_step)
+    answers = _draw_answers(setting, law, num_fresh, survivors, np.random.default_rng(seed))
+    per_group = 1 if setting.gate == "strict" else setting.group_size
+    terms = BurstRules(
+        num_wanted=setting.groups_per_step * per_group,
+        max_staleness=setting.max_staleness,
+        prompt_tokens=setting.prompt_tokens,
+        slots=setting.slots,
+        resumes=setting.resumes,
+        pads=setting.pads,
+    )
+    num_alive = np.array([round(factor * setting.groups_per_step) * per_group for factor in factors])
+    bursts = Bursts(terms, num_alive, answers.have, answers.left, answers.ages)
+    flows = [bursts.play(answers.fresh) for _ in range(num_rounds)][num_rounds // SETTLING :]
+    return [_sum_up(setting, step_time, factor, flows, lane) for lane, factor in enumerate(factors)]
+
+
+def _draw_answers(
+    setting: EventModelConfig,
+    law: LengthDistribution,
+    num_fresh: int,
+    survivors: Sequence[Survivor],
+    rng: np.random.Generator,
+) -> _Answers:
+    group = _stratified(rng, (num_fresh, 1))
+    own = _stratified(rng, (num_fresh, setting.group_size))
+    fresh = law.lengths(np.sqrt(law.shared) * group + np.sqrt(1 - law.shared) * own)
+    have = np.array([survivor.num_tokens for survivor in survivors], np.int64).reshape(-1, setting.group_size)
+    ended = np.array([survivor.ended for survivor in survivors], bool).reshape(-1, setting.group_size)
+    left = draw(law, have, ended, rng) - have
+    ages = np.array([survivor.age for survivor in survivors], np.int64)
+    oldest_first = np.argsort(-ages, kind="stable")
+    have, left, ages = have[oldest_first], left[oldest_first], ages[oldest_first]
+    if setting.gate == "strict":
+        return _Answers(have, left, ages, fresh)
+    ages, is_open = np.repeat(ages, setting.group_size), left.reshape(-1) > 0
+    return _Answers(have.reshape(-1, 1)[is_open], left.reshape(-1, 1)[is_open], ages[is_open], fresh.reshape(-1, 1))
+
+
+def _stratified(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Stratified standard normal scores: few draws have the mean and the tail of the distribution."""
+    num = shape[0] * shape[1]
+    return score((rng.permutation(num) + rng.random(num)) / num).reshape(shape)
+
+
+def _sum_up(setting: EventModelConfig, step_time: StepTime, factor: float, flows: Sequence[Flow], lane: int) -> Outlook:
+    num_steps = float(sum(flow.num_steps[lane] for flow in flows))
+    num_tokens = float(sum(flow.num_rows[lane] for flow in flows))
+    num_read = float(sum(flow.num_context_tokens[lane] for flow in flows))
+    num_prefilled = float(sum(flow.num_prefilled_tokens[lane] for flow in flows))
+    seconds = step_time.seconds(num_steps, num_tokens, num_read, num_prefilled) + setting.update_s * len(flows)
+    by_age = np.sum([flow.delivered_by_age[lane] for flow in flows], axis=0)
+    shares = by_age.cumsum() / by_age.sum()
+    return Outlook(
+        factor=factor,
+        tokens_per_s=num_tokens / seconds,
+        step_s=seconds / len(flows),
+        off_policy_share=1 - float(shares[0]),
+        staleness_p50=int(np.searchsorted(shares, 0.5)),
+        staleness_p95=int(np.searchsorted(shares, 0.95)),
+        staleness_max=int(np.flatnonzero(by_age).max()),
+        reprefill_share=step_time.prefill_s * float(sum(flow.num_prefilled_again[lane] for flow in flows)) / seconds,
+        mean_rows=num_tokens / num_steps,
+        max_context_tokens=float(max(flow.peak_context_tokens[lane] for flow in flows)),
+    )

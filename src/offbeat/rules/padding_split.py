@@ -1,0 +1,42 @@
+"""Splits the rows of a padded decode step into long and short ones, which are read separately.
+
+A padded step reads every row as far as the longest, so that a few answers continued over versions would make every
+fresh one read their whole length. The split is chosen when requests start: all rows grow by a token a step, so longer
+rows stay longer until others start. The embedded engine and the event model share this rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+MIN_SAVED_TOKENS = 4096
+"""Fewest saved reads that are worth the kernels which a second part adds to every layer."""
+
+
+def num_long_rows(lengths: np.ndarray) -> np.ndarray:
+    """Number of longest rows to read apart from the others, along the last axis, such that least is read in all; all
+    rows if that saves too little. A length of 0 is no row. Rows of equal length are never separated."""
+    longest_first = -np.sort(-lengths, axis=-1)
+    num_rows = (lengths > 0).sum(axis=-1, keepdims=True)
+    num_long = np.arange(lengths.shape[-1])
+    saved = np.where(num_long < num_rows, (num_rows - num_long) * (longest_first[..., :1] - longest_first), 0)
+    best = saved.argmax(axis=-1, keepdims=True)
+    is_worth_it = np.take_along_axis(saved, best, -1) >= MIN_SAVED_TOKENS
+    return np.where(is_worth_it, best, num_rows)[..., 0]
+
+
+def is_long_row(lengths: np.ndarray) -> np.ndarray:
+    """Mask of the rows that `num_long_rows` counts."""
+    order = np.argsort(np.argsort(-lengths, axis=-1, kind="stable"), axis=-1)
+    return (order < num_long_rows(lengths)[..., None]) & (lengths > 0)
+
+
+def exchanges(lengths: Sequence[int], num_long: int) -> list[tuple[int, int]]:
+    """Fewest pairs of rows to exchange so that the `num_long` longest come first."""
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    long = set(order[:num_long])
+    comes = [row for row in order[:num_long] if row >= num_long]
+    goes = [row for row in range(num_long) if row not in long]
+    return list(zip(comes, goes, strict=True))

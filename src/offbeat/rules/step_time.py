@@ -1,0 +1,250 @@
+"""Step times of engines, learnt from measured intervals.
+
+A decode step of B rows that read `context` tokens of keys and values in all takes base_s + per_row_s·B +
+per_token_s·context, and each prefilled token prefill_s. `StepTimeFit` learns the four coefficients by recursive least
+squares with forgetting, from sums over intervals of any length, and reports the error of its recent predictions.
+`FleetFit` presents several engines as one: workers pull tasks as they have room, so rows spread about evenly over
+engines, which all step at the same time.
+
+Guarantees: no coefficient is negative; a stall of the machine moves them little, a lasting change moves them within
+some twenty observations; there is no model before the observations determine one. An engine that is not known yet, or
+has left, does not count; with one engine its own coefficients come out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+import numpy as np
+
+MIN_OBSERVATIONS = 6
+"""Four unknowns, and two more to see whether they explain anything."""
+FORGET = 0.98
+"""Factor on the weight of an observation with each later one: fifty count."""
+FORGET_FAST = 0.85
+BAD = 0.15
+"""Error of predictions above which old observations are forgotten faster: the machine has changed."""
+NUM_RECENT = 15
+"""Predictions whose median error is taken: up to seven stalls in a row do not show."""
+MIN_SECONDS = 1e-6
+BLOCK, NUM_BLOCKS = 12, 3
+"""Intervals whose predictions are judged together, and the number of such blocks kept."""
+ROWS = np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0]])
+"""From four coefficients to two: of a step, and of a row or a prefilled token."""
+MAX_SCALED_ERROR = 0.25
+"""Largest standard error of the least known coefficient, as a share of the time; above it, two cannot be told apart."""
+MIN_NOISE = 0.01
+"""Clocks and schedulers are no better than this, however well a few observations agree."""
+OUTLIER = 3.0
+"""Errors larger than this many typical ones are weighted down in proportion."""
+MIN_OUTLIER = 0.1
+PRIOR = 0.1
+"""Strength, in observations, that draws prefill_s to per_row_s: a prefilled token does a row's arithmetic. It matters
+only if next to nothing was prefilled."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Coefficients of the model; see the module."""
+
+    base_s: float
+    per_row_s: float
+    per_token_s: float
+    prefill_s: float
+
+    def seconds(
+        self, num_steps: float, num_rows: float, num_context_tokens: float, num_prefilled_tokens: float = 0
+    ) -> float:
+        """Time of `num_steps` steps together; rows and context are sums over the steps."""
+        decode_s = self.base_s * num_steps + self.per_row_s * num_rows + self.per_token_s * num_context_tokens
+        return decode_s + self.prefill_s * num_prefilled_tokens
+
+    def spread(self, num_engines: int) -> StepTime:
+        """Model of `num_engines` engines that share all rows evenly, seen as one."""
+        return StepTime(
+            self.base_s,
+            self.per_row_s / num_engines,
+            self.per_token_s / num_engines,
+            self.prefill_s / num_engines,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Work of an engine in an interval, and the time it took."""
+
+    num_steps: int
+    num_rows: int
+    """Summed over the steps."""
+    num_context_tokens: int
+    """Tokens really read, summed over the steps: rows times the longest context if the engine pads."""
+    num_prefilled_tokens: int
+    seconds: float
+
+
+class StepTimeFit:
+    """Step time of one engine, from its intervals given to `observe`."""
+
+    def __init__(self) -> None:
+        self.num_observations = 0
+        self._gram, self._moment = np.zeros((4, 4)), np.zeros(4)
+        """Sums over observations divided by their seconds, so that relative errors are minimised."""
+        self._num_counted = 0.0
+        self._errors: deque[float] = deque(maxlen=NUM_BLOCKS * BLOCK)
+        """Log of predicted over actual seconds, of predictions made before their intervals were observed."""
+        self._first: list[np.ndarray] = []
+        """Observations before the first fit, which are weighted again once it shows the outliers."""
+        self._figures: np.ndarray | None = None
+
+    @property
+    def error(self) -> float:
+        """Relative error of recent predictions: the median over blocks of the median error within a block. A round has
+        to be predicted well, not a tenth of a second."""
+        if len(self._errors) < BLOCK:
+            return self._noise
+        whole = np.array(self._errors)[len(self._errors) % BLOCK :].reshape(-1, BLOCK)
+        return float(np.median(np.abs(np.median(whole, axis=1))))
+
+    @property
+    def _noise(self) -> float:
+        """Median error of single intervals."""
+        return median(map(abs, list(self._errors)[-NUM_RECENT:])) if self._errors else math.inf
+
+    @property
+    def model(self) -> StepTime | None:
+        """None until the observations determine all coefficients or, if noise hides the cost of context, those of a
+        step and a row."""
+        if self._figures is None:
+            return None
+        if self._is_determined(self._gram[:3, :3]):  # without prefills the prior decides prefill_s
+            return StepTime(*(float(figure) for figure in self._figures))
+        gram, moment = ROWS @ self._gram @ ROWS.T, ROWS @ self._moment
+        if not self._is_determined(gram):
+            return None
+        base_s, per_row_s = (float(figure) for figure in _least_squares(gram, moment))
+        return StepTime(base_s, per_row_s, 0.0, per_row_s)
+
+    def observe(self, timing: Timing) -> None:
+        if timing.seconds < MIN_SECONDS or timing.num_steps + timing.num_prefilled_tokens == 0:
+            return  # idle, or too short to measure
+        work = (timing.num_steps, timing.num_rows, timing.num_context_tokens, timing.num_prefilled_tokens)
+        row = np.array(work, float) / timing.seconds
+        self.num_observations += 1
+        if self._figures is None:
+            self._first.append(row)
+            if len(self._first) == MIN_OBSERVATIONS:
+                self._fit_first()
+            return
+        error = _error(row, self._figures)
+        self._add(row, _weight(abs(error), self._noise), FORGET if self.error <= BAD else FORGET_FAST)
+        self._errors.append(error)
+        self._figures = self._solve()
+
+    def _fit_first(self) -> None:
+        """Fits the first observations, weighting down outliers a few times over."""
+        weights = [1.0] * len(self._first)
+        for _ in range(5):
+            self._gram[:], self._moment[:], self._num_counted = 0, 0, 0.0
+            for row, weight in zip(self._first, weights, strict=True):
+                self._add(row, weight)
+            self._figures = figures = self._solve()
+            errors = [abs(_error(row, figures)) for row in self._first]
+            weights = [_weight(error, median(errors)) for error in errors]
+        self._first.clear()
+
+    def _add(self, row: np.ndarray, weight: float, forget: float = FORGET) -> None:
+        self._gram = forget * self._gram + weight * np.outer(row, row)
+        self._moment = forget * self._moment + weight * row
+        self._num_counted = forget * self._num_counted + 1
+
+    def _solve(self) -> np.ndarray:
+        """Coefficients, none negative, with the least squared relative errors."""
+        scale = np.sqrt(np.diag(self._gram).clip(min=0))
+        row_scale = scale[1] or 1.0
+        like_a_row = np.array([0.0, 1.0, 0.0, -1.0])
+        gram = self._gram + PRIOR**2 * row_scale**2 / self._num_counted * np.outer(like_a_row, like_a_row)
+        unit = np.where(scale > 0, scale, row_scale)
+        gram, moment = gram / np.outer(unit, unit), self._moment / unit
+        gram += 1e-12 * np.eye(4)  # equal columns share a coefficient instead of blowing up
+        return _least_squares(gram, moment) / unit
+
+    def _is_determined(self, gram: np.ndarray) -> bool:
+        """Whether the standard error of the least known coefficient is small enough."""
+        scale = np.sqrt(np.diag(gram))
+        if not scale.all():
+            return False
+        correlation = gram / np.outer(scale, scale)
+        noise = max(self._noise, MIN_NOISE)
+        return float(np.linalg.eigvalsh(correlation)[0]) * self._num_counted >= (noise / MAX_SCALED_ERROR) ** 2
+
+
+def _error(row: np.ndarray, figures: np.ndarray) -> float:
+    """Log of predicted over actual seconds."""
+    return math.log(max(float(row @ figures), 1e-9))
+
+
+def _weight(error: float, typical: float) -> float:
+    limit = max(OUTLIER * typical, MIN_OUTLIER)
+    return min(1.0, limit / error) if error > 0 else 1.0
+
+
+def _least_squares(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
+    """Least squares without negative coefficients: the best over all choices of coefficients that are zero."""
+    best, least = np.zeros(len(moment)), 0.0
+    for size in range(len(moment), 0, -1):
+        for chosen in itertools.combinations(range(len(moment)), size):
+            part = list(chosen)
+            figures = np.linalg.solve(gram[np.ix_(part, part)], moment[part])
+            loss = -float(moment[part] @ figures)
+            if (figures >= 0).all() and loss < least:
+                best, least = np.zeros(len(moment)), loss
+                best[part] = figures
+        if size == len(moment) and least < 0:
+            break  # nothing was negative to begin with
+    return best
+
+
+class FleetFit:
+    """The step times of several workers, by name; `model` and `error` as those of a `StepTimeFit`."""
+
+    def __init__(self) -> None:
+        self._fits: dict[str, StepTimeFit] = {}
+
+    def observe(self, worker: str, timings: Sequence[Timing]) -> None:
+        fit = self._fits.setdefault(worker, StepTimeFit())
+        for timing in timings:
+            fit.observe(timing)
+
+    def left(self, worker: str) -> None:
+        self._fits.pop(worker, None)
+
+    @property
+    def model(self) -> StepTime | None:
+        """Model of all engines seen as one; None while none is known."""
+        models = [fit.model for fit in self._fits.values()]
+        known = [model for model in models if model is not None]
+        if not known:
+            return None
+        mean = StepTime(
+            fmean(model.base_s for model in known),
+            _at_once([model.per_row_s for model in known]),
+            _at_once([model.per_token_s for model in known]),
+            _at_once([model.prefill_s for model in known]),
+        )
+        return mean.spread(len(known))
+
+    @property
+    def error(self) -> float:
+        """Error of the median engine."""
+        errors = [fit.error for fit in self._fits.values() if fit.model is not None]
+        return median(errors) if errors else math.inf
+
+
+def _at_once(costs: Sequence[float]) -> float:
+    """Harmonic mean of per-row costs: engines pull work in proportion to their speed."""
+    return len(costs) / sum(1 / cost for cost in costs) if all(cost > 0 for cost in costs) else 0.0

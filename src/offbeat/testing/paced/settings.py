@@ -1,0 +1,82 @@
+"""Speed of a paced engine and lengths of its answers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Protocol
+
+from offbeat.errors import UserError
+from offbeat.testing.paced import noise
+
+
+class LengthModel(Protocol):
+    """Number of tokens of an answer, with its stop token: a function of the task's seed alone, so that every worker
+    ends a partial at the same token."""
+
+    def num_tokens(self, seed: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """Answers of one length."""
+
+    tokens: int
+
+    def num_tokens(self, seed: int) -> int:
+        return self.tokens
+
+
+@dataclass(frozen=True)
+class LogNormalLength:
+    """Log-normal lengths; `sigma` near 1 is typical of reasoning."""
+
+    median_tokens: float
+    sigma: float
+    max_tokens: int
+
+    def num_tokens(self, seed: int) -> int:
+        drawn = self.median_tokens * math.exp(self.sigma * NormalDist().inv_cdf(noise.uniform(seed)))
+        return max(1, min(self.max_tokens, round(drawn)))
+
+
+@dataclass(frozen=True)
+class PacedSettings:
+    """A decode step takes `base_s + per_row_s * rows`, and a prefill `prefill_s` for each of its tokens, both divided
+    by `speed`. Prefilled are the tokens of a new request beyond its cached prefix, and after a load those of all
+    requests.
+    """
+
+    num_slots: int = 32
+    max_context_tokens: int = 8192
+    vocab_size: int = 32_000
+    base_s: float = 0.01
+    per_row_s: float = 0.0002
+    prefill_s: float = 0.0
+    speed: float = 1.0
+    load_s: float = 0.0
+    """Time for which a load stops all steps; `speed` does not change it."""
+    lengths: LengthModel = LogNormalLength(median_tokens=256, sigma=0.8, max_tokens=8192)
+    exact: bool = True
+    """Value of `Capabilities.exact`; the engine is exact in any case."""
+    splits_by_version: bool = True
+    """False: a load is refused while requests run, as by engines that cannot split."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_slots", 1), ("max_context_tokens", 2), ("vocab_size", 2)):
+            if getattr(self, name) < least:
+                raise UserError(f"paced engine: {name} = {getattr(self, name)}: allowed {least} or more")
+        for name in ("base_s", "per_row_s", "prefill_s", "load_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"paced engine: {name} = {getattr(self, name)}: allowed 0 or more")
+        if self.base_s + self.per_row_s <= 0:
+            raise UserError("paced engine: base_s = per_row_s = 0: a step must take time; raise one of them")
+        if not 0 < self.speed < math.inf:
+            raise UserError(f"paced engine: speed = {self.speed}: allowed above 0")
+
+    def step_s(self, num_rows: int) -> float:
+        return (self.base_s + self.per_row_s * num_rows) / self.speed
+
+    def fill_s(self, num_tokens: int) -> float:
+        return self.prefill_s * num_tokens / self.speed

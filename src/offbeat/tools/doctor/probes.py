@@ -1,0 +1,253 @@
+"""Checks that may hang or crash, each in a process of its own: torch, the disk, an engine's server.
+
+`python -m offbeat.tools.doctor.probes NAME URL PARAMETERS` reads the configuration from standard input and prints
+findings as a line of JSON, or ends with status 1 and one line on standard error. URL is that of an engine's server or
+empty; PARAMETERS is the model's size, 0 if unknown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offbeat.config import Config, from_dict
+from offbeat.config.schema import SERVED
+from offbeat.config.summary import BYTES_PER_PARAMETER, disk_bytes, size
+from offbeat.errors import OffbeatError, UserError
+from offbeat.tools.doctor.report import Finding, Level, judged
+
+if TYPE_CHECKING:
+    import torch
+
+    from offbeat.engines.dialect import Dialect, Facts
+    from offbeat.engines.http_calls import Server
+
+DRIVERS = {"CUDA": Path("/proc/driver/nvidia/version"), "ROCm": Path("/dev/kfd")}
+CGROUP = Path("/sys/fs/cgroup")
+SIDE = 64
+STATE_BYTES = 16
+"""A parameter's master, two moments and gradient, in float32."""
+SLOW_FSYNC_S = 0.05
+"""Every submission waits for a flush."""
+START = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs, from 0.27 on with "
+    "--enable-scale-out"
+)
+
+
+def check_torch(config: Config, url: str, parameters: int) -> Iterator[Finding]:
+    """Imports torch, computes on every device, and compares memory with what the configured model needs."""
+    import torch
+
+    from offbeat.model.devices import available_devices, memory_bytes, pick_device
+
+    names, picked = available_devices(), ""
+    builds = {"MPS": torch.backends.mps.is_built(), "CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    yield Finding("torch", f"{torch.__version__}, built for {[*filter(builds.get, builds), 'CPU'][0]}")
+    try:
+        picked = str(pick_device(config.model.device))
+    except UserError as error:
+        yield Finding("device", str(error), Level.STOPS, f"--model.device {names[0]}")
+    for name in names:
+        yield from check_device(torch.device(name), is_used=name == picked)
+    drivers = [kind for kind, file in DRIVERS.items() if file.exists()]
+    if drivers and names == ["cpu"]:
+        remedy = f"install torch's build for {drivers[0]} that suits the driver: https://pytorch.org/get-started"
+        yield Finding("gpu", "a GPU driver is loaded, but this torch sees no GPU", Level.WARNS, remedy)
+    starts_server, num_gpus = config.rollout.engine in SERVED and not url, sum("cuda" in name for name in names)
+    if starts_server and config.engine.tensor_parallel > max(num_gpus, 1):
+        text = f"engine.tensor_parallel = {config.engine.tensor_parallel}, and there are {num_gpus} GPUs here"
+        yield Finding("engine", text, Level.STOPS, f"--engine.tensor-parallel {max(num_gpus, 1)}")
+    if picked and parameters:
+        memory = memory_bytes(torch.device(picked)) or machine_memory()
+        yield check_memory(config, parameters, picked, *memory, starts_server=starts_server)
+
+
+def check_device(device: torch.device, *, is_used: bool) -> Iterator[Finding]:
+    """Computes on the device: torch also lists devices that its build has no kernels for."""
+    import torch
+
+    from offbeat.model.devices import device_name, memory_bytes
+
+    name = text = str(device)
+    try:
+        text = device_name(device)
+        if memory := memory_bytes(device):
+            text += f", {size(memory[0])} free of {size(memory[1])}"
+        ones = torch.ones(SIDE, SIDE, dtype=torch.bfloat16 if device.type != "cpu" else torch.float32, device=device)
+        fault = "" if bool((ones @ ones == SIDE).all()) else "a product of two matrices comes out wrong"
+    except RuntimeError as error:  # torch raises it for any trouble with a driver or device
+        fault = str(error).strip().splitlines()[0]
+    if fault:
+        remedy = "install a build of torch that suits the device and its driver, or choose another --model.device"
+        yield Finding(name, f"{text}, cannot be used: {fault}", Level.STOPS if is_used else Level.WARNS, remedy)
+    elif device.type != "cpu":
+        yield Finding(name, text, works=f"--model.device {name}: {text}")
+
+
+def check_memory(
+    config: Config, parameters: int, device: str, free: int, total: int, *, starts_server: bool
+) -> Finding:
+    """Compares the memory that training needs with the device's, of which an engine's server takes a share."""
+    needed = training_bytes(config, parameters, on_gpu=device != "cpu")
+    left = int(total * (1 - config.engine.memory_share))
+    text = f"at least {size(needed)} on {device}, besides activations and KV"
+    if starts_server and device.startswith("cuda") and needed > left:
+        remedy = f"--engine.memory-share {max(0.1, 1 - 1.5 * needed / total):.2f}, or a device of its own"
+        return Finding("training", f"{text}; the engine leaves {size(left)}", Level.WARNS, remedy)
+    level = Level.STOPS if needed > total and device != "cpu" else Level.WARNS
+    text += f"; {size(free)} is free" if needed > free else ""
+    return judged("training", text, bad=needed > free, remedy="a smaller model, or a larger device", level=level)
+
+
+def training_bytes(config: Config, num_parameters: int, *, on_gpu: bool) -> int:
+    """The least that trainer and engine hold on one device, without activations, keys and values."""
+    dtype = "bfloat16" if config.model.dtype == "auto" and on_gpu else config.model.dtype
+    weights, has_engine = BYTES_PER_PARAMETER[dtype], config.rollout.engine == "embedded"
+    if config.model.lora_rank:  # frozen, and its own reference; adapters are too small to count
+        return num_parameters * weights * (1 + has_engine)
+    num_copies = (weights < 4) + has_engine + (config.loss.kl_coef > 0)
+    return num_parameters * (STATE_BYTES + num_copies * weights)
+
+
+def machine_memory() -> tuple[int, int]:
+    """Free and total memory of this machine, or of its container where that is limited."""
+    values = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read_text(Path("/proc/meminfo")), re.MULTILINE))
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = int(values["MemAvailable"]) * 1024 if "MemAvailable" in values else total
+    limit, used = _read_text(CGROUP / "memory.max"), _read_text(CGROUP / "memory.current")
+    if limit.isdigit() and used.isdigit() and int(limit) < total:
+        total, free = int(limit), min(free, max(0, int(limit) - int(used)))
+    return free, total
+
+
+def _read_text(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""
+
+
+def check_disk(config: Config, url: str, parameters: int) -> Iterator[Finding]:
+    """Flushes a small file in run.dir, or in the nearest folder above it that exists, and removes it."""
+    from offbeat.ledger.database import network_file_system
+
+    wanted = Path(config.run.dir).absolute()
+    folder = next(path for path in (wanted, *wanted.parents) if path.exists())
+    if not folder.is_dir():
+        raise UserError(f'run.dir = "{config.run.dir}": {folder} is a file; give a folder')
+    try:
+        fsync_s = _fsync_s(folder)
+    except OSError as error:
+        raise UserError(f'run.dir = "{config.run.dir}": cannot write in {folder}: {error.strerror}') from error
+    space, needed = shutil.disk_usage(folder), sum(disk_bytes(config, parameters or None).values())
+    what = "a run takes at most" if parameters else "trajectories take at most"
+    text = f"{size(space.free)} free of {size(space.total)} in {wanted}; {what} {size(needed)}"
+    remedy = "free space, --run.dir FOLDER elsewhere, or --checkpoint.keep 1"
+    yield judged("disk", text, bad=needed > space.free, remedy=remedy)
+    if network := network_file_system(folder):
+        remedy = "--run.dir FOLDER on a local disk; --ledger.backup and --weights.store may be anywhere"
+        yield Finding("file system", f"{network}, over the network: SQLite can lose data", Level.STOPS, remedy)
+    is_slow = fsync_s > SLOW_FSYNC_S
+    text = f"{fsync_s * 1000:.1f} ms" + ("; every acknowledgement waits for it" if is_slow else "")
+    yield judged("fsync", text, bad=is_slow, remedy="--run.dir FOLDER on a faster disk")
+
+
+def _fsync_s(folder: Path) -> float:
+    taken_s = []
+    with tempfile.TemporaryFile(dir=folder, prefix=".offbeat-doctor-") as file:
+        for _ in range(5):
+            begin = time.monotonic()
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+            taken_s.append(time.monotonic() - begin)
+    return statistics.median(taken_s)
+
+
+def check_server(config: Config, url: str, parameters: int) -> Iterator[Finding]:
+    """Asks a server what a worker that attaches asks, and compares it with the configuration."""
+    return compare_server(config, url, asyncio.run(_facts(url)))
+
+
+async def _facts(url: str) -> Facts:
+    from offbeat.engines.http_calls import Server
+    from offbeat.engines.process.lifecycle import KEY_VARIABLE
+    from offbeat.engines.protocol import EngineError
+
+    class ReadOnlyServer(Server):
+        """Sends nothing that pauses, resumes or loads: a worker may be using the server."""
+
+        async def post(self, path: str, body: Any = None, **options: Any) -> Any:
+            if path == "/continue_generation":  # a worker sends it in any case: SGLang does not report its pauses
+                return None
+            if path not in ("/generate", "/inference/v1/generate"):
+                raise EngineError(f"{self.url}: is paused: a worker loads weights, or died doing so; try again soon")
+            return await super().post(path, body, **options)
+
+    server = ReadOnlyServer(url, api_key=os.environ.get(KEY_VARIABLE))
+    try:
+        return await (await _dialect(server)).probe()
+    finally:
+        await server.close()
+
+
+async def _dialect(server: Server) -> Dialect:
+    """Recognises an engine by a question that no other engine answers in this form."""
+    from offbeat.engines.http_calls import ServerAway, ServerRefused
+    from offbeat.engines.sglang.api import SglangDialect
+    from offbeat.engines.vllm.api import VllmDialect
+
+    for dialect, path, key in ((SglangDialect, "/model_info", "model_path"), (VllmDialect, "/version", "version")):
+        try:
+            answer = await server.get(path)
+        except ServerRefused:
+            continue
+        except ServerAway as error:
+            raise UserError(f"{server.url}: no answer; start one, such as {START} ({error})") from error
+        if isinstance(answer, dict) and key in answer:
+            return dialect(server)
+    raise UserError(f"{server.url}: answers, but neither as vLLM nor as SGLang does")
+
+
+def compare_server(config: Config, url: str, facts: Facts) -> Iterator[Finding]:
+    rollout, kind, modes = config.rollout, facts.name.split()[0], sorted(facts.kv_modes)
+    is_served, context = rollout.engine in SERVED, rollout.max_prompt_tokens + rollout.max_new_tokens
+    works = f"--rollout.engine {kind} --rollout.workers 1 --engine.url {url}: {facts.name}"
+    text = f"{facts.fingerprint} at {url}, {facts.max_context_tokens:,} tokens of context"
+    yield Finding("server", text, works=works)
+    is_wrong = not facts.is_tempered and rollout.temperature != 1
+    text = f"those {'after' if facts.is_tempered else 'before'} temperature"
+    remedy = "--rollout.temperature 1, or start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+    yield judged("log-probs", text, bad=is_wrong, remedy=remedy, level=Level.STOPS)
+    spans = "with spans" if facts.has_spans else "without spans: a request ends at every load, and continues after it"
+    yield Finding("weights", f"{spans}; {'' if facts.has_labels else 'no '}labels; KV {', '.join(modes)}")
+    if facts.max_context_tokens < context:
+        text = f"rollout.max_prompt_tokens + rollout.max_new_tokens = {context:,}; the server's limit is lower"
+        remedy = f"start the server for {context} tokens (vLLM: --max-model-len, SGLang: --context-length)"
+        yield Finding("context", text, Level.STOPS if is_served else Level.WARNS, remedy)
+    if is_served and rollout.kv not in modes:
+        text = f'rollout.kv = "{rollout.kv}"; the server supports {", ".join(modes)}'
+        yield Finding("kv", text, Level.STOPS, f"--rollout.kv {modes[-1]}")
+    if is_served and kind != rollout.engine:
+        text = f'rollout.engine = "{rollout.engine}", and {url} is {kind}'
+        yield Finding("engine", text, Level.STOPS, f"--rollout.engine {kind}")
+
+
+PROBES = {"torch": check_torch, "disk": check_disk, "server": check_server}
+
+if __name__ == "__main__":
+    try:
+        found = list(PROBES[sys.argv[1]](from_dict(json.load(sys.stdin)), sys.argv[2], int(sys.argv[3])))
+    except Exception as error:  # noqa: BLE001  # its line becomes the finding
+        text = " ".join(str(error).split())
+        sys.exit(text if isinstance(error, OffbeatError) else f"{type(error).__name__}: {text}")
+    print(json.dumps([asdict(finding) for finding in found]))

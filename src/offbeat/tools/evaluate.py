@@ -1,0 +1,103 @@
+"""Evaluates a model on the held-out split, without a run: `offbeat eval`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from offbeat.config.schema import Config
+from offbeat.engines.protocol import Engine, Request
+from offbeat.errors import OffbeatError, UserError
+from offbeat.launch import stopping, wiring
+from offbeat.ledger.records import EvalGroup, EvalRound, GroupState, NewGroup, derive_seed
+from offbeat.observability.metrics import eval_figures
+from offbeat.rewards.pool import FailureWatch, RewardInput, RewardPool, Shaping
+from offbeat.trajectory import total, total_problem
+
+
+def evaluate(config: Config, *, reward: Callable[..., Any] | None = None, log: Path | None = None) -> dict[str, float]:
+    """mean@k and pass@k of `model.path` as `eval` says: prompts, samples, temperature, top_p.
+
+    Without `log`, the log of rewards is a temporary file, which stays if it is not empty.
+    """
+    if log is not None:
+        return stopping.run(_evaluate(config, reward, log))
+    descriptor, name = tempfile.mkstemp(prefix="offbeat-eval-", suffix=".log")
+    os.close(descriptor)
+    try:
+        return stopping.run(_evaluate(config, reward, Path(name)))
+    finally:
+        if not os.path.getsize(name):
+            os.unlink(name)
+
+
+async def _evaluate(config: Config, reward: Callable[..., Any] | None, log: Path) -> dict[str, float]:
+    async with AsyncExitStack() as stack:
+        wiring.need_processes(config, "judges cannot join an evaluation; add --reward.processes 1")
+        mixture = wiring.make_mixture(config, reward)
+        pool = await wiring.open_pool(config, mixture, log)
+        stack.push_async_callback(pool.close)
+        with stopping.interruptible():
+            from offbeat.launch import model_parts
+
+            model_parts.prepare_torch(config)
+            tokens = wiring.load_tokens(config)
+            groups = wiring.make_issuer(config, mixture, tokens).held_out(version=0)
+            if not groups:
+                raise UserError("task: no source has a held-out split; set held_out on a file or dataset task")
+            engine = model_parts.make_embedded(config, "eval", version=0)
+        stack.push_async_callback(engine.close)
+        watch = FailureWatch(config.reward.max_failure_share, window=sum(group.size for group in groups), min_count=1)
+        judged = await asyncio.gather(
+            *(_judge(group, engine, pool, wiring.make_shaping(config), tokens, watch) for group in groups)
+        )
+    if reason := watch.verdict():
+        raise OffbeatError(f"{reason}; fix it (see {log})")
+    figures = eval_figures(EvalRound(step=0, is_abandoned=False, groups=tuple(judged)))
+    figures.pop("eval_step")
+    figures["eval_failed"] = sum(group.num_failed for group in judged)
+    return figures
+
+
+async def _judge(
+    group: NewGroup, engine: Engine, pool: RewardPool, shaping: Shaping, tokens: wiring.TokenLimits, watch: FailureWatch
+) -> EvalGroup:
+    requests = [
+        Request(
+            id=f"{group.ordinal}-{member}",
+            tokens=group.prompt_tokens,
+            seed=derive_seed(group.seed, member),
+            sampling=group.sampling,
+        )
+        for member in range(group.size)
+    ]
+    generations = await asyncio.gather(*(engine.generate(request) for request in requests))
+    responses = [generation.segments[0].tokens for generation in generations]
+    problem = group.problem
+    inputs = [
+        RewardInput(text, problem["answer"], problem["prompt"], problem["info"], response.tolist())
+        for text, response in zip(tokens.decode(responses), responses, strict=True)
+    ]
+    results = await pool.score(group.reward, inputs)
+    values = []
+    for result in results:
+        rewards = shaping.weighted(result.rewards)
+        error = result.error or total_problem(rewards)
+        watch.record(failed=error is not None, reason=error)
+        if error is None:
+            values.append(total(rewards))
+    return EvalGroup(
+        group=group.ordinal,
+        ordinal=group.ordinal,
+        source=group.source,
+        state=GroupState.EVALUATED,
+        reason=None,
+        rewards=tuple(values),
+        num_failed=group.size - len(values),
+        size=group.size,
+    )

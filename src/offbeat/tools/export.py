@@ -1,0 +1,144 @@
+"""Writes a run's newest published weights as a Hugging Face folder, an adapter merged into its base; or the adapter
+alone, in peft's form.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from offbeat.config import load
+from offbeat.errors import OffbeatError, UserError
+from offbeat.files import fsync_file, replace_folder
+from offbeat.launch import stopping, wiring
+from offbeat.launch.run_folder import CONFIG, stored_config
+from offbeat.ledger.ledger import Ledger
+from offbeat.weights.download import StoreSources
+from offbeat.weights.receive import Receiver
+from offbeat.weights.version import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    FILE_NAME,
+    Version,
+    WeightFolder,
+    base_digest,
+    verify,
+    weights_file,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def export_run(run: Path, folder: Path, *, adapter_alone: bool = False) -> int:
+    """Exports to a new folder, in the published dtype; returns the step of the weights."""
+    stored_config(run)
+    folder = folder.expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: is there already; name a new folder or remove it first")
+    version, signers = _latest_version(run)
+    with tempfile.TemporaryDirectory(prefix="offbeat-export-") as scratch:
+        here = _whole(run, version, signers, Path(scratch))
+        (_write_adapter if adapter_alone else _write)(run, here, folder)
+    return version.step
+
+
+def adapter_folder(run: Path) -> Path | None:
+    """The folder of a run's newest adapter; None if all weights were trained, or if the adapter is in pieces."""
+    folder = WeightFolder(run / "weights").path(_latest_version(run)[0].number)
+    return folder if (folder / ADAPTER_FILE).is_file() else None
+
+
+def _latest_version(run: Path) -> tuple[Version, list[str]]:
+    """The newest version, and the keys that may sign its manifest."""
+    file = run / "ledger.sqlite"
+    version, signers = None, list[str]()
+    if file.is_file():
+        with Ledger(file, read_only=True) as ledger, ledger.naming_damage():
+            version, signers = ledger.latest_version(), ledger.signers()
+    if version is None:
+        raise UserError(f"{run}: has published no weights yet; train at least one step first")
+    return version, signers
+
+
+def _whole(run: Path, version: Version, signers: Sequence[str], scratch: Path) -> Version:
+    """The version with its whole file; one that a remote trainer sent in pieces is assembled in `scratch`."""
+    folder = WeightFolder(run / "weights").path(version.number)
+    if folder.is_dir() or not version.manifest:
+        return replace(version, path=folder)
+    store = wiring.open_pieces(load(run / CONFIG), run / "weights")
+    return stopping.run(Receiver(scratch, StoreSources(store), signers).fetch(version))
+
+
+def _write(run: Path, version: Version, folder: Path) -> None:
+    import torch
+    from safetensors import SafetensorError
+
+    from offbeat.model.loading import load_model, load_state, load_tokenizer, save_hf
+
+    config = load(run / CONFIG)
+    tensors = read(version)
+    model = load_model(config.model.path, next(iter(tensors.values())).dtype, torch.device("cpu"))
+    if base_digest(version.path) is None:
+        load_state(model, tensors)
+    else:
+        _merge(model, version, tensors, config.model.path)
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.chat_template)
+    try:
+        save_hf(model, tokenizer, folder)
+    except (OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise OffbeatError(f"{folder}: cannot be written: {reason}; fix that and try again") from error
+
+
+def _merge(model: PreTrainedModel, version: Version, adapter: dict[str, Tensor], path: str) -> None:
+    """Adds a version's adapter to its base."""
+    from offbeat.model.loading import load_state, state_tensors
+    from offbeat.model.lora import merge
+    from offbeat.weights.digest import weights_digest
+
+    wanted = base_digest(version.path)
+    if version.base is not None:
+        load_state(model, load_file(version.base / FILE_NAME))
+    if (found := weights_digest(state_tensors(model))) != wanted:
+        raise UserError(
+            f"model.path = {path!r}: has digest {found[:12]}, and the adapter of version {version.number} needs base "
+            f"{wanted:.12}; restore the model that the run began with"
+        )
+    merge(model, adapter, json.loads((version.path / ADAPTER_CONFIG).read_text(encoding="utf-8")))
+
+
+def _write_adapter(run: Path, version: Version, folder: Path) -> None:
+    verify(version)
+    if base_digest(version.path) is None:
+        raise UserError(f"{run}: trained all weights, so there is no adapter; leave out --adapter")
+    config = json.loads((version.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config["base_model_name_or_path"] = load(run / CONFIG).model.path
+    folder = folder.absolute()
+    draft = folder.with_name(f".{folder.name}.{os.getpid()}.draft")
+    try:
+        draft.mkdir(parents=True)
+        shutil.copyfile(version.path / ADAPTER_FILE, draft / ADAPTER_FILE)
+        (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
+        for file in draft.iterdir():
+            fsync_file(file)
+        replace_folder(draft, folder)
+    except OSError as error:
+        raise OffbeatError(f"{folder}: cannot be written: {error.strerror}; fix that and try again") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def read(version: Version) -> dict[str, Tensor]:
+    """A version's published tensors; `WeightsError` if their digest is not the published one."""
+    verify(version)
+    return load_file(weights_file(version.path))

@@ -1,0 +1,178 @@
+"""Advantages of a batch: group baselines, or generalised advantage estimation with a value head.
+
+Groups are identified by explicit ids, never by position, so unequal groups and any order give the same result. A group
+of one, or with equal rewards, has advantage exactly 0: rounding noise must not become a signal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from offbeat.errors import UserError
+from offbeat.rules.groups import EQUAL_WITHIN
+from offbeat.trainer.packing import Sample
+
+STD_FLOOR = 1e-6
+"""Added to a standard deviation, as the published GRPO implementations do."""
+Advantage = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""From the rewards and the group ids of a batch's answers to their advantages."""
+
+
+@dataclass(frozen=True)
+class GaeSettings:
+    gamma: float = 1.0
+    lam: float = 0.95
+    value_coef: float = 0.1
+    value_clip: float = 0.2
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Advantages of a batch: one array per sample, one number per response token."""
+
+    advantages: tuple[np.ndarray, ...]
+    returns: tuple[np.ndarray, ...] | None
+    """Targets of the value head; None without one."""
+    signal_share: float
+    """Share of samples whose advantage is not 0."""
+
+
+def credit(
+    samples: Sequence[Sample],
+    advantage: Advantage,
+    settings: GaeSettings | None,
+    values: Sequence[np.ndarray | None],
+    *,
+    recalls_siblings: bool = False,
+) -> Credit:
+    """Advantages of a batch: one per answer, or one per token with a value head (`settings` and `values`).
+    `recalls_siblings` adds the rewards of siblings outside the batch to the baseline."""
+    if settings is None:
+        found = _checked(advantage, samples, recalls_siblings)
+        by_token = tuple(np.full(s.num_tokens, a, np.float32) for s, a in zip(samples, found, strict=True))
+        return Credit(by_token, None, float(np.mean(found != 0)) if len(found) else 0.0)
+    estimates = []
+    for sample, guessed in zip(samples, values, strict=True):
+        assert guessed is not None, "advantages from a value head need its values"
+        earned = rewards_by_token(sample.num_tokens, sample.rewards or [(-1, sample.reward)])
+        estimates.append(estimate(earned, guessed, sample.mask, settings.gamma, settings.lam))
+    raw, returns = [a for a, _ in estimates], tuple(r for _, r in estimates)
+    advantages = tuple(whitened(raw, [sample.mask for sample in samples]))
+    return Credit(advantages, returns, float(np.mean([a.any() for a in advantages])) if advantages else 0.0)
+
+
+def _checked(advantage: Advantage, samples: Sequence[Sample], recalls_siblings: bool) -> np.ndarray:
+    """Calls an advantage function, which may be the user's, with siblings outside the batch as further answers."""
+    rewards = [sample.reward for sample in samples]
+    prompts = [sample.prompt_id for sample in samples]
+    if recalls_siblings:
+        for prompt, earlier in {sample.prompt_id: sample.earlier for sample in samples}.items():
+            rewards += earlier
+            prompts += [prompt] * len(earlier)
+    found = np.asarray(advantage(np.array(rewards, np.float64), np.array(prompts, np.int64)), np.float32)
+    if found.shape != (len(rewards),):
+        raise UserError(
+            f"loss.advantage: returned shape {found.shape} for {len(rewards)} answers; return one number for each"
+        )
+    return found[: len(samples)]
+
+
+def group_normalised(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """GRPO: (reward - mean) / (std + 1e-6) within each group, with the sample's standard deviation (ddof 1)."""
+    return _by_group(rewards, groups, _normalised)
+
+
+def group_centred(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Dr.GRPO: reward - mean within each group."""
+    return _by_group(rewards, groups, lambda values: values - values.mean())
+
+
+def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """RLOO: reward - mean of the other members of the group."""
+    return _by_group(rewards, groups, lambda values: (values - values.mean()) * len(values) / (len(values) - 1))
+
+
+def siblings_normalised(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """(reward - mean of the other members) / (std + 1e-6), with the standard deviation of `group_normalised`.
+
+    Its scale does not depend on how many members are known: GRPO's would be halved for a group of two, and the members
+    known first are the short ones."""
+    return _by_group(rewards, groups, lambda values: _normalised(values) * len(values) / (len(values) - 1))
+
+
+def batch_normalised(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """REINFORCE++: (reward - mean) / (std + 1e-6) over the whole batch, whatever the groups."""
+    return _by_group(rewards, np.zeros(len(rewards), np.int64), _normalised)
+
+
+def _normalised(values: np.ndarray) -> np.ndarray:
+    return (values - values.mean()) / (values.std(ddof=1) + STD_FLOOR)
+
+
+def _by_group(rewards: np.ndarray, groups: np.ndarray, rule: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    rewards = np.asarray(rewards, np.float64)
+    advantages = np.zeros_like(rewards)
+    for members in _members(groups):
+        values = rewards[members]
+        is_equal = np.ptp(values) <= EQUAL_WITHIN  # False also for NaN, which the step refuses
+        if len(members) > 1 and not is_equal:
+            advantages[members] = rule(values)
+    return advantages.astype(np.float32)
+
+
+def _members(groups: np.ndarray) -> Iterator[np.ndarray]:
+    """Indices of each group's answers."""
+    order = np.argsort(groups, kind="stable")
+    starts = np.flatnonzero(np.diff(np.asarray(groups)[order])) + 1
+    return iter(np.split(order, starts)) if len(order) else iter(())
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "group": group_normalised,
+    "mean": group_centred,
+    "leave_one_out": leave_one_out,
+    "siblings": siblings_normalised,
+    "batch": batch_normalised,
+}
+
+
+def rewards_by_token(num_tokens: int, parts: Iterable[tuple[int, float]]) -> np.ndarray:
+    """Rewards, given as (position, value), by response token; position -1 is the last token."""
+    rewards = np.zeros(num_tokens, np.float64)
+    for position, value in parts:
+        if num_tokens:
+            rewards[min(position, num_tokens - 1)] += value
+    return rewards
+
+
+def estimate(
+    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """GAE advantages and returns of one response; 0 where a token is not trained on.
+
+    Only trained tokens are actions. Rewards at other tokens (given by an environment, or too old) belong to the trained
+    token before them. The value after the last token is 0.
+    """
+    advantages, returns = np.zeros(len(rewards), np.float32), np.zeros(len(rewards), np.float32)
+    carried, next_value, earned = 0.0, 0.0, 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        earned += float(rewards[t])
+        if not mask[t]:
+            continue
+        value = float(values[t])
+        carried = earned + gamma * next_value - value + gamma * lam * carried
+        advantages[t], returns[t] = carried, carried + value
+        next_value, earned = value, 0.0
+    return advantages, returns
+
+
+def whitened(advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Normalises a batch's advantages to mean 0 and standard deviation 1 over the trained tokens."""
+    trained = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)]) if advantages else np.zeros(0)
+    if len(trained) < 2 or np.ptp(trained) <= EQUAL_WITHIN:
+        return [np.zeros_like(a) for a in advantages]
+    mean, std = float(trained.mean(dtype=np.float64)), float(trained.std(ddof=1, dtype=np.float64))
+    return [((a - mean) / (std + STD_FLOOR) * m).astype(np.float32) for a, m in zip(advantages, masks, strict=True)]

@@ -1,0 +1,119 @@
+"""Attention over packed rows, for any transformers model.
+
+Registered with transformers under `NAME`; a model that uses it is called with `layout=` (see `packing`). Sequences are
+gathered from the row bucket by bucket, go through torch's causal attention, and come back. With right-padded sequences
+plain causality is enough: padding lies behind every real token, so no mask is ever built.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+from offbeat.model.devices import is_slow
+from offbeat.model.usage import Usage, usage, window_of
+from offbeat.trainer.packing import RowLayout
+
+NAME = "offbeat_packed"
+SHORT_TOKENS = 128
+"""Longest bucket whose scores are written out on a CPU."""
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: RowLayout,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """From (1, heads, row, dim) to (1, row, heads, dim), as transformers' own attention functions do.
+
+    `softcap` bounds scores; `s_aux` holds each head's attention-sink score.
+    """
+    if is_slow(query):
+        wide = (query.float(), key.float(), value.float(), attention_mask)
+        how = {"layout": layout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+        return packed_attention(module, *wide, **how)[0].to(query.dtype), None  # type: ignore[arg-type]
+    num_kv_heads, scale = key.shape[1], scaling if scaling is not None else query.shape[-1] ** -0.5
+    is_plain, own_window = softcap is None and s_aux is None, window_of(module)
+    results = []
+    for table in layout.buckets:
+        q, k, v = (_gather(states[0], table, num_kv_heads) for states in (query, key, value))
+        length = table.shape[1]
+        window = own_window if own_window is not None and own_window < length else None
+        if is_plain and (query.device.type != "cpu" or length > SHORT_TOKENS):
+            results.append(_fused(q, k, v, scale, window))
+        else:
+            results.append(_written_out(q, k, v, scale, window, softcap, s_aux))
+    return torch.cat(results).index_select(0, layout.restore).unsqueeze(0), None
+
+
+def _gather(states: Tensor, table: Tensor, num_kv_heads: int) -> Tensor:
+    """From a row (heads, row, dim) to a bucket (samples, kv heads, heads per kv head, length, dim)."""
+    taken = states.index_select(1, table.reshape(-1)).unflatten(1, table.shape).transpose(0, 1)
+    return taken.unflatten(1, (num_kv_heads, -1))
+
+
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Plain matrix products: on a CPU they are faster than fused kernels for short sequences, and no kernel supports
+    caps and sinks."""
+    samples, kv_heads, per_kv_head, length, dim = query.shape
+    scores = query.reshape(samples, kv_heads, per_kv_head * length, dim) @ (key[:, :, 0] * scale).transpose(-1, -2)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.unflatten(2, (per_kv_head, length)) + _causal_bias(length, window, query)
+    if sinks is not None:
+        nowhere = sinks.to(scores.dtype).view(1, kv_heads, per_kv_head, 1, 1).expand(samples, -1, -1, length, 1)
+        weights = torch.cat((scores, nowhere), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    out = (weights.flatten(2, 3) @ value[:, :, 0]).unflatten(2, (per_kv_head, length))
+    return out.permute(0, 3, 1, 2, 4).reshape(samples * length, kv_heads * per_kv_head, value.shape[-1])
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    per_kv_head = query.shape[2]
+    out = scaled_dot_product_attention(
+        query.flatten(1, 2),
+        key.expand(-1, -1, per_kv_head, -1, -1).flatten(1, 2),
+        value.expand(-1, -1, per_kv_head, -1, -1).flatten(1, 2),
+        attn_mask=None if window is None else _causal_bias(query.shape[3], window, query),
+        is_causal=window is None,
+        scale=scale,
+    )
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _causal_bias(length: int, window: int | None, like: Tensor) -> Tensor:
+    """0 where a token may attend, minus infinity elsewhere."""
+    at = torch.arange(length, device=like.device)
+    behind = at[:, None] - at[None, :]
+    hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
+    return torch.zeros(length, length, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+
+
+AttentionInterface.register(NAME, packed_attention)
+
+
+def use_packed_attention(model: PreTrainedModel) -> Usage:
+    """Switches a model to packed rows if it supports them."""
+    found = usage(model)
+    if found.packs:
+        model.set_attn_implementation(NAME)
+    return found

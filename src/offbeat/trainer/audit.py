@@ -1,0 +1,184 @@
+"""Audits: compares the log-probs that came with samples with the trainer's own.
+
+The step computes those of fresh tokens anyway. For a share of the older tokens, the weights of their own version are
+loaded for a moment (`witness`). With equal weights, engine and trainer differ by arithmetic alone. Tokens that attended
+to keys and values of older weights cannot be compared.
+
+A sample whose compared tokens are off by too much on average is not trained on. Compared tokens and tokens that are off
+are counted for each segment; the counts decide about its worker (`offbeat.rules.quarantine`).
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from blake3 import blake3
+from safetensors import SafetensorError
+
+from offbeat.files import link_folder
+from offbeat.rules.quarantine import OFF_GAP
+from offbeat.trainer.packing import Sample, pack, plan
+from offbeat.trainer.policy import Policy
+from offbeat.weights.version import Version, WeightFolder, weights_file
+
+log = logging.getLogger(__name__)
+
+
+class SegmentFinding(NamedTuple):
+    """Compared tokens of one segment, and those that are off."""
+
+    sample: int
+    start: int
+    num_tokens: int
+    num_off: int
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Result of an audit."""
+
+    is_off: np.ndarray
+    """True for each sample that must not be trained on."""
+    segments: tuple[SegmentFinding, ...]
+    """Segments with a compared token; `sample` is the index among the audited samples."""
+
+
+def audit(
+    samples: Sequence[Sample], now: np.ndarray, max_gap: float, witnessed: Sequence[np.ndarray | None] = ()
+) -> Findings:
+    """Compares the samples' log-probs with `now`, the concatenated log-probs at the step's start, and with `witnessed`,
+    for each sample the log-probs of older tokens by their own version (NaN: not computed)."""
+    lengths = [sample.num_tokens for sample in samples]
+    owner = np.repeat(np.arange(len(samples)), lengths)
+    own = np.where(_joined([sample.is_fresh for sample in samples], np.bool_), now, np.nan)
+    compared = ~np.isnan(own)
+    for i, found in enumerate(witnessed):
+        if found is not None:
+            here = np.flatnonzero(owner == i)[~np.isnan(found)]
+            own[here], compared[here] = found[~np.isnan(found)], True
+    gaps = np.where(compared, np.abs(own - _joined([sample.logprobs for sample in samples], np.float32)), 0.0)
+    is_off = np.bincount(owner, gaps, len(samples)) > max_gap * np.bincount(owner, compared, len(samples))
+    starts = _joined([sample.starts for sample in samples], np.int64)
+    begins = np.ones(len(owner), np.bool_)
+    begins[1:] = (owner[1:] != owner[:-1]) | (starts[1:] != starts[:-1])
+    segment, first = np.cumsum(begins) - 1, np.flatnonzero(begins)
+    num_compared = np.bincount(segment, compared, len(first)).astype(int)
+    num_off = np.bincount(segment, gaps > OFF_GAP, len(first)).astype(int)
+    return Findings(
+        is_off,
+        tuple(
+            SegmentFinding(int(owner[at]), int(starts[at]), int(num_compared[i]), int(num_off[i]))
+            for i, at in enumerate(first)
+            if num_compared[i]
+        ),
+    )
+
+
+def witness(
+    policy: Policy,
+    samples: Sequence[Sample],
+    share: float,
+    weights_of: Callable[[int], Path | None],
+    tokens_per_microbatch: int,
+) -> dict[int, np.ndarray]:
+    """Log-probs of about `share` of a batch's older tokens by the weights of their own version, by sample; NaN for the
+    other tokens. `weights_of` returns a version's file."""
+    found: dict[int, np.ndarray] = {}
+    files = {number: file for number in _num_stale(samples) if (file := weights_of(number)) is not None}
+    for number, chosen in choose(samples, share, files):
+        try:
+            with policy.weights_of(files[number]):
+                logprobs = _logprobs(policy, samples, chosen, tokens_per_microbatch)
+        except (OSError, SafetensorError) as error:
+            log.warning("version %d cannot be read for an audit: %s", number, error)
+            continue
+        for i, own in logprobs.items():
+            is_of = _is_of(samples[i], number)
+            found.setdefault(i, np.full(len(own), np.nan, np.float32))[is_of] = own[is_of]
+    return found
+
+
+def _logprobs(
+    policy: Policy, samples: Sequence[Sample], chosen: Sequence[int], tokens_per_microbatch: int
+) -> dict[int, np.ndarray]:
+    found: dict[int, np.ndarray] = {}
+    for local in plan([samples[i] for i in chosen], tokens_per_microbatch):
+        batch = pack(samples, [chosen[i] for i in local], policy.device)
+        ends = np.cumsum([samples[i].num_tokens for i in batch.samples])[:-1]
+        found.update(zip(batch.samples, np.split(policy.logprobs(batch).cpu().numpy(), ends), strict=True))
+    return found
+
+
+def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object]) -> Iterator[tuple[int, list[int]]]:
+    """Chooses versions among those `at_hand`, and samples with tokens of each; few versions, because each is loaded.
+
+    The choice is seeded by a hash of the batch: the same batch is audited in the same way after a resume, and a worker
+    cannot know whether its answer will be audited, because that depends on the other answers of the batch.
+    """
+    num_stale = {number: count for number, count in _num_stale(samples).items() if number in at_hand}
+    if not num_stale or share <= 0:
+        return
+    digest = blake3()
+    for sample in samples:
+        digest.update(sample.response.tobytes()).update(sample.logprobs.tobytes())
+    rng = np.random.default_rng(int.from_bytes(digest.digest(length=8), "little"))
+    numbers, counts = np.array(list(num_stale)), np.array(list(num_stale.values()), float)
+    left = share * counts.sum()
+    for number in rng.choice(numbers, len(numbers), replace=False, p=counts / counts.sum()).tolist():
+        chosen = []
+        for i in rng.permutation([i for i, sample in enumerate(samples) if _is_of(sample, number).any()]).tolist():
+            if left <= 0:
+                break
+            chosen.append(i)
+            left -= int(_is_of(samples[i], number).sum())
+        if chosen:
+            yield number, sorted(chosen)
+
+
+def _num_stale(samples: Sequence[Sample]) -> dict[int, int]:
+    """Number of comparable older tokens by version."""
+    known = [sample.version[sample.is_stale] for sample in samples if sample.version is not None]
+    numbers, counts = np.unique(_joined(known, np.int64), return_counts=True)
+    return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+
+
+def _is_of(sample: Sample, version: int) -> np.ndarray:
+    if sample.version is None:
+        return np.zeros(sample.num_tokens, np.bool_)
+    return sample.is_stale & (sample.version == version)
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
+
+
+class Witnesses(WeightFolder):
+    """The trainer's latest `num_kept` versions, for audits: a batch may hold tokens of each version within the bound.
+
+    They are hard links to published files: they cost disk space but no time. An audit skips a version that is missing.
+    """
+
+    def __init__(self, folder: Path, num_kept: int):
+        super().__init__(folder)
+        self.num_kept = num_kept
+
+    def add(self, version: Version) -> None:
+        """Keeps a version in place of the oldest."""
+        numbers = sorted({int(path.name) for path in self.folder.glob("[0-9]*")} | {version.number})
+        self.keep(numbers[-self.num_kept :])
+        try:
+            link_folder(version.path, self.path(version.number))
+        except OSError as error:
+            shutil.rmtree(self.path(version.number), ignore_errors=True)
+            log.warning("version %d is not kept for audits: %s", version.number, error)
+
+    def file(self, number: int) -> Path | None:
+        """File with a version's tensors; None if it is not kept."""
+        file = weights_file(self.path(number))
+        return file if file.is_file() else None

@@ -1,0 +1,169 @@
+"""Checkpoints: masters, moments, random state and step; nothing that the ledger knows.
+
+A policy that trains an adapter saves only the adapter and the digest of its base; loading with another base or another
+kind of adapter is refused.
+
+A checkpoint is a folder with the trainer's tensors and a manifest, written as a draft, flushed and renamed: it is whole
+or absent, and an earlier one stays until a later one is on disk. The manifest holds the files' digests, so a damaged
+file is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from offbeat.errors import DiskError, OffbeatError, UserError
+from offbeat.files import fsync_file, remedy, replace_folder, write_atomic
+from offbeat.weights.version import Adapter
+
+MANIFEST = "manifest.json"
+IDENTITY = "trainer.id"
+"""Beside the folder of checkpoints."""
+FORMAT = 1
+RNG = "rng."
+"""Prefix of random states' names, one for each device that draws random numbers."""
+
+
+@dataclass(frozen=True)
+class CheckpointManifest:
+    format: int
+    step: int
+    version: int
+    """Version with these weights."""
+    files: dict[str, str]
+    """File name to blake3 digest."""
+    adapter: dict[str, str] | None = None
+    """For an adapter, the digest of its base and the adapter's configuration."""
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, keep: int = 2, adapter: Adapter | None = None):
+        self.folder, self.keep = folder, keep
+        self._adapter = None if adapter is None else {"base": adapter.base, "config": adapter.config}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, step: int, version: int, state: dict[str, Tensor], *, keeps_all: bool = False) -> Path:
+        """Writes a checkpoint and deletes old ones, unless `keeps_all`. If the disk fills up, the draft is removed and
+        the earlier checkpoints stay intact."""
+        final = self.folder / f"{step:08d}"
+        draft = final.with_name(f".{final.name}.draft")
+        try:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir()
+            name = "rank0.safetensors"
+            tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
+            save_file({**tensors, **_random_states()}, draft / name)
+            fsync_file(draft / name)
+            manifest = CheckpointManifest(FORMAT, step, version, {name: _digest(draft / name)}, self._adapter)
+            (draft / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
+            fsync_file(draft / MANIFEST)
+            shutil.rmtree(final, ignore_errors=True)
+            replace_folder(draft, final)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise DiskError(self._cannot_write(step, error)) from error
+        if not keeps_all:
+            self._drop_old()
+        return final
+
+    def _cannot_write(self, step: int, error: Exception) -> str:
+        earlier = self.steps()
+        kept = f"the checkpoint of step {earlier[-1]} is intact" if earlier else "there is no earlier one"
+        reason = " ".join(str(error).split())
+        return (
+            f"cannot write the checkpoint of step {step} to {self.folder}: {reason}; {kept}; {remedy(error)}, then "
+            "--resume the run"
+        )
+
+    def identity(self) -> str:
+        """Random id of this folder of checkpoints, made on first use."""
+        file = self.folder.with_name(IDENTITY)
+        try:
+            if not file.is_file():
+                write_atomic(file, secrets.token_hex(16).encode())
+            return file.read_text()
+        except OSError as error:
+            raise OffbeatError(
+                f"{file}: cannot be written or read: {error.strerror}; fix that, then --resume"
+            ) from error
+
+    def steps(self) -> list[int]:
+        """Steps of whole checkpoints, oldest first."""
+        return sorted(int(f.parent.name) for f in self.folder.glob(f"[0-9]*/{MANIFEST}"))
+
+    def load(self, step: int) -> tuple[CheckpointManifest, dict[str, Tensor]]:
+        """Reads a checkpoint and restores torch's random state."""
+        folder = self.folder / f"{step:08d}"
+        try:
+            manifest = CheckpointManifest(**json.loads((folder / MANIFEST).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise _damaged(folder / MANIFEST) from error
+        if manifest.format != FORMAT:
+            raise UserError(f"{folder}: format {manifest.format}; this Offbeat reads format {FORMAT}")
+        if problem := _other_adapter(manifest.adapter, self._adapter):
+            raise UserError(f"{folder}: {problem}")
+        tensors: dict[str, Tensor] = {}
+        for name, digest in manifest.files.items():
+            file = folder / name
+            if not file.is_file() or _digest(file) != digest:
+                raise _damaged(file)
+            tensors.update(load_file(file))
+        _restore_random({name: tensors.pop(name) for name in list(tensors) if name.startswith(RNG)})
+        return manifest, tensors
+
+    def _drop_old(self) -> None:
+        for step in self.steps()[: -self.keep]:
+            shutil.rmtree(self.folder / f"{step:08d}", ignore_errors=True)
+
+
+def _random_states() -> dict[str, Tensor]:
+    """Random states of the CPU and of every CUDA device, by name; a user's loss may use any of them."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {f"{RNG}cpu": torch.get_rng_state(), **{f"{RNG}cuda.{i}": state for i, state in enumerate(cuda)}}
+
+
+def _restore_random(states: dict[str, Tensor]) -> None:
+    """Sets the random states of the devices present: a run may resume with fewer GPUs, or with none."""
+    torch.set_rng_state(states[f"{RNG}cpu"])
+    for i in range(torch.cuda.device_count()):
+        if f"{RNG}cuda.{i}" in states:
+            torch.cuda.set_rng_state(states[f"{RNG}cuda.{i}"], i)
+
+
+def _other_adapter(saved: dict[str, str] | None, now: dict[str, str] | None) -> str | None:
+    """Why a checkpoint cannot be loaded into the current model; None if it can."""
+    if saved == now:
+        return None
+    if saved is None or now is None:
+        was, is_now = ("all weights", "an adapter") if saved is None else ("an adapter", "all weights")
+        return f"holds {was}, but {is_now} would be trained; set model.lora_rank back"
+    before, after = json.loads(saved["config"]), json.loads(now["config"])
+    for key, name in (("r", "lora_rank"), ("lora_alpha", "lora_alpha"), ("target_modules", "lora_targets")):
+        if before.get(key) != after.get(key):
+            return f"was trained with model.{name} = {before.get(key)}, which is {after.get(key)} now; set it back"
+    if saved["base"] != now["base"]:
+        return (
+            f"its adapter belongs to a model with digest {saved['base'][:12]}, but model.path has {now['base'][:12]}; "
+            "use the model that the run began with, in the same dtype"
+        )
+    return "holds another kind of adapter; use the Offbeat that wrote it"
+
+
+def _damaged(file: Path) -> UserError:
+    return UserError(f"{file}: is damaged; remove {file.parent} to resume from the checkpoint before it")
+
+
+def _digest(file: Path) -> str:
+    return blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()

@@ -1,0 +1,164 @@
+"""Steps that met NaN or infinity: the error, and the dump with which `offbeat replay` repeats the step.
+
+    broken/step-00000012.batch      the batch, the run's configuration, and what was found
+    broken/step-00000012.weights/   the published weights that it was trained from, as hard links
+
+A dump is written by an atomic rename. A run does not need it to resume; users may delete it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import zstandard
+
+from offbeat.errors import OffbeatError, UserError
+from offbeat.files import link_folder, write_atomic
+from offbeat.ledger.records import Batch, Member
+from offbeat.trainer.checkpoint import Checkpoints
+from offbeat.trajectory import array_from_wire, array_to_wire
+from offbeat.weights.version import Version
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+SUFFIX = ".batch"
+
+
+class NotFinite(OffbeatError):
+    """A tensor of the current step holds NaN or infinity; nothing was updated with it."""
+
+    def __init__(self, tensor: str, sample: int | None = None, token: int | None = None):
+        super().__init__(f"{tensor} is not finite")
+        self.tensor = tensor
+        """In words: the trainer's log-prob, the loss, the gradient of a weight."""
+        self.sample, self.token = sample, token
+        """Index of the sample in the batch and of the token in its response, if known."""
+        self.num_updates = 0
+        """Optimizer updates of the same step that were already made."""
+
+
+@dataclass(frozen=True)
+class FailedStepDump:
+    """Content of a dump file."""
+
+    format: int
+    batch: Batch
+    version: int
+    """Version that the step began with."""
+    lr: float
+    tensor: str
+    """As in `NotFinite`; so are the next three."""
+    sample: int | None
+    token: int | None
+    num_updates: int
+    config: dict[str, Any]
+
+    @property
+    def members(self) -> list[Member]:
+        """In the order of the samples."""
+        return [member for group in self.batch.groups for member in group.members]
+
+
+class FailedStep:
+    """A step that ended with `NotFinite`: dumps it and explains it."""
+
+    def __init__(self, step: int, error: NotFinite, batch: Batch, version: Version, lr: float, config: dict[str, Any]):
+        self.step, self.error, self.batch, self.version, self.lr, self.config = step, error, batch, version, lr, config
+        self.task, self.place = locate(error, batch)
+        self.file: Path | None = None
+        self._kept = ""
+
+    def dump(self, folder: Path) -> None:
+        error, version = self.error, self.version
+        found = (error.tensor, error.sample, error.token, error.num_updates)
+        content = FailedStepDump(FORMAT, self.batch, version.number, self.lr, *found, self.config)
+        try:
+            self.file = save(folder, content, version.path)
+            self._kept = f"kept as {self.file}: offbeat replay {self.file} says more"
+        except OSError as problem:
+            self._kept = f"could not be kept in {folder}: {problem.strerror}"
+
+    def event(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "version": self.version.number,
+            "tensor": self.error.tensor,
+            "task": self.task,
+            "token": self.error.token,
+            "file": None if self.file is None else str(self.file),
+        }
+
+    def message(self, saved_step: int | None, checkpoints: Checkpoints) -> str:
+        """The error for users; `saved_step` is the step of the latest checkpoint."""
+        return (
+            f"step {self.step}: {self.error}{f' ({self.place})' if self.place else ''}; its batch (step "
+            f"{self.batch.step}, from version {self.version.number}) is {self._kept}; "
+            f"{self._recovery_hint(saved_step, checkpoints)}"
+        )
+
+    def _recovery_hint(self, saved_step: int | None, checkpoints: Checkpoints) -> str:
+        if self.error.num_updates:
+            begin = "the start" if saved_step is None else f"the checkpoint of step {saved_step}"
+            return f"--resume goes back to {begin}; resume with a smaller optimizer.lr, or check the data"
+        if saved_step != self.step:
+            return "resume with a smaller optimizer.lr, or check the data"
+        is_only = checkpoints.steps() == [saved_step]
+        return (
+            "--resume tries the same batch again: fix the data or the loss first, or remove "
+            f"{checkpoints.folder / f'{saved_step:08d}'} and resume from before it"
+            f"{' (--from-scratch)' if is_only else ''} with a smaller optimizer.lr"
+        )
+
+
+def locate(error: NotFinite, batch: Batch) -> tuple[int | None, str]:
+    """Task in which the error was found, if known, and the place in words."""
+    if error.sample is None:
+        return None, ""
+    task = [member.task for group in batch.groups for member in group.members][error.sample]
+    return task, f"task {task}" + ("" if error.token is None else f", token {error.token}")
+
+
+def save(folder: Path, dump: FailedStepDump, weights: Path) -> Path:
+    """Writes a dump and links the weights beside it; raises OSError if the batch cannot be written. A dump without
+    weights can still be read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"step-{dump.batch.step:08d}{SUFFIX}"
+    try:
+        link_folder(weights, weights_of(file))
+    except OSError as error:
+        log.warning("%s: the weights were not kept: %s", file, error)
+    write_atomic(file, zstandard.compress(msgspec.msgpack.encode(dump, enc_hook=_to_wire)))
+    return file
+
+
+def weights_of(file: Path) -> Path:
+    return file.with_suffix(".weights")
+
+
+def read(file: Path) -> FailedStepDump:
+    try:
+        packed = zstandard.decompress(file.read_bytes())
+        form = msgspec.msgpack.decode(packed, type=dict)["format"]
+        if form != FORMAT:
+            raise UserError(f"{file}: format {form}; this Offbeat reads format {FORMAT}")
+        return msgspec.msgpack.decode(packed, type=FailedStepDump, dec_hook=_from_wire)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}; give a file of a run's broken/") from error
+    except (zstandard.ZstdError, msgspec.MsgspecError, KeyError) as error:
+        raise UserError(f"{file}: holds no saved batch, or is damaged; give a file of a run's broken/") from error
+
+
+def _to_wire(value: Any) -> Any:
+    assert isinstance(value, np.ndarray), f"a {type(value).__name__} in a batch"
+    return array_to_wire(value)
+
+
+def _from_wire(kind: type, value: Any) -> Any:
+    assert kind is np.ndarray, f"a {kind.__name__} in a batch"
+    return array_from_wire(**value)

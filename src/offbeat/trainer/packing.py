@@ -1,0 +1,251 @@
+"""Samples of a batch, and micro-batches without padding: all tokens in one row, a shared prompt only once.
+
+For each group a row holds the prompt and then each member's response without its last token, which predicts nothing.
+Layers that work token by token see no padding. For attention, a `RowLayout` gathers sequences: samples of similar
+length share a bucket, each sample's keys are those of its prompt and its own tokens, and `restore` maps results back to
+the row. A prompt's tokens attend to the same tokens for every member, so the first member's result stands for all.
+
+A model that cannot attend this way takes the same sequences as right-padded rows of their own: the buckets' tables are
+those rows, and `restore` maps their results to the packed row as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offbeat.ledger.records import Batch
+from offbeat.trajectory import Segment, Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One trajectory as the loss sees it, in numpy arrays. `mask` is decided by the claim; training only narrows it."""
+
+    group: int
+    prompt: np.ndarray
+    response: np.ndarray
+    logprobs: np.ndarray
+    """Behaviour log-probs, one per response token; 0 for given tokens."""
+    mask: np.ndarray
+    """True where a response token may be trained on."""
+    reward: float
+    """Weighted sum of all reward parts."""
+    staleness: np.ndarray | None = None
+    """Steps since each token's version, valid where `mask` is True; None: 0 everywhere."""
+    sampled: np.ndarray | None = None
+    """True where a token was sampled, even if it is too old to be trained on; None: same as `mask`."""
+    rewards: tuple[tuple[int, float], ...] = ()
+    """The same reward as (position, value), already weighted; empty: all of it at the last token."""
+    segment: np.ndarray | None = None
+    """For each token, the start of its segment; None: there is one segment."""
+    version: np.ndarray | None = None
+    """Version of each token; None: unknown, so only fresh tokens can be audited."""
+    old_kv: np.ndarray | None = None
+    """True where a token attended to keys and values of weights older than its own; None: nowhere."""
+    siblings: int | None = None
+    """Prompt id shared by answers of one prompt that are claimed separately; None: use `group`."""
+    earlier: tuple[float, ...] = ()
+    """Rewards of siblings that are not in the batch."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.response), len(self.logprobs), len(self.mask), len(self.ages)}
+        assert len(lengths) == 1, f"group {self.group}: tokens, log-probs and mask disagree in length: {lengths}"
+        assert len(self.prompt) > 0, f"group {self.group}: a prompt needs a token to predict the first response from"
+
+    @property
+    def prompt_id(self) -> int:
+        """Equal for all answers to one prompt: they share its tokens and are compared with each other."""
+        return self.group if self.siblings is None else self.siblings
+
+    @property
+    def ages(self) -> np.ndarray:
+        """Staleness of each token; -1 where it is not trained on."""
+        if self.staleness is None:
+            return np.where(self.mask, 0, -1)
+        return np.where(self.mask, self.staleness, -1)
+
+    @property
+    def is_fresh(self) -> np.ndarray:
+        """True where a trained token was sampled from exactly the weights that the step begins with."""
+        return (self.ages == 0) & self._own_kv
+
+    @property
+    def is_stale(self) -> np.ndarray:
+        """True where a trained token was sampled from exactly one older version."""
+        return (self.ages > 0) & self._own_kv
+
+    @property
+    def _own_kv(self) -> np.ndarray | bool:
+        return True if self.old_kv is None else ~self.old_kv
+
+    @property
+    def starts(self) -> np.ndarray:
+        """For each token, the start of its segment."""
+        return np.zeros(self.num_tokens, np.int64) if self.segment is None else self.segment
+
+    @property
+    def counted(self) -> np.ndarray:
+        """True where a token counts in denominators: rejecting tokens must not raise the weight of the others."""
+        return self.mask if self.sampled is None else self.sampled | self.mask
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.response)
+
+
+def samples_of(batch: Batch) -> Sequence[Sample]:
+    """Samples of a batch, in the order of the claim."""
+    return [
+        Sample(
+            group=group.group,
+            prompt=member.trajectory.prompt,
+            response=member.trajectory.tokens,
+            logprobs=member.trajectory.logprobs,
+            mask=member.mask,
+            reward=member.reward,
+            staleness=member.staleness,
+            sampled=member.trajectory.sampled_mask,
+            segment=_per_token(member.trajectory, [segment.start for segment in member.trajectory.segments]),
+            version=member.trajectory.versions,
+            old_kv=_per_token(member.trajectory, [_has_old_kv(segment) for segment in member.trajectory.segments]),
+            rewards=tuple((part.position, part.weight * part.value) for part in member.rewards),
+            siblings=group.prompt,
+            earlier=group.earlier,
+        )
+        for group in batch.groups
+        for member in group.members
+    ]
+
+
+def _per_token(trajectory: Trajectory, values: Sequence[int | bool]) -> np.ndarray:
+    """Repeats each segment's value for its tokens."""
+    return np.repeat(values, [len(segment.tokens) for segment in trajectory.segments])
+
+
+def _has_old_kv(segment: Segment) -> bool:
+    """Whether the tokens attended to keys and values of older weights than their own."""
+    return segment.version is not None and segment.kv_version is not None and segment.kv_version < segment.version
+
+
+BUCKET_RATIO = 0.6
+"""A bucket's shortest sample is at least this share of its longest; bounds the padding in attention."""
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Positions of the sequences in a packed row, for attention."""
+
+    buckets: tuple[Tensor, ...]
+    """For each bucket a (samples, length) table of row positions; padding on the right is never read."""
+    restore: Tensor
+    """For each row position, its index in the concatenated results of the buckets."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Samples packed into one row, with the indices that the loss needs."""
+
+    samples: tuple[int, ...]
+    """Indices of the packed samples, in the order of their targets."""
+    tokens: Tensor
+    positions: Tensor
+    layout: RowLayout
+    predict_from: Tensor
+    """The row positions whose logits are needed, each once."""
+    target_row: Tensor
+    """For each target, the index in `predict_from` that predicts it; members of a group share their first."""
+    targets: Tensor
+    """Response tokens of all samples, one after the other."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.numel()
+
+
+def plan(samples: Sequence[Sample], tokens_per_microbatch: int, *, shares_prompts: bool = True) -> list[list[int]]:
+    """Splits samples into micro-batches of at most `tokens_per_microbatch` row tokens, keeping groups together.
+
+    `shares_prompts`: a group's prompt counts once, otherwise once for each member. The order is by prompt id and index
+    alone. A sample over the limit gets a micro-batch of its own.
+    """
+    order = sorted(range(len(samples)), key=lambda i: (samples[i].prompt_id, i))
+    batches: list[list[int]] = []
+    room, prompt_id = 0, None
+    for i in order:
+        sample = samples[i]
+        own = max(sample.num_tokens - 1, 0)
+        is_shared = shares_prompts and batches and sample.prompt_id == prompt_id
+        cost = own if is_shared else own + len(sample.prompt)
+        if not batches or cost > room:
+            batches.append([])
+            room, cost = tokens_per_microbatch, own + len(sample.prompt)
+        batches[-1].append(i)
+        room, prompt_id = room - cost, sample.prompt_id
+    return batches
+
+
+def pack(samples: Sequence[Sample], chosen: Sequence[int], device: torch.device) -> Microbatch:
+    """Packs the chosen samples, in the order of `plan`, into one row."""
+    row, positions, predict, target_row, targets = [], [], [], [], []
+    sequences: list[np.ndarray] = []
+    size = num_predict = 0
+    prompt_id, prompt_at, prompt_predicts = None, np.zeros(0, np.int64), 0
+    for i in chosen:
+        sample = samples[i]
+        if sample.prompt_id != prompt_id:
+            prompt_id = sample.prompt_id
+            row.append(sample.prompt)
+            positions.append(np.arange(len(sample.prompt)))
+            prompt_at = np.arange(size, size + len(sample.prompt))
+            size += len(sample.prompt)
+            predict.append(prompt_at[-1:])
+            prompt_predicts = num_predict
+            num_predict += 1
+        own = max(sample.num_tokens - 1, 0)
+        own_at = np.arange(size, size + own)
+        row.append(sample.response[:own])
+        positions.append(np.arange(len(sample.prompt), len(sample.prompt) + own))
+        sequences.append(np.concatenate([prompt_at, own_at]))
+        predict.append(own_at)
+        if sample.num_tokens:
+            target_row.append(np.concatenate([[prompt_predicts], np.arange(num_predict, num_predict + own)]))
+        targets.append(sample.response)
+        size += own
+        num_predict += own
+
+    def tensor(parts: Sequence[np.ndarray]) -> Tensor:
+        return torch.as_tensor(np.concatenate(parts).astype(np.int64), device=device)
+
+    return Microbatch(
+        samples=tuple(chosen),
+        tokens=tensor(row),
+        positions=tensor(positions),
+        layout=_layout(sequences, size, device),
+        predict_from=tensor(predict),
+        target_row=tensor(target_row) if target_row else torch.zeros(0, dtype=torch.int64, device=device),
+        targets=tensor(targets),
+    )
+
+
+def _layout(sequences: Sequence[np.ndarray], size: int, device: torch.device) -> RowLayout:
+    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
+    runs: list[list[int]] = []
+    for i in order:
+        if not runs or len(sequences[i]) < BUCKET_RATIO * len(sequences[runs[-1][0]]):
+            runs.append([])
+        runs[-1].append(i)
+    buckets, restore, offset = [], np.zeros(size, np.int64), 0
+    for run in runs:
+        length = len(sequences[run[0]])
+        table = np.zeros((len(run), length), np.int64)
+        for line, i in enumerate(run):
+            table[line, : len(sequences[i])] = sequences[i]
+            restore[sequences[i]] = offset + line * length + np.arange(len(sequences[i]))
+        buckets.append(torch.as_tensor(table, device=device))
+        offset += table.size
+    return RowLayout(tuple(buckets), torch.as_tensor(restore, device=device))

@@ -1,0 +1,377 @@
+"""The policy being trained: forward and backward over micro-batches, the optimizer update, its state.
+
+The model holds exactly the tensors that are published, in their dtype, and every forward pass uses them. If that dtype
+is not float32, the optimizer holds float32 masters: gradients are added up in float32, the update is made there and
+rounded into the model. Sums run in the order of the micro-batches, so equal input gives equal bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from offbeat.errors import UserError
+from offbeat.model.lora import published_tensors
+from offbeat.model.usage import (
+    Usage,
+    distance,
+    kind_of,
+    max_distance,
+    one_line_errors,
+    own_logits,
+    probe_tokens,
+    without_random,
+)
+from offbeat.trainer.attention import use_packed_attention
+from offbeat.trainer.not_finite import NotFinite
+from offbeat.trainer.packing import Microbatch, Sample, pack
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+
+class Forward(NamedTuple):
+    """Result of a forward pass for every target of a micro-batch, in float32."""
+
+    logprobs: Tensor
+    """After temperature."""
+    values: Tensor | None = None
+    """The value head's values before the token is chosen; None without a head."""
+
+
+LossFunction = Callable[[Forward], Tensor]
+"""From a micro-batch's forward pass to the scalar whose gradient is accumulated."""
+
+
+class Policy:
+    """One model and its optimizer on one device."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adam: AdamSettings,
+        temperature: float = 1.0,
+        gradient_checkpointing: bool = False,
+        has_value_head: bool = False,
+    ):
+        self.usage = use_packed_attention(model)
+        self.model, self.temperature, self.adam = model, temperature, adam
+        self.device = next(model.parameters()).device
+        self.num_threads = torch.get_num_threads()
+        self.num_updates = 0
+        """Updates begun since this object was made: an equal number means equal weights."""
+        if gradient_checkpointing:
+            checkpoint_layers(model)
+        self.head = ValueHead(model) if has_value_head else None
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if self.head is not None:
+            trained += [(f"value_head.{name}", p) for name, p in self.head.linear.named_parameters()]
+        self.names, self.parameters = [name for name, _ in trained], [p for _, p in trained]
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.parameters]
+        self.optimizer = torch.optim.AdamW(
+            self.masters,
+            lr=0.0,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            fused=self.device.type in ("cpu", "cuda"),
+        )
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                parameter.register_post_accumulate_grad_hook(_add_to(master))
+        check_forward(model, self.usage)
+
+    def use_threads(self) -> None:
+        """Uses all threads from the calling thread, which may start with the number that an engine last set."""
+        torch.set_num_threads(self.num_threads)
+
+    @torch.no_grad()
+    def logprobs(self, microbatch: Microbatch, model: PreTrainedModel | None = None) -> Tensor:
+        """Log-probs of the targets under this policy, or under another model that uses packed rows."""
+        return forward(model or self.model, microbatch, self.temperature, self.usage).logprobs
+
+    @torch.no_grad()
+    def infer(self, microbatch: Microbatch) -> Forward:
+        """Forward pass without gradients."""
+        return forward(self.model, microbatch, self.temperature, self.usage, self.head)
+
+    def forward_backward(self, microbatch: Microbatch, loss: LossFunction) -> Tensor:
+        """Adds one micro-batch's gradient; returns the targets' log-probs, detached."""
+        found = forward(self.model, microbatch, self.temperature, self.usage, self.head)
+        loss(found).backward()
+        return found.logprobs.detach()
+
+    def update(self, lr: float) -> float:
+        """One optimizer update from the accumulated gradients; returns their norm before clipping. A gradient that is
+        not finite raises `NotFinite`; the gradients are dropped and nothing changes."""
+        for master in self.masters:
+            if master.grad is None:  # without a backward pass, momentum still moves the weights
+                master.grad = torch.zeros_like(master)
+        norm = torch.nn.utils.get_total_norm([master.grad for master in self.masters if master.grad is not None])
+        if not norm.isfinite():  # checked before clipping, which would spread NaN over all gradients
+            wrong = [name for name, m in zip(self.names, self.masters, strict=True) if not _is_finite(m.grad)]
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NotFinite(f"the gradient of {wrong[0] if wrong else 'all weights together'}")
+        torch.nn.utils.clip_grads_with_norm_(self.masters, self.adam.max_grad_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.num_updates += 1
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._round_into_model()
+        return float(norm)
+
+    @torch.no_grad()
+    def _round_into_model(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                parameter.copy_(master)
+
+    @contextmanager
+    def weights_of(self, file: Path) -> Iterator[None]:
+        """Inside, the model has the weights of another version, read from `file`. Afterwards its own weights are
+        rounded from the masters again; only weights without a separate master are copied."""
+        pairs = zip(self.parameters, self.masters, strict=True)
+        kept = [(parameter, parameter.detach().clone()) for parameter, master in pairs if master is parameter]
+        own = published_tensors(self.model)
+        try:
+            with torch.no_grad(), safe_open(file, framework="pt") as stored:
+                for name, tensor in own.items():
+                    tensor.copy_(stored.get_tensor(name))
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, before in kept:
+                    parameter.copy_(before)
+            self._round_into_model()
+
+    def state(self) -> dict[str, Tensor]:
+        """Masters and moments by name, for a checkpoint."""
+        tensors = {}
+        for name, master in zip(self.names, self.masters, strict=True):
+            tensors[f"master.{name}"] = master.detach()
+            for key, value in self.optimizer.state.get(master, {}).items():
+                tensors[f"{key}.{name}"] = value.detach()
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Restores what `state` gave, to the bit."""
+        keys = sorted({key.split(".", 1)[0] for key in tensors} - {"master"})
+        (group,) = self.optimizer.param_groups
+        for name, master in zip(self.names, self.masters, strict=True):
+            master.copy_(tensors[f"master.{name}"])
+            saved = {key: tensors[f"{key}.{name}"] for key in keys if f"{key}.{name}" in tensors}
+            if saved:  # tensor by tensor, so that there is never a second copy of all
+                self.optimizer.state[master] = {
+                    key: value.to(state_device(key, master, group), torch.float32, copy=True)
+                    for key, value in saved.items()
+                }
+        self._round_into_model()
+
+
+def state_device(key: str, master: Tensor, group: Mapping[str, Any]) -> torch.device:
+    """Device on which an optimizer with the options of `group` reads the state `key` of `master`.
+
+    Moments lie with their master. So does the count of steps for fused and capturable kernels; the others want it on
+    the CPU, and each kind refuses the other's.
+    """
+    return master.device if key != "step" or group["fused"] or group["capturable"] else torch.device("cpu")
+
+
+def _is_finite(gradient: Tensor | None) -> bool:
+    return gradient is None or bool(gradient.isfinite().all())
+
+
+def _add_to(master: Tensor) -> Callable[[Tensor], None]:
+    """Hook that adds a parameter's gradient to its float32 master's."""
+
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        parameter.grad = None
+
+    return hook
+
+
+def learning_rate(step: int, lr: float, schedule: str, warmup_steps: int, num_steps: int) -> float:
+    """Learning rate at `step`: warm-up from above 0, then constant, or linear or cosine decay to 0 at the end."""
+    if step < warmup_steps:
+        return lr * (step + 1) / (warmup_steps + 1)
+    done = (step - warmup_steps) / max(num_steps - warmup_steps, 1)
+    if schedule == "constant":
+        return lr
+    if schedule == "linear":
+        return lr * (1 - done)
+    assert schedule == "cosine", f"unknown schedule {schedule}"
+    return lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def forward(
+    model: PreTrainedModel, microbatch: Microbatch, temperature: float, usage: Usage, head: ValueHead | None = None
+) -> Forward:
+    found = outputs(model, microbatch, usage, head)
+    logits = found.logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    chosen = logits[microbatch.target_row, microbatch.targets]
+    logprobs = chosen - torch.logsumexp(logits, dim=-1)[microbatch.target_row]
+    return Forward(logprobs, None if found.values is None else found.values[microbatch.target_row])
+
+
+class Outputs(NamedTuple):
+    """Outputs of a model at the positions `Microbatch.predict_from`."""
+
+    logits: Tensor
+    values: Tensor | None
+
+
+def outputs(model: PreTrainedModel, microbatch: Microbatch, usage: Usage, head: ValueHead | None = None) -> Outputs:
+    """One forward pass over the packed row, or over a row for each sample if the model cannot use packed rows."""
+    if usage.packs:
+        inputs = {
+            "input_ids": microbatch.tokens[None],
+            "position_ids": microbatch.positions[None],
+            "layout": microbatch.layout,
+        }
+        return _at(model, inputs, microbatch.predict_from, usage, head, slice(None))
+    # Index of each prediction in the concatenated rows of all buckets.
+    cells, start = microbatch.layout.restore[microbatch.predict_from], 0
+    found, wanted = [], []
+    for table in microbatch.layout.buckets:
+        wanted.append(((cells >= start) & (cells < start + table.numel())).nonzero().squeeze(1))
+        row, column = (cells[wanted[-1]] - start) // table.shape[1], (cells[wanted[-1]] - start) % table.shape[1]
+        start += table.numel()
+        columns, inverse = column.unique(return_inverse=True)
+        inputs = {"input_ids": microbatch.tokens[table]}
+        found.append(_at(model, inputs, columns, usage, head, row * len(columns) + inverse))
+    back = torch.cat(wanted).argsort()
+    values = None if head is None else torch.cat([one.values for one in found if one.values is not None])[back]
+    return Outputs(torch.cat([one.logits for one in found])[back], values)
+
+
+def _at(
+    model: PreTrainedModel,
+    inputs: dict[str, Any],
+    columns: Tensor,
+    usage: Usage,
+    head: ValueHead | None,
+    cells: Tensor | slice,
+) -> Outputs:
+    """Forward pass; selects `columns` of each row, flattens them and returns `cells`."""
+    options = {"logits_to_keep": columns} if usage.picks_logits else {}
+    logits = model(**inputs, **options, use_cache=False).logits
+    values = None if head is None else head.values()
+    if not usage.picks_logits:
+        logits, values = logits[:, columns], None if values is None else values[:, columns]
+    return Outputs(logits.flatten(0, 1)[cells], None if values is None else values.flatten()[cells])
+
+
+class ValueHead:
+    """Predicts the expected reward per token from the inputs of the output layer, for one product with a vector.
+
+    It starts at 0 and is saved in checkpoints, but is no part of a version: engines do not need it.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        output = model.get_output_embeddings()
+        if output is None:
+            raise UserError(f'loss.advantage = "gae": {type(model).__name__} has no output layer for a value head')
+        self.linear = torch.nn.Linear(output.weight.shape[1], 1, device=output.weight.device)
+        torch.nn.init.zeros_(self.linear.weight)
+        torch.nn.init.zeros_(self.linear.bias)
+        self._hidden: Tensor | None = None
+        output.register_forward_pre_hook(self._record)
+
+    def _record(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self._hidden = args[0]
+
+    def values(self) -> Tensor:
+        """Values at each position whose logits the last forward pass computed."""
+        assert self._hidden is not None, "the value head has seen no forward pass"
+        hidden, self._hidden = self._hidden, None  # frees the activations
+        return self.linear(hidden.float()).squeeze(-1)
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Makes layers keep only their inputs. transformers' own switch needs training mode, which would turn on dropout
+    and router noise; here the model stays in evaluation mode."""
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise UserError(f"model.gradient_checkpointing = true: {kind_of(model)} has no layers for it; set it to false")
+    for layer in layers:
+        again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = again
+
+
+def check_forward(model: PreTrainedModel, usage: Usage) -> None:
+    """Refuses a model whose log-probs depend on the other samples of a micro-batch, or that has no backward pass.
+
+    Three short samples go through the training forward pass together and back to the input. Two of them, one that
+    shares its prompt and the last, also go through transformers' own code alone: five passes over a dozen tokens.
+    """
+    samples = _samples(model)
+    with one_line_errors(model, "a pass forward and back"), without_random(model):
+        batch = pack(samples, range(len(samples)), model.device)
+        logits = _forward_backward(model, batch, usage)[batch.target_row]
+        together = logits.split([sample.num_tokens for sample in samples])
+        for sample, found in list(zip(samples, together, strict=True))[1:]:
+            tokens = np.concatenate([sample.prompt, sample.response[:-1]])
+            with torch.no_grad():
+                alone = own_logits(model, torch.as_tensor(tokens, device=model.device)[None])
+            gap, allowed = distance(found, alone[0, len(sample.prompt) - 1 :]), max_distance(model)
+            if gap is not None and not gap <= allowed:
+                raise UserError(
+                    f"model.path: {kind_of(model)}: beside others a sample's log-probs are off by {gap:.2g} of their "
+                    f"spread (allowed {allowed:g}), so it cannot be trained; take a model that docs/models.md lists"
+                )
+
+
+def _forward_backward(model: PreTrainedModel, batch: Microbatch, usage: Usage) -> Tensor:
+    """Logits, after a backward pass to the embedded tokens; no weight gradient takes memory."""
+    embedded: list[Tensor] = []
+
+    def cut_graph(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1].clone()  # some models write in place, which a leaf does not allow
+
+    hook = model.get_input_embeddings().register_forward_hook(cut_graph)
+    try:
+        with torch.enable_grad():
+            logits = outputs(model, batch, usage).logits
+            torch.autograd.grad(logits.sum(), embedded, allow_unused=True)
+    finally:
+        hook.remove()
+    return logits.detach()
+
+
+def _samples(model: PreTrainedModel) -> list[Sample]:
+    """Samples that share a padded bucket if the model needs padding, one of them with a prompt of one token."""
+    tokens = np.array(probe_tokens(model, 17))
+    prompt, others = tokens[:3], np.split(tokens[3:], (5, 8, 9))
+    return [_sample(0, prompt, others[0]), _sample(0, prompt, others[1]), _sample(1, others[2], others[3])]
+
+
+def _sample(group: int, prompt: np.ndarray, response: np.ndarray) -> Sample:
+    """A sample without a reward."""
+    return Sample(group, prompt, response, np.zeros(len(response), np.float32), np.ones(len(response), bool), 0.0)

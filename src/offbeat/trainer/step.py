@@ -1,0 +1,476 @@
+"""One training step: a batch of samples in, updated weights and the step's metrics out.
+
+The batch is split by whole groups, in order, into `updates_per_step` parts; each part is one optimizer update.
+Denominators are fixed before an update's first micro-batch. With one update, the log-probs at the start of the step are
+those of the forward pass itself; with several, they and a value head's values are computed before the first update.
+
+Samples are audited on the way: one whose log-probs are not those of its version is not trained on
+(`offbeat.trainer.audit`). A sample without an advantage has no gradient (unless a KL term or a value head gives it one)
+and skips the backward pass: late in a run that is most of them. It is still measured and counts in every denominator.
+
+NaN and infinity raise `NotFinite` before the update that they would affect.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from offbeat.trainer.advantages import Advantage, Credit, GaeSettings, credit, group_normalised
+from offbeat.trainer.audit import SegmentFinding, audit, witness
+from offbeat.trainer.losses import (
+    MAX_LOG_RATIO,
+    Correction,
+    CorrectionSettings,
+    Divergence,
+    LossSettings,
+    PolicyLoss,
+    Tokens,
+    clean,
+    clip,
+    correct,
+    k3,
+)
+from offbeat.trainer.not_finite import NotFinite
+from offbeat.trainer.packing import Microbatch, Sample, pack, plan
+from offbeat.trainer.policy import Forward, Policy
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    updates_per_step: int = 1
+    tokens_per_microbatch: int = 16384
+    advantage: Advantage = group_normalised
+    recalls_siblings: bool = False
+    """Whether answers are also compared with siblings that are not in the batch."""
+    gae: GaeSettings | None = None
+    """Advantages from a value head, instead of `advantage`."""
+    policy_loss: PolicyLoss = clip
+    is_own: bool = False
+    """Whether the loss is the user's: a sample without an advantage may then have a gradient."""
+    loss: LossSettings = field(default_factory=LossSettings)
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
+    aggregate: str = "sequence_mean"
+    aggregate_tokens: int = 1
+    kl_coef: float = 0.0
+    divergence: Divergence = k3
+    max_sample_gap: float | None = None
+    """Mean log-prob error of a sample's compared tokens above which it is not trained on; None: no audit."""
+    audit_share: float = 0.0
+    """Share of older tokens that are compared with the weights of their own version."""
+
+
+def train_step(
+    policy: Policy,
+    samples: Sequence[Sample],
+    settings: StepSettings,
+    lr: float,
+    reference: PreTrainedModel | None = None,
+    weights_of: Callable[[int], Path | None] = lambda number: None,
+) -> StepMetrics:
+    """Trains on a batch. `reference` is the frozen initial model for a KL term; `weights_of` returns the weights file
+    of an older version, for audits."""
+    policy.use_threads()
+    parts = parts_of(samples, settings.updates_per_step)
+    step = StepInProgress(policy, samples, settings, reference)
+    if settings.max_sample_gap is not None:
+        step.witnessed = witness(policy, samples, settings.audit_share, weights_of, settings.tokens_per_microbatch)
+    step.begin(parts)
+    norms: list[float] = []
+    try:
+        for part in parts:
+            step.accumulate(part)
+            norms.append(policy.update(lr))
+    except NotFinite as error:
+        error.num_updates = len(norms)
+        policy.optimizer.zero_grad(set_to_none=True)
+        raise
+    return step.sums.metrics(norms, step.credit.signal_share, has_values=settings.gae is not None)
+
+
+BUCKET_ENDS = (0, 1, 2, 4, 8)
+"""Largest staleness of each bucket but the last, which is open."""
+BUCKET_NAMES = ("0", "1", "2", "3-4", "5-8", "9+")
+
+
+@dataclass(frozen=True)
+class StalenessMetrics:
+    """Metrics of one staleness bucket."""
+
+    num_tokens: int
+    ess: float
+    """Effective sample size under importance weights, as a share of the tokens."""
+    behaviour_kl: float
+    """KL estimate (k3) between the policy at the start of the step and the one that sampled the tokens."""
+    clip_share: float
+    kept_share: float
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Metrics of a step; means are over trainable tokens."""
+
+    loss: float
+    grad_norm: float
+    clip_share: float
+    kept_share: float
+    """Share of tokens that the correction did not reject."""
+    kl: float
+    ess: float
+    logprob_gap: float
+    """Mean absolute difference between the log-probs of engine and trainer, over tokens sampled from the weights of the
+    step's start; NaN without such tokens."""
+    clamped_share: float
+    """Share of tokens with a log-ratio clamped at `MAX_LOG_RATIO`."""
+    entropy: float
+    """Estimated from the sampled tokens' log-probs."""
+    num_trained_tokens: int
+    num_row_tokens: int
+    num_microbatches: int
+    signal_share: float
+    """Share of samples whose advantage is not 0."""
+    value_loss: float | None = None
+    audited: tuple[int, ...] = ()
+    """Samples left out because their log-probs are not those of their version."""
+    compared: tuple[SegmentFinding, ...] = ()
+    """Segments whose log-probs were compared with those of their version."""
+    by_staleness: dict[str, StalenessMetrics] = field(default_factory=dict)
+
+    def row(self) -> dict[str, float]:
+        """The step's metrics by name, without those that do not apply."""
+        row = {**asdict(self), "audited": len(self.audited)}
+        row["compared_tokens"] = sum(segment.num_tokens for segment in self.compared)
+        row["off_tokens"] = sum(segment.num_off for segment in self.compared)
+        del row["by_staleness"], row["compared"]
+        if self.value_loss is None:
+            del row["value_loss"]
+        for name, bucket in self.by_staleness.items():
+            row |= {f"{metric}/staleness_{name}": value for metric, value in asdict(bucket).items()}
+        return row
+
+
+class StepInProgress:
+    """State shared by the micro-batches of a step."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        samples: Sequence[Sample],
+        settings: StepSettings,
+        reference: PreTrainedModel | None,
+    ):
+        self.policy, self.samples, self.settings, self.reference = policy, samples, settings, reference
+        self.proximal: dict[int, np.ndarray] = {}
+        """Log-probs at the step's start by sample, if computed before the first update."""
+        self.values: dict[int, np.ndarray] = {}
+        self.witnessed: dict[int, np.ndarray] = {}
+        """Log-probs of older tokens by the weights of their version, by sample; NaN: not computed."""
+        self.credit = Credit((), None, 0.0)
+        self.sums = StepAccumulator()
+
+    def begin(self, parts: Sequence[Sequence[int]]) -> None:
+        """Records what is needed of the policy at the step's start, and computes the advantages."""
+        settings = self.settings
+        if len(parts) > 1 or settings.gae is not None:
+            self._record_start(parts)
+        values = [self.values.get(i) for i in range(len(self.samples))]
+        self.credit = credit(
+            self.samples, settings.advantage, settings.gae, values, recalls_siblings=settings.recalls_siblings
+        )
+
+    def _record_start(self, parts: Sequence[Sequence[int]]) -> None:
+        """Computes every sample's log-probs and values under the current policy."""
+        for part in parts:
+            for batch in self._microbatches(part):
+                found = self.policy.infer(batch)
+                ends = np.cumsum([self.samples[i].num_tokens for i in batch.samples])[:-1]
+                self.proximal.update(zip(batch.samples, np.split(found.logprobs.cpu().numpy(), ends), strict=True))
+                if found.values is not None:
+                    self.values.update(zip(batch.samples, np.split(found.values.cpu().numpy(), ends), strict=True))
+        for i, values in self.values.items():
+            wrong = np.flatnonzero(~np.isfinite(values) & self.samples[i].mask)
+            if len(wrong):  # one would spoil the advantages of all samples
+                raise NotFinite("the value head's guess", i, int(wrong[0]))
+
+    def accumulate(self, part: Sequence[int], only: Sequence[int] | None = None) -> None:
+        """Accumulates the gradient of one update; `only`: the contribution of these samples alone."""
+        settings, masks = self.settings, [self.samples[i].mask for i in part]
+        counted = [self.samples[i].counted for i in part]
+        totals = Totals.of(counted)
+        weighed = token_weights(masks, totals, settings.aggregate, settings.aggregate_tokens, counted)
+        weights = dict(zip(part, weighed, strict=True))
+        learns_all = settings.kl_coef > 0 or settings.gae is not None or settings.is_own
+        chosen = part if only is None else only
+        learning = [i for i in chosen if learns_all or self.credit.advantages[i].any()]
+        silent = sorted(set(chosen) - set(learning))
+        for batch in self._microbatches(learning):
+            self._learn(batch, weights, totals)
+        for batch in self._microbatches(silent):
+            self._measure(batch)
+
+    def _learn(self, batch: Microbatch, weights: dict[int, np.ndarray], totals: Totals) -> None:
+        settings, sums = self.settings, self.sums
+        weight = self._flat([weights[i] for i in batch.samples])
+        reference = self.policy.logprobs(batch, self.reference) if self.reference is not None else None
+
+        def loss(found: Forward) -> Tensor:
+            tokens = self._tokens(batch, found.logprobs, reference)
+            token = settings.policy_loss(tokens, settings.loss)
+            correction = correct(tokens, settings.correction)
+            costs = token.loss * correction.weight * weight * tokens.mask
+            total = costs.sum()
+            kl_sum = value = total.new_zeros(())
+            if reference is not None:
+                assert tokens.reference is not None
+                kl = settings.divergence(tokens.logprobs, tokens.reference)
+                total = total + settings.kl_coef * (kl * weight * tokens.mask).sum()
+                kl_sum = (kl.detach() * tokens.mask).sum()
+            if settings.gae is not None:
+                value = self._value_loss(batch, found, tokens, totals)
+                total = total + settings.gae.value_coef * value
+            sums.add(tokens, correction, token.clipped, self._fresh(batch))
+            loss_sum, divergence_sum, value_sum = torch.stack([total.detach(), kl_sum, value.detach()]).tolist()
+            if not np.isfinite(loss_sum):
+                wrong = (~costs.detach().isfinite()).nonzero()  # none: their sum, or another term, is not finite
+                raise NotFinite("the loss", *(self._locate(batch, int(wrong[0])) if len(wrong) else ()))
+            sums.loss, sums.kl, sums.value_loss = (
+                sums.loss + loss_sum,
+                sums.kl + divergence_sum,
+                sums.value_loss + value_sum,
+            )
+            return total
+
+        self.policy.forward_backward(batch, loss)
+        self._count(batch)
+
+    def _measure(self, batch: Microbatch) -> None:
+        """Adds the metrics of samples without a gradient."""
+        start = self._start(batch)
+        tokens = self._tokens(batch, self.policy.logprobs(batch) if start is None else start, None)
+        self.sums.add(tokens, correct(tokens, self.settings.correction), None, self._fresh(batch))
+        self._count(batch)
+
+    def _tokens(self, batch: Microbatch, logprobs: Tensor, reference: Tensor | None) -> Tokens:
+        """Tokens of a micro-batch, audited; raises `NotFinite`."""
+        chosen = [self.samples[i] for i in batch.samples]
+        start = self._start(batch)
+        proximal = logprobs.detach() if start is None else start
+        mask = np.concatenate([sample.mask for sample in chosen])
+        lengths = [sample.num_tokens for sample in chosen]
+        if self.settings.max_sample_gap is not None:
+            witnessed = [self.witnessed.get(i) for i in batch.samples]
+            findings = audit(chosen, proximal.cpu().numpy(), self.settings.max_sample_gap, witnessed)
+            self.sums.audited += [i for i, is_off in zip(batch.samples, findings.is_off, strict=True) if is_off]
+            self.sums.compared += [found._replace(sample=batch.samples[found.sample]) for found in findings.segments]
+            mask &= np.repeat(~findings.is_off, lengths)
+        tokens, wrong_tokens = clean(
+            Tokens(
+                logprobs=logprobs,
+                proximal=proximal,
+                behaviour=self._flat([sample.logprobs for sample in chosen]),
+                advantages=self._flat([self.credit.advantages[i] for i in batch.samples]),
+                mask=torch.as_tensor(mask, device=logprobs.device),
+                sequence=self._whole([np.repeat(np.arange(len(chosen)), lengths)]),
+                num_sequences=len(chosen),
+                staleness=self._whole([sample.ages for sample in chosen]),
+                reference=reference,
+            )
+        )
+        if bool(wrong_tokens.any()):
+            self._refuse(batch, wrong_tokens.cpu().numpy(), logprobs, proximal, reference)
+        return tokens
+
+    def _refuse(
+        self, batch: Microbatch, wrong: np.ndarray, logprobs: Tensor, proximal: Tensor, reference: Tensor | None
+    ) -> None:
+        first = int(np.flatnonzero(wrong)[0])
+        sample, token = self._locate(batch, first)
+        if not bool(logprobs[first].isfinite()):
+            what = "the trainer's log-prob"
+        elif not bool(proximal[first].isfinite()):
+            what = "the trainer's log-prob at the start of the step"
+        elif not np.isfinite(self.samples[sample].logprobs[token]):
+            what = "the engine's log-prob"
+        elif reference is not None and not bool(reference[first].isfinite()):
+            what = "the reference's log-prob"
+        else:
+            what = "the advantage"
+        raise NotFinite(what, sample, token)
+
+    def _locate(self, batch: Microbatch, target: int) -> tuple[int, int]:
+        """Sample and response token of a micro-batch's target."""
+        ends = np.cumsum([self.samples[i].num_tokens for i in batch.samples])
+        sample = batch.samples[int(np.searchsorted(ends, target, side="right"))]
+        return sample, target - int(ends[batch.samples.index(sample)] - self.samples[sample].num_tokens)
+
+    def _value_loss(self, batch: Microbatch, found: Forward, tokens: Tokens, totals: Totals) -> Tensor:
+        """PPO's value loss: the larger of the squared errors with and without the clip, over the update's tokens."""
+        assert self.settings.gae is not None
+        assert self.credit.returns is not None
+        assert found.values is not None
+        values = torch.where(tokens.mask, found.values, 0.0)
+        before = self._flat([self.values[i] for i in batch.samples])
+        wanted = self._flat([self.credit.returns[i] for i in batch.samples])
+        reach = self.settings.gae.value_clip
+        clipped = before + (values - before).clamp(-reach, reach)
+        errors = torch.maximum((values - wanted).square(), (clipped - wanted).square()) / 2
+        return torch.where(tokens.mask, errors, 0.0).sum() / max(totals.num_tokens, 1)
+
+    def _fresh(self, batch: Microbatch) -> Tensor:
+        is_fresh = np.concatenate([self.samples[i].is_fresh for i in batch.samples])
+        return torch.as_tensor(is_fresh, device=self.policy.device)
+
+    def _start(self, batch: Microbatch) -> Tensor | None:
+        return self._flat([self.proximal[i] for i in batch.samples]) if self.proximal else None
+
+    def _count(self, batch: Microbatch) -> None:
+        self.sums.row_tokens += batch.num_tokens
+        self.sums.microbatches += 1
+
+    def _microbatches(self, chosen: Sequence[int]) -> Iterator[Microbatch]:
+        some, room = [self.samples[i] for i in chosen], self.settings.tokens_per_microbatch
+        for local in plan(some, room, shares_prompts=self.policy.usage.packs):
+            yield pack(self.samples, [chosen[i] for i in local], self.policy.device)
+
+    def _flat(self, parts: Sequence[np.ndarray]) -> Tensor:
+        return torch.as_tensor(np.concatenate(parts).astype(np.float32), device=self.policy.device)
+
+    def _whole(self, parts: Sequence[np.ndarray]) -> Tensor:
+        return torch.as_tensor(np.concatenate(parts).astype(np.int64), device=self.policy.device)
+
+
+def parts_of(samples: Sequence[Sample], count: int) -> list[list[int]]:
+    """Splits a batch by whole groups, in order, into at most `count` parts of about equal size."""
+    groups = [sample.group for sample in samples]
+    ids = list(dict.fromkeys(groups))
+    part_of = {group: i * count // len(ids) for i, group in enumerate(ids)}
+    parts: list[list[int]] = [[] for _ in range(count)]
+    for i, group in enumerate(groups):
+        parts[part_of[group]].append(i)
+    return [part for part in parts if part]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Denominators of an update; those of its parts add up."""
+
+    num_tokens: int = 0
+    num_sequences: int = 0
+
+    @classmethod
+    def of(cls, masks: Sequence[np.ndarray]) -> Self:
+        return cls(sum(int(mask.sum()) for mask in masks), len(masks))
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences)
+
+
+def token_weights(
+    masks: Sequence[np.ndarray],
+    totals: Totals,
+    how: str,
+    constant: int,
+    counted: Sequence[np.ndarray] | None = None,
+) -> list[np.ndarray]:
+    """Weight of each token in an update's loss; 0 where it is not trained on.
+
+        token_mean      1 / tokens
+        sequence_mean   1 / (sequences x tokens of the sequence)
+        constant        1 / (sequences x `constant`)
+
+    `totals` are those of the whole update, before anything is rejected, so any split into micro-batches gives the same
+    loss and gradient. A sequence without a trained token adds 0 and still counts. `counted` marks the tokens of each
+    sequence that `sequence_mean` counts, if they are more than `masks`.
+    """
+    sequences = max(totals.num_sequences, 1)
+    match how:
+        case "token_mean":
+            denominators = [max(totals.num_tokens, 1)] * len(masks)
+        case "sequence_mean":
+            denominators = [sequences * max(int(own.sum()), 1) for own in counted or masks]
+        case "constant":
+            denominators = [sequences * constant] * len(masks)
+        case _:
+            raise AssertionError(f"unknown aggregation {how}")
+    return [mask.astype(np.float32) / count for mask, count in zip(masks, denominators, strict=True)]
+
+
+@dataclass
+class StepAccumulator:
+    """Sums over micro-batches, and the metrics computed from them."""
+
+    loss: float = 0.0
+    value_loss: float = 0.0
+    kl: float = 0.0
+    gap: float = 0.0
+    entropy: float = 0.0
+    tokens: int = 0
+    fresh_tokens: int = 0
+    clamped_tokens: int = 0
+    row_tokens: int = 0
+    microbatches: int = 0
+    audited: list[int] = field(default_factory=list)
+    compared: list[SegmentFinding] = field(default_factory=list)
+    buckets: np.ndarray = field(default_factory=lambda: np.zeros((6, len(BUCKET_NAMES))))
+    """Tokens, ρ, ρ², k3, clipped and kept ones, by bucket."""
+
+    def add(self, tokens: Tokens, correction: Correction, clipped: Tensor | None, fresh: Tensor) -> None:
+        """Adds tokens. `fresh` is True where engine and trainer had the same weights."""
+        mask = tokens.mask.to(torch.float32)
+        log_importance = tokens.log_importance.detach()
+        importance = log_importance.exp()
+        fresh = mask * fresh
+        clamped = (tokens.logprobs.detach() - tokens.proximal).abs() > MAX_LOG_RATIO
+        clamped |= (tokens.proximal - tokens.behaviour).abs() > MAX_LOG_RATIO
+        rows = [mask, importance, importance.square(), torch.expm1(log_importance) - log_importance]
+        rows += [torch.zeros_like(mask) if clipped is None else clipped.to(torch.float32)]
+        rows += [correction.kept.to(torch.float32)]
+        bucket = torch.bucketize(tokens.staleness, torch.tensor(BUCKET_ENDS, device=mask.device))
+        by_bucket = torch.zeros(len(rows), len(BUCKET_NAMES), device=mask.device)
+        by_bucket.index_add_(1, bucket, torch.stack(rows) * mask)
+        whole = torch.stack(
+            [(log_importance.abs() * fresh).sum(), (tokens.behaviour * mask).sum(), fresh.sum(), (clamped * mask).sum()]
+        )
+        self.buckets += by_bucket.cpu().numpy()
+        gap, behaviour, num_fresh, num_clamped = whole.tolist()
+        self.gap, self.entropy = self.gap + gap, self.entropy - behaviour
+        self.fresh_tokens += int(num_fresh)
+        self.clamped_tokens += int(num_clamped)
+        self.tokens = int(self.buckets[0].sum())
+
+    def metrics(self, norms: list[float], signal_share: float, *, has_values: bool) -> StepMetrics:
+        tokens, (counts, rho, squares, kl, clipped, kept) = max(self.tokens, 1), self.buckets
+        buckets = {
+            name: StalenessMetrics(
+                int(n), float(r * r / (n * s)) if s else 0.0, float(k / n), float(c / n), float(e / n)
+            )
+            for name, n, r, s, k, c, e in zip(BUCKET_NAMES, counts, rho, squares, kl, clipped, kept, strict=True)
+            if n
+        }
+        return StepMetrics(
+            loss=self.loss / len(norms),
+            grad_norm=float(np.mean(norms)),
+            clip_share=float(clipped.sum()) / tokens,
+            kept_share=float(kept.sum()) / tokens if self.tokens else 1.0,
+            kl=self.kl / tokens,
+            ess=float(rho.sum() ** 2 / (tokens * squares.sum())) if squares.sum() else 1.0,
+            logprob_gap=self.gap / self.fresh_tokens if self.fresh_tokens else math.nan,
+            clamped_share=self.clamped_tokens / tokens,
+            entropy=self.entropy / tokens,
+            num_trained_tokens=self.tokens,
+            num_row_tokens=self.row_tokens,
+            num_microbatches=self.microbatches,
+            signal_share=signal_share,
+            value_loss=self.value_loss / len(norms) if has_values else None,
+            audited=tuple(sorted(self.audited)),
+            compared=tuple(sorted(self.compared)),
+            by_staleness=buckets,
+        )

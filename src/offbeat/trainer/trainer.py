@@ -1,0 +1,312 @@
+"""The training loop: claim a batch, train on it, publish the new version, commit.
+
+`Trainer._train` and `_make_step` show the order; the work is in the parts. A version is on disk before its commit makes
+it known, and a checkpoint holds only what the ledger does not: after a kill at any moment, a restart claims the same
+batch for the same step. A step that meets NaN or infinity, or fails otherwise, ends the run before the update, and a
+checkpoint holds the state before the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from offbeat.client.protocol import TrainerClient
+from offbeat.errors import DeadlineError, OffbeatError, RunStopped, UserError
+from offbeat.ledger.records import Batch, ComparedSegment
+from offbeat.model.lora import published_tensors
+from offbeat.testing.crash_points import crash_here
+from offbeat.trainer.audit import Witnesses
+from offbeat.trainer.checkpoint import Checkpoints
+from offbeat.trainer.not_finite import FailedStep, NotFinite
+from offbeat.trainer.packing import samples_of
+from offbeat.trainer.policy import Policy
+from offbeat.trainer.step import StepMetrics, StepSettings, train_step
+from offbeat.weights.publish import Publisher, PublishFigures
+from offbeat.weights.version import Version
+
+log = logging.getLogger(__name__)
+
+MAX_CLAMPED_SHARE = 0.001
+"""Share of a step's tokens with a log-ratio beyond the clamp above which a warning is given: it is no accident."""
+REPORT_WITHIN_S = 60.0
+"""Longest wait for a coordinator to report a checkpoint to."""
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    num_steps: int
+    step: StepSettings
+    learning_rate: Callable[[int], float]
+    checkpoint_every: int
+    claim_within_s: float
+    max_logprob_gap: float
+    num_witnesses: int = 0
+    """Versions kept on disk for auditing older tokens."""
+    claim_ahead: bool = False
+    """Whether to claim the next batch during training; useless if nothing is generated meanwhile."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Resolved configuration, stored with the dump of a failed step."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A finished step, for metrics."""
+
+    step: int
+    batch: Batch
+    metrics: StepMetrics
+    lr: float
+    weights: PublishFigures | None = None
+    """Cost of publishing the new version."""
+
+
+class Trainer:
+    """Trains one policy on the batches of a coordinator."""
+
+    def __init__(
+        self,
+        client: TrainerClient,
+        policy: Policy,
+        weights: Publisher,
+        checkpoints: Checkpoints,
+        settings: TrainerSettings,
+        *,
+        reference: PreTrainedModel | None,
+        span: Callable[[str], AbstractContextManager[object]],
+        event: Callable[..., None],
+        on_step: Callable[[StepReport], Awaitable[None]],
+    ):
+        self.client, self.policy, self.weights, self.checkpoints = client, policy, weights, checkpoints
+        self.settings, self.reference = settings, reference
+        self.span, self.event, self.on_step = span, event, on_step
+        self.step = 0
+        self.saved_step: int | None = None
+        self.version: Version | None = None
+        self._witnesses: Witnesses | None = None
+        if settings.num_witnesses:
+            self._witnesses = Witnesses(weights.folder / "witnesses", settings.num_witnesses)
+        self._next_claim: asyncio.Future[Batch] | None = None
+
+    async def start(self, *, from_scratch: bool = False) -> int:
+        """Takes over the run with the latest checkpoint, or with the initial model, and publishes it; returns its step.
+        `from_scratch` allows undoing everything that the run has trained; there must be no checkpoint then."""
+        steps = self.checkpoints.steps()
+        if steps and from_scratch:
+            raise UserError(
+                f"--from-scratch: {self.checkpoints.folder} has a checkpoint of step {steps[-1]}; go on from it "
+                "without --from-scratch, or remove that folder"
+            )
+        held_version = None
+        if steps:
+            manifest, state = await asyncio.to_thread(self.checkpoints.load, steps[-1])
+            self.policy.load_state(state)
+            self.step, held_version = manifest.step, manifest.version
+            self.saved_step = self.step
+        home = self.checkpoints.identity()
+        reconciled = await self.client.reconcile(self.step, held_version, home=home, from_scratch=from_scratch)
+        crash_here("reconciled")
+        self.version = await self._write_version(self.step, reconciled.parent)
+        await self.client.publish(self.version)
+        if self.saved_step is not None:
+            await self.client.checkpointed(self.saved_step)
+        if reconciled.parent is not None:
+            self.event(
+                "resume",
+                step=self.step,
+                version=self.version.number,
+                abandoned=list(reconciled.abandoned_versions),
+                undone_steps=list(reconciled.undone_steps),
+                reissued_groups=reconciled.num_reissued_groups,
+            )
+        return self.step
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Trains until the last step or until `stop` is set; ends with a checkpoint either way."""
+        try:
+            await self._train(stop)
+        finally:
+            if self._next_claim is not None:
+                await _discard(self._next_claim)
+        await self.save()
+
+    async def _train(self, stop: asyncio.Event) -> None:
+        while self.step < self.settings.num_steps:
+            async with self._between_steps(stop):
+                with self.span("wait"):
+                    batch = await self._claim_unless(stop)
+            if batch is None:
+                break
+            crash_here("batch-claimed")
+            report = await self._finish(self._make_step(batch), stop)
+            async with self._between_steps(stop):
+                await self.on_step(report)  # before the checkpoint, after which a lost row would not be written again
+            if self.settings.checkpoint_every and self.step % self.settings.checkpoint_every == 0:
+                await self.save()
+
+    async def _make_step(self, batch: Batch) -> StepReport:
+        """Trains on a batch, publishes the new version and commits."""
+        assert self.version is not None
+        lr, num_updates = self.settings.learning_rate(self.step), self.policy.num_updates
+        with self.span("train"):
+            try:
+                metrics = await asyncio.to_thread(
+                    train_step,
+                    self.policy,
+                    samples_of(batch),
+                    self.settings.step,
+                    lr,
+                    self.reference,
+                    self._weights_of,
+                )
+            except NotFinite as error:
+                raise await self._stop_for(error, batch, lr) from error
+            except Exception:  # a bad batch, or an error in a user's loss
+                if self.policy.num_updates == num_updates:
+                    await self._save_start_of_step()
+                raise
+        self._watch_gap(metrics)
+        self._watch_clamp(metrics)
+        with self.span("publish"):
+            version = await self._write_version(self.step + 1, self.version.number)
+            crash_here("version-written")
+            tasks = [member.task for group in batch.groups for member in group.members]
+            compared = [ComparedSegment(tasks[i], *segment) for i, *segment in metrics.compared]
+            await self.client.commit(self.step, version, [tasks[i] for i in metrics.audited], compared)
+            crash_here("version-committed")
+            self.version = version
+        self.step += 1
+        return StepReport(self.step - 1, batch, metrics, lr, self.weights.figures)
+
+    async def _finish(self, step: Coroutine[Any, Any, StepReport], stop: asyncio.Event) -> StepReport:
+        """Awaits a step. If another part of the run fails meanwhile, the step is still finished and saved: its thread
+        cannot be stopped, and half a step is useless."""
+        making = asyncio.ensure_future(step)
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            if stop.is_set():  # asked to stop twice
+                making.cancel()
+                raise
+            while not making.done():
+                with suppress(asyncio.CancelledError):  # one for each further part that fails
+                    await asyncio.wait({making})
+            if not making.cancelled() and making.exception() is None:
+                await self._save_undisturbed()
+            raise
+
+    async def save(self, *, keeps_all: bool = False) -> None:
+        if self.saved_step == self.step:
+            return
+        assert self.version is not None
+        with self.span("checkpoint"):
+            await asyncio.to_thread(
+                self.checkpoints.save, self.step, self.version.number, self.policy.state(), keeps_all=keeps_all
+            )
+        crash_here("checkpoint-saved")
+        self.saved_step = self.step
+        self.event("checkpoint", step=self.step, version=self.version.number)
+        with suppress(TimeoutError):  # reported again at the next start
+            async with asyncio.timeout(REPORT_WITHIN_S):
+                await self.client.checkpointed(self.step)
+
+    async def _stop_for(self, error: NotFinite, batch: Batch, lr: float) -> RunStopped:
+        """Dumps the batch, saves the state before the step, and returns the error that ends the run.
+
+        After an update of the same step the policy is between two steps, and no checkpoint may hold it. If the dump or
+        the checkpoint fails too, as on a full disk, the run still stops with its first reason.
+        """
+        assert self.version is not None
+        failed = FailedStep(self.step, error, batch, self.version, lr, dict(self.settings.config))
+        await asyncio.to_thread(failed.dump, self.checkpoints.folder.parent / "broken")
+        with suppress(OffbeatError):
+            self.event("not_finite", **failed.event())
+        if error.num_updates == 0:
+            await self._save_start_of_step()
+        return RunStopped(failed.message(self.saved_step, self.checkpoints))
+
+    async def _save_start_of_step(self) -> None:
+        """Saves the state before a step that failed without an update, and keeps all other checkpoints. Its own failure
+        is only logged: the run ends with its first reason."""
+        try:
+            await self.save(keeps_all=True)
+        except OffbeatError as problem:
+            log.warning("step %d: %s", self.step, problem)
+
+    @asynccontextmanager
+    async def _between_steps(self, stop: asyncio.Event) -> AsyncIterator[None]:
+        """Saves a checkpoint if anything fails inside or elsewhere in the run."""
+        try:
+            yield
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, Exception) or not stop.is_set():  # else asked to stop twice
+                await self._save_undisturbed()
+            raise
+
+    async def _save_undisturbed(self) -> None:
+        """Saves, however often this is cancelled meanwhile: each failing part of the run cancels it once."""
+        saving = asyncio.ensure_future(self.save())
+        while not saving.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.shield(saving)
+
+    async def _claim_unless(self, stop: asyncio.Event) -> Batch | None:
+        """Claims the step's batch; None if `stop` is set first."""
+        if stop.is_set():
+            return None
+        claim, self._next_claim = self._next_claim, None
+        if claim is None or (claim.done() and isinstance(claim.exception(), DeadlineError)):
+            claim = self._claim(self.step)  # its deadline must not include the training time
+        stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+        waited: set[asyncio.Future[Any]] = {claim, stopped}
+        try:
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            batch = claim.result() if claim.done() else None
+        finally:
+            stopped.cancel()
+            await _discard(claim)
+        if batch is not None and self.settings.claim_ahead and self.step + 1 < self.settings.num_steps:
+            self._next_claim = self._claim(self.step + 1)
+        return batch
+
+    def _claim(self, step: int) -> asyncio.Future[Batch]:
+        return asyncio.ensure_future(self.client.claim(step, self.settings.claim_within_s))
+
+    async def _write_version(self, step: int, parent: int | None) -> Version:
+        number = await self.client.next_version()
+        tensors = published_tensors(self.policy.model)
+        version = await asyncio.to_thread(self.weights.write, number, step, parent, tensors)
+        if self._witnesses is not None:
+            await asyncio.to_thread(self._witnesses.add, version)
+        return version
+
+    def _weights_of(self, number: int) -> Path | None:
+        """Weights file of an older version; None if it is not kept."""
+        return None if self._witnesses is None else self._witnesses.file(number)
+
+    def _watch_gap(self, metrics: StepMetrics) -> None:
+        gap, settings = metrics.logprob_gap, self.settings
+        if gap > settings.max_logprob_gap:
+            log.warning("step %d: log-prob gap %.3g is over loss.max_logprob_gap", self.step, gap)
+            self.event("logprob_gap", step=self.step, gap=gap, limit=settings.max_logprob_gap)
+
+    def _watch_clamp(self, metrics: StepMetrics) -> None:
+        share, is_audited = metrics.clamped_share, self.settings.step.max_sample_gap is not None
+        if is_audited and share > MAX_CLAMPED_SHARE:  # the paced engine's tokens come from no weights
+            log.warning("step %d: %.2g of the tokens have a log-ratio beyond the clamp", self.step, share)
+            self.event("clamped", step=self.step, share=share, limit=MAX_CLAMPED_SHARE)
+
+
+async def _discard(claim: asyncio.Future[Batch]) -> None:
+    """Cancels a claim that is no longer needed and retrieves its error, which asyncio would otherwise report."""
+    claim.cancel()
+    await asyncio.wait({claim})
+    if not claim.cancelled():
+        claim.exception()

@@ -1,0 +1,332 @@
+"""Codes the parts of a model's tensors against those of a base, and packs the codes into pieces.
+
+A part is read once: compared with its base's, checked for NaN and infinity, hashed, coded and written to the whole
+file, all by one thread while it is in the cache. A part equal to its base's is not hashed: its digest is known.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from offbeat.errors import OffbeatError
+from offbeat.weights.codec import CodecError, SparseChanges, encode, find_changes
+from offbeat.weights.digest import DTYPES, PIECE_BYTES, open_file_digest
+from offbeat.weights.manifest import ITEM_BYTES, Anchoring, Base, Coding, Kind, Manifest, Part, TensorEntry
+from offbeat.weights.piece_store import PieceStore
+from offbeat.weights.safetensor_file import Stored, file_layout, read_at, write_at
+from offbeat.weights.signing import open_sealed
+from offbeat.weights.version import FILE_NAME, WeightFolder, WeightsError
+
+DEVICE_BLOCK_ITEMS = 1 << 26
+"""Compared in one go: 64 MiB of marks on the device, however large the tensor is."""
+
+
+@torch.no_grad()
+def find_changes_on_device(new: Tensor, old: Tensor) -> SparseChanges:
+    """The changes between two tensors of one shape and one type of two bytes, found on their own device; equal, bit for
+    bit, to `offbeat.weights.codec.find_changes`."""
+    if new.dtype != old.dtype or new.shape != old.shape or new.element_size() != 2:
+        raise CodecError(
+            f"changes of {new.dtype} {list(new.shape)} since {old.dtype} {list(old.shape)}: "
+            "both must have one shape and one type of two bytes"
+        )
+    new_bits, old_bits = _bits(new), _bits(old)
+    found = [_find(new_bits, old_bits, start) for start in range(0, new_bits.numel(), DEVICE_BLOCK_ITEMS)]
+    positions = [positions for positions, _ in found] or [np.empty(0, np.int64)]
+    differences = [differences for _, differences in found] or [np.empty(0, np.uint16)]
+    return SparseChanges(np.concatenate(positions), np.concatenate(differences))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.int16)
+
+
+def _find(new: Tensor, old: Tensor, start: int) -> SparseChanges:
+    new_block, old_block = new[start : start + DEVICE_BLOCK_ITEMS], old[start : start + DEVICE_BLOCK_ITEMS]
+    positions = torch.nonzero(new_block != old_block).reshape(-1)
+    differences = new_block[positions] - old_block[positions]  # wraps as unsigned integers would
+    return SparseChanges((positions + start).cpu().numpy(), differences.cpu().numpy().view(np.uint16))
+
+
+DOUBLED_LIMITS = {
+    **{"BF16": 0xFF00, "F16": 0xF800, "F32": 0xFF00_0000, "F64": 0xFFE0 << 48},
+    **{"F8_E5M2": 0xF8, "F8_E4M3": 0xFE},
+}
+"""By safetensors type: the bits of its smallest infinity, or NaN where it has none, without the sign and shifted left
+by one. Bits below it are finite."""
+BLOCK_ITEMS = 1 << 16
+"""Checked together, so that intermediate results stay in the cache."""
+
+
+def is_finite(data: np.ndarray, dtype: str) -> bool:
+    """Whether no element is NaN or infinite; `data` are raw bytes."""
+    limit = DOUBLED_LIMITS.get(dtype)
+    if limit is None:
+        return True
+    items = data.view(f"<u{ITEM_BYTES[dtype]}")
+    return all(
+        int(np.left_shift(items[start : start + BLOCK_ITEMS], 1).max()) < limit
+        for start in range(0, items.size, BLOCK_ITEMS)
+    )
+
+
+PACK_BYTES = 4 * 1024 * 1024
+"""Approximate size of a piece, the unit of fetching and relaying."""
+NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class BaseTensor:
+    """A tensor of the base, to compare with."""
+
+    file: BinaryIO
+    start: int
+    entry: TensorEntry
+
+
+class RawPart(NamedTuple):
+    """A part of a tensor before coding."""
+
+    name: str
+    dtype: str
+    position: int
+    """Index among the tensor's parts."""
+    data: Tensor
+    """Its raw bytes, on the tensor's device."""
+    target: int
+    """Its first byte in the whole file."""
+    old: BaseTensor | None
+
+
+class EncodedPart(NamedTuple):
+    """A part after coding."""
+
+    name: str
+    coding: Coding
+    digest: str
+    data: bytes
+    num_items: int
+    num_changed: int
+
+
+def dtype_name(name: str, tensor: Tensor) -> str:
+    """The safetensors name of a tensor's type."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in NAMES:
+        raise WeightsError(f"tensor {name} has dtype {dtype}; known are {', '.join(NAMES)}")
+    return NAMES[dtype]
+
+
+def cut(
+    tensors: Mapping[str, Tensor], places: Mapping[str, Stored], olds: Mapping[str, BaseTensor]
+) -> Iterator[RawPart]:
+    """All parts, by tensors' names and in order; copies only tensors that are not contiguous."""
+    for name in sorted(tensors):
+        data = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
+        for position, start in enumerate(range(0, max(len(data), 1), PIECE_BYTES)):
+            part = data[start : start + PIECE_BYTES]
+            yield RawPart(name, places[name].dtype, position, part, places[name].start + start, olds.get(name))
+
+
+class Coder:
+    """Codes parts and writes them to the whole file, if there is one; thread-safe."""
+
+    def __init__(self, file: BinaryIO | None, with_codes: bool):
+        self.file, self.with_codes = file, with_codes
+
+    def code(self, part: RawPart) -> EncodedPart:
+        new = _on_host(part.data)
+        num_items = new.size // ITEM_BYTES[part.dtype]
+        if part.old is not None:
+            return self._code_change(part, new, num_items, part.old)
+        if not is_finite(new, part.dtype):
+            raise not_finite(part.name)
+        coding, data = encode(new, None, part.dtype) if self.with_codes else (Coding.DENSE, b"")
+        if self.file is not None:
+            write_at(self.file, part.target, new)
+        return EncodedPart(part.name, coding, blake3(new.data).hexdigest(), data, num_items, num_items)
+
+    def _code_change(self, part: RawPart, new: np.ndarray, num_items: int, base: BaseTensor) -> EncodedPart:
+        old = read_at(base.file, base.start + part.position * PIECE_BYTES, new.size)
+        changes = _changes(part, new, old)
+        coding, data = encode(new, old, part.dtype, changes)
+        if self.file is not None:
+            write_at(self.file, part.target, new)
+        if coding is Coding.SAME:
+            return EncodedPart(part.name, coding, base.entry.parts[part.position].digest, data, num_items, 0)
+        changed = _changed(new, old, part.dtype, changes)
+        if not is_finite(changed.view(np.uint8), part.dtype):  # the others were finite when the base was published
+            raise not_finite(part.name)
+        return EncodedPart(part.name, coding, blake3(new.data).hexdigest(), data, num_items, changed.size)
+
+
+def _on_host(data: Tensor) -> np.ndarray:
+    """The bytes themselves, or a copy of those on a device."""
+    if not data.is_cuda:
+        return data.cpu().numpy()
+    host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)  # several times as fast as other memory
+    return host.copy_(data).numpy()
+
+
+def _changes(part: RawPart, new: np.ndarray, old: np.ndarray) -> SparseChanges | None:
+    """The changes of a part, found on its device; None for types other than of two bytes."""
+    if ITEM_BYTES[part.dtype] != 2:
+        return None
+    if part.data.is_cuda:
+        beside = torch.from_numpy(old).to(part.data.device)
+        return find_changes_on_device(part.data.view(torch.int16), beside.view(torch.int16))
+    return find_changes(new, old, part.dtype)
+
+
+def _changed(new: np.ndarray, old: np.ndarray, dtype: str, changes: SparseChanges | None) -> np.ndarray:
+    """The bits of the changed elements."""
+    items = new.view(f"<u{ITEM_BYTES[dtype]}")
+    return items[items != old.view(items.dtype)] if changes is None else items.take(changes.positions)
+
+
+def not_finite(name: str) -> WeightsError:
+    return WeightsError(
+        f"tensor {name} holds NaN or infinity; resume from the last checkpoint with a smaller optimizer.lr"
+    )
+
+
+class Packing:
+    """Packs codes one after the other into pieces, and records where each part lies."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[Part]] = {}
+        self.num_bytes: dict[Coding, int] = dict.fromkeys(Coding, 0)
+        self.num_items = self.num_changed = 0
+
+    def pack(self, coded: Iterable[EncodedPart]) -> Iterator[bytes]:
+        """The pieces, none over `PACK_BYTES` unless one code alone is."""
+        num_pieces, codes, num_bytes = 0, list[bytes](), 0
+        for part in coded:
+            if codes and num_bytes + len(part.data) > PACK_BYTES:
+                yield b"".join(codes)
+                num_pieces, codes, num_bytes = num_pieces + 1, [], 0
+            if part.coding is Coding.SAME:
+                self._note(part, Part(Coding.SAME, part.digest))
+                continue
+            self._note(part, Part(part.coding, part.digest, num_pieces, num_bytes, len(part.data)))
+            codes.append(part.data)
+            num_bytes += len(part.data)
+        if codes:
+            yield b"".join(codes)
+
+    def _note(self, coded: EncodedPart, part: Part) -> None:
+        self.parts.setdefault(coded.name, []).append(part)
+        self.num_bytes[part.coding] += part.num_bytes
+        self.num_items += coded.num_items
+        self.num_changed += coded.num_changed
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The bytes that a late joiner fetches: an anchor and the deltas on it."""
+
+    full_bytes: int
+    num_deltas: int = 0
+    delta_bytes: int = 0
+
+    def is_long(self, anchoring: Anchoring) -> bool:
+        """Whether the next version is to be an anchor."""
+        return anchoring.is_full(self.num_deltas, self.delta_bytes, self.full_bytes)
+
+    def and_one(self, num_bytes: int) -> Chain:
+        return Chain(self.full_bytes, self.num_deltas + 1, self.delta_bytes + num_bytes)
+
+
+@dataclass(frozen=True)
+class BaseFile:
+    """The version that the next one is coded against. Its file is held open, so that it stays the one that the manifest
+    describes even if its folder is deleted or replaced."""
+
+    manifest: Manifest
+    file: BinaryIO
+    places: Mapping[str, Stored]
+    chain: Chain
+
+    @property
+    def name(self) -> Base:
+        return Base(self.manifest.number, self.manifest.digest)
+
+    def like(self, tensors: Mapping[str, Stored]) -> dict[str, BaseTensor]:
+        """Its tensors with the name, dtype and shape of a given one."""
+        return {
+            entry.name: BaseTensor(self.file, self.places[entry.name].start, entry)
+            for entry in self.manifest.tensors
+            if (given := tensors.get(entry.name)) and (given.dtype, given.shape) == (entry.dtype, entry.shape)
+        }
+
+
+def resume_from(number: int, folder: WeightFolder, store: PieceStore, trusted: str) -> BaseFile | None:
+    """A version of an earlier process as a base; None unless its file and whole chain are intact."""
+    with ExitStack() as files:
+        try:
+            file = files.enter_context(open(folder.path(number) / FILE_NAME, "rb"))
+            digest = open_file_digest(file)
+            manifests = _Manifests(store, trusted)
+            manifest = manifests.find(number, digest)
+            found = BaseFile(manifest, file, file_layout(file), manifests.chain(manifest))
+        except (OffbeatError, OSError, LookupError, ValueError, TypeError) as error:
+            log.info("version %d is no base for the next one, which will be full: %s", number, error)
+            return None
+        files.pop_all()
+        return found
+
+
+def find_adapter_base(number: int, digest: str, store: PieceStore, trusted: str) -> Base | None:
+    """The base of the adapter `number`, if all of it is still in the store."""
+    try:
+        manifests = _Manifests(store, trusted)
+        for manifest in manifests.of(number):
+            base = manifest.base if manifest.kind is Kind.ADAPTER else None
+            if base is None or base.digest != digest or base.manifest is None:
+                continue
+            pieces = set(store.list_pieces())
+            if all(piece.digest in pieces for piece in manifests.find(base.number, digest).pieces):
+                return base
+    except (OffbeatError, LookupError) as error:
+        log.info("the base of the adapters is published again: %s", error)
+    return None
+
+
+class _Manifests:
+    """The manifests in a store that a key has signed."""
+
+    def __init__(self, store: PieceStore, trusted: str):
+        self._store, self._trusted, self._listed = store, trusted, store.list_manifests()
+
+    def of(self, number: int) -> list[Manifest]:
+        names = [name for listed_number, name in self._listed if listed_number == number]
+        opened = [open_sealed(self._store.get_manifest(number, name), {self._trusted}) for name in names]
+        return [Manifest.decode(data) for data in opened]
+
+    def find(self, number: int, digest: str) -> Manifest:
+        """The manifest of a version, by number and digest; raises LookupError."""
+        found = [manifest for manifest in self.of(number) if manifest.digest == digest]
+        if found:
+            return max(found, key=lambda manifest: manifest.kind is Kind.FULL)  # an anchor before its delta
+        raise LookupError(f"no manifest of version {number} with digest {digest[:12]}")
+
+    def chain(self, manifest: Manifest) -> Chain:
+        sizes = []
+        while manifest.base is not None:
+            sizes.append(manifest.num_coded_bytes)
+            manifest = self.find(manifest.base.number, manifest.base.digest)
+        if manifest.kind is not Kind.FULL:
+            raise LookupError(f"version {manifest.number} is {manifest.kind.value}")
+        return Chain(manifest.num_coded_bytes, len(sizes), sum(sizes))

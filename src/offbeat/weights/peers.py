@@ -1,0 +1,469 @@
+"""Weights from peers: near peers are asked first, the root last.
+
+The coordinator names the peers and their order (`offbeat.weights.relay_tree`). A peer that does not answer, is too
+slow, or lacks the piece costs one attempt; the next source resumes where it broke off. Every piece is checked against
+its name. A peer that sent other bytes is not asked again for a while; where several peers contributed, the piece is
+fetched anew from one alone, so that no honest peer is blamed for long.
+
+A peer that does not have a piece yet is waited for while it reports progress, and no longer than the piece may take at
+the least rate: one that stalls, or lies about it, is left within seconds or, at worst, within the time that the slowest
+acceptable line would take.
+
+Guarantees: `piece` and `manifest` return what was asked for, verified, or raise the root's error; every wait ends,
+except those of the root; a key is shown only to the peer that it is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import aiohttp
+from blake3 import blake3
+
+from offbeat.errors import OffbeatError
+from offbeat.files import cannot_write
+from offbeat.waiting import in_thread
+from offbeat.weights.download import NUM_PARALLEL, Sources
+from offbeat.weights.peer_server import ARRIVED
+from offbeat.weights.piece_store import PieceDamaged, is_intact
+
+ROOT = ""
+"""The root's name among the addresses of peers."""
+WEIGHT = 0.3
+"""Weight of the latest value in a moving average."""
+FAR_SLOWER = 0.25
+"""Share of the best rate below which a slow link is worth crossing instead."""
+FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
+DAMAGED_REST_S = 300.0
+FORGOTTEN_AFTER_S = 60.0
+"""Age at which a measured rate is dropped."""
+LEAST_BYTES = 64 * 1024
+"""Smaller transfers measure the latency, not the bandwidth."""
+LEAST_BYTES_PER_S = 4096.0
+"""Below it a peer counts as silent, whatever others give."""
+UNKNOWN_BYTES_PER_S = 64 * 1024.0
+"""Least rate of a peer while no other rate is known: a slower one may well be the slowest of all."""
+
+
+@dataclass
+class SourceRecord:
+    """Measurements of one source."""
+
+    bytes_per_s: float | None = None
+    success: float = 1.0
+    num_failures: int = 0
+    """Consecutive failures."""
+    rests_until_s: float = 0.0
+    is_damaged: bool = False
+    """Whether it rests because it sent wrong bytes."""
+    seen_s: float = 0.0
+
+
+class Ranking:
+    """The order in which sources are asked. Pure; the clock is injected.
+
+    It keeps to the coordinator's order, which spares slow links, while that works. A peer that fails rests, longer each
+    time; one that sent wrong bytes rests long. One far slower than another source (moving averages of rate and success)
+    comes after the others. Nothing is remembered for good. The root never rests.
+    """
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._peers: list[str] = []
+        self._records: dict[str, SourceRecord] = {ROOT: SourceRecord()}
+
+    def use(self, peers: Sequence[str]) -> None:
+        """Sets a new order; keeps the records of peers that stay."""
+        self._peers = list(dict.fromkeys(peers))
+        self._records = {url: self._records.get(url) or SourceRecord() for url in (*self._peers, ROOT)}
+
+    def order(self) -> list[str]:
+        """Sources to ask now, the root among them; resting peers come after it."""
+        now_s = self._clock()
+        resting = [url for url in self._peers if self._records[url].rests_until_s > now_s]
+        ready = [url for url in (*self._peers, ROOT) if url not in resting]
+        slow = {url for url in ready if self._is_far_slower(url, ready)}
+        last_resort = [url for url in resting if not self._records[url].is_damaged]
+        return [url for url in ready if url not in slow] + [url for url in ready if url in slow] + last_resort
+
+    def least_bytes_per_s(self, url: str) -> float:
+        """Least rate of a source; below it the transfer is broken off."""
+        now_s = self._clock()
+        ready = [other for other, record in self._records.items() if record.rests_until_s <= now_s or other == ROOT]
+        scores = [score for other in ready if other != url and (score := self.score(other)) is not None]
+        return max(LEAST_BYTES_PER_S, FAR_SLOWER * max(scores)) if scores else UNKNOWN_BYTES_PER_S
+
+    def gave(self, url: str, num_bytes: int, seconds: float) -> None:
+        record = self._record(url)
+        record.num_failures, record.is_damaged, record.rests_until_s = 0, False, 0.0
+        record.success += WEIGHT * (1.0 - record.success)
+        if num_bytes >= LEAST_BYTES:
+            self._measured(record, num_bytes / max(seconds, 1e-6))
+
+    def was_slow(self, url: str, bytes_per_s: float) -> None:
+        """Records a source that was broken off because of its rate."""
+        self._measured(self._record(url), bytes_per_s)
+        self.failed(url)
+
+    def failed(self, url: str) -> None:
+        record = self._record(url)
+        record.num_failures += 1
+        record.success -= WEIGHT * record.success
+        self._rest(record, min(FIRST_REST_S * 2 ** min(record.num_failures - 1, 16), LONGEST_REST_S))
+
+    def damaged(self, url: str) -> None:
+        """Records a source that, all by itself, sent wrong bytes."""
+        self.failed(url)
+        record = self._record(url)
+        record.is_damaged = True
+        self._rest(record, DAMAGED_REST_S)
+
+    def score(self, url: str) -> float | None:
+        """Expected bytes a second; None: not measured, or too long ago."""
+        record = self._records[url]
+        if record.bytes_per_s is None or self._clock() - record.seen_s > FORGOTTEN_AFTER_S:
+            return None
+        return record.bytes_per_s * record.success
+
+    def _is_far_slower(self, url: str, others: Sequence[str]) -> bool:
+        scores = [score for other in others if (score := self.score(other)) is not None]
+        score = self.score(url)
+        return score is not None and score < FAR_SLOWER * max(scores)
+
+    def _record(self, url: str) -> SourceRecord:
+        return self._records.get(url) or SourceRecord()  # it may have been replaced during the transfer
+
+    def _rest(self, record: SourceRecord, seconds: float) -> None:
+        record.rests_until_s = max(record.rests_until_s, self._clock() + seconds)
+
+    def _measured(self, record: SourceRecord, bytes_per_s: float) -> None:
+        is_old = record.bytes_per_s is None or self._clock() - record.seen_s > FORGOTTEN_AFTER_S
+        old = bytes_per_s if is_old or record.bytes_per_s is None else record.bytes_per_s
+        record.bytes_per_s = old + WEIGHT * (bytes_per_s - old)
+        record.seen_s = self._clock()
+
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+NUM_AT_ONCE = 2
+"""Pieces in flight from the root: one alone would leave the line idle in between; with more, each comes later, and so
+do the peers that wait for the first. Peers are asked even for pieces that they are waiting for themselves."""
+AGAIN_S = 0.05
+"""Pause between two calls for a piece on its way to a peer, which has itself waited with the first."""
+MAX_REASON_BYTES = 4096
+MAX_MANIFEST_BYTES = 64 * 1024 * 1024
+MAX_REMEMBERED = 1000
+WRITE_BYTES = 1024 * 1024
+EARLIER = "earlier"
+"""Stands for the unknown givers of bytes from an earlier attempt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """Time limits for a peer."""
+
+    poll_s: float = 2.0
+    """Longest wait of a peer for a piece before it answers that it has none yet."""
+    answer_within_s: float = 5.0
+    """Longest silence beyond that, also in the middle of a piece; and time to connect."""
+    still_s: float = 6.0
+    """Longest time without progress while it waits for a piece itself."""
+    slow_after_s: float = 3.0
+    """Its rate is judged after so long."""
+
+
+class PeerFailed(OffbeatError):
+    """A peer cannot give what it was asked for."""
+
+
+class PeerSlow(PeerFailed):
+    """A peer was broken off because of its rate."""
+
+    def __init__(self, bytes_per_s: float):
+        super().__init__(f"only {bytes_per_s:.0f} bytes/s")
+        self.bytes_per_s = bytes_per_s
+
+
+FAILURES = (PeerFailed, aiohttp.ClientError, TimeoutError, ConnectionError)
+"""Errors of a peer or of the line; any other, such as a full disk, is our own."""
+
+
+@dataclass
+class PartialPiece:
+    """A piece that is being downloaded into a file."""
+
+    digest: str
+    num_bytes: int
+    into: Path
+    have: int = 0
+    """Bytes that are there."""
+    givers: set[str] = field(default_factory=set)
+    """Sources of those bytes."""
+
+    def measure(self) -> None:
+        """Sets `have` from the file; deletes one that is too long."""
+        self.have = self.into.stat().st_size if self.into.exists() else 0
+        if self.have > self.num_bytes:
+            self.clear()
+
+    def add(self, data: bytes | bytearray) -> None:
+        with open(self.into, "ab" if self.have else "wb") as file:
+            file.write(data)
+        self.have += len(data)
+
+    def clear(self) -> None:
+        self.into.unlink(missing_ok=True)
+        self.have, self.givers = 0, set()
+
+    def is_right(self) -> bool:
+        if self.have != self.num_bytes or not self.into.exists():
+            return False
+        return blake3(max_threads=blake3.AUTO).update_mmap(self.into).hexdigest() == self.digest
+
+
+class PeerSources:
+    """Sources of one worker: its peers, and behind them the root."""
+
+    def __init__(
+        self,
+        root: Sources,
+        *,
+        num_at_once: int = NUM_AT_ONCE,
+        patience: Patience | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._root, self._patience = root, patience or Patience()
+        self._keys: Mapping[str, str] = {}
+        """By the address of the peer."""
+        self._ranking, self._clock = Ranking(clock), clock
+        self._turns = asyncio.Semaphore(num_at_once)
+        self._session: aiohttp.ClientSession | None = None
+        self._gave_manifest: dict[str, str] = {}
+        """Giver of each manifest, by its digest."""
+        self.num_bytes: Counter[str] = Counter()
+        """Bytes of pieces by source; "" is the root."""
+
+    def use(self, keys: Mapping[str, str]) -> None:
+        """Sets the peers to ask, in this order, before the root: their addresses and keys."""
+        self._keys = dict(keys)
+        self._ranking.use(list(keys))
+
+    @property
+    def root_bytes_per_s(self) -> float | None:
+        """Recent rate of the root; None: not measured."""
+        return self._ranking.score(ROOT)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def manifest(self, number: int, digest: str) -> bytes:
+        if not digest:  # only the root knows which manifest of this number was published
+            return await self._root.manifest(number, digest)
+        if (giver := self._gave_manifest.pop(digest, None)) is not None:
+            self._ranking.failed(giver)  # asked again: the caller, which checks seals, could not use it
+        return await self._from_first(f"manifest {number}", lambda url: self._manifest(url, number, digest))
+
+    async def piece(self, digest: str, num_bytes: int, into: Path) -> None:
+        piece = PartialPiece(digest, num_bytes, into)
+        await in_thread(piece.measure)
+        if piece.have:
+            piece.givers.add(EARLIER)
+        await self._from_first(f"piece {digest}", lambda url: self._piece(url, piece))
+
+    async def _from_first(self, what: str, ask: Callable[[str], Awaitable[T]]) -> T:
+        """The answer of the first source with a good one; else raises the root's error."""
+        from_root: Exception | None = None
+        for url in self._ranking.order():
+            try:
+                return await ask(url)
+            except (OffbeatError, *FAILURES) as error:
+                if url != ROOT and not isinstance(error, (PieceDamaged, *FAILURES)):
+                    raise
+                log.info("%s: %s: %s: %s", what, url or "the root", type(error).__name__, error)
+                self._blame(url, error)
+                from_root = error if url == ROOT else from_root
+        assert from_root is not None, "the root is always asked"
+        raise from_root
+
+    def _blame(self, url: str, error: Exception) -> None:
+        if isinstance(error, PieceDamaged):
+            log.warning("%s: sent other bytes than it was asked for", url or "the root")
+            self._ranking.damaged(url)
+        elif isinstance(error, PeerSlow):
+            self._ranking.was_slow(url, error.bytes_per_s)
+        else:
+            self._ranking.failed(url)
+
+    # --- one source ---
+
+    async def _manifest(self, url: str, number: int, digest: str) -> bytes:
+        if url == ROOT:
+            sealed = await self._root.manifest(number, digest)
+        else:
+            gathered = bytearray()
+            async with self._open(url, f"/manifests/{number}/{digest}") as response:
+                async for data in self._paced(url, response):
+                    gathered += data
+                    if len(gathered) > MAX_MANIFEST_BYTES:
+                        raise PeerFailed(f"sent more than {MAX_MANIFEST_BYTES} bytes")
+            sealed = bytes(gathered)
+        if not is_intact(digest, sealed):
+            raise PieceDamaged(f"version {number}: the manifest from {url or 'the root'} is not the one asked for")
+        self._ranking.gave(url, 0, 0.0)
+        if len(self._gave_manifest) >= MAX_REMEMBERED:
+            self._gave_manifest.clear()
+        self._gave_manifest[digest] = url
+        return sealed
+
+    async def _piece(self, url: str, piece: PartialPiece) -> None:
+        """Completes a piece from one source; from its beginning, if the bytes of others prove wrong."""
+        while True:
+            await self._fill(url, piece)
+            if await in_thread(piece.is_right):
+                return
+            givers = piece.givers
+            await in_thread(piece.clear)
+            if givers <= {url}:
+                raise PieceDamaged(f"piece {piece.digest}: damaged, from {url or 'the root'}")
+            for other in givers - {url, EARLIER, ROOT}:
+                self._ranking.failed(other)
+
+    async def _fill(self, url: str, piece: PartialPiece) -> None:
+        start, start_s = piece.have, self._clock()
+        if start == piece.num_bytes and start:
+            return
+        try:
+            if url == ROOT:
+                async with self._turns:
+                    start_s = self._clock()
+                    await self._root.piece(piece.digest, piece.num_bytes, piece.into)
+            else:
+                start_s = await self._append(url, piece)
+        finally:
+            if url == ROOT:
+                await in_thread(piece.measure)
+            gained = max(piece.have - start, 0)
+            self.num_bytes[url] += gained
+            if gained:
+                piece.givers.add(url)
+        self._ranking.gave(url, gained, self._clock() - start_s)
+
+    async def _append(self, url: str, piece: PartialPiece) -> float:
+        """Appends the bytes of a peer; returns the time of the first."""
+        start, end = piece.have, piece.num_bytes
+        span = {"Range": f"bytes={start}-{end - 1}"} if start else {}
+        async with self._open(url, f"/pieces/{piece.digest}", span, end) as response:
+            sent = response.headers.get("Content-Range")
+            if span and sent != f"bytes {start}-{end - 1}/{end}":
+                raise PeerFailed(f"sent {sent} instead of {span['Range']}")
+            start_s, gathered = self._clock(), bytearray()
+            try:
+                async for data in self._paced(url, response):
+                    gathered += data
+                    if piece.have - start + len(gathered) > end - start:
+                        gathered.clear()
+                        raise PeerFailed(f"sent more than the {end - start} bytes that it was asked for")
+                    if len(gathered) >= WRITE_BYTES:
+                        await _add(piece, gathered)
+            finally:
+                await _add(piece, gathered)  # however it ends
+        if piece.have < end:
+            raise PeerFailed(f"ended after {piece.have} of {end} bytes")
+        return start_s
+
+    async def _paced(self, url: str, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        """The bytes of a peer, as long as it is fast enough."""
+        start_s, num_bytes = self._clock(), 0
+        while True:
+            async with asyncio.timeout(self._patience.answer_within_s):
+                data = await response.content.readany()
+            if not data:
+                return
+            num_bytes += len(data)
+            seconds = self._clock() - start_s
+            if seconds > self._patience.slow_after_s and num_bytes < seconds * self._ranking.least_bytes_per_s(url):
+                raise PeerSlow(num_bytes / seconds)
+            yield data
+
+    @contextlib.asynccontextmanager
+    async def _open(
+        self, url: str, path: str, headers: dict[str, str] | None = None, num_bytes: int = 0
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A good answer, as soon as the peer has one, for something of `num_bytes`."""
+        patience = self._patience
+        waiting = _Waiting(
+            self._clock,
+            still_s=patience.still_s,
+            # It fetches several pieces at a time.
+            within_s=patience.still_s + NUM_PARALLEL * num_bytes / self._ranking.least_bytes_per_s(url),
+        )
+        while True:
+            response = await self._ask(url, path, headers or {})
+            async with response:
+                if response.status == (206 if headers else 200):
+                    yield response
+                    return
+                if response.status != 503:
+                    raise PeerFailed(f"{response.status}: {await self._reason(response)}")
+                waiting.hear(response.headers.get(ARRIVED, ""))
+            await asyncio.sleep(AGAIN_S)
+
+    async def _ask(self, url: str, path: str, headers: dict[str, str]) -> aiohttp.ClientResponse:
+        """Makes one call, up to the head of the answer."""
+        patience = self._patience
+        key = self._keys.get(url, "")  # none where it was replaced meanwhile
+        async with asyncio.timeout(patience.poll_s + patience.answer_within_s):
+            return await self._opened().get(
+                url + path,
+                params={"wait_s": f"{patience.poll_s:.3f}"},
+                headers={**headers, "Authorization": f"Bearer {key}", "Accept-Encoding": "identity"},
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=patience.answer_within_s),
+                allow_redirects=False,
+            )
+
+    async def _reason(self, response: aiohttp.ClientResponse) -> str:
+        async with asyncio.timeout(self._patience.answer_within_s):
+            return (await response.content.read(MAX_REASON_BYTES)).decode(errors="replace")
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(auto_decompress=False)
+        return self._session
+
+
+class _Waiting:
+    """Limits the wait for a piece on its way to a peer: not without progress, and not for ever."""
+
+    def __init__(self, clock: Callable[[], float], *, still_s: float, within_s: float):
+        self._clock, self._still_s, self._end_s = clock, still_s, clock() + within_s
+        self._arrived, self._moved_s = "", clock()
+
+    def hear(self, arrived: str) -> None:
+        """Notes the peer's progress; raises if the wait is over."""
+        now_s = self._clock()
+        if arrived != self._arrived:
+            self._arrived, self._moved_s = arrived, now_s
+        if now_s - self._moved_s > self._still_s:
+            raise PeerFailed(f"has waited for it for {self._still_s:g} s, and nothing came in there")
+        if now_s > self._end_s:
+            raise PeerFailed("still waits for it, longer than it may take")
+
+
+async def _add(piece: PartialPiece, gathered: bytearray) -> None:
+    """Writes gathered bytes in a thread."""
+    try:
+        await in_thread(piece.add, gathered)
+    except OSError as error:
+        raise cannot_write(piece.into, error, "then start the worker again") from error
+    gathered.clear()

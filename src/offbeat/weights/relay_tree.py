@@ -1,0 +1,219 @@
+"""The tree by which weights spread, so that a version crosses each slow link once.
+
+At every site one receiver fetches from the root (the coordinator, or its store); the others fetch from receivers of
+their own site, at most `fan_out` from each. Each receiver knows its line of ancestors, so that a dead parent costs one
+failed attempt until it is noticed.
+
+Guarantees: every receiver reaches the root; no relay feeds more than its share while the site's relays have room for
+all (where they have not, they are overloaded evenly rather than the slow link crossed twice); a newcomer moves no
+other, unless it relieves an overloaded relay; a receiver that leaves, or falls silent, is replaced by the farthest one,
+so that few move and the tree stays flat. Where no receiver of a site can serve, each fetches from the root.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+ROOT = ""
+"""The name of the root; no receiver has it."""
+FAN_OUT = 2
+"""Children of a relay. Links within a site are hardly ever less than twice as fast as those between sites."""
+MUCH_FASTER = 2.0
+"""Ratio of a receiver's rate from the root to that of the head of its site from which it takes the head's place."""
+WORTH_LEVELS = 2
+"""Levels by which a move must bring a receiver nearer to the root: each costs about a piece's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RelayNode:
+    name: str
+    site: str
+    serves: bool = True
+    """Whether others can fetch from it."""
+    root_bytes_per_s: float | None = None
+    """Rate at which it got pieces from the root; None: not measured."""
+
+
+class RelayTree:
+    """The receivers of a run, as the caller adds and removes them."""
+
+    def __init__(self, fan_out: int = FAN_OUT):
+        assert fan_out >= 1, fan_out
+        self._fan_out = fan_out
+        self._sites: dict[str, SiteTree] = {}
+        self._site_of: dict[str, str] = {}
+
+    def put(self, receiver: RelayNode) -> None:
+        """Adds a receiver, or updates it."""
+        assert receiver.name != ROOT
+        if self._site_of.get(receiver.name, receiver.site) != receiver.site:
+            self.remove(receiver.name)
+        self._site_of[receiver.name] = receiver.site
+        self._sites.setdefault(receiver.site, SiteTree(self._fan_out)).put(receiver)
+
+    def remove(self, name: str) -> None:
+        """Removes a receiver; an unknown one is ignored."""
+        site = self._site_of.pop(name, None)
+        if site is not None:
+            self._sites[site].remove(name)
+            if not self._sites[site].members:
+                del self._sites[site]
+
+    def sources(self, name: str) -> list[str]:
+        """Sources of a receiver, in this order: its parent, its parent's parent, and so on; the root last."""
+        parents, line = self._sites[self._site_of[name]].parents, []
+        while name != ROOT:
+            name = parents[name]
+            line.append(name)
+        return line
+
+    def fan_out(self, name: str) -> int:
+        """Most children that it should feed."""
+        return self._sites[self._site_of[name]].fan_outs()[name]
+
+    @property
+    def parents(self) -> dict[str, str]:
+        return {name: parent for site in self._sites.values() for name, parent in site.parents.items()}
+
+
+class SiteTree:
+    """The receivers of one site. Below the root is the head, which serves; or all of them, where none serves."""
+
+    def __init__(self, fan_out: int):
+        self.members: dict[str, RelayNode] = {}
+        self.parents: dict[str, str] = {}
+        self._fan_out = fan_out
+
+    def put(self, receiver: RelayNode) -> None:
+        is_new = receiver.name not in self.members
+        self.members[receiver.name] = receiver
+        if is_new:
+            self._attach(receiver.name)
+        elif not receiver.serves:
+            self._step_down(receiver.name)
+        self._rebalance()
+
+    def remove(self, name: str) -> None:
+        self.members[name] = replace(self.members[name], serves=False)
+        self._step_down(name)
+        del self.members[name], self.parents[name]
+        self._rebalance()
+
+    def fan_outs(self) -> dict[str, int]:
+        """Most children that each should feed."""
+        return {name: self._fan_out if member.serves else 0 for name, member in self.members.items()}
+
+    def _snapshot(self) -> _Snapshot:
+        return _Snapshot(self.parents, self.fan_outs())
+
+    def _attach(self, name: str) -> None:
+        """Attaches a receiver, with all below it, as near to the root as there is room."""
+        self.parents.pop(name, None)
+        tree = self._snapshot()  # without those below it, which are unreachable now
+        servers = [other for other in tree.depths if tree.fan_outs[other]]
+        self.parents[name] = min(servers, key=lambda other: (tree.excess(other), *tree.nearness(other)), default=ROOT)
+
+    def _step_down(self, name: str) -> None:
+        """Takes all children from a receiver: the farthest one takes its place."""
+        tree = self._snapshot()
+        others = [other for other in tree.depths if tree.fan_outs[other] and other != name]
+        if not tree.children[name] or not others:
+            heir = None
+        elif self.parents[name] == ROOT:
+            heir = max(others, key=lambda other: (self._from_root(other), tree.depths[other], tree.fan_outs[other]))
+        else:
+            heir = max(others, key=lambda other: (tree.depths[other], tree.fan_outs[other]))
+        if heir is not None:
+            self._exchange(name, heir)
+        for child in self._snapshot().children[name]:
+            self._attach(child)
+
+    def _from_root(self, name: str) -> float:
+        """Its rate from the root; infinite where it was never measured."""
+        found = self.members[name].root_bytes_per_s
+        return math.inf if found is None else found
+
+    def _exchange(self, one: str, other: str) -> None:
+        names = {one: other, other: one}
+        self.parents = {names.get(child, child): names.get(parent, parent) for child, parent in self.parents.items()}
+
+    def _rebalance(self) -> None:
+        """Restores the guarantees after a change, in few moves."""
+        self._ensure_one_head()
+        while move := self._snapshot().relief():
+            self.parents.update([move])
+        if move := self._snapshot().shortcut():
+            self.parents.update([move])
+
+    def _ensure_one_head(self) -> None:
+        below_root = [name for name, parent in self.parents.items() if parent == ROOT]
+        head = next((name for name in below_root if self.members[name].serves), None)
+        if head is None:
+            return
+        for name in below_root:
+            if name != head:
+                self._attach(name)
+        known = [name for name, member in self.members.items() if member.serves and member.root_bytes_per_s]
+        best = max(known, key=self._from_root, default=head)
+        if self._from_root(best) > MUCH_FASTER * self._from_root(head):
+            self._exchange(head, best)
+
+
+class _Snapshot:
+    """A site's tree at one moment."""
+
+    def __init__(self, parents: Mapping[str, str], fan_outs: Mapping[str, int]):
+        self.fan_outs = fan_outs
+        self.children: dict[str, list[str]] = {name: [] for name in (ROOT, *fan_outs)}
+        for name, parent in parents.items():
+            self.children[parent].append(name)
+        self.depths: dict[str, int] = {}
+        """Depths of the receivers that reach the root, the nearest first."""
+        waiting = deque((name, 1) for name in self.children[ROOT])
+        while waiting:
+            name, depth = waiting.popleft()
+            self.depths[name] = depth
+            waiting.extend((child, depth + 1) for child in self.children[name])
+
+    def excess(self, name: str) -> float:
+        """Excess of one more child, as a share of the fan-out."""
+        return max(len(self.children[name]) + 1 - self.fan_outs[name], 0) / self.fan_outs[name]
+
+    def nearness(self, name: str) -> tuple[int, float]:
+        return self.depths[name], len(self.children[name]) / self.fan_outs[name]
+
+    def rooms(self) -> list[str]:
+        """Relays that can feed one more, the nearest first."""
+        found = [name for name in self.depths if len(self.children[name]) < self.fan_outs[name]]
+        return sorted(found, key=self.nearness)
+
+    def relief(self) -> tuple[str, str] | None:
+        """A child of an overloaded relay, and a relay with room; None: no such move."""
+        crowded = [name for name in self.depths if len(self.children[name]) > self.fan_outs[name]]
+        rooms = self.rooms()
+        if not crowded or not rooms:
+            return None
+        children = sorted(reversed(self.children[crowded[0]]), key=lambda child: self.fan_outs[child] > 0)
+        return next(child for child in children if not self.is_below(rooms[0], child)), rooms[0]  # there are two
+
+    def shortcut(self) -> tuple[str, str] | None:
+        """A receiver that is needlessly far from the root, and a nearer relay with room; None: no such move."""
+        rooms, leaves = self.rooms(), [name for name in self.depths if not self.children[name]]
+        if not rooms or not leaves:
+            return None
+        farthest = max(leaves, key=lambda name: self.depths[name])
+        if self.depths[farthest] - (self.depths[rooms[0]] + 1) < WORTH_LEVELS:
+            return None
+        return farthest, rooms[0]
+
+    def is_below(self, name: str, other: str) -> bool:
+        waiting = [other]
+        while waiting:
+            found = waiting.pop()
+            if found == name:
+                return True
+            waiting += self.children[found]
+        return False

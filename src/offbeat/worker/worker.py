@@ -1,0 +1,560 @@
+"""The rollout loop: lease tasks, generate with the engine, submit the trajectories.
+
+Concurrent loops lease tasks for the engine's free slots, renew leases and abort lost tasks, load newer versions during
+generation, stop unfinished tasks at the end of a round, and report step times. Guarantees:
+
+- A task that requires a version is sampled from that version alone: no other version is loaded while such a task runs,
+  nor between a lease call and the start of its tasks. All other tasks continue across a load, split into segments, or
+  are handed back as partials if the engine cannot split. A lower version than the one served is loaded only when
+  nothing runs; with `finishes`, so is every version. No task begins meanwhile.
+- At the end of a round, tasks with new tokens are handed back as partials, tasks without are given back untouched, and
+  no task of that round begins any more. Evaluation continues.
+- A trajectory leaves through the outbox, and its lease is renewed until the coordinator has answered.
+- A task whose generation fails is given back with the reason. Any other error ends the worker. Cancelling the worker
+  aborts all tasks and hands nothing back; `drain` hands back first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from offbeat.client.protocol import LeaseResponse, WorkerClient
+from offbeat.engines.protocol import (
+    Engine,
+    EngineDied,
+    EngineError,
+    EngineMetrics,
+    Finish,
+    Generation,
+    KvMode,
+    Request,
+    Version,
+)
+from offbeat.errors import RunOver
+from offbeat.rules.step_time import Timing
+from offbeat.testing.crash_points import crash_here
+from offbeat.trajectory import End, SegmentError, Task, Trajectory
+from offbeat.waiting import Notifier, run_to_end
+from offbeat.worker.spool import REFUSALS, Outbox, Spool, Unsent
+from offbeat.worker.version_refresh import Versions
+
+log = logging.getLogger(__name__)
+
+LEASE_WAIT_S = 5.0
+"""Longest wait of one lease call; short, so that a lost coordinator is noticed soon."""
+NEWER_WAIT_S = 20.0
+"""Longest wait of one call for a newer version; nothing else waits for it."""
+FIRST_TTL_S = 30.0
+"""Assumed lease time before the first lease, as when spooled trajectories are sent at the start."""
+TIMING_S, NUM_TIMINGS = 0.1, 10
+"""Interval between samples of the engine's metrics during rounds, and samples per report to the coordinator."""
+OVER_WAIT_S = 20.0
+"""Longest wait of one call for the end of a round; nothing else waits for it."""
+BEATS_PER_TTL = 3
+"""One lost heartbeat must not cost a lease."""
+LOAD_WITHIN_S = 60.0
+"""Longest that a load may delay the worker's end; only a stuck device takes that long."""
+VERSION_WITHIN_S = 60.0
+"""Longest wait of a prefix for a version as new as its last tokens; then it is handed back."""
+DRAIN_WITHIN_S = 60.0
+"""Longest wait of a leaving worker for the answers to its last submissions."""
+
+
+class _GaveUp(Exception):
+    """Draining took too long."""
+
+
+class Worker:
+    """One engine working for one coordinator; call `run` once. Without a spool nothing outlives the process."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        client: WorkerClient,
+        *,
+        spool: Spool | None = None,
+        kv: KvMode = KvMode.SAME,
+        kv_lag: int = 0,
+        finishes: bool = False,
+    ):
+        """`kv` and `kv_lag` go into every request. `finishes`: running tasks end before other weights are loaded."""
+        self.name, self.engine, self.client = name, engine, client
+        self._kv, self._kv_lag, self._finishes = kv, kv_lag, finishes
+        self.running: dict[tuple[int, int], ActiveTask] = {}
+        """By task and fence: a lost task may come back under a new fence before its loss is reported."""
+        self._fences: dict[int, int] = {}
+        """Fence under which each task was last begun."""
+        self._changes = Notifier()
+        self._outbox = Outbox(name, client, spool, self._changes)
+        self._versions, self._rounds = Versions(name, client), TaskRounds(client, self._changes)
+        self._switch = asyncio.Lock()
+        """Held from a lease call to the start of its tasks, and during a load."""
+        self._is_reloading = False
+        self._ttl_s = FIRST_TTL_S
+        self._draining, self._over = asyncio.Event(), asyncio.Event()
+        self._drain_within_s = DRAIN_WITHIN_S
+        self._over.set()
+
+    async def run(self) -> None:
+        """Works until the run is over, the worker is drained, or it is cancelled; then aborts all running tasks."""
+        self._over.clear()
+        try:
+            error = await self._live()
+        finally:
+            self._over.set()
+            with suppress(EngineDied):  # nothing runs any more
+                await self.engine.abort()
+        if error is not None:
+            raise error
+
+    async def _live(self) -> BaseException | None:
+        """Runs the loops and returns the first error."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                beating = group.create_task(self._renew())
+                loops = {group.create_task(loop) for loop in self._loops(group)}
+                await self._draining.wait()
+                await self._wind_down(loops)
+                beating.cancel()
+        except BaseExceptionGroup as errors:  # a dead engine fails every running task; the first error is enough
+            return None if isinstance(errors.exceptions[0], _GaveUp) else errors.exceptions[0]
+        return None
+
+    def _loops(self, group: asyncio.TaskGroup) -> tuple[Coroutine[Any, Any, None], ...]:
+        loops = self._work(group), self._refresh(), self._stop_rounds(), self._report_timings()
+        return tuple(self._until_over(loop) for loop in loops)
+
+    async def _until_over(self, loop: Coroutine[Any, Any, None]) -> None:
+        """Treats the end of the run as a request to drain: finished trajectories are sent first."""
+        try:
+            await loop
+        except RunOver:
+            self._draining.set()
+
+    async def drain(self, within_s: float = DRAIN_WITHIN_S) -> None:
+        """Stops leasing, hands back unfinished tasks, sends the rest and ends `run`. After `within_s` it gives up on
+        the coordinator; unsent trajectories stay in the spool."""
+        self._drain_within_s = within_s
+        self._draining.set()
+        await self._over.wait()
+
+    async def send_finished(self) -> None:
+        """Sends the trajectories that were finished before an engine's death ended `run`."""
+        await self._outbox.send_all()
+
+    async def _wind_down(self, loops: set[asyncio.Task[None]]) -> None:
+        try:
+            async with asyncio.timeout(self._drain_within_s):
+                for loop in loops:
+                    loop.cancel()
+                await asyncio.wait(loops)
+                await self._end(self.running.values(), AbortReason.LEAVE)
+                await self._changes.wait_for(lambda: not self.running and not self._outbox)
+                await self.client.leave()
+        except TimeoutError as error:
+            left = len(self.running) + len(self._outbox)
+            log.warning(
+                "worker %s: left without an answer for %d trajectories after %g s",
+                self.name,
+                left,
+                self._drain_within_s,
+            )
+            raise _GaveUp from error
+
+    # Leases
+
+    async def _work(self, group: asyncio.TaskGroup) -> None:
+        await self._outbox.resend(group)
+        await self.client.heartbeat([*self.running, *self._outbox.unsent])  # gives up leases of an earlier process
+        while True:
+            await self._changes.wait_for(self._num_free)
+            async with self._switch:  # a version that a lease asked for stays until its tasks could be leased
+                lease = await self._lease()
+                while lease.version is not None and not lease.tasks:
+                    await self._take(lease.version)
+                    lease = await self._lease()
+                if lease.tasks:
+                    crash_here("task-leased")
+                await self._begin(lease, group)
+            if lease.is_over:
+                raise RunOver(f"worker {self.name}: the run is over")
+
+    def _num_free(self) -> int:
+        """Number of tasks that can begin now; 0 while more trajectories than slots wait to be sent."""
+        num_slots = self.engine.capabilities.num_slots
+        return max(0, num_slots - len(self.running)) if len(self._outbox) <= num_slots else 0
+
+    async def _lease(self) -> LeaseResponse:
+        await self._changes.wait_for(self._num_free)  # loading a version may have taken a while
+        lease = await self.client.lease(self._num_free(), self.engine.version, LEASE_WAIT_S)
+        if lease.ttl_s > 0:
+            self._ttl_s = lease.ttl_s
+        return lease
+
+    async def _begin(self, lease: LeaseResponse, group: asyncio.TaskGroup) -> None:
+        self._rounds.entered(lease.round)
+        late = []
+        for task in lease.tasks:
+            running = begin(task, lease.round)
+            if not await self._start(running, group):
+                late.append(running.key)
+        await self._give_back(late)
+
+    async def _start(self, running: ActiveTask, group: asyncio.TaskGroup) -> bool:
+        """Starts a task; False if its round is over."""
+        task = running.task
+        before = self.running.get((task.id, self._fences.get(task.id, 0)))
+        if before is not None:
+            await self._end([before], AbortReason.LOST)
+        if self._rounds.is_over(running.round):
+            return False
+        self.running[running.key] = running
+        self._fences[task.id] = task.fence
+        self._changes.notify()
+        group.create_task(self._carry_on(running, group))
+        return True
+
+    async def _give_back(self, leases: Sequence[tuple[int, int]]) -> None:
+        if leases:
+            await self.client.give_back(leases)
+
+    async def _stop_rounds(self) -> None:
+        while True:
+            await self._rounds.next_over()
+            stopped = [running for running in self.running.values() if self._rounds.is_over(running.round)]
+            await self._end(stopped, AbortReason.STOP)
+            await self._changes.wait_for(partial(self._have_ended, stopped))
+            await self._give_back([running.key for running in stopped if running.is_untouched])
+
+    async def _report_timings(self) -> None:
+        """Reports step times during rounds: over-provisioning depends on them."""
+        timings = Timings()
+        timings.follow(self.engine)
+        while True:
+            await self._changes.wait_for(lambda: self._rounds.is_under_way and self.running)
+            found = []
+            for _ in range(NUM_TIMINGS):
+                await asyncio.sleep(TIMING_S)
+                if (timing := timings.take()) is not None:
+                    found.append(timing)
+            if found:
+                await self.client.timed(found)
+
+    def _have_ended(self, stopped: Sequence[ActiveTask]) -> bool:
+        return not any(self.running.get(running.key) is running for running in stopped)
+
+    async def _renew(self) -> None:
+        while True:
+            await self._changes.wait_for(lambda: self.running or self._outbox)
+            await asyncio.sleep(self._ttl_s / BEATS_PER_TTL)
+            held = [*self.running, *self._outbox.unsent]
+            if not held:
+                continue
+            answer = await self.client.heartbeat(held)
+            still = [self.running[key] for key in held if key in self.running]  # not the same tasks under newer fences
+            await self._end([running for running in still if running.task.id in answer.lost], AbortReason.LOST)
+
+    async def _end(self, ended: Iterable[ActiveTask], abort_reason: AbortReason) -> None:
+        """Aborts tasks; `_generate` decides by the reason what becomes of each."""
+        ids = []
+        for running in ended:
+            if running.abort_reason is not AbortReason.LOST:
+                running.abort_reason = abort_reason
+            ids.append(running.request_id)
+        self._changes.notify()
+        if ids:
+            await self.engine.abort(ids)
+
+    # Versions
+
+    async def _refresh(self) -> None:
+        """Loads newer versions as they come; downloads run during generation."""
+        while True:
+            version = await self.client.newer(self.engine.version, NEWER_WAIT_S)
+            if version is None:
+                continue
+            async with self._versions.unless_replaced(version, self.engine.version):
+                here = await self._versions.fetch(version)
+                if self._finishes:
+                    async with self._switch:  # nothing begins while running tasks come to their end
+                        if await self.client.newer(self.engine.version, 0.0) is not None:
+                            await self._load_when_it_may(here)
+                    continue
+                if not self._may_load(here):
+                    await self._changes.wait_for(partial(self._may_load, here))
+                    continue  # the wait may have been long: a newer version may be wanted by now
+                async with self._switch:
+                    if self._may_load(here) and self.engine.version != here.number:
+                        await self._load(here)
+
+    async def _take(self, version: Version) -> None:
+        """Loads a version that tasks wait for; call with the switch held, so that nothing is leased meanwhile."""
+        async with self._versions.unless_replaced(version, self.engine.version):
+            await self._load_when_it_may(await self._versions.fetch(version))
+
+    async def _load_when_it_may(self, here: Version) -> None:
+        await self._changes.wait_for(partial(self._may_load, here))
+        if self._finishes:  # the wait may have been long
+            newest = await self.client.newer(self.engine.version, 0.0)
+            here = here if newest is None else await self._versions.fetch(newest)
+        await self._load(here)
+
+    def _may_load(self, version: Version) -> bool:
+        is_lower = self.engine.version is not None and version.number < self.engine.version
+        if self._finishes or is_lower:  # versions rise along a trajectory
+            return all(running.is_waiting for running in self.running.values())
+        return all(running.task.require_version is None for running in self.running.values())
+
+    async def _load(self, version: Version) -> None:
+        self._is_reloading = not self.engine.capabilities.splits_by_version
+        try:
+            if self._is_reloading:
+                await self._end(self.running.values(), AbortReason.RELOAD)
+            await run_to_end(self.engine.load(version), LOAD_WITHIN_S)
+        finally:
+            self._is_reloading = False
+            self._changes.notify()
+        log.info("worker %s: serves version %d", self.name, version.number)
+
+    # One task
+
+    async def _carry_on(self, running: ActiveTask, group: asyncio.TaskGroup) -> None:
+        try:
+            is_wanted = await self._generate(running)
+        except EngineDied:
+            raise
+        except (EngineError, SegmentError) as error:
+            is_wanted = False
+            await self._fail(running.task, str(error))
+        finally:
+            del self.running[running.key]
+            if self._fences.get(running.task.id) == running.task.fence:
+                del self._fences[running.task.id]
+            self._changes.notify()
+        if is_wanted:
+            crash_here("generated")
+            self._outbox.post(Unsent(running.trajectory, running.task.fence), group)
+
+    async def _generate(self, running: ActiveTask) -> bool:
+        """Continues a trajectory until it ends or is aborted; returns whether to submit it."""
+        task, trajectory = running.task, running.trajectory
+        num_before = trajectory.num_tokens
+        if task.require_version not in (None, self.engine.version):
+            raise EngineError(f"task {task.id} requires version {task.require_version}, not {self.engine.version}")
+        while trajectory.num_tokens < trajectory.max_new_tokens:
+            if not await self._may_begin(running):
+                return True  # hands the prefix to a worker with newer weights
+            if running.abort_reason is None:  # else aborted before it began
+                generation = await self.engine.generate(request_for(running, self._kv, self._kv_lag))
+                if append(trajectory, generation):
+                    return running.abort_reason is not AbortReason.LOST
+            reason, running.abort_reason = running.abort_reason, None
+            has_more = trajectory.num_tokens > num_before
+            if reason is AbortReason.LOST or reason is None:  # None: the engine is closing, and this worker with it
+                return False
+            running.is_untouched = reason is AbortReason.STOP and not has_more
+            if has_more or reason in (AbortReason.LEAVE, AbortReason.STOP):
+                return has_more
+        trajectory.finish(End.LENGTH)
+        return True
+
+    async def _may_begin(self, running: ActiveTask) -> bool:
+        """Waits for loads to end and for a version no older than the prefix's last one; False if none comes in time."""
+        least = running.least_version
+
+        def is_ready() -> bool:
+            return running.abort_reason is not None or (not self._is_reloading and (self.engine.version or 0) >= least)
+
+        running.is_waiting = True
+        self._changes.notify()
+        try:
+            while not is_ready():
+                try:
+                    async with asyncio.timeout(VERSION_WITHIN_S):
+                        await self._changes.wait_for(is_ready)
+                except TimeoutError:
+                    if not self._is_reloading:  # a load always ends, so waiting on is right then
+                        return is_ready()
+            return True
+        finally:
+            running.is_waiting = False
+
+    async def _fail(self, task: Task, reason: str) -> None:
+        log.warning("worker %s: task %d failed: %s", self.name, task.id, reason)
+        try:
+            await self.client.fail(task.id, task.fence, reason)
+        except REFUSALS as error:
+            log.warning("worker %s: %s", self.name, error)
+
+
+class AbortReason(StrEnum):
+    """Why a running task was aborted."""
+
+    LOST = "lost"
+    """The lease is no longer this worker's: discard the task."""
+    RELOAD = "reload"
+    """Weights change in an engine that cannot split: hand back new tokens, or begin anew if there are none."""
+    LEAVE = "leave"
+    """The worker leaves: hand back new tokens; tasks without any end with the lease."""
+    STOP = "stop"
+    """The round is over: hand back new tokens; give back tasks without any."""
+
+
+@dataclass(eq=False)
+class ActiveTask:
+    """A task in the engine, and its trajectory so far."""
+
+    task: Task
+    trajectory: Trajectory
+    abort_reason: AbortReason | None = None
+    is_waiting: bool = False
+    """Leased, but not in the engine yet: it waits for weights."""
+    round: int | None = None
+    """Round that ends the task; None: the task runs until it ends by itself."""
+    is_untouched: bool = False
+    """Stopped before it had a new token."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.task.id, self.task.fence
+
+    @property
+    def request_id(self) -> str:
+        """Includes fence and position: a task may come back while its last request is still being aborted."""
+        return f"{self.task.id}-{self.task.fence}-{self.trajectory.num_tokens}"
+
+    @property
+    def least_version(self) -> int:
+        """Oldest version that may continue the trajectory."""
+        sampled = [segment.version for segment in self.trajectory.segments if segment.version is not None]
+        return max(0, sampled[-1] - self.trajectory.max_version_drop) if sampled else 0
+
+
+def begin(task: Task, round_number: int | None = None) -> ActiveTask:
+    """Makes the active task of a lease. The prefix is copied, because others may hold it. A task that requires a
+    version is an evaluation and belongs to no round."""
+    trajectory = task.new_trajectory() if task.prefix is None else replace(task.prefix)
+    return ActiveTask(task, trajectory, round=round_number if task.require_version is None else None)
+
+
+def request_for(running: ActiveTask, kv: KvMode = KvMode.SAME, kv_lag: int = 0) -> Request:
+    """Engine request for the prompt, the tokens so far and the remaining budget."""
+    task, trajectory = running.task, running.trajectory
+    done = trajectory.num_tokens
+    return Request(
+        id=running.request_id,
+        tokens=np.concatenate([task.prompt, trajectory.tokens]) if done else task.prompt,
+        seed=task.seed,
+        sampling=msgspec.structs.replace(task.sampling, max_new_tokens=task.sampling.max_new_tokens - done),
+        position=done,
+        kv=kv,
+        kv_lag=kv_lag if kv is KvMode.STALE else 0,
+    )
+
+
+def append(trajectory: Trajectory, generation: Generation) -> bool:
+    """Appends a generation's segments; returns whether the trajectory has ended."""
+    if generation.finish is Finish.ABORT:
+        for segment in generation.segments:
+            trajectory.append(segment)
+        return False
+    if generation.finish is Finish.TURN or not generation.segments:
+        raise EngineError(
+            f"request {generation.id} ended by {generation.finish.value} with {len(generation.segments)} segments; "
+            "allowed stop or length, after a token"
+        )
+    *first, last = generation.segments
+    for segment in first:
+        trajectory.append(segment)
+    trajectory.append(last, End(generation.finish.value))
+    return True
+
+
+class TaskRounds:
+    """Rounds of one worker, numbered by the version that began them. A task of a finished round may not begin any more,
+    however late its lease arrives. Without rounds nothing is asked of the coordinator."""
+
+    def __init__(self, client: WorkerClient, changes: Notifier):
+        self._client, self._changes = client, changes
+        self._current: int | None = None
+        self._last_over = -1
+
+    def entered(self, number: int | None) -> None:
+        """Notes the round of leased tasks."""
+        if number is not None and number > self._last_over:
+            self._current = number if self._current is None else max(number, self._current)
+            self._changes.notify()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this worker has work of an unfinished round."""
+        return self._current is not None
+
+    def is_over(self, number: int | None) -> bool:
+        return number is not None and number <= self._last_over
+
+    async def next_over(self) -> int:
+        """Waits for the end of the current round; returns its number."""
+        while True:
+            await self._changes.wait_for(lambda: self._current is not None)
+            number = self._current
+            assert number is not None
+            if await self._client.round_over(number, OVER_WAIT_S):
+                self._last_over = number
+                self._current = None if self._current == number else self._current
+                return number
+
+
+class Timings:
+    """Differences of an engine's metrics over time, as `rules.step_time` takes them.
+
+    An interval without a step is added to the next one. An engine that does not know its steps, rows or context has no
+    timings; if it does not know its prefilled tokens, prefill time counts as step time.
+    """
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._before = EngineMetrics()
+
+    def follow(self, engine: Engine) -> None:
+        """Measures this engine from now on."""
+        self._engine, self._before = engine, engine.metrics
+
+    def take(self) -> Timing | None:
+        """Work since the last call that returned a timing."""
+        if self._engine is None:
+            return None
+        now = self._engine.metrics
+        timing = timing_between(self._before, now)
+        if timing is not None:
+            self._before = now
+        return timing
+
+
+def timing_between(before: EngineMetrics, after: EngineMetrics) -> Timing | None:
+    """Work between two readings; None if no step was taken or the engine does not know its work."""
+    num_steps = _difference(before.num_steps, after.num_steps)
+    num_rows = _difference(before.num_rows, after.num_rows)
+    num_context_tokens = _difference(before.num_context_tokens, after.num_context_tokens)
+    num_prefilled_tokens = _difference(before.num_prefilled_tokens, after.num_prefilled_tokens) or 0
+    if num_steps is None or num_rows is None or num_context_tokens is None:
+        return None
+    if before.busy_seconds is None or after.busy_seconds is None or num_steps < 1:
+        return None
+    seconds = after.busy_seconds - before.busy_seconds
+    return Timing(num_steps, num_rows, num_context_tokens, num_prefilled_tokens, seconds)
+
+
+def _difference(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before

@@ -1,0 +1,77 @@
+"""Where a coordinator in a process of its own listens, and how it comes to its end."""
+
+import asyncio
+import json
+import shutil
+
+import pytest
+
+from offbeat.config import from_dict, load
+from offbeat.launch import wiring
+from offbeat.launch.coordinator_role import ADDRESS, _address, _until_over
+from offbeat.launch.coordinator_runtime import open_coordinator, prepare
+from offbeat.launch.run_folder import RunFolder
+from offbeat.launch.stopping import Stopping
+from offbeat.weights.version import Version
+
+SOON_S = 60.0
+
+
+def test_a_run_ends_without_its_last_evaluation_when_nobody_is_left_to_make_it(tmp_path, capsys):
+    config = from_dict(
+        {
+            "run": {"dir": str(tmp_path), "name": "a", "steps": 1},
+            "eval": {"every": 1, "prompts": 2},
+            "rollout": {"deadline_s": 0.1},
+            "reward": {"processes": 0},
+            "log": {"console": "quiet"},
+        }
+    )
+
+    async def scenario(folder: RunFolder) -> bool:
+        mixture = wiring.make_mixture(config, None)
+        pool = await wiring.open_pool(config, mixture, folder.logs / "rewards.log")
+        try:
+            async with open_coordinator(folder, mixture, pool, prepare(config, mixture)) as runtime:
+                await runtime.coordinator.start(keep_leases=True)
+                await runtime.coordinator.publish(Version(0, 0, None, "digest", tmp_path))
+                await runtime.coordinator.checkpointed(config.run.steps)
+                return await asyncio.wait_for(_until_over(folder, runtime, Stopping()), SOON_S)
+        finally:
+            await pool.close()
+
+    with RunFolder.create(config) as folder:
+        assert asyncio.run(scenario(folder)), "the last step is trained and saved"
+        events = [json.loads(line) for line in (folder.path / "events.jsonl").read_text().splitlines()]
+    left_out = [event for event in events if event["event"] == "evaluation_left_out"]
+    assert [event["step"] for event in left_out] == [1]
+    assert "the evaluation of step 1 is left out" in "".join(capsys.readouterr())
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    told = {"url": "http://127.0.0.1:8700", "near_url": "http://127.0.0.1:8701", "run": str(folder)}
+    (folder / ADDRESS).write_text(json.dumps(told))
+    return folder
+
+
+def port_of(folder, *overrides):
+    return _address(load(None, list(overrides)), folder).port
+
+
+def test_a_run_that_goes_on_or_was_moved_listens_where_its_workers_look_for_it(run):
+    assert port_of(run) == 8700
+    assert port_of(run.rename(run.with_name("b"))) == 8700
+    assert port_of(run.with_name("b"), "--serve.port=9000") == 9000
+
+
+def test_a_copy_leaves_its_address_to_the_run_that_it_was_copied_from(run):
+    assert port_of(shutil.copytree(run, run.with_name("b"))) == 0
+
+
+@pytest.mark.parametrize("content", ["", "[]", "3", '{"url": 7}', '{"run": []}', '{"url": "http://x:y"}'])
+def test_an_address_that_cannot_be_read_is_any(run, content):
+    (run / ADDRESS).write_text(content)
+    assert port_of(run) == 0

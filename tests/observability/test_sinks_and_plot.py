@@ -1,0 +1,45 @@
+import importlib.util
+
+import pytest
+
+from offbeat.errors import UserError
+from offbeat.observability.plot import plot_rewards, smooth
+from offbeat.observability.sinks import check_sinks, numbers, open_sinks
+
+
+def test_a_missing_package_is_told_with_the_line_that_installs_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r'pip install "offbeat\[wandb\]"'):
+        check_sinks(["wandb"])
+
+
+def test_only_numbers_are_drawn():
+    row = {"step": 3, "attempt": 1, "reward": 0.5, "samples": 4, "finished": True, "gap": None, "name": "x"}
+    assert numbers(row) == {"reward": 0.5, "samples": 4.0}
+
+
+def test_tensorboard_gets_every_number_at_its_step(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    (sink,) = open_sinks(["tensorboard", "tensorboard"], tmp_path, "offbeat", {})
+    sink.log({"step": 3, "reward": 0.5, "length": 6.0})
+    sink.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    found = {(value.tag, event.step) for event in EventFileLoader(str(file)).Load() for value in event.summary.value}
+    assert found == {("reward", 3), ("length", 3)}
+
+
+def test_a_picture_is_drawn_of_what_there_is(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [{"step": 0, "eval_mean@1": 0.1}, *({"step": s, "reward": s / 50} for s in range(1, 51))]
+    assert plot_rewards(rows, tmp_path / "reward.png", "a run")
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert not plot_rewards([{"step": 0, "eval_mean@1": 0.1}], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_smoothing_keeps_a_line_straight_and_a_constant_the_same():
+    assert smooth([2.0] * 60) == [2.0] * 60
+    middle = smooth([float(i) for i in range(60)])[2:-2]
+    assert middle == [float(i) for i in range(2, 58)]

@@ -1,1 +1,0 @@
-"""Puts the problems and shapes that the folders below share within their reach."""

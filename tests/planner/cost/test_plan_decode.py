@@ -1,0 +1,66 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_shapes import CARD, QWEN3_30B_A3B, QWEN_1_5B, QWEN_7B
+
+from offbeat.planner.cost.constants import Efficiencies
+from offbeat.planner.cost.rollout_time import allreduce_s, attention_s, decode_step_s, matmul_s, ridge_rows
+from offbeat.planner.inputs.model_shapes import active_matmul_parameters
+
+PEAK = Efficiencies(
+    gemm_share=1, weight_read_share=1, kv_read_share=1, link_share=1, allreduce_latency_s=0, step_overhead_s=0
+)
+
+
+def test_few_rows_take_the_reading_of_the_weights_and_many_their_arithmetic():
+    ridge = ridge_rows(CARD, PEAK)
+    assert ridge == 1.0  # 1e12 FLOP/s over 1e12 B/s, 2 FLOP and 2 bytes a parameter
+    card = replace(CARD, flops=100e12)
+    parameters = active_matmul_parameters(QWEN_7B)
+    assert matmul_s(QWEN_7B, card, PEAK, 1, 10) == pytest.approx(2 * parameters / 1e12)
+    assert matmul_s(QWEN_7B, card, PEAK, 1, 200) == pytest.approx(2 * parameters * 200 / 100e12)
+    assert matmul_s(QWEN_7B, card, PEAK, 1, 100) == matmul_s(QWEN_7B, card, PEAK, 1, 50)
+
+
+def test_keys_and_values_are_not_split_beyond_their_heads():
+    # 10 rows x 1000 tokens x 28,672 B at 1 TB/s; the 1.5B has two KV heads
+    times = [attention_s(QWEN_1_5B, CARD, PEAK, tp, 10, 1000) for tp in (1, 2, 4)]
+    assert times == pytest.approx([286.72e-6, 143.36e-6, 143.36e-6])
+
+
+def test_an_allreduce_sends_twice_all_but_its_own_part():
+    assert allreduce_s(4e9, CARD, PEAK, 1) == 0
+    assert allreduce_s(4e9, CARD, PEAK, 4) == pytest.approx(2 * 3 / 4 * 4e9 / 1e11)
+    assert allreduce_s(0, CARD, replace(PEAK, allreduce_latency_s=9e-6), 2) == 9e-6
+
+
+def test_a_step_is_the_sum_of_its_parts_with_two_allreduces_a_layer():
+    figures = replace(PEAK, step_overhead_s=1e-3, allreduce_latency_s=1e-5)
+    step_s = decode_step_s(QWEN_7B, CARD, figures, 2, 16, 2000)
+    parts = matmul_s(QWEN_7B, CARD, figures, 2, 16) + attention_s(QWEN_7B, CARD, figures, 2, 16, 2000)
+    exchange_s = 2 * 28 * (2 * 16 * 3584 / 1e11 + 1e-5)
+    assert step_s == pytest.approx(parts + exchange_s + 1e-3)
+
+
+def test_few_rows_of_experts_read_few_experts():
+    card = replace(CARD, flops=1e18)
+    one, many = (matmul_s(QWEN3_30B_A3B, card, PEAK, 1, rows) for rows in (1, 512))
+    assert many / one > 8
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tp=st.sampled_from([1, 2, 4]),
+    rows=st.floats(1, 500),
+    context=st.floats(100, 30_000),
+    more=st.floats(1.01, 3),
+)
+def test_more_rows_generate_more_and_wait_longer_and_context_only_costs(tp, rows, context, more):
+    def step_s(rows, context):
+        return decode_step_s(QWEN_7B, CARD, Efficiencies(), tp, rows, context)
+
+    assert step_s(rows * more, context) >= step_s(rows, context)
+    assert rows * more / step_s(rows * more, context) >= rows / step_s(rows, context) * (1 - 1e-9)
+    assert step_s(rows, context * more) > step_s(rows, context)

@@ -1,0 +1,123 @@
+"""Servers of real engines, for tests: where they are found, how one is started for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from offbeat.config.schema import Config
+from offbeat.engines.dialect import Dialect
+from offbeat.engines.http_calls import Server
+from offbeat.engines.process import commands
+from offbeat.engines.process.endpoints import new_endpoint
+from offbeat.engines.process.server import EngineServer
+from offbeat.engines.sglang.api import SglangDialect
+from offbeat.engines.vllm.api import VllmDialect
+
+NUM_SLOTS = 16
+START_WITHIN_S = 600.0
+SERVERS = {
+    "vllm": ("OFFBEAT_VLLM_URL", "OFFBEAT_VLLM_PYTHON"),
+    "sglang": ("OFFBEAT_SGLANG_URL", "OFFBEAT_SGLANG_PYTHON"),
+}
+
+
+class SpanlessDialect(VllmDialect):
+    """A newer server driven as an older one, which can neither name its weights nor tell where they changed."""
+
+    async def _can_label(self) -> bool:
+        return False
+
+
+class LabelledDialect(VllmDialect):
+    """The same as one in between: it names its weights, and does not tell where they changed."""
+
+    async def _sends_spans(self) -> bool:
+        return False
+
+
+DIALECTS = {
+    "vllm": VllmDialect,
+    "vllm without spans": LabelledDialect,
+    "vllm without labels": SpanlessDialect,
+    "sglang": SglangDialect,
+}
+
+
+KEYS: dict[str, str | None] = {}
+"""What servers that were started here ask for, by their URLs."""
+
+
+def server_at(url: str) -> Server:
+    return Server(url, api_key=KEYS.get(url))
+
+
+def dialect_of(name: str, url: str) -> Dialect:
+    return DIALECTS[name](server_at(url))
+
+
+def started(name: str, model: Path) -> Iterator[str]:
+    """The URL of a server that serves a model: one that runs already, or one that runs until the tests are over."""
+    url_variable, python_variable = SERVERS[name]
+    if url := os.environ.get(url_variable):
+        yield url
+        return
+    with own_server(name, os.environ[python_variable], model) as (url, _):
+        yield url
+
+
+@contextmanager
+def own_server(
+    name: str, python: str, model: Path, log: Path | None = None, *, lora_rank: int = 0
+) -> Iterator[tuple[str, EngineServer]]:
+    """A server as a worker starts it, which runs until this ends."""
+    config = Config.model_validate(
+        {
+            "model": {"path": str(model), "dtype": "float32", "lora_rank": lora_rank},
+            "rollout": {"engine": name, "slots": NUM_SLOTS, "max_prompt_tokens": 1024, "max_new_tokens": 1024},
+            "engine": {
+                "python": python,
+                "memory_share": 0.2,
+                "arguments": os.environ.get("OFFBEAT_ENGINE_ARGS", "").split(),
+            },
+        }
+    )
+    with tempfile.TemporaryDirectory() as folder, loop_of_its_own() as run:
+        environment = commands.environment(config, os.environ)
+        machine = run(commands.probe_interpreter(config, environment))
+        server = EngineServer(
+            name,
+            partial(commands.command, config, machine),
+            commands.suited(environment, machine),
+            new_endpoint=partial(new_endpoint, name),
+            log=log or Path(folder) / "engine.log",
+            lock=Path(folder) / "engine.lock",
+            start_within_s=START_WITHIN_S,
+        )
+        try:
+            run(server.start())
+            KEYS[server.url] = server.key
+            yield server.url, server
+        finally:
+            run(server.stop())
+
+
+@contextmanager
+def loop_of_its_own() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """Runs coroutines for those who have no loop, all in one that lives on between them, as child processes need."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield lambda work: asyncio.run_coroutine_threadsafe(work, loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

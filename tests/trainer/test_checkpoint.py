@@ -1,0 +1,92 @@
+import numpy as np
+import pytest
+import torch
+from learning_models import tiny_model
+from learning_samples import make_samples
+
+from offbeat.errors import OffbeatError, UserError
+from offbeat.trainer.checkpoint import Checkpoints
+from offbeat.trainer.policy import AdamSettings, Policy
+from offbeat.trainer.step import StepSettings, train_step
+
+
+def trained_policy():
+    policy = Policy(tiny_model("llama"), AdamSettings())
+    train_step(policy, make_samples(np.random.default_rng(0), [(3, [4, 5])]), StepSettings(), lr=1e-2)
+    return policy
+
+
+def test_what_was_saved_comes_back_to_the_bit_with_the_random_state(tmp_path):
+    policy, checkpoints = trained_policy(), Checkpoints(tmp_path)
+    torch.manual_seed(7)
+    checkpoints.save(3, 5, policy.state())
+    drawn = torch.rand(4)
+    manifest, state = checkpoints.load(3)
+    assert (manifest.step, manifest.version) == (3, 5)
+    assert torch.equal(torch.rand(4), drawn)
+    assert state.keys() == policy.state().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in policy.state().items())
+
+
+def test_a_checkpoint_of_a_machine_with_more_devices_is_taken_up_here(tmp_path):
+    policy, checkpoints = trained_policy(), Checkpoints(tmp_path)
+    beyond = f"rng.cuda.{torch.cuda.device_count()}"
+    checkpoints.save(1, 1, {**policy.state(), beyond: torch.get_rng_state()})
+    assert checkpoints.load(1)[1].keys() == policy.state().keys()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_the_random_state_of_a_cuda_device_comes_back_too(tmp_path):
+    policy, checkpoints = trained_policy(), Checkpoints(tmp_path)
+    torch.cuda.manual_seed_all(7)
+    checkpoints.save(3, 5, policy.state())
+    drawn = torch.rand(4, device="cuda")
+    checkpoints.load(3)
+    assert torch.equal(torch.rand(4, device="cuda"), drawn)
+
+
+def test_only_the_latest_are_kept(tmp_path):
+    policy, checkpoints = trained_policy(), Checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        checkpoints.save(step, step, policy.state())
+    assert checkpoints.steps() == [2, 3]
+
+
+def test_a_damaged_file_is_refused_by_name(tmp_path):
+    policy, checkpoints = trained_policy(), Checkpoints(tmp_path)
+    file = checkpoints.save(1, 1, policy.state()) / "rank0.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=r"rank0\.safetensors: is damaged; remove"):
+        checkpoints.load(1)
+
+
+def test_a_damaged_manifest_is_refused_by_name(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    folder = checkpoints.save(1, 1, trained_policy().state())
+    for text in ("", "{", "[]", "{}"):
+        (folder / "manifest.json").write_text(text)
+        with pytest.raises(UserError, match=r"manifest\.json: is damaged; remove .*00000001 to resume from"):
+            checkpoints.load(1)
+
+
+def test_a_draft_that_a_dead_process_left_is_no_checkpoint(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    (tmp_path / ".00000004.draft").mkdir()
+    (tmp_path / "00000005").mkdir()
+    assert checkpoints.steps() == []
+
+
+def test_a_failed_write_leaves_the_earlier_checkpoint_and_says_so(tmp_path, monkeypatch):
+    policy, checkpoints = trained_policy(), Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, 1, policy.state())
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("offbeat.trainer.checkpoint.save_file", full)
+    with pytest.raises(OffbeatError, match=r"step 2 .*No space left.*step 1 is intact"):
+        checkpoints.save(2, 2, policy.state())
+    assert checkpoints.steps() == [1]
+    assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
