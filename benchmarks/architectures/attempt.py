@@ -19,11 +19,11 @@ from benchmarks.architectures.compare import Result, engine, judge, trainer
 
 NUM_PROCESSES = 2
 LIMIT_CPU_S = 60.0
-"""Of processor time for one architecture: most take a second or two, and one builds tables of its real size."""
+"""Processor time for one architecture: most take a second or two, and one builds tables of its real size."""
 
 
 def attempt(names: Sequence[str]) -> list[Result]:
-    """What came of each, in the order of their names."""
+    """Tries each architecture in a process pool; results are sorted by name."""
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     with context.Pool(min(NUM_PROCESSES, len(names)), _begin) as pool:
         return sorted(pool.imap_unordered(try_out, names), key=lambda result: result.name)

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model with tied embeddings."""
+    """Shape of a model with tied embeddings."""
 
     hidden: int
     inner: int

@@ -11,7 +11,7 @@ from offbeat.model.loading import resolve
 
 SCRIPT = Path(__file__).with_name("trl_grpo.py")
 OFFBEATS_OWN = ("save_every", "trl", "schedule", "max_staleness", "loss", "task", "rollout", "threads", "beta2")
-"""What a job says that TRL's script does not read."""
+"""Fields of a job that TRL's script does not read."""
 
 
 def train_with_trl(job: Job, folder: Path, python: Path) -> Run:

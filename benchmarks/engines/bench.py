@@ -120,7 +120,7 @@ class Bench:
 
 
 def measured(options: argparse.Namespace, size: Size, folder: Path, log: Path) -> Findings:
-    """What breaks late leaves the rest standing: a GPU's time is dear."""
+    """Measures every way; a failure ends it and keeps the figures taken before."""
     say(f"writing two versions in the shape {size.shape} below {folder}")
     bench = Bench(size, Models(SHAPES[size.shape], folder), options.only)
     try:

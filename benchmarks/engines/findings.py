@@ -22,13 +22,13 @@ BATCH, STREAM, CHANGES = "batch", "stream", "changes"
 
 @dataclass
 class Findings:
-    """What was measured, by kind of work and way."""
+    """Rates by kind of work and way, and the windows of version changes."""
 
     rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     windows: list[Window] = field(default_factory=list)
     engine: str = ""
     failure: str = ""
-    """What ended it early."""
+    """Reason that the measurement ended early; empty if it did not."""
 
     def add(self, kind: str, way: str, done: Done) -> None:
         self.rates.setdefault(kind, {}).setdefault(way, []).append(done.tokens_per_s)

@@ -17,7 +17,7 @@ from benchmarks.loss_parity.theirs import Job
 
 TARGET = 1e-5
 DIGITS = 12
-"""Of recorded figures."""
+"""Digits kept of each recorded figure."""
 
 
 def jobs_of(case: Case, *, is_cut: bool = False) -> list[Job]:
