@@ -31,7 +31,7 @@ SETTINGS = (
     *("--batch.groups-per-step=4", "--batch.group-size=4", "--rollout.max-new-tokens=24", "--rollout.slots=8"),
     *(f"--schedule.max-staleness={BOUND}", "--rollout.workers=2"),
     *(f"--rollout.lease-s={LEASE_S}", "--eval.every=25", "--eval.prompts=4", "--log.console=quiet"),
-    *("--weights.deltas=always", "--weights.anchor-every=5", "--model.dtype=bfloat16"),
+    *("--weights.deltas=always", "--model.dtype=bfloat16"),
 )
 OVERLAP = ("--schedule.mode=overlap",)
 PARTIAL = ("--schedule.mode=alternate", "--schedule.over-provision=2", "--paced.sigma=1")

@@ -18,7 +18,7 @@ from offbeat.model.loading import load_model, load_tokenizer
 pytestmark = pytest.mark.full
 (JOIN,) = [line for block in blocks(ROOT / "docs" / "weights.md", "sh") for line in block.splitlines()]
 (SERVE, TRAINER) = blocks(ROOT / "docs" / "swarm.md", "sh")[-1].splitlines()
-BF16 = "--model.dtype=bfloat16 --loss.max-logprob-gap=10 --optimizer.lr=1e-5 --weights.anchor-every=4"
+BF16 = "--model.dtype=bfloat16 --loss.max-logprob-gap=10 --optimizer.lr=1e-5"
 FIGURE = re.compile(r'offbeat_worker_weights_total{worker="(.*)",figure="(.*)"} (.*)')
 
 
@@ -31,7 +31,7 @@ def figures(url: str) -> dict[tuple[str, str], float]:
         return {}
 
 
-ADAPTERS = "--model.lora-rank=4 --optimizer.lr=3e-3 --weights.deltas=always --loss.max-sample-gap=0.05"
+ADAPTERS = "--model.lora-rank=4 --optimizer.lr=3e-3 --weights.deltas=always"
 
 
 def test_adapters_reach_workers_with_disks_of_their_own_and_the_base_only_those_that_have_another(terminals: Terminals):
@@ -90,7 +90,7 @@ def test_versions_reach_workers_with_disks_of_their_own_as_what_changed(terminal
     assert "everything holds" in terminals.say("offbeat ledger verify runs/swarm")
     steps = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "reward" in row]
     kinds = [row["weights_kind"] for row in steps]
-    assert kinds[:8] == ["delta"] * 3 + ["full"] + ["delta"] * 3 + ["full"], kinds
+    assert kinds[:20] == (["delta"] * 9 + ["full"]) * 2, kinds
     assert all(0 < row["weights_density"] < 0.2 and row["weights_bytes"] < 200_000 for row in steps)
     assert terminals.say("offbeat export runs/swarm model")
     model = terminals.folder / "model" / "model.safetensors"

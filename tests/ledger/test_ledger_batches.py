@@ -14,6 +14,7 @@ from offbeat.ledger.errors import Conflict, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import ComparedSegment, Scored
 from offbeat.ledger.workers import Role, WorkerState, new_secret, secret_hash
+from offbeat.rules.quarantine import MIN_PROVEN
 from offbeat.trajectory import End, Reward, Segment, Task, Trajectory
 
 
@@ -353,3 +354,23 @@ def test_blame_goes_by_segment_to_workers_that_may_come_back_the_latest_segments
     assert "liar" in patient.audit_results([begun.id]), "leaving in time does not help"
     patient.move_worker("liar", WorkerState.QUARANTINED)
     assert patient.audit_results([begun.id]) == {"honest": [(1, 0)]}
+
+
+def test_a_member_is_proven_once_audits_have_found_all_honest_who_sampled_it(patient: Ledger):
+    patient.admit(new_groups(patient, 1, size=MIN_PROVEN))
+    tasks = patient.lease("known", MIN_PROVEN, 0)
+    patient.submit([handed(answer(task, [0]), "known") for task in tasks])
+    score_all(patient)
+    first = claim(patient, 0, 1, 0)
+    assert not any(member.is_proven for member in first.groups[0].members), "at first nobody is"
+    patient.commit(0, version(1, 1, 0), compared=[ComparedSegment(task.id, 0, 1, 0) for task in tasks])
+    patient.admit(new_groups(patient, 1, size=3, require_version=1))
+    whole, begun = patient.lease("known", 2, 1)
+    (fresh,) = patient.lease("newcomer", 1, 1)
+    patient.submit([handed(answer(whole, [1]), "known"), handed(answer(fresh, [1]), "newcomer")])
+    patient.submit([handed(answer(begun, [1], end=None), "known")])
+    (again,) = patient.lease("newcomer", 1, 1)
+    patient.submit([handed(answer(again, [1]), "newcomer", again.fence)])
+    score_all(patient)
+    second = claim(patient, 1, 1, 0)
+    assert [member.task for member in second.groups[0].members if member.is_proven] == [whole.id]

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.rules.quarantine import AUDIT_WINDOW, MAX_SUSPICION, OFF_GAP, Compared, is_believable, suspicion
+from offbeat.rules.quarantine import (
+    AUDIT_WINDOW,
+    MAX_SUSPICION,
+    MIN_PROVEN,
+    OFF_GAP,
+    Compared,
+    is_believable,
+    is_proven,
+    looks_forged,
+    suspicion,
+)
 
 STALE_SHARE = 0.3
 """`loss.audit_share` as it is by default."""
@@ -100,3 +110,21 @@ def test_one_more_token_that_is_off_never_makes_a_worker_more_believable(numbers
 def test_what_was_not_compared_says_nothing():
     assert suspicion([]) == 0
     assert suspicion([Compared(0, 0)] * 1000) == 0
+
+
+def test_a_worker_is_proven_by_enough_honest_segments_and_doubted_again_with_the_first_that_is_off():
+    honest = [Compared(24, 0)] * MIN_PROVEN
+    assert not is_proven(honest[1:])
+    assert is_proven(honest)
+    assert not is_proven([*honest, Compared(24, 6)])
+    assert is_proven([*honest, Compared(24, 6), *[Compared(24, 0)] * 40]), "a doubt passes"
+
+
+@pytest.mark.parametrize("length", [(4, 12), (20, 200), (500, 2000)])
+def test_hardly_an_honest_segment_looks_forged_and_one_that_is_forged_throughout_does(length: tuple[int, int]):
+    engine = Engine(3, noise=0.1, rare=1 / 200, length=length)
+    segments = [engine.honest() for _ in range(1000)]
+    assert sum(looks_forged(*compared(*segment)) for segment in segments) <= 2
+    for how in ("constant", "another model", "replaced tokens"):
+        forged = [looks_forged(*compared(true, engine.forge(how, true))) for true, _ in segments]
+        assert np.mean(forged) > (0.9 if length[0] >= 20 else 0.3)

@@ -39,7 +39,7 @@ def off(*samples: Sample) -> list[bool]:
         (sample([3.0, 0.5]), True),
         (sample([-3.0, -0.5]), True),  # likelier or less likely
         (sample([1.5, 0.25]), False),  # the mean counts
-        (sample([1.0, 1.0]), False),  # the limit itself is allowed
+        (sample([2.0, 0.0]), False),  # the limit itself is allowed
         (sample([9.0, 0.5], staleness=[1, 0]), False),  # older weights say other things
         (sample([9.0, 9.0], staleness=[1, 2]), False),
         (sample([9.0, 0.5], mask=[False, True]), False),
@@ -130,3 +130,18 @@ def test_nothing_is_looked_at_that_is_not_at_hand_fresh_or_of_older_keys_and_val
     kept = sample([0.0], staleness=[1], version=[99], old_kv=[True])
     assert list(choose([fresh, kept, sample([0.0], staleness=[1])], 1.0, {99: 0, 100: 0})) == []
     assert list(choose(stale_batch(0, 1), 0.0, {99: 0})) == []
+
+
+def test_all_older_tokens_of_whoever_is_not_proven_are_looked_at_and_a_share_of_the_others():
+    samples = stale_batch(0, 3)
+    new = [Sample(**{**vars(one), "is_proven": i % 4 > 0}) for i, one in enumerate(samples)]
+    chosen = {i for _, indices in choose(new, 0.3, dict.fromkeys(range(100))) for i in indices}
+    assert chosen >= set(range(0, 200, 4))
+    assert len(chosen) - 50 == pytest.approx(0.3 * 200, abs=3), "of the batch, beside the newcomers"
+
+
+def test_a_forged_beginning_condemns_a_sample_whose_mean_it_hardly_moves():
+    """Four tokens off by a little, in 100 that are not."""
+    begun = sample([0.8] * 4 + [0.0] * 100, segment=[0] * 4 + [4] * 100)
+    assert off(begun) == [True]
+    assert off(sample([0.8] * 4 + [0.0] * 100)) == [False], "4 of 104 are no more than another engine may be off"

@@ -44,10 +44,6 @@ DAMAGED = "Damaged"
 """Kind of a refusal because of damage in transit: the call is worth a retry."""
 GENERATION = "Offbeat-Generation"
 """Header with the generation of the calling trainer; see `offbeat.ledger.batches`."""
-MAX_WINDOW_BYTES = 32 * 1024 * 1024
-"""Memory that decompression may take besides the content."""
-SIP_BYTES = 256
-"""Compressed bytes at a time, where the size is unknown: four bytes of zstd can stand for 128 KiB."""
 
 
 DIGEST = re.compile(r"(?:^|,)\s*blake3=:([A-Za-z0-9+/]{43}=):")
@@ -75,43 +71,25 @@ def compress(data: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(data)
 
 
-def decompressed_size(data: bytes) -> int | None:
-    """The decompressed size that a frame declares; None if it does not."""
+def decompressed_size(data: bytes) -> int:
+    """The decompressed size that a frame declares, as all of ours do: memory could not be bounded otherwise."""
     try:
         size = zstandard.get_frame_parameters(data).content_size
     except zstandard.ZstdError as error:
         raise Malformed(f"not zstd: {error}") from error
-    return None if size in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR) else size
+    if size in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR):
+        raise Malformed("zstd: the frame does not declare its size")
+    return size
 
 
 def decompress(data: bytes, limit_bytes: int) -> bytes | None:
-    """The decompressed bytes; None if they exceed the limit, which memory hardly does."""
-    size = decompressed_size(data)
-    if size is not None and size > limit_bytes:
+    """The decompressed bytes; None if they exceed the limit, which memory then does not."""
+    if (size := decompressed_size(data)) > limit_bytes:
         return None
-    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
     try:
-        if size is not None:
-            return decompressor.decompress(data, max_output_size=max(size, 1), allow_extra_data=False)
-        return _decompress_slowly(decompressor.decompressobj(), data, limit_bytes)
+        return zstandard.ZstdDecompressor().decompress(data, max_output_size=max(size, 1), allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise Malformed(f"damaged zstd: {error}") from error
-
-
-def _decompress_slowly(stream: Any, data: bytes, limit_bytes: int) -> bytes | None:
-    """Decompresses a frame without a declared size, a little at a time, because each can become megabytes."""
-    parts, size = [], 0
-    for start in range(0, len(data), SIP_BYTES):
-        if stream.eof:
-            raise Malformed("damaged zstd: something follows its frame")
-        part = stream.decompress(data[start : start + SIP_BYTES])
-        size += len(part)
-        if size > limit_bytes:
-            return None
-        parts.append(part)
-    if not stream.eof or stream.unused_data:
-        raise Malformed("damaged zstd: it must be one whole frame")
-    return b"".join(parts)
 
 
 T = TypeVar("T")

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from offbeat.observability.metric_files import read_metrics
 from offbeat.weights.version import WeightFolder
 
 ADDRESS = "serve.json"
+NUM_THREADS = 6
+"""For large bodies and files. On a large machine asyncio would take 32, each of which keeps what a body once needed."""
 END_NOTICE_S = 15.0
 """For workers to learn, at their next call, that the run is over."""
 
@@ -43,6 +46,7 @@ END_NOTICE_S = 15.0
 async def serve(folder: RunFolder) -> dict[str, Any]:
     """Coordinates until the run ends and returns its summary."""
     config, start_s = folder.config, time.monotonic()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
     async with AsyncExitStack() as stack:
         mixture = wiring.make_mixture(config, None)
         pool = await wiring.open_pool(config, mixture, folder.logs / "rewards.log")

@@ -43,6 +43,7 @@ from offbeat.ledger.records import (
 )
 from offbeat.ledger.tables import array
 from offbeat.ledger.versions import Lineage, Versions
+from offbeat.ledger.workers import unproven_tasks
 from offbeat.rules.groups import Candidate, VersionRun, is_trainable, oldest_trainable_step, select, trained_staleness
 from offbeat.testing.crash_points import crash_here
 from offbeat.trajectory import Reward, Trajectory
@@ -324,9 +325,11 @@ def load(db: Database, batch: int) -> Batch:
     trajectories = db.bodies.load([(row[3], row[4]) for row in rows])
     ages = _ages(db, list(trajectories.values()), step, max_staleness)
     parts = {text: _PARTS.decode(text) for text in {row[5] for row in rows}}
+    unproven = unproven_tasks(db, batch)
     members: dict[int, list[Member]] = {}
-    for (group, member, task, seq, _, text, value), age in zip(rows, ages, strict=True):
-        members.setdefault(group, []).append(Member(task, member, trajectories[seq], parts[text], value, age))
+    for (group, index, task, seq, _, text, value), age in zip(rows, ages, strict=True):
+        member = Member(task, index, trajectories[seq], parts[text], value, age, is_proven=task not in unproven)
+        members.setdefault(group, []).append(member)
     query = "SELECT ordinal, id, source FROM groups WHERE batch = ?"
     siblings = sibling_rewards(db, batch)
     groups = [

@@ -185,7 +185,8 @@ def _drop_without_signal(db: Database, groups: Sequence[int]) -> int:
 
 def _next_step(db: Database) -> int:
     """First step without a batch."""
-    query = """SELECT MAX(COALESCE((SELECT step FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 1), 0),
+    query = """SELECT MAX(COALESCE((SELECT step FROM versions NOT INDEXED WHERE abandoned = 0
+                                    ORDER BY number DESC LIMIT 1), 0),
                           COALESCE((SELECT MAX(step) + 1 FROM batches WHERE state <> 'undone'), 0))"""
     return int(db.execute(query).fetchone()[0])
 

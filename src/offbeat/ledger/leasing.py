@@ -224,7 +224,7 @@ def _assigned(
 def _steps(db: Database, version: int | None) -> tuple[int | None, int]:
     """Step of a version, None if it is unknown or abandoned, and the first step without a batch."""
     query = """SELECT (SELECT step FROM versions WHERE number = ? AND abandoned = 0),
-                      (SELECT step FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 1),
+                      (SELECT step FROM versions NOT INDEXED WHERE abandoned = 0 ORDER BY number DESC LIMIT 1),
                       (SELECT MAX(step) + 1 FROM batches WHERE state <> 'undone')"""
     step, newest, claimed = db.execute(query, (version,)).fetchone()
     return step, max(newest or 0, claimed or 0)

@@ -200,6 +200,8 @@ class Member:
     """Weighted sum of the rewards."""
     staleness: np.ndarray
     """By response token; -1 if it may not be trained: given, past the bound, or of an abandoned version."""
+    is_proven: bool = True
+    """Whether audits have found all who sampled it honest so far (`offbeat.rules.quarantine`)."""
 
     @property
     def mask(self) -> np.ndarray:

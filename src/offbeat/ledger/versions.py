@@ -37,7 +37,7 @@ class Versions(Database):
     def latest_version(self) -> Version | None:
         """Newest version that is not abandoned: the one trained from next."""
         row = self.execute(
-            f"SELECT {COLUMNS} FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 1"
+            f"SELECT {COLUMNS} FROM versions NOT INDEXED WHERE abandoned = 0 ORDER BY number DESC LIMIT 1"
         ).fetchone()
         return None if row is None else _version(self, row)
 
@@ -107,7 +107,7 @@ def lineage_and_step(db: Database, numbers: Iterable[int]) -> tuple[dict[int, Li
     """Lineage of `numbers` and of the newest living version, and the step of the latter."""
     query = """SELECT number, step, abandoned FROM versions WHERE number IN (
                    SELECT value FROM json_each(?) UNION ALL SELECT * FROM (
-                       SELECT number FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 1))"""
+                       SELECT number FROM versions NOT INDEXED WHERE abandoned = 0 ORDER BY number DESC LIMIT 1))"""
     rows = db.execute(query, (array(numbers),))
     known = {number: Lineage(step, bool(abandoned)) for number, step, abandoned in rows}
     newest = max((number for number, line in known.items() if not line.is_abandoned), default=None)

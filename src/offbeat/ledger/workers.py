@@ -26,7 +26,7 @@ from offbeat.errors import UserError
 from offbeat.ledger.database import Database, transactional
 from offbeat.ledger.errors import Forbidden, Unknown
 from offbeat.ledger.tables import array
-from offbeat.rules.quarantine import AUDIT_WINDOW, Compared
+from offbeat.rules.quarantine import AUDIT_WINDOW, Compared, is_proven
 
 SECRET_BYTES = 32
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -195,10 +195,7 @@ class Workers(Database):
         query = """SELECT DISTINCT s.worker FROM segments s JOIN workers w ON w.name = s.worker
                    WHERE s.task IN (SELECT value FROM json_each(?)) AND s.num_compared > 0
                    AND w.state IN ('active', 'left')"""
-        names = [name for (name,) in self.execute(query, (array(tasks),))]
-        query = """SELECT num_compared, num_off FROM segments INDEXED BY segments_compared
-                   WHERE worker = ? AND num_compared > 0 ORDER BY task DESC, start DESC LIMIT ?"""
-        return {name: [Compared(*row) for row in self.execute(query, (name, AUDIT_WINDOW))][::-1] for name in names}
+        return {name: _latest_compared(self, name) for (name,) in self.execute(query, (array(tasks),))}
 
     def num_leased(self) -> dict[str, int]:
         """Number of tasks that each worker holds, whether it joined or runs in process."""
@@ -208,6 +205,23 @@ class Workers(Database):
 def new_secret() -> str:
     """Draws a secret for a worker that is about to join."""
     return secrets.token_urlsafe(SECRET_BYTES)
+
+
+def unproven_tasks(db: Database, batch: int) -> set[int]:
+    """Tasks of a batch with a segment of a worker that audits have not found honest so far."""
+    query = """SELECT s.worker, s.task FROM batch_members m CROSS JOIN segments s ON s.task = m.task
+               WHERE m.batch = ? AND s.version IS NOT NULL"""
+    tasks: dict[str, list[int]] = {}
+    for worker, task in db.execute(query, (batch,)).fetchall():
+        tasks.setdefault(worker, []).append(task)
+    return {task for worker in tasks if not is_proven(_latest_compared(db, worker)) for task in tasks[worker]}
+
+
+def _latest_compared(db: Database, worker: str) -> list[Compared]:
+    """Latest audit results of a worker, oldest first."""
+    query = """SELECT num_compared, num_off FROM segments INDEXED BY segments_compared
+               WHERE worker = ? AND num_compared > 0 ORDER BY task DESC, start DESC LIMIT ?"""
+    return [Compared(*row) for row in db.execute(query, (worker, AUDIT_WINDOW))][::-1]
 
 
 def num_compared(db: Database) -> dict[str, tuple[int, int]]:

@@ -11,7 +11,8 @@ counts, as far as the caller vouches for it. Returning tasks untouched, or handi
 `is_believable` shuts out workers whose log-probs are not those of the claimed weights, by mistake or on purpose, and no
 honest one: other arithmetic moves a log-prob by up to 0.1, rarely by 0.5. The trainer computes log-probs itself
 (`offbeat.trainer.audit`) and counts, for every segment, the tokens compared and those that are off. Only the latest
-segments of a worker are judged, so that no past buys credit.
+segments of a worker are judged, so that no past buys credit. Until a worker `is_proven`, all of its tokens are
+compared, and a segment that `looks_forged` is not trained on, whoever sent it.
 
 No I/O; the clock is injected. A worker that leaves, or restarts, begins with a clean record.
 """
@@ -101,8 +102,9 @@ MIN_TIMES_TTL = 2.0
 """No worker is overdue before this many times the time of a lease, however fast it was."""
 OWN_MARGIN = 4.0
 """Factor on the longest answer at a worker's own slowest pace: engines slow down as they fill, and while loading."""
-FLEET_MARGIN = 16.0
-"""Factor on the longest answer at the fleet's pace: a machine ten times slower than most may still be of use."""
+FLEET_MARGIN = 8.0
+"""Factor on the longest answer at the fleet's slowest pace, for a newcomer. All may wait for the tasks that it holds.
+Most answers are far from the longest, so that a machine much slower than this still has time for its first."""
 MIN_FLEET_ANSWERS = 16
 """Answers of other workers that are needed to judge a newcomer by their pace."""
 MAX_ENDED = 64
@@ -211,6 +213,8 @@ MAX_SUSPICION = 10.0
 """Four segments in a row that are off throughout pass it. Honest ones with a token in 200 off come to 6 in 30,000."""
 AUDIT_WINDOW = 256
 """Latest segments that are judged."""
+MIN_PROVEN = 16
+"""Segments compared without a doubt after which a share of a worker's older tokens is enough to compare."""
 
 
 class Compared(NamedTuple):
@@ -226,11 +230,17 @@ def suspicion(compared: Iterable[Compared]) -> float:
     log-likelihood ratios, forged over honest, that restart whenever they fall below 0."""
     sums = [0.0] * len(TOUCHED)
     for num_tokens, num_off in compared:
-        forged = num_off * math.log(FORGED_SHARE / HONEST_SHARE)
-        forged += (num_tokens - num_off) * math.log((1 - FORGED_SHARE) / (1 - HONEST_SHARE))
+        forged = _forged(num_tokens, num_off)
         for i, touched in enumerate(TOUCHED):
             sums[i] = max(0.0, sums[i] + min(_mixed(forged, touched), MAX_STEP))
     return max(sums)
+
+
+def _forged(num_tokens: int, num_off: int) -> float:
+    """Log-likelihood ratio of a segment, forged over honest."""
+    return num_off * math.log(FORGED_SHARE / HONEST_SHARE) + (num_tokens - num_off) * math.log(
+        (1 - FORGED_SHARE) / (1 - HONEST_SHARE)
+    )
 
 
 def _mixed(forged: float, touched: float) -> float:
@@ -240,3 +250,12 @@ def _mixed(forged: float, touched: float) -> float:
 
 def is_believable(compared: Iterable[Compared]) -> bool:
     return suspicion(compared) <= MAX_SUSPICION
+
+
+def is_proven(compared: Collection[Compared]) -> bool:
+    return len(compared) >= MIN_PROVEN and suspicion(compared) == 0
+
+
+def looks_forged(num_tokens: int, num_off: int) -> bool:
+    """Whether one segment is off beyond chance. Honest ones with a token in 200 off are so once in 1,000."""
+    return _forged(num_tokens, num_off) > MAX_STEP

@@ -4,8 +4,9 @@ The step computes those of fresh tokens anyway. For a share of the older tokens,
 loaded for a moment (`witness`). With equal weights, engine and trainer differ by arithmetic alone. Tokens that attended
 to keys and values of older weights cannot be compared.
 
-A sample whose compared tokens are off by too much on average is not trained on. Compared tokens and tokens that are off
-are counted for each segment; the counts decide about its worker (`offbeat.rules.quarantine`).
+A sample is not trained on if its compared tokens are off by too much on average, or too many of one segment are off.
+Both are counted for each segment; the counts decide about its worker (`offbeat.rules.quarantine`), and all older tokens
+of a worker that is not proven yet are compared.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from blake3 import blake3
 from safetensors import SafetensorError
 
 from offbeat.files import link_folder
-from offbeat.rules.quarantine import OFF_GAP
+from offbeat.rules.quarantine import OFF_GAP, looks_forged
 from offbeat.trainer.packing import Sample, pack, plan
 from offbeat.trainer.policy import Policy
 from offbeat.weights.version import Version, WeightFolder, weights_file
@@ -70,6 +71,8 @@ def audit(
     segment, first = np.cumsum(begins) - 1, np.flatnonzero(begins)
     num_compared = np.bincount(segment, compared, len(first)).astype(int)
     num_off = np.bincount(segment, gaps > OFF_GAP, len(first)).astype(int)
+    for i, at in enumerate(first):
+        is_off[owner[at]] |= looks_forged(int(num_compared[i]), int(num_off[i]))
     return Findings(
         is_off,
         tuple(
@@ -116,7 +119,8 @@ def _logprobs(
 
 
 def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object]) -> Iterator[tuple[int, list[int]]]:
-    """Chooses versions among those `at_hand`, and samples with tokens of each; few versions, because each is loaded.
+    """Chooses versions among those `at_hand`, and samples with tokens of each: all that are not proven, and `share` of
+    the rest, of few versions, because each is loaded.
 
     The choice is seeded by a hash of the batch: the same batch is audited in the same way after a resume, and a worker
     cannot know whether its answer will be audited, because that depends on the other answers of the batch.
@@ -131,11 +135,12 @@ def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object
     numbers, counts = np.array(list(num_stale)), np.array(list(num_stale.values()), float)
     left = share * counts.sum()
     for number in rng.choice(numbers, len(numbers), replace=False, p=counts / counts.sum()).tolist():
-        chosen = []
-        for i in rng.permutation([i for i, sample in enumerate(samples) if _is_of(sample, number).any()]).tolist():
+        of_it = [i for i, sample in enumerate(samples) if _is_of(sample, number).any()]
+        chosen = {i for i in of_it if not samples[i].is_proven}
+        for i in rng.permutation([i for i in of_it if i not in chosen]).tolist():
             if left <= 0:
                 break
-            chosen.append(i)
+            chosen.add(i)
             left -= int(_is_of(samples[i], number).sum())
         if chosen:
             yield number, sorted(chosen)

@@ -51,6 +51,8 @@ class Sample:
     """Prompt id shared by answers of one prompt that are claimed separately; None: use `group`."""
     earlier: tuple[float, ...] = ()
     """Rewards of siblings that are not in the batch."""
+    is_proven: bool = True
+    """Whether audits have found its workers honest so far; else all of its tokens are audited."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response), len(self.logprobs), len(self.mask), len(self.ages)}
@@ -116,6 +118,7 @@ def samples_of(batch: Batch) -> Sequence[Sample]:
             rewards=tuple((part.position, part.weight * part.value) for part in member.rewards),
             siblings=group.prompt,
             earlier=group.earlier,
+            is_proven=member.is_proven,
         )
         for group in batch.groups
         for member in group.members

@@ -103,11 +103,10 @@ class BodyReader:
         request.scope[HELD] = request.scope.get(HELD, 0) + num_bytes
 
     def _hold_decompressed(self, request: Request, data: bytes, limit_bytes: int) -> int:
-        """Reserves budget for the decompressed body; returns its largest size."""
+        """Reserves budget for the decompressed body; returns its size."""
         size = wire.decompressed_size(data)
-        if size is not None and size > limit_bytes:
+        if size > limit_bytes:
             raise _too_large_inside(limit_bytes)
-        size = limit_bytes if size is None else size
         self._hold(request, size)
         return size
 
