@@ -112,4 +112,4 @@ def main(folders: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main([Path(word) for word in sys.argv[1:]] or [HERE])
+    main([Path(word).resolve() for word in sys.argv[1:]] or [HERE])
