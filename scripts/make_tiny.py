@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from offbeat.data.arithmetic import Arithmetic, last_number
-from offbeat.data.source import Problem
+from offbeat.data.prompts import Problem
 from offbeat.model.devices import pick_device
 from offbeat.model.loading import save_hf
 

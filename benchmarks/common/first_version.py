@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from offbeat.weights.digest import file_digest
-from offbeat.weights.version import FILE_NAME, Version
+from offbeat.weights.version import FILE_NAME, Version, file_digest
 
 
 def write_weights(folder: Path) -> Version:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from offbeat.data.source import Problem
+from offbeat.data.prompts import Problem
 from offbeat.engines.embedded import EmbeddedEngine
 from offbeat.engines.protocol import Request
 from offbeat.ledger.records import derive_seed

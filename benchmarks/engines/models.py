@@ -14,8 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.common.shapes import Shape
 from offbeat.model.loading import resolve
-from offbeat.weights.digest import file_digest
-from offbeat.weights.version import FILE_NAME, Version
+from offbeat.weights.version import FILE_NAME, Version, file_digest
 
 DEVIATION = 0.02
 STEP = 1.01

@@ -23,13 +23,12 @@ from torch import Tensor
 from benchmarks.weights.sequences import bfloat16, normal
 from offbeat.weights.assemble import assemble
 from offbeat.weights.codec import decode, encode, find_changes
-from offbeat.weights.digest import PIECE_BYTES
 from offbeat.weights.manifest import Anchoring, Manifest
 from offbeat.weights.piece_store import FolderStore
 from offbeat.weights.publish import Publisher
 from offbeat.weights.safetensor_file import in_parallel, read_at, write_at
 from offbeat.weights.signing import SigningKey, open_sealed
-from offbeat.weights.version import FILE_NAME
+from offbeat.weights.version import FILE_NAME, PIECE_BYTES
 
 HIDDEN, INNER, KV = 1536, 8960, 256
 LAYER = {

@@ -26,9 +26,9 @@ from offbeat.trainer.advantages import group_normalised
 from offbeat.trainer.policy import AdamSettings, Policy
 from offbeat.trainer.step import Totals, token_weights
 from offbeat.weights.codec import encode, find_changes
-from offbeat.weights.digest import PIECE_BYTES, weights_digest
 from offbeat.weights.manifest import Coding
 from offbeat.weights.safetensor_file import in_parallel
+from offbeat.weights.version import PIECE_BYTES, weights_digest
 
 LEARNING_RATES = (1e-6, 3e-6, 1e-5)
 DTYPE = "BF16"

@@ -15,9 +15,8 @@ from benchmarks.weights import recording, smollm2
 from benchmarks.weights.recording import PartCodes
 from offbeat.errors import UserError
 from offbeat.weights.codec import decode
-from offbeat.weights.digest import PIECE_BYTES, file_digest
 from offbeat.weights.safetensor_file import Stored, file_layout
-from offbeat.weights.version import FILE_NAME
+from offbeat.weights.version import FILE_NAME, PIECE_BYTES, file_digest
 
 DTYPE = "BF16"
 STD = 0.02

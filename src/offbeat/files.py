@@ -4,6 +4,7 @@ read them."""
 from __future__ import annotations
 
 import errno
+import io
 import os
 import secrets
 import shutil
@@ -179,3 +180,68 @@ def fsync_file(path: Path) -> None:
 def fsync_folder(path: Path) -> None:
     """Makes the names in a folder durable."""
     fsync_file(path)
+
+
+TAIL_BYTES = 1 << 16
+"""Read at a time in search of the last line break."""
+
+
+class Appender:
+    """Appends lines from any thread.
+
+    The operating system has a line before `line` returns, unless the file is `buffered`. Half a line of a killed
+    process is cut off at the next opening. A line that cannot be written is an error: a run must not go on unobserved.
+    """
+
+    def __init__(self, path: Path, *, buffered: bool = False):
+        self.path, self.buffered = path, buffered
+        self._lock = threading.Lock()
+        try:
+            cut_half_line(path)
+            self._file = io.BufferedWriter(io.FileIO(path, "ab"))
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    @property
+    def num_bytes(self) -> int:
+        """The file's size, buffered lines included."""
+        return self._file.tell()
+
+    def line(self, text: str) -> None:
+        try:
+            with self._lock:
+                self._file.write(text.encode() + b"\n")
+                if not self.buffered:
+                    self._file.flush()
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def flush(self) -> None:
+        try:
+            with self._lock:
+                self._file.flush()
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+
+def cut_half_line(path: Path) -> None:
+    """Cuts a file back to its last whole line."""
+    if not path.is_file():
+        return
+    with open(path, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - TAIL_BYTES)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start + newline + 1)
+                return
+            end = start
+        file.truncate(0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.config import from_dict
-from offbeat.coordinator.drawing import Issuer
+from offbeat.coordinator.admission import Issuer
 from offbeat.launch import wiring
 from offbeat.ledger.records import Cursor, DrawCursor, NewGroup
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from offbeat.coordinator.provisioning import OverProvisionController
+from offbeat.coordinator.admission import OverProvisionController
 from offbeat.ledger.records import Surviving
 from offbeat.rules.event_model import EventModelConfig
 from offbeat.rules.step_time import StepTime, Timing

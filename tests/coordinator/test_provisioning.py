@@ -1,6 +1,6 @@
 """How many groups are under way: as told, or as far ahead as the trainer needs."""
 
-from offbeat.coordinator.provisioning import Overlapped, Provisioning
+from offbeat.coordinator.admission import Overlapped, Provisioning
 
 
 def test_a_number_is_in_force_as_it_was_told():

@@ -40,4 +40,4 @@ def test_the_split_tells_generation_from_rewards():
     times.submitted()
     clock.now_s = 2.5
     times.claimed(0)
-    assert times.split() == {"generate": 2.0, "reward": 0.5}
+    assert times.split() == {"time_generate_s": 2.0, "time_reward_s": 0.5}

@@ -1,7 +1,7 @@
 import pytest
 
 from offbeat.data.function import FunctionSource
-from offbeat.data.source import Problem
+from offbeat.data.prompts import Problem
 from offbeat.errors import UserError
 
 

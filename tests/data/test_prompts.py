@@ -8,8 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from offbeat.data.mixture import WeightedSource
-from offbeat.data.prompts import Renderer
-from offbeat.data.source import Problem
+from offbeat.data.prompts import Problem, Renderer
 from offbeat.errors import UserError
 
 TEMPLATE = (

@@ -17,9 +17,8 @@ from offbeat.engines.embedded.weights import stage, swap
 from offbeat.engines.protocol import EngineError, Generation, Version
 from offbeat.model.loading import state_tensors
 from offbeat.model.lora import Lora, adapter_tensors, attach, base_tensors, describe
-from offbeat.weights.digest import weights_digest
 from offbeat.weights.publish import Publisher
-from offbeat.weights.version import Adapter
+from offbeat.weights.version import Adapter, weights_digest
 
 peft = pytest.importorskip("peft")
 torch.set_num_threads(1)

@@ -17,7 +17,7 @@ from offbeat.launch.stopping import Stopping
 from offbeat.launch.worker_role import WorkerSupervisor
 from offbeat.testing.paced import LogNormalLength, PacedEngine, PacedSettings
 from offbeat.worker.spool import Spool
-from offbeat.worker.version_refresh import WorkerMetrics
+from offbeat.worker.worker import WorkerMetrics
 
 NUM_STEPS = 4
 NUM_TASKS = NUM_STEPS * GROUPS_PER_STEP * GROUP_SIZE

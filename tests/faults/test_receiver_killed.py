@@ -17,13 +17,12 @@ import torch
 from support_files import SUPPORT
 
 from offbeat.testing import crash_points
-from offbeat.weights.digest import file_digest
 from offbeat.weights.manifest import Anchoring
 from offbeat.weights.piece_store import FolderStore
 from offbeat.weights.publish import Publisher
 from offbeat.weights.receive import VersionCache
 from offbeat.weights.signing import SigningKey
-from offbeat.weights.version import FILE_NAME, Version
+from offbeat.weights.version import FILE_NAME, Version, file_digest
 
 NUM_VERSIONS = 6
 NUM_KILLS = 12

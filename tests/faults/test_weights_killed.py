@@ -12,9 +12,8 @@ import pytest
 from blake3 import blake3
 from dying_publisher import follow, key_of, manifests, publish, store_of, tensors
 
-from offbeat.weights.digest import file_digest, weights_digest
 from offbeat.weights.publish import Publisher
-from offbeat.weights.version import FILE_NAME
+from offbeat.weights.version import FILE_NAME, file_digest, weights_digest
 
 FULL = pytest.mark.full
 NUM_RANDOM = 15

@@ -21,8 +21,7 @@ from offbeat.observability.metric_files import read_metrics
 from offbeat.tools.doctor.probes import training_bytes
 from offbeat.tools.export import export_run
 from offbeat.trajectory import Sampling
-from offbeat.weights.digest import weights_digest
-from offbeat.weights.version import ADAPTER_CONFIG, ADAPTER_FILE, Version, base_digest, folder_digest
+from offbeat.weights.version import ADAPTER_CONFIG, ADAPTER_FILE, Version, base_digest, folder_digest, weights_digest
 
 pytest.importorskip("peft")
 CPU = torch.device("cpu")

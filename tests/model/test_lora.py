@@ -25,9 +25,8 @@ from offbeat.model.lora import (
 from offbeat.trainer import attention
 from offbeat.trainer.packing import Sample, pack
 from offbeat.trainer.policy import AdamSettings, Policy
-from offbeat.weights.digest import weights_digest
 from offbeat.weights.publish import Publisher
-from offbeat.weights.version import Adapter
+from offbeat.weights.version import Adapter, weights_digest
 
 peft = pytest.importorskip("peft")
 CPU = torch.device("cpu")

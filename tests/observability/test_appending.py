@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat import files
 from offbeat.errors import OffbeatError
-from offbeat.observability import metric_files
-from offbeat.observability.metric_files import Appender, cut_half_line
+from offbeat.files import Appender, cut_half_line
 
 
 def test_a_line_is_on_file_when_the_call_returns(tmp_path):
@@ -30,11 +30,11 @@ def test_cutting_keeps_exactly_the_whole_lines(tmp_path_factory, parts, tail_byt
     path = tmp_path_factory.mktemp("cut") / "file"
     content = b"".join(parts)
     path.write_bytes(content)
-    before, metric_files.TAIL_BYTES = metric_files.TAIL_BYTES, tail_bytes
+    before, files.TAIL_BYTES = files.TAIL_BYTES, tail_bytes
     try:
         cut_half_line(path)
     finally:
-        metric_files.TAIL_BYTES = before
+        files.TAIL_BYTES = before
     assert path.read_bytes() == content[: content.rfind(b"\n") + 1]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.rules.assignment import OpenGroup, Requester, allowance, assign, culprit, wanted_version
+from offbeat.rules.leases import OpenGroup, Requester, allowance, assign, culprit, wanted_version
 
 
 def group(

@@ -31,8 +31,7 @@ from offbeat.launch import wiring
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role, new_secret, secret_hash
 from offbeat.trajectory import End, Segment, Task, Trajectory
-from offbeat.weights.digest import file_digest
-from offbeat.weights.version import FILE_NAME, Version, WeightFolder
+from offbeat.weights.version import FILE_NAME, Version, WeightFolder, file_digest
 
 SOON_S = 60.0
 WEIGHTS = save({"w": np.random.default_rng(0).standard_normal(750_000).astype(np.float32)})

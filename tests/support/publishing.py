@@ -4,12 +4,11 @@ import torch
 from safetensors.torch import load_file
 
 from offbeat.weights.assemble import assemble
-from offbeat.weights.digest import file_digest, weights_digest
 from offbeat.weights.manifest import Manifest
 from offbeat.weights.piece_store import FolderStore
 from offbeat.weights.publish import Publisher
 from offbeat.weights.signing import SigningKey, open_sealed
-from offbeat.weights.version import FILE_NAME
+from offbeat.weights.version import FILE_NAME, file_digest, weights_digest
 
 KEY = SigningKey.generate()
 

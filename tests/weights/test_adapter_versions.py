@@ -11,7 +11,6 @@ from published import Faulty, Unreachable, flip
 from safetensors.torch import load_file
 
 from offbeat.tools.export import read
-from offbeat.weights.digest import adapter_digest, weights_digest
 from offbeat.weights.download import StoreSources
 from offbeat.weights.manifest import Kind, Manifest
 from offbeat.weights.piece_store import FolderStore
@@ -24,9 +23,11 @@ from offbeat.weights.version import (
     Adapter,
     Version,
     WeightsError,
+    adapter_digest,
     base_digest,
     folder_digest,
     verify,
+    weights_digest,
 )
 
 BASE = {"embed": torch.randn(200, 96).bfloat16(), "norm": torch.randn(96)}

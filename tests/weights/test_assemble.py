@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 
 from offbeat.weights.assemble import assemble
 from offbeat.weights.codec import encode
-from offbeat.weights.digest import PIECE_BYTES, file_digest, weights_digest
 from offbeat.weights.manifest import Base, Coding, Kind, Manifest, Part, PieceEntry, TensorEntry, tensors_digest
-from offbeat.weights.version import FILE_NAME, WeightsError
+from offbeat.weights.version import FILE_NAME, PIECE_BYTES, WeightsError, file_digest, weights_digest
 
 NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}
 

@@ -11,7 +11,6 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.weights.digest import DTYPES, PIECE_BYTES, adapter_digest, whole_digest
 from offbeat.weights.manifest import (
     ITEM_BYTES,
     MAX_PIECE_BYTES,
@@ -26,6 +25,7 @@ from offbeat.weights.manifest import (
     manifest_digest,
     tensors_digest,
 )
+from offbeat.weights.version import DTYPES, PIECE_BYTES, adapter_digest, whole_digest
 
 DIGESTS = st.binary(min_size=32, max_size=32).map(bytes.hex)
 LETTERS = st.characters(categories=["L", "N", "P"])

@@ -4,12 +4,11 @@ import pytest
 import torch
 from publishing import KEY, Run, nudge, same, some
 
-from offbeat.weights.digest import PIECE_BYTES, file_digest, weights_digest
 from offbeat.weights.manifest import Anchoring, Coding, Kind, Manifest
 from offbeat.weights.piece_store import FolderStore, StoreError
 from offbeat.weights.publish import Publisher
 from offbeat.weights.signing import open_sealed
-from offbeat.weights.version import FILE_NAME, WeightsError
+from offbeat.weights.version import FILE_NAME, PIECE_BYTES, WeightsError, file_digest, weights_digest
 
 
 @pytest.fixture

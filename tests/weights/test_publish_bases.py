@@ -12,11 +12,10 @@ from publishing import KEY, Run, nudge, same, some
 from offbeat.errors import OffbeatError
 from offbeat.weights import safetensor_file
 from offbeat.weights.assemble import assemble
-from offbeat.weights.digest import PIECE_BYTES, file_digest, weights_digest
 from offbeat.weights.manifest import Anchoring, Kind
 from offbeat.weights.publish import Publisher
 from offbeat.weights.signing import SigningKey
-from offbeat.weights.version import FILE_NAME, WeightsError
+from offbeat.weights.version import FILE_NAME, PIECE_BYTES, WeightsError, file_digest, weights_digest
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from offbeat.weights.digest import DTYPES
 from offbeat.weights.manifest import ITEM_BYTES
 from offbeat.weights.safetensor_file import lay_out, read_layout
+from offbeat.weights.version import DTYPES
 
 TENSORS = {
     "wide": torch.arange(5, dtype=torch.int64),

@@ -3,9 +3,8 @@ import torch
 from blake3 import blake3
 
 from offbeat.tools.export import read
-from offbeat.weights.digest import PIECE_BYTES, file_digest, tensor_digest, weights_digest
 from offbeat.weights.publish import Publisher
-from offbeat.weights.version import FILE_NAME, WeightsError
+from offbeat.weights.version import FILE_NAME, PIECE_BYTES, WeightsError, file_digest, tensor_digest, weights_digest
 
 
 def tensors(seed=0):

@@ -7,8 +7,7 @@ import pytest
 from fake_coordinator import a_task
 
 from offbeat.engines.protocol import KvMode
-from offbeat.worker.version_refresh import WorkerMetrics
-from offbeat.worker.worker import begin, request_for
+from offbeat.worker.worker import WorkerMetrics, begin, request_for
 
 
 @pytest.mark.parametrize(

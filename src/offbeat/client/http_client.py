@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 import time
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 from offbeat.client import wire
 from offbeat.client.connection import Connection
 from offbeat.client.credentials import Credentials
-from offbeat.client.protocol import Heartbeat, LeaseResponse, RewardLease, verified
+from offbeat.client.protocol import Heartbeat, LeaseResponse, RewardLease
 from offbeat.client.weight_transfer import CoordinatorReceiver, send_version
 from offbeat.errors import DeadlineError, UserError
 from offbeat.ledger.errors import Forbidden, LedgerError
@@ -27,7 +28,7 @@ from offbeat.rewards.pool import RewardResult
 from offbeat.rules.step_time import Timing
 from offbeat.trajectory import Trajectory
 from offbeat.weights.piece_store import PieceStore
-from offbeat.weights.version import Version
+from offbeat.weights.version import Version, verify
 
 T = TypeVar("T")
 
@@ -140,7 +141,8 @@ class RemoteWorker:
 
     async def fetch(self, version: Version) -> Version:
         if self._shares_disk and version.path.is_dir():
-            return await verified(version)
+            await asyncio.to_thread(verify, version)
+            return version
         return await self._receiver.fetch(version)
 
     async def leave(self) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from offbeat.client.protocol import Heartbeat, LeaseResponse, verified
+from offbeat.client.protocol import Heartbeat, LeaseResponse
 from offbeat.ledger.records import Arrival, Batch, ComparedSegment, Outcome, Reconciled
 from offbeat.rules.step_time import Timing
 from offbeat.trajectory import Trajectory
-from offbeat.weights.version import Version
+from offbeat.weights.version import Version, verify
 
 if TYPE_CHECKING:
     from offbeat.coordinator.coordinator import Coordinator
@@ -47,7 +48,8 @@ class InProcessWorker:
         return await self._coordinator.newer(have_version, wait_s)
 
     async def fetch(self, version: Version) -> Version:
-        return await verified(version)
+        await asyncio.to_thread(verify, version)
+        return version
 
     async def leave(self) -> None:
         await self._coordinator.leave(self._name)

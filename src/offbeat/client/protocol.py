@@ -6,7 +6,6 @@ takes the longest wait as an argument. Only durations cross, never times of day.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ from offbeat.ledger.records import Batch, ComparedSegment, Outcome, Reconciled
 from offbeat.rewards.pool import RewardInput, RewardResult
 from offbeat.rules.step_time import Timing
 from offbeat.trajectory import Task, Trajectory
-from offbeat.weights.version import Version, verify
+from offbeat.weights.version import Version
 
 
 @dataclass(frozen=True)
@@ -155,9 +154,3 @@ class JudgeClient(Protocol):
     async def leave(self) -> None:
         """Gives up what is not answered yet, without blame."""
         ...
-
-
-async def verified(version: Version) -> Version:
-    """Verifies a version that is on this disk."""
-    await asyncio.to_thread(verify, version)
-    return version

@@ -16,10 +16,9 @@ from functools import partial
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from offbeat.client.protocol import Heartbeat, LeaseResponse
-from offbeat.coordinator.drawing import Drawing, Issuer
+from offbeat.coordinator.admission import Drawing, Issuer, provisioning_of
 from offbeat.coordinator.lease_manager import LeaseManager, Presence
 from offbeat.coordinator.maintenance import LedgerMaintenance, MaintenanceSettings, WeightGarbageCollector
-from offbeat.coordinator.provisioning import provisioning_of
 from offbeat.coordinator.relays import RelayAssignment
 from offbeat.coordinator.reward_queue import RewardQueue
 from offbeat.coordinator.writer import Writer
@@ -155,8 +154,8 @@ class StepTimes:
         if found.first_lease_s is None or found.last_submit_s is None or found.claimed_s is None:
             return {}
         return {
-            "generate": found.last_submit_s - found.first_lease_s,
-            "reward": max(found.claimed_s - found.last_submit_s, 0.0),
+            "time_generate_s": found.last_submit_s - found.first_lease_s,
+            "time_reward_s": max(found.claimed_s - found.last_submit_s, 0.0),
         }
 
 
@@ -550,8 +549,11 @@ class Coordinator:
         self._versions.notify()
 
     async def report(self, row: Mapping[str, Any], *, generation: int = 0) -> None:
-        """Reports a row. One that cannot be written ends the run: its sender would retry for ever, unseen."""
+        """Reports an event, or a step with this side's figures. A row that cannot be written ends the run: its sender
+        would retry for ever, unseen."""
         await self._share(self.ledger.check_generation, generation)
+        if "event" not in row:
+            row = {**row, **self.step_figures(), **self.times.split(), "failures": self.rewards.scorer.num_failed}
         try:
             self.on_report(row)
         except Exception as error:

@@ -1,7 +1,7 @@
 """Leases of tasks: granted, renewed by heartbeats, given back, lost.
 
 The ledger stores leases, `rules.leases` knows their deadlines, and `rules.quarantine` finds workers that hold tasks for
-too long without an answer. A task whose worker vanished is a suspect until it is handed in, see `rules.assignment`.
+too long without an answer. A task whose worker vanished is a suspect until it is handed in, see `rules.leases`.
 
 Guarantees: a lease counts as lost only if its worker vanished or restarted; a task that a live worker does not name, or
 hoards, is given back without blame. Time in which this process itself was stopped, or waited for its disk, counts

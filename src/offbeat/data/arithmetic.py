@@ -15,7 +15,7 @@ import random
 import re
 import zlib
 
-from offbeat.data.source import Problem
+from offbeat.data.prompts import Problem
 
 NUM_TERMS = {1: (2, 2), 2: (2, 3), 3: (2, 4), 4: (3, 5), 5: (4, 8)}
 """Fewest and most terms of a sum, by level."""

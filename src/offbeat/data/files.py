@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from offbeat.data.source import Problem, answer_text, plain, prompt_messages, prompt_text
+from offbeat.data.prompts import Problem, answer_text, plain, prompt_messages, prompt_text
 from offbeat.errors import UserError
 from offbeat.extras import import_extra
 from offbeat.spelling import suggest

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from offbeat.data.source import Problem, answer_text, plain, prompt_messages, prompt_text
+from offbeat.data.prompts import Problem, answer_text, plain, prompt_messages, prompt_text
 from offbeat.errors import UserError
 from offbeat.locate import accepted_arguments, locate, one_line
 from offbeat.spelling import suggest

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from offbeat.data.source import Problem
+from offbeat.data.prompts import Problem
 from offbeat.errors import UserError
 from offbeat.extras import import_extra
 from offbeat.spelling import suggest

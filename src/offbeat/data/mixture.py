@@ -17,7 +17,7 @@ from offbeat.data.arithmetic import Arithmetic
 from offbeat.data.files import DatasetRows, FileSource, open_file
 from offbeat.data.function import FunctionSource
 from offbeat.data.gym import Gym
-from offbeat.data.source import Problem, PromptSource
+from offbeat.data.prompts import Problem, PromptSource
 from offbeat.errors import OffbeatError, UserError
 
 RewardSpec = str | Callable[..., Any]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from offbeat.config.schema import Config
+from offbeat.coordinator.admission import Issuer
 from offbeat.coordinator.coordinator import Coordinator
-from offbeat.coordinator.drawing import Issuer
 from offbeat.coordinator.maintenance import WeightGarbageCollector
 from offbeat.data.mixture import Mixture
 from offbeat.errors import UserError
@@ -70,10 +70,7 @@ async def open_coordinator(
         for sink in sinks:
             stack.callback(sink.close)
         reporter = Reporter(folder, console, sinks)
-        scorer = coordinator.rewards.scorer
-        coordinator.on_report = lambda row: reporter.report(
-            row, coordinator.times.split(), scorer.num_failed, coordinator.step_figures
-        )
+        coordinator.on_report = reporter.report
         if config.eval.every and not issuer.eval_plan.every:
             console.note("no evaluation: no task has a held-out split")
         yield CoordinatorRuntime(ledger, coordinator, reporter, console)

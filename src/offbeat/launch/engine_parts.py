@@ -102,7 +102,7 @@ class HasAdapterBase:
 
     def _is_on_disk(self, digest: str) -> bool:
         """Whether the model's files have this digest; those in another dtype have not, but may be the base as well."""
-        from offbeat.weights.digest import files_digest  # here, because a dry run need not wait for numpy
+        from offbeat.weights.version import files_digest  # here, because a dry run need not wait for numpy
 
         try:
             return files_digest(sorted(resolve(self._config.model.path).glob("*.safetensors"))) == digest

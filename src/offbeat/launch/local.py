@@ -105,8 +105,10 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool, *, from_scr
         client = InProcessTrainer(coordinator)
         coordinator.only_worker = WORKER
 
+        num_siblings = config.batch.siblings
+
         async def on_step(report: StepReport) -> None:
-            await client.report(step_row(report, folder.spans_since_last(), config.batch.siblings))
+            await client.report(step_row(report, folder.spans_since_last(), num_siblings))
 
         trainer = Trainer(
             client,

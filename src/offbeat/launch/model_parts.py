@@ -40,11 +40,10 @@ from offbeat.trainer.losses import (
 from offbeat.trainer.policy import AdamSettings, Policy, learning_rate
 from offbeat.trainer.step import StepSettings
 from offbeat.trainer.trainer import TrainerSettings
-from offbeat.weights.digest import weights_digest
 from offbeat.weights.manifest import Anchoring
 from offbeat.weights.publish import Publisher, RemotePublisher
 from offbeat.weights.signing import SigningKey
-from offbeat.weights.version import Adapter
+from offbeat.weights.version import Adapter, weights_digest
 
 MAX_SAMPLE_GAP = 1.0
 """Mean gap between an answer's log-probs and those of its version from which it is not learnt from. Engines of another

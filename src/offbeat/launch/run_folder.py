@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from offbeat.config import Change, Config, fixed_changes, free_changes, load, resolved, secrets
 from offbeat.config.explain import show
 from offbeat.errors import OffbeatError, UserError
-from offbeat.files import cannot_write, make_folder, readable_by, write_atomic
+from offbeat.files import Appender, cannot_write, make_folder, readable_by, write_atomic
 from offbeat.net import shown
-from offbeat.observability.metric_files import Appender, read_events
+from offbeat.observability.metric_files import read_events
 from offbeat.observability.trace import Trace
 
 if TYPE_CHECKING:

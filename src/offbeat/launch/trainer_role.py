@@ -47,10 +47,11 @@ async def train(
         client = _Client(member.connection, shares_disk=run is not None, store=own, signer=signer)
         trace = Trace(folder / "trainer-trace.json")
         stack.callback(trace.close)
+        num_siblings = config.batch.siblings
 
         async def on_step(report: StepReport) -> None:
             await client.send_events()
-            await client.report(step_row(report, trace.spans_since_last(), config.batch.siblings))
+            await client.report(step_row(report, trace.spans_since_last(), num_siblings))
             trace.flush()
 
         trainer = Trainer(

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from offbeat.config.changes import fixed_keys
 from offbeat.config.schema import Config, resolve_loss
+from offbeat.coordinator.admission import EvalPlan, Issuer
 from offbeat.coordinator.coordinator import Coordinator, CoordinatorSettings
-from offbeat.coordinator.drawing import EvalPlan, Issuer
 from offbeat.coordinator.maintenance import MaintenanceSettings, WeightGarbageCollector
 from offbeat.coordinator.reward_queue import RewardQueue, Scorer
 from offbeat.data.mixture import Mixture, build_mixture

@@ -32,8 +32,7 @@ from offbeat.weights.peers import PeerSources
 from offbeat.weights.piece_store import open_store
 from offbeat.weights.receive import ReceiveFigures
 from offbeat.worker.spool import Spool
-from offbeat.worker.version_refresh import WorkerMetrics
-from offbeat.worker.worker import DRAIN_WITHIN_S, Worker
+from offbeat.worker.worker import DRAIN_WITHIN_S, Worker, WorkerMetrics
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from offbeat.errors import RunStopped
 from offbeat.ledger import versions
-from offbeat.ledger.database import Database, transactional
+from offbeat.ledger.database import Database, array, transactional
 from offbeat.ledger.errors import Conflict, Refused, Unknown
 from offbeat.ledger.groups import drop, num_without_signal, reissue
 from offbeat.ledger.records import (
@@ -41,7 +41,6 @@ from offbeat.ledger.records import (
     Member,
     Surviving,
 )
-from offbeat.ledger.tables import array
 from offbeat.ledger.versions import Lineage, Versions
 from offbeat.ledger.workers import unproven_tasks
 from offbeat.rules.groups import Candidate, VersionRun, is_trainable, oldest_trainable_step, select, trained_staleness

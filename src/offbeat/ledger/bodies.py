@@ -1,19 +1,23 @@
 """Bodies of trajectories: their encoded bytes, and a cache of recent ones.
 
-A short body is stored in its row, a long one in a file (`offbeat.ledger.blobs`); only `store` and `read` know which. A
-trajectory that was just submitted is soon scored and claimed, so it stays in the cache. The cache key is the digest of
-the bytes, and the arrays are read-only, so a cached trajectory never differs from the stored one.
+A short body is stored in its row, a long one in a file (`Blobs`); only `store` and `read` know which. A trajectory that
+was just submitted is soon scored and claimed, so it stays in the cache. The cache key is the digest of the bytes, and
+the arrays are read-only, so a cached trajectory never differs from the stored one.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from sqlite3 import Cursor
 
-from offbeat.ledger.blobs import Blobs
-from offbeat.ledger.errors import LedgerError
-from offbeat.ledger.tables import array
+from blake3 import blake3
+
+from offbeat.files import cannot_write, fsync_folder
+from offbeat.ledger.errors import Damaged, LedgerError
 from offbeat.trajectory import Trajectory
 
 MAX_KEPT_BYTES = 32_000_000
@@ -35,6 +39,11 @@ def store(blobs: Blobs, digest: bytes, body: bytes) -> bytes | None:
 def read(blobs: Blobs, digest: bytes, body: bytes | None) -> bytes:
     """Returns the bytes of a body, given its row's `body` column."""
     return blobs.read(digest) if body is None else body
+
+
+def load(blobs: Blobs, digest: bytes | None, body: bytes | None) -> Trajectory | None:
+    """Decodes a trajectory, given two columns of its row; None without a digest."""
+    return None if digest is None else Trajectory.decode(read(blobs, digest, body))
 
 
 class Bodies:
@@ -68,7 +77,7 @@ class Bodies:
         found: dict[int, Trajectory] = {}
         query = """SELECT seq, task, digest, body, pruned FROM trajectories
                    WHERE seq IN (SELECT value FROM json_each(?))"""
-        for seq, task, digest, body, is_pruned in self._execute(query, (array(wanted),)):
+        for seq, task, digest, body, is_pruned in self._execute(query, (json.dumps(wanted),)):
             if is_pruned:
                 raise LedgerError(f"task {task}: its trajectory was pruned")
             found[seq] = Trajectory.restore(read(self._blobs, digest, body))
@@ -80,3 +89,69 @@ class Bodies:
             kept = Trajectory.restore(kept)
             self._kept[digest] = num_bytes, kept
         return kept
+
+
+FOLDER = "blobs"
+UNFINISHED = ".new"
+
+
+class Blobs:
+    """Large bodies as files beside the ledger, named by the digest of their bytes: `blobs/ab/DIGEST`.
+
+    Guarantees: after `write` the file and its folder entry survive a power cut, so that a transaction that names it may
+    commit; `read` returns the bytes that were written or raises. The name is the content, so a repeated write is
+    harmless; a crash before the commit leaves at most a file that no row names, which `sweep` removes.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def path(self, digest: bytes) -> Path:
+        name = digest.hex()
+        return self.folder / name[:2] / name
+
+    def write(self, digest: bytes, body: bytes) -> None:
+        path = self.path(digest)
+        try:
+            self._write(path, body)
+        except OSError as error:
+            raise Damaged(str(cannot_write(path, error))) from error
+
+    def _write(self, path: Path, body: bytes) -> None:
+        if not path.parent.is_dir():
+            path.parent.mkdir(parents=True)
+            fsync_folder(self.folder.parent)
+            fsync_folder(self.folder)
+        if not path.exists():
+            unfinished = path.with_name(path.name + UNFINISHED)
+            with unfinished.open("wb") as file:
+                file.write(body)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        fsync_folder(path.parent)  # also for an existing file: the process that renamed it may have died here
+
+    def read(self, digest: bytes) -> bytes:
+        path = self.path(digest)
+        try:
+            body = path.read_bytes()
+        except OSError as error:
+            raise LedgerError(f"{path}: cannot be read ({error.strerror}); bring back a copy") from error
+        if blake3(body).digest() != digest:
+            raise LedgerError(f"{path}: damaged, its digest differs; bring back a copy")
+        return body
+
+    def all(self) -> Iterator[bytes]:
+        """Digests of all files."""
+        for path in sorted(self.folder.glob("??/*")):
+            if not path.name.endswith(UNFINISHED):
+                yield bytes.fromhex(path.name)
+
+    def sweep(self, named: set[bytes]) -> int:
+        """Removes every file but `named`, and unfinished ones; returns the number of bytes freed."""
+        num_bytes = 0
+        for path in sorted(self.folder.glob("??/*")):
+            if path.name.endswith(UNFINISHED) or bytes.fromhex(path.name) not in named:
+                num_bytes += path.stat().st_size
+                path.unlink()
+        return num_bytes

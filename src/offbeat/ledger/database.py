@@ -10,15 +10,16 @@ import itertools
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+import msgspec
+
 from offbeat.errors import UserError
-from offbeat.ledger.blobs import FOLDER, Blobs
-from offbeat.ledger.bodies import Bodies
+from offbeat.ledger.bodies import FOLDER, Blobs, Bodies
 from offbeat.ledger.errors import Damaged, NoLedger
 from offbeat.ledger.records import LedgerTerms
 from offbeat.ledger.tables import SCHEMA, TABLES
@@ -246,3 +247,8 @@ def _schema_of(connection: sqlite3.Connection, path: Path) -> int | None:
     if "meta" not in tables:
         raise UserError(f"{path}: an SQLite file, but no ledger of Offbeat")
     return int(connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()[0])
+
+
+def array(numbers: Iterable[int]) -> str:
+    """Encodes numbers for a query with `IN (SELECT value FROM json_each(?))`."""
+    return msgspec.json.encode(list(numbers)).decode()

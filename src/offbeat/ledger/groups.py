@@ -15,10 +15,9 @@ import msgspec
 import numpy as np
 
 from offbeat.ledger import partials, versions
-from offbeat.ledger.database import Database, transactional
+from offbeat.ledger.database import Database, array, transactional
 from offbeat.ledger.errors import Refused
 from offbeat.ledger.records import Cursor, DrawCursor, Drop, NewGroup, Purpose, derive_seed
-from offbeat.ledger.tables import array
 from offbeat.ledger.versions import Versions
 from offbeat.rules.groups import MAX_RETRIES, AdmissionState, GroupVerdict, settle, settle_ready
 

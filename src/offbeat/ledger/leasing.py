@@ -3,7 +3,7 @@
 Guarantees: one worker at a time holds a task, under a fence that grows with every lease; a task that requires a version
 goes only to a worker that has it; a task that failed `max_attempts` times ends as failed, with the reason; an attempt
 counts once, however often its failure is reported. When a worker vanishes, only the task to blame counts a failure
-(`offbeat.rules.assignment`). Returned tasks and a restart of the coordinator cost no attempt: otherwise a run that is
+(`offbeat.rules.leases`). Returned tasks and a restart of the coordinator cost no attempt: otherwise a run that is
 killed often enough would train on other data than an undisturbed one.
 """
 
@@ -18,17 +18,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from offbeat.ledger import partials
+from offbeat.ledger import bodies, partials
 from offbeat.ledger.batches import is_batch_claimed
-from offbeat.ledger.database import Database, transactional
+from offbeat.ledger.database import Database, array, transactional
 from offbeat.ledger.errors import Fenced, Forbidden, Unknown
 from offbeat.ledger.groups import Groups, settle_groups
 from offbeat.ledger.records import WORKER_LOST, TaskState
-from offbeat.ledger.tables import array
-from offbeat.rules.assignment import OpenGroup, Requester, assign, culprit, front
-from offbeat.rules.assignment import wanted_version as first_wanted
 from offbeat.rules.groups import may_begin
-from offbeat.rules.leases import Lease
+from offbeat.rules.leases import Lease, OpenGroup, Requester, assign, culprit, front
+from offbeat.rules.leases import wanted_version as first_wanted
 from offbeat.trajectory import Sampling, Task
 
 OPEN = """groups INDEXED BY groups_open
@@ -326,7 +324,7 @@ def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> 
             seed=seed,
             sampling=how,
             require_version=require_version,
-            prefix=partials.load(db, digest, body),
+            prefix=bodies.load(db.blobs, digest, body),
             fence=fence,
         )
         for task, seed, fence, digest, body, *_ in rows

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from offbeat.errors import UserError
 from offbeat.extras import import_extra
 from offbeat.files import fsync_folder
-from offbeat.ledger.blobs import FOLDER, UNFINISHED, Blobs
+from offbeat.ledger.bodies import FOLDER, UNFINISHED, Blobs
 from offbeat.ledger.database import Database
 from offbeat.ledger.errors import LedgerError
 from offbeat.net import shown

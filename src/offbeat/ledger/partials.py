@@ -14,14 +14,8 @@ from dataclasses import replace
 from blake3 import blake3
 
 from offbeat.ledger import bodies
-from offbeat.ledger.database import Database
-from offbeat.ledger.tables import array
+from offbeat.ledger.database import Database, array
 from offbeat.trajectory import Trajectory
-
-
-def load(db: Database, digest: bytes | None, body: bytes | None) -> Trajectory | None:
-    """Decodes a kept partial, given two columns of its row; None without a digest."""
-    return None if digest is None else Trajectory.decode(bodies.read(db.blobs, digest, body))
 
 
 def keep(db: Database, trajectory: Trajectory, worker: str, fence: int, body: bytes, digest: bytes) -> None:

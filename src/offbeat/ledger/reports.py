@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from offbeat.ledger import partials, versions, workers
-from offbeat.ledger.database import Database
+from offbeat.ledger import bodies, versions, workers
+from offbeat.ledger.database import Database, array
 from offbeat.ledger.errors import Unknown
 from offbeat.ledger.records import (
     Counts,
@@ -26,7 +26,6 @@ from offbeat.ledger.records import (
     TokenCounts,
     TrajectoryCounts,
 )
-from offbeat.ledger.tables import array
 from offbeat.ledger.versions import Versions
 from offbeat.rules.groups import trained_staleness
 from offbeat.trajectory import Reward, Trajectory
@@ -235,7 +234,7 @@ class Reports(Versions):
         trajectory = None if digest is None or is_pruned else self.bodies.load([(seq, digest)])[seq]
         if digest is None:
             query = "SELECT digest, body FROM partials WHERE task = ? AND state = 'kept'"
-            trajectory = partials.load(self, *(self.execute(query, (task,)).fetchone() or (None, None)))
+            trajectory = bodies.load(self.blobs, *(self.execute(query, (task,)).fetchone() or (None, None)))
         return TaskDetail(
             task=task,
             **dict(zip(PLAIN, row[:9], strict=True)),

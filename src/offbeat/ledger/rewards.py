@@ -14,11 +14,10 @@ from collections.abc import Sequence
 import msgspec
 from blake3 import blake3
 
-from offbeat.ledger.database import Database, transactional
+from offbeat.ledger.database import Database, array, transactional
 from offbeat.ledger.errors import Unknown
 from offbeat.ledger.groups import settle_groups
 from offbeat.ledger.records import REWARD_FAILED, Purpose, Scored, Scores, TaskState, Unscored
-from offbeat.ledger.tables import array
 from offbeat.trajectory import Reward, total, total_problem
 
 

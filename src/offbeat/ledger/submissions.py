@@ -15,13 +15,12 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from offbeat.ledger import partials, versions
+from offbeat.ledger import bodies, partials, versions
 from offbeat.ledger.bodies import store
-from offbeat.ledger.database import Database, transactional
+from offbeat.ledger.database import Database, array, transactional
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, LedgerError, Refused, Unknown
 from offbeat.ledger.leasing import check_lease, sampling_of
 from offbeat.ledger.records import Outcome, Submission
-from offbeat.ledger.tables import array
 from offbeat.rules.groups import is_trainable
 from offbeat.trajectory import End, Origin, Sampling, Trajectory
 
@@ -148,7 +147,7 @@ class SubmissionValidator:
         return None if is_late else self._age_problem(numbers, task.require_step)  # late: never trained
 
     def _continues(self, trajectory: Trajectory, task: Issued) -> bool:
-        prefix = partials.load(self.db, task.partial_digest, task.partial_body)
+        prefix = bodies.load(self.db.blobs, task.partial_digest, task.partial_body)
         return prefix is None or trajectory.segments[: len(prefix.segments)] == prefix.segments
 
     def _age_problem(self, numbers: Sequence[int], require_step: int | None) -> str | None:

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import msgspec
-
 SCHEMA = 6
 """Grows with every change of `TABLES`; a file of another schema is refused."""
-
-
-def array(numbers: Iterable[int]) -> str:
-    """Encodes numbers for a query with `IN (SELECT value FROM json_each(?))`."""
-    return msgspec.json.encode(list(numbers)).decode()
 
 
 TABLES = """

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat.ledger.database import Database, transactional
+from offbeat.ledger.database import Database, array, transactional
 from offbeat.ledger.errors import Conflict, Refused, Unknown
-from offbeat.ledger.tables import array
 from offbeat.weights.version import Version
 
 COLUMNS = "number, step, parent, digest, path, manifest"

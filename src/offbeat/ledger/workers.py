@@ -23,9 +23,8 @@ from typing import Any
 from blake3 import blake3
 
 from offbeat.errors import UserError
-from offbeat.ledger.database import Database, transactional
+from offbeat.ledger.database import Database, array, transactional
 from offbeat.ledger.errors import Forbidden, Unknown
-from offbeat.ledger.tables import array
 from offbeat.rules.quarantine import AUDIT_WINDOW, Compared, is_proven
 
 SECRET_BYTES = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,24 +95,16 @@ class Reporter:
         self.event("stop", why=why)
         self.console.note(f"stopping ({why}): finishing the step under way, then a checkpoint; once more to leave now")
 
-    def report(
-        self,
-        row: Mapping[str, Any],
-        times: Mapping[str, float],
-        num_failed: int,
-        carried: Callable[[], Mapping[str, float]],
-    ) -> None:
-        """Handles a report of the trainer: an event or a finished step. `carried` counts partials since the last."""
+    def report(self, row: Mapping[str, Any]) -> None:
+        """Handles a report: an event or a finished step."""
         if EVENT in row:
             self.event(row[EVENT], **{key: value for key, value in row.items() if key != EVENT})
         else:
-            self.step(row, times, num_failed, carried())
+            self.step(row)
 
-    def step(
-        self, row: Mapping[str, Any], times: Mapping[str, float], num_failed: int, carried: Mapping[str, float]
-    ) -> None:
-        """Emits a step's `row` (see `step_row`); `times` are the seconds of generation and rewards, `num_failed` all
-        failures of this attempt so far."""
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Emits a step's `row` (see `step_row`), with its `failures` so far counted since the step before."""
+        num_failed = row["failures"]
         failures, self._num_failed = num_failed - self._num_failed, num_failed
         if failures == num_failed > 0:
             self.console.alarm(
@@ -124,11 +116,9 @@ class Reporter:
             {
                 **row,
                 "failures": failures,
-                **carried,
                 "seconds": seconds,
                 "tokens_per_second": row["tokens"] / seconds,
                 "samples_per_second": row["samples"] / seconds,
-                **{f"time_{name}_s": value for name, value in times.items()},
             }
         )
 

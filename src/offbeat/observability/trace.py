@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from offbeat.observability.metric_files import Appender
+from offbeat.files import Appender
 
 MAX_TRACE_BYTES = 64 << 20
 """About half a million spans, as many as viewers open with ease."""

@@ -104,7 +104,7 @@ def _merge(model: PreTrainedModel, version: Version, adapter: dict[str, Tensor],
     """Adds a version's adapter to its base."""
     from offbeat.model.loading import load_state, state_tensors
     from offbeat.model.lora import merge
-    from offbeat.weights.digest import weights_digest
+    from offbeat.weights.version import weights_digest
 
     wanted = base_digest(version.path)
     if version.base is not None:

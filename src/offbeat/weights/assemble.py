@@ -24,10 +24,17 @@ from blake3 import blake3
 
 from offbeat.files import fsync_file
 from offbeat.weights.codec import CodecError, decode
-from offbeat.weights.digest import PIECE_BYTES
 from offbeat.weights.manifest import Coding, Kind, Manifest, Part, TensorEntry
 from offbeat.weights.safetensor_file import Stored, copy_at, file_layout, in_parallel, lay_out, read_at, write_at
-from offbeat.weights.version import ADAPTER_CONFIG, ADAPTER_FILE, BASE, FILE_NAME, WeightsError, put_in_place
+from offbeat.weights.version import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    BASE,
+    FILE_NAME,
+    PIECE_BYTES,
+    WeightsError,
+    put_in_place,
+)
 
 GetPiece = Callable[[str], bytes | memoryview]
 

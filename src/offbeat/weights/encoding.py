@@ -19,12 +19,11 @@ from torch import Tensor
 
 from offbeat.errors import OffbeatError
 from offbeat.weights.codec import CodecError, SparseChanges, encode, find_changes
-from offbeat.weights.digest import DTYPES, PIECE_BYTES, open_file_digest
 from offbeat.weights.manifest import ITEM_BYTES, Anchoring, Base, Coding, Kind, Manifest, Part, TensorEntry
 from offbeat.weights.piece_store import PieceStore
 from offbeat.weights.safetensor_file import Stored, file_layout, read_at, write_at
 from offbeat.weights.signing import open_sealed
-from offbeat.weights.version import FILE_NAME, WeightFolder, WeightsError
+from offbeat.weights.version import DTYPES, FILE_NAME, PIECE_BYTES, WeightFolder, WeightsError, open_file_digest
 
 DEVICE_BLOCK_ITEMS = 1 << 26
 """Compared in one go: 64 MiB of marks on the device, however large the tensor is."""

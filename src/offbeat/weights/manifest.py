@@ -21,7 +21,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from offbeat.errors import OffbeatError
-from offbeat.weights.digest import DTYPES, PIECE_BYTES, adapter_digest, whole_digest
+from offbeat.weights.version import DTYPES, PIECE_BYTES, adapter_digest, whole_digest
 
 ITEM_BYTES = {
     **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1},

@@ -30,7 +30,6 @@ from torch import Tensor
 from offbeat.errors import DiskError, OffbeatError
 from offbeat.files import fsync_file, remedy
 from offbeat.weights.collect import EVERY, collect
-from offbeat.weights.digest import adapter_digest
 from offbeat.weights.encoding import BaseFile, Chain, Coder, Packing, cut, dtype_name, find_adapter_base, resume_from
 from offbeat.weights.manifest import (
     Anchoring,
@@ -54,6 +53,7 @@ from offbeat.weights.version import (
     Version,
     WeightFolder,
     WeightsError,
+    adapter_digest,
     put_in_place,
 )
 

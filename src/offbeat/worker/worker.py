@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
-from contextlib import suppress
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -38,15 +39,15 @@ from offbeat.engines.protocol import (
     Generation,
     KvMode,
     Request,
-    Version,
 )
-from offbeat.errors import RunOver
+from offbeat.errors import OffbeatError, RunOver
 from offbeat.rules.step_time import Timing
 from offbeat.testing.crash_points import crash_here
 from offbeat.trajectory import End, SegmentError, Task, Trajectory
 from offbeat.waiting import Notifier, run_to_end
+from offbeat.weights.receive import ReceiveFigures
+from offbeat.weights.version import Version
 from offbeat.worker.spool import REFUSALS, Outbox, Spool, Unsent
-from offbeat.worker.version_refresh import Versions
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Worker:
         """Fence under which each task was last begun."""
         self._changes = Notifier()
         self._outbox = Outbox(name, client, spool, self._changes)
-        self._versions, self._rounds = Versions(name, client), TaskRounds(client, self._changes)
+        self._versions, self._rounds = VersionFetcher(name, client), TaskRounds(client, self._changes)
         self._switch = asyncio.Lock()
         """Held from a lease call to the start of its tasks, and during a load."""
         self._is_reloading = False
@@ -558,3 +559,79 @@ def timing_between(before: EngineMetrics, after: EngineMetrics) -> Timing | None
 
 def _difference(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
+
+
+MAX_FAILURES = 4
+"""Both callers may have asked before the newer version came, and once more before they learnt of it."""
+
+
+class VersionFetcher:
+    """Fetches and verifies versions during generation, before the engine loads them.
+
+    The refresh loop and a task that requires a version may ask for the same one; it is fetched once. Publishers delete
+    old versions: a failed fetch is an error only if no newer version exists, or after `MAX_FAILURES` attempts.
+    """
+
+    def __init__(self, worker: str, client: WorkerClient):
+        self.worker, self.client = worker, client
+        self._ready: Version | None = None
+        self._num_failures: Counter[int] = Counter()
+        self._fetching = asyncio.Lock()
+
+    async def fetch(self, version: Version) -> Version:
+        """Returns the same version, verified, with its files on this machine."""
+        async with self._fetching:
+            if self._ready is None or self._ready.number != version.number:
+                here = await self.client.fetch(version)
+                crash_here("version-fetched")
+                self._ready = here
+            return self._ready
+
+    @asynccontextmanager
+    async def unless_replaced(self, version: Version, have: int | None) -> AsyncIterator[None]:
+        """Wraps fetching and loading `version`; suppresses an error if a newer version has replaced it."""
+        try:
+            yield
+        except EngineDied:
+            raise
+        except OffbeatError as error:
+            self._ready = None
+            newest = await self.client.newer(have, 0.0)
+            self._num_failures[version.number] += 1
+            if newest is None or newest.number <= version.number or self._num_failures[version.number] > MAX_FAILURES:
+                raise
+            log.warning(
+                "worker %s: skipped version %d, replaced by %d: %s",
+                self.worker,
+                version.number,
+                newest.number,
+                error,
+            )
+
+
+class WorkerMetrics:
+    """Costs of new versions, summed over the worker's life, by the names of the coordinator's metrics."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._sums: dict[str, float] = defaultdict(float)
+
+    def follow(self, engine: Engine) -> None:
+        """Adds this engine's standstill from now on; the sums keep that of the engine before it."""
+        self._sums["still_s"] = self._still_s
+        self._engine = engine
+
+    def fetched(self, received: ReceiveFigures) -> None:
+        """Adds a received version."""
+        self._sums["versions"] += 1
+        self._sums["fetch_s"] += received.fetch_s
+        self._sums["apply_s"] += received.apply_s
+        for kind, num_bytes in received.num_bytes.items():
+            self._sums[f"{kind}_bytes"] += num_bytes
+
+    def totals(self) -> dict[str, float]:
+        return {**self._sums, "still_s": self._still_s}
+
+    @property
+    def _still_s(self) -> float:
+        return self._sums["still_s"] + (self._engine.seconds_still if self._engine else 0.0)

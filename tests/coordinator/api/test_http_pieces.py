@@ -26,12 +26,11 @@ from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role, WorkerState
 from offbeat.tools.export import read
 from offbeat.weights import peer_server
-from offbeat.weights.digest import weights_digest
 from offbeat.weights.manifest import Manifest
 from offbeat.weights.piece_store import FolderStore
 from offbeat.weights.publish import Publisher
 from offbeat.weights.signing import SigningKey, open_sealed, seal
-from offbeat.weights.version import Adapter
+from offbeat.weights.version import Adapter, weights_digest
 
 OCTETS = {"Content-Type": wire.OCTETS}
 

@@ -15,8 +15,7 @@ from offbeat.client.connection import Connection
 from offbeat.client.http_client import RemoteWorker
 from offbeat.errors import DeadlineError
 from offbeat.ledger.workers import Role
-from offbeat.weights.digest import weights_digest
-from offbeat.weights.version import FILE_NAME, Version, WeightsError
+from offbeat.weights.version import FILE_NAME, Version, WeightsError, weights_digest
 
 FILE = f"/v1/weights/0/{FILE_NAME}"
 DIGEST = weights_digest({"w": load(WEIGHTS)["w"]})
