@@ -22,6 +22,11 @@ from typing import Any
 
 import pytest
 
+from offbeat.cli.doctor import _mistakes
+from offbeat.cli.preview import check
+from offbeat.config import from_dict
+from offbeat.errors import UserError
+
 WITHIN_S = 240
 SOURCES = Path(__file__).parents[2] / "src"
 TORCHES = {
@@ -194,6 +199,14 @@ def test_an_installed_offbeat_is_known_by_its_metadata(tmp_path, monkeypatch):
     assert about(said, "offbeat")["told"] == f"9.8.7, commit 0123456, in {site / 'offbeat'}"
     assert about(said, "no-such-thing")["remedy"] == "pip install 'no-such-thing>=1'"
     assert about(said, "extra gym")["level"] == "fine"
+
+
+def test_a_sink_that_is_missing_is_told_once_as_a_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = from_dict({"log": {"sinks": ["wandb"]}})
+    with pytest.raises(UserError, match="wandb"):
+        check(config)
+    assert _mistakes(config) == []
 
 
 @pytest.mark.parametrize("path", ["nowhere/python", pytest.param(".", marks=pytest.mark.full)])

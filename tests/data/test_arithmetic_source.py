@@ -22,3 +22,14 @@ def test_held_out_problems_never_train(level):
     assert held_out
     assert all(map(is_held_out, held_out))
     assert len(set(held_out)) == len(held_out)
+
+
+@given(st.integers(1, 5), st.floats(0, 1), st.integers(0, 10**6))
+def test_the_answer_is_the_value_of_the_prompt(level, tail, ordinal):
+    problem = Arithmetic(level=level, tail=tail).problem(ordinal)
+    assert problem.answer == str(eval(problem.prompt.rstrip("=")))
+
+
+@pytest.mark.parametrize(("prompt", "worked"), [("3+4+5=", "7 12"), ("7*3=", "1:7 2:14 3:21")])
+def test_an_answer_is_worked_out_step_by_step(prompt, worked):
+    assert worked_answer(prompt) == worked

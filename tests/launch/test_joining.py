@@ -118,6 +118,12 @@ def test_a_workers_folder_is_private_and_one_that_was_there_stays_as_it_is(tmp_p
         assert stat.S_IMODE(path.stat().st_mode) == 0o755
 
 
+def test_a_worker_is_named_as_it_is_told_or_else_by_its_folder(tmp_path):
+    for name, expected in (("w", "w"), (None, "mine")):
+        with own_folder(str(tmp_path / "mine"), name, "http://host:1") as (_, found):
+            assert found == expected
+
+
 def test_what_a_worker_writes_is_private_too(tmp_path):
     async def run() -> None:
         async with Coordinator(welcome(told())) as url, joined(invited(tmp_path, url), []):
