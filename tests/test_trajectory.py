@@ -54,6 +54,8 @@ BAD = {
         Segment(2, np.arange(1), origin=Origin.GIVEN, logprobs=np.array([-1.0])),
         "no log-probs",
     ),
+    "a given segment with a version": (Segment(2, np.arange(1), origin=Origin.GIVEN, version=1), "no version"),
+    "a given segment with a KV version": (Segment(2, np.arange(1), origin=Origin.GIVEN, kv_version=1), "no version"),
     "an array of another length": (sampled(2, arrays={"routing": np.zeros(3)}), "array 'routing' has 3 rows"),
     "an array without rows": (sampled(2, arrays={"routing": np.array(1.0)}), "has no rows for 2 tokens"),
     "an array of objects": (sampled(2, arrays={"x": np.array([None, None])}), "allowed are little-endian numbers"),

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.cli.doctor import _mistakes
+from offbeat.cli.doctor import _mistakes, _print
 from offbeat.cli.preview import check
 from offbeat.config import from_dict
 from offbeat.errors import UserError
@@ -199,6 +199,17 @@ def test_an_installed_offbeat_is_known_by_its_metadata(tmp_path, monkeypatch):
     assert about(said, "offbeat")["told"] == f"9.8.7, commit 0123456, in {site / 'offbeat'}"
     assert about(said, "no-such-thing")["remedy"] == "pip install 'no-such-thing>=1'"
     assert about(said, "extra gym")["level"] == "fine"
+
+
+@pytest.mark.parametrize("no_color", [True, False])
+def test_colours_are_for_terminals_whose_user_wants_them(no_color, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    else:
+        monkeypatch.delenv("NO_COLOR", raising=False)
+    _print(["x torch is missing", "it is not"])
+    assert ("\033[" in capsys.readouterr().out) == (not no_color)
 
 
 def test_a_sink_that_is_missing_is_told_once_as_a_package(monkeypatch):

@@ -86,7 +86,11 @@ def test_a_step_from_lease_to_commit_over_the_wire(tmp_path):
                 await worker.leave()
 
         asyncio.run(scenario())
-        assert run.reports == [{"step": 0, "reward": 0.5}]
+        (row,) = run.reports
+        assert (row["step"], row["reward"], row["failures"]) == (0, 0.5, 0)
+        assert row.keys() >= {"partials", "over_provision", "time_generate_s", "time_reward_s"}, (
+            "and this side's figures"
+        )
         assert run.ledger.latest_version().path == run.weights.path(1)
         (worker, *_) = run.ledger.list_workers()
         assert (worker.state, worker.num_compared, worker.num_off) == (WorkerState.LEFT, 3, 2)

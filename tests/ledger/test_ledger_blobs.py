@@ -138,17 +138,17 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from ledger_run import answer, handed
-from offbeat.ledger import blobs, bodies
+from offbeat.ledger import bodies
 from offbeat.ledger.ledger import Ledger
 
 bodies.MAX_ROW_BYTES = 0
-write = blobs.Blobs.write
+write = bodies.Blobs.write
 
 def write_and_die(self, digest, body):
     write(self, digest, body)
     os.kill(os.getpid(), signal.SIGKILL)
 
-blobs.Blobs.write = write_and_die
+bodies.Blobs.write = write_and_die
 ledger = Ledger(Path(sys.argv[1]))
 task = ledger.lease("w", 1, 0)[0]
 ledger.submit([handed(answer(task, [0]))])

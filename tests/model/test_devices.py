@@ -40,3 +40,9 @@ def test_cpu_needs_no_waiting_and_counts_no_memory():
     devices.empty_cache(cpu)
     assert devices.memory_bytes(cpu) is None
     assert devices.peak_memory_bytes(cpu) is None
+
+
+def test_the_memory_of_a_gpu_is_free_and_total(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 80))
+    assert devices.memory_bytes(torch.device("cuda")) == (10, 80)
+    assert devices.memory_bytes(torch.device("cpu")) is None

@@ -61,6 +61,21 @@ def test_a_missing_package_names_its_extra(monkeypatch):
         load_reward("math")
 
 
+def test_a_parser_that_reads_no_latex_is_told_before_every_answer_is_wrong(monkeypatch):
+    class Plain:
+        @staticmethod
+        def parse(text, **_):
+            return [] if "frac" in text else [text]
+
+        @staticmethod
+        def verify(gold, found, **_):
+            return bool(gold) and gold == found
+
+    monkeypatch.setitem(sys.modules, "math_verify", Plain)
+    with pytest.raises(UserError, match="math-verify cannot read LaTeX here"):
+        load_reward("math")
+
+
 def test_an_unknown_reward_gets_the_nearest_spelling_or_the_list():
     with pytest.raises(UserError, match="did you mean 'exact'"):
         load_reward("exactly")

@@ -52,3 +52,11 @@ def test_a_healthy_life_forgives_what_was_before(status, limit):
     assert lives(restarts, clock, status, HEALTHY_S)[0] is RestartVerdict.RESTART
     for _ in range(limit - 2):
         assert lives(restarts, clock, status)[0] is RestartVerdict.RESTART
+
+
+def test_a_process_is_as_old_as_its_restarts_until_it_is_started_again():
+    """On a machine that has been up for a while: the clock does not begin at 0."""
+    now_s = 1e6
+    restarts = Restarts(lambda: now_s)
+    pauses = [restarts.ended(1)[1] for _ in range(2)]
+    assert pauses[1] == 2 * pauses[0], "failures in a row, none after a healthy life"

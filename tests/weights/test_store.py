@@ -3,6 +3,7 @@ import torch
 from blake3 import blake3
 
 from offbeat.tools.export import read
+from offbeat.weights.piece_store import PieceMissing, manifest_path
 from offbeat.weights.publish import Publisher
 from offbeat.weights.version import FILE_NAME, PIECE_BYTES, WeightsError, file_digest, tensor_digest, weights_digest
 
@@ -70,3 +71,9 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path, num_bytes):
     file.write_bytes(file.read_bytes()[:num_bytes])
     with pytest.raises(WeightsError, match="version 4"):
         read(version)
+
+
+@pytest.mark.parametrize(("number", "digest"), [(-1, "0" * 64), (0, "0" * 63), (0, "../" + "0" * 61), (0, "g" * 64)])
+def test_what_is_not_the_name_of_a_manifest_is_no_path(number: int, digest: str):
+    with pytest.raises(PieceMissing, match="not the name of a manifest"):
+        manifest_path(number, digest)
