@@ -55,7 +55,7 @@ def drawn(seed: int, num_classes: int = 2, max_nodes: int = 3) -> PlanningProble
         tail_tokens=rng.choice([0.0, 1_000.0]),
         reward_rate=rng.choice([None, 2.0]),
     )
-    problem = PlanningProblem(offers, tuple(rollout), tuple(gangs), demand, spare_replicas=rng.choice([0, 0, 1]))
+    problem = PlanningProblem(offers, tuple(rollout), tuple(gangs), demand)
     if seed % 2:
         problem = _passed_on(problem, random.Random(-seed))
     return problem if rng.random() < 0.5 else _shared(problem, rng)
@@ -138,7 +138,7 @@ def is_plan(problem: PlanningProblem, gang: Gang, counts, tau_s: float) -> bool:
         if num and demand.tail_tokens and Fraction(demand.tail_tokens) * Fraction(column.token_s) > window:
             return False
         yields += [Fraction(column.tokens_per_s) * max(left, 0)] * num
-    return sum(sorted(yields)[: max(0, len(yields) - problem.spare_replicas)]) >= demand.tokens
+    return sum(yields) >= demand.tokens
 
 
 def least_price(problem: PlanningProblem, tau_s: float) -> float | None:

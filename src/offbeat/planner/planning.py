@@ -1,7 +1,7 @@
 """`plan`: from machines and a workload to a plan.
 
-It calls the solver, and again if the placement turns out slower than assumed (`rounds`). `compose` makes a plan of a
-placed solution by arithmetic alone, so that `verifying` can repeat it and compare.
+It solves again if the placement turns out slower than assumed (`rounds`). `compose` makes a plan of a placed solution
+by arithmetic alone, so that `verifying` can repeat it and compare.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from offbeat.errors import UserError
 from offbeat.planner.columns.columns import problem_of
 from offbeat.planner.cost.constants import NAMES, Constants, FigureSource
 from offbeat.planner.cost.sizes import update_bytes
+from offbeat.planner.cost.sync_time import CHUNK_BYTES
 from offbeat.planner.inputs.hardware import Inventory
 from offbeat.planner.inputs.workload import Workload
 from offbeat.planner.place.islands import Placed
 from offbeat.planner.place.placing import Placer, Placing
 from offbeat.planner.place.realised import ROUNDING, slowed
 from offbeat.planner.plan import Placement, Plan, PlanStep, Pool, Staleness, Sync, Training
-from offbeat.planner.problem import Gang, PlanningProblem, Solution
+from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Solution
 from offbeat.planner.report import explain
 from offbeat.planner.report.explain import infeasible_because
 from offbeat.planner.solve.certificate import Certificate, distance
@@ -44,16 +46,15 @@ class Round:
     placing: Placing
 
 
-def rounds(
-    placer: Placer, first: Result, solve: Callable[[PlanningProblem], Result], by: float = TOLERANCE
-) -> list[Round]:
+Solve = Callable[[PlanningProblem], Result]
+
+
+def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -> list[Round]:
     """Places the solution `first` of the placer's problem, and solves again while the placement is too slow.
 
-    Columns assume the best links. If a placement lengthens the period by more than the tolerance, the gang's step and
-    the classes' lags, and the steps of other gangs that promise a shorter period, are replaced by their placed values,
-    and the problem is solved again. A solution that keeps its period ends the rounds: nothing is better in the slower
-    problem. Values only become slower, so the first solve's lower bound holds for every round.
-    """
+    Columns assume the best links. If a placement lengthens the period by more than the share `by`, the gang's step and
+    the classes' lags, and the steps of other gangs that promise a shorter period, are replaced by their placed values.
+    Values only become slower, so the first solve's lower bound holds for every round."""
     problem, result, found = placer.problem, first, list[Round]()
     while result.solution is not None:
         placing = placer.place(result.solution)
@@ -68,8 +69,8 @@ def rounds(
 
 
 def _rivals_slowed(placer: Placer, problem: PlanningProblem, tau_s: float, by: float) -> PlanningProblem:
-    """Gives gangs that promise a shorter period than was placed their step on the best nodes for each: otherwise each
-    round would try a neighbour of the gang that needs the same slow links."""
+    """Gives gangs that promise a shorter period than was placed their step on the best nodes: otherwise each round
+    would try a neighbour of the gang that needs the same slow links."""
     if not placer.inventory.measured:
         return problem
     for gang in problem.gangs:
@@ -101,10 +102,8 @@ def plan(
     budget: float | None = None,
     throughput: float | None = None,
 ) -> Plan:
-    """Fastest plan within a budget ($/h; None: all machines), or the cheapest at a throughput (tokens/s).
-
-    Raises a `UserError` with the reason and a remedy if there is none.
-    """
+    """Fastest plan within a budget ($/h; None: all machines), or the cheapest at a throughput (tokens/s). Raises a
+    `UserError` with the reason and a remedy if there is none."""
     for name, value in (("budget", budget), ("throughput", throughput)):
         if value is not None and not (0 < value < math.inf):
             raise UserError(f"{name} = {value:g}: allowed more than 0")
@@ -126,9 +125,7 @@ def plan(
     return compose(inventory, workload, constants, best.placing, solution, certificate, budget, throughput, result.note)
 
 
-def _best_placed(
-    placer: Placer, first: Result, solve: Callable[[PlanningProblem], Result], throughput: float | None
-) -> Round:
+def _best_placed(placer: Placer, first: Result, solve: Solve, throughput: float | None) -> Round:
     """Best round. A throughput that was asked for allows no tolerance."""
     if throughput is None:
         return fastest_round(rounds(placer, first, solve))
@@ -136,10 +133,8 @@ def _best_placed(
     kept = cheapest_round(found)
     if kept is None:
         most = placer.problem.demand.tokens / min(each.placing.tau_s for each in found)
-        raise UserError(
-            f"no plan: throughput: on the links between their nodes the plans found make {most:,.0f} tokens/s "
-            f"at most; ask for that or less"
-        )
+        makes = f"on the links between their nodes the plans found make {most:,.0f} tokens/s at most"
+        raise UserError(f"no plan: throughput: {makes}; ask for that or less")
     return kept
 
 
@@ -161,12 +156,13 @@ def compose(
     note: str,
 ) -> Plan:
     """Plan of a placed solution: prices, places and expectations."""
-    problem = placing.problem
-    gang = next(gang for gang in problem.gangs if gang.name == solution.gang)
+    problem, tree = placing.problem, placing.tree
+    gang = problem.gang(solution)
     solution = dataclasses.replace(solution, tau_s=placing.tau_s)
     rent = Counter(gang.nodes) + Counter(solution.nodes)
     price_per_h = problem.fixed_price_per_h + sum(problem.offers[name].node_price_per_h * rent[name] for name in rent)
     tokens_per_s = problem.demand.tokens / solution.tau_s
+    error = held_out_error(inventory, constants)
     least = None if certificate.price_cap is None else (certificate.price_cap + 1) / MICRO
     return Plan(
         model=workload.model.name,
@@ -184,13 +180,11 @@ def compose(
         ),
         training=_training(problem, gang, placing, tokens_per_s),
         rollout=_pools(problem, gang, solution, placing.places),
-        sync=_sync(workload, placing),
+        sync=Sync(tree.root, update_bytes(workload), tree.hops, CHUNK_BYTES, tree.seconds, tree.lower_bound_s),
         staleness=_staleness(workload, problem, solution),
         placement=_placement(placing, gang, solution, certificate.tau_lo_s if throughput is None else None),
         solution=solution,
-        certificate=dataclasses.replace(
-            certificate, cost_model=COST_MODEL, held_out_error=held_out_error(inventory, constants)
-        ),
+        certificate=dataclasses.replace(certificate, cost_model=COST_MODEL, held_out_error=error),
         assumptions=(*_assumptions(inventory, workload, constants), *_sharing(problem, gang, solution)),
         note=note,
     )
@@ -207,20 +201,16 @@ def held_out_error(inventory: Inventory, constants: Constants) -> float | None:
     return max(errors)
 
 
+def _common(column: Gang | RolloutColumn, record: type[Training | Pool]) -> dict[str, Any]:
+    """Fields of a column that its record repeats."""
+    return {each.name: getattr(column, each.name) for each in dataclasses.fields(record) if hasattr(column, each.name)}
+
+
 def _training(problem: PlanningProblem, gang: Gang, placing: Placing, tokens_per_s: float) -> Training:
     price = explain.gang_price_per_h(problem, gang)
     return Training(
-        nodes=dict(gang.nodes),
-        root=gang.root,
-        tp=gang.tp,
-        pp=gang.pp,
-        dp=gang.dp,
-        layers=gang.layers,
-        batch_shares=dict(gang.batch_shares),
-        zero=gang.zero,
-        step_s=gang.step_s,
-        publish_s=gang.publish_s,
-        stages=placing.layout.stages,
+        **_common(gang, Training),
+        stages=placing.stages,
         price_per_million_tokens=explain.price_per_million(price, tokens_per_s),
         why=explain.why_trains(problem, gang),
     )
@@ -239,17 +229,10 @@ def _pools(problem: PlanningProblem, gang: Gang, solution: Solution, places: Seq
         price = 0.0 if column.is_home else explain.replica_price_per_h(problem, column)
         pools.append(
             Pool(
+                **{**_common(column, Pool), "blocking_s": blocking_s},
                 column=name,
-                offer=column.offer,
                 num_replicas=count,
-                tp=column.tp,
-                pp=column.pp,
-                concurrency=column.concurrency,
                 weight=column.tokens_per_s / all_tokens_per_s,
-                kv=column.kv,
-                tokens_per_s=column.tokens_per_s,
-                token_s=column.token_s,
-                blocking_s=blocking_s,
                 places=tuple(placed.group for placed in places if placed.column == name),
                 price_per_million_tokens=explain.price_per_million(price, net),
                 why=explain.why_generates(problem, column.offer),
@@ -257,12 +240,6 @@ def _pools(problem: PlanningProblem, gang: Gang, solution: Solution, places: Seq
             )
         )
     return tuple(pools)
-
-
-def _sync(workload: Workload, placing: Placing) -> Sync:
-    """From a node of the publishing class to every rollout node."""
-    tree = placing.tree
-    return Sync(tree.root, update_bytes(workload), tree.hops, tree.chunk_bytes, tree.seconds, tree.lower_bound_s)
 
 
 def _placement(placing: Placing, gang: Gang, solution: Solution, tau_lo_s: float | None) -> Placement:

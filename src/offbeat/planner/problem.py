@@ -129,8 +129,9 @@ class PlanningProblem:
     demand: Demand
     fixed_price_per_h: float = 0.0
     """Price of the reward pool, which every plan pays."""
-    spare_replicas: int = 0
-    """Number of replicas, any of them, that may be lost while the rest still meets the demand."""
+
+    def gang(self, solution: Solution) -> Gang:
+        return next(gang for gang in self.gangs if gang.name == solution.gang)
 
 
 @dataclass(frozen=True)

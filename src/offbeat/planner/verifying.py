@@ -1,7 +1,7 @@
 """Verifies a saved plan against its input files, without a solver: constraints, proof and every field.
 
-`solve.check` checks constraints and proof. All other fields follow from the solution by arithmetic, so the solution is
-placed and composed again and compared. That finds any changed field, and a period that the placement does not allow.
+`solve.check` checks constraints and proof. All other fields follow from the solution by arithmetic, so it is placed and
+composed again and compared.
 """
 
 from __future__ import annotations
@@ -28,24 +28,15 @@ def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Con
     """Violations, a line each; empty if the plan is valid."""
     constants = constants or Constants()
     problem = problem_of(inventory, workload, constants)
-    broken = check(problem, saved.solution, saved.certificate, saved.budget)
-    if broken:
+    if broken := check(problem, saved.solution, saved.certificate, saved.budget):
         return broken
     broken = _gap_rows(saved)
     if saved.throughput is not None and saved.step.tokens_per_s < saved.throughput * (1 - 1e-9):
         broken.append(f"throughput: {saved.step.tokens_per_s:g} tokens/s of {saved.throughput:g}")
     try:
-        again = compose(
-            inventory,
-            workload,
-            constants,
-            Placer(inventory, workload, constants, problem).place(saved.solution),
-            saved.solution,
-            saved.certificate,
-            saved.budget,
-            saved.throughput,
-            saved.note,
-        )
+        placing = Placer(inventory, workload, constants, problem).place(saved.solution)
+        asked = (saved.solution, saved.certificate, saved.budget, saved.throughput, saved.note)
+        again = compose(inventory, workload, constants, placing, *asked)
     except UserError as error:
         return [*broken, f"placement: {error}"]
     return broken + [f"record: {line}" for line in differences(saved, again)]

@@ -26,6 +26,7 @@ from offbeat.model.devices import device_name, empty_cache, memory_bytes, synchr
 from offbeat.model.loading import context_window, load_model
 from offbeat.planner.cost.calibrate import Measurement
 from offbeat.planner.inputs import hardware
+from offbeat.planner.inputs.hardware import GIGA, TERA
 from offbeat.planner.inputs.inventory import CPU
 from offbeat.planner.inputs.model_shapes import kv_bytes_per_token
 from offbeat.planner.inputs.workload import ModelShape
@@ -65,14 +66,12 @@ GPU = Sizes((1, 4, 16, 32, 64, 128, 256), 4096, (1, 2, 4, 8), (1, 2, 4), num_rou
 def measure(
     path: str, shape: ModelShape, dtype: torch.dtype, device: torch.device, name: str, sizes: Sizes
 ) -> list[Measurement]:
-    """Times decode, prefill and training on `device`, which is called `name`; only the first two if training does not
-    fit into its memory."""
+    """Times decode and prefill, and training if it fits into memory, on `device`, which is called `name`."""
     try:
         generating, length = _measure_engine(path, shape, dtype, device, name, sizes)
     except torch.OutOfMemoryError:
-        raise UserError(
-            f"model.path = {path!r}: does not fit into the memory of {name}; take a smaller model"
-        ) from None
+        why = f"does not fit into the memory of {name}; take a smaller model"
+        raise UserError(f"model.path = {path!r}: {why}") from None
     empty_cache(device)
     try:
         return generating + _measure_training(path, dtype, device, name, sizes, length)
@@ -195,9 +194,6 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     return clock() - start_s
 
 
-# Name and peak figures of this machine: from the catalogue, from options, or, for a CPU, measured.
-
-TERA, GIGA = 1e12, 1e9
 SQUARE = 768
 """Side of the multiplied matrices: large enough to fill every unit, small enough for a slow core."""
 COPIED_BYTES = 64 << 20
@@ -211,7 +207,7 @@ Figures = dict[str, float]
 
 
 def figures_of(device: torch.device, called: str | None, given: Figures) -> tuple[str, Figures]:
-    """The accelerator's name and its figures; `given` ones override known or measured ones."""
+    """The accelerator's name and its figures: `given`, else of the catalogue, or, for a CPU, measured."""
     if device.type == "cpu":
         if called is not None:
             raise UserError(f"--accelerator {called}: there is no GPU here; a processor is called {CPU}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from plan_clusters import GB, cluster
 
@@ -19,7 +21,7 @@ def test_a_port_is_divided_among_those_it_feeds():
 
 def test_a_slow_hop_leaves_its_rest_of_the_port_to_the_others():
     measured = {frozenset(("a-0", "a-1")): 1 * GB}
-    fabric = fabric_of(cluster({"a": 3}), measured)
+    fabric = fabric_of(replace(cluster({"a": 3}), measured=measured))
     rates = hop_rates(fabric, {"a-1": ("a-0",), "a-2": ("a-0",)})
     assert rates == {("a-0", "a-1"): 1 * GB, ("a-0", "a-2"): 4 * GB}
 

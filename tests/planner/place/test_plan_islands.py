@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -23,17 +24,13 @@ def gang(nodes: dict[str, int], tp: int, pp: int, dp: int, **more) -> Gang:
 
 def test_nodes_are_named_by_class_and_number():
     assert [node.name for node in nodes_of(cluster({"h800": 1, "h20": 2}))] == ["h800-0", "h20-0", "h20-1"]
-    with pytest.raises(UserError, match="class h20: 3 nodes wanted, 2 on offer"):
-        nodes_of(cluster({"h20": 2}), {"h20": 3})
-    with pytest.raises(UserError, match="no node h20-7"):
-        fabric_of(cluster({"h20": 2}), {frozenset(("h20-0", "h20-7")): 1.0})
 
 
 @settings(max_examples=80, deadline=None)
-@given(counts=st.fixed_dictionaries({name: st.integers(0, 9) for name in SIZES}), island=st.sampled_from([None, 8]))
-def test_sizes_that_are_powers_of_two_are_packed_whenever_they_fit_by_count(counts, island):
+@given(counts=st.fixed_dictionaries({name: st.integers(0, 9) for name in SIZES}))
+def test_sizes_that_are_powers_of_two_are_packed_whenever_they_fit_by_count(counts):
     nodes = nodes_of(cluster({"a": 5}))
-    placed = pack(SIZES, counts, nodes, island)
+    placed = pack(SIZES, counts, nodes)
     wanted = sum(SIZES[name] * num for name, num in counts.items())
     assert (placed is not None) == (wanted <= 40)
     if placed is not None:
@@ -43,24 +40,17 @@ def test_sizes_that_are_powers_of_two_are_packed_whenever_they_fit_by_count(coun
         assert all(one.group.first + one.group.size <= 8 for one in placed)
 
 
-def test_no_group_lies_on_two_islands_of_a_node():
-    placed = pack({"two": 2, "three": 3}, {"two": 2, "three": 2}, nodes_of(cluster({"a": 2})), island=4)
-    assert placed is not None
-    assert all(one.group.first // 4 == (one.group.first + one.group.size - 1) // 4 for one in placed)
-    assert pack({"eight": 8}, {"eight": 1}, nodes_of(cluster({"a": 2})), island=4) is None
-
-
 def test_stages_of_a_gang_lie_together_and_cross_classes_whole():
     fabric = fabric_of(cluster({"a": 1, "b": 1}))
-    layout = lay_gang(fabric, gang({"a": 1, "b": 1}, tp=4, pp=2, dp=2, layers=(20, 8)), ["a-0", "b-0"])
-    assert layout.stages == ((Group("a-0", 0, 4), Group("a-0", 4, 4)), (Group("b-0", 0, 4), Group("b-0", 4, 4)))
+    stages = lay_gang(fabric, gang({"a": 1, "b": 1}, tp=4, pp=2, dp=2, layers=(20, 8)), ["a-0", "b-0"])
+    assert stages == ((Group("a-0", 0, 4), Group("a-0", 4, 4)), (Group("b-0", 0, 4), Group("b-0", 4, 4)))
 
 
 def test_data_parallelism_over_classes_gives_each_class_whole_pipelines():
     fabric = fabric_of(cluster({"a": 1, "b": 2}))
     shares = {"a": 0.5, "b": 0.5}
-    layout = lay_gang(fabric, gang({"a": 1, "b": 2}, 4, 2, 3, batch_shares=shares), ["a-0", "b-0", "b-1"])
-    assert [[group.node for group in stage] for stage in layout.stages] == [
+    stages = lay_gang(fabric, gang({"a": 1, "b": 2}, 4, 2, 3, batch_shares=shares), ["a-0", "b-0", "b-1"])
+    assert [[group.node for group in stage] for stage in stages] == [
         ["a-0", "b-0", "b-0"],
         ["a-0", "b-1", "b-1"],
     ]
@@ -68,8 +58,8 @@ def test_data_parallelism_over_classes_gives_each_class_whole_pipelines():
 
 def test_stages_of_different_classes_stand_in_the_gangs_order_with_a_tensor_parallelism_of_their_own():
     fabric = fabric_of(cluster({"a": 2, "b": 1}))
-    layout = lay_gang(fabric, gang({"b": 1, "a": 2}, tp=4, pp=2, dp=2, layers=(8, 20)), ["a-0", "a-1", "b-0"])
-    assert layout.stages == ((Group("b-0", 0, 4), Group("b-0", 4, 4)), (Group("a-0", 0, 8), Group("a-1", 0, 8)))
+    stages = lay_gang(fabric, gang({"b": 1, "a": 2}, tp=4, pp=2, dp=2, layers=(8, 20)), ["a-0", "a-1", "b-0"])
+    assert stages == ((Group("b-0", 0, 4), Group("b-0", 4, 4)), (Group("a-0", 0, 8), Group("a-1", 0, 8)))
     with pytest.raises(UserError, match="16 cards of a are no 3 groups that stay in a node"):
         lay_gang(fabric, gang({"a": 2, "b": 1}, tp=4, pp=2, dp=3), ["a-0", "a-1", "b-0"])
 
@@ -84,7 +74,7 @@ def test_a_shape_that_its_nodes_cannot_hold_is_refused():
 
 def test_a_ring_follows_the_fast_links():
     fast = [("a-0", "a-2"), ("a-2", "a-1"), ("a-1", "a-3"), ("a-3", "a-0")]
-    fabric = fabric_of(cluster({"a": 4}), {frozenset(pair): 20 * GB for pair in fast})
+    fabric = fabric_of(replace(cluster({"a": 4}), measured={frozenset(pair): 20 * GB for pair in fast}))
     ring = ring_order(fabric, ["a-0", "a-1", "a-2", "a-3"])
     assert sorted(ring) == ["a-0", "a-1", "a-2", "a-3"]
     assert ring_bytes_per_s(fabric, ring) == 20 * GB

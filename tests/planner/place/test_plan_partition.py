@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from plan_clusters import GB, cluster
@@ -23,7 +24,7 @@ def racks(counts: dict[str, int], seed: int) -> NodeFabric:
     rates = {
         frozenset(pair): (20 if rack[pair[0]] == rack[pair[1]] else 2) * GB for pair in itertools.combinations(names, 2)
     }
-    return fabric_of(inventory, rates)
+    return fabric_of(replace(inventory, measured=rates))
 
 
 def slowness(fabric: NodeFabric):

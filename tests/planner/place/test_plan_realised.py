@@ -27,7 +27,7 @@ def gang_of(nodes: dict[str, int]):
 
 
 def took_s(gang, measured) -> float:
-    fabric = fabric_of(PLAIN, measured)
+    fabric = fabric_of(dataclasses.replace(PLAIN, measured=measured))
     names = [f"{offer}-{i}" for offer, num in gang.nodes.items() for i in range(num)]
     return step_s(fabric, PLAIN, lay_gang(fabric, gang, names), gang, SEVEN, Constants())
 
@@ -49,7 +49,7 @@ def test_what_crosses_between_stages_goes_by_the_busiest_node():
     fabric = fabric_of(cluster({"a": 2, "b": 2}))
     one, other = ([Group(f"{name}-{i}", 0, 8) for i in range(2)] for name in "ab")
     assert load(fabric, one, other) == pytest.approx(1 / (2 * 1.5 * GB))
-    slow = fabric_of(cluster({"a": 2, "b": 2}), {frozenset(("a-1", "b-1")): 0.1 * GB})
+    slow = fabric_of(dataclasses.replace(cluster({"a": 2, "b": 2}), measured={frozenset(("a-1", "b-1")): 0.1 * GB}))
     assert load(slow, one, other) == pytest.approx(1 / (2 * 0.1 * GB))
     shared = fabric_of(cluster({"a": 2, "b": 2}, shared=True))
     assert load(shared, one, other) == pytest.approx(1 / (1.5 * GB))
@@ -57,7 +57,7 @@ def test_what_crosses_between_stages_goes_by_the_busiest_node():
 
 
 def test_a_class_has_a_version_when_its_last_node_has_it():
-    fabric = fabric_of(cluster({"a": 1, "b": 2}), {frozenset(("b-0", "b-1")): 0.5 * GB})
+    fabric = fabric_of(dataclasses.replace(cluster({"a": 1, "b": 2}), measured={frozenset(("b-0", "b-1")): 0.5 * GB}))
     found = lags_s(fabric, {"b-0": ("a-0",), "b-1": ("b-0",)}, 3 * GB)
     assert found == {"b": pytest.approx(6, rel=0.01)}
 

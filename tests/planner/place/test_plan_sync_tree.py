@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -140,7 +141,7 @@ def test_measured_nodes_get_nearly_the_best_tree_there_is(seed):
     inventory = cluster({"a": 2, "b": 3})
     names = list(fabric_of(inventory).nodes)
     measured = {frozenset(pair): draw.uniform(0.5, 10) * GB for pair in itertools.combinations(names, 2)}
-    fabric = fabric_of(inventory, measured)
+    fabric = fabric_of(replace(inventory, measured=measured))
     receivers = receivers_of(fabric, "a-0")
     tree = sync_tree(fabric, "a-0", receivers, 3 * GB)
     assert spans(tree, receivers)

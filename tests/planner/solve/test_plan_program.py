@@ -113,8 +113,3 @@ def test_among_chosen_columns_a_plan_uses_no_other():
             assert [i for i, count in enumerate(found.replicas) if count] == [j]
             assert view.price(found) >= view.price(whole.counts)
     assert solve(view, 60.0, every(view), among=np.array([], dtype=int)).counts is None
-
-
-@pytest.mark.parametrize("least, price", [(0.0, 0), (3.5, 4), (4.000_000_5, 4), (4.1, 8), (39.999_999, 40)])
-def test_whole_nodes_cost_a_multiple_of_what_divides_their_prices(least, price):
-    assert view_of(golden()).next_price(least * MICRO) == price * MICRO  # nodes at $16 and $4 an hour

@@ -42,9 +42,10 @@ def test_without_the_cap_the_golden_instance_takes_its_gangs_34_seconds():
 )
 def test_the_cheapest_golden_plans(tau_s, price, gang, num_replicas, mean_age):
     plan = cheapest(golden(), 120_000 / tau_s)
-    assert plan.price_per_h == plan.price_lo_per_h == price
+    assert plan.price_per_h == price
+    assert price * MICRO * (1 - 1e-3) <= plan.certificate.price_cap + 1 <= price * MICRO
     assert (plan.solution.gang, plan.solution.replicas) == (gang, {"on B": num_replicas})
-    assert plan.mean_age == mean_age
+    assert plan.in_flight == mean_age * golden().demand.trajectories
 
 
 def test_the_golden_frontier_falls_from_the_fastest_to_the_cheapest():
@@ -196,12 +197,6 @@ def test_a_class_split_in_two_gives_the_same_answer():
     assert plan.solution.tau_s == 39.5
     assert plan.price_per_h == 40
     assert check(split, plan.solution, plan.certificate) == []
-
-
-def test_spare_replicas_may_be_lost():
-    plan = fastest(replace(golden(bound=20), spare_replicas=2), gap=EXACT)
-    assert sum(plan.solution.replicas.values()) == 12  # 10 must do: 30 s and 2 s blocked, so the gang's 34 s are enough
-    assert plan.solution.tau_s == 34.0
 
 
 def test_a_solver_out_of_time_leaves_a_wider_bracket_and_never_infeasible():

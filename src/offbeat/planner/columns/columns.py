@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from offbeat.planner.columns.gangs import Known, gangs
 from offbeat.planner.columns.replicas import home_columns, rollout_columns
@@ -21,14 +22,12 @@ def problem_of(
     inventory: Inventory,
     workload: Workload,
     constants: Constants | None = None,
-    spare_replicas: int = 0,
     known: Known | None = None,
 ) -> PlanningProblem:
     """Offers, columns and demand. A model that fits nowhere raises a `UserError` with the memory it would need.
 
-    `known` caches gangs between calls with the same workload and constants. If links between nodes were measured,
-    columns assume the best of them, so a bound proven for the columns holds for every choice of nodes.
-    """
+    `known` caches gangs between calls with the same workload and constants. Columns assume the best measured links, so
+    a bound proven for them holds for every choice of nodes."""
     constants = constants or Constants()
     inventory = at_best(inventory)
     offers = {
@@ -40,21 +39,19 @@ def problem_of(
     columns = rollout_columns(inventory, workload, constants, roots)
     if workload.may_share:
         columns += home_columns(inventory, workload, constants, training)
-    receivers = sorted({column.offer for column in columns})
-    lags_s = {name: sync_lag_s(inventory, workload, roots, name) for name in receivers}
-    over_s = {name: lag_over_s(inventory, workload, lags_s[name], name) for name in receivers}
-    rollout = tuple(
-        replace(column, lag_s=lags_s[column.offer], lag_over_s=over_s[column.offer] if workload.bound else {})
-        for column in columns
-    )
+    lags: dict[str, dict[str, Any]] = {}
+    for name in sorted({column.offer for column in columns}):
+        num_nodes = inventory.classes[name].num_nodes
+        lag_s = {root: relay_s(workload, inventory, root, name, num_nodes) for root in roots}
+        over_s = lag_over_s(inventory, workload, lag_s, name) if workload.bound else {}
+        lags[name] = {"lag_s": lag_s, "lag_over_s": over_s}
     reward = workload.reward
     return PlanningProblem(
         offers=offers,
-        rollout=rollout,
+        rollout=tuple(replace(column, **lags[column.offer]) for column in columns),
         gangs=training,
         demand=demand_of(workload),
         fixed_price_per_h=reward.num_slots * reward.price_per_slot_h if reward else 0.0,
-        spare_replicas=spare_replicas,
     )
 
 
@@ -72,16 +69,10 @@ def demand_of(workload: Workload) -> Demand:
     )
 
 
-def sync_lag_s(inventory: Inventory, workload: Workload, roots: Sequence[str], name: str) -> dict[str, float]:
-    """Time until the last node of the class `name` has a version, by root."""
-    num_nodes = inventory.classes[name].num_nodes
-    return {root: relay_s(workload, inventory, root, name, num_nodes) for root in roots}
-
-
 def lag_over_s(
     inventory: Inventory, workload: Workload, direct_s: Mapping[str, float], name: str
 ) -> dict[str, dict[str, float]]:
-    """The same by root and relaying class, if that is shorter than the direct way."""
+    """Lags to the class `name` by root and relaying class, if shorter than the direct ones `direct_s`."""
     num_nodes = inventory.classes[name].num_nodes
     found: dict[str, dict[str, float]] = {}
     for root, seconds in direct_s.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 
 from offbeat.errors import UserError
 from offbeat.planner.columns.replicas import tensor_parallels
@@ -63,11 +63,9 @@ def node_grid(largest: int, growth: float = NODES_GROWTH) -> list[int]:
 
 
 def kept_by_class(workload: Workload, splits: Mapping[str, tuple[int, float]], dp: int, zero: int) -> dict[str, float]:
-    """Kept bytes by class; `splits` has each class's tensor parallelism and its number of stages (all layers over its
-    own). Empty if cards are never shared."""
-    if not workload.may_share:
-        return {}
-    return {name: kept_bytes(workload, tp, pp, dp, zero) for name, (tp, pp) in splits.items()}
+    """Kept bytes by class, for its tensor parallelism and all layers over its own; empty if cards are never shared."""
+    shared = splits.items() if workload.may_share else ()
+    return {name: kept_bytes(workload, tp, pp, dp, zero) for name, (tp, pp) in shared}
 
 
 def fabric_of(machines: MachineClass, inventory: Inventory) -> GangFabric:
@@ -113,8 +111,6 @@ def cheapest(ways: Sequence[tuple[int, bool]]) -> tuple[int, bool]:
     return min(ways, key=lambda way: (way[0] == 3, way[1]))
 
 
-# Gangs of two classes in one zone: one pipeline stage of each, or replicas of both.
-
 MIXED_GROWTH = 2.0
 
 
@@ -153,11 +149,10 @@ def mixed(
         return
     first, second = (part_of(machines, inventory, workload, constants) for machines in (one, other))
     link = inventory.link(one.name, other.name)
-    for nodes_one in node_grid(one.num_nodes, MIXED_GROWTH):
-        for nodes_other in node_grid(other.num_nodes, MIXED_GROWTH):
-            parts = ((first, nodes_one), (second, nodes_other))
-            yield from pipelined(parts, link, workload)
-            yield from replicated(parts, link, workload)
+    for nodes in product(node_grid(one.num_nodes, MIXED_GROWTH), node_grid(other.num_nodes, MIXED_GROWTH)):
+        parts = ((first, nodes[0]), (second, nodes[1]))
+        yield from pipelined(parts, link, workload)
+        yield from replicated(parts, link, workload)
 
 
 def pipelined(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
@@ -183,14 +178,11 @@ def pipelined(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
             part_s += tp_s(workload, part.figures, part.fabric, degree, 1, dp) * share
             stage_s.append(part_s + dp_s(workload, part.figures, part.fabric, degree, 1 / share, dp, zero))
         crossing_s = boundary_s(workload, link.bytes_per_s, 1 if link.is_shared else min(nodes_one, nodes_other))
-        splits = {
-            one.machines.name: (tp, num_layers / layers[0]),
-            other.machines.name: (tp_other, num_layers / layers[1]),
-        }
-        yield _mixed_gang(
-            parts, "pp", max(*stage_s, crossing_s), workload, tp=tp, pp=2, dp=dp, layers=layers, zero=zero,
-            kept_bytes=kept_by_class(workload, splits, dp, zero),
-        )  # fmt: skip
+        names = one.machines.name, other.machines.name
+        splits = {names[0]: (tp, num_layers / layers[0]), names[1]: (tp_other, num_layers / layers[1])}
+        shape = {"tp": tp, "pp": 2, "dp": dp, "layers": layers, "zero": zero}
+        kept = kept_by_class(workload, splits, dp, zero)
+        yield _mixed_gang(parts, "pp", max(*stage_s, crossing_s), workload, **shape, kept_bytes=kept)
 
 
 def replicated(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
@@ -216,10 +208,8 @@ def replicated(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
         step_s += max(tp_s(workload, part.figures, slowest, tp, 1, dp) for part, _ in parts)
         step_s += max(dp_s(workload, part.figures, slowest, tp, 1, dp, zero) for part, _ in parts)
         kept = kept_by_class(workload, {part.machines.name: (tp, 1.0) for part, _ in parts}, dp, zero)
-        yield _mixed_gang(
-            parts, "dp", step_s, workload, tp=tp, dp=dp, layers=(num_layers,), zero=zero, batch_shares=shares,
-            kept_bytes=kept,
-        )  # fmt: skip
+        shape = {"tp": tp, "dp": dp, "layers": (num_layers,), "zero": zero, "batch_shares": shares}
+        yield _mixed_gang(parts, "dp", step_s, workload, **shape, kept_bytes=kept)
 
 
 def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **shape: object) -> Gang:
@@ -253,17 +243,16 @@ Known = dict[tuple[object, ...], list[Gang]]
 def gangs(
     inventory: Inventory, workload: Workload, constants: Constants, known: Known | None = None
 ) -> tuple[Gang, ...]:
-    """Gangs of one class and of two, pruned to the fastest for their nodes.
-
-    `known` caches earlier results, so that an inventory with one changed class costs little.
-    """
+    """Gangs of one class and of two, pruned to the fastest for their nodes; `known` caches earlier results."""
     known = {} if known is None else known
     classes = [machines for machines in inventory.classes.values() if machines.num_nodes > 0]
     alone: dict[str, list[Gang]] = {}
     for machines in classes:
         key = _key(inventory, machines)
         if key not in known:
-            known[key] = fastest_first_front(_alone(machines, inventory, workload, constants))
+            given = inventory, workload, constants
+            sizes = node_grid(machines.num_nodes)
+            known[key] = fastest_first_front(gang for size in sizes for gang in _alone_on(machines, size, *given))
         alone[machines.name] = known[key]
     found = [gang for front in alone.values() for gang in front]
     for one, other in combinations(classes, 2):
@@ -300,12 +289,6 @@ def over_links(gang: Gang, inventory: Inventory, workload: Workload, constants: 
     return replace(gang, step_s=min(each.step_s for each in ways))
 
 
-def _alone(machines: MachineClass, inventory: Inventory, workload: Workload, constants: Constants) -> Iterator[Gang]:
-    """Gangs of one class, of every size on the grid."""
-    for num_nodes in node_grid(machines.num_nodes):
-        yield from _alone_on(machines, num_nodes, inventory, workload, constants)
-
-
 def _alone_on(
     machines: MachineClass, num_nodes: int, inventory: Inventory, workload: Workload, constants: Constants
 ) -> Iterator[Gang]:
@@ -313,6 +296,7 @@ def _alone_on(
     figures, card = constants.of(machines.accelerator.name), machines.accelerator
     fabric = fabric_of(machines, inventory)
     num_cards = num_nodes * machines.per_node
+    root, after_s = machines.name, publish_s(workload, machines)
     for tp in tensor_parallels(workload, machines):
         for pp in PIPELINES:
             dp, rest = divmod(num_cards, tp * pp)
@@ -325,19 +309,9 @@ def _alone_on(
                 step_s = compute_s(workload, flops, recompute=recompute) * bubble(workload, pp, dp) * pp / fullest
                 step_s += tp_s(workload, figures, fabric, tp, fullest, dp)
                 step_s += dp_s(workload, figures, fabric, tp, fullest, dp, zero)
-                yield Gang(
-                    name=f"{machines.name} x{num_nodes} tp{tp} pp{pp} dp{dp}",
-                    nodes={machines.name: num_nodes},
-                    root=machines.name,
-                    step_s=step_s,
-                    publish_s=publish_s(workload, machines),
-                    tp=tp,
-                    pp=pp,
-                    dp=dp,
-                    layers=layers,
-                    zero=zero,
-                    kept_bytes=kept_by_class(workload, {machines.name: (tp, fullest)}, dp, zero),
-                )
+                name, nodes = f"{root} x{num_nodes} tp{tp} pp{pp} dp{dp}", {root: num_nodes}
+                kept = kept_by_class(workload, {root: (tp, fullest)}, dp, zero)
+                yield Gang(name, nodes, root, step_s, after_s, tp, pp, dp, layers, zero=zero, kept_bytes=kept)
 
 
 def _too_large(classes: Sequence[MachineClass], workload: Workload, constants: Constants) -> str:
@@ -353,7 +327,5 @@ def _too_large(classes: Sequence[MachineClass], workload: Workload, constants: C
     if not needs:
         return "the cluster has no nodes: give a class num_nodes of 1 or more"
     least = min(needs, key=lambda name: needs[name])
-    return (
-        f"model {workload.model.name}: no gang has memory enough to train it; "
-        f"{needs[least] / 1e9:.1f} GB per accelerator would do on class {least}, or more nodes"
-    )
+    remedy = f"{needs[least] / 1e9:.1f} GB per accelerator would do on class {least}, or more nodes"
+    return f"model {workload.model.name}: no gang has memory enough to train it; {remedy}"

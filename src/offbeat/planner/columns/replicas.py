@@ -1,12 +1,12 @@
 """Rollout replica shapes that fit: per class, by tensor parallelism and answers in flight.
 
-Guarantees: every column fits its memory; its tp divides the heads and the cards of a node; none is dominated, that is,
-no other column on the same cards generates as much with no more in flight, no later tokens and no more blocking.
+Every column fits its memory; its tp divides the heads and the cards of a node; no other column on the same cards
+generates as much with no more in flight, no later tokens and no more blocking.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from offbeat.errors import UserError
@@ -44,10 +44,8 @@ def rollout_columns(
 def home_columns(
     inventory: Inventory, workload: Workload, constants: Constants, training: Sequence[Gang]
 ) -> tuple[RolloutColumn, ...]:
-    """Columns on the gang's own nodes, by turns with training, that fit beside the state of some gang.
-
-    While a card trains the engine holds nothing on it, so its weights are loaded again; the gang's state stays.
-    """
+    """Columns on the gang's own nodes, by turns with training, that fit beside the state of some gang. While a card
+    trains the engine holds nothing on it, so its weights are loaded again; the gang's state stays."""
     roots = sorted({gang.root for gang in training})
     found = []
     for name, machines in inventory.classes.items():
@@ -74,15 +72,12 @@ def class_columns(
     growth: float = ROWS_GROWTH,
 ) -> list[RolloutColumn]:
     """Every shape on one class, dominated ones too."""
-    largest = {
-        tp: min(max_rows(workload, machines.accelerator, figures, tp), in_flight_cap(workload))
-        for tp in tensor_parallels(workload, machines)
-    }
-    return [
-        rollout_column(machines, workload, figures, tp, rows, roots)
-        for tp in largest
-        for rows in row_grid(largest[tp], growth)
-    ]
+    found = []
+    for tp in tensor_parallels(workload, machines):
+        largest = min(max_rows(workload, machines.accelerator, figures, tp), in_flight_cap(workload))
+        rows = row_grid(largest, growth)
+        found += [rollout_column(machines, workload, figures, tp, num_rows, roots) for num_rows in rows]
+    return found
 
 
 def tensor_parallels(workload: Workload, machines: MachineClass) -> list[int]:
@@ -159,13 +154,10 @@ def _beats(one: RolloutColumn, other: RolloutColumn) -> bool:
 
 
 def _too_large(inventory: Inventory, workload: Workload, constants: Constants) -> str:
-    needs: Mapping[str, float] = {
-        machines.name: min(
-            rollout_bytes(workload, constants.of(machines.accelerator.name), tp)
-            for tp in tensor_parallels(workload, machines)
-        )
-        for machines in inventory.classes.values()
-    }
+    needs = {}
+    for name, machines in inventory.classes.items():
+        figures, degrees = constants.of(machines.accelerator.name), tensor_parallels(workload, machines)
+        needs[name] = min(rollout_bytes(workload, figures, tp) for tp in degrees)
     least = min(needs, key=lambda name: needs[name])
     return (
         f"model {workload.model.name}: no class has memory enough to generate with it; "

@@ -1,8 +1,9 @@
 """Fits the constants of the cost model to measurements, with the error on held-out ones.
 
-Constants are the non-negative least squares solution of relative errors. The held-out error leaves out whole batch
-sizes and contexts (decode), lengths (prefill), sizes (link), or the largest gang (train; for gangs of one size, the
-most tokens), never single points, whose neighbours would predict them. Measurements are read from JSON lines.
+Constants are the non-negative least squares solution of relative errors. Held out are whole batch sizes and contexts
+(decode), lengths (prefill), sizes (link), or the largest gang (train; for gangs of one size, the most tokens), never
+single points, whose neighbours would predict them. A file of measurements has one JSON object a line: `kind` and the
+fields of `Measurement`, or, with kind `machine`, of `MeasuredMachine`; accelerators of the catalogue need no such line.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +24,16 @@ from offbeat.planner.cost.constants import Constants, Efficiencies, FigureSource
 from offbeat.planner.cost.rollout_time import prefill_flop
 from offbeat.planner.cost.sizes import touched_parameters
 from offbeat.planner.inputs import hardware
-from offbeat.planner.inputs.hardware import Accelerator
+from offbeat.planner.inputs.hardware import GIGA, TERA, Accelerator
 from offbeat.planner.inputs.model_shapes import active_matmul_parameters, kv_bytes_per_token
 from offbeat.planner.inputs.workload import ModelShape
 from offbeat.spelling import suggest
-
-# A file of measurements: one JSON object a line, with `kind` and the fields of `Measurement`; or, with kind `machine`,
-# of `MeasuredMachine`. Accelerators of the catalogue need no machine line.
 
 TIMED = ("decode", "prefill", "train", "link")
 MACHINE = "machine"
 EMBEDDED = "embedded"
 """The engine that `offbeat calibrate --measure` steps."""
 TEXTS = ("kind", "accelerator", "engine", "model", "date")
-TERA, GIGA = 1e12, 1e9
 MOST = 1e30
 """Upper limit of every number, to exclude infinity."""
 
@@ -109,9 +107,8 @@ class Measured:
 def write(path: Path, machine: MeasuredMachine, measurements: Sequence[Measurement]) -> None:
     """Writes a file for `read`, without default values."""
     lines = [{"kind": MACHINE, **asdict(machine)}]
-    lines += [
-        {name: value for name, value in asdict(one).items() if value != DEFAULTS.get(name)} for one in measurements
-    ]
+    for one in measurements:
+        lines.append({name: value for name, value in asdict(one).items() if value != DEFAULTS.get(name)})
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
@@ -150,12 +147,10 @@ def _checked(where: str, line: str) -> dict[str, Any]:
         raise UserError(f"{where}: kind is missing")
     if values["kind"] not in (*TIMED, MACHINE):
         raise UserError(f"{where}: kind = {values['kind']!r}; {suggest(str(values['kind']), (*TIMED, MACHINE))}")
-    record, positive = (
-        (MeasuredMachine, ("tflops", "memory_gb", "bandwidth_tb_s"))
-        if values["kind"] == MACHINE
-        else (Measurement, ("seconds",))
-    )
-    names = ["kind", *(one.name for one in fields(record) if one.name != "kind")]
+    is_machine = values["kind"] == MACHINE
+    positive = ("tflops", "memory_gb", "bandwidth_tb_s") if is_machine else ("seconds",)
+    known = fields(MeasuredMachine if is_machine else Measurement)
+    names = ["kind", *(one.name for one in known if one.name != "kind")]
     for name in values:
         if name not in names:
             raise UserError(f"{where}: unknown field {name!r}; {suggest(name, names)}")
@@ -183,8 +178,7 @@ def _check(where: str, name: str, value: Any, is_positive: bool) -> None:
 RIDGES = np.geomspace(0.25, 4.0, 33)
 """Ratios e_F / e_W that are tried: where matmuls turn from reading weights to computing."""
 DECODE_FLOOR = (0.0, 1.0, 0.0)
-"""Weights are not read faster than at the peak. Below the ridge reading them and the overhead are both constant, and
-noise alone would decide between the two."""
+"""Weights are not read faster than at the peak: below the ridge, noise alone would tell reading from overhead."""
 MIN_KV_SHARE, MAX_KV_SHARE = 0.5, 2.0
 """A KV read share outside of this means preempted answers or a wrong shape, not a slow card. The embedded engine,
 stepped by hand, preempts nothing, so it has no lower limit."""
@@ -290,20 +284,18 @@ def _fit_prefill(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
 
     folds = _folds(rows, "tokens", card)
     _, slope = _solve(rows, terms).weights
-    return {"prefill_share": _below_peak(_share(slope, "prefill_share", card), "prefill", card)}, _held_out(
-        folds, terms
-    )
+    share = _below_peak(_share(slope, "prefill_share", card), "prefill", card)
+    return {"prefill_share": share}, _held_out(folds, terms)
 
 
 def _fit_train(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     def terms(rows: Rows, _: float) -> np.ndarray:
         attention = 2 * model.num_layers * model.num_heads * model.head_dim
-        flop = [
-            (3 + one.num_forwards)
-            * (2 * active_matmul_parameters(model) * one.tokens + attention * one.sum_square_tokens)
-            for one in rows
-        ]
-        return np.array([[one / (row.num_accelerators * card.flops)] for one, row in zip(flop, rows, strict=True)])
+        table = []
+        for one in rows:
+            flop = 2 * active_matmul_parameters(model) * one.tokens + attention * one.sum_square_tokens
+            table.append([(3 + one.num_forwards) * flop / (one.num_accelerators * card.flops)])
+        return np.array(table)
 
     def size(one: Measurement) -> float:
         return one.tokens if is_one_gang else one.num_accelerators
@@ -312,15 +304,12 @@ def _fit_train(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     largest = max(map(size, rows))
     smaller = [one for one in rows if size(one) < largest]
     if not smaller:
-        raise UserError(
-            f"train on {card.name}: one gang and one number of tokens, {largest:g}: at least two are wanted of either, "
-            "so that one can be held out"
-        )
+        why = "at least two are wanted of either, so that one can be held out"
+        raise UserError(f"train on {card.name}: one gang and one number of tokens, {largest:g}: {why}")
     folds = [(smaller, [one for one in rows if size(one) == largest])]
     (slope,) = _solve(rows, terms).weights
-    return {"training_share": _below_peak(_share(slope, "training_share", card), "train", card)}, _held_out(
-        folds, terms
-    )
+    share = _below_peak(_share(slope, "training_share", card), "train", card)
+    return {"training_share": share}, _held_out(folds, terms)
 
 
 def _fit_link(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
@@ -336,12 +325,8 @@ def _fit_link(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     return {"link_share": share, "allreduce_latency_s": float(latency_s)}, _held_out(folds, terms)
 
 
-KINDS: dict[str, Callable[[Rows, ModelShape, Accelerator], Fitted]] = {
-    "decode": _fit_decode,
-    "prefill": _fit_prefill,
-    "train": _fit_train,
-    "link": _fit_link,
-}
+KINDS: dict[str, Callable[[Rows, ModelShape, Accelerator], Fitted]]
+KINDS = {"decode": _fit_decode, "prefill": _fit_prefill, "train": _fit_train, "link": _fit_link}
 
 
 def _solve(rows: Rows, terms: Terms, ridges: Iterable[float] = (1.0,), floor: Sequence[float] = ()) -> FittedConstants:
@@ -360,14 +345,10 @@ def _folds(rows: Rows, name: str, card: Accelerator) -> list[tuple[Rows, Rows]]:
     """Kept and held-out measurements, for every value of a field."""
     values = sorted({getattr(one, name) for one in rows})
     if len(values) < 3:
-        raise UserError(
-            f"{rows[0].kind} on {card.name}: {len(values)} different {name} measured: at least 3 are wanted, "
-            "so that one can be held out"
-        )
-    return [
-        ([one for one in rows if getattr(one, name) != value], [one for one in rows if getattr(one, name) == value])
-        for value in values
-    ]
+        why = f"{len(values)} different {name} measured: at least 3 are wanted, so that one can be held out"
+        raise UserError(f"{rows[0].kind} on {card.name}: {why}")
+    at = attrgetter(name)
+    return [([one for one in rows if at(one) != value], [one for one in rows if at(one) == value]) for value in values]
 
 
 def _held_out(

@@ -95,11 +95,8 @@ class Constants:
         """Replaces constants of one accelerator."""
         known = {**self.of_accelerator.get(accelerator, {}), **figures}
         new = {f"{accelerator}.{name}": str(source) for name in figures}
-        return replace(
-            self,
-            of_accelerator={**self.of_accelerator, accelerator: known},
-            sources={**self.sources, **new},
-        )
+        of_accelerator = {**self.of_accelerator, accelerator: known}
+        return replace(self, of_accelerator=of_accelerator, sources={**self.sources, **new})
 
 
 def save(constants: Constants, path: Path) -> None:
@@ -119,18 +116,15 @@ def load(path: Path) -> Constants:
         text = path.read_text()
         document = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
-        raise UserError(
-            f"{path}: {error.strerror}; name a file of constants, such as one that calibration wrote"
-        ) from None
+        remedy = "name a file of constants, such as one that calibration wrote"
+        raise UserError(f"{path}: {error.strerror}; {remedy}") from None
     except ValueError as error:
         raise UserError(f"{path}: not valid {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}") from None
     if not isinstance(document, dict):
         raise UserError(f"{path}: a table with common, of_accelerator, sources or errors is wanted")
     common = _figures(path, "common", document.get("common", {}))
-    known = {
-        name: _figures(path, f"of_accelerator.{name}", table)
-        for name, table in document.get("of_accelerator", {}).items()
-    }
+    tables = document.get("of_accelerator", {})
+    known = {name: _figures(path, f"of_accelerator.{name}", table) for name, table in tables.items()}
     sources = dict.fromkeys(common, str(FigureSource.CATALOGUE)) | document.get("sources", {})
     errors = {name: HeldOut(**error) for name, error in document.get("errors", {}).items()}
     return Constants(replace(Efficiencies(), **common), known, sources, errors)
@@ -144,9 +138,8 @@ def _figures(path: Path, where: str, table: Any) -> dict[str, float]:
             raise UserError(f"{path}: {where}.{name}: unknown constant; {suggest(name, NAMES)}")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not _is_allowed(name, value):
-            allowed = (
-                f"a share above 0, up to {_largest(name):g}" if name.endswith("_share") else "seconds of 0 or more"
-            )
+            share = f"a share above 0, up to {_largest(name):g}"
+            allowed = share if name.endswith("_share") else "seconds of 0 or more"
             raise UserError(f"{path}: {where}.{name} = {value!r}: allowed {allowed}")
     return {name: float(value) for name, value in table.items()}
 

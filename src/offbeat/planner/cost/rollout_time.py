@@ -80,11 +80,10 @@ def refill_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: i
 
 
 def drain_s(workload: Workload, token_s: float) -> float:
-    """Generation time lost per replica while old answers end and no new one may start.
+    """Generation time lost per replica while old answers end and no new one may start: an upper estimate.
 
     The last answer has the tail length, and a slot is idle after its own; at a random moment the mean remaining length
-    of an answer equals its mean length so far. Steps with fewer rows are faster, so this is an upper estimate.
-    """
+    of an answer equals its mean length so far."""
     remaining = workload.answer.mean_square / (2 * workload.answer.mean)
     return token_s * max(0.0, workload.answer.tail - remaining)
 

@@ -1,8 +1,7 @@
 """Time from a version's publication until machines sample from it, and the part that stops generation.
 
 Offbeat relays pieces: one copy crosses the link between two classes, nodes pass pieces on, and engines generate until
-the new weights are in memory beside the old ones. `copies_s` models a rival: whole copies over the slow link, while
-generation stops.
+the new weights are in memory beside the old ones. `copies_s` models a rival.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ MIN_TWO_TREES = 3
 def relay_s(
     workload: Workload, inventory: Inventory, root: str, receiver: str, num_nodes: int, over: str | None = None
 ) -> float:
-    """Time to send a version to `num_nodes` nodes of a class in pieces: once over the link between both classes, or
-    over a node of the class `over`, then from node to node."""
+    """Time to send a version to `num_nodes` nodes of a class, directly or over a node of the class `over`."""
     if root == receiver and (num_nodes == 1 or frozenset((root,)) not in inventory.links):
         return 0.0  # a class of one node: nothing to send
     first = inventory.link(root, receiver) if over is None else _joined(inventory, root, over, receiver)
@@ -40,31 +38,21 @@ def relay_s(
 def _joined(inventory: Inventory, root: str, over: str, receiver: str) -> Link:
     """Two links in series; the node between passes each piece on once it has all of it."""
     one, other = inventory.link(root, over), inventory.link(over, receiver)
-    return Link(
-        min(one.bytes_per_s, other.bytes_per_s),
-        one.latency_s + other.latency_s + CHUNK_BYTES / max(one.bytes_per_s, other.bytes_per_s),
-    )
+    slow, fast = sorted((one.bytes_per_s, other.bytes_per_s))
+    return Link(slow, one.latency_s + other.latency_s + CHUNK_BYTES / fast)
 
 
-def one_tree_s(
-    num_bytes: float, arriving: float, within: Link, num_nodes: int, chunk_bytes: float = CHUNK_BYTES
-) -> float:
-    """Time to spread a version from the first of `num_nodes` nodes, at the best fan-out; it arrives there at the rate
-    `arriving`."""
-    width = fan_out(num_bytes, arriving, within, num_nodes, chunk_bytes)
-    return _spread_s(num_bytes, arriving, within, num_nodes, width, chunk_bytes)
+def one_tree_s(num_bytes: float, arriving: float, within: Link, num_nodes: int) -> float:
+    """Time to spread a version from the first of `num_nodes` nodes, where it arrives at a rate, at the best fan-out."""
+    return _spread_s(num_bytes, arriving, within, num_nodes, fan_out(num_bytes, arriving, within, num_nodes))
 
 
-def fan_out(num_bytes: float, arriving: float, within: Link, num_nodes: int, chunk_bytes: float = CHUNK_BYTES) -> int:
-    """Best number of nodes to which each node passes every piece on."""
-
-    def seconds(width: int) -> float:
-        return _spread_s(num_bytes, arriving, within, num_nodes, width, chunk_bytes)
-
-    return min(range(1, MAX_FAN_OUT + 1), key=lambda width: (seconds(width), width))
+def fan_out(num_bytes: float, arriving: float, within: Link, num_nodes: int) -> int:
+    """Best number of nodes to which each node passes every piece on; of several the lowest."""
+    return min(range(1, MAX_FAN_OUT + 1), key=lambda width: _spread_s(num_bytes, arriving, within, num_nodes, width))
 
 
-def _spread_s(num_bytes: float, arriving: float, within: Link, num_nodes: int, width: int, chunk_bytes: float) -> float:
+def _spread_s(num_bytes: float, arriving: float, within: Link, num_nodes: int, width: int) -> float:
     """A wider tree is shallower, and slower once a node's port is full."""
     depth, covered, layer = 0, 1, 1
     while covered < num_nodes:
@@ -72,19 +60,17 @@ def _spread_s(num_bytes: float, arriving: float, within: Link, num_nodes: int, w
         covered += layer
         depth += 1
     each = within.bytes_per_s / min(width, num_nodes - 1)
-    return num_bytes / min(arriving, each) + depth * (chunk_bytes / each + within.latency_s)
+    return num_bytes / min(arriving, each) + depth * (CHUNK_BYTES / each + within.latency_s)
 
 
-def two_trees_s(
-    num_bytes: float, arriving: float, within: Link, num_nodes: int, chunk_bytes: float = CHUNK_BYTES
-) -> float:
+def two_trees_s(num_bytes: float, arriving: float, within: Link, num_nodes: int) -> float:
     """The same along two binary trees that carry half of the pieces each. An inner node of one is a leaf of the other,
     so every port carries the version once, however many nodes there are."""
     if num_nodes < MIN_TWO_TREES:
         return math.inf
     each = within.bytes_per_s / 2
     depth = 1 + int(math.log2(num_nodes - 1))
-    return num_bytes / min(arriving, within.bytes_per_s) + depth * (chunk_bytes / each + within.latency_s)
+    return num_bytes / min(arriving, within.bytes_per_s) + depth * (CHUNK_BYTES / each + within.latency_s)
 
 
 def copies_s(workload: Workload, inventory: Inventory, root: str, receiver: str, num_copies: float) -> float:
@@ -93,12 +79,9 @@ def copies_s(workload: Workload, inventory: Inventory, root: str, receiver: str,
 
 
 def swap_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, spare_bytes: float) -> float:
-    """Time that a relayed update stops a replica: a switch if a second set of weights fits, else a load from host
-    memory, each card its part."""
+    """Time that a relayed update stops a replica: a switch if a second set of weights fits, else a load by the host."""
     incoming_bytes = trained_parameters(workload) * workload.model.bytes_per_weight / tp
-    if incoming_bytes <= spare_bytes:
-        return figures.swap_s
-    return figures.swap_s + incoming_bytes / card.host_bytes_per_s
+    return figures.swap_s + (0.0 if incoming_bytes <= spare_bytes else incoming_bytes / card.host_bytes_per_s)
 
 
 def wake_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int) -> float:

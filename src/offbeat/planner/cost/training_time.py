@@ -28,11 +28,6 @@ class GangFabric:
     per_node: int
 
 
-def num_extra_forwards(workload: Workload) -> int:
-    """Passes over the batch besides the trained one: proximal log-probs, and those of the reference."""
-    return int(workload.recomputes_logprobs) + int(workload.has_reference)
-
-
 def step_flop(workload: Workload, *, recompute: bool) -> float:
     """FLOP of one step of the whole gang. A backward pass counts as two forwards, or one under LoRA, which needs no
     gradients of frozen weights; a critic adds a pass for its values and its own training."""
@@ -41,7 +36,8 @@ def step_flop(workload: Workload, *, recompute: bool) -> float:
     attention_flop = 2 * model.num_layers * model.num_heads * model.head_dim * sum_square_tokens(workload)
     trained = 1 + int(recompute)
     backward = 1 if workload.lora_rank else 2
-    passes = num_extra_forwards(workload) + (trained + 1 if workload.has_critic else 0) + trained
+    passes = workload.recomputes_logprobs + workload.has_reference + trained
+    passes += trained + 1 if workload.has_critic else 0
     backwards = 2 if workload.has_critic else 1
     return token_flop * (passes + backwards * backward) + attention_flop * (passes + backwards * 2)
 
@@ -72,10 +68,8 @@ def tp_s(workload: Workload, figures: Efficiencies, fabric: GangFabric, tp: int,
 
 
 def allreduce_s(num_bytes: float, figures: Efficiencies, fabric: GangFabric, tp: int, dp: int) -> float:
-    """All-reduce of each card's part over `dp` replicas: first inside nodes, then between them.
-
-    Replicas fill nodes first; what crosses is shared by the cards of a node, which all send at once.
-    """
+    """All-reduce of each card's part over `dp` replicas: first inside nodes, which replicas fill, then between them,
+    where all cards of a node send at once."""
     inside = max(1, min(dp, fabric.per_node // tp))
     between = math.ceil(dp / inside)  # a node that holds one replica more than none sends all its gradients too
     inside_s = 2 * (inside - 1) / inside * num_bytes / fabric.card_bytes_per_s
@@ -88,13 +82,10 @@ def dp_s(
     workload: Workload, figures: Efficiencies, fabric: GangFabric, tp: int, pp: float, dp: int, zero: int
 ) -> float:
     """Gradients once an update. An all-reduce is a scatter and a gather, so ZeRO-1 and 2 send what replicas without
-    it send; ZeRO-3 scatters the gradients and gathers the weights for the forward and the backward of a microbatch.
-    """
+    it send; ZeRO-3 scatters the gradients and gathers the weights for the forward and the backward of a microbatch."""
     if dp == 1:
         return 0.0
-    gradients = trained_parameters(workload) * GRADIENT_BYTES / (tp * pp)
-    if workload.has_critic:
-        gradients *= 2
+    gradients = trained_parameters(workload) * GRADIENT_BYTES / (tp * pp) * (2 if workload.has_critic else 1)
     sent_bytes = gradients
     if zero == 3:
         weights = num_parameters(workload.model) * workload.model.bytes_per_weight / (tp * pp)

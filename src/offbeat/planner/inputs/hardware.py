@@ -107,14 +107,12 @@ def at_best(inventory: Inventory) -> Inventory:
     return dataclasses.replace(inventory, links=links)
 
 
-# The catalogue. A price there is a range over clouds; a record has its geometric mean.
-
 TERA, GIGA = 1e12, 1e9
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An accelerator and the range of its price in $/h; None if no price is public."""
+    """An accelerator of the catalogue, and the range of its price in $/h over clouds; None if no price is public."""
 
     accelerator: Accelerator
     price_range: tuple[float, float] | None = None

@@ -22,13 +22,12 @@ from offbeat.config.load import load_as
 from offbeat.config.schema import Section
 from offbeat.errors import UserError
 from offbeat.planner.inputs import hardware
-from offbeat.planner.inputs.hardware import Accelerator, Inventory, Link, MachineClass
+from offbeat.planner.inputs.hardware import GIGA, TERA, Accelerator, Inventory, Link, MachineClass
 from offbeat.spelling import suggest
 
 # [links]: GB/s, one way, per node. Between zones all nodes of two classes share one link; elsewhere each node has its
 # own, unless a pair says `shared = true`.
 
-GIGA = 1e9
 LATENCY_MS = 0.05
 LEAST_GB_S = 1e-4
 """A lower rate must be in another unit."""
@@ -106,15 +105,13 @@ def _pairs(links: Links, classes: Mapping[str, MachineClass], origin: ValueOrigi
     said: set[Pair] = set()
     for index, table in enumerate(links.pair):
         place: Path = ("links", "pair", index, "between")
+        what = f"{origin.before(place)}links.pair.{index}.between = {show(table.between)}"
         for name in table.between:
             if name not in classes and name not in zones:
                 known = [*classes, *(zone for zone in zones if zone not in classes)]
-                what = f"links.pair.{index}.between = {show(table.between)}"
-                raise UserError(f"{origin.before(place)}{what}: no class or zone {name!r}; {suggest(name, known)}")
+                raise UserError(f"{what}: no class or zone {name!r}; {suggest(name, known)}")
         if frozenset(table.between) in said:
-            raise UserError(
-                f"{origin.before(place)}links.pair.{index}.between = {show(table.between)}: was said before"
-            )
+            raise UserError(f"{what}: was said before")
         said.add(frozenset(table.between))
         rank = sum(name in classes for name in table.between)
         link = Link(table.gb_s * GIGA, table.latency_ms / 1e3, table.shared)
@@ -131,9 +128,8 @@ def _measured(
 ) -> dict[Pair, float]:
     """GB/s by pair, from the matrix; the slower direction counts."""
     if links.matrix is not None and links.matrix_file is not None:
-        raise UserError(
-            f"{origin.before(('links', 'matrix_file'))}links.matrix_file: [links.matrix] is there too; keep one"
-        )
+        where = origin.before(("links", "matrix_file"))
+        raise UserError(f"{where}links.matrix_file: [links.matrix] is there too; keep one")
     if links.matrix is not None:
         where, rows = f"{origin.before(('links', 'matrix'))}[links.matrix]", links.matrix
     elif links.matrix_file is not None:
@@ -204,7 +200,6 @@ def _check(key: Pair, link: Link, classes: Mapping[str, MachineClass], kind: str
         raise UserError(f"{say}: {most}; is it in Gbit/s? then write {gb_s / 8:g}")
 
 
-TERA, GIGA = 1e12, 1e9
 FIGURES: dict[str, tuple[str, float]] = {
     "tflops": ("flops", TERA),
     "memory_gb": ("memory_bytes", GIGA),
@@ -301,19 +296,17 @@ def _price(name: str, table: ClassTable, card: Accelerator, origin: ValueOrigin,
     place: Path = ("classes", name, "price")
     if table.price is not None:
         if table.price > MOST_PER_ACCELERATOR_H:
-            what = f"classes.{name}.price = {show(table.price)}"
-            remedy = f"of one accelerator, not of a node; {table.per_node} at that price a node would be"
-            each = f"{table.price / table.per_node:.4g}"
-            raise UserError(f"{origin.before(place)}{what}: is the $/h {remedy} {each}")
+            what = f"classes.{name}.price = {show(table.price)}: is the $/h of one accelerator, not of a node"
+            each = f"{table.per_node} at that price a node would be {table.price / table.per_node:.4g}"
+            raise UserError(f"{origin.before(place)}{what}; {each}")
         return table.price
     if table.owned:
         assumptions.append(f"{name}: owned, so it costs nothing; classes.{name}.price would say otherwise")
         return 0.0
     if card.price_per_h is None:
         known = f"the catalogue knows none for {card.name}" if table.accelerator else "it is no accelerator we know"
-        raise UserError(
-            f"{origin.before(place)}classes.{name}.price: is missing, and {known}; give $/h, or owned = true"
-        )
+        what = f"{origin.before(place)}classes.{name}.price: is missing"
+        raise UserError(f"{what}, and {known}; give $/h, or owned = true")
     low, high = hardware.entry(card.name).price_range or (card.price_per_h, card.price_per_h)
     span = f", the middle of {low:g} to {high:g}" if low < high else ""
     assumptions.append(f"{name}: ${card.price_per_h:g}/h per accelerator from the catalogue{span}")
@@ -327,6 +320,5 @@ def check_range(place: Path, value: float | None, sane: tuple[float, float, str,
         return
     key = ".".join(str(name) for name in place)
     likely = below if value < low else above
-    raise UserError(
-        f"{origin.before(place)}{key} = {show(value)}: allowed {low:g} to {high:g}; is it in {likely}, perhaps?"
-    )
+    allowed = f"allowed {low:g} to {high:g}; is it in {likely}, perhaps?"
+    raise UserError(f"{origin.before(place)}{key} = {show(value)}: {allowed}")

@@ -31,8 +31,7 @@ def num_parameters(shape: ModelShape) -> int:
 
 def body_parameters(shape: ModelShape) -> int:
     """Matmul parameters of all layers: attention, feed-forward, experts, routers."""
-    experts = shape.num_experts + shape.num_shared_experts
-    return _layers(shape, experts)
+    return _layers(shape, shape.num_experts + shape.num_shared_experts)
 
 
 def active_body_parameters(shape: ModelShape) -> int:
@@ -48,11 +47,6 @@ def matmul_parameters(shape: ModelShape) -> int:
 def active_matmul_parameters(shape: ModelShape) -> int:
     """Matmul parameters that one token uses; FLOP follow from them."""
     return active_body_parameters(shape) + _table(shape)
-
-
-def active_parameters(shape: ModelShape) -> int:
-    """Parameters that one token uses as model cards count them, with embedding and norms."""
-    return num_parameters(shape) - body_parameters(shape) + active_body_parameters(shape)
 
 
 def weight_bytes(shape: ModelShape) -> int:
@@ -112,9 +106,8 @@ def from_config(config: Mapping[str, Any], file: str = "config.json") -> ModelSh
     inner = config.get("text_config", config)  # multimodal models nest their decoder
     architectures = config.get("architectures") or [""]
     if inner.get("is_encoder_decoder") or any(str(architectures[0]).endswith(word) for word in NOT_A_DECODER):
-        raise UserError(
-            f"{file}: {architectures[0] or 'an encoder-decoder'} is not a decoder; only those can be planned"
-        )
+        kind = architectures[0] or "an encoder-decoder"
+        raise UserError(f"{file}: {kind} is not a decoder; only those can be planned")
     if inner.get("kv_lora_rank"):
         raise UserError(f"{file}: kv_lora_rank = {inner['kv_lora_rank']}: latent attention cannot be planned yet")
     hidden, num_heads = _whole(inner, "hidden_size", file), _whole(inner, "num_attention_heads", file)
@@ -141,9 +134,8 @@ def _feed_forward(config: Mapping[str, Any], file: str) -> dict[str, int]:
         return {"ffn": dense}
     ffn = int(config.get("moe_intermediate_size") or dense)
     if (config.get("decoder_sparse_step") or 1) != 1 or (config.get("moe_layer_freq") or 1) != 1:
-        raise UserError(
-            f"{file}: experts in some layers only (decoder_sparse_step, moe_layer_freq) cannot be planned yet"
-        )
+        why = "experts in some layers only (decoder_sparse_step, moe_layer_freq) cannot be planned yet"
+        raise UserError(f"{file}: {why}")
     alone = list(config.get("mlp_only_layers") or range(config.get("first_k_dense_replace") or 0))
     if alone != list(range(len(alone))):
         raise UserError(f"{file}: mlp_only_layers = {alone}: only the first layers may be without experts")

@@ -55,7 +55,8 @@ def _removed(inventory: Inventory, name: str, num_nodes: int) -> Inventory:
     machines = inventory.classes[found]
     left = machines.num_nodes - num_nodes
     if left < 0:
-        raise UserError(f"remove {name}:{num_nodes}: there {_are(machines.num_nodes)} of {found}")
+        there = "is 1 node" if machines.num_nodes == 1 else f"are {machines.num_nodes} nodes"
+        raise UserError(f"remove {name}:{num_nodes}: there {there} of {found}")
     if left:
         return _with(inventory, dataclasses.replace(machines, num_nodes=left))
     classes = {other: kept for other, kept in inventory.classes.items() if other != found}
@@ -63,10 +64,6 @@ def _removed(inventory: Inventory, name: str, num_nodes: int) -> Inventory:
         raise UserError(f"remove {name}:{num_nodes}: nothing would be left")
     links = {pair: link for pair, link in inventory.links.items() if found not in pair}
     return dataclasses.replace(inventory, classes=classes, links=links)
-
-
-def _are(num_nodes: int) -> str:
-    return "is 1 node" if num_nodes == 1 else f"are {num_nodes} nodes"
 
 
 def _find(inventory: Inventory, name: str, verb: str) -> str | None:
@@ -96,9 +93,8 @@ def _with_new_class(inventory: Inventory, name: str, num_nodes: int) -> Inventor
     missing = [f"links.between_{kind}" for kind, link in needed.items() if link is None]
     keys = [*missing, *(["classes.*.zone"] if len(zones) > 1 else []), *(["price"] if card.price_per_h is None else [])]
     if keys or card.price_per_h is None:
-        raise UserError(
-            f"add {name}: the cluster's file has no such class and cannot fill in {', '.join(keys)}; add it there"
-        )
+        lacks = f"the cluster's file has no such class and cannot fill in {', '.join(keys)}"
+        raise UserError(f"add {name}: {lacks}; add it there")
     new = MachineClass(name, card, PER_NODE, num_nodes, card.price_per_h, zone=next(iter(zones)))
     links = {**inventory.links}
     links.update({frozenset((name, other)): inventory.default_links["classes"] for other in inventory.classes})

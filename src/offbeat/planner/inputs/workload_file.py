@@ -32,15 +32,8 @@ FORMS: dict[str, tuple[str, ...]] = {
 """Forms of a length table, with their keys."""
 NUMBERS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "ffn", "vocab")
 """Required keys of a model in numbers."""
-MORE_NUMBERS = (
-    "head_dim",
-    "is_tied",
-    "num_experts",
-    "experts_per_token",
-    "num_shared_experts",
-    "dense_layers",
-    "dense_ffn",
-)
+EXPERTS = ("num_experts", "experts_per_token", "num_shared_experts", "dense_layers", "dense_ffn")
+MORE_NUMBERS = ("head_dim", "is_tied", *EXPERTS)
 Count = Field(None, ge=1)
 
 
@@ -121,9 +114,8 @@ def load_workload(path: pathlib.Path | str, read_run: RunReader | None = None) -
     if rules.colocate and rules.max_staleness:
         where, remedy = origin.before(("rules", "colocate")), "set max_staleness = 0, or leave colocate out"
         raise UserError(f"{where}rules.colocate = true: cards take turns only where generation waits; {remedy}")
-    assumptions = [
-        f"{name}: lengths of the run {table.run}" for name, table in _lengths_of(file) if table.run is not None
-    ]
+    tables = {"prompt": file.prompt, "answer": file.answer}
+    runs = {name: table.run for name, table in tables.items() if table.run is not None}
     return Workload(
         model=_model(file.model, origin),
         groups_per_step=file.batch.groups_per_step,
@@ -142,12 +134,8 @@ def load_workload(path: pathlib.Path | str, read_run: RunReader | None = None) -
         headroom=rules.headroom,
         delta_density=rules.delta_density,
         reward=RewardMachines(reward.seconds, reward.slots, reward.price) if reward else None,
-        assumptions=tuple(assumptions),
+        assumptions=tuple(f"{name}: lengths of the run {run}" for name, run in runs.items()),
     )
-
-
-def _lengths_of(file: WorkloadFile) -> list[tuple[str, LengthsTable]]:
-    return [("prompt", file.prompt), ("answer", file.answer)]
 
 
 def _model(table: ModelTable, origin: ValueOrigin) -> ModelShape:

@@ -1,11 +1,7 @@
 """Groups of cards on nodes, from the shape of a gang or a rollout pool.
 
-An *island* is a node, or a part of one, that is joined by fast links. Tensor parallelism communicates twice a layer, so
-its groups never leave an island. Pipeline stages communicate least, so they cross classes. The gradient rings of a
-stage run over neighbouring nodes.
-
-Packing is first fit, largest first. If sizes are powers of two that divide the islands, every later size divides every
-remaining hole, so everything that fits by count is packed.
+Tensor parallelism communicates twice a layer, so its groups never leave a node. Pipeline stages communicate least, so
+they cross classes. The gradient rings of a stage run over neighbouring nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offbeat.errors import UserError
-from offbeat.planner.place.nodes import Node, NodeFabric
+from offbeat.planner.place.nodes import Node, NodeFabric, class_and_number
 from offbeat.planner.problem import Gang
 
 
@@ -35,55 +31,41 @@ class Placed:
     group: Group
 
 
-@dataclass(frozen=True)
-class IslandLayout:
-    """A gang on its cards."""
-
-    stages: tuple[tuple[Group, ...], ...]
-    """By pipeline stage: the tensor-parallel groups of its data-parallel ring, in ring order."""
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        return tuple(group for stage in self.stages for group in stage)
+Stages = tuple[tuple[Group, ...], ...]
+"""A gang on its cards, by pipeline stage: the tensor-parallel groups of its data-parallel ring, in ring order."""
 
 
-def pack(
-    sizes: Mapping[str, int], counts: Mapping[str, int], nodes: Sequence[Node], island: int | None = None
-) -> tuple[Placed, ...] | None:
-    """Places each replica on one island; `sizes` and `counts` are by column. None if first fit finds no room."""
-    islands = [
-        (node.name, first, min(island or node.per_node, node.per_node - first))
-        for node in nodes
-        for first in range(0, node.per_node, island or node.per_node)
-    ]
-    used = [0] * len(islands)
+def pack(sizes: Mapping[str, int], counts: Mapping[str, int], nodes: Sequence[Node]) -> list[Placed] | None:
+    """Places each replica on one node, first fit and largest first; `sizes` and `counts` are by column.
+
+    None if there is no room. Sizes that are powers of two and divide a node leave no gaps."""
+    used = [0] * len(nodes)
     placed = []
     for column in sorted(counts, key=lambda name: (-sizes[name], name)):
         size, at = sizes[column], 0
         for _ in range(counts[column]):
-            while at < len(islands) and used[at] + size > islands[at][2]:
-                at += 1  # a full island stays full for this size
-            if at == len(islands):
+            while at < len(nodes) and used[at] + size > nodes[at].per_node:
+                at += 1  # a full node stays full for this size
+            if at == len(nodes):
                 return None
-            node, first, _ = islands[at]
-            placed.append(Placed(column, Group(node, first + used[at], size)))
+            placed.append(Placed(column, Group(nodes[at].name, used[at], size)))
             used[at] += size
-    return tuple(placed)
+    return placed
 
 
 def ring_order(fabric: NodeFabric, names: Sequence[str]) -> tuple[str, ...]:
     """Ring with close neighbours: class by class, then always to the node with the fastest link."""
     if len(names) < 3:
         return tuple(names)
-    left = sorted(names, key=lambda name: (fabric.nodes[name].zone, fabric.nodes[name].offer, _number(name)))
+    left = sorted(names, key=lambda name: (fabric.nodes[name].zone, *class_and_number(name)))
     if fabric.is_alike:
         return tuple(left)
-    rings = []
+    rings, rate = [], fabric.bytes_per_s
     for start in left:
         ring, rest = [start], [name for name in left if name != start]
         while rest:
             here = fabric.nodes[ring[-1]]
-            following = max(rest, key=lambda name: (fabric.nodes[name].offer == here.offer, _rate(fabric, ring, name)))
+            following = max(rest, key=lambda name: (fabric.nodes[name].offer == here.offer, rate(ring[-1], name)))
             ring.append(following)
             rest.remove(following)
         rings.append(tuple(ring))
@@ -97,14 +79,13 @@ def ring_bytes_per_s(fabric: NodeFabric, ring: Sequence[str]) -> float:
     return min(fabric.bytes_per_s(one, other) for one, other in zip(ring, [*ring[1:], ring[0]], strict=True))
 
 
-def lay_gang(fabric: NodeFabric, gang: Gang, names: Sequence[str]) -> IslandLayout:
+def lay_gang(fabric: NodeFabric, gang: Gang, names: Sequence[str]) -> Stages:
     """Groups of a gang by class, and within a class stage by stage, so that a stage's ring is short.
 
     If data parallelism crosses classes, each class holds whole pipelines; otherwise whole stages. With one stage per
-    class, in the gang's order, the stages may differ in tensor parallelism.
-    """
+    class, in the gang's order, the stages may differ in tensor parallelism."""
     if len(gang.nodes) == gang.pp > 1 and not gang.batch_shares:
-        return IslandLayout(tuple(_class_stage(fabric, gang, offer, names) for offer in gang.nodes))
+        return tuple(_class_stage(fabric, gang, offer, names) for offer in gang.nodes)
     groups: dict[str, list[Group]] = {}
     for name in ring_order(fabric, names):
         node = fabric.nodes[name]
@@ -120,7 +101,7 @@ def lay_gang(fabric: NodeFabric, gang: Gang, names: Sequence[str]) -> IslandLayo
         )
     if not gang.batch_shares:
         row = [group for of_class in groups.values() for group in of_class]
-        return IslandLayout(tuple(tuple(row[i * gang.dp : (i + 1) * gang.dp]) for i in range(gang.pp)))
+        return tuple(tuple(row[i * gang.dp : (i + 1) * gang.dp]) for i in range(gang.pp))
     stages: list[list[Group]] = [[] for _ in range(gang.pp)]
     for offer, of_class in groups.items():
         num_pipelines, rest = divmod(len(of_class), gang.pp)
@@ -128,7 +109,7 @@ def lay_gang(fabric: NodeFabric, gang: Gang, names: Sequence[str]) -> IslandLayo
             raise UserError(f"gang {gang.name}: {len(of_class)} groups of {offer} are no whole pipelines of {gang.pp}")
         for i, stage in enumerate(stages):
             stage += of_class[i * num_pipelines : (i + 1) * num_pipelines]
-    return IslandLayout(tuple(map(tuple, stages)))
+    return tuple(map(tuple, stages))
 
 
 def _class_stage(fabric: NodeFabric, gang: Gang, offer: str, names: Sequence[str]) -> tuple[Group, ...]:
@@ -139,11 +120,3 @@ def _class_stage(fabric: NodeFabric, gang: Gang, offer: str, names: Sequence[str
     if rest or not tp or any(node.per_node % tp for node in nodes):
         raise UserError(f"gang {gang.name}: {num_cards} cards of {offer} are no {gang.dp} groups that stay in a node")
     return tuple(Group(node.name, first, tp) for node in nodes for first in range(0, node.per_node, tp))
-
-
-def _rate(fabric: NodeFabric, ring: Sequence[str], name: str) -> float:
-    return fabric.bytes_per_s(ring[-1], name)
-
-
-def _number(name: str) -> int:
-    return int(name.rpartition("-")[2])

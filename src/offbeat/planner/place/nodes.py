@@ -1,7 +1,6 @@
 """Nodes of an inventory by name (`h800-0`, `h800-1`, ...), and the rates between them.
 
-Nodes of a class are interchangeable unless links between nodes were measured; a measured rate overrides the link of the
-classes.
+Nodes of a class are interchangeable unless links between nodes were measured; a measured rate overrides their link.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from dataclasses import dataclass, field
 
 import networkx as nx
 
-from offbeat.errors import UserError
-from offbeat.planner.inputs.hardware import Inventory
+from offbeat.planner.inputs.hardware import Inventory, Link
 
 
 @dataclass(frozen=True)
@@ -40,15 +38,13 @@ class NodeFabric:
         """Whether nodes of a class are interchangeable."""
         return not self.measured
 
+    def link(self, one: str, other: str) -> Link:
+        """Link of the classes of two nodes."""
+        return self.inventory.link(self.nodes[one].offer, self.nodes[other].offer)
+
     def bytes_per_s(self, one: str, other: str) -> float:
         known = self.measured.get(frozenset((one, other)))
-        return self.inventory.link(*self._offers(one, other)).bytes_per_s if known is None else known
-
-    def latency_s(self, one: str, other: str) -> float:
-        return self.inventory.link(*self._offers(one, other)).latency_s
-
-    def is_shared(self, one: str, other: str) -> bool:
-        return self.inventory.link(*self._offers(one, other)).is_shared
+        return self.link(one, other).bytes_per_s if known is None else known
 
     def port_bytes_per_s(self, name: str, is_near: bool) -> float:
         """Most that a node sends or receives to nodes of its class, or to all others: its fastest such link."""
@@ -69,37 +65,39 @@ class NodeFabric:
     def is_near(self, one: str, other: str) -> bool:
         return self.nodes[one].offer == self.nodes[other].offer
 
-    def graph(self, names: Iterable[str]) -> nx.Graph:
+    def graph(self, names: list[str]) -> nx.Graph:
         """The complete graph over some nodes; `weight` is bytes a second."""
         graph = nx.Graph()
-        known = list(names)
-        graph.add_nodes_from(known)
-        graph.add_weighted_edges_from(
-            (one, other, self.bytes_per_s(one, other)) for i, one in enumerate(known) for other in known[:i]
-        )
+        graph.add_nodes_from(names)
+        pairs = ((one, other) for i, one in enumerate(names) for other in names[:i])
+        graph.add_weighted_edges_from((one, other, self.bytes_per_s(one, other)) for one, other in pairs)
         return graph
 
-    def _offers(self, one: str, other: str) -> tuple[str, str]:
-        return self.nodes[one].offer, self.nodes[other].offer
+
+def nodes_of(inventory: Inventory) -> list[Node]:
+    return [
+        Node(f"{name}-{i}", name, machines.zone, machines.per_node)
+        for name, machines in inventory.classes.items()
+        for i in range(machines.num_nodes)
+    ]
 
 
-def nodes_of(inventory: Inventory, counts: Mapping[str, int] | None = None) -> tuple[Node, ...]:
-    """The first `counts` nodes of each class; None: all."""
-    nodes = []
-    for name, machines in inventory.classes.items():
-        num_nodes = machines.num_nodes if counts is None else counts.get(name, 0)
-        if num_nodes > machines.num_nodes:
-            raise UserError(f"class {name}: {num_nodes} nodes wanted, {machines.num_nodes} on offer; ask for fewer")
-        nodes += [Node(f"{name}-{i}", name, machines.zone, machines.per_node) for i in range(num_nodes)]
-    return tuple(nodes)
+def by_class(fabric: NodeFabric, names: Iterable[str]) -> dict[str, list[str]]:
+    members: dict[str, list[str]] = {}
+    for name in names:
+        members.setdefault(fabric.nodes[name].offer, []).append(name)
+    return members
 
 
-def fabric_of(inventory: Inventory, measured: Mapping[frozenset[str], float] | None = None) -> NodeFabric:
-    """All nodes of an inventory, with its measured links or the given ones."""
+def class_and_number(name: str) -> tuple[str, int]:
+    """Key that sorts the names of nodes."""
+    offer, _, number = name.rpartition("-")
+    return offer, int(number)
+
+
+def fabric_of(inventory: Inventory) -> NodeFabric:
+    """All nodes of an inventory, with its measured links; a reduced inventory may have those of removed nodes too."""
     nodes = {node.name: node for node in nodes_of(inventory)}
-    for pair in measured or {}:
-        if unknown := sorted(pair - nodes.keys()):
-            raise UserError(f"measured link {' - '.join(sorted(pair))}: no node {unknown[0]}; nodes are CLASS-NUMBER")
-    if measured is None:  # a reduced inventory may still have links of removed nodes
-        measured = {pair: rate for pair, rate in inventory.measured.items() if pair <= nodes.keys()}
-    return NodeFabric(inventory, nodes, dict(measured))
+    return NodeFabric(
+        inventory, nodes, {pair: inventory.measured[pair] for pair in inventory.measured if pair <= nodes.keys()}
+    )

@@ -20,12 +20,15 @@ from offbeat.planner.cost.sizes import update_bytes
 from offbeat.planner.inputs.hardware import Inventory, at_best
 from offbeat.planner.inputs.workload import Workload
 from offbeat.planner.place import realised
-from offbeat.planner.place.islands import IslandLayout, Placed, lay_gang, pack
-from offbeat.planner.place.nodes import NodeFabric, fabric_of
+from offbeat.planner.place.islands import Placed, Stages, lay_gang, pack
+from offbeat.planner.place.nodes import NodeFabric, by_class, class_and_number, fabric_of
 from offbeat.planner.place.sync_tree import MAX_IMPROVED, SyncTree, relay, sync_tree
 from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Solution
 
 Score = TypeVar("Score", float, tuple[float, ...])
+Counts = Mapping[str, int]
+Members = Mapping[str, list[str]]
+"""Numbers and names of nodes by class."""
 Cost = Callable[[frozenset[str], frozenset[str]], Score]
 """Cost of a choice of training nodes and rollout nodes."""
 MAX_TRIED = 300
@@ -35,17 +38,14 @@ SEED = 0
 
 
 def split(
-    fabric: NodeFabric, training: Mapping[str, int], rollout: Mapping[str, int], cost: Cost[Score]
+    fabric: NodeFabric, training: Counts, rollout: Counts, cost: Cost[Score]
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Chooses the training and the rollout nodes of each class, at a low cost; the others stay idle.
 
     A few choices are all tried. Otherwise each class is bisected with little bandwidth between the halves
-    (Kernighan-Lin), then improved by passes of exchanges within a class, in which every node moves once and the best
-    state of a pass is kept (Fiduccia-Mattheyses).
+    (Kernighan-Lin), then improved by passes of exchanges, each node once and the best state kept (Fiduccia-Mattheyses).
     """
-    members: dict[str, list[str]] = {}
-    for name, node in fabric.nodes.items():
-        members.setdefault(node.offer, []).append(name)
+    members = by_class(fabric, fabric.nodes)
     if fabric.is_alike:
         return _sides(_in_order(members, training, rollout))
     if _num_choices(members, training, rollout) <= MAX_TRIED:
@@ -54,9 +54,7 @@ def split(
     return _sides(_refined(min(starts, key=lambda side_of: cost(*_sides(side_of))), members, cost))
 
 
-def _in_order(
-    members: Mapping[str, list[str]], training: Mapping[str, int], rollout: Mapping[str, int]
-) -> dict[str, str]:
+def _in_order(members: Members, training: Counts, rollout: Counts) -> dict[str, str]:
     """The first nodes of a class train, the next generate."""
     side_of: dict[str, str] = {}
     for offer, names in members.items():
@@ -71,31 +69,23 @@ def _sides(side_of: Mapping[str, str]) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(training), frozenset(rollout)
 
 
-def _num_choices(members: Mapping[str, list[str]], training: Mapping[str, int], rollout: Mapping[str, int]) -> int:
+def _num_choices(members: Members, training: Counts, rollout: Counts) -> int:
     counts = [(len(names), training.get(offer, 0), rollout.get(offer, 0)) for offer, names in members.items()]
     return math.prod(math.comb(n, t) * math.comb(n - t, r) for n, t, r in counts)
 
 
-def _choices(
-    members: Mapping[str, list[str]], training: Mapping[str, int], rollout: Mapping[str, int]
-) -> Iterator[dict[str, str]]:
-    def of_class(offer: str, names: list[str]) -> list[dict[str, str]]:
-        found = []
+def _choices(members: Members, training: Counts, rollout: Counts) -> Iterator[dict[str, str]]:
+    def of_class(offer: str, names: list[str]) -> Iterator[dict[str, str]]:
         for trains in itertools.combinations(names, training.get(offer, 0)):
             left = [name for name in names if name not in trains]
             for rolls in itertools.combinations(left, rollout.get(offer, 0)):
-                found.append(
-                    dict.fromkeys(names, "idle") | dict.fromkeys(trains, "train") | dict.fromkeys(rolls, "roll")
-                )
-        return found
+                yield dict.fromkeys(names, "idle") | dict.fromkeys(trains, "train") | dict.fromkeys(rolls, "roll")
 
     for parts in itertools.product(*(of_class(offer, names) for offer, names in members.items())):
         yield {name: side for part in parts for name, side in part.items()}
 
 
-def _bisected(
-    fabric: NodeFabric, members: Mapping[str, list[str]], training: Mapping[str, int], rollout: Mapping[str, int]
-) -> dict[str, str]:
+def _bisected(fabric: NodeFabric, members: Members, training: Counts, rollout: Counts) -> dict[str, str]:
     """Training nodes of each class with little bandwidth to the others."""
     ordered = {}
     for offer, names in members.items():
@@ -108,20 +98,17 @@ def _bisected(
     return _in_order(ordered, training, rollout)
 
 
-def _well_linked(
-    fabric: NodeFabric, members: Mapping[str, list[str]], training: Mapping[str, int], rollout: Mapping[str, int]
-) -> dict[str, str]:
+def _well_linked(fabric: NodeFabric, members: Members, training: Counts, rollout: Counts) -> dict[str, str]:
     """In each class, the nodes with the best measured links train, and those with the worst stay idle."""
     rates: dict[str, list[float]] = {}
     for pair, rate in fabric.measured.items():
         for name in pair:
-            usual = fabric.inventory.link(*(fabric.nodes[one].offer for one in sorted(pair))).bytes_per_s
-            rates.setdefault(name, []).append(math.log(rate / usual))
+            rates.setdefault(name, []).append(math.log(rate / fabric.link(*pair).bytes_per_s))
     ordered = {offer: sorted(names, key=lambda name: -sum(rates.get(name, []))) for offer, names in members.items()}
     return _in_order(ordered, training, rollout)
 
 
-def _refined(side_of: dict[str, str], members: Mapping[str, list[str]], cost: Cost[Score]) -> dict[str, str]:
+def _refined(side_of: dict[str, str], members: Members, cost: Cost[Score]) -> dict[str, str]:
     best, best_cost, num_left = side_of, cost(*_sides(side_of)), MAX_REFINED
     while True:
         now, free, trail = best, set(best), []
@@ -142,10 +129,9 @@ def _refined(side_of: dict[str, str], members: Mapping[str, list[str]], cost: Co
 class Placing:
     """A placed solution."""
 
-    fabric: NodeFabric
-    places: tuple[Placed, ...]
+    places: list[Placed]
     """Places of all replicas."""
-    layout: IslandLayout
+    stages: Stages
     tree: SyncTree
     assumed: Gang
     """The gang as its column assumes it."""
@@ -175,41 +161,40 @@ class Placer:
         fabric, best = fabric_of(self.inventory), at_best(self.inventory)
 
         def step_s(trains: frozenset[str], _: frozenset[str]) -> float:
-            layout = lay_gang(fabric, gang, in_order(trains))
-            return realised.step_s(fabric, best, layout, gang, self.workload, self.constants)
+            stages = lay_gang(fabric, gang, in_order(trains))
+            return realised.step_s(fabric, best, stages, gang, self.workload, self.constants)
 
         return step_s(*split(fabric, gang.nodes, {}, step_s))
 
     def place(self, solution: Solution) -> Placing:
         problem = self.problem
-        gang = next(gang for gang in problem.gangs if gang.name == solution.gang)
+        gang = problem.gang(solution)
         fabric, best = fabric_of(self.inventory), at_best(self.inventory)
         num_bytes = update_bytes(self.workload)
         is_apart = not any(column.is_home for column in problem.rollout if column.name in solution.replicas)
 
-        def step_s(layout: IslandLayout) -> float:
-            return realised.step_s(fabric, best, layout, gang, self.workload, self.constants)
+        def step_s(stages: Stages) -> float:
+            return realised.step_s(fabric, best, stages, gang, self.workload, self.constants)
 
         def score(trains: frozenset[str], rolls: frozenset[str]) -> tuple[float, ...]:
-            layout, lags = lay_gang(fabric, gang, in_order(trains)), {}
+            took_s, lags = step_s(lay_gang(fabric, gang, in_order(trains))), {}
             if len(rolls) <= MAX_IMPROVED:  # with more, a tree for every choice takes too long
                 generating = rolls if is_apart else generating_on(places_of(fabric, problem, solution, trains, rolls))
                 root = root_of(fabric, gang, trains, generating)
                 lags = realised.lags_s(fabric, relay(fabric, root, generating, num_bytes), num_bytes)
-            took_s = step_s(layout)
             placed = realised.slowed(problem, gang, took_s, lags)
             return realised.enough_s(problem, placed, solution), max(lags.values(), default=0.0), took_s
 
         trains, rolls = split(fabric, gang.nodes, solution.nodes, score)
-        layout = lay_gang(fabric, gang, in_order(trains))
+        stages = lay_gang(fabric, gang, in_order(trains))
         places = places_of(fabric, problem, solution, trains, rolls)
         generating = rolls | generating_on(places)
         tree = sync_tree(fabric, root_of(fabric, gang, trains, generating), generating, num_bytes)
         lags = realised.lags_s(fabric, tree.senders, num_bytes)
-        took_s = step_s(layout)
+        took_s = step_s(stages)
         placed = realised.slowed(problem, gang, took_s, lags)
         tau_s = realised.period_s(problem, placed, solution)
-        return Placing(fabric, tuple(places), layout, tree, gang, problem.rollout, took_s, lags, placed, tau_s)
+        return Placing(places, stages, tree, gang, problem.rollout, took_s, lags, placed, tau_s)
 
 
 def places_of(
@@ -241,4 +226,4 @@ def root_of(fabric: NodeFabric, gang: Gang, trains: frozenset[str], rolls: froze
 
 
 def in_order(names: frozenset[str]) -> list[str]:
-    return sorted(names, key=lambda name: (name.rpartition("-")[0], int(name.rpartition("-")[2])))
+    return sorted(names, key=class_and_number)

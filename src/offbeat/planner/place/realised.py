@@ -1,14 +1,13 @@
 """Times of a placed plan: a gang's step over the links of its nodes, a version's lag to each class, the period.
 
 The formulas are those of the columns, over the links in use: gradients go around a ring at the rate of its slowest
-link, activations cross from each stage to the next, and a class has a version when its last node has it. Tensor
-parallelism stays inside a node.
-
-Guarantee: no value is better than its column assumed, so bounds proven for the columns hold for placed plans.
+link, activations cross from each stage to the next, and a class has a version when its last node has it. Guarantee: no
+value is better than its column assumed, so bounds proven for the columns hold for placed plans.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from offbeat.planner.cost.constants import Constants
 from offbeat.planner.cost.training_time import boundary_s
 from offbeat.planner.inputs.hardware import Inventory
 from offbeat.planner.inputs.workload import Workload
-from offbeat.planner.place.islands import Group, IslandLayout
+from offbeat.planner.place.islands import Group, Stages
 from offbeat.planner.place.nodes import NodeFabric
 from offbeat.planner.place.sync_tree import Senders, arrival_s
 from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Solution
@@ -31,21 +30,21 @@ BISECTIONS = 40
 
 
 def step_s(
-    fabric: NodeFabric, best: Inventory, layout: IslandLayout, gang: Gang, workload: Workload, constants: Constants
+    fabric: NodeFabric, best: Inventory, stages: Stages, gang: Gang, workload: Workload, constants: Constants
 ) -> float:
     """Step of a placed gang; `best` has the links that its column assumed."""
     links = dict(best.links)
-    for pair, rate in _slowest(fabric, layout).items():
+    for pair, rate in _slowest(fabric, stages).items():
         links[pair] = replace(links[pair], bytes_per_s=min(rate, links[pair].bytes_per_s))
     stages_s = over_links(gang, replace(best, links=links), workload, constants).step_s
-    loads = [load(fabric, one, other) for one, other in zip(layout.stages, layout.stages[1:], strict=False)]
+    loads = [load(fabric, one, other) for one, other in itertools.pairwise(stages)]
     return max(stages_s, *(boundary_s(workload, 1 / each, 1) for each in loads if each), gang.step_s)
 
 
-def _slowest(fabric: NodeFabric, layout: IslandLayout) -> dict[frozenset[str], float]:
+def _slowest(fabric: NodeFabric, stages: Stages) -> dict[frozenset[str], float]:
     """Slowest link of the gradient rings, by the classes at its ends."""
     slowest: dict[frozenset[str], float] = {}
-    for stage in layout.stages:
+    for stage in stages:
         ring = list(dict.fromkeys(group.node for group in stage))
         for one, other in zip(ring, [*ring[1:], ring[0]], strict=True):
             if one != other:
@@ -64,7 +63,7 @@ def load(fabric: NodeFabric, stage: Sequence[Group], following: Sequence[Group])
         each = count / len(stage) / fabric.bytes_per_s(one, other)
         sent[one] += each
         received[other] += each
-        shared += each if fabric.is_shared(one, other) else 0.0
+        shared += each if fabric.link(one, other).is_shared else 0.0
     return max(shared, *sent.values(), *received.values(), 0.0)
 
 
@@ -80,8 +79,7 @@ def lags_s(fabric: NodeFabric, senders: Senders, num_bytes: float) -> dict[str, 
 def slowed(
     problem: PlanningProblem, gang: Gang, step_s: float, lags_s: Mapping[str, float], by: float = ROUNDING
 ) -> PlanningProblem:
-    """The problem with the step and lags of a placed gang, where they are longer by the share `by`; the same object if
-    none is."""
+    """The problem with the step and lags of a placed gang, if longer by the share `by`; the same object if none is."""
     relays = {*gang.nodes, *lags_s} if problem.demand.bound else ()
 
     def is_worse(column: RolloutColumn) -> bool:
@@ -107,17 +105,15 @@ def enough_s(problem: PlanningProblem, placed: PlanningProblem, solution: Soluti
     """A period at which a solution of one problem holds in another with a longer step and lags.
 
     With a bound it is the shortest one, by the constraints of the gang and the window. With bound 0 all times add up,
-    so the largest increase of a lag is added to the period.
-    """
-    demand, tau_s = placed.demand, solution.tau_s
-    period_s = _gang(placed, solution).period_s
+    so the largest increase of a lag is added to the period."""
+    demand, tau_s, gang = placed.demand, solution.tau_s, placed.gang(solution)
+    period_s, root = gang.period_s, gang.root
     slower = {column.name: column for column in placed.rollout if solution.replicas.get(column.name)}
-    root = _gang(placed, solution).root
     if not demand.bound:
         before = {column.name: column.lag_from_s(root) for column in problem.rollout if column.name in slower}
         rises = [slower[name].lag_from_s(root) - before[name] for name in slower]
-        return tau_s + (period_s - _gang(problem, solution).period_s) + max(rises, default=0.0)
-    relays = {*_gang(placed, solution).nodes, *(each.offer for each in slower.values())}
+        return tau_s + (period_s - problem.gang(solution).period_s) + max(rises, default=0.0)
+    relays = {*gang.nodes, *(each.offer for each in slower.values())}
     tails = [
         demand.tail_tokens * each.token_s + demand.lag_s + each.lag_from_s(root, relays) for each in slower.values()
     ]
@@ -137,7 +133,3 @@ def period_s(problem: PlanningProblem, placed: PlanningProblem, solution: Soluti
         holds = not check(placed, replace(solution, tau_s=middle_s))
         low_s, high_s = (low_s, middle_s) if holds else (middle_s, high_s)
     return high_s
-
-
-def _gang(problem: PlanningProblem, solution: Solution) -> Gang:
-    return next(gang for gang in problem.gangs if gang.name == solution.gang)

@@ -1,14 +1,10 @@
 """Sync tree: a chunked relay of a version to every rollout node, with a lower bound on any schedule.
 
-A node has two ports, one to its class and one to all others. Hops from one node share its port (a slow hop leaves its
-rest to the others), and all hops over a shared link between two classes share the link. The rate at a receiver is the
-lowest on its path; receivers pass chunks on as they come.
-
-Between interchangeable nodes the tree is built class by class: the widest path between classes (Prim), then inside each
-class a tree at the best fan-out, or two trees that carry half of the chunks each, in which no node passes a chunk on
-twice. Between measured nodes it is built node by node and, if they are few, improved by moving subtrees.
-
-No schedule beats bytes / (the least max-flow from the root to a receiver) (Edmonds).
+A node has two ports, one to its class and one to all others. Hops from one node share its port, a slow hop leaving its
+rest to the others, and hops over a shared link between two classes share the link. Receivers pass chunks on as they
+come, at the lowest rate of their path. Between interchangeable nodes the tree is built class by class: the widest path
+between classes (Prim), then one tree or two inside each. Between measured nodes it is built node by node and, if they
+are few, improved by moving subtrees. No schedule beats bytes / (least max-flow from root to receiver) (Edmonds).
 """
 
 from __future__ import annotations
@@ -22,8 +18,7 @@ from graphlib import TopologicalSorter
 import networkx as nx
 
 from offbeat.planner.cost.sync_time import CHUNK_BYTES, fan_out, one_tree_s, two_trees_s
-from offbeat.planner.inputs.hardware import Link
-from offbeat.planner.place.nodes import NodeFabric
+from offbeat.planner.place.nodes import NodeFabric, by_class, class_and_number
 
 Senders = Mapping[str, tuple[str, ...]]
 """Senders of each receiver. Of several, the n-th sends the n-th share of all chunks, and its own receivers depend on it
@@ -38,17 +33,18 @@ def hops_of(senders: Senders) -> Iterator[tuple[str, str]]:
 def hop_rates(fabric: NodeFabric, senders: Senders) -> dict[tuple[str, str], float]:
     """Bytes per second of every hop, after shared links and ports are divided."""
     hops = list(hops_of(senders))
-    crossings = Counter(_offers(fabric, *hop) for hop in hops)
+    crossings = Counter((fabric.nodes[one].offer, fabric.nodes[other].offer) for one, other in hops)
     ports: dict[tuple[str, bool], dict[str, float]] = {}
     for sender, receiver in hops:
-        users = crossings[_offers(fabric, sender, receiver)] if fabric.is_shared(sender, receiver) else 1
+        ends = fabric.nodes[sender].offer, fabric.nodes[receiver].offer
+        users = crossings[ends] if fabric.link(sender, receiver).is_shared else 1
         port = ports.setdefault((sender, fabric.is_near(sender, receiver)), {})
         port[receiver] = fabric.bytes_per_s(sender, receiver) / users
-    rates: dict[tuple[str, str], float] = {}
-    for (sender, is_near), limits in ports.items():
-        divided = _divided(limits, fabric.port_bytes_per_s(sender, is_near))
-        rates |= {(sender, receiver): rate for receiver, rate in divided.items()}
-    return rates
+    return {
+        (sender, receiver): rate
+        for (sender, is_near), limits in ports.items()
+        for receiver, rate in _divided(limits, fabric.port_bytes_per_s(sender, is_near)).items()
+    }
 
 
 def _divided(limits: Mapping[str, float], total: float) -> dict[str, float]:
@@ -73,7 +69,7 @@ def arrival_s(
         before, rate = _held(senders, name, part), rates[several[part], name]
         least[name, part] = min([rate * len(several), *(least[each] for each in before if each in least)])
         delay_s[name, part] = max((delay_s.get(each, 0.0) for each in before), default=0.0)
-        delay_s[name, part] += chunk_bytes / rate + fabric.latency_s(several[part], name)
+        delay_s[name, part] += chunk_bytes / rate + fabric.link(several[part], name).latency_s
     arrived_s = dict.fromkeys(senders, 0.0)
     for (name, part), rate in least.items():
         # The first chunk of each sender is counted in the delay.
@@ -84,9 +80,8 @@ def arrival_s(
 
 def shares_in_order(senders: Senders) -> list[tuple[str, int]]:
     """Every receiver and share, after the shares that its sender needs first."""
-    needs = {
-        (name, part): _held(senders, name, part) for name, several in senders.items() for part in range(len(several))
-    }
+    shares = ((name, part) for name, several in senders.items() for part in range(len(several)))
+    needs = {share: _held(senders, *share) for share in shares}
     return [share for share in TopologicalSorter(needs).static_order() if share in needs]
 
 
@@ -96,10 +91,6 @@ def _held(senders: Senders, name: str, part: int) -> list[tuple[str, int]]:
     num_parts = len(senders.get(sender, ())) or 1
     is_same = len(senders[name]) == num_parts > 1
     return [(sender, part)] if is_same else [(sender, each) for each in range(num_parts)]
-
-
-def _offers(fabric: NodeFabric, sender: str, receiver: str) -> tuple[str, str]:
-    return fabric.nodes[sender].offer, fabric.nodes[receiver].offer
 
 
 MAX_IMPROVED = 16
@@ -122,57 +113,44 @@ class SyncTree:
     senders: Senders
     hops: tuple[Hop, ...]
     """Senders before their receivers."""
-    chunk_bytes: float
     seconds: float
     """Time until the last receiver has all."""
     lower_bound_s: float
 
 
-def sync_tree(
-    fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: float, chunk_bytes: float = CHUNK_BYTES
-) -> SyncTree:
+def sync_tree(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: float) -> SyncTree:
     """A tree from `root` to all `receivers`; without receivers it is empty and takes no time."""
-    wanted = sorted(set(receivers) - {root}, key=_by_number)
-    if not wanted:
-        return SyncTree(root, {}, (), chunk_bytes, 0.0, 0.0)
-    senders = relay(fabric, root, wanted, num_bytes, chunk_bytes)
-    seconds = arrival_s(fabric, senders, num_bytes, chunk_bytes)
+    senders = relay(fabric, root, receivers, num_bytes)
+    if not senders:
+        return SyncTree(root, {}, (), 0.0, 0.0)
+    seconds = max(arrival_s(fabric, senders, num_bytes).values())
     rates = hop_rates(fabric, senders)
     ways = [(senders[name][part], name) for name, part in shares_in_order(senders)]
     hops = tuple(Hop(sender, name, rates[sender, name], 1 / len(senders[name])) for sender, name in ways)
-    return SyncTree(
-        root, senders, hops, chunk_bytes, max(seconds.values()), lower_bound_s(fabric, root, wanted, num_bytes)
-    )
+    return SyncTree(root, senders, hops, seconds, lower_bound_s(fabric, root, senders, num_bytes))
 
 
-def relay(
-    fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: float, chunk_bytes: float = CHUNK_BYTES
-) -> Senders:
+def relay(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: float) -> Senders:
     """Senders of each receiver in the tree."""
-    wanted = sorted(set(receivers) - {root}, key=_by_number)
+    wanted = sorted(set(receivers) - {root}, key=class_and_number)
     if not wanted:
         return {}
     if fabric.is_alike:
-        return _by_class(fabric, root, wanted, num_bytes, chunk_bytes)
-    parents = _by_node(fabric, root, wanted, num_bytes, chunk_bytes)
-    return {name: (sender,) for name, sender in parents.items()}
+        return _by_class(fabric, root, wanted, num_bytes)
+    return {name: (sender,) for name, sender in _by_node(fabric, root, wanted, num_bytes).items()}
 
 
-def lower_bound_s(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes: float) -> float:
+def lower_bound_s(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: float) -> float:
     """Bytes over the least max-flow from the root to a receiver; of interchangeable receivers one is computed."""
-    names = [root, *(name for name in receivers if name != root)]
-    network = _network(fabric, names)
-    asked = {fabric.nodes[name].offer if fabric.is_alike else name: name for name in names[1:]}
-    flows = [nx.maximum_flow_value(network, root, name) for name in asked.values()]
-    return num_bytes / min(flows) if flows else 0.0
+    names = sorted(receivers, key=class_and_number)
+    network = _network(fabric, [root, *names])
+    asked = {fabric.nodes[name].offer if fabric.is_alike else name: name for name in names}
+    return num_bytes / min(nx.maximum_flow_value(network, root, name) for name in asked.values())
 
 
 def _network(fabric: NodeFabric, names: Sequence[str]) -> nx.DiGraph:
     """Flow network of nodes, their ports out and in, and the links between."""
-    network = nx.DiGraph()
-    members: dict[str, list[str]] = {}
-    for name in names:
-        members.setdefault(fabric.nodes[name].offer, []).append(name)
+    network, members = nx.DiGraph(), by_class(fabric, names)
     for name in names:
         for is_near in (True, False):
             rate = fabric.port_bytes_per_s(name, is_near)
@@ -203,12 +181,9 @@ def _connect(network: nx.DiGraph, fabric: NodeFabric, senders: Sequence[str], re
     network.add_edges_from(((leave, ("in", receiver, is_near)) for receiver in receivers), capacity=rate)
 
 
-def _by_class(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes: float, chunk_bytes: float) -> Senders:
+def _by_class(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes: float) -> Senders:
     """One copy into each class over the widest path, then a tree inside it."""
-    members: dict[str, list[str]] = {}
-    for name in receivers:
-        members.setdefault(fabric.nodes[name].offer, []).append(name)
-    home = fabric.nodes[root].offer
+    members, home = by_class(fabric, receivers), fabric.nodes[root].offer
     feeder, arriving = {home: root}, {home: math.inf}
     parents: dict[str, str] = {}
     while missing := members.keys() - feeder.keys():
@@ -228,34 +203,30 @@ def _by_class(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes
     for offer, names in sorted(members.items()):
         line = [feeder[offer], *(name for name in names if name != feeder[offer])]
         if len(line) > 1:
-            senders |= _within(fabric, line, arriving[offer], num_bytes, chunk_bytes)
+            senders |= _within(fabric, line, arriving[offer], num_bytes)
     return senders
 
 
-def _within(fabric: NodeFabric, line: Sequence[str], arriving: float, num_bytes: float, chunk_bytes: float) -> Senders:
+def _within(fabric: NodeFabric, line: Sequence[str], arriving: float, num_bytes: float) -> Senders:
     """Senders from the first of interchangeable nodes to all others, along one tree or two with half of the chunks."""
-    within = Link(fabric.bytes_per_s(line[0], line[1]), fabric.latency_s(line[0], line[1]))
-    if two_trees_s(num_bytes, arriving, within, len(line), chunk_bytes) < one_tree_s(
-        num_bytes, arriving, within, len(line), chunk_bytes
-    ):
-        one, other = line[1:], line[:0:-1]
+    transfer = num_bytes, arriving, fabric.link(line[0], line[1]), len(line)
+    if two_trees_s(*transfer) < one_tree_s(*transfer):
         # An inner node of one tree is a leaf of the other: no port carries more than one version.
-        heaps = [
-            {name: order[(i - 1) // 2] if i else line[0] for i, name in enumerate(order)} for order in (one, other)
-        ]
-        return {name: (heaps[0][name], heaps[1][name]) for name in one}
-    width = fan_out(num_bytes, arriving, within, len(line), chunk_bytes)
+        one, other = (
+            {name: order[(i - 1) // 2] if i else line[0] for i, name in enumerate(order)}
+            for order in (line[1:], line[:0:-1])
+        )
+        return {name: (one[name], other[name]) for name in one}
+    width = fan_out(*transfer)
     return {name: (line[i // width],) for i, name in enumerate(line[1:])}
 
 
-def _by_node(
-    fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes: float, chunk_bytes: float
-) -> dict[str, str]:
+def _by_node(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes: float) -> dict[str, str]:
     """The better tree of two starts: with ports divided among their hops so far, or undivided."""
     trees = [_widest_first(fabric, root, receivers, divides) for divides in (True, False)]
     if len(receivers) <= MAX_IMPROVED:
-        trees = [_improved(fabric, root, tree, num_bytes, chunk_bytes) for tree in trees]
-    return min(trees, key=lambda tree: _cost(fabric, tree, num_bytes, chunk_bytes))
+        trees = [_improved(fabric, root, tree, num_bytes) for tree in trees]
+    return min(trees, key=lambda tree: _cost(fabric, tree, num_bytes))
 
 
 def _widest_first(fabric: NodeFabric, root: str, receivers: Sequence[str], divides: bool) -> dict[str, str]:
@@ -276,30 +247,23 @@ def _widest_first(fabric: NodeFabric, root: str, receivers: Sequence[str], divid
     return parents
 
 
-def _improved(
-    fabric: NodeFabric, root: str, parents: Mapping[str, str], num_bytes: float, chunk_bytes: float
-) -> dict[str, str]:
+def _improved(fabric: NodeFabric, root: str, best: dict[str, str], num_bytes: float) -> dict[str, str]:
     """Moves subtrees while that lowers the cost."""
-    best = dict(parents)
-    best_s = _cost(fabric, best, num_bytes, chunk_bytes)
+    best_s = _cost(fabric, best, num_bytes)
     while True:
-        moves = [
-            {**best, name: near}
-            for name in best
-            for near in [root, *best]
-            if near != best[name] and name not in _way(best, near)
-        ]
-        costs = [_cost(fabric, move, num_bytes, chunk_bytes) for move in moves]
+        pairs = ((name, near) for name in best for near in [root, *best] if near != best[name])
+        moves = [{**best, name: near} for name, near in pairs if name not in _way(best, near)]
+        costs = [_cost(fabric, move, num_bytes) for move in moves]
         if not costs or min(costs) >= best_s:
             return best
         best_s = min(costs)
         best = moves[costs.index(best_s)]
 
 
-def _cost(fabric: NodeFabric, parents: Mapping[str, str], num_bytes: float, chunk_bytes: float) -> tuple[float, float]:
+def _cost(fabric: NodeFabric, parents: Mapping[str, str], num_bytes: float) -> tuple[float, float]:
     """Time of the last receiver, then the sum of all times, which breaks ties of the first."""
     senders = {name: (sender,) for name, sender in parents.items()}
-    seconds = arrival_s(fabric, senders, num_bytes, chunk_bytes).values()
+    seconds = arrival_s(fabric, senders, num_bytes).values()
     return round(max(seconds), 9), round(sum(seconds), 9)
 
 
@@ -309,8 +273,3 @@ def _way(parents: Mapping[str, str], name: str) -> list[str]:
     while way[-1] in parents:
         way.append(parents[way[-1]])
     return way
-
-
-def _by_number(name: str) -> tuple[str, int]:
-    offer, _, number = name.rpartition("-")
-    return offer, int(number)

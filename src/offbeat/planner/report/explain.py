@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Solution
 from offbeat.planner.solve.program import Status
@@ -27,32 +28,13 @@ class Relaxation:
 @dataclass(frozen=True)
 class Gain:
     name: str
-    tokens_per_s: float
-    """Throughput with the constraint relaxed."""
     gain: float
-    """Relative gain over the plan; 0.12 is 12 % more tokens per second."""
-    price_per_h: float
+    """Share of the plan's tokens per second that are gained, or of its price that is saved; 0.12 is 12 %."""
+    text: str
 
     @property
     def line(self) -> str:
-        if self.gain <= BARELY:
-            return f"{self.name}: nothing"
-        return f"{self.name}: {self.gain:+.1%}, {self.tokens_per_s:,.0f} tokens/s at {self.price_per_h:,.2f} $/h"
-
-
-@dataclass(frozen=True)
-class Saving:
-    name: str
-    price_per_h: float
-    """Price with the constraint relaxed, at the same throughput."""
-    saving: float
-    """Share of the plan's price; 0.12 is 12 % less."""
-
-    @property
-    def line(self) -> str:
-        if self.saving <= BARELY:
-            return f"{self.name}: nothing"
-        return f"{self.name}: {-self.saving:.1%} of the price, {self.price_per_h:,.2f} $/h"
+        return f"{self.name}: {self.text if self.gain > BARELY else 'nothing'}"
 
 
 def relaxations(problem: PlanningProblem, budget: float | None) -> Iterator[Relaxation]:
@@ -63,15 +45,17 @@ def relaxations(problem: PlanningProblem, budget: float | None) -> Iterator[Rela
     for name, offer in problem.offers.items():
         offers = {**problem.offers, name: replace(offer, num_nodes=offer.num_nodes + 1)}
         yield Relaxation(f"one more node of {name}", replace(problem, offers=offers), budget)
-    yield Relaxation(
-        f"bound {demand.bound + 1}", replace(problem, demand=replace(demand, bound=demand.bound + 1)), budget
-    )
+    yield Relaxation(f"bound {demand.bound + 1}", _demanding(problem, bound=demand.bound + 1), budget)
     if demand.tail_tokens:
-        yield Relaxation("no age window", replace(problem, demand=replace(demand, tail_tokens=0.0)), budget)
+        yield Relaxation("no age window", _demanding(problem, tail_tokens=0.0), budget)
     if demand.bound:
         yield Relaxation("no in-flight cap", without_cap(problem), budget)
     if demand.reward_rate is not None:
-        yield Relaxation("no limit on rewards", replace(problem, demand=replace(demand, reward_rate=None)), budget)
+        yield Relaxation("no limit on rewards", _demanding(problem, reward_rate=None), budget)
+
+
+def _demanding(problem: PlanningProblem, **demand: Any) -> PlanningProblem:
+    return replace(problem, demand=replace(problem.demand, **demand))
 
 
 def without_cap(problem: PlanningProblem) -> PlanningProblem:
@@ -80,7 +64,7 @@ def without_cap(problem: PlanningProblem) -> PlanningProblem:
         offer.num_nodes * offer.per_node * max((c.concurrency for c in problem.rollout if c.offer == name), default=0)
         for name, offer in problem.offers.items()
     )
-    return replace(problem, demand=replace(problem.demand, queue=-float(most)))
+    return _demanding(problem, queue=-float(most))
 
 
 def explain(
@@ -92,19 +76,20 @@ def explain(
         other = fastest(each.problem, each.budget)
         if other.solution is not None:
             gain = other.tokens_per_s / result.tokens_per_s - 1
-            gains.append(Gain(each.name, other.tokens_per_s, gain, other.price_per_h))
+            text = f"{gain:+.1%}, {other.tokens_per_s:,.0f} tokens/s at {other.price_per_h:,.2f} $/h"
+            gains.append(Gain(each.name, gain, text))
     return sorted(gains, key=lambda gain: -gain.gain)
 
 
-def savings(throughput: float, price_per_h: float, relaxed: Iterable[Relaxation]) -> list[Saving]:
+def savings(throughput: float, price_per_h: float, relaxed: Iterable[Relaxation]) -> list[Gain]:
     """Saving of the cheapest plan at a throughput by each relaxation, the largest first."""
     found = []
     for each in relaxed:
         other = cheapest(each.problem, throughput)
         if other.solution is not None:
             saving = 1 - other.price_per_h / price_per_h if price_per_h else 0.0
-            found.append(Saving(each.name, other.price_per_h, saving))
-    return sorted(found, key=lambda saving: -saving.saving)
+            found.append(Gain(each.name, saving, f"{-saving:.1%} of the price, {other.price_per_h:,.2f} $/h"))
+    return sorted(found, key=lambda gain: -gain.gain)
 
 
 def infeasible_because(
@@ -131,9 +116,8 @@ def infeasible_because(
         other = fastest(each.problem, budget)
         if other.solution is not None and (throughput is None or other.tokens_per_s >= throughput):
             lines.append(f"{each.name} would do: {other.tokens_per_s:,.0f} tokens/s at {other.price_per_h:,.2f} $/h")
-    return lines or [
-        "hardware: no single change of budget, bound, age window or in-flight cap suffices; offer more nodes"
-    ]
+    why = "no single change of budget, bound, age window or in-flight cap suffices; offer more nodes"
+    return lines or [f"hardware: {why}"]
 
 
 def _least_price(problem: PlanningProblem) -> Result:
@@ -150,18 +134,12 @@ def _least_price(problem: PlanningProblem) -> Result:
 def _single_changes(problem: PlanningProblem) -> Iterator[Relaxation]:
     demand = problem.demand
     for bound in (demand.bound + 1, demand.bound + 2, demand.bound + 4):
-        changed = Relaxation(f"staleness: bound {bound}", replace(problem, demand=replace(demand, bound=bound)), None)
+        changed = Relaxation(f"staleness: bound {bound}", _demanding(problem, bound=bound), None)
         if fastest(changed.problem).solution is not None:
             yield changed
             break
     if demand.tail_tokens:
-        if demand.bound and demand.age_guard > 0.5:
-            yield Relaxation(
-                "age window: a guard of 1/2 (the mean trajectory)",
-                replace(problem, demand=replace(demand, age_guard=0.5)),
-                None,
-            )
-        yield Relaxation("age window: none", replace(problem, demand=replace(demand, tail_tokens=0.0)), None)
+        yield Relaxation("age window: none", _demanding(problem, tail_tokens=0.0), None)
     if demand.bound:
         yield Relaxation("in-flight cap: none", without_cap(problem), None)
 
@@ -227,7 +205,7 @@ def limit(
 ) -> str:
     """The constraint that limits a plan, as a clause."""
     demand = problem.demand
-    gang = next(gang for gang in problem.gangs if gang.name == solution.gang)
+    gang = problem.gang(solution)
     columns = {column.name: column for column in problem.rollout}
     if throughput is not None:
         return "the throughput that was asked for sets its price"

@@ -21,7 +21,7 @@ from offbeat.planner.place.islands import Group
 from offbeat.planner.place.realised import slowed
 from offbeat.planner.plan import Plan, Pool, Training
 from offbeat.planner.problem import PlanningProblem
-from offbeat.planner.report.explain import Gain, Relaxation, Saving, explain, relaxations, savings
+from offbeat.planner.report.explain import Relaxation, explain, relaxations, savings
 from offbeat.planner.solve.program import Status
 from offbeat.planner.solve.search import Result
 
@@ -35,7 +35,9 @@ def format_plan(plan: Plan, gains: Sequence[str] = (), *, in_full: bool = False,
         parts.append("\n".join(["What would it bring:", *(f"  {line}" for line in gains)]))
     parts.append("\n".join(_facts(plan)))
     if in_full:
-        parts.append("\n".join(["Places:", *(f"  {line}" for line in _places(plan))]))
+        stages = [f"  training stage {i}: {_cards(stage)}" for i, stage in enumerate(plan.training.stages)]
+        pools = [f"  {pool.column}: {_cards(pool.places)}" for pool in plan.rollout]
+        parts.append("\n".join(["Places:", *stages, *pools]))
         parts.append("\n".join(["Assumed:", *(f"  {line}" for line in plan.assumptions)]))
     elif plan.assumptions:
         parts.append(f"{len(plan.assumptions)} assumptions went into this; --explain lists them.")
@@ -60,21 +62,18 @@ def _and(words: Sequence[str]) -> str:
 
 def _table(plan: Plan, width: int) -> str:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("does", "on", "shape"):
-        table.add_column(name, overflow="fold")
-    table.add_column("tokens/s", justify="right")
-    table.add_column("$/M tokens", justify="right")
-    table.add_column("why", overflow="fold")
+    for name in ("does", "on", "shape", "tokens/s", "$/M tokens", "why"):
+        is_number = "tokens" in name
+        table.add_column(name, overflow="ellipsis" if is_number else "fold", justify="right" if is_number else "left")
     train = plan.training
     on = ", ".join(f"{num} x {name}" for name, num in train.nodes.items())
-    table.add_row(
-        "trains", on, _gang_shape(train), f"{plan.step.tokens_per_s:,.0f}", _price(train.price_per_million_tokens),
-        train.why,
-    )  # fmt: skip
+    price = _price(train.price_per_million_tokens)
+    table.add_row("trains", on, _gang_shape(train), f"{plan.step.tokens_per_s:,.0f}", price, train.why)
     for pool in plan.rollout:
         on = f"{pool.offer}, in turn" if pool.shares_gang else pool.offer
-        table.add_row("generates", on, _pool_shape(pool), _net(plan, pool),
-                      _price(pool.price_per_million_tokens), pool.why)  # fmt: skip
+        shape = f"{pool.num_replicas} x tp{pool.tp}, {pool.concurrency} in flight each"
+        price = _price(pool.price_per_million_tokens)
+        table.add_row("generates", on, shape, _net(plan, pool), price, pool.why)
     drawn = io.StringIO()
     Console(file=drawn, width=width, highlight=False, color_system=None, markup=False).print(table)
     return "\n".join(line.rstrip() for line in drawn.getvalue().splitlines() if line.strip())
@@ -98,16 +97,11 @@ def _gang_shape(train: Training) -> str:
     return shape + layers + (f", batch {shares}" if shares else "")
 
 
-def _pool_shape(pool: Pool) -> str:
-    return f"{pool.num_replicas} x tp{pool.tp}, {pool.concurrency} in flight each"
-
-
 def _facts(plan: Plan) -> list[str]:
     step, proof, age = plan.step, plan.certificate, plan.staleness
     if plan.throughput is None:
-        lowest = (
-            f"no plan{' within the budget' if plan.budget is not None else ''} has a step below {step.tau_lo_s:,.4g} s"
-        )
+        within = "" if plan.budget is None else " within the budget"
+        lowest = f"no plan{within} has a step below {step.tau_lo_s:,.4g} s"
     else:
         lowest = f"no plan of this throughput costs less than {step.price_lo_per_h or 0.0:,.2f} $/h"
     word = f"; on the solver's word alone for {len(proof.by_solver)} of the gangs" if proof.by_solver else ""
@@ -137,12 +131,6 @@ def _placement(plan: Plan) -> str:
     return f"Placement: over the links that it has, {_and(costs)}; step and gap count that." if costs else ""
 
 
-def _places(plan: Plan) -> list[str]:
-    stages = [f"training stage {i}: {_cards(stage)}" for i, stage in enumerate(plan.training.stages)]
-    pools = [f"{pool.column}: {_cards(pool.places)}" for pool in plan.rollout]
-    return [*stages, *pools]
-
-
 def _cards(groups: Iterable[Group]) -> str:
     by_node: dict[str, list[str]] = {}
     for group in groups:
@@ -162,18 +150,17 @@ def what_would_help(
     *,
     nodes_alone: bool = False,
 ) -> list[str]:
-    """A line for each relaxation, the most helpful first; `nodes_alone`: only further nodes. A node is added to the
-    inventory itself, so that larger gangs and other shapes come with it."""
+    """A line for each relaxation, the most helpful first; `nodes_alone`: only further nodes, with larger gangs too."""
     known: Known = {}
     problem = _as_placed(problem_of(inventory, workload, constants, known=known), plan)
     relaxed = [*_more_nodes(inventory, workload, plan, constants, known)]
     if not nodes_alone:
         for each in relaxations(problem, plan.budget):
             if each.problem.demand.bound and not workload.bound:  # columns of bound 0 do not apply to a bound
-                each = dataclasses.replace(each, problem=problem_of(inventory, _with_bound(workload, each), constants))
+                bounded = dataclasses.replace(workload, bound=each.problem.demand.bound)
+                each = dataclasses.replace(each, problem=problem_of(inventory, bounded, constants))
             if not each.name.startswith(NODE):
                 relaxed.append(each)
-    found: list[Gain] | list[Saving]
     if plan.throughput is None:
         found = explain(problem, Result(Status.FEASIBLE, tokens_per_s=plan.step.tokens_per_s), plan.budget, relaxed)
     else:
@@ -182,10 +169,6 @@ def what_would_help(
     unknown = [name for name in inventory.classes if name not in known_names]
     lines = [each.line for each in found]
     return [*lines, *(f"{NODE}{name}: unknown, the file has no link between two of its nodes" for name in unknown)]
-
-
-def _with_bound(workload: Workload, relaxed: Relaxation) -> Workload:
-    return dataclasses.replace(workload, bound=relaxed.problem.demand.bound)
 
 
 def _more_nodes(

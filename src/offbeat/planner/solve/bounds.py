@@ -69,9 +69,7 @@ def shortest_periods(
     view: View, prices: Multipliers, budget: int | None, gangs: Ints, low_s: Floats, high_s: float
 ) -> Floats:
     """By gang: a period below `high_s` up to which these prices prove that there is no plan; `low_s` without a proof.
-
-    The worth of a node grows with the period, so the proof holds for every shorter one.
-    """
+    The worth of a node grows with the period, so the proof holds for every shorter one."""
     lasting = excess(view, low_s, prices, budget, gangs) > 0
     low, mine = low_s.copy(), gangs[lasting]
     if not len(mine):
@@ -99,12 +97,11 @@ def most_tokens(view: View, tau_s: float, gang: int, budget: int | None) -> tupl
     """Linear relaxation: most tokens per period with this gang, and the prices that prove it."""
     rows, room, cost, unit = _relaxation(view, tau_s, gang)
     if budget is not None:
-        money = np.concatenate([np.zeros(len(view.columns)), view.node_price])
-        scale = float(max(view.node_price.max(), 1))
+        scale, money = _money(view)
         left = (budget - view.fixed_price - view.gang_price[gang]) / scale
         if left < 0:
             return 0.0, Multipliers(0.0, 0.0, 1.0)
-        rows, room = np.vstack([rows, money / scale]), np.append(room, left)
+        rows, room = np.vstack([rows, money]), np.append(room, left)
     result = linprog(-cost, rows, room, bounds=_limits(view, gang), method="highs")
     marginals = -result.ineqlin.marginals * unit
     mu = max(float(marginals[-1]) / scale, 0.0) if budget is not None else 0.0
@@ -114,8 +111,7 @@ def most_tokens(view: View, tau_s: float, gang: int, budget: int | None) -> tupl
 def least_price(view: View, tau_s: float, gang: int) -> Multipliers | None:
     """Prices of the linear relaxation that bounds the price of this gang's plans; None if it is infeasible."""
     rows, room, cost, unit = _relaxation(view, tau_s, gang)
-    scale = float(max(view.node_price.max(), 1))
-    price = np.concatenate([np.zeros(len(view.columns)), view.node_price / scale])
+    scale, price = _money(view)
     rows, room = np.vstack([rows, -cost]), np.append(room, -view.demand_tokens / unit)
     result = linprog(price, rows, room, bounds=_limits(view, gang), method="highs")
     if result.status != 0:
@@ -127,8 +123,7 @@ def least_price(view: View, tau_s: float, gang: int) -> Multipliers | None:
 def least_in_flight(view: View, tau_s: float, gang: int, budget: int) -> tuple[float, Multipliers] | None:
     """Linear relaxation: fewest trajectories in flight with this gang, and the prices that prove it."""
     rows, room, cost, unit = _relaxation(view, tau_s, gang)
-    scale, widest = float(max(view.node_price.max(), 1)), float(view.concurrency.max())
-    money = np.concatenate([np.zeros(len(view.columns)), view.node_price / scale])
+    (scale, money), widest = _money(view), float(view.concurrency.max())
     left = (budget - view.fixed_price - view.gang_price[gang]) / scale
     flight = np.concatenate([view.concurrency / widest, np.zeros(len(view.node_price))])
     rows, room = np.vstack([rows, money, -cost]), np.append(room, [left, -view.demand_tokens / unit])
@@ -149,6 +144,12 @@ def _relaxation(view: View, tau_s: float, gang: int) -> tuple[Floats, Floats, Fl
     rows[1 + view.group, np.arange(num_y)] = view.accelerators
     rows[1 + np.arange(num_n), num_y + np.arange(num_n)] = -view.per_node
     return rows, np.append(view.in_flight_cap, np.zeros(num_n)), np.append(tokens / unit, np.zeros(num_n)), unit
+
+
+def _money(view: View) -> tuple[float, Floats]:
+    """The price of the dearest node, and the prices of columns and nodes in that unit."""
+    scale = float(max(view.node_price.max(), 1))
+    return scale, np.concatenate([np.zeros(len(view.columns)), view.node_price / scale])
 
 
 def _limits(view: View, gang: int) -> list[tuple[float, float | None]]:

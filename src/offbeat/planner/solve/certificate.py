@@ -1,8 +1,7 @@
 """The proof of a plan: no plan has a shorter period, or a lower price.
 
-It is a list of dual prices (see `bounds`): for every gang that is fast enough, one of them shows by plain arithmetic
-that no plan exists. If rounding to whole nodes and replicas leaves a gap that no prices close, the gang is listed under
-`by_solver`: that part is the solver's claim.
+For every gang that is fast enough, one of its dual prices (see `bounds`) shows by plain arithmetic that no plan exists.
+Gangs that no prices close, because nodes and replicas are whole, are listed under `by_solver`.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class Certificate:
 
 
 def digest(problem: PlanningProblem) -> str:
-    """Hash of the whole problem, whatever the order of its keys."""
-    # `vars` gives the same fields as `asdict` without copies: a large inventory has thousands of gangs.
+    """Hash of the whole problem, whatever the order of its keys; `vars` makes no copies, unlike `asdict`."""
     return hashlib.sha256(json.dumps(problem, default=vars, sort_keys=True).encode()).hexdigest()
 
 
@@ -60,15 +58,8 @@ def certify(view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap:
             open_gangs = open_gangs[~is_closed]
     left = {view.gangs[s].name for s in open_gangs}
     by_solver = (*sorted(left), *sorted(name for name, better in view.beaten.items() if better in left))
-    return Certificate(
-        tau_lo_s,
-        price_cap,
-        max(gap, 0.0),
-        tuple(kept),
-        by_solver,
-        digest(view.problem),
-        f"HiGHS in scipy {scipy.__version__}",
-    )
+    solver = f"HiGHS in scipy {scipy.__version__}"
+    return Certificate(tau_lo_s, price_cap, max(gap, 0.0), tuple(kept), by_solver, digest(view.problem), solver)
 
 
 def distance(certificate: Certificate, tau_s: float, price_per_h: float, *, is_for_price: bool) -> float:

@@ -10,13 +10,16 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from fractions import Fraction
 from itertools import accumulate
 
 from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Solution
 from offbeat.planner.solve.certificate import Certificate
+
+Used = list[tuple[RolloutColumn, int]]
+"""Columns of a plan with their number of replicas."""
 
 
 def check(
@@ -75,21 +78,17 @@ def _lag(problem: PlanningProblem, gang: Gang, column: RolloutColumn, classes: I
     return Fraction(problem.demand.lag_s) + Fraction(min(ways_s))
 
 
-def _token_row(problem: PlanningProblem, gang: Gang, tau: Fraction, used: list[tuple[RolloutColumn, int]]) -> list[str]:
-    tokens = Counter[Fraction]()
-    for column, count in used:
-        tokens[Fraction(column.tokens_per_s) * max(tau - _lost_s(problem, gang, column), Fraction(0))] += count
-    total, lost = sum((each * count for each, count in tokens.items()), Fraction(0)), problem.spare_replicas
-    for each in sorted(tokens, reverse=True):
-        total -= each * min(lost, tokens[each])
-        lost -= min(lost, tokens[each])
+def _tokens(problem: PlanningProblem, gang: Gang, tau: Fraction, column: RolloutColumn) -> Fraction:
+    return Fraction(column.tokens_per_s) * max(tau - _lost_s(problem, gang, column), Fraction(0))
+
+
+def _token_row(problem: PlanningProblem, gang: Gang, tau: Fraction, used: Used) -> list[str]:
+    total = sum((_tokens(problem, gang, tau, column) * count for column, count in used), Fraction(0))
     wanted = Fraction(problem.demand.tokens)
     return [] if total >= wanted else [f"tokens: {float(total):g} a period, {float(wanted):g} wanted"]
 
 
-def _hardware_rows(
-    problem: PlanningProblem, gang: Gang, solution: Solution, used: list[tuple[RolloutColumn, int]]
-) -> list[str]:
+def _hardware_rows(problem: PlanningProblem, gang: Gang, solution: Solution, used: Used) -> list[str]:
     broken = []
     for name, offer in problem.offers.items():
         rented, trained = solution.nodes.get(name, 0), gang.nodes.get(name, 0)
@@ -108,7 +107,7 @@ def _hardware_rows(
     return broken
 
 
-def _memory_rows(gang: Gang, used: list[tuple[RolloutColumn, int]]) -> list[str]:
+def _memory_rows(gang: Gang, used: Used) -> list[str]:
     """Cards that train and generate by turns must hold the gang's state."""
     return [
         f"memory: {column.name} leaves {column.room_bytes / 1e9:g} GB a card, the gang keeps {kept / 1e9:g} GB there"
@@ -129,7 +128,7 @@ def _fits(sizes: list[int], room: list[int]) -> bool:
     return True
 
 
-def _in_flight_row(problem: PlanningProblem, used: list[tuple[RolloutColumn, int]]) -> list[str]:
+def _in_flight_row(problem: PlanningProblem, used: Used) -> list[str]:
     demand = problem.demand
     under_way = sum(column.concurrency * count for column, count in used)
     cap = Fraction(max(demand.bound, 1) * demand.trajectories)
@@ -139,7 +138,7 @@ def _in_flight_row(problem: PlanningProblem, used: list[tuple[RolloutColumn, int
     return [f"in flight: {under_way} trajectories and {float(waiting):g} queued, {float(cap):g} allowed"]
 
 
-def _age_rows(problem: PlanningProblem, gang: Gang, tau: Fraction, used: list[tuple[RolloutColumn, int]]) -> list[str]:
+def _age_rows(problem: PlanningProblem, gang: Gang, tau: Fraction, used: Used) -> list[str]:
     demand, broken = problem.demand, []
     classes = {*gang.nodes, *(column.offer for column, _ in used)}
     for column, _ in used if demand.tail_tokens else []:
@@ -149,9 +148,8 @@ def _age_rows(problem: PlanningProblem, gang: Gang, tau: Fraction, used: list[tu
             window = tau - _lost_s(problem, gang, column)
         tail = Fraction(demand.tail_tokens) * Fraction(column.token_s)
         if tail > window:
-            broken.append(
-                f"age window: {column.name} takes {float(tail):g} s for the tail, {float(window):g} s are left"
-            )
+            takes = f"takes {float(tail):g} s for the tail, {float(window):g} s are left"
+            broken.append(f"age window: {column.name} {takes}")
     return broken
 
 
@@ -177,10 +175,8 @@ def _certificate_rows(problem: PlanningProblem, solution: Solution, certificate:
         broken.append(f"certificate: the plan's {solution.tau_s:g} s are said to be impossible")
     if certificate.price_cap is None and solution.tau_s > certificate.tau_lo_s * (1 + certificate.gap) * (1 + 1e-9):
         broken.append(f"certificate: {solution.tau_s:g} s is farther from {certificate.tau_lo_s:g} s than its gap says")
-    return broken + [
-        f"certificate: nothing rules gang {name} out"
-        for name in unproven(problem, certificate) - {*certificate.by_solver}
-    ]
+    left = unproven(problem, certificate) - {*certificate.by_solver}
+    return broken + [f"certificate: nothing rules gang {name} out" for name in left]
 
 
 def unproven(problem: PlanningProblem, certificate: Certificate) -> set[str]:
@@ -205,16 +201,17 @@ def unproven(problem: PlanningProblem, certificate: Certificate) -> set[str]:
             if key not in ladders:
                 ladders[key] = _ladders(problem, gang, tau, nu, lam)
             worths = _worths(problem, gang, tau, ladders[key])
-            if _is_ruled_out(problem, gang, certificate.price_cap, worths, nu, lam, mu):
+            supply = _supply(problem, gang, certificate.price_cap, worths, lam, mu)
+            if nu * Fraction(problem.demand.tokens) > supply:
                 open_gangs.remove(gang)
     return {gang.name for gang in open_gangs}
 
 
 _Place = tuple[str, bool]
 """An offer, and whether its nodes train (home) or are rented for rollout."""
+_Worths = dict[_Place, Fraction]
 _Ladders = dict[_Place, tuple[list[Fraction], list[Fraction]]]
-"""By place: ascending times in which columns finish the tail, and the most that an accelerator is worth in columns that
-take no longer."""
+"""By place: ascending times to finish the tail, and the most an accelerator is worth in columns that take no longer."""
 
 
 def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, lam: Fraction) -> _Ladders:
@@ -228,8 +225,7 @@ def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, 
             needed += _lag(problem, gang, column, problem.offers)
         elif _age_rows(problem, gang, tau, [(column, 1)]) or _memory_rows(gang, [(column, 1)]):
             continue
-        tokens = Fraction(column.tokens_per_s) * max(tau - _lost_s(problem, gang, column), Fraction(0))
-        value = (nu * tokens - lam * column.concurrency) / column.num_accelerators
+        value = (nu * _tokens(problem, gang, tau, column) - lam * column.concurrency) / column.num_accelerators
         values.setdefault((column.offer, column.room_bytes is not None), []).append((needed, value))
     ladders: _Ladders = {}
     for place, found in values.items():
@@ -238,28 +234,22 @@ def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, 
     return ladders
 
 
-def _worths(problem: PlanningProblem, gang: Gang, tau: Fraction, ladders: _Ladders) -> dict[_Place, Fraction]:
+def _worths(problem: PlanningProblem, gang: Gang, tau: Fraction, ladders: _Ladders) -> _Worths:
     """Most that an accelerator is worth in columns that are in time beside this gang."""
     demand = problem.demand
     left = (demand.bound + 1 - Fraction(demand.age_guard)) * tau - Fraction(gang.period_s)
     best = {(name, is_home): Fraction(0) for name in problem.offers for is_home in (False, True)}
     for place, (needed, values) in ladders.items():
-        has_window = demand.bound and demand.tail_tokens
-        num = bisect_right(needed, left) if has_window else len(needed)
+        num = bisect_right(needed, left) if demand.bound and demand.tail_tokens else len(needed)
         if num:
             best[place] = max(best[place], values[num - 1])
     return best
 
 
-def _is_ruled_out(
-    problem: PlanningProblem,
-    gang: Gang,
-    price_cap: int | None,
-    worths: Mapping[tuple[str, bool], Fraction],
-    nu: Fraction,
-    lam: Fraction,
-    mu: Fraction,
-) -> bool:
+def _supply(
+    problem: PlanningProblem, gang: Gang, price_cap: int | None, worths: _Worths, lam: Fraction, mu: Fraction
+) -> Fraction:
+    """Most that a plan with this gang is worth; less than its demand for tokens rules the gang out."""
     demand = problem.demand
     cap = demand.bound * demand.trajectories - Fraction(demand.queue) if demand.bound else Fraction(demand.trajectories)
     supply = lam * cap
@@ -271,4 +261,4 @@ def _is_ruled_out(
         supply += (offer.num_nodes - trained) * max(node - mu * _money(offer.node_price_per_h), Fraction(0))
         if not demand.bound:
             supply += trained * worths[name, True] * offer.per_node
-    return nu * Fraction(demand.tokens) > supply
+    return supply

@@ -1,11 +1,8 @@
 """The integer program at a fixed period: whether there is a plan, and the best one.
 
 Variables are z (which gang), y (replicas of a column; once per set of rates, if these depend on the gang) and n (nodes
-rented for rollout). Rows are scaled to a largest coefficient of 1, so the solver's absolute tolerance is a small part
-of one replica.
-
-The solver answers in floats with a tolerance; an answer is feasible only if `holds` confirms it in exact arithmetic,
-and running out of time is `UNKNOWN`, never `INFEASIBLE`.
+rented for rollout). Rows are scaled so that the solver's tolerance is a small part of a replica. An answer is feasible
+only if `holds` confirms it in exact arithmetic, and running out of time is `UNKNOWN`, never `INFEASIBLE`.
 """
 
 from __future__ import annotations
@@ -34,20 +31,21 @@ def holds(view: View, counts: ColumnCounts, tau_s: float, budget: int | None = N
     relays = {*gang.nodes, *(view.columns[j][0].offer for j in used)} if demand.bound else set[str]()
     lag = {j: Fraction(demand.lag_s) + Fraction(view.columns[j][0].lag_from_s(gang.root, relays)) for j in used}
     lost = {j: Fraction(view.columns[j][0].blocking_s[gang.root]) for j in used}
-    if view.is_synchronous:
+    if not demand.bound:
         lost = {j: seconds + Fraction(gang.period_s) + lag[j] for j, seconds in lost.items()}
     if demand.tail_tokens:
         tails = {j: Fraction(demand.tail_tokens) * Fraction(view.columns[j][0].token_s) for j in used}
         window = (demand.bound + 1 - Fraction(demand.age_guard)) * tau - Fraction(gang.period_s)
-        room = {j: tau - lost[j] if view.is_synchronous else window - lag[j] for j in used}
+        room = {j: window - lag[j] if demand.bound else tau - lost[j] for j in used}
         if any(tails[j] > room[j] for j in used):
             return False
     if not all(view.columns[j][0].fits_beside(gang) for j in used):
         return False
+    rates = {j: Fraction(view.rate[j]) * counts.replicas[j] for j in used}
     return (
         Fraction(gang.period_s) <= tau
         and (demand.reward_rate is None or demand.trajectories <= Fraction(demand.reward_rate) * tau)
-        and _tokens(view, counts, {j: tau - lost[j] for j in used}) >= Fraction(demand.tokens)
+        and sum(rates[j] * max(tau - lost[j], Fraction(0)) for j in used) >= Fraction(demand.tokens)
         and view.in_flight(counts) <= Fraction(view.in_flight_cap)
         and bool((view.nodes(counts) <= view.free_nodes[counts.gang]).all())
         and (budget is None or view.price(counts) <= budget)
@@ -59,14 +57,6 @@ def shortest_s(view: View, counts: ColumnCounts, tau_s: float) -> float:
     s, used = counts.gang, np.flatnonzero(counts.replicas)
     opening_s = view.opening_s(counts)
     opens_s = max(float(view.period[s]), *(float(opening_s[j]) for j in used))
-    if view.problem.spare_replicas:
-        low_s = opens_s  # the fastest replicas may change with the period: bisect
-        if holds(view, counts, low_s):
-            return low_s
-        for _ in range(40):
-            middle_s = (low_s * tau_s) ** 0.5
-            low_s, tau_s = (low_s, middle_s) if holds(view, counts, middle_s) else (middle_s, tau_s)
-        return tau_s
     rates = {j: Fraction(view.rate[j]) * counts.replicas[j] for j in used}
     lost = sum((rates[j] * Fraction(view.blocking[s, j]) for j in used), Fraction(0))
     tokens_s = (Fraction(view.demand_tokens) + lost) / sum(rates.values())
@@ -80,26 +70,12 @@ def shortest_s(view: View, counts: ColumnCounts, tau_s: float) -> float:
     return tau_s
 
 
-def _tokens(view: View, counts: ColumnCounts, seconds: dict[int, Fraction]) -> Fraction:
-    """Tokens of a period by all replicas but the spare ones, taken to be the most productive."""
-    yields = sorted(
-        ((Fraction(view.rate[j]) * max(left, Fraction(0)), counts.replicas[j]) for j, left in seconds.items()),
-        reverse=True,
-    )
-    spare, total = view.problem.spare_replicas, Fraction(0)
-    for tokens, count in yields:
-        total += tokens * max(0, count - spare)
-        spare = max(0, spare - count)
-    return total
-
-
 STDOUT = 1
 
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """Redirects the process's standard output to nowhere: HiGHS prints a line that no option turns off. Output of other
-    threads is lost meanwhile."""
+    """Silences the process's standard output, other threads' too: HiGHS prints a line that no option turns off."""
     if sys.stdout is not None:
         sys.stdout.flush()
     try:
@@ -196,10 +172,8 @@ def solve(
     solver: Solver = highs,
     among: Ints | None = None,
 ) -> SolverOutcome:
-    """Best plan with one of these gangs at this period, for at most `budget` (millionths of $/h, all included).
-
-    `among` restricts the answer, its status and its bound to plans of these columns, which is much faster.
-    """
+    """Best plan with one of these gangs at this period, for at most `budget` (millionths of $/h, all included). `among`
+    restricts the answer, its status and its bound to plans of these columns, which is much faster."""
     gangs = [s for s in gangs if view.period[s] <= tau_s]
     if not gangs or (builder := _Builder(view, tau_s, gangs, aim, budget, among)).is_empty:
         return SolverOutcome(Status.INFEASIBLE)
@@ -218,11 +192,9 @@ def solve(
 
 
 class _Builder:
-    """Builds one program. Variables in order: z, y by set of rates, n, and the spare replicas' levels."""
+    """Builds one program. Variables in order: z, y by set of rates, and n."""
 
-    def __init__(
-        self, view: View, tau_s: float, gangs: Sequence[int], aim: Aim, budget: int | None, among: Ints | None
-    ):
+    def __init__(self, view: View, tau_s: float, gangs: list[int], aim: Aim, budget: int | None, among: Ints | None):
         self.view, self.gangs, self.aim, self.budget = view, np.array(gangs), aim, budget
         every = view.tokens(tau_s, self.gangs)
         if among is not None:
@@ -239,12 +211,10 @@ class _Builder:
             self.unit_tokens = float(self.tokens.max())
             """Unit of demand: a replica of the most productive column."""
             self.unit_price = float(max(view.node_price.max(), 1))
-            spare = view.problem.spare_replicas
-            self.levels = np.unique(self.tokens) if spare else np.array([])
 
     def model(self, margin: float) -> LinearProgram:
         """`margin` raises the demand, in replicas of the most productive column."""
-        view, size = self.view, self.num_z + self.num_y + self.num_n + len(self.levels)
+        view, size = self.view, self.num_z + self.num_y + self.num_n
         parts: list[tuple[Ints, Ints, Floats]] = []
         lower: list[float] = []
         upper: list[float] = []
@@ -257,7 +227,7 @@ class _Builder:
         z, y = np.arange(self.num_z), self.num_z + np.arange(self.num_y)
         n = self.num_z + self.num_y + np.arange(self.num_n)
         row(z, np.ones(self.num_z), 1, 1)
-        self._demand(row, y, n[-1] + 1 + np.arange(len(self.levels)), margin)
+        row(y, self.tokens / self.unit_tokens, low=view.demand_tokens / self.unit_tokens + margin)
         widest = view.concurrency[self.columns].max()
         row(y, view.concurrency[self.columns] / widest, high=view.in_flight_cap / widest)
         for k in range(self.num_n):
@@ -269,20 +239,6 @@ class _Builder:
         rows, columns, values = (np.concatenate(part) for part in zip(*parts, strict=True))
         matrix = coo_array((values, (rows, columns)), shape=(len(lower), size))
         return LinearProgram(self._cost(size), matrix, np.array(lower), np.array(upper), self._most())
-
-    def _demand(self, row: Callable[..., None], y: Ints, q: Ints, margin: float) -> None:
-        wanted = self.view.demand_tokens / self.unit_tokens + margin
-        if not len(self.levels):
-            row(y, self.tokens / self.unit_tokens, low=wanted)
-            return
-        # The sum of the k largest yields is the minimum over levels w of k w plus all that lies above w, attained at
-        # some column's yield. So one level is chosen, yields are capped by it, and k times the level is demanded in
-        # addition.
-        row(q, np.ones(len(q)), 1, 1)
-        for one, level in zip(q, self.levels / self.unit_tokens, strict=True):
-            idle = wanted + self.view.problem.spare_replicas * level
-            yields = np.minimum(self.tokens / self.unit_tokens, level)
-            row(np.append(y, one), np.append(yields, -idle), low=0.0)
 
     def _hardware(self, row: Callable[..., None], z: Ints, y: Ints, n: Ints, k: int) -> None:
         view = self.view
@@ -329,8 +285,7 @@ class _Builder:
         room = view.most_nodes * view.per_node
         by_place = room[view.group[self.columns]] // view.accelerators[self.columns]
         by_cap = view.in_flight_cap // view.concurrency[self.columns]
-        ones = np.ones(self.num_z), np.ones(len(self.levels))
-        return np.concatenate([ones[0], np.minimum(by_place, by_cap), view.most_nodes, ones[1]]).astype(float)
+        return np.concatenate([np.ones(self.num_z), np.minimum(by_place, by_cap), view.most_nodes]).astype(float)
 
     def unscaled(self, bound: float) -> float:
         if self.aim is Aim.PRICE:

@@ -1,10 +1,9 @@
 """The search for a plan with a proof: the fastest within a budget, the cheapest at a throughput, or the frontier.
 
-It goes gang by gang. Every gang has a proven lower bound on its period, or price. The most promising gang comes first:
-dual prices rule out as much as they can, for all gangs at once; then the integer program, for this gang alone, finds a
-plan or proves that there is none. Before the whole program, one of the few columns that the prices make likely is
-tried: with thousands of replicas its plan is often close enough to the bound, at a fraction of the time. The search
-ends when no gang can beat the best plan by more than the gap. If the program runs out of time, the gap is wider.
+Every gang has a proven lower bound on its period, or price. The most promising gang comes first: dual prices rule out
+as much as they can, for all gangs at once; then the integer program, for this gang alone, first over the few columns
+that the prices make likely, finds a plan or proves that there is none. The search ends when no gang can beat the best
+plan by more than the gap. If the program runs out of time, the gap is wider.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ TIGHT = 1e-5
 """A linear relaxation this close to its gang's bound improves nothing."""
 FRESH_ENOUGH = 0.01
 """Relative tolerance of trajectories in flight: closer mean ages make no difference."""
-FRESH_WITHIN_S = 1.0
-"""Time limit for fewer trajectories in flight; there is a plan already."""
+WITHIN_S, FRESH_WITHIN_S = 5.0, 1.0
+"""Time limits of an integer program, and of one for fewer trajectories in flight, when there is a plan already."""
 SHARES = (1.0, 0.5, 0.25)
 """Shares of the wanted headroom that are tried."""
 NEARLY = 0.8
@@ -47,7 +46,6 @@ class Search:
 
     view: View
     gap: float
-    within_s: float
     solver: Solver
     pool: list[Multipliers] = field(default_factory=list)
     last: dict[int, Multipliers] = field(default_factory=dict)
@@ -58,9 +56,7 @@ class Search:
     ) -> SolverOutcome:
         """Solves the program of one gang; with a guide, only over the columns that its prices make likely."""
         # The program's own gap adds to that between bound and plan; for trajectories in flight nothing is proven.
-        gap, within_s = self.gap / 4, self.within_s
-        if aim is Aim.IN_FLIGHT:
-            gap, within_s = FRESH_ENOUGH, min(within_s, FRESH_WITHIN_S)
+        gap, within_s = (FRESH_ENOUGH, FRESH_WITHIN_S) if aim is Aim.IN_FLIGHT else (self.gap / 4, WITHIN_S)
         among = None if guide is None else bounds.likely(self.view, tau_s, guide, gang)
         return solve(self.view, tau_s, [gang], aim, budget, gap, within_s, self.solver, among)
 
@@ -80,9 +76,7 @@ def fastest_counts(search: Search, cap: int | None) -> tuple[Status, ColumnCount
     every = np.arange(len(view.gangs))
     low, top = view.period.astype(float), far_s(view)
     high, best = top * (1 + search.gap), None
-    is_tight = np.zeros(len(every), dtype=bool)
-    is_guessed = np.zeros(len(every), dtype=bool)
-    given_up = np.zeros(len(every), dtype=bool)
+    is_tight, is_guessed, given_up = np.zeros((3, len(every)), dtype=bool)
     while True:
         promising = np.flatnonzero((low * (1 + search.gap) < high) & ~given_up & (low <= top))
         if not len(promising):
@@ -91,14 +85,12 @@ def fastest_counts(search: Search, cap: int | None) -> tuple[Status, ColumnCount
         if not is_tight[gang]:
             tokens, prices = bounds.most_tokens(view, float(low[gang]), gang, cap)
             search.last[gang] = prices
+            before = low[gang]
             if tokens < view.demand_tokens * (1 - TIGHT):
-                before = low[gang]
                 raised = bounds.shortest_periods(view, prices, cap, every[promising], low[promising], top * 2)
                 low[promising] = np.maximum(low[promising], raised)
                 search.pool.append(prices)
-                is_tight[gang] = low[gang] <= before * (1 + TIGHT)
-            else:
-                is_tight[gang] = True
+            is_tight[gang] = low[gang] <= before * (1 + TIGHT)
             continue
         below_s = min(high / (1 + search.gap), top)
         if not is_guessed[gang]:
@@ -112,12 +104,8 @@ def fastest_counts(search: Search, cap: int | None) -> tuple[Status, ColumnCount
         if found.counts is not None:
             best, high = found.counts, found.high_s
     if best is None:
-        return (
-            (Status.UNKNOWN if given_up.any() else Status.INFEASIBLE),
-            None,
-            math.inf,
-            np.where(low > top, np.inf, low),
-        )
+        status = Status.UNKNOWN if given_up.any() else Status.INFEASIBLE
+        return status, None, math.inf, np.where(low > top, np.inf, low)
     return Status.FEASIBLE, best, high, low
 
 
@@ -162,9 +150,7 @@ def cheapest_counts(
     fast = np.flatnonzero(view.period <= tau_s)
     least = np.full(len(view.gangs), np.inf)
     least[fast] = view.fixed_price + view.gang_price[fast]
-    is_tight = np.zeros(len(view.gangs), dtype=bool)
-    is_guessed = np.zeros(len(view.gangs), dtype=bool)
-    given_up = np.zeros(len(view.gangs), dtype=bool)
+    is_tight, is_guessed, given_up = np.zeros((3, len(view.gangs)), dtype=bool)
     while True:
         below = math.inf if cap is None else cap + 1.0
         if best is not None:
@@ -219,7 +205,7 @@ def roomy_counts(
             continue
         problem = replace(search.view.problem, demand=replace(demand, tokens=demand.tokens * more))
         view = replace(search.view, problem=problem, windows=replace(windows, stretch=more if in_time else 1.0))
-        roomy = Search(view, search.gap, search.within_s, search.solver)
+        roomy = Search(view, search.gap, search.solver)
         found = [_roomy_counts(roomy, tau_s, cap, gang) for gang in able]
         if counts := min((one for one in found if one is not None), key=view.price, default=None):
             return roomy, counts
@@ -282,7 +268,6 @@ def tidied(view: View, tau_s: float, counts: ColumnCounts) -> ColumnCounts:
 GAP = 1e-4
 PRICE_GAP = 1e-3
 """Gap of a price: nodes are whole, and a tighter proof takes several times as long."""
-WITHIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -295,27 +280,17 @@ class Result:
     tokens_per_s: float = math.nan
     in_flight: int = 0
     """In trajectories."""
-    mean_age: float = math.nan
-    """In versions, by Little's law: (in flight + queue) / trajectories of a step."""
     tau_lo_s: float = 0.0
     """Lower bound on the period of a plan within the budget."""
-    price_lo_per_h: float = 0.0
-    """Lower bound on the price of a plan with this period."""
     certificate: Certificate | None = None
     note: str = ""
     """A remark of one line, if any."""
 
 
-def fastest(
-    problem: PlanningProblem,
-    budget: float | None = None,
-    gap: float = GAP,
-    within_s: float = WITHIN_S,
-    solver: Solver = highs,
-) -> Result:
+def fastest(problem: PlanningProblem, budget: float | None = None, gap: float = GAP, solver: Solver = highs) -> Result:
     """Plan with the shortest period for at most `budget` ($/h); then the cheapest, with headroom as far as period and
-    price allow, then with the fewest in flight. `within_s` limits each integer program, not the whole."""
-    search = Search(view_of(problem), gap, within_s, solver)
+    price allow, then with the fewest in flight."""
+    search = Search(view_of(problem), gap, solver)
     cap = None if budget is None else micros(budget)
     status, counts, tau_s, low = fastest_counts(search, cap)
     tau_lo_s = float(low.min(initial=math.inf))
@@ -324,78 +299,61 @@ def fastest(
     # The proof is for periods below the bound: at the bound, such as a gang's own period, there may be a plan.
     tau_lo_s = float(np.nextafter(min(tau_lo_s / (1 + 2 * HAIR), tau_s), 0.0))
     certificate = certify(search.view, search.pool, tau_lo_s, cap, gap=tau_s / tau_lo_s - 1)
-    last = Search(search.view, max(gap, PRICE_GAP), within_s, solver)
-    cheap, least = cheapest_counts(last, tau_s, cap, counts)
+    last = Search(search.view, max(gap, PRICE_GAP), solver)
+    cheap, _ = cheapest_counts(last, tau_s, cap, counts)
     assert cheap is not None, "the plan that was there is gone"
     if headroom := problem.demand.headroom:
         price = search.view.price(cheap)
         last, cheap = roomy_counts(last, tau_s, price, [cheap, counts], headroom) or (last, cheap)
     kept = tidied(search.view, tau_s, freshest_counts(last, tau_s, cheap))
-    return _result(search.view, tau_s, kept, certificate, tau_lo_s, least)
+    return _result(search.view, tau_s, kept, certificate, tau_lo_s)
 
 
 def cheapest(
-    problem: PlanningProblem,
-    throughput: float,
-    budget: float | None = None,
-    gap: float = PRICE_GAP,
-    within_s: float = WITHIN_S,
-    solver: Solver = highs,
+    problem: PlanningProblem, throughput: float, budget: float | None = None, solver: Solver = highs
 ) -> Result:
     """Cheapest plan with `throughput` tokens per second; of these one with the fewest in flight."""
-    return _at(view_of(problem), _period(problem, throughput), budget, gap, within_s, solver)
+    tau_s = problem.demand.tokens / throughput * (1 + HAIR)  # a hair longer against rounding
+    return _at(view_of(problem), tau_s, budget, solver)
 
 
-def frontier(
-    problem: PlanningProblem, num: int = 20, gap: float = PRICE_GAP, within_s: float = WITHIN_S, solver: Solver = highs
-) -> list[Result]:
+def frontier(problem: PlanningProblem, num: int) -> list[Result]:
     """Cheapest plans from the fastest period to the longest that still saves money; each cheaper than the last."""
-    quick = fastest(problem, None, gap, within_s, solver)
+    quick = fastest(problem, None, PRICE_GAP)
     if quick.solution is None:
         return []
     view = view_of(problem)
-    far = _at(view, far_s(view), None, gap, within_s, solver)
-    slow = fastest(problem, far.price_per_h, gap, within_s, solver)
+    slow = fastest(problem, _at(view, far_s(view)).price_per_h, PRICE_GAP)
     if slow.solution is None:
         return [quick]
     points = [quick]
     for tau_s in np.geomspace(quick.solution.tau_s, slow.solution.tau_s, num)[1:-1]:
-        point = _at(view, float(tau_s), None, gap, within_s, solver)
+        point = _at(view, float(tau_s))
         if point.solution is not None and point.price_per_h < points[-1].price_per_h:
             points.append(point)
     return [*points, slow] if slow.price_per_h < points[-1].price_per_h else points
 
 
-def _at(view: View, tau_s: float, budget: float | None, gap: float, within_s: float, solver: Solver) -> Result:
-    search = Search(view, gap, within_s, solver)
+def _at(view: View, tau_s: float, budget: float | None = None, solver: Solver = highs) -> Result:
+    search = Search(view, PRICE_GAP, solver)
     counts, least = cheapest_counts(search, tau_s, None if budget is None else micros(budget), None)
     if counts is None:
         status = Status.INFEASIBLE if least == math.inf else Status.UNKNOWN
         return Result(status, tau_lo_s=tau_s if status is Status.INFEASIBLE else 0.0, note=_note(view.problem))
     counts = freshest_counts(search, tau_s, counts)
     certificate = certify(view, search.pool, tau_s, math.ceil(least) - 1, gap=view.price(counts) / max(least, 1.0) - 1)
-    return _result(view, tau_s, counts, certificate, 0.0, least)
+    return _result(view, tau_s, counts, certificate, 0.0)
 
 
-def _period(problem: PlanningProblem, throughput: float) -> float:
-    """Period of a throughput, a hair longer against rounding."""
-    return problem.demand.tokens / throughput * (1 + HAIR)
-
-
-def _result(
-    view: View, tau_s: float, counts: ColumnCounts, certificate: Certificate, tau_lo_s: float, least: float
-) -> Result:
-    demand, in_flight = view.problem.demand, view.in_flight(counts)
-    price, solution = view.price(counts), restore(view, counts, tau_s)
+def _result(view: View, tau_s: float, counts: ColumnCounts, certificate: Certificate, tau_lo_s: float) -> Result:
+    solution = restore(view, counts, tau_s)
     return Result(
         Status.FEASIBLE,
         solution,
-        price / MICRO,
-        demand.tokens / tau_s,
-        in_flight,
-        (in_flight + demand.queue) / demand.trajectories if demand.bound else 0.0,
+        view.price(counts) / MICRO,
+        view.demand_tokens / tau_s,
+        view.in_flight(counts),
         tau_lo_s,
-        min(view.next_price(least), price) / MICRO,
         certificate,
         _note(view.problem, solution),
     )

@@ -1,37 +1,33 @@
 """A problem in arrays for the solvers: dominated columns and gangs are dropped, and equal classes merged.
 
-The order depends on numbers and never on names, so renaming a class changes no answer. Merging and dropping keep every
-optimum; `restore` leads back to names. Money is counted in whole millionths of a dollar, so that sums are exact.
-
-Replicas on the gang's own nodes are columns of a *home* class, beside the rented class. It offers no nodes; each gang
-brings some, at no further price. A gang's count of home nodes is therefore negative.
+The order depends on numbers and never on names. Merging and dropping keep every optimum; `restore` leads back to names.
+Money is counted in whole millionths of a dollar, so that sums are exact. Replicas on the gang's own nodes are columns
+of a *home* class, which offers no nodes; each gang brings some for free, so its count of home nodes is negative.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.planner.problem import Gang, Offer, PlanningProblem, RolloutColumn, Solution
+from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Solution
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+ByOffer = dict[str, list[RolloutColumn]]
 Source = tuple[str, frozenset[str]]
 """Source of a gang's versions: the class that publishes, and the gang's classes that may relay."""
 
 
 def relays_of(problem: PlanningProblem) -> frozenset[str]:
     """Classes that may relay versions; none with bound 0."""
-    if not problem.demand.bound:
-        return frozenset()
-    return _relays(problem.rollout)
+    return _relays(problem.rollout if problem.demand.bound else ())
 
 
 def _relays(columns: Iterable[RolloutColumn]) -> frozenset[str]:
@@ -75,36 +71,27 @@ def lags_of(columns: Sequence[RolloutColumn], roots: Iterable[str]) -> Lags:
 
 def figures(column: RolloutColumn, roots: Sequence[str]) -> tuple[float, ...]:
     """All numbers of a column that an answer can depend on; columns with equal numbers are interchangeable."""
-    by_root = (
-        figure
-        for root in roots
-        for figure in (
-            column.blocking_s[root],
-            column.lag_from_s(root),
-            *sorted(column.lag_over_s.get(root, {}).values()),
-        )
-    )
-    room = () if column.room_bytes is None else (column.room_bytes,)
-    return (column.num_accelerators, column.concurrency, column.tokens_per_s, column.token_s, *room, *by_root)
+    found = [column.num_accelerators, column.concurrency, column.tokens_per_s, column.token_s]
+    found += [] if column.room_bytes is None else [column.room_bytes]
+    for root in roots:
+        found += [column.blocking_s[root], column.lag_from_s(root)]
+        found += sorted(column.lag_over_s.get(root, {}).values())
+    return tuple(found)
 
 
 def efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[RolloutColumn]:
-    """Columns that no other beats per accelerator in every respect, ordered by their numbers, then by name.
-
-    A column replaces another only if its size divides the other's, so that its replicas fit.
-    """
+    """Columns that no other beats per accelerator in every respect, ordered by their numbers, then by name; a column
+    beats another only if its size divides the other's, so that its replicas fit."""
     columns = sorted(columns, key=lambda column: (*figures(column, roots), column.name))
     columns = [c for c, before in zip(columns, [None, *columns], strict=False) if not _same(c, before, roots)]
     if not columns:
         return columns
     size = np.array([column.num_accelerators for column in columns])
-    worse = [np.array([column.concurrency for column in columns]) / size]
-    worse += [-np.array([column.tokens_per_s for column in columns]) / size]
-    worse += [np.array([column.token_s for column in columns])]
-    worse += [np.array([column.blocking_s[root] for column in columns]) for root in roots]
+    each = np.array([(column.concurrency, -column.tokens_per_s) for column in columns]) / size[:, None]
+    own = np.array([(one.token_s, -(one.room_bytes or 0.0)) for one in columns])
+    blocking = np.array([[one.blocking_s[root] for one in columns] for root in roots])
     lags = lags_of(columns, roots)
-    worse += [*lags.direct_s.values(), *lags.over_s.values()]
-    worse += [-np.array([column.room_bytes or 0.0 for column in columns])]
+    worse = [*each.T, *own.T, *blocking, *lags.direct_s.values(), *lags.over_s.values()]
     beats = size[None, :] % size[:, None] == 0
     for figure in worse:
         beats &= figure[:, None] <= figure[None, :]
@@ -115,9 +102,9 @@ def efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[Rollou
 
 
 def _same(column: RolloutColumn, other: RolloutColumn | None, roots: Sequence[str]) -> bool:
-    return (
-        other is not None and figures(column, roots) == figures(other, roots) and column.lag_over_s == other.lag_over_s
-    )
+    if other is None or column.lag_over_s != other.lag_over_s:
+        return False
+    return figures(column, roots) == figures(other, roots)
 
 
 def efficient_gangs(
@@ -128,13 +115,8 @@ def efficient_gangs(
 ) -> tuple[tuple[Gang, ...], dict[str, str]]:
     """Gangs that fit the offers and that no other beats in nodes, period, lags and kept bytes; and for each other gang
     one that beats it. A gang with fewer home nodes beats none."""
-    fitting = [
-        gang
-        for gang in problem.gangs
-        if all(
-            num <= (problem.offers[name].num_nodes if name in problem.offers else 0) for name, num in gang.nodes.items()
-        )
-    ]
+    offered = {name: offer.num_nodes for name, offer in problem.offers.items()}
+    fitting = [gang for gang in problem.gangs if all(num <= offered.get(name, 0) for name, num in gang.nodes.items())]
     relays = relays_of(problem)
     sources = [source_of(gang, relays) for gang in fitting]
     lost = _lost([one for one, *_ in columns], set(sources), relays)
@@ -161,9 +143,7 @@ def efficient_gangs(
     return tuple(fitting[s] for s in kept), beaten
 
 
-def _lost(
-    columns: Sequence[RolloutColumn], sources: Collection[Source], relays: frozenset[str]
-) -> dict[Source, Floats]:
+def _lost(columns: Sequence[RolloutColumn], sources: set[Source], relays: frozenset[str]) -> dict[Source, Floats]:
     """By source: blocking times and lags of the columns, without those that are the same for every source."""
     order, roots = list(sources), sorted({root for root, _ in sources})
     blocking = np.array([[one.blocking_s[root] for one in columns] for root in roots]).reshape(len(roots), -1)
@@ -184,14 +164,11 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Windows:
-    """Shortest periods that leave time for the tail, of S gangs and J columns.
-
-    Thousands of gangs share a few sources of versions, so what depends on the source is stored once.
-    """
+    """Shortest periods that leave time for the tail, of S gangs and J columns; thousands of gangs share few sources."""
 
     late_s: Floats
-    """1 + R x sources x J: time from training to the end of the tail, with versions from the gang's own classes or
-    relayed by each of R others; infinite if a gang leaves a column no memory."""
+    """1 + R x sources x J: time from training to the end of the tail, without a relay or relayed by each of R classes;
+    infinite if a gang leaves a column no memory."""
     source: Ints
     """Source of each gang."""
     trained_s: Floats
@@ -217,8 +194,7 @@ class Windows:
 def windows(
     problem: PlanningProblem, gangs: Sequence[Gang], columns: Sequence[Sequence[RolloutColumn]], overs: Sequence[str]
 ) -> tuple[Floats, Windows]:
-    """Per gang and column: seconds of a period without generation, and the periods that leave time for the tail, by the
-    relaying classes `overs`."""
+    """Per gang and column: seconds of a period without generation, and periods for the tail by relays (`overs`)."""
     demand = problem.demand
     relays = relays_of(problem)
     sources = [source_of(gang, relays) for gang in gangs]
@@ -303,10 +279,6 @@ class View:
     def demand_tokens(self) -> float:
         return self.problem.demand.tokens
 
-    @property
-    def is_synchronous(self) -> bool:
-        return self.problem.demand.bound == 0
-
     @cached_property
     def in_flight_cap(self) -> float:
         """Trajectories of `bound` steps less the queue; with bound 0, those of one step."""
@@ -353,11 +325,6 @@ class View:
 
     def price(self, counts: ColumnCounts) -> int:
         return int(self.fixed_price + self.gang_price[counts.gang] + self.nodes(counts) @ self.node_price)
-
-    def next_price(self, least: float) -> int:
-        """Lowest price of whole nodes from `least` on, less a millionth against rounding."""
-        step = int(np.gcd.reduce(self.node_price, initial=0)) or 1
-        return self.fixed_price + max(0, math.ceil((least - 1 - self.fixed_price) / step)) * step
 
     def in_flight(self, counts: ColumnCounts) -> int:
         return int(self.concurrency @ np.array(counts.replicas))
@@ -450,9 +417,8 @@ def _check(problem: PlanningProblem) -> None:
         sizes = sorted({column.num_accelerators for column in problem.rollout if column.offer == name})
         for small, large in itertools.pairwise([*sizes, offer.per_node]):
             if large % small:
-                raise ValueError(
-                    f"{name}: {small} accelerators a replica do not divide {large}, so nodes would be torn"
-                )
+                why = f"{small} accelerators a replica do not divide {large}, so nodes would be torn"
+                raise ValueError(f"{name}: {why}")
 
 
 def _columns_of(problem: PlanningProblem, offer: str, *, is_home: bool = False) -> list[RolloutColumn]:
@@ -462,9 +428,7 @@ def _columns_of(problem: PlanningProblem, offer: str, *, is_home: bool = False) 
     return [column for column in problem.rollout if column.offer == offer and column.is_home == is_home]
 
 
-def _merged(
-    problem: PlanningProblem, by_offer: dict[str, list[RolloutColumn]], roots: Sequence[str]
-) -> tuple[tuple[str, ...], ...]:
+def _merged(problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
     relays = relays_of(problem)
     for name, offer in sorted(problem.offers.items()):
@@ -472,31 +436,25 @@ def _merged(
         # A class that relays, or gets versions from a relay, is never merged.
         alone = name if name in relays or any(column.lag_over_s for column in by_offer[name]) else None
         alike[(offer.per_node, micros(offer.node_price_per_h), shapes, alone)].append(name)
+    return _sorted(alike.values(), problem, by_offer, roots)
 
-    return tuple(tuple(names) for names in sorted(alike.values(), key=_order(problem, by_offer, roots)))
 
-
-def _homes(
-    problem: PlanningProblem, by_offer: dict[str, list[RolloutColumn]], roots: Sequence[str]
-) -> tuple[tuple[str, ...], ...]:
+def _homes(problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Home classes, not merged: a gang's state may differ between classes that are otherwise equal."""
-    having = [[name] for name in sorted(problem.offers) if by_offer[name]]
-    return tuple(tuple(names) for names in sorted(having, key=_order(problem, by_offer, roots)))
+    return _sorted([[name] for name in sorted(problem.offers) if by_offer[name]], problem, by_offer, roots)
 
 
-def _order(
-    problem: PlanningProblem, by_offer: dict[str, list[RolloutColumn]], roots: Sequence[str]
-) -> Callable[[list[str]], tuple[object, ...]]:
-    """Sort key of numbers, never of names."""
+def _sorted(
+    groups: Iterable[list[str]], problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]
+) -> tuple[tuple[str, ...], ...]:
+    """Groups of classes in an order by numbers, never by names."""
 
     def order(names: list[str]) -> tuple[object, ...]:
-        first: Offer = problem.offers[names[0]]
-        shapes = [
-            (*figures(column, ()), *sorted(figures(column, (root,)) for root in roots)) for column in by_offer[names[0]]
-        ]
+        first, columns = problem.offers[names[0]], by_offer[names[0]]
+        shapes = [(*figures(one, ()), *sorted(figures(one, (root,)) for root in roots)) for one in columns]
         return (first.node_price_per_h, first.per_node, sum(problem.offers[name].num_nodes for name in names), shapes)
 
-    return order
+    return tuple(tuple(names) for names in sorted(groups, key=order))
 
 
 def _gang_nodes(gangs: Sequence[Gang], merged: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> Ints:
