@@ -98,6 +98,5 @@ def class_and_number(name: str) -> tuple[str, int]:
 def fabric_of(inventory: Inventory) -> NodeFabric:
     """All nodes of an inventory, with its measured links; a reduced inventory may have those of removed nodes too."""
     nodes = {node.name: node for node in nodes_of(inventory)}
-    return NodeFabric(
-        inventory, nodes, {pair: inventory.measured[pair] for pair in inventory.measured if pair <= nodes.keys()}
-    )
+    measured = {pair: rate for pair, rate in inventory.measured.items() if pair <= nodes.keys()}
+    return NodeFabric(inventory, nodes, measured)

@@ -114,11 +114,10 @@ def enough_s(problem: PlanningProblem, placed: PlanningProblem, solution: Soluti
         rises = [slower[name].lag_from_s(root) - before[name] for name in slower]
         return tau_s + (period_s - problem.gang(solution).period_s) + max(rises, default=0.0)
     relays = {*gang.nodes, *(each.offer for each in slower.values())}
-    tails = [
-        demand.tail_tokens * each.token_s + demand.lag_s + each.lag_from_s(root, relays) for each in slower.values()
-    ]
+    tail, reward_s = demand.tail_tokens, demand.lag_s
+    tails = [tail * each.token_s + reward_s + each.lag_from_s(root, relays) for each in slower.values()]
     opens_s = (max(tails, default=0.0) + period_s) / (demand.bound + 1 - demand.age_guard)
-    return max(tau_s, period_s, opens_s if demand.tail_tokens else 0.0)
+    return max(tau_s, period_s, opens_s if tail else 0.0)
 
 
 def period_s(problem: PlanningProblem, placed: PlanningProblem, solution: Solution) -> float:

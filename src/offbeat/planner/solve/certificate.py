@@ -38,9 +38,13 @@ class Certificate:
     """Error of the cost model on measurements that it was not fitted to, which the gap does not include."""
 
 
+OLD = {"spare_replicas": 0}
+"""A removed field of problems, which stays in their hash so that older plans can be verified."""
+
+
 def digest(problem: PlanningProblem) -> str:
     """Hash of the whole problem, whatever the order of its keys; `vars` makes no copies, unlike `asdict`."""
-    return hashlib.sha256(json.dumps(problem, default=vars, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps({**vars(problem), **OLD}, default=vars, sort_keys=True).encode()).hexdigest()
 
 
 def certify(view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap: int | None, gap: float) -> Certificate:

@@ -16,7 +16,7 @@ from fractions import Fraction
 from itertools import accumulate
 
 from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Solution
-from offbeat.planner.solve.certificate import Certificate
+from offbeat.planner.solve.certificate import OLD, Certificate
 
 Used = list[tuple[RolloutColumn, int]]
 """Columns of a plan with their number of replicas."""
@@ -168,7 +168,7 @@ def _money(price: float) -> int:
 
 def _certificate_rows(problem: PlanningProblem, solution: Solution, certificate: Certificate) -> list[str]:
     broken = []
-    found = hashlib.sha256(json.dumps(asdict(problem), sort_keys=True).encode()).hexdigest()
+    found = hashlib.sha256(json.dumps({**asdict(problem), **OLD}, sort_keys=True).encode()).hexdigest()
     if found != certificate.columns_sha256:
         broken.append("certificate: it speaks of other columns")
     if certificate.tau_lo_s > solution.tau_s:
