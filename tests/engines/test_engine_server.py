@@ -19,7 +19,7 @@ from support_files import SUPPORT
 from offbeat.engines.http_calls import Server, ServerRefused
 from offbeat.engines.process import endpoints
 from offbeat.engines.process import guard as engine_guard
-from offbeat.engines.process.endpoints import PortEndpoint, SocketEndpoint
+from offbeat.engines.process.endpoints import port_endpoint, socket_endpoint
 from offbeat.engines.process.server import EngineServer, ServerEnded, error_line
 from offbeat.engines.sglang.api import INSIDE_FOLDER, LAUNCHER
 from offbeat.errors import UserError
@@ -36,7 +36,9 @@ def in_a_loop(test):
     return run
 
 
-def server_in(folder: Path, *words: str, start_within_s: float = WITHIN_S, new_endpoint=SocketEndpoint) -> EngineServer:
+def server_in(
+    folder: Path, *words: str, start_within_s: float = WITHIN_S, new_endpoint=socket_endpoint
+) -> EngineServer:
     def command(listen: Sequence[str]) -> list[str]:
         return [sys.executable, str(SUPPORT / "standin_server.py"), *listen, *words]
 
@@ -117,7 +119,7 @@ async def test_only_what_the_last_start_printed_is_quoted(tmp_path):
 async def test_a_program_that_is_not_there_is_told_as_such(tmp_path):
     log, lock = tmp_path / "engine.log", tmp_path / "lock"
     server = EngineServer(
-        "x", lambda listen: ["/no/such"], {}, new_endpoint=SocketEndpoint, log=log, lock=lock, start_within_s=WITHIN_S
+        "x", lambda listen: ["/no/such"], {}, new_endpoint=socket_endpoint, log=log, lock=lock, start_within_s=WITHIN_S
     )
     with pytest.raises(ServerEnded, match=r"status 127: /no/such: No such file or directory"):
         await server.start()
@@ -211,7 +213,7 @@ async def test_nobody_but_this_user_reaches_a_socket_and_nothing_of_it_is_left(t
 
 @in_a_loop
 async def test_a_server_at_a_port_has_a_key_that_no_command_line_shows(tmp_path):
-    server = server_in(tmp_path, new_endpoint=PortEndpoint)
+    server = server_in(tmp_path, new_endpoint=port_endpoint)
     await server.start()
     try:
         (pid,) = processes(tmp_path)
@@ -241,7 +243,7 @@ async def test_a_stranger_who_took_the_port_is_not_mistaken_for_our_server(tmp_p
     listener = await asyncio.get_running_loop().create_server(stranger, "127.0.0.1", 0)
     monkeypatch.setattr(endpoints, "_free_port", lambda: listener.sockets[0].getsockname()[1])
     try:
-        server = server_in(tmp_path, "--deaf", new_endpoint=PortEndpoint)
+        server = server_in(tmp_path, "--deaf", new_endpoint=port_endpoint)
         with pytest.raises(ServerEnded, match=r"another process answers at http://127\.0\.0\.1:") as caught:
             await server.start()
         assert caught.value.status < 0, "it is worth another try, at another port"

@@ -28,9 +28,15 @@ def says(*responses):
 
 
 @asynccontextmanager
-async def pool_of(tmp_path, reward=OBEY, processes=1, timeout_s=0.5):
-    async with RewardPool(processes, timeout_s, {"r": reward}, tmp_path / "logs" / "rewards.log") as pool:
+async def opened(pool):
+    try:
         yield pool
+    finally:
+        await pool.close()
+
+
+def pool_of(tmp_path, reward=OBEY, processes=1, timeout_s=0.5):
+    return opened(RewardPool(processes, timeout_s, {"r": reward}, tmp_path / "logs" / "rewards.log"))
 
 
 def score(tmp_path, *responses, **options):
@@ -261,7 +267,7 @@ def test_check_passes_a_good_reward_and_keeps_its_process(tmp_path):
 
 def test_a_slow_judge_keeps_only_its_own_process(tmp_path):
     async def run():
-        async with RewardPool(2, 60.0, {"slow": OBEY, "quick": OBEY}, tmp_path / "log") as pool:
+        async with opened(RewardPool(2, 60.0, {"slow": OBEY, "quick": OBEY}, tmp_path / "log")) as pool:
             slow = asyncio.create_task(pool.score("slow", says(*["sleep 30"] * 20)))
             await asyncio.sleep(0)
             async with asyncio.timeout(20):
@@ -318,10 +324,10 @@ from pathlib import Path
 from offbeat.rewards.pool import RewardInput, RewardPool
 
 async def main(reward, response, log):
-    async with RewardPool(1, 600.0, {"r": reward}, Path(log)) as pool:
-        (result,) = await pool.score("r", [RewardInput("pid")])
-        print(int(result.value), flush=True)
-        await pool.score("r", [RewardInput(response)])
+    pool = RewardPool(1, 600.0, {"r": reward}, Path(log))
+    (result,) = await pool.score("r", [RewardInput("pid")])
+    print(int(result.value), flush=True)
+    await pool.score("r", [RewardInput(response)])
 
 asyncio.run(main(*sys.argv[1:]))
 """

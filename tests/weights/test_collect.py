@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec import structs
 
-from offbeat.weights.collect import SPARED_S, collect, needed
+from offbeat.weights.collect import SPARED_S, collect
 from offbeat.weights.manifest import Base, Kind, Manifest, PieceEntry, manifest_digest, tensors_digest
 from offbeat.weights.piece_store import FolderStore, StoreError, open_store
 from offbeat.weights.signing import SigningKey, open_sealed, seal
@@ -87,14 +87,11 @@ def chain(manifests: Mapping[int, Manifest], number: int | None) -> list[Manifes
     return found
 
 
-@given(histories(), st.sets(st.integers(0, 30)))
-def test_needed_are_the_chains_of_what_is_in_use_and_of_the_newest_and_nothing_else(manifests, in_use):
-    pieces, numbers = needed(manifests, in_use)
-    chains = [
-        found for number in {*in_use, *([max(manifests)] if manifests else [])} for found in chain(manifests, number)
-    ]
-    assert numbers == {found.number for found in chains}
-    assert pieces == {piece.digest for found in chains for piece in found.pieces}
+def needed(manifests: Mapping[int, Manifest], in_use: Collection[int]) -> tuple[set[str], set[int]]:
+    """The pieces and versions of the chains of what is in use, and of the newest."""
+    numbers = {*in_use, *([max(manifests)] if manifests else [])}
+    chains = [found for number in numbers for found in chain(manifests, number)]
+    return {piece.digest for found in chains for piece in found.pieces}, {found.number for found in chains}
 
 
 @given(histories(), st.sets(st.integers(0, 30)))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from offbeat.weights import codec, encoding
-from offbeat.weights.codec import CodecError
 
 DEVICES = [
     "cpu",
@@ -45,7 +44,7 @@ def test_blocks_join_without_a_seam(device: str, monkeypatch: pytest.MonkeyPatch
     new = (old + (torch.rand(1000, device=device) < 0.5)).bfloat16()
     whole = encoding.find_changes_on_device(new, old)
     for size in (1, 7, 100, 999, 1000):
-        monkeypatch.setattr(encoding, "BLOCK_ITEMS", size)
+        monkeypatch.setattr(encoding, "DEVICE_BLOCK_ITEMS", size)
         assert equal(encoding.find_changes_on_device(new, old), whole)
 
 
@@ -90,5 +89,5 @@ def test_parameters_that_want_a_gradient_and_empty_tensors_are_taken():
 )
 def test_another_shape_or_type_is_refused(old: torch.Tensor):
     new = torch.zeros(3, dtype=torch.bfloat16 if old.dtype != torch.float32 else torch.float32)
-    with pytest.raises(CodecError, match="two bytes"):
+    with pytest.raises(AssertionError):
         encoding.find_changes_on_device(new, old)

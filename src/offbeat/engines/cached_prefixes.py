@@ -1,8 +1,7 @@
 """Index of the keys and values that aborted requests left in free slots, so that they can resume without prefill.
 
-Only names are stored here. A slot is whatever an engine calls the memory of a request; a free slot keeps its content
-until another request needs it, least recently aborted first, so caching takes no memory from running requests.
-Guarantees:
+A free slot keeps its content until another request needs it, least recently aborted first, so caching takes no memory
+from running requests. Guarantees:
 
 - A prefix found for a request consists of the request's own tokens, with the same split into prompt and response, on
   which the bits of its keys and values depend.
@@ -39,6 +38,10 @@ class CachedPrefix:
     kv_lag: int = 0
     """Versions that they may lag behind the one served; with 0 the next load drops them."""
 
+    @property
+    def key(self) -> bytes:
+        return token_key(self.tokens[: self.num_prompt])
+
     def num_usable(self, request: Request) -> int:
         """Tokens that a request can reuse; 0 unless they are its own. Its last token is always fed."""
         num_tokens = min(len(self.tokens), len(request.tokens) - 1)
@@ -66,14 +69,14 @@ class CachedPrefixes:
         assert prefix.slot not in self._prefixes, f"slot {prefix.slot} already holds a prefix"
         assert len(prefix.tokens) >= prefix.num_prompt, f"slot {prefix.slot} does not hold a whole prompt"
         self._prefixes[prefix.slot] = prefix
-        self._slots.setdefault(_key(prefix.tokens, prefix.num_prompt), set()).add(prefix.slot)
+        self._slots.setdefault(prefix.key, set()).add(prefix.slot)
 
     def find(self, request: Request, version: int) -> CachedPrefix | None:
         """Longest prefix that a request may reuse while `version` is served."""
         if request.kv is KvMode.REFILL or not request.position:
             return None
         oldest = version - (request.kv_lag if request.kv is KvMode.STALE else 0)
-        slots = self._slots.get(_key(request.tokens, len(request.tokens) - request.position), ())
+        slots = self._slots.get(token_key(request.tokens[: len(request.tokens) - request.position]), ())
         usable = [prefix for prefix in map(self._prefixes.__getitem__, slots) if oldest <= prefix.kv_version <= version]
         best = max(usable, key=lambda prefix: (prefix.num_usable(request), prefix.kv_version), default=None)
         return best if best is not None and best.num_usable(request) else None
@@ -83,7 +86,7 @@ class CachedPrefixes:
         prefix = self._prefixes.pop(slot, None)
         if prefix is None:
             return
-        key = _key(prefix.tokens, prefix.num_prompt)
+        key = prefix.key
         self._slots[key].remove(slot)
         if not self._slots[key]:
             del self._slots[key]
@@ -93,8 +96,7 @@ class CachedPrefixes:
         assert target not in self._prefixes, f"slot {target} already holds a prefix"
         prefixes = [replace(p, slot=target) if p.slot == slot else p for p in self._prefixes.values()]
         self._prefixes = {prefix.slot: prefix for prefix in prefixes}
-        moved = self._prefixes[target]
-        slots = self._slots[_key(moved.tokens, moved.num_prompt)]
+        slots = self._slots[self._prefixes[target].key]
         slots.remove(slot)
         slots.add(target)
 
@@ -123,5 +125,5 @@ def is_worth_reusing(num_cached: int, num_missing: int) -> bool:
     return num_missing * FED_COST <= num_cached
 
 
-def _key(tokens: np.ndarray, num_prompt: int) -> bytes:
-    return tokens[:num_prompt].astype(np.int64, copy=False).tobytes()
+def token_key(tokens: np.ndarray) -> bytes:
+    return tokens.astype(np.int64, copy=False).tobytes()

@@ -18,6 +18,8 @@ from offbeat.trajectory import Sampling
 from offbeat.weights.version import Version
 
 T = TypeVar("T")
+STREAM_TOKENS = 32
+"""Tokens in one event of an answer: fewer cost the server more than the tokens do, more come late."""
 
 
 @dataclass(frozen=True)

@@ -139,16 +139,13 @@ class Server:
         if self._is_closed:
             raise ServerAway(f"{self.url}: closed")
         if self._session is None:
-            connector = self._connector()
+            limits: dict[str, Any] = {"limit": 0, "keepalive_timeout": KEEPALIVE_S}
+            path = self.url.removeprefix(UNIX) if self.url.startswith(UNIX) else None
+            connector = aiohttp.UnixConnector(path, **limits) if path else aiohttp.TCPConnector(**limits)
             headers = {"Content-Type": "application/json", **self._headers}
             timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_WITHIN_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout)
         return self._session
-
-    def _connector(self) -> aiohttp.BaseConnector:
-        if self.url.startswith(UNIX):
-            return aiohttp.UnixConnector(self.url.removeprefix(UNIX), limit=0, keepalive_timeout=KEEPALIVE_S)
-        return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
 
     def _away(self, path: str, error: BaseException) -> ServerAway:
         why = " ".join(str(error).split()) or "broke off"

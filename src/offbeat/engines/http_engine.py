@@ -57,7 +57,7 @@ class HttpEngine:
 
     def __init__(self, dialect: Dialect, facts: Facts, *, worker: str, num_slots: int):
         self.dialect, self.facts, self.worker = dialect, facts, worker
-        self._capabilities = Capabilities(
+        self.capabilities = Capabilities(
             fingerprint=facts.fingerprint,
             num_slots=num_slots,
             max_context_tokens=facts.max_context_tokens,
@@ -85,10 +85,6 @@ class HttpEngine:
     async def attach(cls, dialect: Dialect, *, worker: str, num_slots: int) -> HttpEngine:
         """Probes a server and makes its engine; refuses an unsuitable server."""
         return cls(dialect, await dialect.probe(), worker=worker, num_slots=num_slots)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
 
     @property
     def version(self) -> int | None:
@@ -124,7 +120,9 @@ class HttpEngine:
         """Sends a request, and its remainder after each load that it had to leave for."""
         num_breaks = 0
         while running.over is None:
-            await self._changes.wait_for(lambda: running.is_aborted or self._may_send)
+            await self._changes.wait_for(
+                lambda: running.is_aborted or (self.health.may_generate and not self._is_loading)
+            )
             if running.is_aborted:
                 return Finish.ABORT
             num_before = running.num_tokens
@@ -141,15 +139,12 @@ class HttpEngine:
                     raise EngineError(f"engine {self.worker}, request {running.request.id}: {error}") from error
                 running.break_off()
                 num_breaks += 1
-                await self._until_certain(error)
-                self._raise_if_ended()
+                self._suspect(error)
+                await self._changes.wait_for(lambda: self.health.state is not State.SUSPECT)
+                self._raise_if_ended()  # the health check has ended the engine if the server is dead
                 if num_breaks >= MAX_BREAKS:
                     raise EngineError(f"engine {self.worker}, request {running.request.id}: {error}") from error
         return running.over
-
-    @property
-    def _may_send(self) -> bool:
-        return not self._is_loading and self.health.may_generate
 
     async def _send(self, running: ActiveRequest) -> Finish:
         assert self._loaded is not None
@@ -176,11 +171,6 @@ class HttpEngine:
         """Checks that the server still serves `loaded`, if answers do not name their weights."""
         if self.facts.has_labels and not self.facts.has_spans and (label := await self.dialect.label()) != loaded.label:
             raise EngineDied(f"the label of its weights changed from {loaded.label!r} to {label!r}")
-
-    async def _until_certain(self, error: EngineError) -> None:
-        """Waits until it is known whether the server is healthy; the health check ends the engine if not."""
-        self._suspect(error)
-        await self._changes.wait_for(lambda: self.health.state is not State.SUSPECT)
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         self._raise_if_ended()
@@ -244,7 +234,10 @@ class HttpEngine:
         inside = [running for running in self._running.values() if running.call is not None]
         keeping = [running for running in inside if self.facts.has_spans and running.may_keep_kv(version.number)]
         if keeping or not self.facts.has_spans:  # a pause forgets all KV or none
-            await self._move([running for running in inside if running not in keeping])
+            leaving = [running for running in inside if running not in keeping]
+            for running in leaving:
+                running.is_moving = True
+            await self._empty(leaving)
         try:
             await self.dialect.pause(keeps_kv=bool(keeping))
             await self.dialect.load(version, loaded.label)
@@ -262,11 +255,6 @@ class HttpEngine:
         if self.health.state is State.DEAD:  # found by a request meanwhile
             raise EngineDied(self.health.why)
         self.health.refreshed(label)
-
-    async def _move(self, leaving: Sequence[ActiveRequest]) -> None:
-        for running in leaving:
-            running.is_moving = True
-        await self._empty(leaving)
 
     # Health
 
@@ -303,15 +291,15 @@ class HttpEngine:
         self._is_suspect.set()
 
     def _judge(self) -> None:
+        if all(running.call is None for running in self._running.values()):
+            self._heard_s = time.monotonic()
         quiet_s = time.monotonic() - self._heard_s
         if self.health.state is State.DEAD:
             self._die(f"it is dead: {self.health.why}")
         elif self.health.state is State.STALE:
             self._die(f"its weights are not those loaded last: {self.health.why}")
-        elif quiet_s > STUCK_AFTER_S and any(running.call is not None for running in self._running.values()):
+        elif quiet_s > STUCK_AFTER_S:
             self._die(f"no token for {quiet_s:.0f} s, with requests inside")
-        elif not any(running.call is not None for running in self._running.values()):
-            self._heard_s = time.monotonic()
 
     @contextmanager
     def _deadly(self) -> Iterator[None]:
@@ -511,19 +499,13 @@ class MeteredCall:
             num_resumed_tokens=resumed,
         )
 
-    def refill(self) -> EngineMetrics:
-        """Work of computing all keys and values again after a load."""
-        num_tokens = self.num_prompt + self.num_tokens if self.is_decoding else 0
-        return EngineMetrics(num_prefilled_tokens=num_tokens)
-
 
 class Meter:
     """Counts the server's work for this worker, as far as answers show it.
 
     A sampled token is a row of a step that read the context before it, without padding. A decoding call gets one token
-    a step, so steps are tokens per decoding call on average, whatever else the server does. Whether a prefix was
-    computed or cached is known only if every answer reports `num_cached`. The server is busy while it has calls inside
-    and is not paused.
+    a step, so steps are tokens per decoding call on average. Whether a prefix was computed or cached is known only if
+    every answer reports `num_cached`. The server is busy while it has calls inside and is not paused.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -561,7 +543,9 @@ class Meter:
         self._sums += self._inside[call.id].take(chunk)
 
     def refill(self, call: Call) -> None:
-        self._sums += self._inside[call.id].refill()
+        """Counts the work of computing all keys and values again after a load."""
+        one = self._inside[call.id]
+        self._sums += EngineMetrics(num_prefilled_tokens=one.num_prompt + one.num_tokens if one.is_decoding else 0)
 
     def stand_still(self, is_still: bool) -> None:
         self._count_time()

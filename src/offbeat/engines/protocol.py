@@ -1,7 +1,7 @@
 """The protocol between a worker and its engine.
 
-It is asynchronous and request-driven, because engines behind HTTP are: requests come and go on their own, weights may
-change under them, and the engine decides how to take steps. Every engine promises:
+Requests come and go on their own, weights may change under them, and the engine decides how to take steps. Every engine
+promises:
 
 - Token ids in, token ids out. Log-probs are float32, of the version that sampled the token, after temperature.
 - Each token carries the version that sampled it: a `load` splits running generations into segments.
@@ -26,21 +26,7 @@ from blake3 import blake3
 
 from offbeat.errors import OffbeatError
 from offbeat.trajectory import Sampling, Segment
-from offbeat.weights.version import Version
-
-__all__ = [
-    "Capabilities",
-    "Engine",
-    "EngineDied",
-    "EngineError",
-    "EngineMetrics",
-    "Finish",
-    "Generation",
-    "KvMode",
-    "Request",
-    "Version",
-    "problem_of",
-]
+from offbeat.weights.version import Version as Version
 
 
 class EngineError(OffbeatError):

@@ -30,22 +30,8 @@ from typing import Any
 
 from offbeat.errors import UserError
 from offbeat.locate import Function, accepted_arguments, is_async, one_line
+from offbeat.rewards import wire
 from offbeat.rewards.verifiers import load_reward
-from offbeat.rewards.wire import (
-    ARGUMENTS,
-    HARMED,
-    Answers,
-    Progress,
-    Ready,
-    RewardAnswer,
-    RewardRefused,
-    RewardsLoaded,
-    Setup,
-    Work,
-    frame,
-    read_from_pool,
-    timeout_error,
-)
 
 SEND_EVERY_S = 0.005
 """Answers are collected this long before they are sent. A kill costs at most as much work of finished samples: answers
@@ -87,7 +73,7 @@ class Pipes:
         if is_whole and sys.stdout and not sys.stdout.closed and sys.stderr and not sys.stderr.closed:
             return  # the usual case, which must be quick
         if any(_identity(fd) != identity for fd, identity in self._own.items()):
-            os._exit(HARMED)
+            os._exit(wire.HARMED)
         for stream, source in self._streams.items():
             os.dup2(source, stream)
         if not sys.stdout or sys.stdout.closed:
@@ -95,8 +81,8 @@ class Pipes:
         if not sys.stderr or sys.stderr.closed:
             sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
-    def send(self, message: Ready | RewardRefused | Answers) -> None:
-        self.outgoing.write(frame(message))
+    def send(self, message: wire.Ready | wire.RewardRefused | wire.Answers) -> None:
+        self.outgoing.write(wire.frame(message))
         self.outgoing.flush()
 
     def write_log(self, text: str) -> None:
@@ -117,27 +103,28 @@ def _identity(descriptor: int) -> tuple[int, int] | None:
 class RewardServer:
     """Loads rewards and judges samples; sends the answers through `pipes`."""
 
-    def __init__(self, setup: Setup, pipes: Pipes, progress: Progress):
+    def __init__(self, setup: wire.Setup, pipes: Pipes, progress: wire.Progress):
         self.timeout_s, self.pipes, self.progress = setup.timeout_s, pipes, progress
         self.functions = {name: load_reward(spec) for name, spec in setup.named.items()}
         self.functions |= {name: _unpickle(name, data) for name, data in setup.pickled.items()}
         self.loop = asyncio.Runner()
 
-    def describe(self) -> Ready:
+    def describe(self) -> wire.Ready:
         rewards = {}
         for name, function in self.functions.items():
-            rewards[name] = RewardsLoaded(accepted_arguments(function, ARGUMENTS, f"reward {name}"), is_async(function))
-        return Ready(rewards)
+            arguments = accepted_arguments(function, wire.ARGUMENTS, f"reward {name}")
+            rewards[name] = wire.RewardsLoaded(arguments, is_async(function))
+        return wire.Ready(rewards)
 
-    def judge(self, work: Work) -> None:
+    def judge(self, work: wire.Work) -> None:
         function = self.functions[work.reward]
         if is_async(function):
             self.loop.run(self._judge_side_by_side(work, function))
         else:
             self._judge_in_turn(work, function)
 
-    def _judge_in_turn(self, work: Work, function: Function) -> None:
-        answers: list[RewardAnswer] = []
+    def _judge_in_turn(self, work: wire.Work, function: Function) -> None:
+        answers: list[wire.RewardAnswer] = []
         start_s = sent_s = time.monotonic()
         for index, sample in enumerate(work.samples):
             now_s = time.monotonic()
@@ -151,13 +138,13 @@ class RewardServer:
                 value = function(**sample)
                 if inspect.isawaitable(value):
                     value = self.loop.run(_finish(value))
-                answers.append(RewardAnswer(index, parts_of(value)))
+                answers.append(wire.RewardAnswer(index, parts_of(value)))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything; it is reported
-                answers.append(RewardAnswer(index, error=self._report(work.reward, error)))
+                answers.append(wire.RewardAnswer(index, error=self._report(work.reward, error)))
             self.pipes.restore()
         self._send(answers, last=True)
 
-    async def _judge_side_by_side(self, work: Work, function: Function) -> None:
+    async def _judge_side_by_side(self, work: wire.Work, function: Function) -> None:
         self.progress.begin(len(work.samples))
         await asyncio.gather(
             *(self._judge_async(work.reward, function, i, sample) for i, sample in enumerate(work.samples))
@@ -167,15 +154,16 @@ class RewardServer:
     async def _judge_async(self, reward: str, function: Function, index: int, sample: Mapping[str, Any]) -> None:
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
-                answer = RewardAnswer(index, parts_of(await function(**sample)))
+                answer = wire.RewardAnswer(index, parts_of(await function(**sample)))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
             hung = isinstance(error, TimeoutError) and limit.expired()
-            answer = RewardAnswer(index, error=timeout_error(self.timeout_s) if hung else self._report(reward, error))
+            text = wire.timeout_error(self.timeout_s) if hung else self._report(reward, error)
+            answer = wire.RewardAnswer(index, error=text)
         self.pipes.restore()
         self._send([answer])
 
-    def _send(self, answers: list[RewardAnswer], last: bool = False) -> None:
-        self.pipes.send(Answers(answers, last))
+    def _send(self, answers: list[wire.RewardAnswer], last: bool = False) -> None:
+        self.pipes.send(wire.Answers(answers, last))
 
     def _report(self, reward: str, error: BaseException) -> str:
         """Writes the error to the log, with the traceback of one that was raised, and returns it as one line."""
@@ -256,19 +244,19 @@ def main() -> None:
     cell, parent = int(sys.argv[1]), int(sys.argv[2])
     _die_with(parent)
     pipes = Pipes()
-    setup = read_from_pool(pipes.incoming)
-    if not isinstance(setup, Setup):
+    setup = wire.read_from_pool(pipes.incoming)
+    if not isinstance(setup, wire.Setup):
         return
-    progress = Progress(cell)
+    progress = wire.Progress(cell)
     os.close(cell)  # the mapping stays; what a reward starts must not inherit the file
     try:
         server = RewardServer(setup, pipes, progress)
-        reply: Ready | RewardRefused = server.describe()
+        reply: wire.Ready | wire.RewardRefused = server.describe()
     except UserError as error:
-        reply = RewardRefused(str(error))
+        reply = wire.RewardRefused(str(error))
     pipes.restore()  # user code was imported
     pipes.send(reply)
-    while isinstance(work := read_from_pool(pipes.incoming), Work) and isinstance(reply, Ready):
+    while isinstance(work := wire.read_from_pool(pipes.incoming), wire.Work) and isinstance(reply, wire.Ready):
         server.judge(work)
 
 

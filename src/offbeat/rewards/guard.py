@@ -2,12 +2,10 @@
 
     guard LIFELINE OWNER COMMAND ...     COMMAND gets this process' id as its last argument
 
-The pool starts this small process, and this one the reward process. It kills all descendants when the reward process
-ends, or when the LIFELINE, a pipe that the pool holds open, is closed. On Linux orphans become children of this
-process, so that a daemon is found even in a session of its own. Elsewhere the process group and its remaining
-descendants are killed. Then this process exits with the status of the reward process.
-
-It is run as a file and imports the standard library alone, so that it starts quickly.
+It kills all descendants when the reward process ends, or when the LIFELINE, a pipe that the pool holds open, is closed.
+On Linux orphans become its children, so that a daemon is found even in a session of its own. Elsewhere the process
+group and its remaining descendants are killed. Then it exits with the status of the reward process. It is run as a file
+and imports the standard library alone, so that it starts quickly.
 """
 
 from __future__ import annotations

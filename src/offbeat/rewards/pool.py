@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import cloudpickle
 import msgspec
@@ -99,12 +99,6 @@ class RewardPool:
         self._news = asyncio.Event()
         self._is_closed = False
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
     async def check(self, trials: Mapping[str, RewardInput] | None = None) -> set[str]:
         """Loads every reward and runs it once, to find errors before training. Returns the names of all parts."""
         try:
@@ -150,13 +144,13 @@ class RewardPool:
         self._give_up(OffbeatError("the reward pool was closed"))
         await asyncio.to_thread(self._log.close)
 
-    # --- processes ---
-
     async def _serve(self) -> None:
         process: RewardProcess | None = None
         try:
             while True:
-                await self._work_waits()
+                while not self._waiting():
+                    self._news.clear()
+                    await self._news.wait()
                 try:  # before taking work, which others may have done by the time that a new process is ready
                     process = process or (self._ready.pop() if self._ready else await self._start())
                 except OffbeatError as error:
@@ -201,13 +195,6 @@ class RewardPool:
             else:
                 again.append(job)
         self._queues[name].extendleft(reversed(again))
-
-    # --- work ---
-
-    async def _work_waits(self) -> None:
-        while not self._waiting():
-            self._news.clear()
-            await self._news.wait()
 
     def _next_piece(self) -> tuple[str, list[_Job]]:
         """Samples for one message, of the reward that occupies the fewest processes; perhaps none."""

@@ -1,8 +1,6 @@
 """One reward process, as its pool sees it: started under a deadline, given work, killed when a sample hangs.
 
-`judge` passes on every answer that the process sends. If the process hangs or dies, it returns the samples without an
-answer and, where that is certain, the one that caused it. A sample's deadline runs from the moment that the process
-begins it.
+A sample's deadline runs from the moment that the process begins it.
 """
 
 from __future__ import annotations
@@ -23,23 +21,7 @@ from typing import IO, Any, Self, cast
 
 from offbeat.errors import DeadlineError, OffbeatError, UserError
 from offbeat.files import cannot_write
-from offbeat.rewards import guard
-from offbeat.rewards.wire import (
-    HARMED,
-    Answers,
-    Junk,
-    Moment,
-    Progress,
-    Ready,
-    RewardAnswer,
-    RewardRefused,
-    RewardsLoaded,
-    Setup,
-    Work,
-    frame,
-    take_from_process,
-    timeout_error,
-)
+from offbeat.rewards import guard, wire
 
 MAX_LOG_BYTES = 32 << 20
 READ_BYTES = 1 << 16
@@ -50,9 +32,8 @@ LAST_BYTE = b"\0"
 class RewardLog:
     """The output of reward processes, in a file of bounded size. Pass it to a process as its standard error.
 
-    Processes write to a pipe, and a thread copies it to the file. A file that has grown to `MAX_LOG_BYTES` replaces
-    `NAME.1`, and a new one is begun. A log on a full disk is cut short and costs no sample. `close` keeps what was
-    printed until then.
+    A thread copies it to the file. A file that has grown to `MAX_LOG_BYTES` replaces `NAME.1`, and a new one is begun.
+    A log on a full disk is cut short and costs no sample.
     """
 
     def __init__(self, path: Path):
@@ -123,7 +104,7 @@ class _Pipes(asyncio.SubprocessProtocol):
     """Collects the messages of a process, and its end."""
 
     def __init__(self) -> None:
-        self.buffer, self.messages = bytearray(), deque[Ready | RewardRefused | Answers]()
+        self.buffer, self.messages = bytearray(), deque[wire.Ready | wire.RewardRefused | wire.Answers]()
         self.is_junk = False
         """Whether the process sent bytes that are no message; nothing after them counts."""
         self.news, self.over, self.exited = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -132,8 +113,8 @@ class _Pipes(asyncio.SubprocessProtocol):
         if not self.is_junk:
             self.buffer += data
             try:
-                self.messages.extend(take_from_process(self.buffer))
-            except Junk:
+                self.messages.extend(wire.take_from_process(self.buffer))
+            except wire.Junk:
                 self.is_junk = True
         self.news.set()
 
@@ -163,14 +144,14 @@ class _Pipes(asyncio.SubprocessProtocol):
 class RewardProcess:
     """Use `start`; a process that was lost is dead and reaped, and takes no more work."""
 
-    def __init__(self, transport: asyncio.SubprocessTransport, pipes: _Pipes, progress: Progress, lifeline: int):
+    def __init__(self, transport: asyncio.SubprocessTransport, pipes: _Pipes, progress: wire.Progress, lifeline: int):
         self._transport, self._pipes, self._progress = transport, pipes, progress
         self._lifeline: int | None = lifeline
-        self.rewards: dict[str, RewardsLoaded] = {}
+        self.rewards: dict[str, wire.RewardsLoaded] = {}
         self.timeout_s = 0.0
 
     @classmethod
-    async def start(cls, setup: Setup, log: RewardLog, within_s: float) -> Self:
+    async def start(cls, setup: wire.Setup, log: RewardLog, within_s: float) -> Self:
         """Starts a process and has it load its rewards; a reward that cannot be loaded is a `UserError`."""
         with ExitStack() as stack:
             cell = stack.enter_context(_new_cell())
@@ -186,7 +167,7 @@ class RewardProcess:
                 pass_fds=(cell.fileno(), until),
                 start_new_session=True,  # a Ctrl-C in the terminal is for us
             )
-            process = cls(transport, pipes, Progress(cell.fileno()), lifeline)
+            process = cls(transport, pipes, wire.Progress(cell.fileno()), lifeline)
         try:
             await process._load(setup, within_s)
         except BaseException:
@@ -194,25 +175,25 @@ class RewardProcess:
             raise
         return process
 
-    async def _load(self, setup: Setup, within_s: float) -> None:
+    async def _load(self, setup: wire.Setup, within_s: float) -> None:
         self._send(setup)
         if not await self._pipes.receive(time.monotonic() + within_s):
             raise DeadlineError(f"a reward process did not load {', '.join(setup.names)} within {within_s:.0f} s")
         if not self._pipes.messages:
             raise OffbeatError(f"a reward process ended while loading {', '.join(setup.names)}: {await self._end()}")
         reply = self._pipes.messages.popleft()
-        if isinstance(reply, RewardRefused):
+        if isinstance(reply, wire.RewardRefused):
             raise UserError(reply.message)
-        self.rewards, self.timeout_s = cast(Ready, reply).rewards, setup.timeout_s
+        self.rewards, self.timeout_s = cast(wire.Ready, reply).rewards, setup.timeout_s
 
     async def judge(
-        self, reward: str, samples: Sequence[dict[str, Any]], on_answer: Callable[[RewardAnswer], None]
+        self, reward: str, samples: Sequence[dict[str, Any]], on_answer: Callable[[wire.RewardAnswer], None]
     ) -> ProcessOutcome:
         """Has `samples` judged; calls `on_answer` with each answer as it arrives."""
         unanswered = set(range(len(samples)))
         before, sent_s = self._progress.read(), time.monotonic()
         in_turn = not self.rewards[reward].is_async
-        self._send(Work(reward, list(samples)))
+        self._send(wire.Work(reward, list(samples)))
         while True:
             seen = self._progress.read()
             deadline_s = self._deadline_s(before, seen, sent_s, in_turn)
@@ -223,7 +204,7 @@ class RewardProcess:
                     return ProcessOutcome(tuple(sorted(unanswered)))
             elif in_time or (time.monotonic() >= deadline_s and self._progress.read() == seen):
                 break
-        error = f"crash: {await self._end()}" if in_time else timeout_error(self.timeout_s)
+        error = f"crash: {await self._end()}" if in_time else wire.timeout_error(self.timeout_s)
         at = self._progress.read() if in_time else seen  # after a deadline it may have moved on to another sample
         await self.kill()
         self._take_answers(unanswered, on_answer)  # answers sent before the end still count
@@ -232,12 +213,12 @@ class RewardProcess:
             tuple(sorted(unanswered)), error, _culprit(unanswered, at.num_begun - before.num_begun, in_turn)
         )
 
-    def _take_answers(self, unanswered: set[int], on_answer: Callable[[RewardAnswer], None]) -> bool:
+    def _take_answers(self, unanswered: set[int], on_answer: Callable[[wire.RewardAnswer], None]) -> bool:
         """Whether the process is free again."""
         last = False
         while self._pipes.messages:
             message = self._pipes.messages.popleft()
-            if not isinstance(message, Answers) or not unanswered.issuperset(a.index for a in message.answers):
+            if not isinstance(message, wire.Answers) or not unanswered.issuperset(a.index for a in message.answers):
                 self._pipes.is_junk = True
                 self._pipes.messages.clear()
                 return False
@@ -247,7 +228,7 @@ class RewardProcess:
                 on_answer(answer)
         return last
 
-    def _deadline_s(self, before: Moment, seen: Moment, sent_s: float, in_turn: bool) -> float:
+    def _deadline_s(self, before: wire.Moment, seen: wire.Moment, sent_s: float, in_turn: bool) -> float:
         if seen.num_begun == before.num_begun:
             return sent_s + self.timeout_s + GRACE_S
         return seen.begun_s + self.timeout_s + (0.0 if in_turn else GRACE_S)
@@ -275,15 +256,15 @@ class RewardProcess:
             return "the reward process closed its pipe"
         status = self._transport.get_returncode()
         assert status is not None
-        if status == HARMED:
+        if status == wire.HARMED:
             return "the reward closed or replaced a descriptor of the reward process"
         if status < 0:
             return f"the reward process was killed by {signal.Signals(-status).name}"
         return f"the reward process ended with status {status}"
 
-    def _send(self, message: Setup | Work) -> None:
+    def _send(self, message: wire.Setup | wire.Work) -> None:
         pipe = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
-        pipe.write(frame(message))
+        pipe.write(wire.frame(message))
 
 
 def _culprit(unanswered: set[int], num_begun: int, in_turn: bool) -> int | None:
@@ -299,7 +280,7 @@ def _new_cell() -> IO[bytes]:
         cell: IO[bytes] = os.fdopen(os.memfd_create("offbeat"), "w+b", 0)
     else:
         cell = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - `start` closes it
-    cell.write(bytes(Progress.SIZE))
+    cell.write(bytes(wire.Progress.SIZE))
     return cell
 
 

@@ -1,8 +1,7 @@
 """The protocol between a reward pool and its processes: msgpack frames, and a shared progress cell.
 
-A frame begins with a mark and its length, so that stray output of a reward is recognised as junk at once. Frames have a
-cost, so answers of quick rewards travel together. The cell is sixteen bytes of shared memory, from which the pool reads
-which sample a process is at and since when: a process that hangs cannot be asked.
+A frame begins with a mark and its length, so that stray output of a reward is recognised as junk at once. From the
+cell the pool reads which sample a process is at and since when: a process that hangs cannot be asked.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ does the same. Memory holds a few parts, and the pieces that contain them.
 from __future__ import annotations
 
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
@@ -128,9 +129,8 @@ def _assemble_file(
         new = files.enter_context(open(path, "wb"))
         new.truncate(max([len(head), *(place.stop for place in places.values())]))
         write_at(new, 0, head)
-        assembler = _Assembler(version.number, old, new, _Pieces(piece, jobs))
-        for _ in in_parallel(assembler.run, jobs):
-            pass
+        write = partial(_write_part, version.number, old, new, _Pieces(piece, jobs))
+        deque(in_parallel(write, jobs), maxlen=0)
 
 
 def _plan(chain: Sequence[Manifest], places: dict[str, Stored], origins: dict[str, Stored]) -> Iterator[Job]:
@@ -187,29 +187,21 @@ class _Pieces:
         return held[step.part.start : step.part.start + step.part.num_bytes]
 
 
-class _Assembler:
-    """Writes the parts of one new file."""
-
-    def __init__(self, number: int, old: BinaryIO | None, new: BinaryIO, pieces: _Pieces):
-        self.number, self.old, self.new, self.pieces = number, old, new, pieces
-
-    def run(self, job: Job) -> None:
-        data, name = None, job.tensor.name
-        if job.origin is not None:
-            assert self.old is not None
-            if not job.steps:
-                return copy_at(self.old, job.origin, self.new, job.target, job.num_bytes)
-            data = read_at(self.old, job.origin, job.num_bytes)
-        for step in job.steps:
-            try:
-                data = decode(step.part.coding, self.pieces.take(step), data, job.num_bytes, job.tensor.dtype)
-            except CodecError as error:
-                raise WeightsError(f"version {self.number}: tensor {name}: part {job.index}: {error}") from error
-        assert data is not None
-        digest, published = blake3(data.data).hexdigest(), job.tensor.parts[job.index].digest
-        if digest != published:
-            raise WeightsError(
-                f"version {self.number}: tensor {name}: part {job.index} has digest {digest[:12]}, "
-                f"not the published {published[:12]}"
-            )
-        write_at(self.new, job.target, data)
+def _write_part(number: int, old: BinaryIO | None, new: BinaryIO, pieces: _Pieces, job: Job) -> None:
+    """Writes one part of a new file, for version `number`."""
+    data, what = None, f"version {number}: tensor {job.tensor.name}: part {job.index}"
+    if job.origin is not None:
+        assert old is not None
+        if not job.steps:
+            return copy_at(old, job.origin, new, job.target, job.num_bytes)
+        data = read_at(old, job.origin, job.num_bytes)
+    for step in job.steps:
+        try:
+            data = decode(step.part.coding, pieces.take(step), data, job.num_bytes, job.tensor.dtype)
+        except CodecError as error:
+            raise WeightsError(f"{what}: {error}") from error
+    assert data is not None
+    digest, published = blake3(data.data).hexdigest(), job.tensor.parts[job.index].digest
+    if digest != published:
+        raise WeightsError(f"{what} has digest {digest[:12]}, not the published {published[:12]}")
+    write_at(new, job.target, data)

@@ -3,11 +3,9 @@
 Training moves one weight in a hundred per step, and nearly always to a neighbouring value of its type. So a part is
 seen as integers, the bits of its elements, and
 
-- `sparse` (types of two bytes, `offbeat.weights.codec`) says where they changed and by how much;
+- `sparse` (types of two bytes) says where they changed and by how much;
 - `shift` (two and four bytes) says by how much each changed, modulo the type's range;
 - `dense` says what they are, and needs no base.
-
-`encode` tries only what can win: the share of elements that changed decides, or a sample.
 
 Guarantees: decoding is integer arithmetic, so NaN, -0 and sign flips come out to the bit. `decode` takes memory and
 time in proportion to `num_bytes`, whatever the code claims, and raises `CodecError` where the code contradicts itself
@@ -26,17 +24,14 @@ import zstandard
 from offbeat.errors import OffbeatError
 from offbeat.weights.manifest import ITEM_BYTES, Coding
 
-# --- byte planes and streams ---
-#
 # Integers wider than a byte are laid out as planes, all first bytes before all second ones. Each plane, and any other
-# bytes, is a stream, compressed by zstd where that is smaller. A reader states the length of each stream, and never
-# takes more memory than that, whatever the stream claims.
+# bytes, is a stream, compressed by zstd where that is smaller.
 
 HEADER = struct.Struct("<I")
 """Twice a stream's stored length, plus 1 where it is compressed."""
 ZSTD_PARAMETERS = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6)
-"""The streams are noise with uneven odds: Huffman codes are all there is to gain. With the usual 2^13 hashes, chance
-matches made the exponents of bf16 weights 8 % larger and took five times as long (measured on 8 MiB)."""
+"""The streams are noise, and only Huffman codes help: with the usual 2^13 hashes, chance matches made the exponents of
+bf16 weights 8 % larger and took five times as long (measured on 8 MiB)."""
 MAX_WINDOW_BYTES = 1 << 24
 
 
@@ -125,15 +120,12 @@ class Streams:
             raise CodecError(f"{len(self.view)} bytes too many")
 
 
-# --- the sparse code: positions of changed elements of two bytes, and their differences ---
+# The sparse code: positions of changed elements of two bytes, and their differences.
 #
 # Positions rise, so they are coded as gaps. Gaps are stored without their low bits, which are noise and go apart, until
 # most fit a byte; bytes compress well. A difference is a bit for the sign, a bit for "by more than one", and the rest
-# of those few.
-#
-# Near zero floating point is so fine that an update moves every element, by many values, while others move by one in a
-# hundred steps. Where there are many such elements the code names a limit, and every element whose base lies below it
-# is coded by its difference alone, without a position.
+# of those few. Near zero floating point is so fine that an update moves every element, by many values. Where there are
+# many such elements the code names a limit, and every element whose base lies below it has no position.
 
 SPARSE_HEADER = struct.Struct("<IIH")
 """Number of changes with a position, bytes of their gaps, and the limit below which elements have none."""
@@ -220,9 +212,6 @@ def decode_sparse(view: memoryview, old: np.ndarray) -> np.ndarray:
     return new
 
 
-# Elements near zero
-
-
 def _limit(changes: SparseChanges, sizes: np.ndarray, old_items: np.ndarray) -> int:
     """Size of the base's bits below which elements have no position; 0: all have."""
     larger = changes.positions[sizes > 1]
@@ -236,9 +225,6 @@ def _limit(changes: SparseChanges, sizes: np.ndarray, old_items: np.ndarray) -> 
 def _near(old_items: np.ndarray, limit: int) -> np.ndarray:
     """Indices of elements whose bases lie below the limit."""
     return np.flatnonzero(old_items & SIZE_BITS < limit) if limit else np.empty(0, np.int64)
-
-
-# Positions
 
 
 def _num_low_bits(count: int, num_items: int) -> int:

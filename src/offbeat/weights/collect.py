@@ -1,11 +1,9 @@
 """Garbage collection of a piece store.
 
-Kept are the versions in use (the caller knows them: leases, untrained trajectories, checkpoints), the newest, and all
-their bases. Pieces are put before the manifest that names them, so a piece without a manifest may belong to a version
-that is just being published. Its time decides: a piece that a dropped manifest names was put before that manifest,
-unless it was put again since; then, and for a piece that no manifest has ever named, its age decides, and it is spared
-for a day. Age alone would not do: minutes are too short for a slow store, and a day of every version's pieces too much
-for a disk.
+Kept are the versions in use (leases, untrained trajectories, checkpoints), the newest, and all their bases. Pieces are
+put before the manifest that names them, so a piece without a manifest may belong to a version that is just being
+published. Its time decides: a piece that a dropped manifest names was put before that manifest, unless it was put again
+since; then, and for a piece that no manifest has ever named, its age decides, and it is spared for a day.
 
 Guarantees: nothing that a kept version needs is deleted, nor a manifest that is not ours, nor its pieces; pieces go
 before the manifests that name them, so that the next collection finds what a crash left.
@@ -28,12 +26,6 @@ EVERY = 10
 """Versions from one collection to the next: each reads all manifests."""
 SPARED_S = 24 * 3600.0
 """Longer than any publication takes; half-published versions are rare, so their pieces may stay for a day."""
-
-
-def needed(manifests: Mapping[int, Manifest], in_use: Collection[int]) -> tuple[set[str], set[int]]:
-    """The pieces and the versions to keep."""
-    numbers = _numbers({number: [manifest] for number, manifest in manifests.items()}, in_use)
-    return {piece.digest for number in numbers for piece in manifests[number].pieces}, numbers
 
 
 def collect(

@@ -18,8 +18,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from offbeat.errors import OffbeatError
-from offbeat.weights.codec import CodecError, SparseChanges, encode, find_changes
-from offbeat.weights.manifest import ITEM_BYTES, Anchoring, Base, Coding, Kind, Manifest, Part, TensorEntry
+from offbeat.weights.codec import SparseChanges, encode, find_changes
+from offbeat.weights.manifest import ITEM_BYTES, Anchoring, Base, Coding, Kind, Manifest, Part, PieceEntry, TensorEntry
 from offbeat.weights.piece_store import PieceStore
 from offbeat.weights.safetensor_file import Stored, file_layout, read_at, write_at
 from offbeat.weights.signing import open_sealed
@@ -33,11 +33,7 @@ DEVICE_BLOCK_ITEMS = 1 << 26
 def find_changes_on_device(new: Tensor, old: Tensor) -> SparseChanges:
     """The changes between two tensors of one shape and one type of two bytes, found on their own device; equal, bit for
     bit, to `offbeat.weights.codec.find_changes`."""
-    if new.dtype != old.dtype or new.shape != old.shape or new.element_size() != 2:
-        raise CodecError(
-            f"changes of {new.dtype} {list(new.shape)} since {old.dtype} {list(old.shape)}: "
-            "both must have one shape and one type of two bytes"
-        )
+    assert (new.dtype, new.shape, new.element_size()) == (old.dtype, old.shape, 2)
     new_bits, old_bits = _bits(new), _bits(old)
     found = [_find(new_bits, old_bits, start) for start in range(0, new_bits.numel(), DEVICE_BLOCK_ITEMS)]
     positions = [positions for positions, _ in found] or [np.empty(0, np.int64)]
@@ -143,29 +139,25 @@ class Coder:
         self.file, self.with_codes = file, with_codes
 
     def code(self, part: RawPart) -> EncodedPart:
-        new = _on_host(part.data)
-        num_items = new.size // ITEM_BYTES[part.dtype]
-        if part.old is not None:
-            return self._code_change(part, new, num_items, part.old)
-        if not is_finite(new, part.dtype):
-            raise not_finite(part.name)
-        coding, data = encode(new, None, part.dtype) if self.with_codes else (Coding.DENSE, b"")
+        new, base, coding, data = _on_host(part.data), part.old, Coding.DENSE, b""
+        num_items, changed = new.size // ITEM_BYTES[part.dtype], new
+        if base is not None:
+            old = read_at(base.file, base.start + part.position * PIECE_BYTES, new.size)
+            changes = _changes(part, new, old)
+            coding, data = encode(new, old, part.dtype, changes)
+            changed = new[:0] if coding is Coding.SAME else _changed(new, old, part.dtype, changes)
+        elif self.with_codes:
+            coding, data = encode(new, None, part.dtype)
         if self.file is not None:
             write_at(self.file, part.target, new)
-        return EncodedPart(part.name, coding, blake3(new.data).hexdigest(), data, num_items, num_items)
-
-    def _code_change(self, part: RawPart, new: np.ndarray, num_items: int, base: BaseTensor) -> EncodedPart:
-        old = read_at(base.file, base.start + part.position * PIECE_BYTES, new.size)
-        changes = _changes(part, new, old)
-        coding, data = encode(new, old, part.dtype, changes)
-        if self.file is not None:
-            write_at(self.file, part.target, new)
-        if coding is Coding.SAME:
+        if base is not None and coding is Coding.SAME:
             return EncodedPart(part.name, coding, base.entry.parts[part.position].digest, data, num_items, 0)
-        changed = _changed(new, old, part.dtype, changes)
-        if not is_finite(changed.view(np.uint8), part.dtype):  # the others were finite when the base was published
-            raise not_finite(part.name)
-        return EncodedPart(part.name, coding, blake3(new.data).hexdigest(), data, num_items, changed.size)
+        if not is_finite(changed, part.dtype):  # the others were finite when the base was published
+            raise WeightsError(
+                f"tensor {part.name} holds NaN or infinity; resume from the last checkpoint with a smaller optimizer.lr"
+            )
+        num_changed = changed.size // ITEM_BYTES[part.dtype]
+        return EncodedPart(part.name, coding, blake3(new.data).hexdigest(), data, num_items, num_changed)
 
 
 def _on_host(data: Tensor) -> np.ndarray:
@@ -187,15 +179,10 @@ def _changes(part: RawPart, new: np.ndarray, old: np.ndarray) -> SparseChanges |
 
 
 def _changed(new: np.ndarray, old: np.ndarray, dtype: str, changes: SparseChanges | None) -> np.ndarray:
-    """The bits of the changed elements."""
+    """The raw bytes of the changed elements."""
     items = new.view(f"<u{ITEM_BYTES[dtype]}")
-    return items[items != old.view(items.dtype)] if changes is None else items.take(changes.positions)
-
-
-def not_finite(name: str) -> WeightsError:
-    return WeightsError(
-        f"tensor {name} holds NaN or infinity; resume from the last checkpoint with a smaller optimizer.lr"
-    )
+    found = items[items != old.view(items.dtype)] if changes is None else items.take(changes.positions)
+    return found.view(np.uint8)
 
 
 class Packing:
@@ -203,6 +190,8 @@ class Packing:
 
     def __init__(self) -> None:
         self.parts: dict[str, list[Part]] = {}
+        self.pieces: list[PieceEntry] = []
+        """The packed pieces; set by the caller, who stores them."""
         self.num_bytes: dict[Coding, int] = dict.fromkeys(Coding, 0)
         self.num_items = self.num_changed = 0
 
@@ -242,7 +231,8 @@ class Chain:
 
     def is_long(self, anchoring: Anchoring) -> bool:
         """Whether the next version is to be an anchor."""
-        return anchoring.is_full(self.num_deltas, self.delta_bytes, self.full_bytes)
+        is_large = self.delta_bytes > anchoring.max_share * self.full_bytes
+        return is_large or self.num_deltas + 1 >= anchoring.every
 
     def and_one(self, num_bytes: int) -> Chain:
         return Chain(self.full_bytes, self.num_deltas + 1, self.delta_bytes + num_bytes)

@@ -208,23 +208,12 @@ def _tensor_problem(tensor: TensorEntry, manifest: Manifest) -> str | None:
     return None
 
 
-EVERY = 10
-"""An anchor costs the trainer a full copy to the store; followers fetch the changes all the same."""
-MAX_SHARE = 0.5
-
-
 @dataclass(frozen=True)
 class Anchoring:
-    """When a version is an anchor, published in full though its base is known.
+    """When a version is an anchor, published in full though its base is known, for late joiners: followers fetch the
+    changes all the same."""
 
-    Bounds the chain, an anchor and the deltas on it, that a late joiner has to fetch and apply.
-    """
-
-    every: int = EVERY
+    every: int = 10
     """Versions from one anchor to the next; 1: each is one; 0: each is full, and no deltas are published."""
-    max_share: float = MAX_SHARE
+    max_share: float = 0.5
     """Most bytes of a chain's deltas, as a share of a full copy."""
-
-    def is_full(self, num_deltas: int, chain_bytes: int, full_bytes: int) -> bool:
-        """Whether the next version is an anchor, after one of `full_bytes` and `num_deltas` of `chain_bytes`."""
-        return num_deltas + 1 >= self.every or chain_bytes > self.max_share * full_bytes

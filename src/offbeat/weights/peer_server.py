@@ -4,9 +4,8 @@
                                      the bytes of unfinished downloads (Offbeat-Arrived)
     GET /manifests/NUMBER/DIGEST     the same
 
-A request for something that is not here yet waits, as long as the caller asks (`?wait_s=`) and the limits allow, so
-that a version runs through a chain of relays piece by piece. If it is not even expected, the wait is short: a relay may
-learn of a version a moment later than the peers that it feeds.
+A request for something that is not here yet waits, as long as the caller asks (`?wait_s=`) and the limits allow. If it
+is not even expected, the wait is short: a relay may learn of a version a moment later than the peers that it feeds.
 
 Guarantees: every byte is verified, since a piece is read whole and checked against its name before its first byte is
 sent; every caller needs a key that the coordinator honours now, or did a moment ago; callers, and the pieces held for
@@ -101,14 +100,7 @@ class Guests:
 
 
 class PeerServer:
-    """The HTTP server of one worker for its peers.
-
-    server = PeerServer(receiver.downloads.store, Guests(ask).admits, expects=receiver.downloads.expects)
-    await server.start()
-    ...
-    server.notify()     # whenever something came into the store, so that waiting peers are answered sooner
-    await server.stop()
-    """
+    """The HTTP server of one worker for its peers; call `notify` when something came into the store."""
 
     def __init__(
         self,

@@ -6,8 +6,7 @@ its name. A peer that sent other bytes is not asked again for a while; where sev
 fetched anew from one alone, so that no honest peer is blamed for long.
 
 A peer that does not have a piece yet is waited for while it reports progress, and no longer than the piece may take at
-the least rate: one that stalls, or lies about it, is left within seconds or, at worst, within the time that the slowest
-acceptable line would take.
+the least rate.
 
 Guarantees: `piece` and `manifest` return what was asked for, verified, or raise the root's error; every wait ends,
 except those of the root; a key is shown only to the peer that it is for.
@@ -90,9 +89,10 @@ class Ranking:
         now_s = self._clock()
         resting = [url for url in self._peers if self._records[url].rests_until_s > now_s]
         ready = [url for url in (*self._peers, ROOT) if url not in resting]
-        slow = {url for url in ready if self._is_far_slower(url, ready)}
+        scores = {url: score for url in ready if (score := self.score(url)) is not None}
+        slow = {url for url, score in scores.items() if score < FAR_SLOWER * max(scores.values())}
         last_resort = [url for url in resting if not self._records[url].is_damaged]
-        return [url for url in ready if url not in slow] + [url for url in ready if url in slow] + last_resort
+        return [*sorted(ready, key=lambda url: url in slow), *last_resort]
 
     def least_bytes_per_s(self, url: str) -> float:
         """Least rate of a source; below it the transfer is broken off."""
@@ -133,11 +133,6 @@ class Ranking:
             return None
         return record.bytes_per_s * record.success
 
-    def _is_far_slower(self, url: str, others: Sequence[str]) -> bool:
-        scores = [score for other in others if (score := self.score(other)) is not None]
-        score = self.score(url)
-        return score is not None and score < FAR_SLOWER * max(scores)
-
     def _record(self, url: str) -> SourceRecord:
         return self._records.get(url) or SourceRecord()  # it may have been replaced during the transfer
 
@@ -145,8 +140,9 @@ class Ranking:
         record.rests_until_s = max(record.rests_until_s, self._clock() + seconds)
 
     def _measured(self, record: SourceRecord, bytes_per_s: float) -> None:
-        is_old = record.bytes_per_s is None or self._clock() - record.seen_s > FORGOTTEN_AFTER_S
-        old = bytes_per_s if is_old or record.bytes_per_s is None else record.bytes_per_s
+        old = record.bytes_per_s
+        if old is None or self._clock() - record.seen_s > FORGOTTEN_AFTER_S:
+            old = bytes_per_s
         record.bytes_per_s = old + WEIGHT * (bytes_per_s - old)
         record.seen_s = self._clock()
 
@@ -415,7 +411,9 @@ class PeerSources:
                     yield response
                     return
                 if response.status != 503:
-                    raise PeerFailed(f"{response.status}: {await self._reason(response)}")
+                    async with asyncio.timeout(patience.answer_within_s):
+                        reason = await response.content.read(MAX_REASON_BYTES)
+                    raise PeerFailed(f"{response.status}: {reason.decode(errors='replace')}")
                 waiting.hear(response.headers.get(ARRIVED, ""))
             await asyncio.sleep(AGAIN_S)
 
@@ -423,23 +421,16 @@ class PeerSources:
         """Makes one call, up to the head of the answer."""
         patience = self._patience
         key = self._keys.get(url, "")  # none where it was replaced meanwhile
+        if self._session is None:
+            self._session = aiohttp.ClientSession(auto_decompress=False)
         async with asyncio.timeout(patience.poll_s + patience.answer_within_s):
-            return await self._opened().get(
+            return await self._session.get(
                 url + path,
                 params={"wait_s": f"{patience.poll_s:.3f}"},
                 headers={**headers, "Authorization": f"Bearer {key}", "Accept-Encoding": "identity"},
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=patience.answer_within_s),
                 allow_redirects=False,
             )
-
-    async def _reason(self, response: aiohttp.ClientResponse) -> str:
-        async with asyncio.timeout(self._patience.answer_within_s):
-            return (await response.content.read(MAX_REASON_BYTES)).decode(errors="replace")
-
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(auto_decompress=False)
-        return self._session
 
 
 class _Waiting:

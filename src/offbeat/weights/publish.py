@@ -1,10 +1,9 @@
 """Publishes versions: each as a whole file and, where there is a store, as pieces and a signed manifest.
 
-A version is coded against its parent in one pass over the parts, several at once, so that memory holds a few parts
-beyond the tensors themselves. After a restart the parent is used again if its file has the digest that its manifest
-names. Without a parent a version is full; where `Anchoring` says so it is an anchor: full for late joiners, with its
-changes beside it, in a manifest of their own, for followers. Adapters are small and always whole; their base goes into
-the store once, under the number of the first adapter.
+A version is coded against its parent in one pass, after a restart too if the parent's file has the digest that its
+manifest names. Without a parent a version is full; where `Anchoring` says so it is an anchor: full for late joiners,
+with its changes beside it, in a manifest of their own, for followers. Adapters are small and always whole; their base
+goes into the store once, under the number of the first adapter.
 
 Guarantees: nothing is named before it is durable (pieces, whole file, manifest; the ledger's row is the caller's);
 weights with NaN or infinity are refused, with the tensor's name; a process killed at any point leaves every earlier
@@ -18,11 +17,12 @@ import os
 import secrets
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from blake3 import blake3
 from torch import Tensor
@@ -95,6 +95,7 @@ class Publisher(WeightFolder):
         super().__init__(folder)
         assert (store is None) == (key is None), "a store takes signed manifests"
         self.store, self.key, self.anchoring, self.adapter = store, key, anchoring or Anchoring(), adapter
+        self._has_deltas = adapter is None and self.anchoring.every > 0
         self.figures: PublishFigures | None = None
         """Cost of the version written last."""
         self._base: BaseFile | None = None
@@ -115,69 +116,40 @@ class Publisher(WeightFolder):
             raise WeightsError(f"cannot write the weights of step {step}: {error}") from error
 
     def _write(self, number: int, step: int, parent: int | None, tensors: Mapping[str, Tensor]) -> Version:
+        adapter, numbers = self.adapter, {"number": number, "step": step, "parent": parent}
+        adapter_base = None if adapter is None else self._adapter_base_of(adapter, number, step, parent)
         started_s = time.monotonic()
-        if self.adapter is not None:
-            return self._write_adapter(number, step, parent, tensors, self.adapter)
-        head, places = _laid_out(tensors)
+        head, places = _laid_out(tensors, None if adapter is None else adapter.metadata)
         base = self._base_of(parent)
         is_anchor = base is not None and base.chain.is_long(self.anchoring)
-
-        def described(packing: Packing, pieces: list[PieceEntry], base: BaseFile | None, delta: str | None) -> Manifest:
-            entries = _entries(places, packing)
-            return Manifest(
-                number=number,
-                step=step,
-                parent=parent,
-                digest=tensors_digest(entries),
-                kind=Kind.FULL if base is None else Kind.DELTA,
-                base=None if base is None else base.name,
-                delta=delta,
-                tensors=entries,
-                pieces=pieces,
-            )
-
-        with self._drafting(number, FILE_NAME) as (draft, file):
-            _begin(file, head, places)
-            packing, pieces = self._code(tensors, places, base, file)
-            manifest = described(packing, pieces, base, None)
+        with self._drafting(number, FILE_NAME if adapter is None else ADAPTER_FILE) as (draft, file):
+            file.truncate(max([len(head), *(place.stop for place in places.values())]))
+            write_at(file, 0, head)
+            packing = self._code(tensors, places, base, file)
+            if adapter is not None:
+                (draft / ADAPTER_CONFIG).write_text(adapter.config, encoding="utf-8")
+                fsync_file(draft / ADAPTER_CONFIG)
+                more: dict[str, Any] = {"kind": Kind.ADAPTER, "base": adapter_base, "adapter": adapter.config}
+            else:
+                more = {"kind": Kind.FULL} if base is None else {"kind": Kind.DELTA, "base": base.name}
+            manifest = _described(places, packing, **numbers, **more)
             whole = self._code(tensors, places, None, None) if is_anchor else None
             encoded_s = time.monotonic()
             self._put_in_place(draft, file, self.path(number))
             name = self._put_manifest(manifest)
             if whole is not None:
-                manifest = described(*whole, None, name)
+                manifest = _described(places, whole, **numbers, kind=Kind.FULL, delta=name)
                 name = self._put_manifest(manifest)
         self._keep_as_base(manifest, file, places, None if is_anchor else base)
-        self._note(manifest, packing, started_s, encoded_s, is_compared=base is not None)
-        return Version(number, step, parent, manifest.digest, self.path(number), name)
-
-    def _write_adapter(
-        self, number: int, step: int, parent: int | None, tensors: Mapping[str, Tensor], adapter: Adapter
-    ) -> Version:
-        base = self._adapter_base_of(adapter, number, step, parent)
-        started_s = time.monotonic()
-        head, places = _laid_out(tensors, adapter.metadata)
-        with self._drafting(number, ADAPTER_FILE) as (draft, file), file:
-            _begin(file, head, places)
-            packing, pieces = self._code(tensors, places, None, file)
-            (draft / ADAPTER_CONFIG).write_text(adapter.config, encoding="utf-8")
-            fsync_file(draft / ADAPTER_CONFIG)
-            entries = _entries(places, packing)
-            manifest = Manifest(
-                number=number,
-                step=step,
-                parent=parent,
-                digest=adapter_digest(adapter.base, tensors_digest(entries), adapter.config),
-                kind=Kind.ADAPTER,
-                base=base,
-                tensors=entries,
-                pieces=pieces,
-                adapter=adapter.config,
-            )
-            encoded_s = time.monotonic()
-            self._put_in_place(draft, file, self.path(number))
-            name = self._put_manifest(manifest)
-        self._note(manifest, packing, started_s, encoded_s, is_compared=False)
+        self.figures = PublishFigures(
+            number=number,
+            kind=manifest.kind,
+            num_bytes=manifest.num_bytes,
+            coded_bytes={} if self.store is None else packing.num_bytes,
+            density=None if base is None else packing.num_changed / max(packing.num_items, 1),
+            encode_s=encoded_s - started_s,
+            flush_s=time.monotonic() - encoded_s,
+        )
         return Version(number, step, parent, manifest.digest, self.path(number), name)
 
     def _adapter_base_of(self, adapter: Adapter, number: int, step: int, parent: int | None) -> Base:
@@ -189,33 +161,16 @@ class Publisher(WeightFolder):
         if self._adapter_base is None:
             tensors = adapter.base_tensors()
             _, places = _laid_out(tensors)
-            packing, pieces = self._code(tensors, places, None, None)
-            entries = _entries(places, packing)
-            digest = tensors_digest(entries)
-            assert digest == adapter.base, "the weights under the adapters have changed"
-            manifest = Manifest(
-                number=number, step=step, parent=None, digest=digest, kind=Kind.FULL, tensors=entries, pieces=pieces
-            )
+            packing = self._code(tensors, places, None, None)
+            manifest = _described(places, packing, number=number, step=step, parent=None, kind=Kind.FULL)
+            assert manifest.digest == adapter.base, "the weights under the adapters have changed"
             self.store.sync()
-            self._adapter_base = Base(number, digest, self._put_manifest(manifest))
+            self._adapter_base = Base(number, adapter.base, self._put_manifest(manifest))
         return self._adapter_base
-
-    def _note(
-        self, manifest: Manifest, packing: Packing, started_s: float, encoded_s: float, *, is_compared: bool
-    ) -> None:
-        self.figures = PublishFigures(
-            number=manifest.number,
-            kind=manifest.kind,
-            num_bytes=manifest.num_bytes,
-            coded_bytes={} if self.store is None else packing.num_bytes,
-            density=packing.num_changed / max(packing.num_items, 1) if is_compared else None,
-            encode_s=encoded_s - started_s,
-            flush_s=time.monotonic() - encoded_s,
-        )
 
     def _base_of(self, parent: int | None) -> BaseFile | None:
         """The base of the next version; None: it is full."""
-        if self.store is None or self.key is None or parent is None or not self.anchoring.every:
+        if self.store is None or self.key is None or parent is None or not self._has_deltas:
             return None
         if self._base is None or self._base.manifest.number != parent:
             self._replace_base(resume_from(parent, self, self.store, self.key.public))
@@ -235,18 +190,17 @@ class Publisher(WeightFolder):
 
     def _code(
         self, tensors: Mapping[str, Tensor], places: Mapping[str, Stored], base: BaseFile | None, file: BinaryIO | None
-    ) -> tuple[Packing, list[PieceEntry]]:
+    ) -> Packing:
         """Codes all parts in one pass; on return all are written, and all pieces put."""
         packing, coder = Packing(), Coder(file, with_codes=self.store is not None)
         parts = cut(tensors, places, {} if base is None else base.like(places))
         with closing(in_parallel(coder.code, parts)) as coded:
-            packed = packing.pack(coded)
             if self.store is None:
-                for _ in packed:
-                    pass
-                return packing, []
-            with closing(in_parallel(self._put, packed)) as pieces:
-                return packing, list(pieces)
+                deque(packing.pack(coded), maxlen=0)
+            else:
+                with closing(in_parallel(self._put, packing.pack(coded))) as pieces:
+                    packing.pieces = list(pieces)
+        return packing
 
     def _put(self, piece: bytes) -> PieceEntry:
         assert self.store is not None
@@ -274,7 +228,7 @@ class Publisher(WeightFolder):
         self, manifest: Manifest, file: BinaryIO, places: Mapping[str, Stored], base: BaseFile | None
     ) -> None:
         """Keeps a version that was just published as the next one's base."""
-        if self.store is None or not self.anchoring.every:
+        if self.store is None or not self._has_deltas:
             file.close()
             return
         num_bytes = manifest.num_coded_bytes
@@ -297,14 +251,13 @@ def _laid_out(
     return lay_out(sizes, metadata)
 
 
-def _begin(file: BinaryIO, head: bytes, places: Mapping[str, Stored]) -> None:
-    """Writes the length and the header of a new file."""
-    file.truncate(max([len(head), *(place.stop for place in places.values())]))
-    write_at(file, 0, head)
-
-
-def _entries(places: Mapping[str, Stored], packing: Packing) -> list[TensorEntry]:
-    return [TensorEntry(name, *places[name][:2], packing.parts[name]) for name in sorted(places)]
+def _described(places: Mapping[str, Stored], packing: Packing, **fields: Any) -> Manifest:
+    """The manifest of a version; `fields` are all but its digest, tensors and pieces."""
+    tensors = [TensorEntry(name, *places[name][:2], packing.parts[name]) for name in sorted(places)]
+    digest = tensors_digest(tensors)
+    if fields["kind"] is Kind.ADAPTER:
+        digest = adapter_digest(fields["base"].digest, digest, fields["adapter"])
+    return Manifest(digest=digest, tensors=tensors, pieces=packing.pieces, **fields)
 
 
 class RemotePublisher(Publisher):
@@ -314,17 +267,9 @@ class RemotePublisher(Publisher):
     will be written anew.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        store: PieceStore,
-        key: SigningKey,
-        anchoring: Anchoring,
-        adapter: Adapter | None = None,
-        *,
-        clears_store: bool,
-    ):
-        super().__init__(folder, store, key, anchoring, adapter)
+    def __init__(self, *arguments: Any, clears_store: bool):
+        """Takes the arguments of `Publisher`; there must be a store."""
+        super().__init__(*arguments)
         self._clears_store = clears_store
 
     def write(self, number: int, step: int, parent: int | None, tensors: Mapping[str, Tensor]) -> Version:
@@ -332,9 +277,7 @@ class RemotePublisher(Publisher):
         self.keep([number])
         if self._clears_store and number % EVERY == 0:
             assert self.store is not None
-            collect(self.store, [number], self._opened)
+            assert self.key is not None
+            trusted = [self.key.public]
+            collect(self.store, [number], lambda sealed: Manifest.decode(open_sealed(sealed, trusted)))
         return version
-
-    def _opened(self, sealed: bytes) -> Manifest:
-        assert self.key is not None
-        return Manifest.decode(open_sealed(sealed, [self.key.public]))

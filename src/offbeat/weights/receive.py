@@ -1,10 +1,9 @@
 """Fetches published versions onto this machine, as the changes since a version that is here where that is possible.
 
-A version's manifest must be signed by a trusted key and be the one that the ledger names. Its bases are followed back
-to a version that is here or to a full one; the pieces on the way are downloaded (`offbeat.weights.download`), and the
-new version is assembled beside the old ones, verified, flushed and renamed (`offbeat.weights.assemble`). If a local
-base proves unfit, the chain goes back to the full version. A version without a manifest, or whose chain of pieces is
-gone, is downloaded as whole files, if there is a source of them.
+A version's bases are followed back to a version that is here or to a full one; the pieces on the way are downloaded
+(`offbeat.weights.download`), and the new version is assembled beside the old ones (`offbeat.weights.assemble`). If a
+local base proves unfit, the chain goes back to the full version. A version without a manifest, or whose chain of pieces
+is gone, is downloaded as whole files, if there is a source of them.
 
 Guarantees: `fetch` returns a version that is bit by bit the published one, or raises an error that names it; a process
 killed at any moment leaves every earlier version whole, and its successor resumes from the bytes that are there;
@@ -182,7 +181,7 @@ class Receiver:
     async def _fetch(self, version: Version) -> tuple[Path, Path | None]:
         """Paths of a version and of the base of an adapter, where that was fetched, too."""
         if not version.manifest:
-            return await self._ensure_files(version), None
+            return await self._ensure(version.number, version.digest, None), None
         base = None
         try:
             manifest = await self.downloads.manifest(version.number, version.digest, version.manifest)
@@ -194,49 +193,40 @@ class Receiver:
         except UNAVAILABLE as error:
             raise WeightsError(f"version {version.number}: no manifest that can be trusted: {error}") from error
         crash_here("manifest-kept")
-        base_path = None if base is None else await self._ensure(base)
-        return await self._ensure(manifest), base_path
+        base_path = None if base is None else await self._ensure(base.number, base.digest, base)
+        return await self._ensure(manifest.number, manifest.digest, manifest), base_path
 
-    async def _ensure_files(self, version: Version) -> Path:
-        """Path of a version that was published without a manifest."""
-        path = self.cache.path_of(version.number, version.digest)
-        if await in_thread(self.cache.holds, path, version.digest):
+    async def _ensure(self, number: int, digest: str, manifest: Manifest | None) -> Path:
+        """Path of a version, which is assembled, or downloaded as whole files, unless it is here."""
+        path = self.cache.path_of(number, digest)
+        if await in_thread(self.cache.holds, path, digest):
             return path
-        if self._copy is None:
-            raise OffbeatError(
-                f"version {version.number}: published without a manifest; run the same Offbeat on all machines"
-            )
-        figures = ReceiveFigures(version.number)
+        if manifest is None and self._copy is None:
+            raise OffbeatError(f"version {number}: published without a manifest; run the same Offbeat on all machines")
+        figures = ReceiveFigures(number)
         try:
-            await self._fetch_files(version.digest, path, self._copy, figures)
+            if manifest is None:
+                await self._fetch_files(digest, path, figures)
+            else:
+                await self._assemble_or_fetch(manifest, path, figures)
         except UNAVAILABLE as error:
-            raise WeightsError(f"version {version.number} cannot be had: {error}") from error
-        self.cache.mark_verified(path)
-        self._report(figures)
-        return path
-
-    async def _ensure(self, manifest: Manifest) -> Path:
-        """Path of a version, which is assembled unless it is here."""
-        path = self.cache.path_of(manifest.number, manifest.digest)
-        if await in_thread(self.cache.holds, path, manifest.digest):
-            return path
-        figures = ReceiveFigures(manifest.number)
-        try:
-            await self._assemble(manifest, path, figures)
-        except UNAVAILABLE as error:
-            if self._copy is None or manifest.kind is Kind.ADAPTER:
-                raise WeightsError(f"version {manifest.number} cannot be had: {error}") from error
-            log.warning("version %d: fetched as a whole file: %s", manifest.number, error)
-            try:
-                await self._fetch_files(manifest.digest, path, self._copy, figures)
-            except UNAVAILABLE as other:
-                raise WeightsError(
-                    f"version {manifest.number} cannot be had: {error}; nor as a whole file: {other}"
-                ) from other
+            raise WeightsError(f"version {number} cannot be had: {error}") from error
         self.cache.mark_verified(path)
         crash_here("version-built")
         self._report(figures)
         return path
+
+    async def _assemble_or_fetch(self, manifest: Manifest, path: Path, figures: ReceiveFigures) -> None:
+        try:
+            await self._assemble(manifest, path, figures)
+        except UNAVAILABLE as error:
+            if self._copy is None or manifest.kind is Kind.ADAPTER:
+                raise
+            log.warning("version %d: fetched as a whole file: %s", manifest.number, error)
+            try:
+                await self._fetch_files(manifest.digest, path, figures)
+            except UNAVAILABLE as other:
+                raise WeightsError(f"{error}; nor as a whole file: {other}") from other
 
     async def _assemble(self, manifest: Manifest, path: Path, figures: ReceiveFigures) -> None:
         """Assembles a version on a base that is here or, if that proves unfit, from the full one."""
@@ -292,14 +282,15 @@ class Receiver:
         await in_thread(assemble, chain, base, self.downloads.read, path)
         figures.apply_s += time.monotonic() - fetched_s
 
-    async def _fetch_files(self, digest: str, path: Path, copy: Copy, figures: ReceiveFigures) -> None:
+    async def _fetch_files(self, digest: str, path: Path, figures: ReceiveFigures) -> None:
         """Downloads a version as whole files."""
+        assert self._copy is not None
         draft, started_s = path.with_name(f".{path.name}.copy.draft"), time.monotonic()
         figures.num_applied = 0
         for _ in range(MAX_ATTEMPTS):
             draft.mkdir(parents=True, exist_ok=True)
             num_before = _num_bytes(draft)
-            await copy(figures.number, draft)
+            await self._copy(figures.number, draft)
             figures.num_bytes[COPY] += max(_num_bytes(draft) - num_before, 0)
             if await in_thread(_put_in_place, draft, digest, path):
                 figures.fetch_s += time.monotonic() - started_s

@@ -1,8 +1,7 @@
 """The tree by which weights spread, so that a version crosses each slow link once.
 
 At every site one receiver fetches from the root (the coordinator, or its store); the others fetch from receivers of
-their own site, at most `fan_out` from each. Each receiver knows its line of ancestors, so that a dead parent costs one
-failed attempt until it is noticed.
+their own site, at most `fan_out` from each.
 
 Guarantees: every receiver reaches the root; no relay feeds more than its share while the site's relays have room for
 all (where they have not, they are overloaded evenly rather than the slow link crossed twice); a newcomer moves no
@@ -70,14 +69,6 @@ class RelayTree:
             line.append(name)
         return line
 
-    def fan_out(self, name: str) -> int:
-        """Most children that it should feed."""
-        return self._sites[self._site_of[name]].fan_outs()[name]
-
-    @property
-    def parents(self) -> dict[str, str]:
-        return {name: parent for site in self._sites.values() for name, parent in site.parents.items()}
-
 
 class SiteTree:
     """The receivers of one site. Below the root is the head, which serves; or all of them, where none serves."""
@@ -102,12 +93,9 @@ class SiteTree:
         del self.members[name], self.parents[name]
         self._rebalance()
 
-    def fan_outs(self) -> dict[str, int]:
-        """Most children that each should feed."""
-        return {name: self._fan_out if member.serves else 0 for name, member in self.members.items()}
-
     def _snapshot(self) -> _Snapshot:
-        return _Snapshot(self.parents, self.fan_outs())
+        fan_outs = {name: self._fan_out if member.serves else 0 for name, member in self.members.items()}
+        return _Snapshot(self.parents, fan_outs)
 
     def _attach(self, name: str) -> None:
         """Attaches a receiver, with all below it, as near to the root as there is room."""
@@ -163,7 +151,7 @@ class SiteTree:
 
 
 class _Snapshot:
-    """A site's tree at one moment."""
+    """A site's tree at one moment; `fan_outs` are the most children that each receiver should feed."""
 
     def __init__(self, parents: Mapping[str, str], fan_outs: Mapping[str, int]):
         self.fan_outs = fan_outs

@@ -24,7 +24,6 @@ from offbeat.weights.manifest import ManifestError
 
 log = logging.getLogger(__name__)
 
-KEY_BYTES = 32
 OTHERS = 0o077
 """Permissions of all but a file's owner."""
 
@@ -51,7 +50,7 @@ class SigningKey:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 create_atomic(path, _new_secret().hex().encode() + b"\n", mode=0o600)
             _hide(path)
-            return SigningKey(_parsed(path.read_bytes()))
+            return SigningKey(bytes.fromhex(path.read_text(encoding="ascii").strip()))
         except OSError as error:
             raise UserError(
                 f"{path}: cannot be used as the signing key's file: {error.strerror}; see who owns it, and its disk"
@@ -112,13 +111,6 @@ def signer(data: bytes) -> str:
 
 def _new_secret() -> bytes:
     return Ed25519PrivateKey.generate().private_bytes_raw()
-
-
-def _parsed(text: bytes) -> bytes:
-    secret = bytes.fromhex(text.decode("ascii").strip())
-    if len(secret) != KEY_BYTES:
-        raise ValueError("another length")
-    return secret
 
 
 def _hide(path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from offbeat.model.devices import is_slow
@@ -24,11 +25,11 @@ from offbeat.model.usage import Usage, usage, window_of
 
 NAME = "offbeat_slots"
 
-_short_mask: ContextVar[torch.Tensor | None] = ContextVar("short_context", default=None)
+_short_mask: ContextVar[Tensor | None] = ContextVar("short_context", default=None)
 
 
 @contextmanager
-def short_context(mask: torch.Tensor | None) -> Iterator[None]:
+def short_context(mask: Tensor | None) -> Iterator[None]:
     """Inside, the last rows of a decode step read only the context of this mask.
 
     A context variable, because models pass a single mask to their attention and nothing else that all of them know.
@@ -51,15 +52,15 @@ def use_slot_attention(model: PreTrainedModel) -> Usage:
 
 def slot_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Query is (rows, heads, tokens, head dim), key and value (rows, KV heads, read tokens, head dim).
 
     `softcap` bounds scores; `s_aux` holds each head's attention-sink score.
@@ -79,7 +80,7 @@ class _Scoring(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
-    sinks: torch.Tensor | None
+    sinks: Tensor | None
 
     @property
     def is_plain(self) -> bool:
@@ -87,9 +88,7 @@ class _Scoring(NamedTuple):
         return self.softcap is None and self.sinks is None
 
 
-def _prefill(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: _Scoring
-) -> torch.Tensor:
+def _prefill(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: _Scoring) -> Tensor:
     rows, num_heads, num_tokens, head_dim = query.shape
     folded = num_heads != key.shape[1]
     if not scoring.is_plain or (scoring.window is not None and scoring.window < num_tokens):
@@ -107,9 +106,7 @@ def _prefill(
     return out.reshape(rows, num_heads, num_tokens, value.shape[-1]).transpose(1, 2)
 
 
-def _decode(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: _Scoring
-) -> torch.Tensor:
+def _decode(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: _Scoring) -> Tensor:
     assert mask is not None
     rows, num_heads, _, head_dim = query.shape
     folded = query.reshape(rows, key.shape[1], num_heads // key.shape[1], head_dim)
@@ -130,9 +127,7 @@ def _decode(
     return torch.cat((long, short)).reshape(rows, 1, num_heads, value.shape[-1])
 
 
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scoring: _Scoring
-) -> torch.Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: _Scoring) -> Tensor:
     """Query, already scaled, is (rows, KV heads, query heads per KV head, ..., head dim)."""
     scores = torch.matmul(query, key.transpose(-2, -1))
     if scoring.softcap is not None:
@@ -147,7 +142,7 @@ def _attend(
     return torch.matmul(weights.to(value.dtype), value)
 
 
-def _windowed(mask: torch.Tensor, window: int | None) -> torch.Tensor:
+def _windowed(mask: Tensor, window: int | None) -> Tensor:
     """Hides tokens that lie a window or more behind each row's last visible token."""
     if window is None or window >= mask.shape[-1]:
         return mask
@@ -168,30 +163,24 @@ class KeyValueSlots:
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        max_context_tokens: int,
-        keys: Sequence[torch.Tensor] = (),
-        values: Sequence[torch.Tensor] = (),
+        self, num_slots: int, max_context_tokens: int, keys: Sequence[Tensor] = (), values: Sequence[Tensor] = ()
     ):
         self.num_slots, self.max_context_tokens = num_slots, max_context_tokens
         self.keys, self.values = list(keys), list(values)
-        self._prefill_slots: torch.Tensor | None = None
+        self._prefill_slots: Tensor | None = None
         self._positions = torch.zeros(0, dtype=torch.int64)
         self._read_tokens = 0
 
-    def begin_prefill(self, slots: torch.Tensor) -> None:
+    def begin_prefill(self, slots: Tensor) -> None:
         """Makes the next forward pass fill these slots from their start."""
         self._prefill_slots = slots
 
-    def begin_decode(self, positions: torch.Tensor, read_tokens: int) -> None:
+    def begin_decode(self, positions: Tensor, read_tokens: int) -> None:
         """Makes the next forward pass write at `positions` of the first slots and read `read_tokens` of each."""
         self._prefill_slots = None
         self._positions, self._read_tokens = positions, read_tokens
 
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores a layer's new keys and values; returns all that it may attend to."""
         if layer_idx >= len(self.keys):
             self._allocate(key, value, layer_idx)
@@ -218,7 +207,7 @@ class KeyValueSlots:
         for tensor in (*self.keys, *self.values):
             tensor[target, :, :num_tokens] = tensor[source, :, :num_tokens]
 
-    def _allocate(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int) -> None:
+    def _allocate(self, key: Tensor, value: Tensor, layer_idx: int) -> None:
         assert layer_idx == len(self.keys), f"layer {layer_idx} came before layer {len(self.keys)}"
         # Zeros, because masked values are still multiplied, and 0 times infinity is not 0.
         for made, held in ((key, self.keys), (value, self.values)):

@@ -40,10 +40,20 @@ class DecodeForward:
         self.model, self.num_parts = model, num_parts
 
     def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor, *rest: Tensor) -> Tensor:
-        if self.num_parts == 1:
-            return _decode(self.model, tokens, positions, mask, *rest)
-        with short_context(rest[0]):
-            return _decode(self.model, tokens, positions, mask, *rest[1:])
+        """Logits of each row's next token; the mask's length is the context read."""
+        short, held = (None, rest) if self.num_parts == 1 else (rest[0], rest[1:])
+        num_layers, (num_slots, _, context, _) = len(held) // 2, held[0].shape
+        slots = KeyValueSlots(num_slots, context, keys=held[:num_layers], values=held[num_layers:])
+        slots.begin_decode(positions, mask.shape[-1])
+        with short_context(short):
+            logits: Tensor = self.model(
+                input_ids=tokens,
+                position_ids=positions.unsqueeze(1),
+                attention_mask=mask,
+                past_key_values=slots,
+                use_cache=True,
+            ).logits[:, -1]
+        return logits
 
 
 class RecordedStep:
@@ -65,22 +75,6 @@ class RecordedStep:
     def __call__(self, *inputs: Tensor) -> Tensor:
         logits: Tensor = self.graph(*self.weights, *inputs)
         return logits
-
-
-def _decode(model: PreTrainedModel, tokens: Tensor, positions: Tensor, mask: Tensor, *held: Tensor) -> Tensor:
-    """Logits of each row's next token; the mask's length is the context read."""
-    num_layers = len(held) // 2
-    num_slots, _, context, _ = held[0].shape
-    slots = KeyValueSlots(num_slots, context, keys=held[:num_layers], values=held[num_layers:])
-    slots.begin_decode(positions, mask.shape[-1])
-    logits: Tensor = model(
-        input_ids=tokens,
-        position_ids=positions.unsqueeze(1),
-        attention_mask=mask,
-        past_key_values=slots,
-        use_cache=True,
-    ).logits[:, -1]
-    return logits
 
 
 def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:

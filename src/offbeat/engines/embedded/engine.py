@@ -1,8 +1,7 @@
 """The embedded engine: any transformers causal LM, in this process, behind the engine protocol.
 
-A thread of its own takes the steps (see `stepper`). Calls become commands, which the thread takes between two steps, in
-order; results are delivered in batches to the callers' event loops. An idle thread sleeps. Any error in the thread
-fails every request with an `EngineError`, so no caller waits forever.
+A thread of its own takes the steps (see `stepper`), and runs calls between two of them, in order. Any error in the
+thread fails every request with an `EngineError`, so no caller waits forever.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +32,8 @@ from offbeat.engines.protocol import (
     problem_of,
 )
 
+Answer = asyncio.Future[Any]
+"""Future of a caller that waits on its event loop."""
 CLOSE_WITHIN_S = 60.0
 """Longer than any step or load on a device that is not stuck."""
 
@@ -70,7 +70,7 @@ class EmbeddedEngine:
             )
         self.worker, self.base = worker, base
         fingerprint = fingerprint or default_fingerprint(model, exact, num_slots)
-        self._capabilities = Capabilities(
+        self.capabilities = Capabilities(
             fingerprint=fingerprint,
             num_slots=num_slots,
             max_context_tokens=max_context_tokens,
@@ -82,18 +82,14 @@ class EmbeddedEngine:
         with torch.inference_mode():
             self._stepper = Stepper(model.eval(), num_slots, max_context_tokens, exact, worker, fingerprint, version)
         self.seconds_still = 0.0
-        self._answers: dict[object, _Answer] = {}
+        self._answers: dict[object, Answer] = {}
         """Waiting callers, by request id or by themselves; guarded, like the commands, by the condition's lock."""
-        self._commands: deque[_Command] = deque()
+        self._commands: deque[tuple[Callable[[], None], Answer | None]] = deque()
         self._wake = threading.Condition()
         self._ended: EngineError | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"engine {worker}", daemon=True)
         self._thread.start()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
 
     @property
     def version(self) -> int | None:
@@ -110,18 +106,18 @@ class EmbeddedEngine:
 
     async def generate(self, request: Request) -> Generation:
         self._check(request)
-        answer = _Answer()
+        answer: Answer = asyncio.get_running_loop().create_future()
         with self._wake:
             if request.id in self._answers:
                 raise EngineError(f"engine {self.worker}: a request {request.id} is already running")
-            self._post(_Command(lambda: self._stepper.submit(request)))
+            self._post(lambda: self._stepper.submit(request))
             self._answers[request.id] = answer
         try:
-            generation: Generation = await answer.future
+            generation: Generation = await answer
         except asyncio.CancelledError:
             with self._wake:
                 if self._ended is None:  # frees its slot
-                    self._post(_Command(lambda: self._abort([request.id])))
+                    self._post(lambda: self._abort([request.id]))
             raise
         return generation
 
@@ -153,33 +149,30 @@ class EmbeddedEngine:
 
     async def _do(self, action: Callable[[], None]) -> None:
         """Runs an action in the thread, between two steps, and waits for it."""
-        answer = _Answer()
+        answer: Answer = asyncio.get_running_loop().create_future()
         with self._wake:
-            self._post(_Command(action, answer))
+            self._post(action, answer)
             self._answers[answer] = answer
-        await answer.future
+        await answer
 
-    def _post(self, command: _Command) -> None:
-        """Call with the lock held."""
+    def _post(self, action: Callable[[], None], answer: Answer | None = None) -> None:
+        """Call with the lock held. The thread runs the action between two steps; `answer` waits for it."""
         if self._ended is not None:
             raise self._ended
-        self._commands.append(command)
+        self._commands.append((action, answer))
         self._wake.notify()
 
     def _check(self, request: Request) -> None:
         """Refuses a request that cannot run, before it reaches the batch."""
-        sampling = request.sampling
-
-        def refuse(why: str) -> EngineError:
-            return EngineError(f"engine {self.worker}, request {request.id}: {why}")
-
-        if problem := problem_of(request, self.version, self.capabilities):
-            raise refuse(problem)
-        first, last = int(request.tokens.min()), int(request.tokens.max())
-        if first < 0 or last >= self._vocab_size:
-            raise refuse(f"token ids from {first} to {last}: allowed 0 to {self._vocab_size - 1}")
-        if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
-            raise refuse(f"{sampling}: allowed temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1")
+        sampling, problem = request.sampling, problem_of(request, self.version, self.capabilities)
+        if not problem:
+            first, last = int(request.tokens.min()), int(request.tokens.max())
+            if first < 0 or last >= self._vocab_size:
+                problem = f"token ids from {first} to {last}: allowed 0 to {self._vocab_size - 1}"
+            elif not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
+                problem = f"{sampling}: allowed temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
+        if problem:
+            raise EngineError(f"engine {self.worker}, request {request.id}: {problem}")
 
     # In the thread
 
@@ -205,13 +198,13 @@ class EmbeddedEngine:
                 self._wake.wait()
             commands, self._commands = self._commands, deque()
             going_on = not self._closing
-        for command in commands:
+        for action, answer in commands:
             outcome: EngineError | None = None
             try:
-                command.action()
+                action()
             except EngineError as error:  # refused, nothing changed; any other error ends the engine
                 outcome = error
-            self._answer([(command.answer, outcome)] if command.answer else [])
+            self._answer([(answer, outcome)] if answer else [])
         return going_on
 
     def _abort(self, ids: Sequence[str] | None) -> None:
@@ -229,27 +222,11 @@ class EmbeddedEngine:
         _resolve(answers)
 
 
-class _Answer:
-    """A caller that waits on its event loop."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self.loop.create_future()
-
-
-@dataclass(frozen=True)
-class _Command:
-    """An action for the thread between two steps, and the caller that waits for it."""
-
-    action: Callable[[], None]
-    answer: _Answer | None = None
-
-
-def _resolve(outcomes: Sequence[tuple[_Answer, object]]) -> None:
+def _resolve(outcomes: Sequence[tuple[Answer, object]]) -> None:
     """Wakes waiting callers, with one call into each event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Answer, object]]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Answer, object]]] = {}
     for answer, outcome in outcomes:
-        by_loop.setdefault(answer.loop, []).append((answer, outcome))
+        by_loop.setdefault(answer.get_loop(), []).append((answer, outcome))
     for loop, waiting in by_loop.items():
         try:
             loop.call_soon_threadsafe(_settle, waiting)
@@ -258,14 +235,14 @@ def _resolve(outcomes: Sequence[tuple[_Answer, object]]) -> None:
                 raise
 
 
-def _settle(outcomes: Sequence[tuple[_Answer, object]]) -> None:
+def _settle(outcomes: Sequence[tuple[Answer, object]]) -> None:
     for answer, outcome in outcomes:
-        if answer.future.done():  # cancelled meanwhile
+        if answer.done():  # cancelled meanwhile
             continue
         if isinstance(outcome, EngineError):
-            answer.future.set_exception(outcome)
+            answer.set_exception(outcome)
         else:
-            answer.future.set_result(outcome)
+            answer.set_result(outcome)
 
 
 def default_fingerprint(model: PreTrainedModel, exact: bool, num_slots: int) -> str:

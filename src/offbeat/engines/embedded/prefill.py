@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from offbeat.engines.cached_prefixes import token_key
 from offbeat.engines.embedded.attention import KeyValueSlots
 from offbeat.engines.protocol import EngineMetrics
 
@@ -28,20 +29,14 @@ class CachedPrompts:
 
     def find(self, tokens: np.ndarray) -> int | None:
         """A slot that starts with exactly these tokens and was filled for them."""
-        slots = self._slots.get(_key(tokens))
+        slots = self._slots.get(token_key(tokens))
         return slots[0] if slots else None
 
     def add(self, slot: int, tokens: np.ndarray) -> None:
-        self._remember(slot, _key(tokens))
-
-    def move(self, source: int, target: int) -> None:
-        key = self._key.get(source)
-        self.drop(source)
-        if key is not None:
-            self._remember(target, key)
+        self._remember(slot, token_key(tokens))
 
     def exchange(self, one: int, other: int) -> None:
-        """Swaps two live slots."""
+        """Swaps two slots, either of which may be free."""
         keys = {other: self._key.get(one), one: self._key.get(other)}
         self.drop(one)
         self.drop(other)
@@ -64,10 +59,6 @@ class CachedPrompts:
         assert slot not in self._key, f"slot {slot} already holds a prompt"
         self._key[slot] = key
         self._slots.setdefault(key, []).append(slot)
-
-
-def _key(tokens: np.ndarray) -> bytes:
-    return tokens.astype(np.int64, copy=False).tobytes()
 
 
 PREFILL_TOKENS = 4096

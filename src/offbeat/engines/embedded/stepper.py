@@ -1,18 +1,16 @@
 """Continuous batching over KV slots: which request is in which slot, and one decode step for all.
 
-No threads and no asyncio: `submit`, `abort` and `load` change what is wanted; `step` does the next work and returns
-what ended. The state of slots lies in tensors (`SlotRows`); Python handles a request only when it starts or ends and
-when weights change.
+No threads and no asyncio. The state of slots lies in tensors (`SlotRows`); Python handles a request only when it starts
+or ends and when weights change.
 
 - The first slots are live. When one ends and no request waits, the last live slot moves into the gap, so a step costs
   what its live rows cost. Much longer rows stand first, so that only they read a long context (`rules.padding_split`).
 - All but the last known token of a request is prefilled; the first decode step feeds the last one.
 - An aborted request leaves its keys and values in its free slot. If it is resumed before the slot is reused, it
   continues there, and its newer tokens are fed one by one (`cached_prefixes`).
-- With `exact`, a token depends on weights, prompt and seed alone, to the bit: every step runs all slots, prompts are
-  prefilled one at a time, and a resumed prefix is fed token by token, in the shape in which it was sampled. So a cached
-  prefix changes nothing but time. This holds for one number of threads and slots: with several threads, a library may
-  split a large product by its number of rows.
+- With `exact`, a token depends on weights, prompt and seed alone, to the bit, for one number of threads and slots:
+  every step runs all slots, prompts are prefilled one at a time, and a resumed prefix is fed token by token, in the
+  shape in which it was sampled.
 - A model whose attention cannot be replaced (`model.usage`) has no slots: each step computes its rows from the first
   token on (`decode_forward.Recomputed`).
 """
@@ -43,16 +41,8 @@ from offbeat.engines.embedded.sampling import RowSampling, draw, is_filtered, is
 from offbeat.engines.embedded.weights import Staged, swap
 from offbeat.engines.protocol import EngineMetrics, Finish, Generation, KvMode, Request
 from offbeat.errors import UserError
+from offbeat.model import usage
 from offbeat.model.loading import context_window
-from offbeat.model.usage import (
-    distance,
-    kind_of,
-    max_distance,
-    one_line_errors,
-    own_logits,
-    probe_tokens,
-    without_random,
-)
 from offbeat.rules.padding_split import exchanges, num_long_rows
 from offbeat.trajectory import Sampling, Segment
 
@@ -79,8 +69,8 @@ class Stepper:
         longest = context_window(model.config)
         if max_context_tokens > longest:
             raise UserError(
-                f"embedded engine: max_context_tokens = {max_context_tokens}, but {kind_of(model)} takes {longest}; "
-                "lower rollout.max_prompt_tokens or rollout.max_new_tokens"
+                f"embedded engine: max_context_tokens = {max_context_tokens}, but {usage.kind_of(model)} takes "
+                f"{longest}; lower rollout.max_prompt_tokens or rollout.max_new_tokens"
             )
         self.usage = use_slot_attention(model)
         self.model, self.num_slots, self.max_context_tokens, self.exact = model, num_slots, max_context_tokens, exact
@@ -100,7 +90,7 @@ class Stepper:
         self.num_steps = 0
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.num_threads = self._threads_now = torch.get_num_threads()
-        with one_line_errors(model, "a step of the embedded engine"), without_random(model):
+        with usage.one_line_errors(model, "a step of the embedded engine"), usage.without_random(model):
             self._forward = self._make_forward()
             self._check()
         self._forward_in_parts: Forward | None = None
@@ -172,10 +162,7 @@ class Stepper:
     def _decode(self, parts: Sequence[tuple[int, int]]) -> list[int]:
         """Samples one token for every live row; returns the slots that are done."""
         num_rows, rows = sum(num for num, _ in parts), self.rows
-        if self.usage.has_slots:
-            logits = self._next_logits(num_rows, parts)
-        else:
-            logits = self._logits_from_start(num_rows, parts[0][1])
+        logits = self._next_logits(num_rows, parts)
         sampling = rows.sampling(num_rows, any_greedy=self.any_greedy, any_filtered=self.any_filtered)
         noise = uniform(sampling.keys, rows.response_positions(num_rows))
         drawn, logprobs = draw(logits.float(), sampling, noise)
@@ -186,19 +173,17 @@ class Stepper:
         return slots
 
     def _next_logits(self, num_rows: int, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Feeds each row its next token."""
+        """Feeds each row its next token; without slots, all its tokens."""
+        if not self.usage.has_slots:
+            reach = min(parts[0][1], self.max_context_tokens)  # rounding up may exceed the model's positions
+            self._use_threads(num_rows * reach)
+            return self._forward(self.rows.tokens[:num_rows, :reach], self.rows.positions(num_rows))
         self._use_threads(num_rows)
         rows, tokens = self.rows, self.rows.feed(num_rows)
         masks = [rows.mask[:num_rows, None, None, : parts[0][1]]]
         masks += [rows.mask[num_rows - num : num_rows, None, None, :reach] for num, reach in parts[1:]]
         forward = self._forward if len(parts) == 1 else self._in_parts()
         return forward(tokens, rows.positions(num_rows), *masks, *self.kv.keys, *self.kv.values)
-
-    def _logits_from_start(self, num_rows: int, reach: int) -> torch.Tensor:
-        """Feeds each row all its tokens, for models without slots."""
-        reach = min(reach, self.max_context_tokens)  # rounding up may exceed the model's positions
-        self._use_threads(num_rows * reach)
-        return self._forward(self.rows.tokens[:num_rows, :reach], self.rows.positions(num_rows))
 
     def _make_forward(self) -> Forward:
         if not self.usage.has_slots:
@@ -210,30 +195,26 @@ class Stepper:
     def _check(self) -> None:
         """Refuses a model whose logits, as computed here, differ from its own code's: tries a few tokens, and beside
         them, if there is room, a row of one token."""
-        tokens = np.array(probe_tokens(self.model, 7))
+        tokens = np.array(usage.probe_tokens(self.model, 7))
         prompts = [tokens[:6][: self.max_context_tokens - 1], tokens[6:]][: self.num_slots]
         slots, num_rows = range(len(prompts)), len(prompts)
         requests = [Request(str(slot), prompts[slot], slot, Sampling(max_new_tokens=1)) for slot in slots]
         self.rows.tokens[:num_rows] = int(tokens[0])  # behind a row's tokens lie those of earlier requests, not padding
         self.rows.start(slots, requests, [len(prompt) - 1 for prompt in prompts])
-        if self.usage.has_slots:
-            if len(prompts[0]) > 1:
-                self.prefill.compute([Wanted(0, prompts[0][:-1], is_shared=False)])
-            found = self._next_logits(num_rows, [(num_rows, READ_BUCKET_TOKENS)])
-        else:
-            found = self._logits_from_start(num_rows, READ_BUCKET_TOKENS)
+        if self.usage.has_slots and len(prompts[0]) > 1:
+            self.prefill.compute([Wanted(0, prompts[0][:-1], is_shared=False)])
+        found = self._next_logits(num_rows, [(num_rows, READ_BUCKET_TOKENS)])
         self.rows.clear(slots, [0] * num_rows)
-        own = [own_logits(self.model, self.rows.index(prompt.tolist())[None])[0, -1] for prompt in prompts]
-        gap, allowed = distance(found, torch.stack(own)), max_distance(self.model)
+        own = [usage.own_logits(self.model, self.rows.index(prompt.tolist())[None])[0, -1] for prompt in prompts]
+        gap, allowed = usage.distance(found, torch.stack(own)), usage.max_distance(self.model)
         if gap is not None and not gap <= allowed:
             raise UserError(
-                f"model.path: {kind_of(self.model)}: the embedded engine's log-probs are off by {gap:.2g} of their "
-                f'spread (allowed {allowed:g}); use rollout.engine = "vllm", or a model that docs/models.md lists'
+                f"model.path: {usage.kind_of(self.model)}: the embedded engine's log-probs are off by {gap:.2g} of "
+                f'their spread (allowed {allowed:g}); use rollout.engine = "vllm", or a model that docs/models.md lists'
             )
 
     def _in_parts(self) -> Forward:
-        if self._forward_in_parts is None:
-            self._forward_in_parts = recorded_in_parts(self.model, self._decode_inputs())
+        self._forward_in_parts = self._forward_in_parts or recorded_in_parts(self.model, self._decode_inputs())
         return self._forward_in_parts
 
     def _use_threads(self, num_tokens: int) -> None:
@@ -258,14 +239,16 @@ class Stepper:
         positions, wanted = [], []
         for slot, request, prefix in zip(slots, requests, prefixes, strict=True):
             if prefix is None:
-                tokens = self._to_prefill(request)
+                # All known tokens but the last, which the first decode step feeds; with `exact`, the prompt's.
+                tokens = request.tokens[: len(request.tokens) - (request.position if self.exact else 0) - 1]
                 wanted.append(Wanted(slot, tokens, request.kv is not KvMode.REFILL))
                 position, kv_version = len(tokens), self.version
             else:
                 position, kv_version = prefix.num_usable(request), prefix.kv_version
                 self.metrics += EngineMetrics(num_resumed_tokens=position)
             positions.append(position)
-            self.running[slot] = SlotState.of(request, position - self.num_steps, kv_version)
+            num_known = len(request.tokens)
+            self.running[slot] = SlotState(request, num_known, position - self.num_steps, num_known, kv_version)
         self.rows.start(slots, requests, positions)
         self._prefill(wanted)
         self._has_started = True
@@ -297,11 +280,6 @@ class Stepper:
         self.free = sorted(set(self.free) - set(slots))
         return slots
 
-    def _to_prefill(self, request: Request) -> np.ndarray:
-        """Known tokens but the last, which the first decode step feeds; with `exact`, only those of the prompt."""
-        end = len(request.tokens) - (request.position if self.exact else 0)
-        return request.tokens[: end - 1]
-
     def _num_kept(self, slot: int) -> int:
         """Tokens of a live slot with keys and values; the next step feeds the next one."""
         return self.num_steps + self.running[slot].step_offset
@@ -322,7 +300,7 @@ class Stepper:
         self._move_kv(sources, targets)
         for source, target in zip(sources, targets, strict=True):
             self.running[target] = self.running.pop(source)
-            self.prefill.prompts.move(source, target)
+            self.prefill.prompts.exchange(source, target)
         self.free = list(range(num_live, self.num_slots))
 
     def _put_long_rows_first(self) -> None:
@@ -408,7 +386,8 @@ class Stepper:
             running = self.running[slot]
             end = running.num_prompt if self.exact else num_known[row]
             wanted.append(Wanted(slot, tokens[row, : end - 1], running.request.kv is not KvMode.REFILL))
-            running.refill(num_known[row], end - 1 - self.num_steps, self.version)
+            running.num_known, running.step_offset = num_known[row], end - 1 - self.num_steps
+            running.kv_version = self.version
         self.rows.restart(slots, [len(one.tokens) for one in wanted], num_known)
         self._prefill(wanted)
         self._count()
@@ -430,11 +409,6 @@ class SlotState:
     spans: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Finished segments: start and end, by index into prompt + response, version and KV version."""
 
-    @classmethod
-    def of(cls, request: Request, step_offset: int, kv_version: int) -> SlotState:
-        num_known = len(request.tokens)
-        return cls(request, num_known, step_offset, num_known, kv_version)
-
     @property
     def num_prompt(self) -> int:
         return len(self.request.tokens) - self.request.position
@@ -447,10 +421,6 @@ class SlotState:
         if end > self.open_start:
             self.spans.append((self.open_start, end, version, self.kv_version))
             self.open_start = end
-
-    def refill(self, num_known: int, step_offset: int, version: int) -> None:
-        """Notes that its keys and values were computed again by `version`."""
-        self.num_known, self.step_offset, self.kv_version = num_known, step_offset, version
 
     def generation(
         self, tokens: np.ndarray, logprobs: np.ndarray, finish: Finish, worker: str, fingerprint: str

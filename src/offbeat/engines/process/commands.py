@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.config.schema import Config
+from offbeat.engines.dialect import STREAM_TOKENS
 from offbeat.engines.sglang.api import INSIDE_FOLDER, LAUNCHER
 from offbeat.engines.vllm.api import EXTENSION, EXTENSION_FOLDER, ON_CPU_FOLDER, WHOLE_PROMPTS
 from offbeat.engines.vllm.lora import ALLOW, NUM_KEPT, RANKS, server_rank
@@ -19,8 +20,6 @@ from offbeat.errors import UserError
 from offbeat.model.loading import resolve
 
 SERVED_NAME = "offbeat"
-STREAM_TOKENS = 32
-"""Tokens in one event of an answer: fewer cost the server more than the tokens do."""
 CPU_KV_GB = "2"
 """Default of VLLM_CPU_KVCACHE_SPACE; vLLM's own is a large part of the memory, which the trainer needs too."""
 SGLANG_OWN_TOKENS = 6

@@ -1,10 +1,9 @@
 """Guard process: ends an engine's server, with all processes that it started, when its worker ends.
 
-A SIGKILLed worker cannot clean up, and an orphaned server would hold a GPU for good. So the worker starts this process,
-which starts the server. The end of its standard input means that the worker has ended or wants the server to end: the
-server gets SIGTERM, and after a while its whole process group SIGKILL. Until all of it is gone the guard holds a lock,
-for which the next server of the same worker waits: two would not fit into one GPU. It is run as a file with the
-standard library alone, so that it starts quickly.
+A SIGKILLed worker cannot clean up, and an orphaned server would hold a GPU for good. The end of the guard's standard
+input means that the worker has ended or wants the server to end: the server gets SIGTERM, and after a while its whole
+process group SIGKILL. Until all of it is gone the guard holds a lock, for which the worker's next server waits: two
+would not fit into one GPU. It is run as a file with the standard library alone, so that it starts quickly.
 
     guard LOCK FOLDER COMMAND ...   prints the server's process id, then its exit status, a line each; deletes FOLDER
                                     in the end, unless it is ""

@@ -54,18 +54,16 @@ class ServerEngines:
             dialect = self._dialect()
             try:
                 engine = await HttpEngine.attach(dialect, worker=self.name, num_slots=self.config.rollout.slots)
-            except ServerAway as error:
+            except BaseException as error:
                 await dialect.close()
-                await self.dispose(error)
-            except EngineError as error:  # names the remedy
-                await dialect.close()
-                raise UserError(str(error)) from error
-            except BaseException:
-                await dialect.close()
+                if isinstance(error, ServerAway):
+                    await self.dispose(error)
+                    continue
+                if isinstance(error, EngineError):  # names the remedy
+                    raise UserError(str(error)) from error
                 raise
-            else:
-                await self._refuse_kv(engine)
-                return engine
+            await self._refuse_kv(engine)
+            return engine
 
     async def wait_exited(self) -> EngineDied:
         """Waits for the end of the worker's own server process; forever for a user's server."""

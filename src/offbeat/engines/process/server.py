@@ -157,14 +157,11 @@ class EngineServer:
         return int(status or KILLED)
 
     def _last_error(self) -> str:
-        return f"{error_line(self._printed())} (see {self.log})"
-
-    def _printed(self) -> str:
-        """Output since the start, or its end."""
+        """From the output since the start, or the end of it."""
         with self.log.open("rb") as log:
             size = log.seek(0, 2)
             log.seek(max(self._log_start, size - MAX_READ_BYTES))
-            return log.read().decode(errors="replace")
+            return f"{error_line(log.read().decode(errors='replace'))} (see {self.log})"
 
 
 def error_line(text: str) -> str:

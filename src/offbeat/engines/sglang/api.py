@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from offbeat.engines.dialect import Call, Chunk, Facts, Span, read_event
+from offbeat.engines.dialect import STREAM_TOKENS, Call, Chunk, Facts, Span, read_event
 from offbeat.engines.http_calls import Server, ServerRefused
 from offbeat.engines.protocol import EngineError, Finish, KvMode
 from offbeat.trajectory import Sampling
@@ -33,10 +33,8 @@ LAUNCHER = "offbeat_in_sglang"
 INSIDE_FOLDER = Path(__file__).parent / "inside"
 """Module that starts a worker's own server, and its folder."""
 GENERATE = "/generate"
-STREAM_TOKENS = 32
-"""Tokens in one event: fewer cost the server more than the tokens do, more come late."""
 REPEATED_STREAM_TOKENS = 512
-"""The same where each event repeats those before it."""
+"""Tokens in one event where each repeats those before it."""
 LOAD_WITHIN_S = 600.0
 CHECK_WITHIN_S = 10.0
 HEALTH_WITHIN_S = 25.0

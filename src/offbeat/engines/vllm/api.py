@@ -10,19 +10,20 @@ On a machine without a GPU, vLLM needs two repairs (`inside/`). Only tests run i
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from offbeat.engines.dialect import Call, Chunk, Facts, Span, read_event
+from offbeat.engines.dialect import STREAM_TOKENS, Call, Chunk, Facts, Span, read_event
 from offbeat.engines.http_calls import Server, ServerRefused
 from offbeat.engines.protocol import EngineError, Finish, KvMode
-from offbeat.engines.vllm.weights import LOAD_WITHIN_S, FromPath, Transfer
+from offbeat.engines.vllm.weights import LOAD_WITHIN_S, FromGpu, FromPath
 from offbeat.weights.version import Version
 
+Transfer = FromGpu | FromPath
 EXTENSION = "offbeat_in_vllm.Extension"
 EXTENSION_FOLDER = Path(__file__).parent / "inside"
 """Worker extension that servers are started with, and its folder."""
@@ -33,8 +34,6 @@ WHOLE_PROMPTS = "--no-enable-chunked-prefill"
 GENERATE = "/inference/v1/generate"
 RUNS_AS = "generate-tokens-"
 """Prefix that the server adds to a call's id; it acknowledges an abort of the bare id and ends nothing."""
-STREAM_TOKENS = 32
-"""Tokens in one event: fewer cost the server more than the tokens do, more come late."""
 CHECK_WITHIN_S = 10.0
 INFO_WITHIN_S = 120.0
 """The first call makes the server inspect its whole machine."""
@@ -49,7 +48,8 @@ class VllmDialect:
     """Implements `offbeat.engines.dialect.Dialect`."""
 
     def __init__(self, server: Server, transfer: Transfer | None = None):
-        self.server, self.transfer = server, transfer or FromPath()
+        self.server = server
+        self.transfer: Transfer = transfer or FromPath()
         self._model, self._root = "", ""
         """Name and path of the weights that the server was started with."""
         self._has_labels = False
@@ -59,7 +59,7 @@ class VllmDialect:
         """Sampling parameters that only newer servers know."""
 
     async def probe(self) -> Facts:
-        with self._speaking_vllm():
+        try:
             release = str((await self.server.get("/version"))["version"])
             (model, *_) = (await self.server.get("/v1/models"))["data"]
             self._model, max_context_tokens = str(model["id"]), int(model["max_model_len"])
@@ -68,6 +68,8 @@ class VllmDialect:
             info = await self.server.get("/server_info", within_s=INFO_WITHIN_S, config_format="json")
             config = info["vllm_config"]
             model_config = dict(config["model_config"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineError(f"{self.server.url}: answers, but not as vLLM does; is it another server?") from error
         if (mode := model_config.get("logprobs_mode")) != "processed_logprobs":
             raise EngineError(
                 f"{self.server.url}: log-probs are {mode}, before temperature; start vLLM with --logprobs-mode "
@@ -105,13 +107,6 @@ class VllmDialect:
                 f"{self.server.url}: vLLM on a CPU ends when it splits the prompt of a call with a seed; start it with "
                 f"{WHOLE_PROMPTS}"
             )
-
-    @contextmanager
-    def _speaking_vllm(self) -> Iterator[None]:
-        try:
-            yield
-        except (LookupError, TypeError, ValueError) as error:
-            raise EngineError(f"{self.server.url}: answers, but not as vLLM does; is it another server?") from error
 
     async def _wake(self) -> None:
         """Resumes a server that an earlier worker left paused."""

@@ -2,10 +2,8 @@
 
 Every load adds an adapter under a new name, and every call names its adapter. So a call's version is certain, and no
 two loads share keys and values. A running call keeps its adapter; it therefore leaves for a load and continues under
-the next name, without its keys and values.
-
-vLLM can also replace an adapter under the same name. It then reads the files again at every step, and running calls
-switch to it with the keys and values of the old adapter; that is not used here.
+the next name, without its keys and values. Replacing an adapter under its name would make vLLM read the files at every
+step, and running calls switch to it with the keys and values of the old one.
 
 A server needs `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` beside the options in `vllm.api`.
 """

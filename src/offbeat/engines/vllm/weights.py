@@ -1,4 +1,7 @@
-"""Two ways to load weights into a vLLM server: from files that it reads, or from GPU memory by CUDA IPC."""
+"""Two ways to load weights into a vLLM server: from files that it reads, or from GPU memory by CUDA IPC.
+
+`stage` runs during generation, `load` in a pause.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pickle
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from offbeat.engines.http_calls import Server
 from offbeat.engines.protocol import EngineError
@@ -19,14 +22,6 @@ if TYPE_CHECKING:
     import torch  # imported by `FromGpu` alone: a worker of a vLLM server needs no torch
 
 LOAD_WITHIN_S = 600.0
-
-
-class Transfer(Protocol):
-    """Loads weights into a paused server; `stage` runs before the pause."""
-
-    async def stage(self, version: Version) -> None: ...
-
-    async def load(self, server: Server, version: Version) -> None: ...
 
 
 class FromPath:

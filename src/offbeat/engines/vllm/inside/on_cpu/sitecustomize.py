@@ -8,9 +8,4 @@ microseconds.
 import os
 import time
 
-
-def _sleep() -> None:
-    time.sleep(0)
-
-
-os.sched_yield = _sleep
+os.sched_yield = lambda: time.sleep(0)
