@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from offbeat.cli import access
+from offbeat.cli import access, trainer
 from offbeat.cli.parser import Parser
 from offbeat.errors import UserError
+from offbeat.launch.joining import Invitation
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role, WorkerState, new_secret, secret_hash
 
@@ -87,3 +88,24 @@ def test_mistakes_are_told_in_one_line(folder, capsys, words, told):
     with pytest.raises(UserError, match=told) as error:
         run(*filled)
     assert "\n" not in str(error.value)
+
+
+def test_every_word_about_joining_reaches_the_invitation(tmp_path):
+    parser = Parser()
+    trainer.add_join_arguments(parser, "trainer")
+    words = "--token-file t --ca-file c --patience 7 --allow-plain --trust-coordinator --secrets-file s"
+    arguments = parser.parse_args(["--join", "http://host:1", *words.split()])
+    found = trainer.invitation_of(arguments, Role.TRAINER, tmp_path, "n")
+    assert found == Invitation(
+        url="http://host:1",
+        role=Role.TRAINER,
+        folder=tmp_path,
+        name="n",
+        token_file=arguments.token_file,
+        ca_file=arguments.ca_file,
+        patience_s=7.0,
+        allow_plain=True,
+        trusts_coordinator=True,
+        secrets_file=arguments.secrets_file,
+    )
+    assert [str(path) for path in (found.token_file, found.ca_file, found.secrets_file)] == ["t", "c", "s"]

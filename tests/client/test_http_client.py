@@ -20,7 +20,7 @@ from offbeat.coordinator.api.limits import ServerSettings
 from offbeat.coordinator.api.server import Address
 from offbeat.errors import DeadlineError, RunStopped, UserError
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
-from offbeat.ledger.records import ComparedSegment, Outcome
+from offbeat.ledger.records import ComparedSegment, Outcome, Reconciled
 from offbeat.ledger.workers import Role, WorkerState
 from offbeat.rules.step_time import Timing
 from offbeat.trajectory import End, Segment
@@ -384,3 +384,31 @@ def test_what_is_no_url_is_named(url):
 
 
 # --- credentials ---
+
+
+def test_all_that_a_trainer_says_of_itself_goes_over_the_wire():
+    calls = []
+
+    class Recorded(Connection):
+        async def call(self, path, call, kind, **_):
+            calls.append(call)
+            return Reconciled(step=3, parent=None, replays_batch=False, generation=5)
+
+    async def scenario():
+        connection = Recorded("http://127.0.0.1:1")
+        await RemoteTrainer(connection, shares_disk=True).reconcile(3, 4, home="/h", from_scratch=True)
+        return connection.generation
+
+    assert asyncio.run(scenario()) == 5
+    assert [(call.step, call.version, call.home, call.from_scratch) for call in calls] == [(3, 4, "/h", True)]
+
+
+def test_calls_share_a_session_whose_connections_are_kept():
+    async def scenario():
+        connection = Connection("http://127.0.0.1:1")
+        try:
+            return connection._opened() is connection._opened()
+        finally:
+            await connection.close()
+
+    assert asyncio.run(scenario())

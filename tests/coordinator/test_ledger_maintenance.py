@@ -1,6 +1,7 @@
 """After a checkpoint the ledger is pruned and copied, and a copy that fails ends nothing."""
 
 import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,3 +70,18 @@ def test_a_run_with_both_ends_with_a_pruned_ledger_and_a_copy_that_can_be_opened
     with RealLedger(tmp_path / "copy" / "ledger.sqlite", read_only=True) as copy:
         assert copy.verify().violations == ()
         assert copy.latest_version().step in (2, 4)
+
+
+def test_a_copy_is_made_beside_the_event_loop(monkeypatch):
+    """A copy of gigabytes would keep every worker waiting."""
+    threads: list[int] = []
+    backup = Ledger.backup
+
+    def watched(self: Ledger, target: str) -> SimpleNamespace:
+        threads.append(threading.get_ident())
+        return backup(self, target)
+
+    monkeypatch.setattr(Ledger, "backup", watched)
+    after_checkpoint(MaintenanceSettings(backup="copy"))
+    assert threads
+    assert threading.get_ident() not in threads

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.data.arithmetic import Arithmetic, is_held_out, worked_answer
+from offbeat.data.arithmetic import Arithmetic, is_held_out, last_number, worked_answer
 from offbeat.rewards.verifiers import number
 
 
@@ -33,3 +33,8 @@ def test_the_answer_is_the_value_of_the_prompt(level, tail, ordinal):
 @pytest.mark.parametrize(("prompt", "worked"), [("3+4+5=", "7 12"), ("7*3=", "1:7 2:14 3:21")])
 def test_an_answer_is_worked_out_step_by_step(prompt, worked):
     assert worked_answer(prompt) == worked
+
+
+@pytest.mark.parametrize(("text", "number"), [("1:7 2:14", "14"), ("so 42 \n", "42"), ("42 apples", None), ("", None)])
+def test_an_answer_is_the_number_that_a_text_ends_with(text, number):
+    assert last_number(text) == number

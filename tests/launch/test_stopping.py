@@ -1,6 +1,7 @@
 import asyncio
 import signal
 import threading
+from contextvars import ContextVar
 
 import pytest
 
@@ -154,3 +155,18 @@ def test_a_limit_of_hours_asks_too():
         return asked.why
 
     assert stopping.run(run()) == "run.max_hours = 1e-06"
+
+
+@EITHER
+def test_a_run_sees_the_context_of_its_caller(around):
+    """As a notebook sets it, for logging or for a progress bar."""
+    said: ContextVar[str] = ContextVar("said", default="nothing")
+
+    async def look() -> str:
+        return said.get()
+
+    token = said.set("hello")
+    try:
+        assert around(lambda: stopping.run(look())) == "hello"
+    finally:
+        said.reset(token)

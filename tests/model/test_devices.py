@@ -46,3 +46,8 @@ def test_the_memory_of_a_gpu_is_free_and_total(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 80))
     assert devices.memory_bytes(torch.device("cuda")) == (10, 80)
     assert devices.memory_bytes(torch.device("cpu")) is None
+
+
+def test_auto_takes_a_gpu_before_the_cpu(monkeypatch):
+    monkeypatch.setattr(devices, "available_devices", lambda: ["cuda:0", "cuda:1", "cpu"])
+    assert devices.pick_device("auto") == torch.device("cuda:0")

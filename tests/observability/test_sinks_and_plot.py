@@ -1,4 +1,6 @@
 import importlib.util
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,3 +45,17 @@ def test_smoothing_keeps_a_line_straight_and_a_constant_the_same():
     assert smooth([2.0] * 60) == [2.0] * 60
     middle = smooth([float(i) for i in range(60)])[2:-2]
     assert middle == [float(i) for i in range(2, 58)]
+
+
+def test_wandb_gets_a_run_by_the_folders_name_that_a_resume_goes_on_with(tmp_path, monkeypatch):
+    calls: list[dict] = []
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, log=calls.append, finish=lambda: None)
+    wandb = SimpleNamespace(init=lambda **options: calls.append(options) or run, __spec__=True)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    (tmp_path / "mine").mkdir()
+    (sink,) = open_sinks(["wandb"], tmp_path / "mine", "a project", {})
+    begun = calls.pop()
+    assert (begun["project"], begun["name"], begun["id"], begun["resume"]) == ("a project", "mine", "mine", "allow")
+    sink.log({"step": 1, "reward": 0.5})
+    assert calls == [{"step": 1, "reward": 0.5}]
+    sink.close()

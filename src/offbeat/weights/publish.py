@@ -267,9 +267,17 @@ class RemotePublisher(Publisher):
     will be written anew.
     """
 
-    def __init__(self, *arguments: Any, clears_store: bool):
-        """Takes the arguments of `Publisher`; there must be a store."""
-        super().__init__(*arguments)
+    def __init__(
+        self,
+        folder: Path,
+        store: PieceStore,
+        key: SigningKey,
+        anchoring: Anchoring | None = None,
+        adapter: Adapter | None = None,
+        *,
+        clears_store: bool,
+    ):
+        super().__init__(folder, store, key, anchoring, adapter)
         self._clears_store = clears_store
 
     def write(self, number: int, step: int, parent: int | None, tensors: Mapping[str, Tensor]) -> Version:
