@@ -161,7 +161,7 @@ MISTAKES = {
     "both": (["m.jsonl", "--measure"], "m.jsonl: goes without --measure"),
     "quick without measuring": (["m.jsonl", "--quick"], "--quick: goes with --measure alone"),
     "no flops": (["--measure", "--tflops", "-1"], "--tflops -1: allowed more than 0"),
-    "no such model": (["m.jsonl", "--model", "Qwen2.5-7C"], "--model 'Qwen2.5-7C': is no model we know; did you mean"),
+    "no such model": (["m.jsonl", "--model", "Qwen2.5-7C"], "--model 'Qwen2.5-7C': unknown model; did you mean"),
     "no such config": (["m.jsonl", "--model", "no.json"], "no.json: cannot be read"),
     "no folder": (["m.jsonl", "--out", "no/c.json"], "--out no/c.json: there is no folder no"),
     "a folder": (["m.jsonl", "--out", "."], "--out .: is a folder; name a file"),

@@ -149,7 +149,7 @@ def test_a_saved_plan_is_verified_and_a_corrupted_one_is_not(capsys):
 def test_a_file_that_is_no_plan_is_refused(refused):
     for text in ("{}", "no json", "[]"):
         Path("plan.json").write_text(text)
-        assert "plan.json: is no plan: " in refused(CLUSTER, WORKLOAD, "--verify", "plan.json")
+        assert "plan.json: not a plan: " in refused(CLUSTER, WORKLOAD, "--verify", "plan.json")
 
 
 def test_nodes_can_be_added_and_removed(capsys):

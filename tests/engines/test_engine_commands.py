@@ -142,7 +142,7 @@ def test_weights_go_through_gpu_memory_where_that_can_be_done(keys, machine, see
 def test_asking_for_that_where_it_cannot_be_done_is_refused(keys, machine, why):
     with pytest.raises(UserError) as caught:
         uses_ipc(configured(engine__weights="ipc", **keys), machine, sees_gpu=machine is GPU)
-    assert str(caught.value) == f'engine.weights = "ipc": allowed "auto", "path" here, because {why}'
+    assert str(caught.value) == f'engine.weights = "ipc": not possible here, because {why}; use "auto" or "path"'
 
 
 def test_an_interpreter_without_the_engine_is_refused_by_name():

@@ -141,7 +141,7 @@ def test_a_lost_ledger_is_told_and_not_replaced_by_an_empty_one(tmp_path, is_emp
     if is_empty:
         (tmp_path / "a" / "ledger.sqlite").touch()
     left = contents(tmp_path)
-    with pytest.raises(UserError, match=r"ledger\.sqlite: is missing or empty; bring back a copy"):
+    with pytest.raises(UserError, match=r"ledger\.sqlite: is missing or empty; restore it from a backup"):
         RunFolder.open(tmp_path / "a")
     assert contents(tmp_path) == left
 
@@ -161,7 +161,7 @@ def test_damaged_pages_of_the_ledger_are_noticed_before_anything_is_written(tmp_
     data[middle : middle + 4096] = bytes(4096)
     file.write_bytes(data)
     left = contents(tmp_path)
-    with pytest.raises(UserError, match=r"ledger\.sqlite: is damaged \(.*\); bring back a copy, then --resume"):
+    with pytest.raises(UserError, match=r"ledger\.sqlite: is damaged \(.*\); restore it from a backup, then --resume"):
         RunFolder.open(tmp_path / "a")
     assert contents(tmp_path) == left
 

@@ -108,9 +108,9 @@ def test_a_damaged_or_missing_file_is_found_and_named(tmp_path: Path):
         assert [line for line in found if "the partial of task 3 cannot be read" in line]
         assert ledger.verify(with_bodies=False).holds
     with Ledger(tmp_path / "ledger.sqlite") as fresh:
-        with pytest.raises(LedgerError, match="bring back a copy"):
+        with pytest.raises(LedgerError, match="restore it from a backup"):
             fresh.unscored(9)
-        with pytest.raises(LedgerError, match="bring back a copy"):
+        with pytest.raises(LedgerError, match="restore it from a backup"):
             fresh.lease("w", 9, 0)
 
 

@@ -63,7 +63,7 @@ def test_every_card_has_one_duty_and_every_replica_a_place(found):
 
 def test_a_plan_comes_back_from_json_as_it_was(found):
     assert record.from_json(record.to_json(found)) == found
-    with pytest.raises(UserError, match=r"^p\.json: is no plan: .*offbeat plan --json writes one$"):
+    with pytest.raises(UserError, match=r"^p\.json: not a plan: .*offbeat plan --json writes one$"):
         record.from_json('{"model": "x"}', "p.json")
 
 

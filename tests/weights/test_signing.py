@@ -113,7 +113,7 @@ def test_a_key_shows_only_its_public_half(tmp_path):
 def test_a_file_that_holds_no_key_is_named_and_not_quoted(tmp_path, content: bytes):
     path = tmp_path / "trainer.key"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"trainer\.key: not a signing key; bring back a copy") as caught:
+    with pytest.raises(UserError, match=r"trainer\.key: not a signing key; restore it from a backup") as caught:
         SigningKey.load_or_create(path)
     assert not content or content.decode("latin-1") not in str(caught.value)
     assert path.read_bytes() == content

@@ -123,7 +123,9 @@ class Connection:
         try:
             return wire.decode(data, answer)
         except wire.Malformed as error:
-            raise OffbeatError(f"{self.url}: an answer that cannot be read ({error}); use the same Offbeat") from error
+            raise OffbeatError(
+                f"{self.url}: an answer that cannot be read ({error}); use the same version of Offbeat"
+            ) from error
 
     async def send(
         self,
@@ -213,7 +215,7 @@ class Connection:
         try:
             found = await _on_bytes(data, lambda data: wire.decompress(data, MAX_ANSWER_BYTES))
         except wire.Malformed as error:
-            raise OffbeatError(f"{self.url}: {what}: {error}; use the same Offbeat") from error
+            raise OffbeatError(f"{self.url}: {what}: {error}; use the same version of Offbeat") from error
         if found is None:
             raise OffbeatError(
                 f"{self.url}: {what}: an answer of more than {MAX_ANSWER_BYTES} bytes; make batches smaller, as "

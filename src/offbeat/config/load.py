@@ -113,7 +113,7 @@ def _read(path: pathlib.Path, origin: ValueOrigin) -> dict[str, Any]:
         hint = f"; there is {', '.join(beside[:4])}" if beside else ""
         raise UserError(f"{path}: no such file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"{path}: cannot be read: {reason}") from error
     origin.file = str(path)
     try:

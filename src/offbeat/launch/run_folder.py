@@ -286,9 +286,9 @@ def stored_config(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path}: holds no run (it has no {CONFIG})") from None
     except ValueError as error:
-        raise UserError(f"{path / CONFIG}: is damaged ({error}); bring it back or start a new run") from error
+        raise UserError(f"{path / CONFIG}: is damaged ({error}); restore it or start a new run") from error
     if not isinstance(stored, dict):
-        raise UserError(f"{path / CONFIG}: is damaged (not a JSON object); bring it back or start a new run")
+        raise UserError(f"{path / CONFIG}: is damaged (not a JSON object); restore it or start a new run")
     return secrets.restored(stored, secrets.load(path / secrets.SECRETS))
 
 
@@ -346,7 +346,7 @@ def _existing_ledger(path: Path) -> Ledger | None:
             return Ledger(file, read_only=True)
     has_begun = any((path / name).is_file() and (path / name).stat().st_size for name in (METRICS, SUMMARY))
     if has_begun or any(path.glob("checkpoints/*")):
-        raise UserError(f"{file}: is missing or empty; bring back a copy of it, or start a new run")
+        raise UserError(f"{file}: is missing or empty; restore it from a backup, or start a new run")
     return None
 
 

@@ -136,9 +136,9 @@ class Blobs:
         try:
             body = path.read_bytes()
         except OSError as error:
-            raise LedgerError(f"{path}: cannot be read ({error.strerror}); bring back a copy") from error
+            raise LedgerError(f"{path}: cannot be read ({error.strerror}); restore it from a backup") from error
         if blake3(body).digest() != digest:
-            raise LedgerError(f"{path}: damaged, its digest differs; bring back a copy")
+            raise LedgerError(f"{path}: damaged, its digest differs; restore it from a backup")
         return body
 
     def all(self) -> Iterator[bytes]:

@@ -43,8 +43,8 @@ NETWORK_FILE_SYSTEMS = {
 REMEDIES = {
     "FULL": "free space on its disk",
     "IOERR": "see that its disk works and has space",
-    "CORRUPT": "bring back a copy (offbeat ledger verify lists the damage)",
-    "NOTADB": "bring back a copy",
+    "CORRUPT": "restore it from a backup (offbeat ledger verify lists the damage)",
+    "NOTADB": "restore it from a backup",
     "BUSY": "end the process that holds it",
     "LOCKED": "end the process that holds it",
     "READONLY": "make it writable",
@@ -164,8 +164,8 @@ class Database:
             self.connection.set_progress_handler(None, 0)
         if found:
             raise UserError(
-                f"{self.path}: is damaged ({' '.join(found[0].split())}); bring back a copy, then --resume (offbeat "
-                "ledger verify shows more)"
+                f"{self.path}: is damaged ({' '.join(found[0].split())}); restore it from a backup, then --resume "
+                "(offbeat ledger verify shows more)"
             )
 
 

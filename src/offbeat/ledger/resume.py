@@ -86,7 +86,7 @@ def _complete(db: Batches, step: int, version: int | None, newest: Version) -> R
     if step != newest.step + 1 or claimed is None:
         raise UserError(
             f"{db.path}: knows this run up to step {newest.step}, but the checkpoint is of step {step}; resume from "
-            f"one of step {newest.step} or less, or bring back the ledger that belongs to it"
+            f"one of step {newest.step} or less, or restore the ledger that belongs to it"
         )
     mark_trained(db, claimed[0])
     return Reconciled(step=step, parent=newest.number, replays_batch=False, completed_step=newest.step)

@@ -54,7 +54,7 @@ def resolve(path: str | Path, *, need_weights: bool = True) -> Path:
             f"model.path = {str(path)!r}: is a file; give the folder that holds config.json and the weights"
         )
     if need_weights and not (folder / "config.json").is_file():
-        raise UserError(f"model.path = {str(path)!r}: has no config.json, so it is no Hugging Face model folder")
+        raise UserError(f"model.path = {str(path)!r}: has no config.json, so it is not a Hugging Face model folder")
     if need_weights and not _has_weights(folder):
         raise UserError(
             f"model.path = {str(path)!r}: has no *.safetensors; save the model with save_pretrained() of transformers"

@@ -86,7 +86,10 @@ def _measure_engine(
     model = load_model(path, dtype, device)
     contexts = sizes.contexts(context_window(model.config))
     if len(set(contexts)) < len(contexts):
-        raise UserError(f"model.path = {path!r}: takes {contexts[-1]} tokens; too few to tell contexts apart")
+        raise UserError(
+            f"model.path = {path!r}: its window of {contexts[-1]} tokens is too short to measure several "
+            "contexts; name a model with a longer one"
+        )
     num_slots = _fitting_rows(sizes.rows, contexts[-1], shape, device)
     with torch.inference_mode():
         room = contexts[-1] + STEPS_PER_CELL + 2

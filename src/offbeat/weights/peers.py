@@ -446,9 +446,9 @@ class _Waiting:
         if arrived != self._arrived:
             self._arrived, self._moved_s = arrived, now_s
         if now_s - self._moved_s > self._still_s:
-            raise PeerFailed(f"has waited for it for {self._still_s:g} s, and nothing came in there")
+            raise PeerFailed(f"has received nothing more of the piece for {self._still_s:g} s")
         if now_s > self._end_s:
-            raise PeerFailed("still waits for it, longer than it may take")
+            raise PeerFailed("has not received the piece in time")
 
 
 async def _add(piece: PartialPiece, gathered: bytearray) -> None:

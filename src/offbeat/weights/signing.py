@@ -57,7 +57,8 @@ class SigningKey:
             ) from error
         except ValueError:  # whose message could quote the key
             raise UserError(
-                f"{path}: not a signing key; bring back a copy, or delete it: a new one is made, which all must trust"
+                f"{path}: not a signing key; restore it from a backup, or delete it to have a new one made, which "
+                "every worker must trust"
             ) from None
 
     def sign(self, data: bytes) -> str:
@@ -97,7 +98,7 @@ def signer(data: bytes) -> str:
     """The key in a seal, trusted or not; raises `ManifestError` unless it signed the manifest."""
     lines = bytes(data).split(b"\n")
     if len(lines) != 3 or lines[2]:
-        raise ManifestError("not a sealed manifest: those are two lines; it may have been cut short")
+        raise ManifestError("not a sealed manifest, which has two lines; it may have been cut short")
     try:
         found = msgspec.json.decode(lines[1], type=Seal)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -238,7 +238,7 @@ def test_an_answer_of_another_offbeat_is_told_as_what_it_is():
                 await made.close()
 
     for headers in ({}, {"Content_Encoding": "zstd"}):
-        with pytest.raises(OffbeatError, match="use the same Offbeat"):
+        with pytest.raises(OffbeatError, match="use the same version of Offbeat"):
             asyncio.run(scenario(**headers))
 
 

@@ -209,7 +209,7 @@ def test_a_link_without_a_peak_is_refused():
         ('{"kind": "decode", "accelerator": "a", "seconds": 0}', "seconds = 0: allowed numbers above 0"),
         ('{"kind": "decode", "accelerator": "a", "seconds": 1, "row": 2}', "did you mean 'rows'?"),
         ('{"kind": "decode", "accelerator": "a", "seconds": 1, "rows": "two"}', "rows = 'two'"),
-        ("[1]", "one JSON object a line"),
+        ("[1]", "each line must be one JSON object"),
         ('{"accelerator": "a", "seconds": 1}', "kind is missing"),
         ('{"kind": "decode", "accelerator": 5, "seconds": 1}', "accelerator = 5: allowed text"),
         ('{"kind": "decode", "accelerator": "a", "seconds": Infinity}', "seconds = inf"),

@@ -155,7 +155,7 @@ def test_a_pair_must_name_what_there_is_and_only_once(refusal):
     pair = '[[links.pair]]\nbetween = ["h800", "h2O"]\ngb_s = 1.0\n'
     assert "no class or zone 'h2O'; did you mean 'h20'?" in refusal(TWO + pair)
     pair = pair.replace("h2O", "h20")
-    assert "was said before" in refusal(TWO + pair + pair)
+    assert "is given twice" in refusal(TWO + pair + pair)
 
 
 def test_identical_classes_may_stand_side_by_side(cluster):

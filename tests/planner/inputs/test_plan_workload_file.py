@@ -121,7 +121,7 @@ def test_a_run_is_read_by_whoever_can(workload):
     [
         ("group_size", "group_sise", "w.toml:6: batch.group_sise = 8: unknown key; did you mean group_size?"),
         ("= 64", "= 0", "w.toml:5: batch.groups_per_step = 0: allowed 1 or more"),
-        ("Qwen/Qwen2.5-7B", "Qwen2.5-8B", "w.toml:2: model.name = 'Qwen2.5-8B': is no model we know; did you mean"),
+        ("Qwen/Qwen2.5-7B", "Qwen2.5-8B", "w.toml:2: model.name = 'Qwen2.5-8B': unknown model; did you mean"),
         ('name = "Qwen/Qwen2.5-7B"', "", "[model]: give name, config, or num_layers"),
         (
             'name = "Qwen/Qwen2.5-7B"',

@@ -96,7 +96,7 @@ def _bearer(request: Request, what: str) -> str:
     if scheme.lower() != "bearer" or not shown:
         raise Refusal(401, f"Authorization: missing; {what} is needed")
     if len(shown) > MAX_SECRET_CHARACTERS:
-        raise Refusal(401, f"Authorization: {what} is needed, and none is that long")
+        raise Refusal(401, f"Authorization: longer than {MAX_SECRET_CHARACTERS} characters; {what} is needed")
     return shown
 
 

@@ -117,7 +117,7 @@ def needed_digest(request: Request) -> bytes:
     if digest is None:
         raise Refusal(
             400,
-            f"{wire.CONTENT_DIGEST}: missing; every body comes with its blake3 digest; use the same Offbeat",
+            f"{wire.CONTENT_DIGEST}: missing; every body comes with its blake3 digest; use the same version of Offbeat",
             kind=wire.DAMAGED,
         )
     return digest

@@ -110,7 +110,9 @@ def _to_device(tensor: Tensor, own: Tensor) -> Tensor:
 def _check_names(version: Version, state: Mapping[str, Tensor], found: dict[str, Any], folder: Path) -> None:
     unknown = sorted(set(found) - set(state))
     if unknown:
-        raise EngineError(f"version {version.number}: {unknown[0]} ({len(unknown)} in all) is no tensor of the model")
+        raise EngineError(
+            f"version {version.number}: {unknown[0]} ({len(unknown)} in all) is not a tensor of the model"
+        )
     covered = {_memory(state[name]) for name in found}
     missing = sorted(name for name, tensor in state.items() if _memory(tensor) not in covered)
     if missing:

@@ -131,7 +131,7 @@ def uses_ipc(config: Config, machine: EngineMachine, *, sees_gpu: bool) -> bool:
     }
     obstacle = next((reason for reason, holds in why.items() if holds), None)
     if wanted == "ipc" and obstacle:
-        raise UserError(f'engine.weights = "ipc": allowed "auto", "path" here, because {obstacle}')
+        raise UserError(f'engine.weights = "ipc": not possible here, because {obstacle}; use "auto" or "path"')
     return wanted != "path" and obstacle is None
 
 

@@ -119,7 +119,7 @@ def read(path: Path) -> Measured:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; name a file of measurements") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: is no text; name a file of measurements") from None
+        raise UserError(f"{path}: is not text; name a file of measurements") from None
     machines: dict[str, MeasuredMachine] = {}
     measurements: list[Measurement] = []
     for number, line in enumerate(lines, 1):
@@ -142,7 +142,7 @@ def _checked(where: str, line: str) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise UserError(f"{where}: one JSON object a line is wanted")
+        raise UserError(f"{where}: each line must be one JSON object")
     if "kind" not in values:
         raise UserError(f"{where}: kind is missing")
     if values["kind"] not in (*TIMED, MACHINE):

@@ -111,7 +111,7 @@ def _pairs(links: Links, classes: Mapping[str, MachineClass], origin: ValueOrigi
                 known = [*classes, *(zone for zone in zones if zone not in classes)]
                 raise UserError(f"{what}: no class or zone {name!r}; {suggest(name, known)}")
         if frozenset(table.between) in said:
-            raise UserError(f"{what}: was said before")
+            raise UserError(f"{what}: is given twice")
         said.add(frozenset(table.between))
         rank = sum(name in classes for name in table.between)
         link = Link(table.gb_s * GIGA, table.latency_ms / 1e3, table.shared)
@@ -150,7 +150,7 @@ def _read_matrix(file: pathlib.Path, what: str) -> dict[str, dict[str, float]]:
     try:
         lines = [line for line in csv.reader(file.read_text("utf-8").splitlines()) if line]
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"{what} = {show(str(file))}: cannot be read: {reason}") from error
     if not lines:
         raise UserError(f"{file}: is empty; its first row and column should be names of classes")

@@ -77,7 +77,7 @@ def known_model(name: str) -> ModelShape:
     tables = _known()
     found = max((one for one in tables if plain == one or plain.startswith(f"{one}-")), key=len, default=None)
     if found is None:
-        raise UserError(f"{name!r}: is no model we know; {suggest(plain, tables)} (or give its config.json)")
+        raise UserError(f"{name!r}: unknown model; {suggest(plain, tables)} (or give its config.json)")
     return ModelShape(name=name, **{"head_dim": HEAD_DIM, **tables[found]})
 
 
@@ -97,7 +97,7 @@ def read_config(path: pathlib.Path | str) -> ModelShape:
     except ValueError as error:
         raise UserError(f"{file}: is not JSON") from error
     if not isinstance(config, dict):
-        raise UserError(f"{file}: is no model's config.json")
+        raise UserError(f"{file}: is not a model's config.json")
     return from_config(config, str(file))
 
 
