@@ -4,7 +4,7 @@
 
     offbeat.train("run.toml", reward=lambda response, answer: float(response.strip() == answer))
 
-Importing this is cheap: reward processes do it at every start. torch is imported when a run starts.
+Importing this package is cheap, because reward processes do it at every start; torch is imported when a run starts.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ def train(
 ) -> dict[str, Any]:
     """Trains as `offbeat train` does and returns the run's summary.
 
-    `config` is a `Config`, a dict or a TOML file; without one, the run's own (`resume`) or the built-in demo. Overrides
-    are sections with some of their keys, `batch={"group_size": 16}`, or dotted keys, `**{"batch.group_size": 16}`.
+    `config` is a `Config`, a dict or the path of a TOML file. None means the configuration of the run to `resume`, or
+    else the built-in demo. `reward` scores all answers in place of the configured rewards. `resume` is the folder of a
+    run to continue. Overrides are sections with some of their keys, `batch={"group_size": 16}`, or dotted keys,
+    `**{"batch.group_size": 16}`.
 
-    Works inside a running event loop, too, as in a notebook. Ctrl-C ends the run after the step under way, with a
-    checkpoint; the summary's `stopped_by` says so. Signal handlers are given back. Several runs may follow one another
-    in a process, or share it in threads of their own, each in its own folder; there signals are the caller's affair.
+    Also works inside a running event loop, such as a notebook's. Ctrl-C ends the run after the current step, with a
+    checkpoint; the summary's `stopped_by` then says so. Signal handlers are restored at the end. A process may do
+    several runs, one after another or at once in separate threads, each in its own folder; in threads, signals are left
+    to the caller.
     """
     from offbeat.config import DEMO, Config, from_dict, load, resolved
 
@@ -71,7 +74,7 @@ def make_plan(
 ) -> Plan:
     """Plans as `offbeat plan` does: the fastest plan for a budget ($/h), or the cheapest at a throughput (tokens/s).
 
-    Each of the first three is a record or a file. `offbeat.planner` is the package that holds the parts.
+    `cluster`, `workload` and `constants` are each a record or the path of a file. The planner is in `offbeat.planner`.
     """
     from offbeat.planner.cost import constants as files
     from offbeat.planner.inputs.inventory import load_inventory

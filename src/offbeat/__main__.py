@@ -1,4 +1,4 @@
-"""`python -m offbeat` is `offbeat`."""
+"""Runs the command `offbeat` for `python -m offbeat`."""
 
 import sys
 

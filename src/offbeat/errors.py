@@ -1,28 +1,28 @@
-"""The errors Offbeat raises, by who can mend them.
+"""The errors that Offbeat raises.
 
-`UserError` is a mistake that a person can correct: the command line prints its one line and exits with status 2.
-Everything else that we raise on purpose is an `OffbeatError`; anything else is a bug.
+`UserError` is a mistake that a person can correct: the command line prints its one-line message and exits with status
+2. All other errors that Offbeat raises on purpose are also kinds of `OffbeatError`; any other exception is a bug.
 """
 
 
 class OffbeatError(Exception):
-    """A failure that Offbeat foresaw and can name."""
+    """A failure that Offbeat expects and can describe."""
 
 
 class UserError(OffbeatError, ValueError):
-    """Something a user wrote or pointed at is wrong; the message says what, where, and how to mend it."""
+    """The user's input, or a file that it names, is wrong; the message says what, where, and how to correct it."""
 
 
 class DiskError(OffbeatError):
-    """A file cannot be written, as on a full disk; the message names it, and says what to do before going on."""
+    """A file cannot be written, for example because the disk is full; the message names the file and the remedy."""
 
 
 class DeadlineError(OffbeatError, TimeoutError):
-    """A wait ran past its deadline; the message names who was waited for and for how long."""
+    """A wait exceeded its deadline; the message says what was waited for, and how long."""
 
 
 class RunOver(OffbeatError):
-    """The run has ended, so that whoever works for it has nothing left to do; not a failure of anybody."""
+    """The run has ended, so its workers have nothing left to do; not a failure."""
 
 
 class RunStopped(OffbeatError):

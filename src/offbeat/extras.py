@@ -1,4 +1,4 @@
-"""Optional packages: imported where they are used, with an error that says how to install what is missing."""
+"""Imports optional packages where they are used; the error for a missing one says how to install it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offbeat.errors import UserError
 
 
 def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
-    """Imports an optional package, or names the extra that brings it."""
+    """Imports an optional module. If it is missing, the error names `needed_by` and the extra that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -21,11 +21,12 @@ def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
 
 @contextmanager
 def hidden(package: str) -> Iterator[None]:
-    """Inside, a package that is not loaded yet counts as not installed: whoever would load it just in case does not."""
+    """Makes imports of `package` fail within the block, unless it is already loaded, so that libraries that would
+    import it only if it is installed do not load it."""
     if package in sys.modules:
         yield
         return
-    sys.modules[package] = None  # type: ignore[assignment]  # what makes an import fail at once
+    sys.modules[package] = None  # type: ignore[assignment]  # makes an import fail at once
     try:
         yield
     finally:

@@ -1,5 +1,5 @@
-"""Files that a reader, or a machine that lost power, sees with the old content or the new, never half; and who may
-read them."""
+"""Writes files atomically, so that readers see the old content or the new, even after a power cut; sets who may read
+them; and names the remedies for disk errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from offbeat.errors import DiskError
 
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-"""Errors of file systems without hard links."""
+"""Error numbers from file systems without hard links."""
 REMEDIES = {
     errno.ENOSPC: "free space on its disk",
     errno.EDQUOT: "free space within your quota, or have it raised",
@@ -28,26 +28,27 @@ REMEDIES = {
     errno.EFBIG: "free space, or raise the limit on the size of files (ulimit -f)",
     errno.EIO: "see that its disk works",
 }
-"""Remedies by the system's error for a file that cannot be written."""
+"""Remedies for a file that cannot be written, by error number."""
 MASKS = {"private": 0o077, "group": 0o027, "everyone": 0o022}
-"""Umasks by `run.access`."""
+"""Umask for each value of `run.access`."""
 _masks_lock = threading.Lock()
 _masks_held: list[int] = []
 _mask_before = 0
 
 
 def cannot_write(path: Path | str, error: OSError, then: str = "then --resume the run") -> DiskError:
-    """The one-line error of a file that cannot be written: which, why, the remedy, and what to do `then`."""
+    """Returns the one-line error for a file that cannot be written: which file, why, the remedy, and what to do
+    `then`."""
     return DiskError(f"{path}: cannot be written: {error.strerror or error}; {remedy(error)}, {then}")
 
 
 def remedy(error: Exception) -> str:
-    """The remedy for a disk error; one without a number, which some libraries swallow, most often means a full disk."""
+    """Returns the remedy for a disk error. Some libraries lose the error number; then the disk is probably full."""
     return REMEDIES.get(getattr(error, "errno", None) or errno.ENOSPC, "correct that")
 
 
 def disk_trouble(error: BaseException, then: str = "then --resume the run") -> DiskError | None:
-    """`cannot_write` for an error of a disk; None for any other error, which may be a bug."""
+    """Returns the error of `cannot_write` if `error` is a disk error; None for any other, which may be a bug."""
     if not isinstance(error, OSError) or error.errno not in REMEDIES:
         return None
     return cannot_write(error.filename or "standard output, or a file without a name", error, then)
@@ -55,7 +56,7 @@ def disk_trouble(error: BaseException, then: str = "then --resume the run") -> D
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds the file's name to a disk error: that of a write has none."""
+    """Adds the file's name to an `OSError` in the block, because errors of writes do not have one."""
     try:
         yield
     except OSError as error:
@@ -65,8 +66,8 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def readable_by(who: str) -> Iterator[None]:
-    """Sets the umask of this process, and of its children, so that only `who` can read new files. Blocks of several
-    threads may overlap: the strictest holds, and the last to end restores the process's own mask."""
+    """Sets the umask of this process and its children so that only `who`, a key of `MASKS`, can read new files. Blocks
+    of several threads may overlap: the strictest mask applies, and the last block to end restores the original one."""
     global _mask_before
     with _masks_lock:
         before = os.umask(_strictest([*_masks_held, MASKS[who]]))
@@ -86,7 +87,7 @@ def _strictest(masks: list[int]) -> int:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder with the current umask, and missing folders above it with the usual one."""
+    """Creates a folder with the current umask, and missing parent folders so that everyone can read them."""
     own = os.umask(MASKS["everyone"])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,11 +97,12 @@ def make_folder(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Replaces a file's content: draft in the same folder, flush, rename, flush the folder."""
+    """Replaces a file's content atomically and durably: writes a draft in the same folder, flushes and renames it, and
+    flushes the folder."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     with naming(path):
         try:
-            draft.unlink(missing_ok=True)  # left by a process with our id: its mode would stay
+            draft.unlink(missing_ok=True)  # an old draft with our process id would keep its mode
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
                 file.write(data)
                 file.flush()
@@ -114,7 +116,8 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def create_atomic(path: Path, data: bytes, mode: int = 0o666) -> bool:
-    """Creates a file with its content in one step; False: it exists, and stays. Of several callers, one succeeds."""
+    """Creates a file with its content in one step. Returns False, and leaves the file as it is, if it already exists.
+    Of several concurrent callers, one succeeds."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
     with naming(path):
         try:
@@ -126,7 +129,7 @@ def create_atomic(path: Path, data: bytes, mode: int = 0o666) -> bool:
         finally:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
-        fsync_folder(path.parent)  # also where it is not ours: its writer may have died before this
+        fsync_folder(path.parent)  # also for another's file: its writer may have died before this
     return is_new
 
 
@@ -140,12 +143,12 @@ def _link(draft: Path, path: Path) -> bool:
             raise
         if path.exists():
             return False
-        os.replace(draft, path)  # two callers at the same moment may both succeed
+        os.replace(draft, path)  # not exclusive: two concurrent callers may both succeed
     return True
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Hard-links a file, so that `target` stays when `source` is deleted; copies it where a link is impossible."""
+    """Hard-links `source` to `target`, which stays if `source` is deleted; copies the file if a link is impossible."""
     try:
         os.link(source, target)
     except OSError as error:
@@ -155,7 +158,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def link_folder(folder: Path, other: Path) -> None:
-    """Replaces the folder `other` by one with links to, or copies of, the files of `folder`."""
+    """Replaces the folder `other` with one that has links to, or copies of, the files in `folder`."""
     shutil.rmtree(other, ignore_errors=True)
     other.mkdir(parents=True)
     for file in folder.iterdir():
@@ -163,7 +166,7 @@ def link_folder(folder: Path, other: Path) -> None:
 
 
 def replace_folder(draft: Path, final: Path) -> None:
-    """Renames a finished draft folder, whose files are flushed, to `final`, which must not exist."""
+    """Renames the folder `draft`, whose files must already be flushed, to `final`, which must not exist."""
     fsync_folder(draft)
     os.replace(draft, final)
     fsync_folder(final.parent)
@@ -178,19 +181,20 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Makes the entries of a folder durable: created, renamed and deleted files."""
     fsync_file(path)
 
 
 TAIL_BYTES = 1 << 16
-"""Read at a time in search of the last line break."""
+"""Number of bytes read at a time in search of the last line break."""
 
 
 class Appender:
-    """Appends lines from any thread.
+    """Appends lines to a file, from any thread.
 
-    The operating system has a line before `line` returns, unless the file is `buffered`. Half a line of a killed
-    process is cut off at the next opening. A line that cannot be written is an error: a run must not go on unobserved.
+    A line is passed to the operating system before `line` returns, unless `buffered`. An incomplete line of a killed
+    process is cut off when the file is opened again. A line that cannot be written raises an error, because a run must
+    not continue unobserved.
     """
 
     def __init__(self, path: Path, *, buffered: bool = False):
@@ -204,7 +208,7 @@ class Appender:
 
     @property
     def num_bytes(self) -> int:
-        """The file's size, buffered lines included."""
+        """Size of the file, including buffered lines."""
         return self._file.tell()
 
     def line(self, text: str) -> None:
@@ -231,7 +235,7 @@ class Appender:
 
 
 def cut_half_line(path: Path) -> None:
-    """Cuts a file back to its last whole line."""
+    """Truncates a file after its last complete line."""
     if not path.is_file():
         return
     with open(path, "r+b") as file:

@@ -1,8 +1,8 @@
-"""Finds a user's function by `module:function` or `file.py:function`, and tells which arguments it takes.
+"""Finds a user's function by `module:function` or `file.py:function`, and determines which arguments it takes.
 
-Everything that can be wrong with such a name (no file, no function, a module that does not import, a parameter that
-nobody can fill) is a `UserError` of one line, raised before training starts. Standard library only, because reward
-processes import this and must start fast.
+Everything that can be wrong with such a name (a missing file or function, a module that cannot be imported, a parameter
+for which there is no argument) raises a one-line `UserError` before training starts. Uses only the standard library,
+because reward processes import this module and must start fast.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Function = Callable[..., Any]
 
 
 def locate(spec: str, key: str) -> Function:
-    """The function that `spec` names; `key` is the configuration key to blame."""
+    """Returns the function that `spec` names; `key` is the configuration key to name in errors."""
     where, _, name = spec.rpartition(":")
     if not where or not name:
         raise UserError(f"{key} = {spec!r}: write module:function or file.py:function")
@@ -40,7 +40,8 @@ def locate(spec: str, key: str) -> Function:
 
 
 def accepted_arguments(function: Function, offered: Sequence[str], label: str) -> tuple[str, ...]:
-    """Which of the offered arguments a function takes by keyword; a parameter that nobody fills is a mistake."""
+    """Returns the names in `offered` that a function takes as keyword arguments. Raises `UserError` if a required
+    parameter is not in `offered`; `label` names the function in errors."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -63,7 +64,7 @@ def is_async(function: Function) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """An error as one line: type, message, and where in the user's code it arose."""
+    """Formats an error as one line: type, message, and the file and line in which it was raised."""
     text = "".join(traceback.format_exception_only(error)).strip()
     if isinstance(error, SyntaxError):
         text = f"SyntaxError: {error.msg} ({Path(error.filename or '?').name}:{error.lineno})"
@@ -80,8 +81,8 @@ def _load_file(path: Path, spec: str, key: str) -> ModuleType:
         raise UserError(f"{key} = {spec!r}: there is no file {path}" + (f"; {near}" if near else ""))
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.insert(0, folder)  # as for a script, so that a file finds its neighbours
-    # A name of its own: a file called json.py must not stand in for the standard library's.
+        sys.path.insert(0, folder)  # as for a script, so that the file can import its neighbours
+    # A unique module name: a file called json.py must not replace the standard library's module.
     module_name = f"_offbeat_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
     if module_name in sys.modules:
         return sys.modules[module_name]

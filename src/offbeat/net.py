@@ -1,4 +1,4 @@
-"""URLs without their secrets, addresses of this machine, and the `Range` header of HTTP."""
+"""Removes secrets from URLs, recognizes addresses of this machine, and parses the `Range` header of HTTP."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import socket
 from offbeat.errors import OffbeatError
 
 LOGIN = re.compile(r"""(?<=://)(?:[^\s/?#"'<>]*|[^\s/?#"'<>:]*:(?!\d+[/\s])[^\s"'<>]*)@""")
-"""A login in a URL, also with an unescaped slash in the password; a port is no password."""
+"""Matches a login in a URL, even if the password has an unescaped slash; a port is not taken for a password."""
 QUERY = re.compile(r"""(://[^\s?#"'<>]*)[?#][^\s"'<>]*""")
 
 
 def shown(text: str) -> str:
-    """A text whose URLs have no login, query or fragment, where passwords and tokens are."""
+    """Returns the text with login, query and fragment removed from its URLs, because they may contain secrets."""
     return QUERY.sub(r"\1", LOGIN.sub("", text)) if "://" in text else text
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is localhost or a loopback address. Resolves no names."""
+    """Whether `host` is "localhost" or a loopback address. Does not resolve other names."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -27,21 +27,22 @@ def is_loopback(host: str) -> bool:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether `host` resolves to loopback addresses alone; an empty name is every address of the machine."""
+    """Whether `host` resolves only to loopback addresses. An empty `host` means all addresses of the machine, so
+    False."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM)}
     except OSError:
-        return False  # binding to it raises the error
+        return False  # binding to this host will raise the error
     return all(is_loopback(str(address)) for address in found)
 
 
 RANGE = re.compile(r"bytes=([0-9]*)-([0-9]*)")
 MAX_DIGITS = 18
-"""Longer numbers are no position in a file; Python refuses to parse thousands of digits."""
+"""Most digits of a position in a file; Python refuses to parse numbers of thousands of digits."""
 
 
 class RangeError(OffbeatError, ValueError):
-    """A range that cannot be sent; `status` is the HTTP status of the refusal."""
+    """The requested range cannot be sent; `status` is the HTTP status to answer with."""
 
     def __init__(self, status: int, why: str):
         super().__init__(f"Range: {why}")
@@ -49,10 +50,11 @@ class RangeError(OffbeatError, ValueError):
 
 
 def byte_range(header: str | None, num_bytes: int) -> tuple[int, int] | None:
-    """First byte and one past the last that `header` asks for out of `num_bytes`; None: all of them.
+    """Returns the range of bytes that `header` requests from a file of `num_bytes`, as start and exclusive end; None:
+    the whole file.
 
-    Raises `RangeError`: 416 where no byte is left to send, 400 where a number is too long to be a position in a file.
-    A header in any other form is ignored, as the standard allows.
+    Raises `RangeError` with status 416 if the range is empty, and 400 if a number is too long to be a position in a
+    file. A header in any other form is ignored, as the standard allows.
     """
     found = RANGE.fullmatch(header or "")
     if found is None or found.group(0) == "bytes=-":

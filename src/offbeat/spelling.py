@@ -1,4 +1,4 @@
-"""What to say about a name that does not exist: the nearest one that does, or all there are. Standard library only."""
+"""Suggests names in place of one that does not exist: the most similar name, or a list. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import difflib
 from collections.abc import Iterable
 
 MAX_LISTED = 12
-"""Longer lists help nobody: then only the nearest spelling is named, or the first few."""
+"""Most names that a suggestion lists."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that a misspelt word most likely meant."""
+    """Returns the choice that is most similar to a misspelt word; None if no choice is similar."""
     plain = {_plain(name): name for name in reversed(list(choices))}
     wanted = _plain(word)
     found = difflib.get_close_matches(wanted, plain, n=1, cutoff=0.65)
@@ -20,7 +20,7 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:
-    """Such as `did you mean 'number'?`, or `allowed exact, math, number`."""
+    """Returns a hint such as `did you mean 'number'?` or `allowed exact, math, number`."""
     names = list(choices)
     if near := nearest(word, names):
         return f"did you mean {near!r}?"

@@ -1,16 +1,16 @@
-"""The data that crosses every border: sampling parameters, tasks, segments and trajectories.
+"""The data that all components exchange: sampling parameters, tasks, segments, trajectories and rewards.
 
-A trajectory is a prompt and its ordered segments. Tokens enter it through `Trajectory.append` alone, which holds these
+A trajectory is a prompt and its ordered segments. Tokens are added only by `Trajectory.append`, which keeps these
 invariants or raises `SegmentError` and changes nothing:
 
-- segments tile the response: each starts where the one before it ended, and none is empty;
+- each segment starts where the previous one ended, and no segment is empty;
 - a `sampled` segment has one finite float32 log-prob <= 0 per token, a version and a `kv_version` <= version;
-  a `given` segment has neither and is never trained on;
-- every further named array has one row of numbers per token; there are few of them, and their rows are small;
-- a version may be lower than the sampled one before it by at most `max_version_drop`;
-- the response never grows past `max_new_tokens`, and nothing follows an end.
+  a `given` segment has none of these and is never trained on;
+- every further named array has one row of numbers per token; their number and the size of their rows are limited;
+- a segment's version is lower than that of the sampled segment before it by at most `max_version_drop`;
+- the response has at most `max_new_tokens` tokens, and no segment follows the end.
 
-Bytes on the wire and on disk are msgpack; `encode` and `decode` lose nothing.
+On the wire and on disk, trajectories are msgpack; `encode` and `decode` lose nothing.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ import numpy as np
 from offbeat.errors import OffbeatError
 
 LOGPROB_TOLERANCE = 1e-4
-"""Largest log-prob: softmax in float32 can round a certain token to a hair over probability 1."""
+"""Largest log-prob accepted: float32 softmax can round a certain token to a probability slightly above 1."""
 MAX_ARRAYS = 8
-"""Most named arrays of a segment."""
+"""Largest number of named arrays in a segment."""
 MAX_ARRAY_BYTES = 4096
-"""Most bytes per token in all arrays together: 8 experts in each of 94 layers take 1,504, the 20 likeliest tokens with
-their log-probs 160."""
+"""Largest number of bytes per token in all arrays together. For comparison: the indices of 8 experts in each of 94
+layers take 1,504 bytes; the 20 likeliest tokens with their log-probs take 160."""
 ARRAY_NAME = "[a-z][a-z0-9_]{0,31}"
 ARRAY_KINDS = "biuf"
-"""Truth values, integers and floats, of at most 8 bytes each."""
+"""numpy kinds that arrays may have: booleans, integers and floats, of at most 8 bytes each."""
 MAX_REWARD = 1e6
-"""Largest absolute reward: one of 1e200 would silently set the advantages of its group to 0."""
+"""Largest absolute reward; a reward of 1e200 would silently set the advantages of its group to 0."""
 
 
 class SegmentError(OffbeatError, ValueError):
@@ -55,14 +55,14 @@ class Origin(StrEnum):
 
 
 class End(StrEnum):
-    """Reason why a trajectory is finished; a partial has none."""
+    """Why a trajectory ended; a partial has not ended."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters. `top_p`, `top_k` and `min_p` are for evaluation: training refuses them."""
+    """Sampling parameters. `top_p`, `top_k` and `min_p` are for evaluation only; training refuses them."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -74,7 +74,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A run of tokens of one origin; `start` is its first position in the response."""
+    """A run of tokens with the same origin; `start` is the position of the first one in the response."""
 
     start: int
     tokens: np.ndarray
@@ -101,7 +101,7 @@ class Segment:
 
 @dataclass(eq=False)
 class Trajectory:
-    """One answer to one task. `index` numbers the trajectories of a task's episode; today there is one."""
+    """One answer to one task. `index` numbers the trajectories of a task's episode; currently there is only one."""
 
     task: int
     prompt: np.ndarray
@@ -115,14 +115,14 @@ class Trajectory:
         self.prompt = np.asarray(self.prompt, dtype=np.int32)
 
     def append(self, segment: Segment, end: End | None = None) -> None:
-        """Adds a segment; `end` is given with the last one."""
+        """Adds a segment; `end` must be given with the last segment."""
         self._check(segment)
         self.segments = (*self.segments, segment)
         self.end = end
         self.__dict__.pop("tokens", None)
 
     def finish(self, end: End) -> None:
-        """Ends a trajectory without further tokens, as when its budget is used up."""
+        """Ends the trajectory without further tokens, for example if it already has `max_new_tokens`."""
         if self.end is not None:
             raise SegmentError(f"task {self.task}: already ended by {self.end.value}")
         self.end = end
@@ -181,18 +181,18 @@ class Trajectory:
 
     @property
     def logprobs(self) -> np.ndarray:
-        """Behaviour log-probs; 0 for given tokens."""
+        """Log-prob of each response token under its own version; 0 for given tokens."""
         zeros = [s.logprobs if s.logprobs is not None else np.zeros(len(s.tokens), np.float32) for s in self.segments]
         return _concatenate(zeros, np.float32)
 
     @property
     def sampled_mask(self) -> np.ndarray:
-        """True for sampled tokens, the only ones that may be trained on."""
+        """True for each sampled response token; only these may be trained on."""
         return _concatenate([np.full(len(s.tokens), s.origin is Origin.SAMPLED) for s in self.segments], np.bool_)
 
     @property
     def versions(self) -> np.ndarray:
-        """Version of each token; -1 for given ones."""
+        """Version of each response token; -1 for given tokens."""
         runs = [np.full(len(s.tokens), -1 if s.version is None else s.version) for s in self.segments]
         return _concatenate(runs, np.int64)
 
@@ -211,7 +211,7 @@ class Trajectory:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Rebuilds a trajectory through `append`, so that untrusted bytes are checked."""
+        """Decodes a trajectory from untrusted bytes: its segments are checked by `append`."""
         found = cls.restore(data)
         segments, end = found.segments, found.end
         found.segments, found.end = (), None
@@ -223,7 +223,7 @@ class Trajectory:
 
     @classmethod
     def restore(cls, data: bytes) -> Self:
-        """Rebuilds a trajectory from trusted bytes without checks, several times as fast as `decode`."""
+        """Decodes a trajectory from trusted bytes without checks, several times as fast as `decode`."""
         wire = _DECODER.decode(data)
         found = object.__new__(cls)  # skips checks and conversions, as for segments
         found.__dict__.update(
@@ -248,7 +248,7 @@ def _given_problem(segment: Segment) -> str | None:
 
 
 def _arrays_problem(arrays: Mapping[str, np.ndarray], count: int) -> str | None:
-    """Why a segment of `count` tokens cannot have these arrays; None if it can."""
+    """Returns why a segment of `count` tokens cannot have these arrays; None if it can."""
     if len(arrays) > MAX_ARRAYS:
         return f"{len(arrays)} arrays; allowed {MAX_ARRAYS}"
     for name, array in arrays.items():
@@ -347,7 +347,7 @@ def _segment_from_wire(wire: _SegmentWire) -> Segment:
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt that wants one trajectory, perhaps with a prefix to continue."""
+    """A prompt that needs one trajectory. `prefix` is the partial to continue; None: start from the prompt."""
 
     id: int
     group: int
@@ -357,7 +357,7 @@ class Task:
     require_version: int | None = None
     prefix: Trajectory | None = None
     fence: int = 0
-    """Number of leases of the task; a submission names the fence of its lease."""
+    """Number of leases of the task so far; a submission must name the fence of its lease."""
 
     def new_trajectory(self, max_version_drop: int = 0) -> Trajectory:
         return self.prefix or Trajectory(
@@ -369,7 +369,7 @@ class Task:
 
 
 class Reward(msgspec.Struct, frozen=True):
-    """A value earned at a response position; -1 is the last token."""
+    """A value earned at a position of the response; -1 is the last token."""
 
     value: float
     name: str = "reward"
@@ -378,12 +378,12 @@ class Reward(msgspec.Struct, frozen=True):
 
 
 def total(rewards: Sequence[Reward]) -> float:
-    """Weighted sum of rewards."""
+    """Returns the weighted sum of rewards."""
     return float(sum(reward.weight * reward.value for reward in rewards))
 
 
 def reward_problem(rewards: Sequence[Reward]) -> str | None:
-    """Why rewards cannot be trained on: one is not finite or too large; None if all are fine."""
+    """Returns why rewards cannot be trained on (one is not finite or is too large); None if they can."""
     for reward in rewards:
         if not abs(reward.value) <= MAX_REWARD:
             return f"{reward.name!r} is {_too_large(reward.value)}"
@@ -391,7 +391,7 @@ def reward_problem(rewards: Sequence[Reward]) -> str | None:
 
 
 def total_problem(rewards: Sequence[Reward]) -> str | None:
-    """Like `reward_problem`, and for the weighted sum too."""
+    """Like `reward_problem`, but also checks the weighted sum."""
     earned = total(rewards)
     return reward_problem(rewards) or (None if abs(earned) <= MAX_REWARD else f"they add up to {_too_large(earned)}")
 

@@ -1,4 +1,5 @@
-"""Waiting beside other tasks of one event loop: for a change, for a background task, for work that must finish."""
+"""Helpers for asyncio: waiting for a change, running background tasks, and work that must finish despite
+cancellation."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ T = TypeVar("T")
 
 
 class Notifier:
-    """A condition variable of one event loop: waiters check again after each `notify`.
+    """A condition variable for one event loop: waiters check their condition again after each `notify`.
 
-    No wake-up is lost: `changed` is taken before the state is read, and a `notify` in between sets that very event.
-    Waits end with the error of `failure` once that is set.
+    No wake-up is lost if a waiter takes `changed` before it reads the state, because a `notify` in between sets the
+    event that it took. Once `failure` has an error, all waits raise that error.
     """
 
     def __init__(self, failure: asyncio.Future[Any] | None = None) -> None:
         self._failure = failure
         self.changed = asyncio.Event()
-        """Set by the next `notify`, which replaces it."""
+        """Event that the next `notify` sets and replaces with a new one."""
 
     def notify(self) -> None:
         self.changed.set()
@@ -36,14 +37,15 @@ class Notifier:
             await self.wait(self.changed)
 
     async def first(self, check: Callable[[], Awaitable[T | None]], deadline_s: float = math.inf) -> T | None:
-        """The first result of `check` that is not None; None at the deadline, a `time.monotonic()`."""
+        """Calls `check` after each `notify` and returns its first result that is not None; None at the deadline, which
+        is a time of `time.monotonic()`."""
         while True:
             changed = self.changed
             if (found := await check()) is not None or not await self.wait(changed, deadline_s):
                 return found
 
     async def wait(self, changed: asyncio.Event, deadline_s: float = math.inf) -> bool:
-        """Waits for a `notify` since `changed` was taken; False at the deadline."""
+        """Waits until `changed`, taken from `self.changed`, is set by a `notify`; returns False at the deadline."""
         if self._failure is None and math.isinf(deadline_s):
             return await changed.wait()
         waiting: set[asyncio.Future[Any]] = {asyncio.ensure_future(changed.wait())}
@@ -60,7 +62,8 @@ class Notifier:
 
 
 class BackgroundTasks:
-    """Tasks that run beside a server's calls. The first failure ends every wait of the notifiers that share it."""
+    """Tasks that run in the background of a server. The first error of a task becomes `failure`, which ends every wait
+    of the notifiers that share it."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -81,16 +84,17 @@ class BackgroundTasks:
             self.failure.set_exception(error)
 
     async def close(self) -> None:
-        """Cancels every task."""
+        """Cancels every task and waits until all have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.failure.done():
-            self.failure.exception()  # marks it as retrieved: waiters have raised it, or an error of their own
+            self.failure.exception()  # marks the error as retrieved, because the waiters have raised an error
 
 
 async def run_to_end(work: Coroutine[Any, Any, None], within_s: float) -> None:
-    """Awaits `work`, which must not be left half done: a cancelled caller still waits for it, at most `within_s`."""
+    """Awaits `work`, which must not be left unfinished: if the caller is cancelled, it still waits for `work`, for at
+    most `within_s` seconds."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)
@@ -108,7 +112,8 @@ async def run_to_end(work: Coroutine[Any, Any, None], within_s: float) -> None:
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Calls `function` in a thread. A cancelled caller waits for its end, so that two never write the same files."""
+    """Calls `function` in a thread. If the caller is cancelled, it still waits for the thread to end, so that two calls
+    never write the same files at once."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(running)
@@ -117,5 +122,5 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
         if not running.cancelled():
-            running.exception()  # marks it as retrieved: the cancellation is what the caller sees
+            running.exception()  # marks the error as retrieved: the caller gets the cancellation
         raise

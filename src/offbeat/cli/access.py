@@ -1,6 +1,6 @@
-"""`offbeat worker token | list | revoke`: access to a run.
+"""`offbeat worker token | list | revoke`: controls which workers may join a run.
 
-These commands write to the run's ledger, whether or not its coordinator runs; it sees the changes at once.
+These commands use the run's ledger directly, whether or not a coordinator is running; it sees changes at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def issue_token(folder: Path, role: str = "rollout", minutes: float = DEFAULT_MINUTES) -> int:
-    """Prints a token and nothing else, so that it can be piped."""
+    """Prints a join token, valid for `minutes`, and nothing else, so that it can be piped."""
     from offbeat.ledger.workers import Role
 
     with _ledger(folder) as ledger, ledger.naming_damage():
@@ -88,7 +88,7 @@ def revoke(folder: Path, name: str, reason: str | None = None) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuses options that have no effect with the action."""
+    """Raises `UserError` for options that do not apply to the action."""
     belongs = {"name": "revoke", "reason": "revoke", "role": "token", "minutes": "token", "json": "list"}
     for name, action in belongs.items():
         if getattr(arguments, name) not in (None, False) and arguments.action != action:

@@ -69,7 +69,7 @@ def _check_words(arguments: argparse.Namespace) -> None:
 
 
 def _shape(model: str) -> ModelShape:
-    """The shape of a model that is known by name, or of a config.json or its folder."""
+    """Returns the shape of a model, given as a known name, a config.json or a folder."""
     from offbeat.model.loading import TINY, TINY_FOLDER
     from offbeat.planner.inputs.model_shapes import known_model, read_config
 
@@ -97,7 +97,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     )
     given = {name: value for name in FIGURES if (value := getattr(arguments, name)) is not None}
     name, found = figures_of(device, arguments.accelerator, given)
-    figures = {figure: float(f"{value:.4g}") for figure, value in found.items()}  # a cluster's file says the same
+    figures = {figure: float(f"{value:.4g}") for figure, value in found.items()}  # short, as in a cluster's file
     sizes = QUICK if arguments.quick else CPU_SIZES if device.type == "cpu" else GPU
     measurements = measure(arguments.model, shape, dtype, device, name, sizes)
     machine = MeasuredMachine(
@@ -137,7 +137,7 @@ def _versions() -> dict[str, str]:
 
 
 def _summary(constants: Constants, name: str) -> str:
-    """The fitted constants, their held-out errors, and the constants that stay defaults."""
+    """Describes the fitted constants of an accelerator, their held-out errors, and the constants left at defaults."""
     from offbeat.planner.cost.constants import NAMES, FigureSource
 
     figures = dataclasses.asdict(constants.of(name))

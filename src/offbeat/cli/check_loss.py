@@ -1,4 +1,4 @@
-"""`offbeat check-loss`: tries a user's loss or advantage for the properties that training relies on."""
+"""`offbeat check-loss`: checks a user's loss or advantage for the properties that training relies on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`offbeat doctor`: examines this machine and reports what will work, and what to install or change.
 
-Status 0 where the configuration, or without one the built-in demo, can run here; 1 where it cannot.
+Exit status 0 if the configuration, by default the built-in demo, can run on this machine; 1 if it cannot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from offbeat.config import Config, from_dict, load, resolved
 from offbeat.errors import UserError
 
 WITHIN_S = 120.0
-"""For each probe: importing torch from a cold disk takes long, and so do an engine's first answers."""
+"""Default deadline of each probe: importing torch from a cold disk takes long, and so do an engine's first answers."""
 COLOURS = {"!": "33", "x": "31", "-": "2"}
 
 
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _mistakes(config: Config) -> list[str]:
-    """Errors that `offbeat train` would raise, except those about the model, the run's name and the sinks."""
+    """Returns errors that `offbeat train` would raise, except those about the model, the run's name and the sinks."""
     from offbeat.cli.preview import check
     from offbeat.launch.engine_parts import check_engine
     from offbeat.model.loading import TINY

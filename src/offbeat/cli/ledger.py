@@ -44,13 +44,13 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _verify(ledger: Ledger) -> int:
-    """Status 1 if something does not hold; each broken rule is a line."""
+    """Prints each broken rule and the counts; returns exit status 1 if a rule is broken."""
     from offbeat.ledger.records import Counts
 
     report = ledger.verify()
     for violation in report.violations:
         print(violation)
-    if report.counts != Counts():  # a file too damaged to count in says nothing, and its zeros would mislead
+    if report.counts != Counts():  # all zeros: too damaged to count, so they would mislead
         for name, value in asdict(report.counts).items():
             print(f"{name:<24} {_in_words(value)}")
     print("everything holds" if report.holds else f"{len(report.violations)} things do not hold")
@@ -103,7 +103,7 @@ def _version_rows(report: RunReport) -> list[tuple[str, ...]]:
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """A blank line and the rows, the first column to the left; nothing where there is only a head."""
+    """Returns a blank line and the rows, with the first column aligned left; nothing if there is only a header."""
     if len(rows) < 2:
         return []
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
@@ -122,7 +122,7 @@ def _span(seconds: float) -> str:
 
 
 def _in_words(value: Any) -> str:
-    """Counts in words, such as `36 accepted, 36 trained`; what is inside another count stands in brackets."""
+    """Returns counts in words, such as `36 accepted, 36 trained`; nested counts are in brackets."""
     if not isinstance(value, dict):
         return str(value)
     parts = [

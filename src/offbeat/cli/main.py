@@ -1,8 +1,8 @@
 """The command line: finds the command, runs it, and turns errors into one line and an exit status.
 
-Exit status 0: done. 1: a failure that Offbeat expects. 2: an error that the user can fix. 3: a role that would fail
-again if restarted. 130: interrupted. 143: ended by SIGTERM. A traceback is a bug.
-Commands are imported when they are called, so that `--help` and a wrong configuration answer at once.
+Exit status 0: success. 1: a failure that Offbeat foresees. 2: an error that the user can fix. 3: a role that would
+fail again if restarted. 130: interrupted. 143: ended by SIGTERM. A traceback is a bug.
+Commands are imported when they are called, so that `--help` and errors in a configuration appear at once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from offbeat.net import shown
 from offbeat.spelling import nearest
 
 SPIN_COUNT = "1000"
-"""Loop turns that an OpenMP thread spins before it sleeps: a few microseconds. The default is about a thousand times
-that, which gains nothing on idle cores and makes a step five to eight times slower beside one busy process."""
+"""Iterations that an OpenMP thread spins before it sleeps: a few microseconds. The default is about a thousand times as
+many, which gains nothing on idle cores and makes a step five to eight times slower beside one busy process."""
 
 
 def spin_briefly() -> None:
-    """Sets `SPIN_COUNT` for this process and its children, unless the user has chosen. Call it before torch is
-    imported, which reads it once."""
+    """Sets `SPIN_COUNT` for this process and its children, unless the user has set a value. Must be called before torch
+    is imported, which reads it once."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
@@ -45,9 +45,10 @@ COMMANDS = {
     "check-loss": "test your own loss or advantage against the rules that training relies on",
     "show": "print what a run generated: the latest answers, the best, the worst, or one with its history",
 }
-"""Each is a module of this package with `add_arguments(parser)` and `run(arguments, overrides)`."""
+"""Commands and their help. Each is a module of this package with `add_arguments(parser)` and `run(arguments,
+overrides)`."""
 ACCESS = ("token", "list", "revoke")
-"""Actions of `offbeat worker` that are in the module `access`."""
+"""Actions of `offbeat worker` that the module `access` implements."""
 TAKES_OVERRIDES = ("train", "serve", "trainer", "worker", "eval", "doctor")
 ROLES = ("serve", "trainer", "worker")
 STOPPED = 3
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
     spin_briefly()
     words = list(sys.argv[1:] if argv is None else argv)
-    # A role that is restarted would meet the same disk.
+    # A restarted role would meet the same disk error.
     on_bad_disk = STOPPED if words[:1] and words[0] in ROLES else 1
     try:
         status = _run(words)
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+    except BrokenPipeError:  # the reader of our output has ended, such as `head`
         _discard_output()
         return 1
     except OSError as error:

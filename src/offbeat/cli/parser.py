@@ -1,4 +1,4 @@
-"""argparse, with errors of one line and the nearest spelling for a mistyped option."""
+"""argparse, with one-line errors that suggest the nearest spelling of a mistyped option."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offbeat.spelling import nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `UserError` where argparse would print a usage and exit."""
+    """Raises `UserError` where argparse would print its usage and exit."""
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)

@@ -1,4 +1,4 @@
-"""`offbeat plan`: which machines to rent for a workload, and which of them train and which generate."""
+"""`offbeat plan`: chooses the machines to rent for a workload, and which of them train and which generate."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workloa
 
 
 def _draw(file: Path, inventory: Inventory, workload: Workload, constants: Constants) -> int:
-    """The number of plans drawn."""
+    """Draws cost against throughput into an HTML file; returns the number of plans drawn."""
     from offbeat.planner.report.frontier import frontier_page, homogeneous, mixed, split_by_class
 
     title = f"{workload.model.name}: cost against throughput"
@@ -98,7 +98,7 @@ def _draw(file: Path, inventory: Inventory, workload: Workload, constants: Const
 
 
 def _verify(file: Path, inventory: Inventory, workload: Workload, constants: Constants) -> int:
-    """Status 1 if something does not hold; each broken rule is a line."""
+    """Checks a saved plan and prints each broken rule; returns exit status 1 if a rule is broken."""
     from offbeat.planner.plan import from_json
     from offbeat.planner.verifying import verify
 

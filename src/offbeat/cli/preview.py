@@ -1,4 +1,4 @@
-"""Checks and previews of a run before it starts, and the list of its keys."""
+"""Checks and previews a run before it starts, and lists the keys of the configuration."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from offbeat.observability.sinks import check_sinks
 
 NEXT_SENTENCE = re.compile(r"(?<=[.]) (?=[A-Z0-9]|[a-z]+:)")
 HEADER_LENGTH_BYTES = 8
-"""A safetensors file begins with the length of its JSON header."""
+"""Bytes at the start of a safetensors file that hold the length of its JSON header."""
 
 
 def check(config: Config, resume: Path | None = None) -> None:
-    """Raises `UserError` for files, models or packages that are missing on this machine."""
+    """Raises `UserError` for files, models or packages that are missing on this machine, and if the name of a new run
+    is taken."""
     if resume is None and config.run.name:
         refuse_used(Path(config.run.dir) / config.run.name)
     check_sinks(config.log.sinks)
@@ -41,13 +42,13 @@ def check(config: Config, resume: Path | None = None) -> None:
 
 
 def preview(config: Config, resume: Path | None = None) -> list[str]:
-    """The lines of --dry-run: the keys that differ from their defaults, and what the run adds up to."""
+    """Returns the lines of --dry-run: the keys that differ from their defaults, and a summary of the run."""
     what = f"would resume {resume}" if resume else f"would start a run in {config.run.dir}/{config.run.name or ''}"
     return [what, *_settings(config), "", *summarise(config, _num_parameters(config))]
 
 
 def list_keys(*, only_common: bool) -> str:
-    """A line for each key: its name, its default and the first sentence about it."""
+    """Returns a line for each key: its name, its default and the first sentence about it."""
     found: dict[str, str] = {}
     for section, rows in describe():
         for name, default, meaning in rows:
@@ -66,7 +67,7 @@ def _settings(config: Config) -> list[str]:
 
 
 def _is_local(path: str) -> bool:
-    """Whether a model can be read without the network."""
+    """Returns whether a model path refers to this machine rather than to the hub."""
     return path == TINY or Path(path).expanduser().exists() or not HUB_ID.fullmatch(path)
 
 
@@ -77,14 +78,14 @@ def _must_exist(key: str, path: str | None) -> None:
 
 
 def _function_must_exist(key: str, spec: str | None) -> None:
-    """Refuses `file.py:function` if the file is missing."""
+    """Raises `UserError` if `spec` is `file.py:function` and the file is missing."""
     file, colon, _ = (spec or "").rpartition(":")
     if colon and file.endswith(".py"):
         _must_exist(key, file)
 
 
 def _num_parameters(config: Config) -> int | None:
-    """The model's size, from the headers of its files; None if they are not here yet."""
+    """Returns the model's number of parameters, from the headers of its files; None if they are not on this machine."""
     if not _is_local(config.model.path):
         return None
     files = sorted(resolve_model(config.model.path).glob("*.safetensors"))

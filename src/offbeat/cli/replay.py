@@ -1,4 +1,4 @@
-"""`offbeat replay`: repeats a step that met NaN or infinity, and names what was not finite first."""
+"""`offbeat replay`: repeats a step that met NaN or infinity, and names the first value that was not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`offbeat serve`: the coordinator of a run, for a trainer and workers that join it."""
+"""`offbeat serve`: runs the coordinator of a run, which a trainer and workers join."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     check_sinks(config.log.sinks)
     with RunFolder.open(resume, config) if resume else RunFolder.create(config) as folder:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning about a missing torch
-        with hidden("torch"):  # transformers would load it wherever it is installed, and a tokenizer needs none
+        with hidden("torch"):  # a tokenizer does not need torch, but transformers would load it
             from offbeat.launch.coordinator_role import serve
 
         try:

@@ -1,4 +1,4 @@
-"""`offbeat show`: the trajectories of a run as people read them, one by one or in a list, and as a Parquet file."""
+"""`offbeat show`: prints a run's trajectories, one in full or several in a list, or writes them to a Parquet file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _chosen(arguments: argparse.Namespace) -> tuple[str, int]:
-    """The order of the list, and its length."""
+    """Returns order and length of the list; raises `UserError` for options that do not go together."""
     given = {name: getattr(arguments, name) for name in ("last", "best", "worst")}
     asked = [name for name, value in given.items() if value is not None]
     lists = [f"--{name}" for name in asked] + (["--step"] if arguments.step is not None else [])
@@ -84,7 +84,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def _words(folder: Path) -> Words:
-    """The run's tokenizer as a function; it needs no torch."""
+    """Returns a function that decodes tokens with the run's tokenizer, loaded without torch."""
     from offbeat.extras import hidden
     from offbeat.launch.run_folder import stored_config
 
@@ -116,7 +116,7 @@ def _show_list(ledger: Ledger, order: str, limit: int, step: int | None, words: 
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns; the last one takes the rest of the screen."""
+    """Returns lines with aligned columns; the last column takes the rest of the screen."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]) - 1)]
     left = max(20, shutil.get_terminal_size((120, 24)).columns - sum(widths) - 2 * len(widths))
     return [
@@ -135,14 +135,14 @@ def _show_one(ledger: Ledger, task: int, words: Words, with_tokens: bool, as_jso
 # One task on the screen, its text coloured by version.
 
 Words = Callable[[np.ndarray], str]
-"""From token ids to text."""
+"""Decodes token ids to text."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
-"""Colours of versions, in turn: neighbouring segments of different versions never share one."""
+"""Colours of versions, used in turn, so that successive versions differ."""
 
 
 def as_data(detail: TaskDetail, words: Words, with_tokens: bool) -> dict[str, Any]:
-    """The task as plain JSON data."""
+    """Returns the task as plain JSON data; `with_tokens` adds token ids and log-probs."""
     segments = [] if detail.trajectory is None else list(detail.trajectory.segments)
     texts = [] if detail.trajectory is None else _pieces(detail.trajectory, words)
     parts = []
@@ -192,7 +192,7 @@ def as_data(detail: TaskDetail, words: Words, with_tokens: bool) -> dict[str, An
 
 
 def printable(text: str) -> str:
-    """A text with control characters escaped: a model may generate terminal commands."""
+    """Escapes control characters in a text, because a model may generate terminal commands."""
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
@@ -245,7 +245,7 @@ def _response(detail: TaskDetail, words: Words) -> Text | str:
 
 
 def _pieces(trajectory: Trajectory, words: Words) -> list[str]:
-    """The text of each segment; a character whose tokens lie in two of them belongs to the second."""
+    """Returns the text of each segment; a character whose tokens lie in two segments goes to the second."""
     pieces, before = [], ""
     for segment in trajectory.segments:
         until = words(trajectory.tokens[: segment.end])
@@ -306,7 +306,8 @@ SLICE = 1000
 
 
 def export(ledger: Ledger, file: Path, words: Callable[[np.ndarray], str], step: int | None) -> int:
-    """Writes the trajectories of a step, or all, and returns their number. The file appears once it is complete."""
+    """Writes the trajectories of a step, or all if None, to a Parquet file; returns their number. The file appears
+    when it is complete."""
     pyarrow = import_extra("pyarrow", "data", "--parquet")
     parquet = import_extra("pyarrow.parquet", "data", "--parquet")
     schema = _schema(pyarrow)

@@ -1,6 +1,6 @@
 """`offbeat train`: starts or resumes a run, or previews it.
 
-Everything that can be refused without torch is refused before torch is imported.
+Everything that can be checked without torch is checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def _supervise(
     config: Config, resume: Path | None, file: str | None, overrides: list[str], *, from_scratch: bool
 ) -> int:
-    """Coordinator, trainer and workers as processes of their own."""
+    """Runs coordinator, trainer and workers as separate processes; returns the exit status."""
     import asyncio
 
     from offbeat.launch.supervisor import Supervisor
@@ -86,7 +86,7 @@ def _supervise(
 
 
 def status_of(summary: Mapping[str, Any], *, is_quiet: bool = False) -> int:
-    """The exit status of a run: 0 if it finished, that of the signal if one stopped it."""
+    """Returns the exit status of a run: 0 if it finished, 128 plus the signal's number if a signal stopped it."""
     name = summary["stopped_by"]
     if name not in signal.Signals.__members__:
         return 0
@@ -100,7 +100,8 @@ def status_of(summary: Mapping[str, Any], *, is_quiet: bool = False) -> int:
 
 
 def resolve(file: str | None, overrides: list[str], resume: str | None) -> tuple[Config, Path | None]:
-    """The configuration and the run to resume, if any; a resumed run brings its own unless a file is given."""
+    """Returns the configuration and the folder of the run to resume, or None. A resumed run uses its stored
+    configuration unless `file` is given. `resume` is the run's name or path, "" for the newest, None for a new run."""
     if resume is None:
         return load(file, overrides), None
     if file is None and resume.endswith(".toml"):  # train --resume CONFIG.toml
@@ -128,7 +129,7 @@ def _run_to_resume(file: str | None, overrides: list[str], resume: str) -> Path:
 
 
 def _of_section(section: str, overrides: list[str]) -> list[str]:
-    """The overrides of one section, each with its value."""
+    """Returns the overrides of one section, with their values."""
     kept: list[str] = []
     is_ours = False
     for word in overrides:

@@ -1,4 +1,4 @@
-"""`offbeat trainer --join URL`: the trainer of a run whose coordinator runs elsewhere."""
+"""`offbeat trainer --join URL`: trains for a run whose coordinator runs elsewhere."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_join_arguments(parser: Parser, what: str) -> None:
 
 
 def invitation_of(arguments: argparse.Namespace, role: Role, folder: Path, name: str) -> Invitation:
-    """The `Invitation` that the command line describes."""
+    """Returns the `Invitation` for the arguments that `add_join_arguments` defines."""
     from offbeat.launch.joining import Invitation
 
     return Invitation(
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     parent_watch.watch_parent()
     with own_folder(arguments.dir, arguments.name or "trainer", arguments.join, "trainer.lock") as (folder, name):
         invitation = invitation_of(arguments, Role.TRAINER, folder, name)
-        run_folder = folder if (folder / "ledger.sqlite").is_file() else None  # the coordinator's own: one disk
+        run_folder = folder if (folder / "ledger.sqlite").is_file() else None  # it is the coordinator's own
         try:
             work = train(invitation, overrides, run_folder, from_scratch=arguments.from_scratch)
             return exit_status("trainer", asyncio.run(work))
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def exit_status(what: str, stopped_by: str | None) -> int:
-    """The exit status of a role that ended, perhaps by a signal."""
+    """Returns the exit status of a role that ended: 0, or 128 plus the signal's number if `stopped_by` names one."""
     if stopped_by is None or stopped_by not in signal.Signals.__members__:
         return 0
     print(f"offbeat: {what} stopped by {stopped_by}", file=sys.stderr)

@@ -1,9 +1,9 @@
-"""A caller's connection to the coordinator: every request has a deadline, and is retried until it is answered.
+"""A client's connection to the coordinator: every request has a deadline, and is retried until it is answered.
 
 Calls are idempotent or fenced, so a retry is always safe. Every body carries its digest, in both directions. Temporary
 failures (429, 5xx, a body that was too slow or damaged in transit, a broken connection) are retried with growing,
-jittered pauses, for as long as `patience_s`; so are answers of a proxy or a captive portal, which lack the digest. Any
-other refusal is raised as the error that it was on the other side.
+jittered pauses for up to `patience_s`. Answers from a proxy or a captive portal, which lack the digest, are retried in
+the same way. Any other refusal is raised as the error that the coordinator raised.
 """
 
 from __future__ import annotations
@@ -41,35 +41,35 @@ ERRORS: dict[int, type[OffbeatError]] = {
 }
 BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
 AGAIN = (408, 429)
-"""Statuses that are retried, besides 5xx other than 504: there the coordinator waited in vain, and names the cause."""
+"""Statuses that are retried, besides 5xx. Only 504 is not: the coordinator has already waited, and names the cause."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 15.0
 MAX_RETRY_AFTER_S = 60.0
-"""Cap on Retry-After: its sender may be no coordinator."""
+"""Longest Retry-After that is obeyed, because the sender may not be a coordinator."""
 WORTH_A_WARNING_S = 60.0
-"""Waiting time from which retries are warnings; before that a coordinator may just be restarting."""
+"""Waiting time after which retries are logged as warnings; until then the coordinator may just be restarting."""
 REQUEST_WITHIN_S = 60.0
-"""Time limit of a call, beyond the wait that it asks for."""
+"""Time limit of a call, in addition to the wait that it asks for."""
 STREAM_WITHIN_S = 3600.0
-"""Time limit of a file, whose download then resumes."""
+"""Time limit of one transfer of a file or piece; a download then resumes where it stopped."""
 SILENCE_S = 60.0
 MAX_CONNECTIONS = 64
 IDLE_S = 30.0
-"""Shorter than the server's, so that no call uses a connection that is being closed."""
+"""Idle time until a connection is closed; shorter than the server's, so that no call uses a closing connection."""
 COMPRESS_FROM_BYTES = 1024
 MAX_ANSWER_BYTES = 16 * 1024**3
-"""The coordinator is trusted; a batch may be large."""
+"""Largest decompressed answer; generous, because the coordinator is trusted and a batch may be large."""
 MAX_ERROR_BYTES = 64 * 1024
-"""Longest error that is read; an HTML page may be longer, and means nothing."""
+"""Longest error body that is read; anything longer, such as an HTML page, is not from a coordinator."""
 LARGE_BYTES = 256 * 1024
-"""From this size on, work on a body would delay heartbeats and is done on another thread."""
+"""Larger bodies are processed on another thread, because they would delay heartbeats."""
 
 
 class DamagedInTransit(ConnectionError):
-    """An answer that was damaged, or is not the coordinator's at all; the call is retried."""
+    """The answer was damaged or did not come from the coordinator; the call is retried."""
 
 
 class Connection:
-    """Calls one URL, as one worker once `secret` is set."""
+    """Makes calls to one URL; once `secret` is set, as one member of the run."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Connection:
     ):
         self.url, self.secret, self.patience_s = url.rstrip("/"), secret, patience_s
         self.generation = 0
-        """Generation of a trainer that has reconciled."""
+        """Generation of the trainer, sent with every call; 0 before it has reconciled, and for other roles."""
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"{url!r}: not the URL of a coordinator; it looks like https://host:port")
@@ -105,15 +105,15 @@ class Connection:
     async def call(
         self, path: str, record: Any, answer: type[T], *, wait_s: float = 0.0, secret: str | None = None
     ) -> T:
-        """POSTs a record and returns the answer; the coordinator may wait up to `wait_s`. `secret` replaces the
-        connection's own, as a token does before there is one."""
+        """POSTs `record` and returns the decoded answer, for which the coordinator may wait up to `wait_s`. `secret`
+        replaces the connection's own secret; None: use that one."""
         within_s = wait_s + REQUEST_WITHIN_S
         return self.decoded(
             await self.send("POST", path, wire.encode(record), within_s=within_s, secret=secret), answer
         )
 
     async def post(self, path: str, record: Any) -> None:
-        """POSTs a record whose answer is empty."""
+        """POSTs `record`, for a call whose answer is empty."""
         await self.send("POST", path, wire.encode(record))
 
     async def get(self, path: str, answer: type[T]) -> T:
@@ -136,7 +136,7 @@ class Connection:
         within_s: float = REQUEST_WITHIN_S,
         secret: str | None = None,
     ) -> bytes:
-        """Makes a call with a body of msgpack or none until it is answered; returns the answer's body."""
+        """Sends a request, with a msgpack body or none, until it is answered; returns the answer's body."""
         headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
         if body is not None:
             headers["Content-Type"] = wire.MSGPACK
@@ -147,14 +147,14 @@ class Connection:
         return await self._answered(method, path, headers, body, within_s)
 
     async def put(self, path: str, data: bytes, digest: bytes) -> None:
-        """Sends bytes with this digest, until they have arrived."""
+        """Uploads `data`, whose blake3 digest is `digest`; retries until it has arrived."""
         headers = {"Content-Type": wire.OCTETS, wire.CONTENT_DIGEST: wire.digest_header(digest)}
         await self._answered("PUT", path, headers, data, STREAM_WITHIN_S)
 
     async def _answered(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, within_s: float
     ) -> bytes:
-        """The body of the coordinator's answer, whole and undamaged."""
+        """Sends a request until it is answered; returns the answer's body, checked and decompressed."""
         retry = self.retry(f"{method} {path}")
         while True:
             try:
@@ -169,7 +169,7 @@ class Connection:
     async def open(
         self, path: str, headers: Mapping[str, str], *, within_s: float = STREAM_WITHIN_S
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A file whose bytes are yet to be read; the reader handles errors of that."""
+        """Requests a file and yields the response; the caller reads the bytes and handles broken connections."""
         async with self._good("GET", path, headers, None, within_s, self.retry(f"GET {path}")) as response:
             if response.content_type != wire.OCTETS:
                 raise DamagedInTransit(
@@ -181,11 +181,11 @@ class Connection:
     async def _good(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, within_s: float, retry: Retry
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A successful answer whose body is yet to be read."""
+        """Sends a request until it succeeds, and yields the response with its body unread; raises final refusals."""
         while True:
             try:
                 response = await self._request(method, path, headers, body, within_s)
-            except aiohttp.ClientConnectorCertificateError as error:  # no retry changes the certificate
+            except aiohttp.ClientConnectorCertificateError as error:  # a retry would not help
                 raise UserError(
                     f"{self.url}: its certificate cannot be verified ({error.certificate_error}); if it is your own, "
                     "give the CA file that signed it"
@@ -207,7 +207,7 @@ class Connection:
                 await retry.pause(f"{response.status}: {why}", _retry_after_s(response))
 
     async def _read(self, response: aiohttp.ClientResponse, what: str) -> bytes:
-        """The body of an answer, checked and decompressed."""
+        """Reads, checks and decompresses the body of a response; `what` names the request in errors."""
         data = await response.read()
         await _check(response, data)
         if response.headers.get("Content-Encoding") != wire.ZSTD:
@@ -232,7 +232,7 @@ class Connection:
             held["Authorization"] = f"Bearer {self.secret}"
         if self.generation:
             held[wire.GENERATION] = str(self.generation)
-        silence_s = SILENCE_S if within_s == STREAM_WITHIN_S else None  # a call may wait in silence, a stream may not
+        silence_s = SILENCE_S if within_s == STREAM_WITHIN_S else None  # a call may wait silently, a transfer may not
         timeout = aiohttp.ClientTimeout(total=within_s, sock_connect=SILENCE_S, sock_read=silence_s)
         return await session.request(
             method, self.url + path, headers=held, data=body, timeout=timeout, allow_redirects=False
@@ -259,7 +259,7 @@ class Connection:
 
 
 class Retry:
-    """Pauses between attempts at one call, until `patience_s` is over."""
+    """Pauses between attempts at one call; `pause` raises once `patience_s` is over (None: never)."""
 
     def __init__(self, what: str, patience_s: float | None):
         self._what, self._patience_s = what, patience_s
@@ -277,7 +277,7 @@ class Retry:
 
 
 async def _check(response: aiohttp.ClientResponse, data: bytes) -> None:
-    """Raises `DamagedInTransit` unless the coordinator sent this."""
+    """Raises `DamagedInTransit` unless `data` matches the digest in the response's header."""
     digest = wire.read_digest(response.headers, wire.CONTENT_DIGEST)
     if digest is None:
         raise DamagedInTransit(
@@ -288,7 +288,7 @@ async def _check(response: aiohttp.ClientResponse, data: bytes) -> None:
 
 
 async def _on_bytes(data: bytes, work: Callable[[bytes], T]) -> T:
-    """Runs `work` on bytes, on another thread if they are many."""
+    """Returns `work(data)`, computed on another thread if `data` has more than `LARGE_BYTES`."""
     return work(data) if len(data) <= LARGE_BYTES else await asyncio.to_thread(work, data)
 
 
@@ -302,7 +302,7 @@ def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:
 
 
 async def _read_error(response: aiohttp.ClientResponse) -> tuple[str, str | None]:
-    """Text and kind of the coordinator's error; raises `DamagedInTransit` if it is not the coordinator's."""
+    """Returns text and kind of the coordinator's error; raises `DamagedInTransit` if another program answered."""
     data = b""
     async for part in response.content.iter_any():
         data += part

@@ -1,4 +1,4 @@
-"""A member's credentials on disk, which make it the same worker after a restart, and its join token."""
+"""Stores a member's credentials on disk, so that it is the same worker after a restart, and reads its join token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKEN_VARIABLE = "OFFBEAT_TOKEN"
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """The identity of a worker, with its secret."""
+    """Identity and secret of a member. `repr` hides the secret."""
 
     url: str
     worker: str
@@ -30,7 +30,7 @@ class Credentials(msgspec.Struct, frozen=True):
 
 
 def load(path: Path) -> Credentials | None:
-    """The saved credentials; None where there are none."""
+    """Returns the saved credentials; None if the file does not exist."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -46,7 +46,7 @@ def load(path: Path) -> Credentials | None:
 
 
 def save(path: Path, credentials: Credentials) -> None:
-    """Readable by its owner alone, from the first byte on."""
+    """Writes credentials to a file that only its owner can ever read."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, msgspec.json.format(msgspec.json.encode(credentials)), mode=0o600)
@@ -55,8 +55,8 @@ def save(path: Path, credentials: Credentials) -> None:
 
 
 def own_secret(path: Path, token: str) -> str:
-    """The secret to join with a token, derived from the token and a key in the file at `path`: a worker that was killed
-    while it joined gets the same secret, and so is the same worker, when it joins again."""
+    """Returns the secret to join with `token`, derived from the token and a key in the file at `path`. A worker that
+    was killed while joining gets the same secret at its next attempt, and is therefore the same worker."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
@@ -64,12 +64,13 @@ def own_secret(path: Path, token: str) -> str:
         return blake3(token.encode(), key=bytes.fromhex(path.read_text())).hexdigest()
     except OSError as error:
         raise UserError(f"{path}: cannot be used to join: {error.strerror}; see who owns it, and its disk") from error
-    except ValueError:  # whose message could quote the key
+    except ValueError:  # the message could quote the key
         raise UserError(f"{path}: not a key; delete it, and join with a new token") from None
 
 
 def read_token(file: Path | None, environment: Mapping[str, str] = os.environ) -> str:
-    """A join token, from a file or from the environment; never from an argument, which other users could read."""
+    """Returns the join token from `file`; None: from the environment. Never from a command line, which other users can
+    read."""
     if file is None:
         token = environment.get(TOKEN_VARIABLE, "").strip()
         if not token:

@@ -1,7 +1,7 @@
-"""Workers, trainers and judges that reach their coordinator over HTTP.
+"""HTTP clients of the coordinator for workers, trainers and judges.
 
-`join` exchanges a token for credentials; `RemoteWorker`, `RemoteTrainer` and `RemoteJudge` implement the protocols of
-`offbeat.client.protocol`, and raise the same errors as the coordinator.
+`join` exchanges a join token for credentials. `RemoteWorker`, `RemoteTrainer` and `RemoteJudge` implement the protocols
+of `offbeat.client.protocol` and raise the same errors as the coordinator.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from offbeat.weights.version import Version, verify
 T = TypeVar("T")
 
 POLL_S = 20.0
-"""Longest wait of one request; below the time limits of proxies."""
+"""Longest wait of one request; shorter than the timeouts of proxies."""
 MAX_REASON = 4000
-"""Characters of a reason; the end of a traceback adds little."""
+"""Most characters sent of a failure's reason; the rest is cut off."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """Result of joining."""
+    """Result of joining a run."""
 
     credentials: Credentials
     config: Mapping[str, Any]
@@ -48,8 +48,8 @@ class Membership:
 
 
 async def join(connection: Connection, token: str, name: str, secret: str | None = None) -> Membership:
-    """Exchanges a join token for credentials, which the connection uses from now on. They hold `secret`, or a new one;
-    joining again with the same token and secret gives the same worker."""
+    """Exchanges a join token for credentials, whose secret the connection uses from now on. The secret is `secret`;
+    None: a new one. Joining again with the same token and secret returns the same worker."""
     secret = secret or new_secret()
     call = wire.Join(name=name, secret_hash=secret_hash(secret))
     try:
@@ -61,7 +61,7 @@ async def join(connection: Connection, token: str, name: str, secret: str | None
 
 
 async def rejoin(connection: Connection, credentials: Credentials) -> Membership:
-    """Rejoins with saved credentials."""
+    """Rejoins the run with saved credentials."""
     connection.secret = credentials.secret
     try:
         found = await connection.get("/v1/run", wire.RunInfo)
@@ -71,7 +71,8 @@ async def rejoin(connection: Connection, credentials: Credentials) -> Membership
 
 
 async def _poll(call: Callable[[float], Awaitable[T]], is_done: Callable[[T], object], wait_s: float) -> T:
-    """Repeats a call that waits up to the given seconds, until `is_done` or `wait_s` is over."""
+    """Repeats `call`, passing the seconds that it may wait, until `is_done(answer)` or until `wait_s` is over; returns
+    the last answer."""
     deadline_s = time.monotonic() + wait_s
     while True:
         left_s = max(deadline_s - time.monotonic(), 0.0)
@@ -81,7 +82,7 @@ async def _poll(call: Callable[[float], Awaitable[T]], is_done: Callable[[T], ob
 
 
 class RemoteWorker:
-    """Implements `WorkerClient` over a connection that has joined."""
+    """Implements `WorkerClient` over a connection that has joined as a worker."""
 
     def __init__(
         self,
@@ -92,8 +93,9 @@ class RemoteWorker:
         receiver: CoordinatorReceiver | None = None,
         figures: Callable[[], Mapping[str, float]] = dict,
     ):
-        """`cache` is the folder of this worker's weights, which `receiver` fills; with `shares_disk`, the files of a
-        coordinator on the same machine are read in place. `figures` go with every heartbeat."""
+        """`cache` is the folder for this worker's weights, and `receiver` downloads them (None: from the coordinator).
+        With `shares_disk`, files of a coordinator on the same machine are read in place. The result of `figures` is
+        sent with every heartbeat."""
         self._connection, self._shares_disk = connection, shares_disk
         self._receiver = receiver or CoordinatorReceiver(connection, cache)
         self._figures = figures
@@ -155,9 +157,9 @@ class RemoteTrainer:
     def __init__(
         self, connection: Connection, *, shares_disk: bool = False, store: PieceStore | None = None, signer: str = ""
     ):
-        """With `shares_disk`, versions are written where the coordinator keeps them, and not sent; otherwise they are
-        sent from `store`; None: all machines share the store. `signer` is the public key of this trainer's
-        manifests."""
+        """With `shares_disk`, the trainer writes versions into the coordinator's folder and does not send them.
+        Otherwise it sends them from `store`; None: all machines use one shared store. `signer` is the public key that
+        verifies this trainer's manifests; "": it signs none."""
         self._connection, self._shares_disk, self._store, self._signer = connection, shares_disk, store, signer
 
     async def reconcile(
@@ -168,7 +170,7 @@ class RemoteTrainer:
         )
         reconciled = await self._connection.call("/v1/reconcile", call, Reconciled)
         self._connection.generation = reconciled.generation
-        if self._signer:  # before the first manifest that it signs
+        if self._signer:  # must precede the first signed manifest
             await self._connection.post("/v1/introduce", wire.IntroduceCall(key=self._signer))
         return reconciled
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class InProcessWorker:
-    """Implements `WorkerClient` without a wire."""
+    """Implements `WorkerClient` by direct calls."""
 
     def __init__(self, coordinator: Coordinator, name: str):
         self._coordinator, self._name = coordinator, name
@@ -56,7 +56,7 @@ class InProcessWorker:
 
 
 class InProcessTrainer:
-    """Implements `TrainerClient` without a wire; adds its generation to each call."""
+    """Implements `TrainerClient` by direct calls, and adds the trainer's generation to each."""
 
     def __init__(self, coordinator: Coordinator, name: str = "trainer"):
         self._coordinator, self._name = coordinator, name

@@ -1,7 +1,7 @@
 """Protocols of the coordinator's clients: workers, trainers and judges.
 
-The coordinator may run in this process or behind a URL. Calls go one way, towards the coordinator; one that may wait
-takes the longest wait as an argument. Only durations cross, never times of day.
+The coordinator may run in this process or at a URL. Clients call the coordinator, never the other way round. A call
+that may wait takes its longest wait as an argument. Messages contain durations, never times of day.
 """
 
 from __future__ import annotations
@@ -19,69 +19,71 @@ from offbeat.weights.version import Version
 
 @dataclass(frozen=True)
 class LeaseResponse:
-    """Tasks to run, each fenced, or a version to load."""
+    """Answer to a lease call: tasks to run, each with its fence, or a version to load, or neither."""
 
     tasks: tuple[Task, ...] = ()
     version: Version | None = None
-    """Version to load: before the next task, if tasks wait for it; otherwise when it suits."""
+    """Version to load before asking for tasks again; None: keep the current version."""
     ttl_s: float = 0.0
-    """Time of the leases without a heartbeat."""
+    """Seconds for which the leases last without a heartbeat."""
     is_over: bool = False
     """The run has ended: there are no further tasks."""
     round: int | None = None
-    """Round of tasks without a required version, named by the version that began it; None: they run to their end."""
+    """Round of the tasks without a required version, named by the version that began it; None: the tasks are not
+    stopped by the end of a round."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The answer to a worker's heartbeat."""
+    """Answer to a worker's heartbeat."""
 
     lost: tuple[int, ...] = ()
-    """Tasks that are no longer this worker's: their answers will be refused."""
+    """Tasks that this worker no longer holds: their trajectories will be refused."""
 
 
 @dataclass(frozen=True)
 class RewardLease:
-    """Samples to judge; none if `ticket` is empty."""
+    """Answer to a judge's lease call: samples to judge, or none if `ticket` is empty."""
 
     ticket: str = ""
-    """Names these samples in the answer; valid for a while, and once."""
+    """Identifies these samples when results are submitted; valid once and for a limited time."""
     reward: str = ""
-    """A built-in's name, `module:function` or `file.py:function`, on the judge's machine."""
+    """Reward to compute: the name of a built-in, or `module:function` or `file.py:function` on the judge's machine."""
     inputs: tuple[RewardInput, ...] = ()
     timeout_s: float = 0.0
-    """Time limit of one sample; after it, the sample counts as failed."""
+    """Seconds after which one sample counts as failed."""
     ttl_s: float = 0.0
-    """Time of the lease without a call of the judge."""
+    """Seconds for which the lease lasts if the judge makes no call."""
     is_over: bool = False
     """The run has ended: there are no further samples."""
 
 
 class WorkerClient(Protocol):
-    """The calls of one worker."""
+    """Calls that a worker makes to its coordinator."""
 
     async def lease(self, capacity: int, have_version: int | None, wait_s: float) -> LeaseResponse:
-        """Up to `capacity` tasks, as soon as there are any, or a version to load; nothing after `wait_s`."""
+        """Leases up to `capacity` tasks, or returns a version to load, as soon as possible; neither after `wait_s`."""
         ...
 
     async def heartbeat(self, held: Sequence[tuple[int, int]]) -> Heartbeat:
-        """Renews the leases named by task and fence. The first of a worker's life frees all others it had."""
+        """Renews the leases in `held`, given by task and fence. The first heartbeat of a worker's process releases all
+        other leases of the worker."""
         ...
 
     async def submit(self, trajectory: Trajectory, fence: int) -> Outcome:
-        """Hands in a trajectory, finished or partial, under the fence of its lease; returns once it is on disk."""
+        """Submits a trajectory, finished or partial, with the fence of its lease; returns once it is on disk."""
         ...
 
     async def fail(self, task: int, fence: int, reason: str) -> None:
-        """Gives a task back unfinished; it is tried again until its attempts are used up."""
+        """Reports that a task failed; it is tried again until its attempts are used up."""
         ...
 
     async def give_back(self, leases: Sequence[tuple[int, int]]) -> None:
-        """Gives tasks back, named by task and fence, that have no new token; without blame."""
+        """Gives back tasks without new tokens, given by task and fence; does not count as an attempt."""
         ...
 
     async def round_over(self, number: int, wait_s: float) -> bool:
-        """Whether a round is over, as soon as it is; False after `wait_s`."""
+        """Waits up to `wait_s` for round `number` to end; returns whether it is over."""
         ...
 
     async def timed(self, timings: Sequence[Timing]) -> None:
@@ -89,49 +91,54 @@ class WorkerClient(Protocol):
         ...
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
-        """The version that workers should serve, once it differs from `have_version`; None after `wait_s`."""
+        """Waits until workers should serve another version than `have_version`, and returns it; None after `wait_s`."""
         ...
 
     async def fetch(self, version: Version) -> Version:
-        """The same version, with its files on this machine and verified."""
+        """Downloads and verifies the files of `version` if needed; returns it with their path on this machine."""
         ...
 
     async def leave(self) -> None:
-        """Gives up what is still leased, without blame."""
+        """Releases all leases of this worker; does not count as an attempt."""
         ...
 
 
 class TrainerClient(Protocol):
-    """The calls of a trainer. Once another trainer has begun, every call raises `RunStopped` and changes nothing."""
+    """Calls that a trainer makes to its coordinator. Once another trainer has taken over, every call raises
+    `RunStopped` and changes nothing."""
 
     async def reconcile(
         self, step: int, version: int | None, *, home: str = "", from_scratch: bool = False
     ) -> Reconciled:
-        """Brings ledger and checkpoint to the same step, and takes over the run; must be the first call. `home`
-        identifies the folder of checkpoints; with `from_scratch` all training may be undone."""
+        """Takes over the run and brings the ledger to the checkpoint's step; must be the first call.
+
+        `step` and `version` are those of the checkpoint, `home` identifies the folder of checkpoints. With
+        `from_scratch`, all training may be undone.
+        """
         ...
 
     async def next_version(self) -> int:
-        """A version number that was never used."""
+        """Returns a version number that was never used."""
         ...
 
     async def publish(self, version: Version) -> None:
-        """Announces a version that no batch led to: the first one, or a resumed checkpoint's."""
+        """Announces a version that is not the result of a batch: the first version, or that of a resumed checkpoint."""
         ...
 
     async def claim(self, step: int, within_s: float) -> Batch:
-        """The batch of a step, perhaps of the one after the next version; the same at every call."""
+        """Returns the batch of `step`, the same one at every call; waits up to `within_s` until it is complete. The
+        batch of the following step may be claimed before the version of this step is committed."""
         ...
 
     async def commit(
         self, step: int, version: Version, audited: Sequence[int] = (), compared: Sequence[ComparedSegment] = ()
     ) -> None:
-        """Marks the step's batch as trained and announces its version. `audited` are tasks left out because of their
-        log-probs; `compared` are the audit's findings on segments."""
+        """Marks the batch of `step` as trained and announces the resulting version. `audited` are tasks that were not
+        trained on because of their log-probs; `compared` are the audit's results for segments."""
         ...
 
     async def checkpointed(self, step: int) -> None:
-        """Reports a durable checkpoint of this step: earlier ones will not be needed again."""
+        """Reports that the checkpoint of `step` is durable: earlier steps will not be needed again."""
         ...
 
     async def report(self, row: Mapping[str, Any]) -> None:
@@ -140,17 +147,17 @@ class TrainerClient(Protocol):
 
 
 class JudgeClient(Protocol):
-    """The calls of one judge."""
+    """Calls that a judge makes to its coordinator."""
 
     async def lease_rewards(self, capacity: int, wait_s: float) -> RewardLease:
-        """Up to `capacity` samples of one reward, as soon as there are any; nothing after `wait_s`. A busy judge asks
-        for 0 now and then, to stay known."""
+        """Leases up to `capacity` samples of one reward as soon as there are any; none after `wait_s`. A busy judge
+        calls with `capacity` = 0 from time to time, as a heartbeat."""
         ...
 
     async def submit_rewards(self, ticket: str, results: Sequence[RewardResult]) -> None:
-        """Submits results for all samples of a ticket, in their order; returns once they are on disk."""
+        """Submits the results of all samples of a ticket, in the same order; returns once they are on disk."""
         ...
 
     async def leave(self) -> None:
-        """Gives up what is not answered yet, without blame."""
+        """Returns all samples that are not answered yet; they do not count as failed."""
         ...

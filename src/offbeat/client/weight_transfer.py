@@ -1,4 +1,4 @@
-"""Weights between this machine and the coordinator: manifests, pieces and whole files in, manifests and pieces out."""
+"""Transfers weights: downloads manifests, pieces and files from the coordinator, and uploads manifests and pieces."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ from offbeat.weights.signing import open_sealed
 from offbeat.weights.version import Version
 
 NUM_PARALLEL = 4
-"""Pieces sent at a time, to fill a line with a long round trip."""
+"""Number of pieces sent concurrently, to use the full bandwidth of a connection with a long round trip."""
 
 
 class CoordinatorSources:
-    """Manifests, pieces and whole files from the coordinator, for `offbeat.weights.receive`."""
+    """Downloads manifests, pieces and whole files from the coordinator, for `offbeat.weights.receive`."""
 
     def __init__(self, connection: Connection):
         self._connection = connection
 
     async def signers(self) -> list[str]:
-        """Public keys that sign the run's manifests."""
+        """Returns the public keys that sign the run's manifests."""
         return (await self._connection.get("/v1/signers", wire.Signers)).keys
 
     async def peers(self, site: str, host: str, port: int, root_bytes_per_s: float | None) -> wire.SourceList:
-        """Peers to ask before the root, for a worker that serves pieces at `port` (0: it does not). `host` is its own
-        address where it has to name one."""
+        """Returns the peers to ask before the root, for a worker that serves pieces at `host` and `port`.
+
+        `port` = 0: the worker serves no pieces. `host` = "": its address is the one from which it calls.
+        """
         call = wire.SourcesCall(site=site, host=host, port=port, root_bytes_per_s=root_bytes_per_s or None)
         return await self._connection.call("/v1/sources", call, wire.SourceList)
 
@@ -55,7 +57,7 @@ class CoordinatorSources:
             raise PieceMissing(str(error)) from error
 
     async def files(self, number: int, into: Path) -> None:
-        """Downloads all files of a version into a folder; the caller verifies them."""
+        """Downloads all files of a version into folder `into`; the caller must verify them."""
         try:
             for file in (await self._connection.get(f"/v1/weights/{number}", wire.WeightFiles)).files:
                 await fill(self._connection, f"/v1/weights/{number}/{file.name}", into / file.name, file.num_bytes)
@@ -64,7 +66,7 @@ class CoordinatorSources:
 
 
 async def fill(connection: Connection, path: str, part: Path, num_bytes: int) -> None:
-    """Downloads a file to its full length from where it ends, however often the connection breaks."""
+    """Downloads the rest of file `part`, up to `num_bytes` in total; resumes whenever the connection breaks."""
     part.touch()
     retry = connection.retry(f"GET {path}")
     while (have := part.stat().st_size) != num_bytes:
@@ -77,7 +79,7 @@ async def fill(connection: Connection, path: str, part: Path, num_bytes: int) ->
             raise
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             now = part.stat().st_size
-            if now > have:  # progress renews the patience
+            if now > have:  # after progress, the patience starts anew
                 retry = connection.retry(f"GET {path}")
             await retry.pause(f"broke off at {now} of {num_bytes} bytes: {type(error).__name__}: {error}")
 
@@ -101,7 +103,7 @@ async def _nothing() -> None:
 
 
 class CoordinatorReceiver(Receiver):
-    """Receives the versions of a run whose coordinator is on another machine."""
+    """Receives the versions of a run from a remote coordinator."""
 
     def __init__(
         self,
@@ -114,8 +116,8 @@ class CoordinatorReceiver(Receiver):
         report: Callable[[ReceiveFigures], None] = lambda figures: None,
         arrived: Callable[[], None] = lambda: None,
     ):
-        """Pieces come from `sources`; None: the coordinator. `before` is awaited before each version with a manifest;
-        for the others see `Receiver`."""
+        """Pieces come from `sources`; None: the coordinator. `before` is awaited before each version with a manifest.
+        The other arguments are those of `Receiver`."""
         self.coordinator, self._before = CoordinatorSources(connection), before
         self._signers = set[str]()
         super().__init__(
@@ -136,14 +138,15 @@ class CoordinatorReceiver(Receiver):
 
 
 async def send_version(connection: Connection, store: PieceStore, number: int, digest: str, signer: str) -> None:
-    """Sends a manifest, given its version and digest, after all that it names: an anchor's delta, an adapter's base,
-    and the pieces that the coordinator lacks. Sending again after a crash sends only what is missing."""
+    """Sends the manifest `digest` of version `number` to the coordinator, after everything that it names: an anchor's
+    delta, an adapter's base, and the pieces that the coordinator lacks. A repetition after a crash sends only what is
+    missing."""
     sealed = await asyncio.to_thread(store.get_manifest, number, digest)
     manifest = Manifest.decode(open_sealed(sealed, [signer]))
     if manifest.delta is not None:
         await send_version(connection, store, number, manifest.delta, signer)
     if (base := manifest.base) is not None and base.number == number and base.manifest is not None:
-        await send_version(connection, store, number, base.manifest, signer)  # with the first adapter on it
+        await send_version(connection, store, number, base.manifest, signer)  # the base is sent with its first adapter
     call = wire.MissingCall(pieces=[piece.digest for piece in manifest.pieces])
     missing = iter((await connection.call("/v1/pieces/missing", call, wire.Missing)).pieces)
 

@@ -1,8 +1,8 @@
-"""The wire format: msgpack, compressed by zstd, with a digest.
+"""The wire format: msgpack, optionally compressed with zstd, with a digest.
 
-Answers are records as they are, so that a new field crosses the wire by itself. Calls are checked against a schema,
-field by field and with bounds: each call has a limit of bytes, and so has every field that can be long. `trajectory`
-builds through `Trajectory.append`, which refuses contradictions. Nothing received is ever executed or unpickled.
+Answers are encoded records; a new field of a record is sent without further code. Calls are checked field by field
+against a schema: each call and each field that can be long has a size limit. `trajectory` builds trajectories with
+`Trajectory.append`, which refuses contradictions. Received data is never executed or unpickled.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from offbeat.weights.version import Version
 
 ZSTD = "zstd"
 CONTENT_DIGEST = "Content-Digest"
-"""Header with the digest of the bytes as sent."""
+"""Header with the digest of the body as sent."""
 DAMAGED = "Damaged"
-"""Kind of a refusal because of damage in transit: the call is worth a retry."""
+"""Kind of error that says that the body was damaged in transit; the caller retries."""
 GENERATION = "Offbeat-Generation"
 """Header with the generation of the calling trainer; see `offbeat.ledger.batches`."""
 
@@ -50,7 +50,7 @@ DIGEST = re.compile(r"(?:^|,)\s*blake3=:([A-Za-z0-9+/]{43}=):")
 
 
 class Malformed(ValueError):
-    """Bytes that do not match their schema or encoding."""
+    """The bytes do not match their schema or encoding."""
 
 
 def digest_header(digest: bytes) -> str:
@@ -62,7 +62,7 @@ def content_digest(data: bytes) -> str:
 
 
 def read_digest(headers: Mapping[str, str], name: str) -> bytes | None:
-    """The blake3 digest in a header; None if it is missing or unreadable."""
+    """Returns the blake3 digest in header `name`; None if it is missing or unreadable."""
     found = DIGEST.search(headers.get(name) or "")
     return None if found is None else base64.b64decode(found.group(1))
 
@@ -72,7 +72,7 @@ def compress(data: bytes) -> bytes:
 
 
 def decompressed_size(data: bytes) -> int:
-    """The decompressed size that a frame declares, as all of ours do: memory could not be bounded otherwise."""
+    """Returns the decompressed size that a zstd frame declares. Frames without it are refused, to limit memory."""
     try:
         size = zstandard.get_frame_parameters(data).content_size
     except zstandard.ZstdError as error:
@@ -83,7 +83,7 @@ def decompressed_size(data: bytes) -> int:
 
 
 def decompress(data: bytes, limit_bytes: int) -> bytes | None:
-    """The decompressed bytes; None if they exceed the limit, which memory then does not."""
+    """Returns the decompressed bytes; None, without decompressing, if they would exceed `limit_bytes`."""
     if (size := decompressed_size(data)) > limit_bytes:
         return None
     try:
@@ -97,43 +97,43 @@ T = TypeVar("T")
 MSGPACK = "application/msgpack"
 OCTETS = "application/octet-stream"
 MAX_SEGMENTS = 2048
-"""In one trajectory; each is checked against those before it."""
+"""Most segments in one trajectory; limited because each is checked against all earlier ones."""
 MAX_TIMINGS = 256
-"""In one call; far fewer suffice for an engine's step times."""
+"""Most step timings in one call."""
 MAX_HELD = 100_000
-"""Tasks that one worker can name in one call."""
+"""Most tasks that one call can name."""
 MAX_COMPARED = 1_000_000
-"""Segments of one batch in a commit."""
+"""Most compared segments in one commit."""
 MAX_SAMPLES = 4096
-"""Rewards in one call; a coordinator leases no more samples than that."""
+"""Most results in one call; a coordinator never leases more samples than this."""
 MAX_PROMPT_BYTES = 4 * 2**20
-"""A million tokens."""
+"""Room for a million tokens of 4 bytes."""
 MAX_SEGMENT_BYTES = 16 * 1024
-"""Bytes of a segment's names, numbers and shapes, without its tokens, log-probs and arrays."""
+"""Limit on the bytes of a segment without its tokens, log-probs and arrays."""
 DTYPE = re.compile(r"[<|][biuf][1248]|<f2")
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
 Name = Annotated[str, Meta(max_length=256)]
 FileName = Annotated[str, Meta(max_length=200, pattern=r"\A[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*\Z")]
-"""A name that becomes part of a path on the receiver: one component, no way out of the folder, not hidden."""
+"""Name that the receiver uses in a path: a single component that cannot leave the folder and is not hidden."""
 Rate = Annotated[float, Meta(gt=0.0, le=1e15)]
 
 
 class WireCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of a call."""
+    """Base class of the bodies of calls."""
 
     max_bytes: ClassVar[int] = 64 * 1024
-    """As sent, and once decompressed."""
+    """Largest size, both as sent and decompressed."""
 
 
 class Join(WireCall):
-    """Comes with a join token in place of a secret."""
+    """Call to join a run; it is authorised by a join token instead of a secret."""
 
     max_bytes: ClassVar[int] = 16 * 1024
     name: Name
     secret_hash: Annotated[bytes, Meta(min_length=32, max_length=32)]
-    """Hash of the secret that the caller has drawn; see `ledger.workers.secret_hash`."""
+    """Hash of the secret that the caller has chosen at random; see `ledger.workers.secret_hash`."""
 
 
 class LeaseCall(WireCall):
@@ -147,7 +147,7 @@ class HeartbeatCall(WireCall):
     held: Annotated[list[tuple[Count, Count]], Meta(max_length=MAX_HELD)]
     life: Name = ""
     figures: Annotated[dict[Name, float], Meta(max_length=64)] = {}
-    """Sums over the worker's life."""
+    """Totals since the worker's process started."""
 
 
 class FailCall(WireCall):
@@ -168,7 +168,7 @@ class RoundOverCall(WireCall):
 
 class TimingsCall(WireCall):
     timings: Annotated[list[tuple[Count, Count, Count, Count, Seconds]], Meta(max_length=MAX_TIMINGS)]
-    """The fields of `offbeat.rules.step_time.Timing`, in their order."""
+    """Fields of each `offbeat.rules.step_time.Timing`, in the order of the class."""
 
 
 class NewerCall(WireCall):
@@ -188,7 +188,7 @@ class RewardBody(WireCall):
 
 
 class ResultBody(WireCall):
-    """A reward's parts, or the reason of its failure."""
+    """Parts of a sample's reward, or the reason why the reward failed."""
 
     rewards: Annotated[list[RewardBody], Meta(max_length=1000)] = []
     error: Annotated[str, Meta(max_length=10_000)] | None = None
@@ -247,9 +247,9 @@ class MissingCall(WireCall):
 class SourcesCall(WireCall):
     site: Name
     host: Annotated[str, Meta(max_length=64)] = ""
-    """The worker's own address; "": the one that it calls from."""
+    """Address at which the worker serves pieces; "": the address from which it calls."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """Port at which it serves pieces; 0: it does not."""
+    """Port at which the worker serves pieces; 0: it serves none."""
     root_bytes_per_s: Rate | None = None
 
 
@@ -258,7 +258,7 @@ class Nothing(WireCall):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """The answer to a join: the worker's name and role, and the run."""
+    """Answer to `Join`: the worker's name and role, and the run's name and configuration."""
 
     worker: FileName
     role: Role
@@ -296,16 +296,16 @@ class Peer(msgspec.Struct, frozen=True):
     """An IP address."""
     port: Annotated[int, Meta(ge=1, le=65535)]
     key: str
-    """Key to show there."""
+    """Key to send when fetching from this peer."""
 
-    def __repr__(self) -> str:  # it is logged sooner or later
+    def __repr__(self) -> str:  # without the key, because peers may be logged
         return f"Peer(host={self.host!r}, port={self.port})"
 
 
 class SourceList(msgspec.Struct, frozen=True):
     peers: list[Peer]
     guests: list[str]
-    """Hashes of the keys to honour."""
+    """Hashes of the keys that the worker's own server must accept."""
 
 
 class Missing(msgspec.Struct, frozen=True):
@@ -343,7 +343,7 @@ class _ArrayBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _TrajectoryBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The schema of `Trajectory.encode`. Long fields are views: nothing is copied before it is checked."""
+    """Schema of `Trajectory.encode`. Long fields are views, so that nothing is copied before it is checked."""
 
     task: Count
     index: Count
@@ -355,14 +355,14 @@ class _TrajectoryBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def max_trajectory_bytes(max_new_tokens: int) -> int:
-    """Largest encoding of a trajectory of so many tokens."""
+    """Returns the size in bytes of the largest valid encoding of a trajectory with `max_new_tokens` tokens."""
     per_token = 2 * 4 + MAX_ARRAY_BYTES
     num_segments = min(max_new_tokens, MAX_SEGMENTS)
     return MAX_PROMPT_BYTES + max_new_tokens * per_token + (num_segments + 1) * MAX_SEGMENT_BYTES
 
 
 def trajectory(data: bytes) -> Trajectory:
-    """A trajectory from untrusted bytes; raises `Malformed`, or `SegmentError` where it contradicts itself."""
+    """Decodes a trajectory from untrusted bytes; raises `Malformed`, or `SegmentError` for inconsistent parts."""
     body = decode(data, _TrajectoryBody)
     made = Trajectory(
         task=body.task,
@@ -379,7 +379,7 @@ def trajectory(data: bytes) -> Trajectory:
 
 
 def reward_result(body: ResultBody) -> RewardResult:
-    """A judge's result, which the coordinator has yet to validate."""
+    """Converts a judge's result, which the coordinator must still validate."""
     if body.error is not None:
         return RewardResult(error=body.error)
     rewards = tuple(Reward(part.value, part.name, part.position) for part in body.rewards)
@@ -453,7 +453,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """The bytes as a record; raises `Malformed` with the error and its place."""
+    """Decodes `data` as a record of type `kind`; raises `Malformed`, which says where the error is."""
     decoder = _DECODERS.get(kind)
     if decoder is None:
         decoder = _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_from_wire)

@@ -1,4 +1,4 @@
-"""The typed configuration: its keys, how they are read, and what they add up to. Imports nothing heavy."""
+"""The typed configuration: its keys, how they are read, and a summary of the run that results. Imports nothing slow."""
 
 from offbeat.config import secrets
 from offbeat.config.changes import Change, fixed_changes, fixed_keys, free_changes

@@ -1,6 +1,7 @@
-"""Changes between a run's stored configuration and a new one: which `--resume` allows, and which it refuses.
+"""Compares a run's stored configuration with a new one: which changes `--resume` allows, and which it refuses.
 
-A run of an older Offbeat can go on: a key that its configuration lacks counts as its default, a removed key is ignored.
+A run of an older Offbeat can be resumed: a key that its configuration lacks counts as having its default, and a removed
+key is ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FIXED_IF_EXACT: tuple[Path, ...] = (
     ("model", "device"),
     ("model", "gradient_checkpointing"),
 )
-"""Free keys that decide how sums are split, and so their last bits: an exact run must keep them."""
+"""Free keys that change how sums are split, and so their last bits; they are fixed in an exact run."""
 
 
 class Change(NamedTuple):
@@ -30,17 +31,18 @@ class Change(NamedTuple):
 
 
 def fixed_changes(old: Mapping[str, Any], new: Config) -> list[Change]:
-    """Changes to keys that are fixed for the life of a run; any of them forbids resuming it."""
+    """Returns changes to keys that are fixed for the life of a run; any such change forbids resuming it."""
     return [change for place, change in _changes(old, new) if not _may_change(place, new)]
 
 
 def free_changes(old: Mapping[str, Any], new: Config) -> list[Change]:
-    """Changes to keys that may change when a run is resumed."""
+    """Returns changes to keys that may change when a run is resumed."""
     return [change for place, change in _changes(old, new) if _may_change(place, new)]
 
 
 def fixed_keys(config: Config) -> dict[str, Any]:
-    """The keys that are fixed for the life of a run, with their values; `fixed_changes` accepts them as `old`."""
+    """Returns the keys that are fixed for the life of a run, with their values; `fixed_changes` accepts the result as
+    `old`."""
     data = resolved(config)
     for place, _ in list(leaves(data)):
         if _may_change(place, config):

@@ -1,9 +1,9 @@
-"""The one line that a user reads about a wrong configuration, made from pydantic's errors.
+"""Explains a wrong configuration to the user in one line, made from pydantic's errors.
 
     run.toml:7: batch.group_sise = 16: unknown key; did you mean group_size?
     --optimizer.schedule = "cosin": allowed "constant", "linear", "cosine"; did you mean "cosine"?
 
-The first mistake, by its place in the file, is explained in full; the others are counted.
+The first mistake in the file is explained; the others are only counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WANTED = {
     "dict": "a table",
     "model": "a table",
 }
-"""The kind of value that is allowed, by the first word of pydantic's error type."""
+"""Kind of value that a key takes, by the first word of pydantic's error type."""
 KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (bool, "true or false"),
     (int, "a whole number"),
@@ -51,39 +51,39 @@ KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     ((datetime.date, datetime.time), "a date or time"),
 )
 HIDDEN_CHOICES = ("paced",)
-"""Values for tests alone, which errors and pages do not offer."""
+"""Values only for tests, which errors and documentation do not list."""
 RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 LEADING_KEY = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+) = ")
 
 
 @dataclass
 class ValueOrigin:
-    """The file and the command line that values came from."""
+    """Where values came from: a file, with the line of each key, and the command line."""
 
     file: str | None = None
     lines: Mapping[Path, int] = field(default_factory=dict)
     typed: dict[Path, str] = field(default_factory=dict)
-    """Keys of the command line, as they were typed."""
+    """Keys given on the command line, as typed, by place."""
     root: type[Section] = Config
-    """The model of the whole file."""
+    """Model of the whole file."""
 
     def line(self, place: Path) -> int | None:
-        """The line of a key, or of the nearest table around it."""
+        """Returns the line of a key, or of the nearest table around it; None: unknown."""
         while place:
             if place in self.lines:
                 return self.lines[place]
-            if place[:2] == ("task", 0) and ("task", *place[2:]) in self.lines:  # written as one table, [task]
+            if place[:2] == ("task", 0) and ("task", *place[2:]) in self.lines:  # an only task, written as [task]
                 return self.lines[("task", *place[2:])]
             place = place[:-1]
         return None
 
     def typed_at(self, place: Path) -> Path | None:
-        """The command line's key at, below or above a place."""
+        """Returns the place of a command-line key at, below or above `place`; None: there is none."""
         shared = (p for p in self.typed if p[: len(place)] == place or place[: len(p)] == p)
         return next(shared, None)
 
     def before(self, place: Path) -> str:
-        """The beginning of an error: file and line, dashes for the command line, or nothing."""
+        """Returns the beginning of an error: file and line, "--" for the command line, or nothing."""
         if self.typed_at(place):
             return "--"
         if self.file is None:
@@ -93,9 +93,9 @@ class ValueOrigin:
 
 
 def explain(error: ValidationError, data: Mapping[str, Any], origin: ValueOrigin) -> UserError:
-    """The error to raise for a configuration that did not validate."""
+    """Returns the error to raise for a configuration that did not validate."""
     mistakes = [_Mistake(item, data, origin) for item in error.errors(include_url=False)]
-    found = list({mistake.place: mistake for mistake in mistakes}.values())  # a key with alternatives has one for each
+    found = list({mistake.place: mistake for mistake in mistakes}.values())  # a key with alternatives has several
     found.sort(key=lambda mistake: mistake.order)
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return UserError(found[0].text() + more)
@@ -108,18 +108,18 @@ class _Mistake:
         self.data, self.origin = data, origin
         place: Path = tuple(item["loc"])
         if place[:1] == ("task",) and len(place) > 2:
-            place = (*place[:2], *place[3:])  # pydantic names the chosen source in between
+            place = (*place[:2], *place[3:])  # pydantic inserts the chosen source
         if self.kind == "union_tag_invalid":
             place = (*place, "source")
         if self.kind == "value_error" and (key := LEADING_KEY.match(str(self.context["error"]))):
             place = tuple(key.group(1).split("."))
         if len(place) == 3 and (known := field_at(place[:2], data, origin.root)) and alternatives_in_words(known):
-            place, self.kind = place[:2], "alternatives"  # pydantic names the one that did not fit
+            place, self.kind = place[:2], "alternatives"  # pydantic appends the alternative that did not fit
         self.place = place
 
     @property
     def order(self) -> tuple[bool, bool, int]:
-        """Sort key: the order of the file, with missing keys last, because they are often misspelt ones."""
+        """Sort key: the order in the file. Missing keys come last, because a misspelt key often explains them."""
         line = self.origin.line(self.place)
         return self.kind in ("missing", "union_tag_not_found"), line is None, line or 0
 
@@ -185,13 +185,13 @@ class _Mistake:
 
 
 def show(value: Any) -> str:
-    """A value as TOML writes it, without secrets, cut when long."""
+    """Returns a value as written in TOML, without secrets, and cut if long."""
     text = json.dumps(shown_value(value), ensure_ascii=False, default=str)
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
 
 
 def range_in_words(known: FieldInfo) -> str:
-    """The numbers that a field allows, such as `1 to 5` or `0 or more and below 1`."""
+    """Returns the numbers that a field allows, such as `1 to 5` or `0 or more and less than 1`."""
     low = next((m for m in known.metadata if isinstance(m, Ge | Gt)), None)
     high = next((m for m in known.metadata if isinstance(m, Le | Lt)), None)
     if isinstance(low, Ge) and isinstance(high, Le):
@@ -205,7 +205,7 @@ def range_in_words(known: FieldInfo) -> str:
 
 
 def alternatives_in_words(known: FieldInfo) -> str:
-    """The range and words of a field that takes numbers and words, such as `1 or more, or "auto"`; empty for others."""
+    """Returns what a field of numbers or words allows, such as `1 or more, or "auto"`; empty for other fields."""
     arms = get_args(known.annotation)
     ranges = [range_in_words(inner) for arm in arms if get_origin(arm) is Annotated for inner in arm.__metadata__]
     words = [word for arm in arms if get_origin(arm) is Literal for word in get_args(arm)]
@@ -213,7 +213,7 @@ def alternatives_in_words(known: FieldInfo) -> str:
 
 
 def choices(known: FieldInfo | None) -> list[str]:
-    """The words that a field allows; empty where it allows others too."""
+    """Returns the words that a field allows; empty if it is not limited to certain words."""
     annotation: Any = known.annotation if known else None
     while annotation is not None and (inner := get_args(annotation)):
         if all(isinstance(choice, str) for choice in inner):
@@ -247,7 +247,7 @@ def _reads_as(text: str, word: str) -> bool:
 
 
 def describe() -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """Every documented section with its (key, default, meaning), read from the models; `-` is no default."""
+    """Returns every documented section with (key, default, meaning) of its keys; `-` stands for no default."""
     sections = []
     for name, info in Config.model_fields.items():
         if is_hidden(info):
@@ -276,7 +276,7 @@ def _docs_of(parent: type) -> list[tuple[str, str]]:
 
 @cache
 def _docs(module: str) -> dict[str, list[tuple[str, str]]]:
-    """The text below each field of each class of a module's source."""
+    """Returns (field, docstring) for the documented fields of each class in a module's source."""
     found: dict[str, list[tuple[str, str]]] = {}
     for node in ast.parse(inspect.getsource(sys.modules[module])).body:
         if isinstance(node, ast.ClassDef):

@@ -1,7 +1,7 @@
-"""The keys of a configuration file: where each stands, whether it is free, and which one a misspelling meant.
+"""The keys of a configuration file: their lines, their fields, and hints for misspelt ones.
 
 A place is a tuple such as ("task", 0, "level"). The keys of a `task` table depend on its `source`, so functions take
-the data beside the place. `root` is the model of the file, by default that of a run's configuration.
+the data as well as the place. `root` is the model of the file, by default that of a run's configuration.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ TOKEN = re.compile(
 
 
 def key_lines(text: str) -> dict[Path, int]:
-    """The line, from 1, of every key and table header."""
+    """Returns the line, from 1, of every key and table header in a TOML text."""
     return _Scanner(text).scan()
 
 
 class _Scanner:
-    """Reads text that `tomllib` has accepted: strings, comments, tables, arrays of tables and inline tables. It must
-    never hang; a key that it misses only costs an error its line number."""
+    """Finds keys in a text that `tomllib` has accepted. It must never hang; if it misses a key, an error merely lacks
+    the line number."""
 
     def __init__(self, text: str):
         self.tokens: list[tuple[str, int]] = []
@@ -78,7 +78,7 @@ class _Scanner:
         return (*path, count)
 
     def _inside(self, names: list[str]) -> Path:
-        """A table's path; a name that stands for an array of tables means its latest one."""
+        """Returns the path of a table; the name of an array of tables means its latest table."""
         path: Path = ()
         for name in names:
             path = (*path, name)
@@ -110,7 +110,7 @@ class _Scanner:
             self.at += 1
             index = 0
             while self._peek() not in (closing, None):
-                if self._peek() in (",", "\n", "}"):  # valid TOML has no stray brace; passing one keeps us moving
+                if self._peek() in (",", "\n", "}"):  # valid TOML has no stray brace; skip it to avoid hanging
                     index += self._peek() == ","
                     self.at += 1
                 elif closing == "}":
@@ -136,7 +136,7 @@ def _task_models() -> dict[str, type[TaskConfig]]:
 
 
 TASK_MODELS = _task_models()
-"""The model of a `task` table, by its `source`."""
+"""Models of `task` tables, by `source`."""
 
 COMMON_KEYS = (
     *("run.name", "run.steps", "run.seed", "run.dir", "run.max_hours", "run.exact"),
@@ -153,7 +153,7 @@ COMMON_KEYS = (
 
 
 def model_at(place: Path, data: Mapping[str, Any], root: type[Section] = Config) -> type[Section] | None:
-    """The model of the table at a place; None where there is no such table, or its `source` is unknown."""
+    """Returns the model of the table at a place; None if there is no such table, or its `source` is unknown."""
     if root is Config and place and place[0] == "task":
         if len(place) != 2:
             return None
@@ -166,7 +166,7 @@ def model_at(place: Path, data: Mapping[str, Any], root: type[Section] = Config)
 
 
 def _step(annotation: Any, name: str | int) -> Any:
-    """The annotation at a key of a section, of a table of tables or of a list of tables; None where there is none."""
+    """Returns the annotation of a key in a section, a table of tables or a list of tables; None if there is none."""
     if section := _section(annotation):
         field = section.model_fields.get(str(name))
         return field.annotation if field else None
@@ -180,13 +180,13 @@ def _section(annotation: Any) -> type[Section] | None:
 
 
 def field_at(place: Path, data: Mapping[str, Any], root: type[Section] = Config) -> FieldInfo | None:
-    """The field at a place; None where there is no key of a known table, such as at an item of a list."""
+    """Returns the field at a place; None if the place is not a key of a known table, such as an item of a list."""
     model = model_at(place[:-1], data, root)
     return model.model_fields.get(str(place[-1])) if model else None
 
 
 def value_at(data: Any, place: Path) -> Any:
-    """The value at a place, or MISSING."""
+    """Returns the value at a place, or MISSING."""
     for name in place:
         try:
             data = data[name]
@@ -196,12 +196,12 @@ def value_at(data: Any, place: Path) -> Any:
 
 
 def is_free(place: Path) -> bool:
-    """Whether the value there may change when a run is resumed."""
+    """Returns whether the value at a place may change when a run is resumed."""
     return place[0] != "task" and _is_marked(field_at(place, {}), "free")
 
 
 def is_hidden(field: FieldInfo) -> bool:
-    """Whether a section is for tests alone, and so neither listed nor documented."""
+    """Returns whether a section is only for tests, and so neither listed nor documented."""
     return _is_marked(field, "hidden")
 
 
@@ -211,7 +211,7 @@ def _is_marked(field: FieldInfo | None, mark: str) -> bool:
 
 
 def accepts(field: FieldInfo | None, kind: type | None) -> bool:
-    """Whether a field's type, or one of its alternatives, is `kind`; None asks whether it may be absent."""
+    """Returns whether `kind` is a field's type or one of its alternatives; kind None: whether the key may be absent."""
     return field is not None and _accepts(field.annotation, kind)
 
 
@@ -226,7 +226,7 @@ def _accepts(annotation: Any, kind: type | None) -> bool:
 
 
 def is_switch(key: str) -> bool:
-    """Whether a dotted key is true or false, so that it may stand on a command line without a value."""
+    """Returns whether a dotted key takes true or false, so that a command line may give it without a value."""
     section, *_, name = key.replace("-", "_").split(".")
     if section == "task":
         return any(accepts(model.model_fields.get(name), bool) for model in TASK_MODELS.values())
@@ -234,7 +234,8 @@ def is_switch(key: str) -> bool:
 
 
 def leaves(data: Any, place: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every key's place and value, in order. Values that are tables or lists of their own are not entered."""
+    """Yields place and value of every key, in order. A place has at most three names; lists other than that of tasks
+    are values."""
     if isinstance(data, Mapping) and len(place) < 3:
         for name, value in data.items():
             yield from leaves(value, (*place, name))
@@ -246,7 +247,7 @@ def leaves(data: Any, place: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def dotted(place: Path, data: Mapping[str, Any] | None = None) -> str:
-    """A place as users write it; the index of an only task is left out."""
+    """Returns a place as users write it, such as `task.level`; the index of an only task is left out."""
     tasks = (data or {}).get("task")
     if len(place) > 2 and place[:2] == ("task", 0) and isinstance(tasks, list) and len(tasks) == 1:
         place = ("task", *place[2:])
@@ -254,7 +255,7 @@ def dotted(place: Path, data: Mapping[str, Any] | None = None) -> str:
 
 
 def known_keys(root: type[Section] = Config) -> list[str]:
-    """Every documented key, dotted; those of tasks without an index."""
+    """Returns every documented key, dotted; keys of tasks have no index."""
     keys: dict[str, None] = {}
     for name, field in root.model_fields.items():
         if is_hidden(field):
@@ -267,7 +268,7 @@ def known_keys(root: type[Section] = Config) -> list[str]:
 
 
 def suggest_key(place: Path, data: Mapping[str, Any], root: type[Section] = Config) -> str:
-    """Advice about an unknown key: the nearest spelling, the section that has it, or the keys that are allowed."""
+    """Returns advice about an unknown key: the nearest spelling, the section that has it, or the allowed keys."""
     name = str(place[-1])
     model = model_at(place[:-1], data, root)
     names = list(model.model_fields) if model else []

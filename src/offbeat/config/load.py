@@ -1,7 +1,7 @@
 """Reads a TOML file and the command line into a checked `Config`.
 
-A later override wins over an earlier one, and all win over the file. TOML has no null: where a key may be absent, the
-text "none" stands for it. Every mistake is a `UserError` that names file, line and key.
+Overrides win over the file, and later overrides over earlier ones. TOML has no null: for a key that may be absent, the
+text "none" means absent. Every mistake raises a `UserError` that names file, line and key.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TOML_PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 
 
 def load(path: pathlib.Path | str | None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a TOML file (or a run's config.json); without a file, the built-in demo.
+    """Loads the configuration from a TOML file or a run's config.json; without a path, the built-in demo.
 
-    Overrides are words of a command line: `--batch.group-size 16`, `--task.level=3`, `--run.exact`.
+    `overrides` are words of a command line, such as `--batch.group-size 16`, `--task.level=3` or `--run.exact`.
     """
     origin = ValueOrigin()
     data = copy.deepcopy(DEMO) if path is None else _read(pathlib.Path(path), origin)
@@ -41,7 +41,7 @@ def load(path: pathlib.Path | str | None, overrides: Sequence[str] = ()) -> Conf
 
 
 def from_dict(data: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
-    """The configuration in a dict; overrides are dotted keys, or sections with a dict of their keys."""
+    """Makes a configuration from a dict; keys of `overrides` are dotted keys, or sections whose values are dicts."""
     plain = copy.deepcopy(dict(data))
     _one_list_of_tasks(plain)
     for key, value in (overrides or {}).items():
@@ -53,7 +53,7 @@ def from_dict(data: Mapping[str, Any], overrides: Mapping[str, Any] | None = Non
 
 
 def load_as(path: pathlib.Path | str, root: type[AnySection]) -> tuple[AnySection, ValueOrigin]:
-    """A TOML file with another model than `Config`, checked by the same rules, and its origin for errors."""
+    """Loads a TOML file with another model, `root`, by the same rules; also returns where values came from."""
     origin = ValueOrigin(root=root)
     data = _read(pathlib.Path(path), origin)
     try:
@@ -63,17 +63,17 @@ def load_as(path: pathlib.Path | str, root: type[AnySection]) -> tuple[AnySectio
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """Every key with its value, as plain JSON data."""
+    """Returns every key with its value, as plain JSON data."""
     return config.model_dump(mode="json")
 
 
 def typed_keys(overrides: Sequence[str]) -> dict[str, str | None]:
-    """The dotted keys of a command line, each with its text."""
+    """Returns the dotted keys of a command line with their texts; None for a switch without a text."""
     return {key.replace("-", "_"): text for key, text in _pairs(overrides)}
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits a command line into other words and overrides such as `--batch.group-size 16`."""
+    """Splits a command line into words that are not overrides, and overrides such as `--batch.group-size 16`."""
     rest: list[str] = []
     overrides: list[str] = []
     at = 0
@@ -92,7 +92,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Dotted keys and their texts; a key without a text is a switch."""
+    """Returns dotted keys and their texts; None for a switch, which has no text."""
     found: list[tuple[str, str | None]] = []
     for word in overrides:
         if word.startswith("--"):
@@ -140,7 +140,7 @@ def _toml_mistake(path: pathlib.Path, text: str, message: str) -> str:
 
 
 def _one_list_of_tasks(data: dict[str, Any]) -> None:
-    """Lets an only task be written as one table."""
+    """Turns an only task, written as the table [task], into a list."""
     if isinstance(data.get("task"), Mapping):
         data["task"] = [data["task"]]
 
@@ -148,7 +148,7 @@ def _one_list_of_tasks(data: dict[str, Any]) -> None:
 def _override(data: dict[str, Any], given: Iterable[tuple[str, str | None]], origin: ValueOrigin) -> None:
     sources_first = sorted(
         given, key=lambda pair: not pair[0].endswith(".source")
-    )  # they decide which other keys are allowed
+    )  # sources decide which other keys are allowed
     for key, text in sources_first:
         place = _place(data, key.replace("-", "_"))
         _put(data, place, _parse(place, data, key, text), f"--{key}")
@@ -156,7 +156,7 @@ def _override(data: dict[str, Any], given: Iterable[tuple[str, str | None]], ori
 
 
 def _place(data: dict[str, Any], key: str) -> Path:
-    """The place of a dotted key; `task.level` is a key of the only task."""
+    """Returns the place of a dotted key; `task.level` belongs to the only task. The next free index adds a task."""
     names = key.split(".")
     if names[0] != "task" or len(names) < 2:
         return tuple(names)
@@ -190,7 +190,8 @@ def _put(data: dict[str, Any], place: Path, value: Any, key: str) -> None:
 
 
 def _parse(place: Path, data: Mapping[str, Any], key: str, text: str | None) -> Any:
-    """The value of a command line's text by TOML's rules; the text itself where text is wanted or it is no TOML."""
+    """Returns the value of a command-line text, parsed as TOML; the text itself if the key takes text or it is not
+    TOML."""
     known = field_at(place, data)
     if text is None:
         if known is not None and not accepts(known, bool):
@@ -209,7 +210,7 @@ def _parse(place: Path, data: Mapping[str, Any], key: str, text: str | None) -> 
 
 
 def _nothing(data: dict[str, Any]) -> None:
-    """Replaces "none" by None wherever a key may be absent."""
+    """Replaces "none" by None for keys that may be absent."""
     for place, value in list(leaves(data)):
         if value == "none" and accepts(field_at(place, data), None):
             value_at(data, place[:-1])[place[-1]] = None

@@ -1,8 +1,8 @@
-"""Machine-local keys: programs that a machine starts, code that it loads, its folders and addresses.
+"""Machine-local keys: the programs that a machine starts, the code that it loads, its folders and addresses.
 
-A role that joins receives the run's configuration from the coordinator. These keys are not taken from there unless the
-machine's owner trusts the coordinator (`--trust-coordinator`), which could otherwise start programs here. A key that
-the role needs has to be given on its own command line; the others get their defaults.
+A role that joins a run receives the configuration from the coordinator. Its machine-local keys are not used, because
+the coordinator could otherwise start programs on this machine, unless the machine's owner trusts the coordinator
+(`--trust-coordinator`). A key that the role needs must be given on its own command line; others get their defaults.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from offbeat.config.schema import SERVED, Config
 from offbeat.errors import UserError
 
 ROLLOUT, TRAINER = "rollout", "trainer"
-"""Values of `offbeat.ledger.workers.Role`; a judge uses none of these keys."""
+"""Values of `offbeat.ledger.workers.Role`. A judge does not use machine-local keys."""
 MODEL_NAME = re.compile(r"offbeat-tiny|[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""The built-in model, or a name on the Hugging Face hub."""
+"""The built-in model, or the name of a model on the Hugging Face hub."""
 FAR_STORE = re.compile(r"(?!file:|local:)[A-Za-z][A-Za-z0-9+.-]*://")
+"""URL of a store on another machine."""
 
 
 @dataclass(frozen=True)
 class LocalKey:
     place: tuple[str, str]
     what: str
-    """The kind of thing that the coordinator would choose for this machine."""
+    """What the coordinator would choose for this machine, in words for errors."""
     is_needed: Callable[[str, Config], bool]
-    """Whether a role with a configuration uses the key."""
+    """Whether a role with this configuration uses the key."""
     is_harmless: Callable[[Any], bool] = lambda value: False
-    """Whether a value refers to nothing on this machine."""
+    """Whether a value can be taken from the coordinator, because it refers to nothing on this machine."""
 
     @property
     def key(self) -> str:
@@ -80,15 +81,17 @@ LOCAL_KEYS = (
     LocalKey(("serve", "certificate"), "a file", _unused),
     LocalKey(("serve", "key"), "a file", _unused),
 )
-"""Tasks are not here: only the coordinator opens their files. Judges receive the names of rewards alone."""
+"""All machine-local keys. Keys of tasks are not among them: only the coordinator opens their files, and judges receive
+only the names of rewards."""
 
 
 def with_local_keys(
     received: Mapping[str, Any], typed: Collection[str], role: str, load: Callable[[Mapping[str, Any]], Config]
 ) -> Config:
-    """The configuration that a coordinator sent, with this machine's own values for its local keys.
+    """Returns the configuration that a coordinator sent, with this machine's own values of its local keys.
 
-    `typed` are the keys of this machine's command line, which `load` applies. `UserError` where one is missing.
+    `typed` are the keys on this machine's command line, which `load` applies. Raises `UserError` if the role needs a
+    local key that the coordinator has set and `typed` lacks.
     """
     config, kept = load(received), copy.deepcopy(dict(received))
     for local in LOCAL_KEYS:

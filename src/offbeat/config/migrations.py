@@ -1,7 +1,7 @@
-"""Keys that no longer exist, and how a run that was begun with them goes on.
+"""Keys that no longer exist, and how runs that were started with them are resumed.
 
-A run's config.json may hold a removed key: at its old default it is dropped silently, at another value with a warning.
-A TOML file or a command line with one is refused. A key stays in `REMOVED` while runs that hold it may resume.
+A run's config.json may hold a removed key. It is dropped: silently if it has its old default, else with a warning. In
+a TOML file or on a command line it is an error. A key stays in `REMOVED` as long as runs with it may be resumed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Path = tuple[str | int, ...]
 class Removed:
     default: Any
     instead: str
-    """The behaviour now, and the key to use instead."""
+    """What Offbeat does now, and the key to use instead, if there is one."""
     since: str = "November 2026"
 
 
@@ -39,13 +39,14 @@ REMOVED: dict[tuple[str, str], Removed] = {
 
 
 def removed_at(place: Path) -> Removed | None:
-    """The removed key at `place`, such as ("optimizer", "eps") or ("task", 0, "tail_cap")."""
+    """Returns the removed key at `place`, such as ("optimizer", "eps") or ("task", 0, "tail_cap"), or None."""
     names = [name for name in place if isinstance(name, str)]
     return REMOVED.get((names[0], names[1])) if len(names) == 2 else None
 
 
 def migrated(stored: Mapping[str, Any], file: str | None = None) -> dict[str, Any]:
-    """A stored configuration without removed keys. With `file`, a dropped value that mattered is logged."""
+    """Returns a stored configuration without removed keys. If `file` is given, logs dropped values that were not the
+    default."""
     data = copy.deepcopy(dict(stored))
     for (section, key), removed in REMOVED.items():
         found = data.get(section)

@@ -1,8 +1,8 @@
-"""Passwords and tokens within URLs: kept in a separate file and never shown.
+"""Passwords and tokens in URLs: kept in a separate file and never shown.
 
 A URL such as s3://KEY:SECRET@bucket/run may stand anywhere in a configuration. It is written, printed and sent to other
-roles without its login and its query. The whole value is in `secrets.json`, beside the run's config.json, readable by
-its owner alone; reading config.json puts it back.
+roles without its login and its query. The whole value is in `secrets.json`, beside the run's config.json and readable
+only by its owner. Loading config.json puts the whole value back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PRIVATE = 0o600
 
 
 def shown_value(value: Any) -> Any:
-    """A JSON value with the login and query of every URL removed."""
+    """Returns a JSON value with login and query removed from every URL."""
     if isinstance(value, str):
         return shown(value)
     if isinstance(value, Mapping):
@@ -32,12 +32,12 @@ def shown_value(value: Any) -> Any:
 
 
 def secrets_in(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that hold a secret, by dotted key."""
+    """Returns the values that hold a secret, by dotted key."""
     return {".".join(map(str, place)): value for place, value in leaves(data) if shown_value(value) != value}
 
 
 def restored(data: Mapping[str, Any], secrets: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with its secrets put back, except for values that were changed since."""
+    """Returns a configuration with `secrets`, by dotted key, put back; values that have changed since are kept."""
     whole = copy.deepcopy(dict(data))
     for key, value in secrets.items():
         *parents, name = (int(part) if part.isdecimal() else part for part in key.split("."))
@@ -55,7 +55,7 @@ def save(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def load(file: Path) -> dict[str, Any]:
-    """The secrets in `file`; empty if there is no file."""
+    """Reads the secrets in `file`, by dotted key; empty if there is no file."""
     try:
         found = json.loads(file.read_text())
         is_open = bool(file.stat().st_mode & 0o077)

@@ -1,6 +1,6 @@
-"""What a configuration adds up to: batch sizes, evaluations, checkpoints and disk space, as lines of text.
+"""Summarises the run that a configuration describes: batch sizes, evaluations, checkpoints and disk space, as text.
 
-Numbers are exact where the configuration decides them, and "at most" where they depend on the model's answers.
+Numbers are exact if the configuration alone decides them, and "at most" if they depend on the model's answers.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import math
 from offbeat.config.schema import Config, resolve_loss
 
 BYTES_PER_PARAMETER = {"auto": 4, "float32": 4, "bfloat16": 2}
-"""Size of published weights; `auto` at its largest."""
+"""Bytes per parameter of published weights, by dtype; for `auto`, the most it can take."""
 CHECKPOINT_BYTES_PER_PARAMETER = 12
-"""Master weights and two moments, in float32."""
+"""Bytes per parameter of a checkpoint: master weight and two moments, in float32."""
 VERSIONS_ON_DISK = 2
 TRAJECTORY_BYTES_PER_TOKEN = 8
-"""A token and its log-prob."""
+"""Bytes of a token id and its log-prob."""
 TRAJECTORY_BYTES = 500
-"""A trajectory's other columns and its indices."""
+"""Bytes of a trajectory's other columns and index entries."""
 
 
 def summarise(config: Config, num_parameters: int | None = None) -> list[str]:
-    """Lines about a step, the whole run, its evaluations, its checkpoints and the disk it needs."""
+    """Returns lines about a step, the whole run, its evaluations, its checkpoints and the disk space that it needs.
+    `num_parameters` None: the model's size is unknown."""
     batch, steps = config.batch, config.run.steps
     groups = batch.groups_per_step
     samples = groups * batch.group_size
@@ -47,7 +48,7 @@ def summarise(config: Config, num_parameters: int | None = None) -> list[str]:
 
 
 def _learning(config: Config) -> str:
-    """The resolved loss."""
+    """Returns the line about the loss, with derived settings resolved."""
     chosen, loss = resolve_loss(config), config.loss
     held = {
         "clip": f"clip {chosen.clip_low:g} below and {chosen.clip_high:g} above",
@@ -65,14 +66,14 @@ def _learning(config: Config) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 group`, `2 groups`, `3 micro-batches`."""
+    """Returns a number with its noun, such as `1 group`, `2 groups` or `3 micro-batches`."""
     plural = "es" if noun.endswith(("ch", "s")) else "s"
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def microbatches_per_update(config: Config) -> int:
-    """Micro-batches of an update whose answers are all as long as allowed. A group's prompt is packed once per
-    micro-batch; answers that are claimed separately may all have different prompts."""
+    """Returns the number of micro-batches of an update if all answers have the greatest length. A group's prompt is
+    packed once per micro-batch; answers that are claimed separately may all have different prompts."""
     batch, rollout = config.batch, config.rollout
     own, prompt = rollout.max_new_tokens - 1, rollout.max_prompt_tokens
     groups = batch.claims_per_step // batch.updates_per_step
@@ -84,13 +85,13 @@ def microbatches_per_update(config: Config) -> int:
 
 
 def num_evaluations(config: Config) -> int:
-    """Before the first step, every `eval.every` steps, and after the last."""
+    """Returns the number of evaluations: before the first step, every `eval.every` steps, and after the last."""
     every = config.eval.every
     return 1 + math.ceil(config.run.steps / every) if every else 0
 
 
 def num_checkpoints(config: Config) -> int:
-    """Every `checkpoint.every` steps, and after the last."""
+    """Returns the number of checkpoints: every `checkpoint.every` steps, and after the last."""
     every = config.checkpoint.every
     return math.ceil(config.run.steps / every) if every else 1
 
@@ -113,13 +114,14 @@ def _checkpoints(config: Config) -> str:
 
 
 def disk_bytes(config: Config, num_parameters: int | None) -> dict[str, int]:
-    """Upper bound of each kind of file; weights and checkpoints only where the model's size is known."""
+    """Returns the most bytes of each kind of file. Leaves out weights and checkpoints if `num_parameters` is None, and
+    for adapters, which are small."""
     num_samples = config.run.steps * config.batch.groups_per_step * config.batch.group_size
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     trajectories = num_samples * (TRAJECTORY_BYTES + TRAJECTORY_BYTES_PER_TOKEN * longest)
     if num_parameters is None or config.model.lora_rank:  # adapters are small
         return {"trajectories": trajectories}
-    kept = min(config.checkpoint.keep, num_checkpoints(config)) + 1  # a new one is whole before an old one goes
+    kept = min(config.checkpoint.keep, num_checkpoints(config)) + 1  # a new one is whole before an old one is deleted
     return {
         "trajectories": trajectories,
         "checkpoints": kept * CHECKPOINT_BYTES_PER_PARAMETER * num_parameters,

@@ -1,11 +1,11 @@
-"""Admission: draws problems in order, makes them groups with prompts and seeds, and decides how many are under way.
+"""Admission: draws problems in order, turns them into groups with prompts and seeds, and limits the groups in flight.
 
-The next draw is a function of the ledger's cursor alone, so a restart neither skips nor repeats a problem.
+The next draw depends only on the ledger's cursor, so a restart neither skips nor repeats a problem.
 
-The over-provision factor is the ratio of groups under way to groups that a step trains. A configured number is used.
-Otherwise the factor is chosen when a version is published and kept until the next: where work overlaps with training by
-the trainer's idle time (`Depth`), in rounds by the predictions of the event model (`rules.over_provision`). Nothing
-here outlives the process: after a restart the factor starts over.
+The over-provision factor is the ratio of groups in flight to groups that a step trains. It may be configured as a
+number. With "auto", it is chosen at every published version: from the trainer's idle time (`Depth`) if generation
+overlaps with training, or from the event model's predictions (`rules.over_provision`) in a run with rounds. The choice
+is not stored: it starts afresh after a restart.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class Issuer:
         self.seed, self.group_size, self.num_siblings, self.sampling = seed, group_size, num_siblings, sampling
 
     def try_out(self) -> None:
-        """Renders a problem of every source and all of the evaluation, so that errors show before training."""
+        """Renders one problem of every source and all evaluation problems, so that errors show before training."""
         for source in self.mixture.members.values():
             self.renderer.tokens(source, source.problem(0), 0)
         if self.eval_plan.every:
             self.held_out(version=0)
 
     def draw(self, cursor: Cursor, count: int, version: int | None) -> list[NewGroup]:
-        """The next `count` training groups after the cursor. They require `version`, or None: any. Every prompt is
-        drawn as `num_siblings` groups, each with its own seed."""
+        """Returns the next `count` training groups after `cursor`. They require `version`; None: any version. Every
+        prompt is drawn as `num_siblings` groups, each with its own seed."""
         drawn, last, groups = dict(cursor.drawn), cursor.last, []
         for ordinal in range(cursor.next_ordinal, cursor.next_ordinal + count):
             last = self._next(drawn, last)
@@ -99,7 +99,7 @@ class Issuer:
         return DrawCursor(source.name, source_ordinal, 0)
 
     def held_out(self, version: int) -> list[NewGroup]:
-        """One evaluation round; the same problems and seeds each time, so that rounds can be compared."""
+        """Returns the groups of one evaluation of `version`; always the same problems and seeds, for comparison."""
         return [
             self._group(
                 source,
@@ -127,14 +127,14 @@ class Issuer:
 
 
 def problem_record(problem: Problem) -> Mapping[str, Any]:
-    """The fields of a problem that the ledger stores and the reward gets."""
+    """Returns the fields of a problem that the ledger stores and the reward function gets."""
     return {"prompt": problem.prompt, "answer": problem.answer, "info": dict(problem.info)}
 
 
 class Drawing:
-    """Draws groups into the ledger: for training as pacing allows, for evaluation as versions come.
+    """Draws groups into the ledger: for training as `pace` allows, for evaluation when a version is published.
 
-    Guarantees: one draw at a time, from the ledger's own cursor, so that no prompt is skipped or drawn twice; the
+    Guarantees: one draw runs at a time, from the ledger's own cursor, so that no prompt is skipped or drawn twice; the
     evaluation of a step is opened once. `call` runs a function on the ledger's thread.
     """
 
@@ -152,11 +152,11 @@ class Drawing:
         self._drawing, self._may_draw = asyncio.Lock(), True
 
     def check_again(self) -> None:
-        """Has the next `draw` ask the ledger: more groups may be allowed now."""
+        """Makes the next `draw` ask the ledger again, because more groups may be allowed now."""
         self._may_draw = True
 
     async def draw(self, over_provision: float) -> None:
-        """Draws up to the number of groups of a step times `over_provision`."""
+        """Draws groups, so that up to `over_provision` times the groups of a step are in flight."""
         async with self._drawing:
             if not self._may_draw:
                 return
@@ -177,7 +177,7 @@ class Drawing:
             await self._call(self.ledger.admit, groups)
 
     async def open_evaluation(self, version: Version) -> None:
-        """Opens the evaluation of a version's step, if one is due and not open yet."""
+        """Opens the evaluation of the version's step if it is due and was not opened before."""
         if not self.issuer.eval_plan.is_due(version.step, self._pace.num_steps or 0):
             return
         if await self._call(self.ledger.eval_round, version.step) is None:
@@ -187,17 +187,18 @@ class Drawing:
 
 
 MAX_STILL = 0.05
-"""Share of a step for which the trainer may be idle."""
+"""Share of a step's time for which the trainer may be idle before the depth rises."""
 FIRST_PATIENCE, MAX_PATIENCE = 4, 128
-"""Calm steps before a smaller depth is tried."""
+"""Steps without idle time before a smaller depth is tried: first value, and limit after failed trials."""
 
 
 class Depth:
-    """Steps that workers should be ahead of the trainer, between 1 and `max_staleness`: as few as keep it busy, so that
-    tokens are as fresh as possible.
+    """Number of steps by which workers should be ahead of the trainer: at most `max_staleness`, and as few as keep the
+    trainer busy, so that tokens are as fresh as possible.
 
-    The depth rises by one when the trainer was idle for a noticeable part of a step, and falls by one after a while of
-    calm. A depth that proved too small is tried again ever more seldom. Report every step; `steps` is for the next.
+    The depth rises by one when the trainer was idle for more than `MAX_STILL` of a step. It falls by one after several
+    steps without such a wait; if the smaller depth proves too small, it is tried again only after more steps. Call
+    `trained` after every step; `steps` is then the depth for the next one.
     """
 
     def __init__(self, max_staleness: int):
@@ -205,7 +206,7 @@ class Depth:
         self._patience, self._num_calm, self._is_trial = FIRST_PATIENCE, 0, False
 
     def trained(self, still_s: float, step_s: float) -> None:
-        """A step took `step_s`, of which the trainer waited `still_s` for its batch."""
+        """Records a step of `step_s` seconds, of which the trainer waited `still_s` for its batch."""
         if still_s > MAX_STILL * step_s:
             if self._is_trial:
                 self._patience = min(2 * self._patience, MAX_PATIENCE)
@@ -219,10 +220,10 @@ class Depth:
 
 
 class Provisioning:
-    """A configured factor. Subclasses choose one from the events that they are notified of."""
+    """Over-provision factor as configured. Subclasses choose a factor from the events that they are notified of."""
 
     wants_survivors = False
-    """Whether `began` uses its survivors."""
+    """Whether `began` uses its argument `survivors`."""
 
     def __init__(self, factor: float):
         self._factor = factor
@@ -231,33 +232,33 @@ class Provisioning:
         return self._factor
 
     def handed_out(self, tasks: Sequence[Task]) -> None:
-        """Workers leased tasks."""
+        """Called when a worker has leased tasks."""
 
     def submitted(self, trajectory: Trajectory) -> None:
-        """A trajectory, whole or partial, was stored."""
+        """Called when a trajectory, whole or partial, has been stored."""
 
     def timed(self, worker: str, timings: Sequence[Timing]) -> None:
-        """A worker's engine reported step times."""
+        """Called when a worker has reported step times of its engine."""
 
     def left(self, worker: str) -> None:
-        """A worker left."""
+        """Called when a worker has left."""
 
     def claimed(self) -> None:
-        """The batch of the step under way is complete."""
+        """Called when the batch of the current step has been claimed."""
 
     def began(self, step: int, num_slots: int, survivors: Sequence[Surviving]) -> None:
-        """The version of a step was published: from now on that step's work is under way."""
+        """Called when the version of `step` has been published, which begins the work on that step's batch."""
 
     def trained(self, still_s: float, step_s: float) -> None:
-        """A step took `step_s`, of which the trainer waited `still_s` for its batch."""
+        """Called after a step of `step_s` seconds, of which the trainer waited `still_s` for its batch."""
 
     def figures(self) -> dict[str, float]:
-        """Metrics for the step's row."""
+        """Returns metrics for the step's row."""
         return {"over_provision": self._factor}
 
 
 class Overlapped(Provisioning):
-    """A factor for work that overlaps with training: as far ahead of the trainer as it needs."""
+    """Factor for generation that overlaps with training: 1 plus the steps by which workers should be ahead."""
 
     def __init__(self, max_staleness: int):
         self._depth = Depth(max_staleness)
@@ -271,19 +272,21 @@ class Overlapped(Provisioning):
 
 
 MAX_TASKS = 100_000
-"""Most tasks under way; tasks that fail are not reported here."""
+"""Largest number of tasks remembered; needed because failed tasks are not reported here and would accumulate."""
 MAX_SHARE = 0.02
-"""Upper bound on choosing time as a fraction of round time, after the first UNRATIONED_S."""
+"""Largest share of round time spent on choosing the factor, after the first `UNRATIONED_S`."""
 UNRATIONED_S = 1.0
-"""Choosing time that is never put off: a run with few rounds has little time to find its factor."""
+"""Total seconds of choosing without that limit, so that a run with few rounds finds its factor in time."""
 NUM_UPDATES = 8
-"""Updates whose median predicts the next one's duration."""
+"""Number of latest updates whose median duration predicts the next one's."""
 
 
 class OverProvisionController(Provisioning):
-    """A factor for work in rounds, chosen by the event model. Lengths are learnt from trajectories, step times from
-    workers' reports, survivors from the ledger. A choice takes tens of milliseconds, so short rounds share one.
-    `on_choice` gets every change, with its reason."""
+    """Factor for work in rounds, chosen by the event model.
+
+    Lengths are learnt from trajectories, step times from workers' reports, and survivors from the ledger. A choice
+    takes tens of milliseconds, so several short rounds share one. `on_choice` gets every change with its reason.
+    """
 
     wants_survivors = True
 
@@ -299,15 +302,15 @@ class OverProvisionController(Provisioning):
         self._lengths, self._fit = LengthEstimator(max_new_tokens), FleetFit()
         self._control = OverProvision(setting, self._lengths, self._fit)
         self._groups: dict[int, tuple[int, int]] = {}
-        """By task under way: its group, and its tokens when it was handed out."""
+        """For each leased task, its group and the number of tokens it had when it was leased."""
         self._num_tokens, self._is_mixed = 0, False
-        """Tokens generated in this round, and whether it contains evaluation."""
+        """Tokens generated in this round, and whether the round also contains evaluation tasks."""
         self._num_prompts = self._num_prompt_tokens = 0
         self._began_s: float | None = None
         self._claimed_s: float | None = None
         self._updates_s: deque[float] = deque(maxlen=NUM_UPDATES)
         self._choice_s = self._choices_s = self._rounds_s = 0.0
-        """Seconds of the last choice, of all choices, and of the rounds since the last."""
+        """Seconds of the last choice, of all choices, and of the rounds since the last choice."""
         self._outcome_tokens_per_s: float | None = None
 
     def handed_out(self, tasks: Sequence[Task]) -> None:
@@ -327,7 +330,7 @@ class OverProvisionController(Provisioning):
 
     def submitted(self, trajectory: Trajectory) -> None:
         if trajectory.task not in self._groups:
-            return  # evaluation, or handed out before this process began
+            return  # an evaluation task, or leased before this process started
         group, num_before = self._groups.pop(trajectory.task)
         num_tokens = trajectory.num_tokens
         self._num_tokens += num_tokens - num_before
@@ -394,8 +397,11 @@ def provisioning_of(
     max_new_tokens: int,
     on_choice: Callable[[Decision], None],
 ) -> Provisioning:
-    """The source of a run's factor. `overlapped` is the bound of a run that overlaps work with training, `rounds` the
-    event model of one that works in rounds; with neither, the factor is 1."""
+    """Returns the source of a run's over-provision factor.
+
+    With `configured` = "auto", `overlapped` is the largest staleness of a run whose generation overlaps with training,
+    and `rounds` the event model of a run in rounds. If both are None, the factor is 1.
+    """
     if configured != "auto":
         return Provisioning(configured)
     if overlapped is not None:

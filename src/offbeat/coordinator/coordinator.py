@@ -1,9 +1,8 @@
-"""The coordinator: hands out tasks, accepts trajectories, has them scored, gives the trainer its batches.
+"""The coordinator: leases tasks, accepts trajectories, has them scored, and gives the trainer its batches.
 
-It decides nothing itself: `rules` decides, the ledger remembers, and this module carries calls between workers,
-trainer, judges and ledger. No state that matters lives here alone, so it may be killed at any moment and started again
-on the same ledger: workers that went on meanwhile find their leases as they left them. Acknowledgements follow the
-commit.
+The decisions are made in `rules` and the state is kept in the ledger; this module connects workers, trainer, judges and
+ledger. All essential state is in the ledger, so the coordinator may be killed at any moment and restarted on the same
+ledger: workers that kept running still hold their leases. Every call is acknowledged only after its commit.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from offbeat.weights.version import Version
 
 
 class PartialCounters:
-    """Partials handed back and resumed since the last `take`, for the rows of a run's metrics."""
+    """Counts partials that were handed back and resumed since the last `take`, for the run's metrics."""
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(("partials", "partial_tokens", "resumed_tokens"), 0)
@@ -49,7 +48,7 @@ class PartialCounters:
         self._counts["partial_tokens"] += partial.num_tokens
 
     def handed_out(self, tasks: Iterable[Task]) -> None:
-        """Counts the tokens whose keys and values an engine computes again: prompt and prefix of resumed tasks."""
+        """Counts the tokens of resumed tasks for which an engine must rebuild the KV cache: prompt and prefix."""
         resumed = [len(task.prompt) + task.prefix.num_tokens for task in tasks if task.prefix is not None]
         self._counts["resumed_tokens"] += sum(resumed)
 
@@ -59,11 +58,11 @@ class PartialCounters:
 
 
 class CurrentRound:
-    """The round under way, where work stops when a batch is complete, and the workers that take part in it.
+    """The current round and its workers, for runs in which generation stops when a batch is complete.
 
-    A round is named by the version that began it, and over once the batch of that version's step is claimed. All of
-    this is read from the ledger, so that a restart at any moment finds rounds as they were; the memory of who took part
-    only keeps tokens from being older than they need to be. `read` makes a reading ledger call on the writer thread.
+    A round is named by the version that began it, and is over once the batch of that version's step is claimed. Rounds
+    are read from the ledger, so a restart does not change them. The workers that took part are kept in memory only,
+    because they are used only to keep tokens fresh. `read` runs a read-only ledger call on the writer thread.
     """
 
     def __init__(
@@ -72,18 +71,18 @@ class CurrentRound:
         self._ledger, self._read = ledger, read
         self._changes = Notifier(failure)
         self._took_part: dict[str, tuple[int, int | None]] = {}
-        """By worker: its last round, and the version it had then."""
+        """For each worker, its last round and the version that it then served."""
 
     def notify(self) -> None:
-        """Wakes the waiters of `is_over`: a round may have begun or ended."""
+        """Wakes callers that wait in `is_over`, because a round may have begun or ended."""
         self._changes.notify()
 
     async def current(self) -> int | None:
-        """The round under way; None between two, and where work does not come in rounds."""
+        """Returns the current round; None between two rounds, and in a run without rounds."""
         return await self._read(self._ledger.current_round) if self._ledger.terms.in_rounds else None
 
     async def is_over(self, number: int, wait_s: float) -> bool:
-        """Whether a round is over, as soon as it is; False after `wait_s`."""
+        """Waits up to `wait_s` for a round to end; returns whether it is over."""
 
         async def check() -> bool | None:
             return await self.current() != number or None
@@ -93,9 +92,9 @@ class CurrentRound:
     def may_join(self, worker: str, number: int | None, have_version: int | None) -> bool:
         """Whether a worker may begin or resume tasks for training, and not only for evaluation.
 
-        Between rounds no worker may. In a round, a worker that still has the version of its last round has to load
-        first: it has nothing else to do. One that has loaded since may join even if its version is no longer the
-        newest, or a worker on a slow line, for which each version comes too late, would never work.
+        Between rounds no worker may. In a new round, a worker that still serves the version of its last round must
+        first load another. A worker that has loaded since then may join even if its version is not the newest:
+        otherwise a worker on a slow line, which receives every version too late, would never work.
         """
         if not self._ledger.terms.in_rounds:
             return True
@@ -120,7 +119,7 @@ class _Batch:
 
 
 class StepTimes:
-    """Times of the events of a step, on a monotonic clock: for the time split and the trainer's idle time."""
+    """Times of a step's events on a monotonic clock, for the step's time split and the trainer's idle time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -135,13 +134,14 @@ class StepTimes:
         self._next.last_submit_s = self._clock()
 
     def claimed(self, step: int) -> None:
-        """Records that the batch of a step is complete; a repeated claim, as of a resumed trainer, changes nothing."""
+        """Records that the batch of `step` is complete. A repeated claim, as by a resumed trainer, changes nothing."""
         if step not in self._claimed_s:
             self._claimed_s[step] = self._next.claimed_s = self._clock()
             self._claimed, self._next = self._next, _Batch()
 
     def committed(self, step: int) -> tuple[float, float] | None:
-        """Seconds that the trainer was idle before this step, and seconds of the step; None for the first."""
+        """Records a commit. Returns the trainer's idle time and the total time since the previous commit, in seconds;
+        None for the first commit."""
         before_s, now_s = self._committed_s, self._clock()
         claimed_s = self._claimed_s.get(step, now_s)
         self._committed_s = now_s
@@ -149,7 +149,7 @@ class StepTimes:
         return None if before_s is None else (max(claimed_s - before_s, 0.0), now_s - before_s)
 
     def split(self) -> dict[str, float]:
-        """Seconds that the batch claimed last took to generate, and then to score."""
+        """Returns the seconds for generating and then scoring the last claimed batch; empty if they are not known."""
         found = self._claimed
         if found.first_lease_s is None or found.last_submit_s is None or found.claimed_s is None:
             return {}
@@ -163,32 +163,32 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 CALLER_ERRORS = (Conflict, Fenced, Forbidden, Refused, Unknown)
-"""Errors of a call, not of the coordinator."""
+"""Errors caused by the caller and not by the coordinator."""
 FORGET_AFTER_S = 3600.0
-"""Silence after which a worker is forgotten; it loses nothing by being a new one. Never less than twice the time of a
-lease, within which its tasks are taken back."""
+"""Silence after which a worker is forgotten. In practice at least twice the lease time, so that its tasks have been
+taken back by then. A worker that returns later is treated as new and loses nothing."""
 FORGET_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """Settings of a run's coordinator. The ledger knows the number and the largest age of a batch's groups."""
+    """Settings of a run's coordinator. Groups per step and max staleness are in the ledger's terms."""
 
     num_steps: int
     overlap: bool = False
-    """Whether workers go on while the trainer trains."""
+    """Whether workers keep generating while the trainer trains."""
     over_provision: float | Literal["auto"] = 1.0
     rounds: EventModelConfig | None = None
-    """Model of rounds whose over-provision factor is chosen during the run; None: 1."""
+    """Event model that chooses the over-provision factor of a run in rounds; None: the factor is 1."""
     max_new_tokens: int = 1
     lease_ttl_s: float = 60.0
     keep: MaintenanceSettings = field(default_factory=MaintenanceSettings)
     vocab_size: int | None = None
-    """Larger token ids are refused; None: not checked."""
+    """Token ids from this number on are refused; None: not checked."""
 
 
 class Coordinator:
-    """Serves workers and a trainer from one ledger; `offbeat.client.in_process` binds it to one of them."""
+    """Serves workers and a trainer from one ledger. Clients in the same process use `offbeat.client.in_process`."""
 
     def __init__(
         self,
@@ -204,14 +204,15 @@ class Coordinator:
         assert ledger.terms.groups_per_step is not None
         self._groups_per_step: int = ledger.terms.groups_per_step
         self._in_order = ledger.terms.max_staleness == 0
-        """Then every task requires the version of its step, and batches take them by ordinal."""
+        """Whether max_staleness is 0: then tasks require the version of their step, and batches take groups in
+        order."""
 
         self._background = BackgroundTasks()
         failure = self._background.failure
-        self._writer = Writer(ledger, self._background.fail)  # or callers would retry for ever, and the cause be lost
+        self._writer = Writer(ledger, self._background.fail)  # or callers would retry for ever and hide the cause
         self._share = self._writer.call
         self._progress, self._work, self._versions = Notifier(failure), Notifier(failure), Notifier(failure)
-        """For waiters on batches, evaluations and checkpoints; on tasks; on versions."""
+        """Wake callers that wait for batches, evaluations and checkpoints; for tasks; for versions."""
 
         self.times, self._partials = StepTimes(), PartialCounters()
         self._provisioning = provisioning_of(
@@ -240,18 +241,18 @@ class Coordinator:
         self._garbage = garbage or WeightGarbageCollector(None)
         self._maintenance = LedgerMaintenance(ledger, settings.keep, self.call, lambda row: self.on_report(row))
         self.only_worker = ""
-        """The worker of a run of one process: once it is set aside, there is nothing to wait for."""
+        """Worker of a single-process run; the run stops when it is set aside. "": the run may have several workers."""
         self._is_over = False
         self._checkpointed_step = -1
         self._newest: int | None = None
-        """The version announced last."""
+        """Number of the version announced last."""
 
     def _report_choice(self, decision: Decision) -> None:
         self.on_report({"event": "over_provision", "factor": decision.factor, "why": decision.reason})
 
     async def start(self, *, keep_leases: bool = False) -> None:
-        """Requeues unscored trajectories. `keep_leases` renews all stored leases (remote workers survive a restart);
-        otherwise they are released."""
+        """Starts the background tasks, and scores unscored trajectories. With `keep_leases`, renews all stored leases,
+        because remote workers survive a restart; otherwise releases them."""
         await self.lease_manager.start(keep_leases=keep_leases)
         self.rewards.start(self.ledger, self._share, self._background, self._progress, self._notify_workers)
         self._background.spawn(self.lease_manager.expire())
@@ -262,7 +263,7 @@ class Coordinator:
         await self._writer.close()
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs a ledger call, however long, on the writer thread."""
+        """Runs a ledger call on the writer thread, in no shared transaction; the call may take long."""
         return await self._writer.alone(function, *args, **kwargs)
 
     # --- workers ---
@@ -293,8 +294,8 @@ class Coordinator:
     async def _hand_out(
         self, worker: str, capacity: int, have_version: int | None, round_number: int | None
     ) -> list[Task]:
-        """Leases tasks and starts their clocks; runs to its end even if the caller has gone, or they would never
-        expire."""
+        """Leases tasks and starts their deadlines. Callers shield it from cancellation: otherwise leases could be
+        stored without a deadline and never expire."""
         ttl_s = self.settings.lease_ttl_s
         ask = partial(
             self.ledger.lease,
@@ -316,11 +317,11 @@ class Coordinator:
         if any(task.require_version is None for task in tasks):
             self.rounds.joined(worker, round_number, have_version)
         if any(task.require_version not in (None, self._newest) for task in tasks):
-            self._versions.notify()  # an evaluation of an older version is under way: the others may load the newest
+            self._versions.notify()  # an older version is being evaluated: other workers may load the newest
         return tasks
 
     def _notify_workers(self) -> None:
-        """Wakes waiters on tasks: there may be new ones, or room for more."""
+        """Wakes callers that wait for tasks: there may be new tasks, or room for more groups."""
         self._drawing.check_again()
         self._work.notify()
 
@@ -372,7 +373,8 @@ class Coordinator:
             raise Refused(f"task {trajectory.task}: token {highest} is none of the model's {size}")
 
     async def fail(self, worker: str, task: int, fence: int, reason: str) -> None:
-        """Counts against the task and the worker: a worker that fails most of its tasks is set aside."""
+        """Records a failed task, which counts against the task and the worker. Sets aside a worker that fails most of
+        its tasks; while it is set aside, its failures count against neither."""
         counts = not self.fitness.aside_s(worker)
         await self._share(self.ledger.fail, worker, task, fence, "engine", reason, counts=counts)
         self.rewards.scorer.num_failed += 1
@@ -403,7 +405,7 @@ class Coordinator:
             version = await self._version_to_serve()
             if version is not None and version.number != have_version:
                 return version
-            if self._is_over:  # a busy worker makes no other call
+            if self._is_over:  # a busy worker makes no other call that would tell it
                 raise RunOver("the run is over")
             return None
 
@@ -424,7 +426,7 @@ class Coordinator:
         self.relays.leave(worker)
 
     def forget_silent(self) -> None:
-        """Forgets workers that vanished long ago, or memory would grow with every name that ever joined."""
+        """Forgets workers that vanished long ago; otherwise memory would grow with every worker that ever joined."""
         for worker in self.presence.silent(max(FORGET_AFTER_S, 2 * self.settings.lease_ttl_s)):
             self._forget(worker)
         self.rewards.forget_silent()
@@ -435,22 +437,22 @@ class Coordinator:
             self.forget_silent()
 
     def present(self, within_s: float) -> list[str]:
-        """Workers and judges heard from within this time that have not left."""
+        """Returns workers and judges that made a call within the last `within_s` and have not left."""
         return sorted([*self.presence.present(within_s), *self.rewards.present(within_s)])
 
     async def _version_to_serve(self) -> Version | None:
-        """The version required by the first open task, which may be an evaluation of an older one; else the latest."""
+        """Returns the version that the first open task requires, perhaps an older one to evaluate; else the latest."""
         wanted = await self._writer.read(self.ledger.wanted_version)
         if wanted is None:
             return await self._writer.read(self.ledger.latest_version)
         return await self._share(self.ledger.version, wanted)
 
-    # --- trainer; each call names the generation that `reconcile` gave, and is refused once there is a newer one ---
+    # --- trainer: each call names the generation returned by `reconcile`, and is refused if a newer one exists ---
 
     async def reconcile(self, step: int, version: int | None, arrival: Arrival) -> Reconciled:
         reconciled = await self.call(self.ledger.reconcile, step, version, arrival)
         self.rounds.notify()
-        self._progress.notify()  # a trainer that waits for a batch learns that it has been replaced
+        self._progress.notify()  # a replaced trainer that waits for a batch is told so
         return reconciled
 
     async def next_version(self, *, generation: int = 0) -> int:
@@ -492,7 +494,7 @@ class Coordinator:
             raise
 
     def step_figures(self) -> dict[str, float]:
-        """Counts of partials since the last call, and the over-provision factor."""
+        """Returns the counts of partials since the last call, and the metrics of over-provisioning."""
         return {**self._partials.take(), **self._provisioning.figures()}
 
     async def commit(
@@ -513,7 +515,7 @@ class Coordinator:
         await self._announce(version)
 
     async def _quarantine(self, tasks: Sequence[int]) -> None:
-        """Shuts out workers that handed in a part of these tasks and can no longer be believed."""
+        """Quarantines workers that generated a part of `tasks` and whose log-probs are no longer believable."""
         for worker, found in (await self.call(self.ledger.audit_results, tasks)).items():
             if is_believable(found):
                 continue
@@ -528,29 +530,29 @@ class Coordinator:
         self.note_checkpoint(step)
 
     def note_checkpoint(self, step: int) -> None:
-        """Records that a checkpoint of this step is durable."""
+        """Records that the checkpoint of `step` is durable."""
         self._checkpointed_step = max(self._checkpointed_step, step)
         self._background.spawn(self._maintenance.after_checkpoint(step))
         self._progress.notify()
 
     async def wait_checkpointed(self, step: int) -> None:
-        """Waits until a checkpoint of this step or a later one is durable."""
+        """Waits until the checkpoint of `step` or a later step is durable."""
         await self._progress.wait_for(lambda: self._checkpointed_step >= step)
 
     async def wait_failed(self) -> None:
-        """Never returns; raises the error of a background task that fails."""
+        """Never returns; raises the error of the first background task that fails."""
         await asyncio.shield(self._background.failure)
 
     def end(self) -> None:
-        """Has every worker that asks learn that the run is over."""
+        """Ends the run: workers and judges learn it from their next call for work."""
         self._is_over = True
         self.rewards.end()
         self._notify_all()
         self._versions.notify()
 
     async def report(self, row: Mapping[str, Any], *, generation: int = 0) -> None:
-        """Reports an event, or a step with this side's figures. A row that cannot be written ends the run: its sender
-        would retry for ever, unseen."""
+        """Reports `row`, which is an event, or a step's metrics to which the coordinator's figures are added. A row
+        that cannot be written ends the run: otherwise its sender would retry for ever, unnoticed."""
         await self._share(self.ledger.check_generation, generation)
         if "event" not in row:
             row = {**row, **self.step_figures(), **self.times.split(), "failures": self.rewards.scorer.num_failed}
@@ -578,7 +580,7 @@ class Coordinator:
         self._provisioning.began(version.step, slots, survivors)
 
     async def evaluation(self, step: int) -> EvalRound:
-        """The evaluation of a step, once it is complete. The caller sets the deadline."""
+        """Waits for the evaluation of `step` to be complete, without a deadline, and returns it."""
 
         async def check() -> EvalRound | None:
             found = await self.call(self.ledger.eval_round, step)

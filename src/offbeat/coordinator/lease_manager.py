@@ -1,11 +1,12 @@
-"""Leases of tasks: granted, renewed by heartbeats, given back, lost.
+"""Manages leases of tasks: grants them, renews them at heartbeats, and takes them back.
 
-The ledger stores leases, `rules.leases` knows their deadlines, and `rules.quarantine` finds workers that hold tasks for
-too long without an answer. A task whose worker vanished is a suspect until it is handed in, see `rules.leases`.
+The ledger stores leases, `rules.leases` tracks their deadlines, and `rules.quarantine` finds hoarders: workers that
+hold tasks for too long without an answer. A task whose worker vanished is a suspect until it is handed in
+(`rules.leases`).
 
-Guarantees: a lease counts as lost only if its worker vanished or restarted; a task that a live worker does not name, or
-hoards, is given back without blame. Time in which this process itself was stopped, or waited for its disk, counts
-against no worker.
+Guarantees: a lease counts as lost only if its worker vanished or restarted. A task that a live worker hoards, or does
+not name in its heartbeats, is given back without blame for the task. Time in which this process itself was stopped, or
+waited for its disk, does not count against workers.
 """
 
 from __future__ import annotations
@@ -23,21 +24,23 @@ from offbeat.trajectory import Origin, Task, Trajectory
 
 
 class Presence:
-    """The workers that are there, with their slots, figures and lives: a worker that was killed and started again is
-    the same worker in another life, and has forgotten its tasks."""
+    """The workers that have called and not left, with their slots, figures and lives.
+
+    A life is one process of a worker: a worker that was killed and restarted has a new life and has lost its tasks.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._heard: dict[str, float] = {}
-        """Time of each worker's last call; the other maps have no further workers."""
+        """Time of each worker's last call. Contains every worker of the other maps."""
         self._slots: dict[str, int] = {}
-        """Tasks that each can hold: the most it ever asked for."""
+        """Number of tasks that each worker can hold, which is the most that it ever asked for."""
         self._lives: dict[str, str] = {}
         self.figures: dict[str, Mapping[str, float]] = {}
-        """The figures each sent last: sums over its life."""
+        """Latest figures of each worker, which are totals over its life."""
 
     def has_restarted(self, worker: str, life: str) -> bool:
-        """Whether this is the first call of a known worker from a new life."""
+        """Records a call and returns whether it is the first call from a new life of a known worker."""
         self.hear(worker)
         before = self._lives.get(worker, life)
         self._lives[worker] = life
@@ -48,7 +51,7 @@ class Presence:
         self._slots[worker] = max(capacity, self._slots.get(worker, 0))
 
     def set_aside(self, worker: str) -> None:
-        """Counts no slots of a worker until it is given tasks again; keeps its life, to notice a restart."""
+        """Counts no slots for a worker until it asks for tasks again. Its life is kept, to detect a restart."""
         if worker in self._slots:
             self._slots[worker] = 0
 
@@ -57,17 +60,17 @@ class Presence:
             known.pop(worker, None)
 
     def silent(self, for_s: float) -> list[str]:
-        """Workers that have not left and made no call for so long."""
+        """Returns workers that have not left but made no call for the last `for_s`."""
         since_s = self._clock() - for_s
         return sorted(worker for worker, heard_s in self._heard.items() if heard_s < since_s)
 
     def present(self, within_s: float) -> list[str]:
-        """Workers that made a call within this time and have not left."""
+        """Returns workers that made a call within the last `within_s` and have not left."""
         since_s = self._clock() - within_s
         return sorted(worker for worker, heard_s in self._heard.items() if heard_s >= since_s)
 
     def others(self, worker: str, within_s: float) -> bool:
-        """Whether another worker with slots made a call within this time."""
+        """Whether another worker that has slots made a call within the last `within_s`."""
         return any(self._slots[name] and name != worker for name in self.present(within_s))
 
     def total_slots(self, within_s: float) -> int:
@@ -79,20 +82,24 @@ MAX_SLEEP_S = 1.0
 """Longest pause between two checks of the leases."""
 
 HELD_UP_SHARE = 0.25
-"""Delay, as a share of a lease's time, from which this process counts as stopped or starved: it has heard no worker
-meanwhile. Workers beat several times per lease, so a smaller delay cannot cost one its tasks."""
+"""If this process wakes up late by more than this share of the lease time, it was stopped or starved and could not hear
+heartbeats, so it renews all leases. A smaller delay costs no lease, because heartbeats come several times per lease
+time."""
 
 OTHERS_WITHIN_S = 60.0
-"""Another worker heard within this time could do a hoarder's tasks: one that waits for tasks asks several times in it,
-and sends no heartbeats."""
+"""A worker heard within this time counts as able to do a hoarder's tasks. An idle worker sends no heartbeats, but asks
+for tasks several times within this time."""
 
 MIN_SUSPECTS = 256
-"""Suspects remembered before the ledger is asked which of them still are."""
+"""Smallest number of remembered suspects at which the ledger is asked which of them still are suspects."""
 
 
 class LeaseManager:
-    """Calls `on_free` when tasks become free, `on_restart` with a restarted worker, and `on_hoarder` with a worker to
-    set aside and the reason."""
+    """Grants, renews and takes back leases.
+
+    Calls `on_free` when tasks become free, `on_restart` with the name of a restarted worker, and `on_hoarder` with the
+    name of a worker to set aside and the reason.
+    """
 
     def __init__(
         self,
@@ -113,7 +120,7 @@ class LeaseManager:
         self._max_suspects = MIN_SUSPECTS
 
     async def start(self, *, keep_leases: bool) -> None:
-        """Renews all stored leases with `keep_leases`; otherwise releases them."""
+        """Renews all stored leases if `keep_leases`; otherwise releases them."""
         if keep_leases:
             self.leases.grant(await self._share(self.ledger.leased))
         else:
@@ -127,7 +134,7 @@ class LeaseManager:
             self.pace.granted(held, 0 if task.prefix is None else _num_sampled(task.prefix))
 
     def handed_in(self, worker: str, trajectory: Trajectory, fence: int, *, is_new: bool) -> None:
-        """Ends the lease of an accepted answer, whole or partial; `is_new` unless it was stored before."""
+        """Ends the lease of an accepted trajectory, whole or partial; `is_new` is False if it was already stored."""
         self.leases.end([trajectory.task])
         if is_new:
             self.pace.handed_in(Lease(trajectory.task, fence, worker), _num_sampled(trajectory))
@@ -137,25 +144,25 @@ class LeaseManager:
         self.pace.reset_quiet_time(worker)
 
     def cleared(self, task: int) -> bool:
-        """Clears a task that was handed in whole; returns whether it was a suspect, which makes room for another."""
+        """Clears a task that was handed in whole; returns whether it was a suspect, so that another may be leased."""
         was_suspect = task in self._suspects
         self._suspects.discard(task)
         return was_suspect
 
     async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str) -> Heartbeat:
-        """Renews leases, and returns those that are lost."""
+        """Renews the leases in `held`, given by task and fence; the answer names those that are lost."""
         if self._presence.has_restarted(worker, life):
             self.pace.forget(worker)
             self._on_restart(worker)
             await self._lose_all_but(worker, held)
-        self.leases.renew(Lease(task, fence, worker) for task, fence in held)  # before the ledger, which may take long
+        self.leases.renew(Lease(task, fence, worker) for task, fence in held)  # before the ledger, which may be slow
         still = await self._share(self.ledger.still_held, worker, held)
         self.leases.grant(still)
         known = {lease.task for lease in still}
         return Heartbeat(lost=tuple(task for task, _ in held if task not in known))
 
     async def give_back(self, worker: str, leases: Sequence[tuple[int, int]]) -> bool:
-        """Frees tasks that were not begun; returns whether any was really held."""
+        """Frees tasks that were not begun; returns whether `worker` really held any of them."""
         held = [Lease(task, fence, worker) for task, fence in leases]
         self.leases.end(lease.task for lease in held if self.leases.is_held(lease))
         return bool(await self._share(self.ledger.give_back, held, untouched=True))
@@ -166,8 +173,8 @@ class LeaseManager:
         self.leases.end(held.task for held in leases)
 
     async def expire(self) -> None:
-        """Takes tasks back, for ever, from workers that were silent for the time of a lease, and from live ones that
-        hand in nothing. A live worker that does not name a task has forgotten it, or never got the lease."""
+        """Loops for ever and takes tasks back: those of workers that were silent for the lease time, those that a live
+        worker no longer names in its heartbeats, and those of hoarders."""
         while True:
             next_s = self.leases.next_deadline_s()
             left_s = MAX_SLEEP_S if next_s is None else min(max(next_s - time.monotonic(), 0.0), MAX_SLEEP_S)
@@ -190,8 +197,8 @@ class LeaseManager:
                 self._on_free()
 
     async def _take_from_hoarders(self) -> None:
-        """Frees the tasks of overdue workers; the only worker may go on, since it starves no other."""
-        leased = await self._share(self.ledger.leased)  # by then, answers that waited for the disk are stored
+        """Sets overdue workers aside and frees their tasks, unless no other worker could do the tasks."""
+        leased = await self._share(self.ledger.leased)  # by now, answers that waited for the disk are stored
         for worker, why in self.pace.overdue().items():
             if not self._presence.others(worker, max(self.leases.ttl_s, OTHERS_WITHIN_S)):
                 continue
@@ -203,7 +210,7 @@ class LeaseManager:
                 self._on_free()
 
     async def _lose_all_but(self, worker: str, held: Sequence[tuple[int, int]]) -> None:
-        """Loses the leases of a restarted worker that it does not name: it had them in its earlier life."""
+        """Counts as lost all leases of a restarted worker that are not in `held`: they belonged to its earlier life."""
         named, leased = set(held), await self._share(self.ledger.leased)
         gone = [lease for lease in leased if lease.worker == worker and (lease.task, lease.fence) not in named]
         self.leases.end(lease.task for lease in gone)

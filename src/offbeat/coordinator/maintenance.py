@@ -1,6 +1,6 @@
-"""Upkeep beside the work: prunes and backs up the ledger after checkpoints, deletes weights that no role needs.
+"""Background upkeep: prunes and backs up the ledger after checkpoints, and deletes weights that no role needs.
 
-A backup that fails, as when a bucket cannot be reached, is reported and does not end the run: the ledger itself is
+A failed backup, for example to an unreachable bucket, is reported and does not end the run: the ledger itself is
 intact.
 """
 
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class MaintenanceSettings:
     num_steps: int | None = None
-    """Steps before the checkpoint whose trajectories are kept; None: all."""
+    """Trajectories are kept for this many steps before the checkpoint; None: for all steps."""
     backup: str | None = None
-    """A folder or URL that gets a copy of the ledger."""
+    """Folder or URL to copy the ledger to; None: no backups."""
 
 
 class LedgerMaintenance:
-    """Prunes and backs up one ledger; `call` runs a function on the ledger's thread, `report` gets events."""
+    """Prunes and backs up one ledger. `call` runs a function on the ledger's thread; `report` receives each event."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class LedgerMaintenance:
                         {"event": "prune", "step": step, "bodies": pruned.num_bodies, "bytes": pruned.num_bytes}
                     )
             else:
-                await self._call(self.ledger.sweep)  # large partials that were continued
+                await self._call(self.ledger.sweep)  # deletes large partials that have been continued
             if self.settings.backup is not None:
                 await self._copy(step, self.settings.backup)
 
     async def _copy(self, step: int, target: str) -> None:
         try:
-            made = await asyncio.to_thread(self.ledger.backup, target)  # over its own connection
-        except Exception as error:  # noqa: BLE001  # every store has its own errors, and none may end the run
+            made = await asyncio.to_thread(self.ledger.backup, target)  # uses a connection of its own
+        except Exception as error:  # noqa: BLE001  # each store raises its own errors; no failed backup may end the run
             log.warning("the ledger was not copied to %s: %s", target, error)
             self._report({"event": "backup_failed", "step": step, "target": target, "error": str(error)})
         else:
@@ -68,10 +68,10 @@ class LedgerMaintenance:
 
 
 class WeightGarbageCollector:
-    """Deletes weights that no role can ask for any more: whole files with every version, pieces every few.
+    """Deletes weights that no role can ask for any more: whole files at every version, pieces every `EVERY` versions.
 
-    One collection runs at a time. Pieces that cannot be deleted now, as when a bucket is out of reach, are logged and
-    tried again with a later version.
+    One collection of pieces runs at a time. If pieces cannot be deleted, for example because a bucket is unreachable,
+    the error is logged and the deletion is tried again with a later version.
     """
 
     def __init__(self, folder: WeightFolder | None, pieces: PieceStore | None = None):
@@ -86,8 +86,8 @@ class WeightGarbageCollector:
         return self._pieces is not None and number % EVERY == 0
 
     async def pieces(self, needed: Collection[int], signers: Collection[str]) -> None:
-        """Deletes all but the `needed` versions. Manifests signed by no trainer of this run may be another run's, and
-        are left alone."""
+        """Deletes all versions except `needed`. Keeps manifests not signed by one of `signers`, the trainers of this
+        run: such manifests may belong to another run."""
         if self._pieces is None:
             return
 

@@ -1,15 +1,15 @@
-"""Assigns each worker the peers that it fetches weights from, so that a version crosses a slow link once.
+"""Assigns each worker the peers from which it fetches weights, so that a version crosses a slow link once.
 
-Workers that serve pieces name their port and site; each gets the addresses of its line of relays
-(`offbeat.weights.relay_tree`), nearest first. The coordinator or the run's store is always the last resort and is not
-named. A worker that falls silent relays no more.
+Each worker names its site, and the port at which it serves pieces, if any. It gets the addresses of its chain of relays
+(`offbeat.weights.relay_tree`), nearest first. The root, which is the coordinator or the run's store, is always the last
+resort and is not listed. A worker that falls silent is no longer used as a relay.
 
-A worker's address is the one that it calls from. One behind NAT may name its own, if that lies in a network listed in
-`serve.peer_networks`: otherwise a worker could send all others of its site to any machine.
+A worker's address is the address from which it calls. A worker behind NAT may name another address if that lies in a
+network listed in `serve.peer_networks`. Otherwise a worker could direct its whole site to any machine.
 
-Each pair of workers of a site has its own key, for one to fetch from the other. It is made of two random numbers, drawn
-at a worker's first call, dropped when it leaves, and never written down; so the keys of a worker that has gone, or was
-set aside, are worthless.
+Each pair of workers of a site has its own key, with which one fetches from the other. The key is the hash of two random
+numbers, one per worker, which are drawn at the worker's first call, dropped when it leaves, and never written to disk.
+The keys of a worker that has left or was quarantined are therefore worthless.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from offbeat.ledger.errors import Refused
 from offbeat.weights.relay_tree import ROOT, RelayNode, RelayTree
 
 SILENT_S = 60.0
-"""A relay asks for a version every few steps; one silent for longer may be gone."""
+"""A worker that was not heard for longer may be gone, and is no longer used as a relay."""
 NUMBER_BYTES = 32
 ON_THIS_MACHINE = " on the coordinator's machine"
-"""Added to the site of workers with a loopback address, which means another machine everywhere else."""
+"""Suffix for the site of workers with a loopback address: only workers on the same machine can reach that address."""
 
 Address = tuple[str, int]
 
@@ -39,15 +39,15 @@ class WorkerSite:
     """Site and address of a worker."""
 
     site: str
-    """Shared by machines that reach each other fast; "": none."""
+    """Name shared by machines with a fast network between them; "": the worker uses no peers."""
     address: Address | None = None
-    """Address at which it serves pieces; None: it does not."""
+    """Address at which the worker serves pieces; None: it serves none."""
     root_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
 class PieceSource:
-    """Address of a worker to fetch from, and the key to show there."""
+    """Address of a worker from which to fetch pieces, and the key to send to it."""
 
     address: Address
     key: str = field(repr=False)
@@ -63,9 +63,10 @@ class _Present:
 def site_of(
     site: str, seen: str, host: str, port: int, networks: Sequence[str], *, behind_proxy: bool = False
 ) -> WorkerSite:
-    """Site of a worker that calls from the address `seen` and serves at `port` (0: it does not).
+    """Returns the site of a worker that calls from address `seen` and serves pieces at `port` (0: serves none).
 
-    `host` is the address that it names for itself; "": the one that it calls from. Raises `Refused` if it may not.
+    `host` is the address that the worker names for itself; "": `seen`. Raises `Refused` if `host` differs from `seen`
+    and is in none of `networks`.
     """
     calls_from = _address(seen)
     own = calls_from if not host else _address(host)
@@ -78,7 +79,7 @@ def site_of(
         )
     is_local = own is not None and own.is_loopback
     name = site + ON_THIS_MACHINE * is_local if site else ""
-    if own is None or not port or (behind_proxy and is_local):  # a local address is then the proxy's
+    if own is None or not port or (behind_proxy and is_local):  # behind a proxy, a loopback address is the proxy's
         return WorkerSite(name)
     return WorkerSite(name, (str(own), port))
 
@@ -98,7 +99,7 @@ class RelayAssignment:
         self._heard: dict[str, _Present] = {}
 
     def sources(self, worker: str, site: WorkerSite) -> list[PieceSource]:
-        """The peers that a worker asks, in this order, before the root."""
+        """Returns the peers that `worker` asks for pieces, in this order, before it asks the root."""
         self._forget_silent()
         if not site.site:
             self.leave(worker)
@@ -112,7 +113,7 @@ class RelayAssignment:
         return [PieceSource(other.site.address, _key(ours, other)) for other in line if other.site.address is not None]
 
     def guests(self, worker: str) -> list[str]:
-        """Hashes of the keys with which others of its site may fetch from a worker."""
+        """Returns the hashes of the keys with which other workers of its site may fetch from `worker`."""
         self._forget_silent()
         ours = self._heard.get(worker)
         if ours is None or ours.site.address is None:
@@ -121,12 +122,12 @@ class RelayAssignment:
         return [key_hash(_key(other, ours)) for other in others]
 
     def keep(self, members: Collection[str]) -> None:
-        """Forgets workers that are no longer members of the run."""
+        """Forgets workers that are not in `members`, the active workers of the run."""
         for worker in [worker for worker in self._heard if worker not in members]:
             self.leave(worker)
 
     def hear(self, worker: str) -> None:
-        """Notes that a worker is alive."""
+        """Records that `worker` is alive."""
         if worker in self._heard:
             self._heard[worker] = replace(self._heard[worker], heard_s=self._clock())
 
@@ -145,5 +146,5 @@ def _key(asker: _Present, server: _Present) -> str:
 
 
 def key_hash(key: str) -> str:
-    """Hash of a key, by which a server recognises it and cannot use it."""
+    """Returns the hash by which a serving worker recognises `key` without being able to use the key itself."""
     return blake3(key.encode()).hexdigest()

@@ -1,11 +1,11 @@
-"""Rewards as a stage of its own: samples wait in one bounded queue, and judges pull from it at their own pace.
+"""Rewards as a separate stage: samples wait in one bounded queue, and judges pull from it at their own pace.
 
-Judges are the processes of the local pool and remote workers of that role. A worker that hands in a trajectory never
-waits for its reward: samples that find no room in the queue wait in the ledger. So a slow judge delays no engine, only
-the trainer.
+Judges are the processes of the local pool and remote workers with the reward role. A worker that submits a trajectory
+never waits for its reward: samples that do not fit into the queue wait in the ledger. A slow judge therefore delays
+only the trainer, never an engine.
 
-A reward is acknowledged once it is stored. Samples that a judge held when the coordinator died are unscored in the
-ledger, and judged again.
+A reward is acknowledged once it is stored. Samples that a judge held when the coordinator died are still unscored in
+the ledger, and are judged again.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from offbeat.waiting import BackgroundTasks, Notifier
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """Samples that one judge holds, all of one reward."""
+    """Samples that one judge holds under one ticket, all for the same reward function."""
 
     ticket: str
     judge: str
     reward: str
     samples: tuple[Unscored, ...]
     deadline_s: float | None
-    """On the clock; None: the local pool keeps its own time."""
+    """Time on the monotonic clock at which the batch is requeued; None: the local pool enforces its own timeouts."""
 
 
 class PendingRewards:
-    """Samples that wait for a reward, and those that judges hold. No I/O; the clock is injected.
+    """Samples that wait for a reward, and samples that judges hold. No I/O; the clock is injected.
 
     A judge leases a batch under a ticket. A batch that is not answered in time, or whose judge leaves, goes back to the
-    front of the queue, and its ticket expires. Guarantees: a sample that was added waits, is out under exactly one
-    ticket, or was answered; it is answered once. At most `max_samples` wait or are out, if `add` keeps to `room`.
-    Tickets of an earlier process are unknown here, however they are numbered.
+    front of the queue, and its ticket expires. Guarantees: an added sample either waits, is leased under exactly one
+    ticket, or was answered; it is answered once. At most `max_samples` are waiting or leased, provided that callers of
+    `add` respect `room`. Tickets of an earlier process are rejected, whatever their numbers.
     """
 
     def __init__(self, max_samples: int, sample_s: float, slack_s: float, clock: Callable[[], float]):
-        """A judge has `sample_s` for each sample that it holds, plus `slack_s`."""
+        """A judge must answer a batch within `sample_s` for each sample that it then holds, plus `slack_s`."""
         self.max_samples, self.sample_s, self.slack_s, self._clock = max_samples, sample_s, slack_s, clock
         self._waiting: dict[str, deque[Unscored]] = {}
         self._out: dict[int, RewardBatch] = {}
@@ -73,12 +73,12 @@ class PendingRewards:
 
     @property
     def rewards(self) -> list[str]:
-        """Rewards that samples wait for."""
+        """Names of the rewards that samples wait for."""
         return [reward for reward, samples in self._waiting.items() if samples]
 
     @property
     def held(self) -> dict[str, int]:
-        """Samples that are out, by judge."""
+        """Number of leased samples by judge."""
         return dict(self._by_judge)
 
     def held_of(self, judge: str, reward: str) -> int:
@@ -89,7 +89,8 @@ class PendingRewards:
             self._waiting.setdefault(sample.reward, deque()).append(sample)
 
     def lease(self, judge: str, capacity: int, rewards: Collection[str], *, timed: bool = True) -> RewardBatch | None:
-        """Up to `capacity` samples of the reward with the fewest samples out; None where none wait."""
+        """Leases up to `capacity` waiting samples to `judge`, all for one of `rewards`: the one with the fewest leased
+        samples. Returns None if no such sample waits. With `timed` False, the batch has no deadline."""
         ready = [reward for reward in self.rewards if reward in rewards]
         if not ready or capacity < 1:
             return None
@@ -99,7 +100,7 @@ class PendingRewards:
         self._num_issued += 1
         self._by_judge[judge] += len(samples)
         self._by_reward[reward] += len(samples)
-        # Time for all that it holds: a judge with one process comes to these last.
+        # Time for all samples of this judge: one with a single process judges the new ones last.
         ttl_s = self._by_judge[judge] * self.sample_s + self.slack_s
         deadline_s = self._clock() + ttl_s if timed else None
         batch = RewardBatch(f"{self._name}-{self._num_issued}", judge, reward, samples, deadline_s)
@@ -107,7 +108,7 @@ class PendingRewards:
         return batch
 
     def find(self, judge: str, ticket: str) -> RewardBatch:
-        """The batch that a judge holds under a ticket; raises if it holds none."""
+        """Returns the batch that `judge` holds under `ticket`; raises if it holds none under this ticket."""
         number = self._number(ticket)
         batch = self._out.get(number)
         if batch is None:
@@ -117,23 +118,23 @@ class PendingRewards:
         return batch
 
     def answer(self, judge: str, ticket: str) -> RewardBatch:
-        """Ends a ticket whose samples are answered."""
+        """Ends a ticket whose samples have been answered; returns its batch."""
         batch = self.find(judge, ticket)
         self._end(self._number(ticket))
         return batch
 
     def leave(self, judge: str) -> int:
-        """Requeues the samples of a judge; returns their number."""
+        """Requeues the samples that `judge` holds; returns their number."""
         return self._take_back([number for number, batch in self._out.items() if batch.judge == judge])
 
     def expire(self) -> int:
-        """Requeues overdue samples; returns their number."""
+        """Requeues the samples of overdue batches; returns their number."""
         now_s = self._clock()
         due = [n for n, batch in self._out.items() if batch.deadline_s is not None and batch.deadline_s <= now_s]
         return self._take_back(due)
 
     def next_deadline_s(self) -> float | None:
-        """Time of the next `expire`; None while no deadline runs."""
+        """Returns the earliest deadline of a leased batch, on the clock; None if no batch has one."""
         return min((p.deadline_s for p in self._out.values() if p.deadline_s is not None), default=None)
 
     def _number(self, ticket: str) -> int:
@@ -147,12 +148,13 @@ class PendingRewards:
         batch = self._out.pop(number)
         self._by_judge[batch.judge] -= len(batch.samples)
         if not self._by_judge[batch.judge]:
-            del self._by_judge[batch.judge]  # or the map would grow with every judge that ever came
+            del self._by_judge[batch.judge]  # otherwise the map would grow with every judge that ever joined
         self._by_reward[batch.reward] -= len(batch.samples)
         return batch
 
     def _take_back(self, numbers: Sequence[int]) -> int:
-        """Puts batches back at the front of the queue, in their old order."""
+        """Puts batches, given by number, back at the front of the queue in their old order; returns how many
+        samples."""
         num_samples = 0
         for number in sorted(numbers, reverse=True):
             batch = self._end(number)
@@ -164,8 +166,9 @@ class PendingRewards:
 class Scorer:
     """Turns trajectories into reward inputs, and results into scores for the ledger.
 
-    A reward is computed once and stored, with the weight of each part. One that fails is a failure, with its reason;
-    when too large a share of the latest rewards failed, the run stops instead of training on the rest.
+    A reward is computed once and stored with the weight of each part. A failed reward is stored as a failure with its
+    reason, never as a zero. If too large a share of the latest rewards failed, the run stops instead of training on the
+    others.
     """
 
     def __init__(
@@ -176,7 +179,7 @@ class Scorer:
         shaping: Shaping | None = None,
         untried: Collection[str] = (),
     ):
-        """`log_path` is named in errors; `untried` are parts with a weight that no reward has returned yet."""
+        """`log_path` is named in errors; `untried` are the names of weighted parts that no reward has returned yet."""
         self.decode, self.watch, self.log_path, self.shaping = decode, watch, log_path, shaping or Shaping()
         self.num_failed = 0
         self._unseen, self._has_seen_some = set(untried), False
@@ -195,12 +198,12 @@ class Scorer:
         ]
 
     def scored(self, samples: Sequence[Unscored], results: Sequence[RewardResult]) -> list[Scored]:
-        """Rewards, or the reasons of their failures."""
+        """Returns each sample's rewards, or the reason why they failed."""
         scored = []
         for sample, result in zip(samples, results, strict=True):
             rewards = self._shaped(sample, result.rewards) if result.error is None else ()
             error = result.error
-            if problem := total_problem(rewards):  # each part may be sane, and their weighted sum not
+            if problem := total_problem(rewards):  # valid parts may still have an invalid weighted sum
                 error = f"value: {problem}"
             if error is None:
                 self.watch.record(failed=False)
@@ -218,25 +221,26 @@ class Scorer:
         return self.shaping.weighted(rewards)
 
     def take_unseen(self) -> list[str]:
-        """Parts with a weight that no reward has returned so far; each is reported once, after the first reward."""
+        """Returns weighted parts that no reward has returned so far. Empty before the first reward, and after the first
+        non-empty answer."""
         if not self._has_seen_some:
             return []
         unseen, self._unseen = sorted(self._unseen), set()
         return unseen
 
     def failed(self, reason: str) -> None:
-        """Counts a sample without a reward, whatever the cause."""
+        """Counts a sample whose reward failed for any reason."""
         self.num_failed += 1
         self.watch.record(failed=True, reason=reason)
 
     def stop_if_failing(self) -> None:
-        """Raises once too many rewards failed."""
+        """Raises `RunStopped` if too many of the latest rewards failed."""
         if reason := self.watch.verdict():
             raise RunStopped(f"{reason}; correct it (see {self.log_path}), then --resume the run")
 
 
 def admissible(sample: Unscored, result: RewardResult) -> RewardResult:
-    """The result if it is valid, else a failure: a remote judge may send anything."""
+    """Returns `result` if it is valid, else a failed result: a remote judge may send anything."""
     if result.error is not None:
         return result
     num_tokens = len(sample.response_tokens)
@@ -249,24 +253,25 @@ def admissible(sample: Unscored, result: RewardResult) -> RewardResult:
 
 
 MAX_SAMPLES = 4096
-"""Waiting or out; their tokens are in memory."""
+"""Largest number of samples waiting or leased, all with their tokens in memory."""
 LARGE, SMALL = 64, 8
-"""Samples per batch of the local pool: many, to save messages; few while remote judges could take the rest."""
+"""Samples per batch of the local pool: normally `LARGE`, to save messages; `SMALL` while remote judges are present, so
+that samples are left for them."""
 LOCAL = ""
-"""The local pool's name; no worker has it."""
+"""Judge name of the local pool; no worker can have this name."""
 RESTART_S = 2.0
-"""Added to reward.timeout_s for each sample: the time to replace a process that hung."""
+"""Time to replace a hung process, added to reward.timeout_s for each sample."""
 SLACK_S = 20.0
-"""For the way there and back, and for a judge that still has to import the reward."""
+"""Extra time per batch, for the network and for a judge that must first import the reward."""
 SILENT_S = 30.0
-"""A judge silent for so long loses what it holds, however much time it would have had."""
+"""A judge that makes no call for this time loses its samples, even before their deadline."""
 PRESENT_S = 60.0
-"""A judge that holds nothing and made no call for so long has gone."""
+"""A judge without samples that makes no call for this time counts as gone."""
 MAX_SLEEP_S = 1.0
 
 
 class RewardQueue:
-    """Feeds judges from the ledger and stores their answers; lives on the event loop of its coordinator."""
+    """Gives judges unscored samples from the ledger and stores their answers; used only on the coordinator's loop."""
 
     def __init__(
         self,
@@ -292,7 +297,7 @@ class RewardQueue:
         self._answers: list[tuple[list[Scored], asyncio.Future[None]]] = []
         self._last_seq = 0
         self._is_full = False
-        """More may wait in the ledger than there was room for."""
+        """Whether further unscored samples may be in the ledger, because the queue had no room for them."""
         self._is_over = False
 
     def start(
@@ -303,26 +308,27 @@ class RewardQueue:
         stored: Notifier,
         on_dropped: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins to judge the unscored trajectories of the ledger; `call` runs a ledger call. Notifies `stored` after
-        each commit of rewards, and calls `on_dropped` where groups were dropped: others may take their places."""
+        """Starts to judge the ledger's unscored trajectories; `call` runs a function on the ledger's thread. Notifies
+        `stored` after each commit of rewards, and calls `on_dropped` if groups were dropped and can be replaced."""
         self._background, self._stored, self._on_dropped = background, stored, on_dropped
         background.spawn(self._feed(ledger, call))
         background.spawn(self._store(ledger, call))
         background.spawn(self._expire())
 
     def arrived(self) -> None:
-        """A trajectory was stored in the ledger."""
+        """Notes that a trajectory was stored in the ledger."""
         self._feed_now.set()
 
     def end(self) -> None:
-        """Has every judge that asks learn that the run is over."""
+        """Ends the run for judges: each further `lease` tells the judge that the run is over."""
         self._is_over = True
         self._waiting.notify()
 
     # --- remote judges ---
 
     async def lease(self, judge: str, capacity: int, wait_s: float) -> RewardLease:
-        """Samples of one reward, as soon as there are any; none after `wait_s`, or where `capacity` is 0."""
+        """Leases samples of one reward as soon as there are any. Returns an empty lease after `wait_s`, or at once if
+        `capacity` is 0."""
         if self._stay_here and not self._specs:
             raise Refused(f"{_cannot_leave(self._stay_here)}; put it in a file and write file.py:function")
         self._heard[judge] = self._clock()
@@ -339,7 +345,8 @@ class RewardQueue:
         return await self._waiting.first(check, time.monotonic() + wait_s) or RewardLease(ttl_s=SILENT_S)
 
     async def submit(self, judge: str, ticket: str, results: Sequence[RewardResult]) -> None:
-        """Accepts a judge's answer; returns once it is stored. An invalid reward counts as failed, and is refused."""
+        """Accepts a judge's answer and returns once it is stored. An invalid result is stored as failed; then raises
+        `Refused`."""
         self._heard[judge] = self._clock()
         samples = self.pending.find(judge, ticket).samples
         if len(results) != len(samples):
@@ -357,18 +364,18 @@ class RewardQueue:
             self._hand_out()
 
     def forget_silent(self) -> None:
-        """Forgets judges that hold nothing and fell silent."""
+        """Forgets judges that hold no samples and made no call for `PRESENT_S`."""
         here = self.present()
         self._heard = {judge: heard_s for judge, heard_s in self._heard.items() if judge in here}
 
     def present(self, within_s: float = PRESENT_S) -> list[str]:
-        """Remote judges that hold samples, or made a call within this time."""
+        """Returns remote judges that hold samples or made a call within the last `within_s`."""
         since_s = self._clock() - within_s
         heard = {judge for judge, heard_s in self._heard.items() if heard_s >= since_s}
         return sorted((heard | self.pending.held.keys()) - {LOCAL})
 
     def describe_waits(self) -> str:
-        """The judges that hold samples, in words."""
+        """Describes which judges hold how many samples, for error messages."""
         if not self.pool.num_processes and not self.present():
             return "no judge is there, and reward.processes = 0: start one with offbeat worker --role reward --join URL"
         out = [f"{count} with {judge or 'reward.processes'}" for judge, count in sorted(self.pending.held.items())]
@@ -377,7 +384,7 @@ class RewardQueue:
     # --- the queue ---
 
     async def _feed(self, ledger: Ledger, call: Callable[..., Awaitable[Any]]) -> None:
-        """Fills the queue from the ledger, whenever there may be new samples and there is room."""
+        """Fills the queue from the ledger whenever new samples may have arrived and the queue has room."""
         while True:
             self._feed_now.clear()
             self._is_full = True
@@ -393,11 +400,11 @@ class RewardQueue:
             await self._feed_now.wait()
 
     def _hand_out(self) -> None:
-        """Gives waiting samples to the local pool as far as it takes more, and wakes remote judges."""
+        """Gives waiting samples to the local pool, up to a limit per reward, and wakes remote judges."""
         num = self.pool.num_processes
         size, most = (SMALL, SMALL * num) if self.present() else (LARGE, LARGE * (num + 1))
         for reward in self.pending.rewards if num else ():
-            # Per reward: the pool sees to it that a slow one does not delay a quick one.
+            # The limit is per reward: within the pool, a slow reward does not delay a quick one.
             while self.pending.held_of(LOCAL, reward) < most:
                 batch = self.pending.lease(LOCAL, size, (reward,), timed=False)
                 if batch is None:
@@ -421,7 +428,7 @@ class RewardQueue:
         await asyncio.shield(stored)
 
     async def _store(self, ledger: Ledger, call: Callable[..., Awaitable[Any]]) -> None:
-        """Stores answers; those that arrive during a commit share the next."""
+        """Stores answers in the ledger; answers that arrive during a commit share the next one."""
         while True:
             await self._store_now.wait()
             self._store_now.clear()
@@ -432,7 +439,7 @@ class RewardQueue:
             except Exception as error:
                 for _, is_stored in answers:
                     is_stored.set_exception(error)
-                    is_stored.exception()  # marks it as retrieved: the judge may have gone
+                    is_stored.exception()  # marks the exception as retrieved: the judge may have gone
                 raise
             for _, is_stored in answers:
                 is_stored.set_result(None)
@@ -441,7 +448,7 @@ class RewardQueue:
                 self._on_dropped()
 
     async def _expire(self) -> None:
-        """Requeues samples that judges did not answer in time, and those of judges that fell silent."""
+        """Requeues samples of overdue batches and of judges that have been silent for `SILENT_S`."""
         while True:
             next_s = self.pending.next_deadline_s()
             left_s = MAX_SLEEP_S if next_s is None else min(max(next_s - self._clock(), 0.0), MAX_SLEEP_S)

@@ -1,11 +1,11 @@
-"""Group commit: the one thread that speaks to the ledger.
+"""Group commit: the only thread that uses the coordinator's ledger, and the queue of calls to it.
 
-Calls that arrive while the thread is busy are made together next: one trip to the thread, one transaction, one flush.
-So a disk that takes milliseconds to flush does not limit a swarm to hundreds of calls a second. Each call is answered
-once that transaction is on disk; one that fails has changed nothing and fails alone. Submissions among them are one
-ledger call, before the others, which keep their order. Every caller gets an answer, even if the writer itself fails.
+Calls that arrive while the thread is busy share the next transaction and disk flush. Many workers can therefore make
+more calls per second than the disk can flush. Each call is answered once its transaction is on disk; a call that fails
+changes nothing and does not affect the others. Submissions are combined into one ledger call, which is made first; the
+other calls keep their order. Every caller gets an answer, even if the writer itself fails.
 
-Long calls, and those with their own transactions, go through `alone`: all earlier calls are on disk by then.
+Long calls, and calls with transactions of their own, go through `alone`, after all earlier calls are on disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MAX_SHARED = 256
-"""Most calls in one transaction, so that those behind them do not wait for a longer one."""
+"""Largest number of calls in one transaction, and of submissions; bounds the wait of the calls behind them."""
 
 
 class _Call:
@@ -42,13 +42,13 @@ class _Call:
             _resolve(answer, result)
 
     def fail(self, error: BaseException) -> None:
-        """Raises `error` at every caller that has no answer yet."""
+        """Fails every caller that has no answer yet with `error`."""
         for answer in self._answers:
             _resolve(answer, error if isinstance(error, Exception) else LedgerError(f"the writer ended: {error!r}"))
 
 
 class _Submit(_Call):
-    """Submissions, made as one call and answered one by one."""
+    """Several submissions, made as one ledger call and answered one by one."""
 
     def __init__(self, ledger: Ledger, submitted: Sequence[tuple[Submission, asyncio.Future[Any]]]):
         super().__init__(lambda: ledger.submit([submission for submission, _ in submitted]))
@@ -63,7 +63,7 @@ class _Submit(_Call):
 def _resolve(answer: asyncio.Future[Any], result: Any) -> None:
     if answer.done():
         return  # the caller has gone
-    if isinstance(result, StopIteration):  # which no future may hold
+    if isinstance(result, StopIteration):  # a future cannot hold StopIteration
         answer.set_exception(RuntimeError(f"a ledger call raised {result!r}"))
     elif isinstance(result, Exception):
         answer.set_exception(result)
@@ -73,25 +73,25 @@ def _resolve(answer: asyncio.Future[Any], result: Any) -> None:
 
 class Writer:
     def __init__(self, ledger: Ledger, on_damage: Callable[[Damaged], None] = lambda error: None):
-        """`on_damage` is called when the ledger cannot be read or written, as on a full disk, in any call."""
+        """`on_damage` is called with the error when any call finds that the ledger cannot be read or written."""
         self.ledger, self._on_damage = ledger, on_damage
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._submissions: list[tuple[Submission, asyncio.Future[Outcome]]] = []
         self._calls: list[_Call] = []
         self._reads: dict[Callable[..., Any], _Call] = {}
-        """Waiting calls that only read, by function, so that equal reads share one answer."""
+        """Waiting read-only calls by function, so that equal reads share one answer."""
         self._writing: asyncio.Task[None] | None = None
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """A short ledger call, in a transaction shared with others."""
+        """Makes a short ledger call, in a transaction shared with other calls."""
         return await self._add(_Call(partial(function, *args, **kwargs)))
 
     async def alone(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """A ledger call that shares no transaction."""
+        """Makes a ledger call that shares its transaction with no other call."""
         return await self._add(_Call(partial(function, *args, **kwargs), is_alone=True))
 
     async def read(self, function: Callable[[], R]) -> R:
-        """A ledger call that only reads; made once for all callers of one moment."""
+        """Makes a read-only ledger call, once for all callers that wait for the same `function`."""
         waiting = self._reads.get(function)
         if waiting is not None:
             return await waiting.answer()
@@ -99,7 +99,7 @@ class Writer:
         return await self._add(self._reads[function])
 
     async def submit(self, submission: Submission) -> Outcome:
-        """Returns once the submission is on disk, or raises why it may not be stored."""
+        """Returns once the submission is on disk; raises the ledger's error if it is refused."""
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._submissions.append((submission, answer))
         self._begin()
@@ -115,10 +115,10 @@ class Writer:
             self._writing = asyncio.get_running_loop().create_task(self._write())
 
     async def _write(self) -> None:
-        """Makes the waiting calls until none is left, also those of callers that have gone."""
+        """Makes all waiting calls, including those of callers that have gone."""
         calls: list[_Call] = []
         try:
-            await asyncio.sleep(0)  # lets every caller of this moment in
+            await asyncio.sleep(0)  # lets further calls of this loop iteration join
             while self._calls or self._submissions:
                 calls = self._next_calls()
                 try:
@@ -127,7 +127,7 @@ class Writer:
                         if isinstance(result, Damaged):
                             self._on_damage(result)
                         call.resolve(result)
-                except Exception as error:  # noqa: BLE001 - closed, or a bug: raised at the callers, and later calls are served
+                except Exception as error:  # noqa: BLE001 - closed, or a bug: callers get it, later calls are made
                     for call in calls:
                         call.fail(error)
         except BaseException as error:
@@ -141,7 +141,7 @@ class Writer:
             self._writing = None
 
     def _next_calls(self) -> list[_Call]:
-        """A call that goes alone, or submissions and the calls that share their transaction."""
+        """Returns the calls of the next transaction: either one `alone` call, or submissions and shared calls."""
         if self._calls and self._calls[0].is_alone:
             return [self._calls.pop(0)]
         count = next((i for i, call in enumerate(self._calls) if call.is_alone), len(self._calls))
@@ -151,7 +151,7 @@ class Writer:
         return [_Submit(self.ledger, submitted), *calls] if submitted else calls
 
     def _make(self, calls: Sequence[_Call]) -> list[Any]:
-        """On the thread: each call's result, or its error."""
+        """Makes `calls` on the writer thread; returns the result or error of each."""
         try:
             with self.ledger.naming_damage():
                 if len(calls) == 1:
@@ -161,7 +161,7 @@ class Writer:
             return [error] * len(calls)
 
     async def close(self) -> None:
-        """Ends once every call is answered."""
+        """Returns once every call is answered."""
         while self._writing is not None:
             await asyncio.wait({self._writing})
         self._thread.shutdown()

@@ -1,9 +1,9 @@
 """Built-in arithmetic: sums of several numbers and, as the long tail, worked multiplications.
 
-A sum such as `47+38+6=` wants its running totals, `85 91`. A worked multiplication such as `7*4=` wants its table,
-`1:7 2:14 3:21 4:28`: a short prompt with an answer as long as the multiplier, drawn from a log-normal law. `tail` is
-the share of such problems, so the tail of answer lengths can be set without touching anything else. The reward looks
-only at the last number.
+The answer to a sum such as `47+38+6=` is its running totals, `85 91`. The answer to a multiplication such as `7*4=` is
+its table, `1:7 2:14 3:21 4:28`. Its length grows with the multiplier, which is drawn from a log-normal distribution.
+`tail` is the share of multiplications, so the tail of answer lengths can be set independently of everything else. The
+reward looks only at the last number.
 
 A tenth of all problems, chosen by a hash of their text, is held out: neither pre-training nor RL ever sees them.
 """
@@ -18,12 +18,12 @@ import zlib
 from offbeat.data.prompts import Problem
 
 NUM_TERMS = {1: (2, 2), 2: (2, 3), 3: (2, 4), 4: (3, 5), 5: (4, 8)}
-"""Fewest and most terms of a sum, by level."""
+"""Smallest and largest number of terms of a sum, by level."""
 LARGEST_TERM = {1: 9, 2: 49, 3: 99, 4: 99, 5: 499}
 MAX_LINES = 40
-"""Lines of the longest multiplication table."""
+"""Number of entries of the longest multiplication table."""
 HELD_OUT_IN = 10
-"""One problem in this many is held out."""
+"""One problem out of this many is held out."""
 LAST_NUMBER = re.compile(r"(\d+)\s*$")
 
 
@@ -32,7 +32,7 @@ def is_held_out(prompt: str) -> bool:
 
 
 def worked_answer(prompt: str) -> str:
-    """The full answer to a prompt, as pre-training shows it."""
+    """Returns the full answer to a prompt, as used in pre-training."""
     left = prompt.rstrip("=")
     if "*" in left:
         factor, times = map(int, left.split("*"))
@@ -42,13 +42,13 @@ def worked_answer(prompt: str) -> str:
 
 
 def last_number(text: str) -> str | None:
-    """The number that an answer ends with, which is what its reward looks at."""
+    """Returns the number at the end of an answer, which its reward checks; None if it ends otherwise."""
     match = LAST_NUMBER.search(text)
     return match.group(1) if match else None
 
 
 class Arithmetic:
-    """See the module; all randomness comes from `seed` and the ordinal."""
+    """Source of the problems that this module describes; a problem depends only on `seed` and its ordinal."""
 
     default_reward = "number"
     chat = False
@@ -69,10 +69,10 @@ class Arithmetic:
         return self._draw(random.Random(f"{self.seed}:{ordinal}"), held_out=False)
 
     def held_out(self, count: int) -> list[Problem]:
-        """The same problems for every seed, so that runs can be compared."""
+        """Returns the same problems for every seed, so that runs can be compared."""
         rng = random.Random("held out")
         drawn: dict[str, Problem] = {}
-        for _ in range(50 * count):  # small levels have fewer held-out problems than one may ask for
+        for _ in range(50 * count):  # low levels may have fewer than `count` held-out problems
             problem = self._draw(rng, held_out=True)
             drawn.setdefault(str(problem.prompt), problem)
             if len(drawn) == count:

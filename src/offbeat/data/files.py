@@ -1,9 +1,9 @@
 """Problems from rows: a JSONL or Parquet file, or a Hugging Face dataset, with a mapping of columns.
 
 - Every row is checked when the source is opened; an error is one line that names the row.
-- A row is held out if the hash of its prompt lies below the share that is wanted. So equal prompts stay together, and
-  rows that are added later move no other row.
-- Epochs follow one another, each in an order of its own that depends on seed and epoch alone.
+- A row is held out if the hash of its prompt, as a fraction, is below the share `held_out`. So equal prompts stay
+  together, and adding rows later does not move any other row.
+- Epochs follow one another, each in its own order, which depends only on seed and epoch.
 - The reward gets the row's other columns as `info`.
 """
 
@@ -31,27 +31,27 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Rows(Protocol):
-    """Rows by index. `scan` reads and checks all of them and must be called first; `row` then fetches any. Files are
-    not held in memory as Python objects, so a few million rows are fine. A row that cannot be read is a `UserError`."""
+    """Rows by index. `scan` must be called first and reads and checks all rows; then `row` fetches any of them. Rows
+    are not kept as Python objects, so a few million are fine. A row that cannot be read raises `UserError`."""
 
     @property
     def path(self) -> Path | str:
-        """The file or dataset, as the user named it."""
+        """File or dataset, as the user named it."""
         ...
 
     def scan(self, columns: Sequence[str]) -> Iterator[Row]:
-        """All rows in order, with at least these columns where the row has them."""
+        """Yields all rows in order, each with at least those of `columns` that it has."""
         ...
 
     def row(self, index: int) -> Row: ...
 
     def where(self, index: int) -> str:
-        """The row's place for error messages."""
+        """Returns the place of a row, for error messages."""
         ...
 
 
 def open_file(path: str) -> Rows:
-    """A .jsonl or .parquet file."""
+    """Opens a .jsonl, .ndjson or .parquet file."""
     readers: dict[str, Callable[[Path], Rows]] = {".jsonl": JsonLines, ".ndjson": JsonLines, ".parquet": ParquetRows}
     file = Path(path)
     if file.suffix not in readers:
@@ -63,7 +63,7 @@ def open_file(path: str) -> Rows:
 
 
 class JsonLines:
-    """A file with one JSON object per line; blank lines are skipped."""
+    """Rows of a file with one JSON object per line; blank lines are skipped."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -99,7 +99,7 @@ class JsonLines:
 
 
 class ParquetRows:
-    """A Parquet file, held as an Arrow table."""
+    """Rows of a Parquet file, held as a memory-mapped Arrow table."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -123,14 +123,14 @@ class ParquetRows:
 
 
 class DatasetRows:
-    """One split of a Hugging Face dataset: a folder that was saved or downloaded, or a name on the hub."""
+    """Rows of one split of a Hugging Face dataset; `path` is a saved or downloaded folder, or a name on the hub."""
 
     def __init__(self, path: str, split: str):
         self.path, self.split = path, split
         datasets = import_extra("datasets", "data", "the task source 'dataset'")
         try:
             found = _load_dataset(datasets, path, split)
-        except Exception as error:  # the hub, scripts, codecs and file formats raise what they like
+        except Exception as error:  # the hub, codecs and file formats raise errors of many kinds
             raise UserError(f"task.path = {path!r}: cannot be loaded: {' '.join(str(error).split())}") from error
         if isinstance(found, Mapping):
             if split not in found:
@@ -157,11 +157,12 @@ def _load_dataset(datasets: Any, path: str, split: str) -> Any:
 
 
 DEFAULT_ANSWER = "answer"
-"""The default answer column, which may be missing."""
+"""Default answer column; unlike a column that the user names, it may be missing."""
 
 
 class FileSource:
-    """Problems from `rows`; see the module."""
+    """Source of problems from `rows`. `prompt`, `messages` and `answer` are names of columns; `messages`, if given, is
+    used instead of `prompt`. `held_out` is the share of rows to hold out."""
 
     default_reward: str | None = None
 
@@ -186,12 +187,12 @@ class FileSource:
             raise UserError(f"task.path = {str(rows.path)!r}: its file has no row; every row is a prompt to train on")
         is_held_out = _choose_held_out(hashes, held_out)
         self._train = np.flatnonzero(~is_held_out)
-        # In the order of their hashes, so that the first ones are a fair sample; equal prompts count once.
+        # Held-out rows are sorted by hash, so that the first ones are a fair sample; equal prompts count once.
         _, first = np.unique(hashes, return_index=True)
         self._held_out = first[is_held_out[first]]
         if not len(self._train):
             raise UserError(f"task.held_out = {held_out:g}: leaves no row of {name} to train on, of {len(hashes)}")
-        self._order = lru_cache(maxsize=2)(self._make_order)  # two: a step may reach into the next epoch
+        self._order = lru_cache(maxsize=2)(self._make_order)  # a step may use two epochs
 
     def problem(self, ordinal: int) -> Problem:
         epoch, position = divmod(ordinal, len(self._train))
@@ -211,7 +212,7 @@ class FileSource:
         return Problem(prompt, answer=answer_text(row.get(self._answer)) if self._answer else None, info=info)
 
     def _prompt_of(self, row: Row, index: int) -> str | list[Mapping[str, Any]]:
-        """The row's prompt, once the columns that are needed have been checked."""
+        """Checks that a row has the needed columns, and returns its prompt."""
         where = self.rows.where(index)
         for column in self._needed:
             if column not in row:
@@ -223,9 +224,9 @@ class FileSource:
 
 
 def permutation(size: int, key: str) -> np.ndarray:
-    """The numbers below `size` in an order that depends on `key` alone, not on numpy's version.
+    """Returns the numbers below `size` in an order that depends only on `key`, not on numpy's version.
 
-    Sorts by a mixed counter (splitmix64), because the streams of numpy's generators may change between releases.
+    Sorts by a hashed counter (splitmix64), because the streams of numpy's generators may change between releases.
     """
     start = int.from_bytes(blake3(key.encode()).digest(length=8), "little")
     mixed = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(start)
@@ -235,7 +236,8 @@ def permutation(size: int, key: str) -> np.ndarray:
 
 
 def _choose_held_out(hashes: np.ndarray, share: float) -> np.ndarray:
-    """A mask of held-out rows; at least one prompt if `share` is above 0 and two prompts differ."""
+    """Returns a mask of the held-out rows. If `share` is above 0 and not all prompts are equal, it contains at least
+    one prompt."""
     chosen = hashes < np.uint64(int(share * 2**64))
     if share > 0 and not chosen.any() and hashes.min() != hashes.max():
         chosen = hashes == hashes.min()

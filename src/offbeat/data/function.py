@@ -1,8 +1,8 @@
 """Problems from a user's function, called by keyword with whichever of `ordinal`, `seed`, `held_out` it takes.
 
-It returns a problem as a dict: `prompt` (text or chat messages) and, optionally, `answer` and `info`. Like every source
-it must be a pure function of its arguments. With `held_out` the ordinals count from 0, and it may return None when it
-has no more problems; a function without that parameter has none.
+The function returns a problem as a dict: `prompt` (text or chat messages) and, optionally, `answer` and `info`. Like
+every source it must be a pure function of its arguments. For held-out problems, ordinals also count from 0, and the
+function may return None if it has no more. A function without the parameter `held_out` has no held-out problems.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEYS = ("prompt", "answer", "info")
 
 
 class FunctionSource:
-    """Problems from `function`, which is a callable, `module:function` or `file.py:function`."""
+    """Source of problems from `function`: a callable, `module:function` or `file.py:function`."""
 
     default_reward: str | None = None
 

@@ -1,11 +1,11 @@
 """Problems of reasoning-gym, by the data set's name.
 
-A problem is a function of seed and ordinal: data sets are made in chunks of `CHUNK` with seeds that follow one another,
-because some build all their problems at once. Held-out problems come from separate seeds, the same for every run, and
-are marked by a hash of the question as well, so that a held-out question is never trained on, whichever seed poses it.
+A problem depends only on seed and ordinal. Data sets are made in chunks of `CHUNK` problems with consecutive seeds,
+because some build all their problems at once. Held-out problems come from separate seeds, the same for every run. They
+are also marked by a hash of the question, so that a held-out question is never trained on, whichever seed produces it.
 
-A few data sets iterate over Python sets, so their questions depend on PYTHONHASHSEED too. A run stores what it has
-drawn, but a second run poses the same questions only under the same PYTHONHASHSEED.
+A few data sets iterate over Python sets, so their questions also depend on PYTHONHASHSEED. A run stores the problems
+that it has drawn, but a second run gets the same questions only with the same PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from offbeat.extras import import_extra
 from offbeat.spelling import suggest
 
 CHUNK = 500
-"""reasoning-gym's own default size, which every data set is tested with."""
+"""Problems per chunk: reasoning-gym's default size, with which every data set is tested."""
 HELD_OUT_IN = 4
-"""One question in this many is held out: questions are made to order, so a large share costs training nothing, and a
-held-out one is found after a few tries, which matters where making one takes long."""
+"""One question in this many is held out. Questions are generated on demand, so a large share costs training nothing;
+and a held-out question is found after a few tries, which matters if generating one is slow."""
 NUM_HELD_OUT_SEEDS = 2**24
 NUM_TRAIN_SEEDS = 2**32 - NUM_HELD_OUT_SEEDS
 STRIDE = 2**26
-"""Distance to the next attempt when a question turns out to be held out: farther than any run draws."""
+"""Distance in seeds to the next attempt if a question turns out to be held out; more than any run draws."""
 MAX_TRIES = 60
-"""Attempts to find a question; only a data set with hardly any other than held-out questions needs more."""
+"""Attempts to find a question to train on; only a data set whose questions are almost all held out needs more."""
 
 
 class Gym:
-    """See the module; `options` go to the data set's configuration."""
+    """Source of the problems of `dataset`; `options` are passed to the data set's configuration."""
 
     default_reward = "gym"
 
@@ -90,7 +90,7 @@ def is_held_out(question: str) -> bool:
 
 
 def judge(question: str, answer: str, info: Mapping[str, Any]) -> float:
-    """The data set's own score of an answer to a problem of `Gym`."""
+    """Returns the data set's own score of an answer to a problem of `Gym`; `info` is the problem's."""
     if "entry" not in info:
         raise ValueError("the reward 'gym' judges problems of reasoning-gym only, and this is none")
     dataset = _judging(info["dataset"], json.dumps(info["options"], sort_keys=True))
@@ -106,7 +106,7 @@ def _make(dataset: str, options: Mapping[str, Any], seed: int) -> Any:
     gym = import_extra("reasoning_gym", "gym", "the task source 'reasoning-gym'")
     try:
         return gym.create_dataset(dataset, size=CHUNK, seed=seed, **options)
-    except Exception as error:  # data sets check their options by assertions, conversions and lookups of many kinds
+    except Exception as error:  # data sets refuse options with errors of many kinds
         why = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"task.options of {dataset!r}: refused by reasoning-gym: {why}") from error
 
@@ -125,7 +125,8 @@ def _check_options(dataset: str, options: Mapping[str, Any]) -> None:
 
 
 def _to_plain(value: Any) -> Any:
-    """A value as JSON can hold it; tuples and keys that are not text are marked, because data sets compare them."""
+    """Converts a value to JSON types. Tuples and mappings are marked so that `_from_plain` restores them exactly,
+    because data sets compare them."""
     if isinstance(value, tuple):
         return {"tuple": [_to_plain(item) for item in value]}
     if isinstance(value, list):

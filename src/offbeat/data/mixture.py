@@ -1,8 +1,8 @@
 """Several sources, drawn in proportion to their weights.
 
-The next source depends only on how often each was drawn before. So the ledger's counts are the only cursor, and a
-restart goes on where the ledger stands. The source that is farthest behind its share comes next, so none is ever a
-whole draw ahead.
+The next source depends only on how often each source was drawn before. So the ledger's counts are the only cursor, and
+a restarted run continues from them. The source that is farthest behind its share is drawn next, so no source is ever a
+whole draw ahead of its share.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from offbeat.errors import OffbeatError, UserError
 
 RewardSpec = str | Callable[..., Any]
 SEED_STEP = 1_000_003
-"""Distance between the seeds of a run's sources, so that two equal sources pose different problems."""
+"""Distance between the seeds of a run's sources, so that two equal sources give different problems."""
 
 
 @dataclass(frozen=True)
 class WeightedSource:
-    """A source with its place in a mixture; itself a source."""
+    """A source with its settings in a mixture; implements `PromptSource` itself."""
 
     source: PromptSource
     name: str
     weight: float = 1.0
     reward: str = ""
-    """Its reward's name in `Mixture.rewards`."""
+    """Name of the source's reward in `Mixture.rewards`."""
     system: str | None = None
-    """A system message for its prompts."""
+    """System message for the source's prompts; None: no system message."""
 
     @property
     def default_reward(self) -> str | None:
@@ -53,7 +53,8 @@ class WeightedSource:
 
 
 class Mixture:
-    """See the module. `rewards` maps the names in `WeightedSource.reward` to rewards."""
+    """Sources that are drawn in proportion to their weights. `rewards` maps the names in `WeightedSource.reward` to
+    rewards."""
 
     def __init__(self, members: Sequence[WeightedSource], rewards: Mapping[str, RewardSpec]):
         assert members, "a mixture needs a source"
@@ -64,7 +65,8 @@ class Mixture:
         self._held_out: dict[int, list[tuple[WeightedSource, Problem]]] = {}
 
     def next(self, drawn: Mapping[str, int]) -> tuple[WeightedSource, int]:
-        """The source that comes after `drawn` draws of each source, and the ordinal of its problem."""
+        """Returns the source to draw from next and the ordinal of its problem; `drawn` counts the draws of each source
+        so far."""
         if strangers := drawn.keys() - self.members.keys():
             raise OffbeatError(
                 f"the run has drawn from {', '.join(sorted(strangers))}, which its configuration no longer names"
@@ -78,11 +80,12 @@ class Mixture:
         return member, drawn.get(member.name, 0)
 
     def reward_of(self, name: str) -> str:
-        """The name of the reward that judges a source's problems."""
+        """Returns the name of the reward that scores the problems of source `name`."""
         return self.members[name].reward
 
     def held_out(self, count: int) -> list[tuple[WeightedSource, Problem]]:
-        """Up to `count` problems that training never draws, shared out by weight; the same ones each time."""
+        """Returns up to `count` problems that training never draws, divided among the sources by weight; always the
+        same ones."""
         if count not in self._held_out:
             shares = {name: 0 for name in self.members}
             for _ in range(count):
@@ -93,7 +96,7 @@ class Mixture:
 
 
 def build_mixture(tasks: Sequence[AnyTask], *, seed: int, reward: Callable[..., Any] | None = None) -> Mixture:
-    """The sources of a configuration's `task` list; a reward given from Python judges them all."""
+    """Builds the mixture of a configuration's `task` list. `reward`, a Python function, scores all sources if given."""
     members: list[WeightedSource] = []
     rewards: dict[str, RewardSpec] = {}
     for position, task in enumerate(tasks):
@@ -135,7 +138,7 @@ def _build_rows(task: FileTask, seed: int) -> PromptSource:
 
 
 def _unique(name: str, taken: set[str]) -> str:
-    """`arithmetic`, then `arithmetic-2`, and so on."""
+    """Returns `name`, or the first of `name-2`, `name-3` and so on that is not in `taken`."""
     candidate, number = name, 1
     while candidate in taken:
         number += 1

@@ -1,11 +1,11 @@
-"""Prompts: the problems of a source, and their token ids, which sampling and training use and never the text again.
+"""Prompts: the problems of a source, and their token ids. Sampling and training use only the ids, never the text.
 
-A source is a pure function of its seed and an ordinal, so the ledger's count of what was drawn is the only data cursor
-there is: after a restart nothing is skipped and nothing comes twice.
+A source is a pure function of its seed and an ordinal, so the ledger's count of draws is the only data cursor: after a
+restart no problem is skipped or repeated.
 
-A text prompt goes through the chat template when its source says so, or says nothing and the model has one; chat
-messages always do. Plain text gets the tokenizer's leading special tokens, but no trailing ones. A prompt that is too
-long is refused with its source, ordinal and length; it is never cut.
+A text prompt goes through the chat template if its source's `chat` is True, or if `chat` is None and the model has a
+template; chat messages always do. Plain text gets the tokenizer's leading special tokens, but no trailing end token. A
+prompt that is too long is refused, with its source, ordinal and length; it is never cut.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from offbeat.errors import UserError
 
 
 class Rendered(Protocol):
-    """The part of a source that rendering needs; `WeightedSource` has it."""
+    """Fields of a source that `Renderer` needs; `WeightedSource` has them."""
 
     @property
     def name(self) -> str: ...
@@ -37,7 +37,8 @@ class Rendered(Protocol):
 
 
 class Renderer:
-    """Renders with a transformers tokenizer. `template_hash` identifies the chat template."""
+    """Renders prompts with a transformers tokenizer. `template_hash` identifies the chat template; None: no
+    template."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Renderer:
         self.template_hash = blake3(self.template.encode()).hexdigest() if self.template else None
 
     def tokens(self, source: Rendered, problem: Problem, ordinal: int) -> np.ndarray:
-        """The problem's prompt as int32 token ids."""
+        """Returns the problem's prompt as int32 token ids; `ordinal` is only used in error messages."""
         place = f"{source.name}, problem {ordinal}"
         if isinstance(problem.prompt, str):
             chat = self.template is not None if source.chat is None else source.chat
@@ -89,7 +90,7 @@ class Renderer:
 
     def _raw(self, text: str) -> list[int]:
         ids, bare = self.tokenizer(text)["input_ids"], self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        # A tokenizer that ends every text would end the answer before it begins.
+        # Some tokenizers append an end token to every text, which would end the answer before it begins.
         ends_it = ids[-1:] == [self.tokenizer.eos_token_id] and ids[-1 - len(bare) : -1] == bare
         return ids[:-1] if ends_it else ids
 
@@ -109,14 +110,14 @@ class Renderer:
 
 
 def _with_system(messages: Sequence[Mapping[str, Any]], system: str | None) -> Sequence[Mapping[str, Any]]:
-    """A system message in front, unless the problem brings its own."""
+    """Returns `messages` with a system message in front, unless they begin with their own."""
     if system is None or messages[0].get("role") == "system":
         return messages
     return [{"role": "system", "content": system}, *messages]
 
 
 def _template_of(tokenizer: Any) -> str | None:
-    """A tokenizer's chat template; of several named ones, the default."""
+    """Returns the tokenizer's chat template (the default one if it has several); None if it has none."""
     template = getattr(tokenizer, "chat_template", None)
     return template.get("default") if isinstance(template, Mapping) else template
 
@@ -139,25 +140,26 @@ class PromptSource(Protocol):
 
     @property
     def default_reward(self) -> str | None:
-        """The reward used when the configuration names none; None where the user must choose one."""
+        """Reward used if the configuration does not name one; None: the user must choose one."""
         ...
 
     @property
     def chat(self) -> bool | None:
-        """Whether a text prompt goes through the chat template; None: whenever the model has one."""
+        """Whether a text prompt goes through the chat template; None: if the model has one."""
         ...
 
     def problem(self, ordinal: int) -> Problem:
-        """The training problem at `ordinal`, which may be any number from 0 on: epochs follow one another."""
+        """Returns the training problem at `ordinal`, which may be any number from 0: a finite source starts another
+        epoch."""
         ...
 
     def held_out(self, count: int) -> list[Problem]:
-        """Up to `count` problems that training never draws, the same ones each time."""
+        """Returns up to `count` problems that training never draws, always the same ones."""
         ...
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it. Bytes, such as images, become None: they are too large for a reward's facts."""
+    """Converts a value to JSON types. Bytes, such as images, become None, because they are too large for `info`."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, bytes):
@@ -172,14 +174,14 @@ def plain(value: Any) -> Any:
 
 
 def answer_text(value: Any) -> str | None:
-    """An answer as text: 42 is "42", a list is its JSON."""
+    """Converts an answer to text: 42 becomes "42", a list becomes JSON; None stays None."""
     if value is None or isinstance(value, str):
         return value
     return json.dumps(plain(value)) if isinstance(value, Mapping | Sequence) else str(value)
 
 
 def prompt_messages(value: Any, place: str) -> list[Mapping[str, Any]]:
-    """Chat messages, checked."""
+    """Checks that `value` is a list of chat messages and returns them as JSON types; `place` is for error messages."""
     if not isinstance(value, list) or not value:
         raise UserError(f"{place} is {value!r:.60}; chat messages are a list of {{role, content}}")
     for message in value:
@@ -189,7 +191,7 @@ def prompt_messages(value: Any, place: str) -> list[Mapping[str, Any]]:
 
 
 def prompt_text(value: Any, place: str) -> str:
-    """A prompt as text, checked."""
+    """Checks that `value` is a non-empty text and returns it; `place` is for error messages."""
     if isinstance(value, str) and value:
         return value
     kind = "empty" if value == "" else f"{value!r:.60}, a {type(value).__name__}"

@@ -1,12 +1,13 @@
-"""Index of the keys and values that aborted requests left in free slots, so that they can resume without prefill.
+"""Index of the keys and values that aborted requests left in free slots, so that the requests can resume without
+prefill.
 
-A free slot keeps its content until another request needs it, least recently aborted first, so caching takes no memory
-from running requests. Guarantees:
+A free slot keeps its content until another request needs the slot; the least recently aborted one is reused first. So
+caching takes no memory from running requests. Guarantees:
 
-- A prefix found for a request consists of the request's own tokens, with the same split into prompt and response, on
-  which the bits of its keys and values depend.
-- It is of the version served, or at most `kv_lag` versions older if the request allows stale keys and values.
-- A request with `KvMode.REFILL` finds nothing.
+- A prefix found for a request consists of the request's own tokens, with the same split into prompt and response. The
+  split matters because the bits of the keys and values depend on it.
+- Its keys and values are of the version served, or at most `kv_lag` versions older if the request allows stale ones.
+- A request with `KvMode.REFILL` finds no prefix.
 """
 
 from __future__ import annotations
@@ -19,31 +20,32 @@ import numpy as np
 from offbeat.engines.protocol import KvMode, Request
 
 FED_COST = 16
-"""Cost of feeding one token beyond a cached prefix in a decode step, in prefill tokens: such a step reads the whole
-context. 6 to 32 were measured on a CPU with 64 to 900 tokens of context. Copying a prefix between slots costs a
-hundredth of computing it, or less."""
+"""Cost of feeding one token in a decode step, relative to one token of a prefill: a decode step reads the whole
+context. Measured on a CPU: 6 to 32, with 64 to 900 tokens of context. Copying a prefix between slots costs at most a
+hundredth of computing it."""
 
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
-    """Prefix of an aborted request, in a free slot."""
+    """Tokens of an aborted request whose keys and values are still in a free slot."""
 
     slot: int
     tokens: np.ndarray
     """Tokens whose keys and values are in the slot."""
     num_prompt: int
-    """Length of the request's prompt."""
+    """Number of tokens in the request's prompt."""
     kv_version: int
     """Oldest version among the keys and values."""
     kv_lag: int = 0
-    """Versions that they may lag behind the one served; with 0 the next load drops them."""
+    """Versions by which the keys and values may lag behind the version served; if 0, the next load drops them."""
 
     @property
     def key(self) -> bytes:
         return token_key(self.tokens[: self.num_prompt])
 
     def num_usable(self, request: Request) -> int:
-        """Tokens that a request can reuse; 0 unless they are its own. Its last token is always fed."""
+        """Returns how many cached tokens a request can reuse; 0 if its prompt or tokens differ. The request's last
+        token is never reused: it is always fed."""
         num_tokens = min(len(self.tokens), len(request.tokens) - 1)
         if len(request.tokens) - request.position != self.num_prompt:
             return 0
@@ -55,9 +57,9 @@ class CachedPrefixes:
 
     def __init__(self) -> None:
         self._prefixes: dict[int, CachedPrefix] = {}
-        """By slot, least recently aborted first."""
+        """Prefixes by slot, least recently aborted first."""
         self._slots: dict[bytes, set[int]] = {}
-        """By prompt; few prefixes share one."""
+        """Slots by prompt key; few prefixes share a prompt."""
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -72,7 +74,7 @@ class CachedPrefixes:
         self._slots.setdefault(prefix.key, set()).add(prefix.slot)
 
     def find(self, request: Request, version: int) -> CachedPrefix | None:
-        """Longest prefix that a request may reuse while `version` is served."""
+        """Returns the longest prefix that a request may reuse while `version` is served; None if there is none."""
         if request.kv is KvMode.REFILL or not request.position:
             return None
         oldest = version - (request.kv_lag if request.kv is KvMode.STALE else 0)
@@ -82,7 +84,7 @@ class CachedPrefixes:
         return best if best is not None and best.num_usable(request) else None
 
     def drop(self, slot: int) -> None:
-        """Removes the slot's prefix, if any."""
+        """Removes the slot's prefix, if it has one."""
         prefix = self._prefixes.pop(slot, None)
         if prefix is None:
             return
@@ -92,7 +94,7 @@ class CachedPrefixes:
             del self._slots[key]
 
     def move(self, slot: int, target: int) -> None:
-        """Renames a prefix's slot; its turn for eviction stays."""
+        """Moves the entry of a prefix from `slot` to `target`; its place in the eviction order does not change."""
         assert target not in self._prefixes, f"slot {target} already holds a prefix"
         prefixes = [replace(p, slot=target) if p.slot == slot else p for p in self._prefixes.values()]
         self._prefixes = {prefix.slot: prefix for prefix in prefixes}
@@ -107,12 +109,12 @@ class CachedPrefixes:
                 self.drop(prefix.slot)
 
     def keep_newest(self, max_num: int) -> None:
-        """Drops the oldest prefixes until `max_num` are left."""
+        """Drops the least recently aborted prefixes until at most `max_num` are left."""
         for slot in list(self._prefixes)[: max(0, len(self._prefixes) - max_num)]:
             self.drop(slot)
 
     def eviction_order(self, slots: Iterable[int]) -> list[int]:
-        """Slots in the order in which to overwrite them: empty ones, then the least recently aborted."""
+        """Returns `slots` in the order to overwrite them: slots without a prefix, then least recently aborted first."""
         order = {slot: number for number, slot in enumerate(self._prefixes, start=1)}
         return sorted(slots, key=lambda slot: (order.get(slot, 0), slot))
 
@@ -121,7 +123,7 @@ class CachedPrefixes:
 
 
 def is_worth_reusing(num_cached: int, num_missing: int) -> bool:
-    """Whether reusing `num_cached` tokens and feeding the missing ones costs less than a prefill of all."""
+    """Whether reusing `num_cached` tokens and feeding `num_missing` one by one is cheaper than a prefill of all."""
     return num_missing * FED_COST <= num_cached
 
 

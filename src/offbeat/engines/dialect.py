@@ -1,7 +1,7 @@
 """`Dialect`: the common interface to engines that run as HTTP servers.
 
 A dialect speaks one server's API and knows its quirks; its only state is what the server reported. `http_engine`
-decides when to call it, what happens to running requests at a load, and which version sampled a token.
+decides when to call the dialect, what happens to running requests at a load, and which version sampled a token.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from offbeat.weights.version import Version
 
 T = TypeVar("T")
 STREAM_TOKENS = 32
-"""Tokens in one event of an answer: fewer cost the server more than the tokens do, more come late."""
+"""Tokens per streamed event. With fewer, events cost the server more than sampling; with more, tokens arrive late."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Properties of a server, from its first probe."""
+    """Properties of a server, as `Dialect.probe` found them."""
 
     name: str
     """Engine and version, such as `vllm 0.32.0`."""
     dtype: str
     max_context_tokens: int
     has_spans: bool
-    """Whether answers name the weights that sampled each token."""
+    """Whether answers say which weights sampled each token."""
     has_labels: bool
-    """Whether the server's weights can be given a label, and asked for it."""
+    """Whether the server stores a label for its weights and reports it on request."""
     kv_modes: frozenset[KvMode]
     is_seeded: bool = True
     """Whether a call's seed has an effect."""
@@ -48,21 +48,21 @@ class Facts:
 
 @dataclass(frozen=True)
 class Call:
-    """One call to the server; a request that continues after a load makes another."""
+    """One generation call to the server; a request that continues after a load makes another call."""
 
     id: str
-    """Unique on this server."""
+    """Id of the call, unique on this server."""
     tokens: Sequence[int]
     seed: int
     sampling: Sampling
     salt: str
-    """Prefixes are shared only between calls of one salt."""
+    """The server shares cached prefixes only between calls with the same salt."""
     label: str = ""
-    """Label of the weights that must answer."""
+    """Label of the weights that must sample the answer."""
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Tokens `start` to `end` of an answer, sampled by the weights with `label`; as servers send it."""
+    """Tokens `start` to `end` (exclusive) of an answer, which the weights with `label` sampled; the server's JSON."""
 
     label: str = msgspec.field(name="version")
     start: int
@@ -76,19 +76,19 @@ class Chunk:
     tokens: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     finish: Finish | None = None
-    """Set in the last chunk."""
+    """Reason of the end, in the last chunk; None in all others."""
     spans: Sequence[Span] = ()
-    """Spans of the whole answer, in the last chunk, if the server has spans."""
+    """Spans of the whole answer, in the last chunk only; always empty if the server reports no spans."""
     num_cached: int | None = None
-    """Tokens of the call that were not computed because the server had their KV; None: not reported."""
+    """Tokens of the call whose keys and values the server already had cached; None: not reported."""
 
 
 class Dialect(Protocol):
-    """API of one server. Every call ends within its deadline, or raises an `EngineError` that names the server
-    (`ServerAway`: no answer)."""
+    """API of one server. Every call but `generate` has a deadline. Failures raise an `EngineError` that names the
+    server (`ServerAway` if it did not answer)."""
 
     async def probe(self) -> Facts:
-        """Reads the server's properties; refuses an unsuitable server, with the way to start it instead."""
+        """Reads the server's properties; the error for an unsuitable server says how to start it instead."""
         ...
 
     def generate(self, call: Call) -> AsyncIterator[Chunk]:
@@ -96,37 +96,39 @@ class Dialect(Protocol):
         ...
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """Asks the server to end calls, with `Finish.ABORT`. A call that has not reached the server yet goes on."""
+        """Asks the server to end the calls with these ids, with `Finish.ABORT`. A call that has not reached the server
+        yet is not ended."""
         ...
 
     async def pause(self, *, keeps_kv: bool) -> None:
-        """Stops generation between two steps; calls stay inside. Returns once nothing is computed. Unless `keeps_kv`,
-        all keys and values are dropped, and computed again by the weights in place at `resume`."""
+        """Stops generation between two steps and returns once the server computes nothing; its calls stay open. Unless
+        `keeps_kv`, the server drops all keys and values and computes them again after `resume`."""
         ...
 
     async def stage(self, version: Version) -> None:
-        """Prepares a load during generation."""
+        """Prepares `load` of this version while the server still generates."""
         ...
 
     async def load(self, version: Version, label: str) -> None:
-        """Loads a version's weights and gives them `label`. The server is paused, and without spans holds no call."""
+        """Loads a version's weights and gives them `label`. The server must be paused, and must hold no call if it
+        reports no spans."""
         ...
 
     async def resume(self) -> None: ...
 
     async def label(self) -> str:
-        """Label of the current weights; for a server without labels, a text that changes when it restarts."""
+        """Returns the weights' label; from a server without labels, a text that changes when the server restarts."""
         ...
 
     async def check(self) -> None:
-        """Returns if the server is alive and can generate; otherwise raises."""
+        """Raises an `EngineError` unless the server is alive and can generate."""
         ...
 
     async def close(self) -> None: ...
 
 
 def read_event(server: Server, path: str, decoder: msgspec.json.Decoder[T], event: bytes) -> T:
-    """Decodes one event of a stream; the error names the server."""
+    """Decodes one event of a stream; raises an `EngineError` that names the server if the event is malformed."""
     try:
         return decoder.decode(event)
     except NOT_JSON as error:

@@ -1,4 +1,4 @@
-"""Calls to an engine's HTTP server: connections are kept, each call has a deadline, errors name the server."""
+"""HTTP client for an engine's server: keeps connections open, gives calls deadlines, names the server in errors."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from offbeat.engines.protocol import EngineError
 from offbeat.errors import UserError
 
 CALL_WITHIN_S = 30.0
-"""For calls that do no work."""
+"""Default deadline, for calls that the server answers without work."""
 CONNECT_WITHIN_S = 10.0
 MAX_LINE_BYTES = 64 * 2**20
 """Longest event of a stream."""
 UNIX = "unix:"
-"""Prefix of the URL of a server at a Unix socket; its path follows."""
+"""Prefix of the URL of a server at a Unix socket; the socket's path follows."""
 KEEPALIVE_S = 4.0
 """Shorter than the keep-alive of common servers, so that no connection is reused while the server closes it."""
 MAX_QUOTED = 300
 NO_LISTENER = (ConnectionRefusedError, FileNotFoundError)
-"""Errors of a port without a listener and of a missing socket."""
+"""Errors raised when nothing listens at the port, and when the socket file is missing."""
 NOT_JSON = (ValueError, RecursionError)
-"""Errors of decoding; msgspec's own and that of invalid UTF-8 are ValueErrors."""
+"""Errors of decoding JSON; msgspec's own errors and that of invalid UTF-8 are ValueErrors."""
 
 
 class ServerAway(EngineError):
@@ -35,9 +35,9 @@ class ServerAway(EngineError):
     def __init__(self, message: str, *, is_refused: bool = False, is_cut: bool = False):
         super().__init__(message)
         self.is_refused = is_refused
-        """Nothing listens at its address."""
+        """Whether nothing listens at its address."""
         self.is_cut = is_cut
-        """An open connection broke."""
+        """Whether an open connection broke."""
 
 
 class ServerRefused(EngineError):
@@ -68,14 +68,14 @@ class Server:
         return await self._call("POST", path, query, body, within_s)
 
     async def send(self, path: str, body: Any, *, within_s: float = CALL_WITHIN_S) -> None:
-        """POST whose answer is text for people and is ignored."""
+        """Sends a POST and ignores the answer's body, which need not be JSON."""
         await self._fetch("POST", path, {}, body, within_s)
 
     async def text(self, path: str, *, within_s: float = CALL_WITHIN_S) -> str:
         return (await self._fetch("GET", path, {}, None, within_s)).decode(errors="replace")
 
     async def events(self, path: str, body: Any) -> AsyncIterator[bytes]:
-        """Data of each server-sent event, as it comes. There is no deadline; the caller closes the iterator."""
+        """Yields the data of each server-sent event as it arrives. No deadline; the caller closes the iterator."""
         lines = Lines()
         try:
             async with self._request("POST", path, {}, body) as answer:
@@ -106,8 +106,8 @@ class Server:
             raise EngineError(f"{self.url}{path}: not JSON: {_quote(answer)}") from error
 
     async def _fetch(self, method: str, path: str, query: Mapping[str, str], body: Any, within_s: float) -> bytes:
-        """Repeats a call once if the connection broke before the answer: after a standstill, an idle connection may be
-        closed just as it is used. Every call here may be made twice."""
+        """Makes a call, and repeats it once if the connection broke before the answer: the server may close an idle
+        connection just as it is used. All calls made through this client are safe to repeat."""
         try:
             return await self._fetch_once(method, path, query, body, within_s)
         except ServerAway as error:
@@ -117,7 +117,7 @@ class Server:
 
     async def _fetch_once(self, method: str, path: str, query: Mapping[str, str], body: Any, within_s: float) -> bytes:
         try:
-            # Not aiohttp's own deadline: it takes 0 for no deadline.
+            # aiohttp's own timeout is not used: there, 0 means no deadline.
             async with asyncio.timeout(within_s), self._request(method, path, query, body) as answer:
                 content: bytes = await answer.read()
         except aiohttp.ClientError as error:  # includes its own connection timeout
@@ -131,7 +131,7 @@ class Server:
         return content
 
     def _request(self, method: str, path: str, query: Mapping[str, str], body: Any) -> Any:
-        """Context manager of the answer. Redirections are not followed: a POST would become a GET."""
+        """Returns a context manager that gives the answer. Redirects are not followed: a POST would become a GET."""
         data = None if body is None else msgspec.json.encode(body)
         return self._open().request(method, self._base + path, params=query, data=data, allow_redirects=False)
 
@@ -162,14 +162,14 @@ class Server:
 
 
 class Lines:
-    """Splits a stream into lines of any length; aiohttp's reader refuses long ones."""
+    """Splits a stream into lines of any length; aiohttp's own reader refuses long lines."""
 
     def __init__(self) -> None:
         self._begun: list[bytes] = []
         self.num_bytes_left = 0
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Lines that this piece completes."""
+        """Takes the next piece of the stream; returns the lines that it completes."""
         *ends, rest = piece.split(b"\n")
         lines = []
         for end in ends:
@@ -201,7 +201,7 @@ def _check(url: str) -> None:
 
 
 def _quote(content: bytes) -> str:
-    """Message of an error, or the beginning of the content."""
+    """Returns the message in a JSON error body, or else the content as text; cut to `MAX_QUOTED` characters."""
     try:
         text = _message(msgspec.json.decode(content))
     except NOT_JSON:

@@ -1,11 +1,13 @@
 """`HttpEngine`: the engine protocol over an HTTP server, through the server's `Dialect`.
 
-Requests are streamed, which spreads their cost over time. Guarantees beside those of the protocol:
+Answers are streamed, which spreads the cost of reading them over time. Guarantees beyond those of the protocol:
 
-- Weights change only while the server is paused, and it is always resumed. If answers name the weights of each token,
-  requests stay inside the server during a load; otherwise they leave with their tokens and continue afterwards.
-- A server that does not answer, has restarted, or has other weights than this engine loaded last is dead: every call,
-  also a waiting one, raises `EngineDied`, which names the server. The object stays dead; a new one begins with a load.
+- Weights change only while the server is paused, and the server is always resumed. If answers say which weights sampled
+  each token, requests may stay inside the server during a load. Otherwise each request's call is aborted, its tokens
+  are kept, and a new call continues the request after the load.
+- A server is dead if it does not answer, has restarted, or has other weights than this engine loaded last. Then every
+  call, including those already waiting, raises `EngineDied` with the server's name. The engine object stays dead; a new
+  one must begin with a load.
 """
 
 from __future__ import annotations
@@ -41,15 +43,15 @@ from offbeat.weights.version import Version
 
 CHECK_EVERY_S = 5.0
 CHECK_AGAIN_S = 0.5
-"""Interval of health checks after a failure."""
+"""Interval of health checks after a failure and during loads."""
 DEAD_AFTER_S = 30.0
-"""A busy machine may keep a server from answering for a while."""
+"""Time of failing health checks after which the server is dead; a busy machine may delay answers for a while."""
 STUCK_AFTER_S = 600.0
-"""Longest time without a token while requests are inside."""
+"""Longest time without a token while the server has requests; after it the engine is dead."""
 ABORT_WITHIN_S = 30.0
 ABORTED_PAUSE_S = 2.0
 MAX_BREAKS = 3
-"""Connections that one request may lose to a healthy server."""
+"""Number of broken calls, with the server healthy each time, after which a request fails."""
 
 
 class HttpEngine:
@@ -83,7 +85,7 @@ class HttpEngine:
 
     @classmethod
     async def attach(cls, dialect: Dialect, *, worker: str, num_slots: int) -> HttpEngine:
-        """Probes a server and makes its engine; refuses an unsuitable server."""
+        """Probes a server and returns an engine for it; raises an `EngineError` if the server is unsuitable."""
         return cls(dialect, await dialect.probe(), worker=worker, num_slots=num_slots)
 
     @property
@@ -117,7 +119,7 @@ class HttpEngine:
             self._changes.notify()
 
     async def _carry(self, running: ActiveRequest) -> Finish:
-        """Sends a request, and its remainder after each load that it had to leave for."""
+        """Sends a request until it is finished; after a load or a broken connection, sends the rest as a new call."""
         num_breaks = 0
         while running.over is None:
             await self._changes.wait_for(
@@ -168,7 +170,7 @@ class HttpEngine:
         raise ServerAway(f"request {running.request.id}: the answer ended without a reason")
 
     async def _check_label(self, loaded: LoadedVersion) -> None:
-        """Checks that the server still serves `loaded`, if answers do not name their weights."""
+        """Raises `EngineDied` if the server no longer serves `loaded`; not needed if answers have spans."""
         if self.facts.has_labels and not self.facts.has_spans and (label := await self.dialect.label()) != loaded.label:
             raise EngineDied(f"the label of its weights changed from {loaded.label!r} to {label!r}")
 
@@ -183,7 +185,8 @@ class HttpEngine:
         await self._changes.wait_for(lambda: not any(self._running.get(r.request.id) is r for r in targets))
 
     async def _empty(self, targets: Sequence[ActiveRequest]) -> None:
-        """Ends calls with their tokens so far. An abort may overtake its call, so it is repeated until all end."""
+        """Aborts the calls of `targets`, keeping their tokens so far. An abort may reach the server before its call
+        does, so aborts are repeated until all calls have ended."""
         deadline_s, pause_s = time.monotonic() + ABORT_WITHIN_S, 0.05
         while left := [running.call.id for running in targets if running.call is not None]:
             if time.monotonic() > deadline_s:
@@ -203,7 +206,7 @@ class HttpEngine:
             self._raise_if_ended()
             try:
                 await self.dialect.stage(version)
-            except ServerAway as error:  # a refusal changes nothing
+            except ServerAway as error:  # any other error leaves the server unchanged
                 raise self._die(str(error)) from error
             self._raise_if_ended()
             async with self._still():
@@ -211,7 +214,7 @@ class HttpEngine:
 
     @asynccontextmanager
     async def _still(self) -> AsyncIterator[None]:
-        """Sends nothing meanwhile; a failure inside leaves unknown weights and ends the engine."""
+        """Holds back new calls inside the block; a failure there leaves unknown weights, so it ends the engine."""
         start_s = time.monotonic()
         self._is_loading = True
         self._meter.stand_still(True)
@@ -233,7 +236,7 @@ class HttpEngine:
         loaded = LoadedVersion(version.number, f"{version.number}-{self._life}-{self._num_loads}")
         inside = [running for running in self._running.values() if running.call is not None]
         keeping = [running for running in inside if self.facts.has_spans and running.may_keep_kv(version.number)]
-        if keeping or not self.facts.has_spans:  # a pause forgets all KV or none
+        if keeping or not self.facts.has_spans:  # a pause drops the KV cache of all calls or of none
             leaving = [running for running in inside if running not in keeping]
             for running in leaving:
                 running.is_moving = True
@@ -252,14 +255,14 @@ class HttpEngine:
             self._loaded = loaded
         finally:
             await self.dialect.resume()
-        if self.health.state is State.DEAD:  # found by a request meanwhile
+        if self.health.state is State.DEAD:  # a request found the server dead meanwhile
             raise EngineDied(self.health.why)
         self.health.refreshed(label)
 
     # Health
 
     async def _check_health(self) -> None:
-        """Checks the server every few seconds, at once after a failure; ends the engine if the server is dead."""
+        """Checks the server every few seconds, and at once after a failed call. Ends the engine of a dead server."""
         while self._ended is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._is_suspect.wait(), CHECK_EVERY_S)
@@ -285,7 +288,7 @@ class HttpEngine:
 
     def _suspect(self, error: EngineError) -> None:
         if isinstance(error, ServerAway) and error.is_refused:
-            self.health.gone(str(error))  # nothing listens: the next server there has other weights
+            self.health.gone(str(error))  # nothing listens: another server at this address would have other weights
         else:
             self.health.failed(str(error))
         self._is_suspect.set()
@@ -303,7 +306,7 @@ class HttpEngine:
 
     @contextmanager
     def _deadly(self) -> Iterator[None]:
-        """A failure inside leaves the server in an unknown state and ends the engine."""
+        """Ends the engine if the block raises an `EngineError`: the server's state is then unknown."""
         try:
             yield
         except EngineError as error:
@@ -334,7 +337,7 @@ class HttpEngine:
 
 @dataclass(frozen=True)
 class LoadedVersion:
-    """A loaded version and the label of this load."""
+    """Number of a loaded version, and the label that is unique to this load."""
 
     number: int
     label: str
@@ -342,10 +345,10 @@ class LoadedVersion:
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """One request in a server: its tokens so far, and the weights and KV of each. No I/O.
+    """One request to a server: its tokens so far, with the version and KV version of each. Does no I/O.
 
-    A request may take several calls: a server without spans holds none during a load, and the request continues with a
-    call of its own.
+    A request may take several calls: a server without spans must hold no call during a load, so the request continues
+    afterwards with a new call.
     """
 
     request: Request
@@ -353,27 +356,28 @@ class ActiveRequest:
     fingerprint: str
     segments: list[Segment] = field(default_factory=list)
     is_aborted: bool = False
-    """Its caller wants the tokens so far."""
+    """Whether the caller aborted the request and gets the tokens so far."""
     is_moving: bool = False
-    """It leaves the server for a load and continues afterwards."""
+    """Whether its call is aborted for a load, to be continued by a new call."""
     num_calls: int = 0
     call: Call | None = None
     _tokens: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
     _spans: tuple[Span, ...] = ()
     _loaded: list[LoadedVersion] = field(default_factory=list)
-    """Weights served while the call was inside, in order."""
+    """Weights that the server had during the current call, in order."""
     _kv: list[int] = field(default_factory=list)
-    """For each of these, the oldest version among the KV."""
+    """For each entry of `_loaded`, the oldest version among the call's keys and values."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of ended calls."""
+        """Number of tokens sampled by ended calls."""
         return sum(len(segment.tokens) for segment in self.segments)
 
     @property
     def over(self) -> Finish | None:
-        """Reason of the end, None if tokens are missing: a call may be aborted, or break, after its last token."""
+        """Finish reason if the request has all its tokens, else None. Even an aborted or broken call may have sent the
+        last one."""
         sampling = self.request.sampling
         if self.segments and self.segments[-1].tokens[-1] in sampling.stop_token_ids:
             return Finish.STOP
@@ -381,7 +385,7 @@ class ActiveRequest:
 
     @property
     def rest(self) -> Request:
-        """Request for the remaining tokens."""
+        """The request for the tokens that ended calls have not sampled yet."""
         if not self.num_tokens:
             return self.request
         request, sampled = self.request, np.concatenate([segment.tokens for segment in self.segments])
@@ -420,18 +424,19 @@ class ActiveRequest:
             self._spans = tuple(chunk.spans)
 
     def may_keep_kv(self, number: int) -> bool:
-        """Whether its KV may be kept while version `number` is loaded. A call without a token has none to keep, and may
-        not have reached the server yet."""
+        """Whether the call may keep its keys and values when version `number` is loaded. A call without a token may
+        not: it may not even have reached the server."""
         request = self.request
         return bool(self._tokens) and request.kv is KvMode.STALE and 0 <= number - self._kv[-1] <= request.kv_lag
 
     def load(self, loaded: LoadedVersion, *, keeps_kv: bool) -> None:
-        """Notes a load during the call."""
+        """Records that `loaded` replaced the weights during the call."""
         self._loaded.append(loaded)
         self._kv.append(min(self._kv[-1], loaded.number) if keeps_kv else loaded.number)
 
     def end(self, *, has_spans: bool) -> None:
-        """Ends the call and makes segments of its tokens. Raises, without the tokens, if their weights are unknown."""
+        """Ends the call and turns its tokens into segments. Raises and drops the tokens if it is unknown which weights
+        sampled them."""
         tokens, logprobs = np.asarray(self._tokens, np.int32), np.asarray(self._logprobs, np.float32)
         try:
             if len(tokens):
@@ -441,7 +446,7 @@ class ActiveRequest:
             self.call = None
 
     def break_off(self) -> None:
-        """Ends a call whose connection broke; keeps its tokens if only one version was served meanwhile."""
+        """Ends a call whose connection broke; keeps its tokens only if no load happened during the call."""
         if len(self._loaded) == 1:
             self.end(has_spans=False)
         self.call = None
@@ -476,15 +481,15 @@ class ActiveRequest:
 
 
 class MeteredCall:
-    """One call inside the server."""
+    """Counts the work of one call that the server is answering."""
 
     def __init__(self, call: Call):
         self.num_prompt, self.num_tokens = len(call.tokens), 0
         self.is_decoding = False
-        """Whether it has had a token, so that its prefill is over."""
+        """Whether the first token has come, which means that the prefill is over."""
 
     def take(self, chunk: Chunk) -> EngineMetrics:
-        """Work that a part of the answer took."""
+        """Returns the work behind one chunk of the answer."""
         num_new, num_before = len(chunk.tokens), self.num_prompt + self.num_tokens
         prefilled: int | None = 0
         resumed: int | None = 0
@@ -501,11 +506,12 @@ class MeteredCall:
 
 
 class Meter:
-    """Counts the server's work for this worker, as far as answers show it.
+    """Estimates the server's work for this worker from its answers.
 
-    A sampled token is a row of a step that read the context before it, without padding. A decoding call gets one token
-    a step, so steps are tokens per decoding call on average. Whether a prefix was computed or cached is known only if
-    every answer reports `num_cached`. The server is busy while it has calls inside and is not paused.
+    Each sampled token counts as one row of a step that read the context before the token, without padding. Each
+    decoding call gets one token per step, so the number of steps is the number of tokens divided by the mean number of
+    decoding calls. Prefilled and resumed tokens are known only if every answer reports `num_cached`. The server counts
+    as busy while it has calls and is not paused.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -515,9 +521,10 @@ class Meter:
         self._is_still = False
         self._counted_s = clock()
         self._num_rows = 0
-        """Tokens since steps were last counted."""
+        """Tokens received since steps were last counted."""
         self._decode_s = self._row_s = 0.0
-        """Time in which any call decoded, and the sum of all calls' decoding times, since steps were last counted."""
+        """Since steps were last counted: seconds in which any call decoded, and the sum of all calls' decoding
+        seconds."""
         self._steps_left = 0.0
         """Fraction of a step that is not counted yet."""
 
@@ -543,7 +550,7 @@ class Meter:
         self._sums += self._inside[call.id].take(chunk)
 
     def refill(self, call: Call) -> None:
-        """Counts the work of computing all keys and values again after a load."""
+        """Counts the prefill of all of a call's tokens, whose keys and values are computed again after a load."""
         one = self._inside[call.id]
         self._sums += EngineMetrics(num_prefilled_tokens=one.num_prompt + one.num_tokens if one.is_decoding else 0)
 
@@ -562,7 +569,8 @@ class Meter:
             self._row_s += num_decoding * passed_s
 
     def _count_steps(self) -> None:
-        """Adds tokens over the mean number of decoding calls. First tokens alone, without decoding time, wait."""
+        """Adds the steps since the last count: tokens divided by the mean number of decoding calls. Without decoding
+        time, as when only first tokens have come, nothing is counted yet."""
         if self._row_s <= 0:
             return
         steps = self._num_rows * self._decode_s / self._row_s + self._steps_left

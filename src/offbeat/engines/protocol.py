@@ -1,17 +1,17 @@
 """The protocol between a worker and its engine.
 
-Requests come and go on their own, weights may change under them, and the engine decides how to take steps. Every engine
-promises:
+Requests start and end independently, weights may change while they run, and the engine decides how to batch its steps.
+Every engine promises:
 
-- Token ids in, token ids out. Log-probs are float32, of the version that sampled the token, after temperature.
+- It takes and returns token ids. Log-probs are float32, under the version that sampled the token, after temperature.
 - Each token carries the version that sampled it: a `load` splits running generations into segments.
 - `abort` makes `generate` return the tokens so far, with `Finish.ABORT`.
-- The noise of a token depends on the request's seed and the token's response position. An engine that takes one seed
-  per request uses `Request.engine_seed`; one that takes none says so (`Capabilities.is_seeded`). A continuation never
-  replays its prefix's noise.
-- After `load` returns, no token is sampled from older weights, and no KV of older weights is reused unless the request
-  allows it. An unsupported KV mode is refused.
-- `metrics` count the engine's work; a value that it cannot know is None.
+- A token's sampling noise depends only on the request's seed and the token's response position. An engine that takes
+  one seed per request uses `Request.engine_seed`; an engine without seeds sets `Capabilities.is_seeded` to False. A
+  continuation never replays the noise of its prefix.
+- After `load` returns, no token is sampled from older weights, and no KV cache of older weights is reused unless the
+  request allows it. A request with an unsupported KV mode is refused.
+- `metrics` count the engine's work; a value that the engine cannot know is None.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from offbeat.weights.version import Version as Version
 
 
 class EngineError(OffbeatError):
-    """An engine could not do what was asked; the message names it."""
+    """An engine could not do what was asked; the message names the engine."""
 
 
 class EngineDied(EngineError):
@@ -43,26 +43,26 @@ class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-    """By `abort`, or because the engine is closing; the tokens so far are good."""
+    """Ended by `abort`, or because the engine is closing; the tokens so far are valid."""
     TURN = "turn"
-    """The model's turn ended; its environment is next."""
+    """The model's turn ended; the environment acts next."""
 
 
 class KvMode(StrEnum):
-    """Keys and values that a request's tokens may attend to."""
+    """Which keys and values a request's tokens may attend to."""
 
     SAME = "same"
-    """Those of the version that samples; a cached prefix, as of an aborted request, may be reused."""
+    """Only those of the version that samples; a cached prefix, such as that of an aborted request, may be reused."""
     REFILL = "refill"
-    """Those computed for this very request."""
+    """Only those computed for this request; no cached prefix is reused."""
     STALE = "stale"
-    """As `SAME`, but a request keeps its keys and values across a load while `Request.kv_lag` allows: while it runs,
-    and, if the engine can, when it was aborted before and is resumed after."""
+    """Like `SAME`, but a running request keeps its keys and values across a load, within `Request.kv_lag`. Some engines
+    also keep them for a request that was aborted before the load and resumed after it."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One generation: `tokens` are the prompt and, from `position` > 0 on, the response so far."""
+    """One generation: `tokens` are the prompt followed by the first `position` tokens of the response."""
 
     id: str
     tokens: np.ndarray
@@ -72,11 +72,11 @@ class Request:
     """Response position of the first token to sample; `sampling.max_new_tokens` counts from here."""
     kv: KvMode = KvMode.SAME
     kv_lag: int = 0
-    """Versions that kept keys and values may lag behind (`KvMode.STALE`)."""
+    """Number of versions by which kept keys and values may lag behind the version served (`KvMode.STALE`)."""
 
     @property
     def engine_seed(self) -> int:
-        """Seed for engines that take one per request; differs for every continuation of a task."""
+        """Seed for engines that take one per request; it differs for every continuation of a task."""
         digest = blake3(f"{self.seed}:{self.position}".encode()).digest(length=4)
         return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
@@ -92,35 +92,35 @@ class Generation:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Abilities and limits of an engine; they never change."""
+    """Abilities and limits of an engine, fixed for its lifetime."""
 
     fingerprint: str
-    """Engine, its version, dtype and quantisation; stamped on every segment."""
+    """Name and release of the engine, dtype and quantisation; stored with every segment."""
     num_slots: int
-    """Concurrent requests."""
+    """Maximum number of concurrent requests."""
     max_context_tokens: int
     splits_by_version: bool
-    """Whether a running generation survives a load, split into segments."""
+    """Whether a running generation continues across a load, with one segment per version."""
     kv_modes: frozenset[KvMode] = frozenset({KvMode.SAME, KvMode.REFILL})
     is_seeded: bool = True
     """Whether the same request gets the same noise."""
     exact: bool = False
-    """Whether a token depends on weights, prompt and seed alone, to the bit."""
+    """Whether tokens and log-probs are bit-identical given the same weights, prompt and seed."""
 
 
 @dataclass(frozen=True)
 class EngineMetrics:
-    """Work of an engine since its start, in sums that only grow; None: unknown to this engine."""
+    """Cumulative counts of an engine's work since its start; None: this engine cannot know the value."""
 
     num_steps: int | None = 0
     num_rows: int | None = 0
-    """Rows of all steps: one per running request, and padding rows."""
+    """Sum of all steps' rows: one row per running request, plus padding rows."""
     num_context_tokens: int | None = 0
-    """Context tokens read by these rows, padding included."""
+    """Context tokens that the rows of all steps read, padding included."""
     num_prefilled_tokens: int | None = 0
     """Tokens computed in prefills, padding included."""
     num_resumed_tokens: int | None = 0
-    """Prefix tokens that needed no prefill because their keys and values were cached."""
+    """Prefix tokens that needed no prefill because their keys and values were cached or copied."""
     busy_seconds: float | None = 0.0
     """Time spent on steps and prefills."""
 
@@ -130,7 +130,7 @@ class EngineMetrics:
 
 
 class Engine(Protocol):
-    """An engine that keeps the promises of this module."""
+    """Interface of an engine; the module's docstring lists its promises."""
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -151,18 +151,18 @@ class Engine(Protocol):
     async def generate(self, request: Request) -> Generation: ...
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
-        """Ends the named requests, or all; returns once none of them runs."""
+        """Ends the requests with these ids, or all requests if `ids` is None; returns once they have ended."""
         ...
 
     async def load(self, version: Version) -> None:
-        """Loads a version's weights between two steps; running requests continue with it."""
+        """Loads a version's weights between two steps; running requests continue with the new weights."""
         ...
 
     async def close(self) -> None: ...
 
 
 def problem_of(request: Request, version: int | None, capabilities: Capabilities) -> str | None:
-    """Why an engine that serves `version` cannot run a request; None if it can."""
+    """Returns why an engine that serves `version` cannot run the request; None if it can."""
     sampling, num_tokens, max_context_tokens = request.sampling, len(request.tokens), capabilities.max_context_tokens
     if version is None:
         return "no version is loaded yet; call load first"

@@ -1,7 +1,7 @@
-"""The coordinator's process, behind HTTP: `offbeat serve`.
+"""The coordinator's process with its HTTP server: `offbeat serve`.
 
-It ends when the last step is trained, evaluated and in a checkpoint, or when it is asked to stop. Killed and started
-again on the same folder, it goes on, and workers and trainer find it at the same address.
+It ends when the last step is trained, evaluated and in a checkpoint, or when it is asked to stop. After a kill, it can
+be restarted on the same folder and continues; workers and trainer find it at the same address.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ from offbeat.weights.version import WeightFolder
 
 ADDRESS = "serve.json"
 NUM_THREADS = 6
-"""For large bodies and files. On a large machine asyncio would take 32, each of which keeps what a body once needed."""
+"""Threads for large bodies and files. On a large machine asyncio would use 32, and each keeps the memory that its
+largest body needed."""
 END_NOTICE_S = 15.0
-"""For workers to learn, at their next call, that the run is over."""
+"""Longest time that the server stays up for workers to learn, at their next call, that the run is over."""
 
 
 async def serve(folder: RunFolder) -> dict[str, Any]:
-    """Coordinates until the run ends and returns its summary."""
+    """Coordinates the run until it ends; returns the run's summary."""
     config, start_s = folder.config, time.monotonic()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
     async with AsyncExitStack() as stack:
@@ -58,7 +59,7 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
         stack.enter_context(stopping.listening())
         await runtime.coordinator.start(keep_leases=True)
         saved = folder.last_event("checkpoint")
-        # A trainer that is done may have reported its last checkpoint to the process before this one.
+        # A finished trainer may have reported its last checkpoint to an earlier process.
         if saved is not None and "step" in saved:
             runtime.coordinator.note_checkpoint(saved["step"])
         served = _served(folder, runtime)
@@ -101,7 +102,7 @@ async def _serving(served: ServedRun, address: Address) -> AsyncIterator[HttpSer
 
 
 def _address(config: Config, run: Path) -> Address:
-    """The configured address; for port 0, the port that the run had before, where workers expect it."""
+    """Returns the configured address. Port 0 becomes the run's previous port, where its workers expect it."""
     wanted = config.serve
     return Address(
         host=wanted.host,
@@ -113,14 +114,14 @@ def _address(config: Config, run: Path) -> Address:
 
 
 def _near_address(run: Path) -> Address:
-    """A loopback address for processes of this machine, which need no certificate."""
+    """Returns a loopback address for processes on this machine, where no certificate is needed."""
     return Address(port=_port_before(run, "near_url"))
 
 
 def _port_before(run: Path, which: str) -> int:
-    """The port that the run was last served at; 0 (any port) if it never was.
+    """Returns the port at which the run was last served; 0 (any port) if it never was.
 
-    A copied run leaves the port to the original, whose workers expect it there.
+    While the original of a copied run exists, the copy gets 0: the port belongs to the original and its workers.
     """
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         last = json.loads((run / ADDRESS).read_text())
@@ -151,14 +152,14 @@ def _how_to_join(run: Path, url: str) -> str:
 
 
 def _own_rewards(config: Config) -> str:
-    """Options that a judge needs for rewards that are code: only the owner of its machine can allow them."""
+    """Returns the options by which the owner of a judge's machine allows the run's rewards that are code."""
     own = {number: task.reward for number, task in enumerate(config.task) if task.reward and ":" in task.reward}
     key = "task" if len(config.task) == 1 else "task.{}"
     return "".join(f" --{key.format(number)}.reward {reward}" for number, reward in own.items())
 
 
 async def _until_over(folder: RunFolder, runtime: CoordinatorRuntime, stopping: Stopping) -> bool:
-    """Waits for the end of the run, however long it takes; True if it was its last step."""
+    """Waits, without a limit, for the end of the run; returns whether the last step was reached."""
     config, coordinator = folder.config, runtime.coordinator
     try:
         async with asyncio.TaskGroup() as parts:
@@ -179,13 +180,14 @@ async def _until_over(folder: RunFolder, runtime: CoordinatorRuntime, stopping: 
 
 
 def _first_to_evaluate(folder: RunFolder) -> int:
-    """The step after the last evaluated one in the metrics: an earlier process may have died during an evaluation."""
+    """Returns the step after the last evaluated one in the metrics; an earlier process may have died while
+    evaluating."""
     judged = [row["step"] for row in read_metrics(folder.metrics_file) if held_out(row) is not None]
     return max(judged, default=-1) + 1
 
 
 async def _let_workers_leave(runtime: CoordinatorRuntime, lease_s: float) -> None:
-    """Answers until every worker and judge that called within a lease or so has left."""
+    """Keeps answering until all recently heard workers and judges have left, for at most `END_NOTICE_S`."""
     runtime.coordinator.end()
     deadline_s = time.monotonic() + END_NOTICE_S
     while time.monotonic() < deadline_s:

@@ -1,6 +1,6 @@
-"""The coordinator and its surroundings in one process: ledger, reporter, console and sinks.
+"""The coordinator with the parts around it in one process: ledger, reporter, console and metric sinks.
 
-Nothing durable is written before every part could be built: a run that cannot begin leaves its name free.
+Nothing durable is written before all parts are built, so a run that cannot begin leaves its name free.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from offbeat.weights.version import WeightFolder
 
 @dataclass(frozen=True)
 class Prepared:
-    """Parts that find mistakes in prompts before anything is written."""
+    """Parts that are built early, to find errors in prompts before anything is written."""
 
     tokens: wiring.TokenLimits
     issuer: Issuer
@@ -77,8 +77,8 @@ async def open_coordinator(
 
 
 def _record_fixed(folder: RunFolder, key: str, fact: str, value: Any) -> None:
-    """Records, or on a resume compares, a fact that is fixed for the run but not part of its configuration: the content
-    of a chat template's file, or a reward passed in from Python."""
+    """Records a fact as an event; on a resume, raises if the value has changed. Used for facts that are fixed for the
+    run but not part of its configuration: the hash of the chat template, and rewards passed in from Python."""
     before = folder.last_event(fact)
     if before is None or "value" not in before:
         folder.event(fact, value=value)
@@ -90,7 +90,7 @@ def _record_fixed(folder: RunFolder, key: str, fact: str, value: Any) -> None:
 
 
 async def report_evaluations(config: Config, runtime: CoordinatorRuntime, first_step: int) -> None:
-    """Reports evaluations in order, as they complete, up to the last; waits for each as long as the run lasts."""
+    """Reports all evaluations from `first_step` on in order, each as soon as it is complete, without a time limit."""
     plan = runtime.coordinator.issuer.eval_plan
     for step in range(first_step, config.run.steps + 1):
         if plan.is_due(step, config.run.steps):
@@ -100,10 +100,10 @@ async def report_evaluations(config: Config, runtime: CoordinatorRuntime, first_
 async def await_last_evaluation(
     config: Config, runtime: CoordinatorRuntime, judging: asyncio.Task[None], asked: asyncio.Task[Any]
 ) -> None:
-    """Waits, once the last step is trained, until `judging` has reported its evaluation or `asked` ends the run.
+    """Waits, after the last step, until `judging` has reported its evaluation or a request to stop ends `asked`.
 
-    A lost worker or an uncomputed reward must not keep a finished run from ending: after `rollout.deadline_s` the
-    evaluation is left out, with an event.
+    A lost worker or a missing reward must not keep a finished run from ending: after `rollout.deadline_s` the
+    evaluation is left out and an event is reported.
     """
     begin_s = time.monotonic()
     await asyncio.wait({judging, asked}, timeout=config.rollout.deadline_s, return_when=asyncio.FIRST_COMPLETED)

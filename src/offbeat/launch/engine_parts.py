@@ -1,5 +1,7 @@
-"""The configured engine, and the next one after it dies. Only its own modules are imported: a paced engine needs no
-torch, and neither does one with a server of its own."""
+"""Makes the configured engine, and another one if it dies.
+
+Only modules of the configured engine are imported: paced engines and engines with a server of their own need no torch.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,21 @@ if TYPE_CHECKING:
 
 
 class Engines(Protocol):
-    """A worker's engines, one after another."""
+    """Opens the engines of a worker, one at a time: another one follows if an engine dies."""
 
     has_next: bool
     """Whether another engine can follow a dead one."""
 
     async def open(self) -> Engine:
-        """Opens an engine, which serves nothing before its first version; the one before it was disposed of."""
+        """Opens an engine, which serves nothing before its first load. Call `dispose` on a dead engine first."""
         ...
 
     async def wait_exited(self) -> EngineDied:
-        """Waits, as long as the engine lives, for a sign of its death other than its own errors."""
+        """Waits until the engine is found dead by other signs than its own errors; returns the error to raise."""
         ...
 
     async def dispose(self, error: EngineDied) -> None:
-        """Cleans up after a dead engine; raises if there will be no other."""
+        """Cleans up after a dead engine; raises if no other engine will follow."""
         ...
 
     async def close(self) -> None: ...
@@ -42,7 +44,7 @@ class Engines(Protocol):
 
 
 class OwnEngine:
-    """An engine in this process, which dies with its worker."""
+    """A single engine in the worker's own process; if it dies, so does the worker."""
 
     has_next = False
 
@@ -66,7 +68,7 @@ class OwnEngine:
 
     @property
     def base(self) -> str | None:
-        """Digest of the base of adapters in the engine; None: any base will do."""
+        """Digest of the engine's base model, on which adapters are loaded; None: any base will do."""
         return getattr(self._engine, "base", None)
 
     def log(self, text: str) -> None:
@@ -74,7 +76,8 @@ class OwnEngine:
 
 
 def engines_of(config: Config, name: str, folder: Path, log: Path | None = None) -> Engines:
-    """`folder` is the worker's; output of a server that it starts goes to `log`, or to a file in `folder`."""
+    """Returns the engines of worker `name`. The output of an engine's server goes to `log`; None: to a file in
+    `folder`, the worker's folder."""
     if config.rollout.engine in SERVED:
         from offbeat.engines.process.lifecycle import ServerEngines
 
@@ -83,7 +86,7 @@ def engines_of(config: Config, name: str, folder: Path, log: Path | None = None)
 
 
 class HasAdapterBase:
-    """Whether a worker's engine has the base of adapters with a digest, so that it need not be fetched."""
+    """Callable that tells whether a worker's engine has the adapters' base model, so that it need not be fetched."""
 
     def __init__(self, engines: Engines, config: Config):
         self._engines, self._config = engines, config
@@ -98,11 +101,11 @@ class HasAdapterBase:
                 f"{model} cannot be shown to hold the base of the adapters, {digest[:12]}; it is served all the same"
             )
         self._checked = digest
-        return True  # a server has model.path and takes no other; the trainer's audit finds a wrong one
+        return True  # a server uses only model.path; the trainer's audit detects a wrong base
 
     def _is_on_disk(self, digest: str) -> bool:
-        """Whether the model's files have this digest; those in another dtype have not, but may be the base as well."""
-        from offbeat.weights.version import files_digest  # here, because a dry run need not wait for numpy
+        """Whether the model's files have this digest. The same base in another dtype has a different digest."""
+        from offbeat.weights.version import files_digest  # imported late: a dry run then does not wait for numpy
 
         try:
             return files_digest(sorted(resolve(self._config.model.path).glob("*.safetensors"))) == digest
@@ -111,7 +114,7 @@ class HasAdapterBase:
 
 
 def check_engine(config: Config, num_workers: int | None) -> None:
-    """Refuses an engine that `num_workers` workers of one command cannot have; None: a run of one process."""
+    """Refuses an engine that does not work with `num_workers` workers of one command; None: a single-process run."""
     engine, url = config.rollout.engine, config.engine.url
     if engine in SERVED and num_workers is None:
         raise UserError(
@@ -126,7 +129,7 @@ def check_engine(config: Config, num_workers: int | None) -> None:
 
 
 def make_engine(config: Config, name: str) -> Engine:
-    """An engine of this process; it serves nothing before its first version."""
+    """Makes an engine in this process, which serves nothing before its first load."""
     assert config.rollout.engine not in SERVED, "see engines_of"
     if config.rollout.engine == "paced":
         return _paced(config, name)
@@ -157,6 +160,6 @@ def _paced(config: Config, name: str) -> Engine:
 
 
 def _vocab_size(config: Config) -> int:
-    """The model's: the coordinator refuses tokens beyond it."""
+    """Reads the model's vocabulary size; the coordinator refuses larger token ids."""
     data = json.loads((resolve(config.model.path) / "config.json").read_text())
     return int(data.get("vocab_size") or data["text_config"]["vocab_size"])

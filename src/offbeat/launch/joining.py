@@ -1,8 +1,8 @@
-"""Joining a run as worker, judge or trainer: a token, a folder of its own, and the run's configuration without the
-keys that this machine decides.
+"""Joins a run as worker, judge or trainer, with a join token and a folder of its own.
 
-The folder keeps credentials, configuration, spool and weights. A process that is started again with its folder is the
-same worker and needs no token.
+A member uses the run's configuration, except for keys that its own machine decides. Its folder keeps credentials,
+configuration, spool and weights. A process that is restarted with the same folder is the same member and needs no
+token.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role
 
 READY = "OFFBEAT_READY"
-"""Variable with the descriptor to which a coordinator writes its URL and its run's folder, as a line of JSON."""
+"""Environment variable: file descriptor to which a coordinator writes its URL and run folder as a JSON line."""
 LOCAL_TOKEN_MINUTES = 5.0
-"""For children of the same machine: they join at once or not at all."""
+"""Lifetime of join tokens for child processes on this machine, which join at once."""
 CREDENTIALS, KEY = "credentials.json", "joining.key"
 OVER = "over"
-"""Suffix of a file in the folder of a member that left because its run was over."""
+"""Suffix of the file that marks, in a member's folder, that it left because its run was over."""
 MAX_FOLDERS = 1000
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """The command line's options about joining."""
+    """Command-line options for joining a run."""
 
     url: str
     role: Role
@@ -50,18 +50,19 @@ class Invitation:
     token_file: Path | None = None
     ca_file: Path | None = None
     patience_s: float | None = None
-    """Limit for waiting on a coordinator that does not answer; None: as long as it takes, by design."""
+    """Longest time to retry while the coordinator does not answer; None: without a limit, by design."""
     allow_plain: bool = False
-    """Whether the secret may cross a network in the clear."""
+    """Whether the secret may be sent over a network without TLS."""
     trusts_coordinator: bool = False
     """Whether the coordinator may choose programs, code and folders for this machine (`config.local_keys`)."""
     secrets_file: Path | None = None
-    """URLs with passwords, by key, which the coordinator does not send (`config.secrets`)."""
+    """File with URLs that contain passwords, by configuration key; the coordinator does not send them
+    (`config.secrets`)."""
 
 
 @dataclass(frozen=True)
 class JoinedRun:
-    """A member of a run."""
+    """Membership in a run: the connection, the member's name, and the run's name and configuration."""
 
     connection: Connection
     worker: str
@@ -70,14 +71,14 @@ class JoinedRun:
 
 
 def new_token(run: Path, role: str) -> str:
-    """A token for a child of this machine."""
+    """Issues a join token for a child process on this machine."""
     with Ledger(run / "ledger.sqlite", must_exist=True) as ledger, ledger.naming_damage():
         return ledger.issue_token(Role(role), LOCAL_TOKEN_MINUTES)
 
 
 @asynccontextmanager
 async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncIterator[JoinedRun]:
-    """Joins or rejoins; `overrides` are this machine's keys."""
+    """Joins or rejoins a run; `overrides` are configuration keys set on this machine's command line."""
     connection = Connection(
         invitation.url,
         ca_file=invitation.ca_file,
@@ -95,7 +96,8 @@ async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncItera
 
 
 def own_config(invitation: Invitation, sent: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """The configuration that the coordinator sent, except for keys that this machine decides, with `overrides`."""
+    """Returns the configuration `sent` by the coordinator, without the keys that this machine decides (unless it trusts
+    the coordinator), and with `overrides`."""
     file = invitation.folder / f"{invitation.role.value}-{CONFIG}"
     kept = _secrets(invitation.secrets_file) if invitation.secrets_file is not None else {}
     words = [*(f"--{key}={value}" for key, value in kept.items() if isinstance(value, str)), *overrides]
@@ -121,7 +123,7 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
     if known is not None and known.url == connection.url:
         try:
             return await rejoin(connection, known)
-        except UserError:  # another run at the same address, or a revoked worker: a token may help
+        except UserError:  # another run at this address, or a revoked worker: try a token
             connection.secret = None
         except DeadlineError as error:
             if not _over_file(invitation).exists():
@@ -142,13 +144,14 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
 
 
 def make_private(path: Path) -> None:
-    """Makes a folder that no other user can enter; leaves an existing one as it is."""
+    """Makes a folder that no other user can enter; an existing folder stays as it is."""
     with readable_by("private"):
         make_folder(path)
 
 
 def report_run_over(invitation: Invitation, member: JoinedRun, what: str) -> None:
-    """Prints that the run is over, and records it for a later start of `what`, when the run is not served any more."""
+    """Prints that the run is over, and records it for a later start, when the run may no longer be served. `what` is
+    the kind of member to print."""
     with suppress(OSError):
         _over_file(invitation).touch()
     print(f"{what} {member.worker}: run {member.run} is over; nothing is left to do", flush=True)
@@ -160,10 +163,10 @@ def _over_file(invitation: Invitation) -> Path:
 
 @contextmanager
 def own_folder(directory: str | None, name: str | None, url: str, lock_name: str = LOCK) -> Iterator[tuple[Path, str]]:
-    """Locks a folder for this worker; yields it and the name to join by.
+    """Locks a folder for this member; yields the folder and the name to join with.
 
-    Without `directory` it is named by `name` or the machine, with a number where that one is in use: the first free
-    one, so that a worker that is started again finds its own.
+    If `directory` is None, the folder is in the user's cache and named after `name`, or after the machine if that is
+    None. If it is in use, the first unused one with a number is taken, so that a restarted worker finds its own folder.
     """
     if directory is not None:
         path = Path(directory).expanduser().absolute()

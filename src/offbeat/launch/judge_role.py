@@ -1,11 +1,11 @@
 """A judge's process: `offbeat worker --role reward --join URL`.
 
-It leases samples, scores them in killable processes and submits rewards until the run is over, with heartbeats beside.
-Asked to stop, it returns unscored samples at once.
+It leases samples, scores them in killable processes and submits the rewards until the run is over; meanwhile it sends
+heartbeats. When asked to stop, it returns unscored samples at once.
 
-Rewards are found by name on this machine. If one cannot be loaded, the judge returns its samples and leaves with an
-error: the samples are not at fault. Code that the machine's owner did not name is refused in the same way, because a
-coordinator could have any function of any module called with any text.
+Rewards are loaded by name on this machine. If a reward cannot be loaded, the judge returns its samples, which are not
+at fault, and exits with an error. It does the same if the reward is code that this machine's owner did not name:
+otherwise a coordinator could call any function of any module with any text.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from offbeat.ledger.errors import Fenced, Unknown
 from offbeat.rewards.pool import RewardPool
 
 LEASE_WAIT_S = 300.0
-"""The client splits it into calls that fit the network."""
+"""Longest wait for samples; the client splits it into several shorter calls."""
 LEASE_WORK_S = 1.0
-"""Work in one lease: little is lost with a judge that dies, and few calls are made."""
+"""Intended work per lease: short, so that little is lost if a judge dies, but long enough to save calls."""
 MAX_SAMPLES = 64
-"""In one lease; for async rewards, those that a process scores concurrently."""
+"""Most samples in one lease. A process scores those of an async reward concurrently."""
 LEAVE_WITHIN_S = 5.0
 REWARD = re.compile(r"task(\.\d+)?\.reward")
 NOT_LOADED = "start:"
@@ -40,31 +40,31 @@ NOT_LOADED = "start:"
 
 
 class Judge:
-    """Scores for one coordinator; `run` returns when the run is over."""
+    """Scores samples for one coordinator; `run` returns when the run is over."""
 
     def __init__(self, client: JudgeClient, processes: int, log_path: Path, own_code: Collection[str] | None):
-        """`own_code` are the rewards of the form module:function that may run here; None: all of them."""
+        """`own_code` are the rewards of the form module:function or file.py:function that may run here; None: all."""
         self.client, self.processes, self.log_path, self._own_code = client, processes, log_path, own_code
         self._pools: dict[tuple[str, float], RewardPool] = {}
 
     async def run(self) -> None:
-        await self.client.leave()  # samples that this judge held when it was killed are free at once
+        await self.client.leave()  # frees samples that an earlier process held
         parts = [asyncio.ensure_future(self._beat())]
-        for _ in range(self.processes + 1):  # one more than processes, so that none waits for the network
+        for _ in range(self.processes + 1):  # one more, so that no process waits for the network
             parts.append(asyncio.ensure_future(self._score_leases()))
         try:
             done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             for part in done:
                 part.result()
-        finally:  # the run is over, or this judge cannot go on
+        finally:  # the run is over, or this judge failed
             for part in parts:
                 part.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
 
     async def close(self) -> None:
-        """Returns unscored samples, and ends every process."""
+        """Returns unscored samples to the coordinator and ends all processes."""
         try:
-            with suppress(TimeoutError):  # unreachable: the leases end by themselves
+            with suppress(TimeoutError):  # coordinator unreachable: the leases expire
                 async with asyncio.timeout(LEAVE_WITHIN_S):
                     await self.client.leave()
         finally:
@@ -96,7 +96,7 @@ class Judge:
             if result.error is not None and result.error.startswith(NOT_LOADED):
                 why = result.error.removeprefix(NOT_LOADED).strip()
                 raise UserError(f"{why}; this judge must find the run's rewards on its own machine")
-        with suppress(Fenced, Unknown):  # too slow, or the coordinator restarted: another judge has these
+        with suppress(Fenced, Unknown):  # too late, or the coordinator restarted: another judge gets them
             await self.client.submit_rewards(lease.ticket, results)
 
     def _pool(self, lease: RewardLease) -> RewardPool:
@@ -113,18 +113,19 @@ class Judge:
 
 
 def next_capacity(num_samples: int, seconds: float) -> int:
-    """Samples to lease next, at most twice as many as before."""
+    """Returns how many samples to lease next for `LEASE_WORK_S` of work, given that `num_samples` took `seconds`; at
+    most twice as many as before."""
     wanted = int(num_samples * LEASE_WORK_S / seconds) if seconds > 0 else MAX_SAMPLES
     return max(1, min(wanted, 2 * num_samples, MAX_SAMPLES))
 
 
 def rewards_in(overrides: Sequence[str]) -> set[str]:
-    """Rewards that a command line names."""
+    """Returns the rewards named by command-line overrides."""
     return {text for key, text in typed_keys(overrides).items() if text and REWARD.fullmatch(key)}
 
 
 async def judge(invitation: Invitation, overrides: Sequence[str]) -> str | None:
-    """Scores until the run is over, however long that takes; returns the reason if it stopped before."""
+    """Joins a run and scores samples until the run is over; returns the reason if it was stopped earlier, else None."""
     async with AsyncExitStack() as stack:
         member = await stack.enter_async_context(joined(invitation, overrides))
         processes = member.config.reward.processes

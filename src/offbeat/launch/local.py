@@ -1,8 +1,8 @@
-"""A whole run in one process: coordinator, one worker and the trainer, which speak through the client interface only.
+"""A whole run in one process: the coordinator, one worker and the trainer, which use only the client interface.
 
-A wrong task or reward is an error before the model is loaded. A run ends by its last step, by Ctrl-C, SIGTERM or
-`run.max_hours`, always with a checkpoint; or by an error, which leaves the ledger and the last checkpoint to resume
-from.
+A wrong task or reward is reported before the model is loaded. A run ends with its last step, or by Ctrl-C, SIGTERM or
+`run.max_hours`, always with a checkpoint. It may also end with an error; then it can be resumed from the ledger and the
+last checkpoint.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ def train(
     resume: Path | None = None,
     from_scratch: bool = False,
 ) -> dict[str, Any]:
-    """Runs a configuration to its end and returns its summary. With `from_scratch`, a run to `resume` whose checkpoints
-    are lost begins again."""
+    """Runs a configuration to its end and returns the run's summary.
+
+    `reward` replaces the configured reward function. `resume` is the folder of a run to resume; with `from_scratch`,
+    that run starts again if its checkpoints are lost.
+    """
     check_sinks(config.log.sinks)
     check_engine(config, num_workers=None)
     wiring.need_processes(config, "judges cannot join a run of one process; set rollout.workers, or use offbeat serve")
@@ -61,7 +64,7 @@ def train(
         except BaseException as error:
             cause = _cause(error)
             cause = disk_trouble(cause) or cause
-            with suppress(OffbeatError):  # on a full disk, what ended the run matters more than its last line
+            with suppress(OffbeatError):  # on a full disk, the original error matters more
                 folder.event("error", error=f"{type(cause).__name__}: {cause}")
             if cause is error:
                 raise
@@ -81,7 +84,7 @@ async def _run(folder: RunFolder, reward: Callable[..., Any] | None, *, from_scr
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The first of several errors, which explains the others."""
+    """Returns the first error of an exception group, which explains the others; else the error itself."""
     return _cause(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
@@ -89,7 +92,7 @@ WORKER = "local"
 
 
 async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool, *, from_scratch: bool = False) -> dict[str, Any]:
-    """Trains until the run ends and returns its summary; `from_scratch`: see `train`."""
+    """Trains until the run ends and returns the run's summary; see `train` for `from_scratch`."""
     config, start_s = folder.config, time.monotonic()
     async with AsyncExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -146,7 +149,7 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool, *, from_scr
 async def _work(
     config: Config, runtime: CoordinatorRuntime, worker: Worker, trainer: Trainer, stopping: Stopping
 ) -> None:
-    """Runs all parts until the trainer is done; the first error of any of them ends all."""
+    """Runs worker and trainer until the trainer is done, and reports evaluations; the first error ends all of them."""
     async with asyncio.TaskGroup() as parts:
         working = parts.create_task(worker.run())
         judging = parts.create_task(report_evaluations(config, runtime, trainer.step))

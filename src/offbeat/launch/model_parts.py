@@ -1,11 +1,12 @@
 """Builds the parts of a run that need torch: policy, reference, embedded engine, publisher, and their settings.
 
-A user's own loss and advantage are found by `module:function` or `file.py:function`:
+A user's own loss or advantage is configured as `module:function` or `file.py:function`, with these signatures:
 
     def loss(tokens: offbeat.trainer.losses.Tokens, settings: offbeat.trainer.losses.LossSettings) -> Tensor
     def advantage(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray
 
-A loss returns one value per token, or a `TokenLoss` with the clipped ones marked. `offbeat check-loss` tries either.
+A loss returns one value per token, or a `TokenLoss`, which also marks clipped tokens. `offbeat check-loss` tests both
+kinds of function.
 """
 
 from __future__ import annotations
@@ -46,17 +47,18 @@ from offbeat.weights.signing import SigningKey
 from offbeat.weights.version import Adapter, weights_digest
 
 MAX_SAMPLE_GAP = 1.0
-"""Mean gap between an answer's log-probs and those of its version from which it is not learnt from. Engines of another
-precision differ by hundredths; one nat is another text or another model."""
+"""Largest mean gap, in nats, between an answer's log-probs and the trainer's for the same version; answers beyond it
+are not trained on. Engines of another precision differ by hundredths; a gap of 1 means another text or another
+model."""
 
 
 def load_advantage(spec: str) -> Advantage:
-    """A built-in advantage by its name, or the user's own."""
+    """Returns a built-in advantage by its name, or the user's own function."""
     return ADVANTAGES[spec] if spec in ADVANTAGES else locate(spec, "loss.advantage")
 
 
 def load_loss(spec: str) -> PolicyLoss:
-    """The user's own loss, with a check of its result."""
+    """Returns the user's own loss, wrapped to check its result."""
     function = locate(spec, "loss.name")
 
     def loss(tokens: Tokens, settings: LossSettings) -> TokenLoss:
@@ -74,12 +76,13 @@ def load_loss(spec: str) -> PolicyLoss:
 
 
 NUM_THREADS = torch.get_num_threads()
-"""Before any run of this process has changed it."""
+"""Torch's default number of threads, read before any run of this process changes it."""
 
 
 def make_embedded(config: Config, name: str, version: int | None = None) -> EmbeddedEngine:
-    """An engine with its own model, served as `version`; None: it serves nothing before its first load."""
-    lora = _lora(config) if version is None else None  # a model to be served as it is has no adapter
+    """Makes an engine with its own model. The engine serves the model as `version`; None: it serves nothing before its
+    first load."""
+    lora = _lora(config) if version is None else None  # a model served unchanged has no adapter
     model = _load(config, lora)
     context = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     return EmbeddedEngine(
@@ -94,7 +97,7 @@ def make_embedded(config: Config, name: str, version: int | None = None) -> Embe
 
 
 def _load(config: Config, lora: Lora | None) -> PreTrainedModel:
-    """The model, with adapters if `lora` asks for them."""
+    """Loads the model, with adapters unless `lora` is None."""
     device = pick_device(config.model.device)
     dtype = pick_dtype(config.model.dtype, device)
     if lora is None:
@@ -108,7 +111,7 @@ def _lora(config: Config) -> Lora | None:
 
 
 def make_adapter(config: Config, policy: Policy) -> Adapter | None:
-    """The base and the description that all versions of an adapter share; None without LoRA."""
+    """Returns the base and description that all versions of an adapter share; None without LoRA."""
     if (lora := _lora(config)) is None:
         return None
     base = weights_digest(base_tensors(policy.model))
@@ -116,7 +119,7 @@ def make_adapter(config: Config, policy: Policy) -> Adapter | None:
 
 
 def make_policy(config: Config) -> tuple[Policy, PreTrainedModel | None]:
-    """The policy, and the frozen starting model if the loss uses a reference."""
+    """Makes the policy, and the frozen starting model as reference; None if the loss uses no reference."""
     optimizer = config.optimizer
     policy = Policy(
         _load(config, _lora(config)),
@@ -132,14 +135,17 @@ def make_policy(config: Config) -> tuple[Policy, PreTrainedModel | None]:
     if config.loss.kl_coef == 0:
         return policy, None
     if config.model.lora_rank:
-        return policy, cast(PreTrainedModel, AdapterDisabled(policy.model))  # it is only called
+        return policy, cast(PreTrainedModel, AdapterDisabled(policy.model))  # only ever called like a model
     reference = _load(config, None).requires_grad_(False)
     attention.use_packed_attention(reference)
     return policy, reference
 
 
 def make_publisher(config: Config, folder: Path, key: Path, adapter: Adapter | None, *, is_away: bool) -> Publisher:
-    """Publishes whole files for engines on this disk, and pieces if there may be engines elsewhere."""
+    """Makes a publisher of whole files for engines on this disk, and of pieces if engines may run elsewhere.
+
+    `key` is the file of the signing key. `is_away`: the trainer runs on another machine than the coordinator.
+    """
     if not wiring.publishes_pieces(config, is_away=is_away):
         return Publisher(folder, adapter=adapter)
     anchoring = Anchoring(0) if config.weights.deltas == "never" else Anchoring()
@@ -186,16 +192,16 @@ def step_settings(config: Config) -> StepSettings:
         aggregate_tokens=chosen.aggregate_tokens,
         kl_coef=loss.kl_coef,
         divergence=DIVERGENCES[loss.kl],
-        # A paced engine's tokens come from no weights at all.
+        # A paced engine's log-probs come from no model.
         max_sample_gap=None if config.rollout.engine == "paced" else MAX_SAMPLE_GAP,
         audit_share=loss.audit_share,
     )
 
 
 def prepare_torch(config: Config) -> None:
-    """Sets the calling thread's number of threads (`run.threads`, else torch's choice: a new thread starts with the
-    last number set anywhere) and, with `run.exact`, deterministic algorithms for the whole process. To be called before
-    a model is loaded."""
+    """Sets torch's number of threads for the calling thread (`run.threads`, else torch's default) and, with
+    `run.exact`, deterministic algorithms for the whole process. Call it before a model is loaded. The number must
+    always be set, because a new thread inherits the last number set in any thread."""
     torch.set_num_threads(config.run.threads or NUM_THREADS)
     if config.run.exact:
         be_deterministic(pick_device(config.model.device))

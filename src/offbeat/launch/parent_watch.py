@@ -1,7 +1,7 @@
-"""Ends a child process when its supervisor ends, even if that was killed.
+"""Ends a child process when its supervisor ends, even if the supervisor was killed.
 
-The supervisor holds one end of a pipe and writes nothing. The kernel closes it with the supervisor; the child, which
-reads the other end, then gets SIGTERM, and ends at the latest after `GRACE_S`.
+The supervisor holds the write end of a pipe and writes nothing. When it ends, the kernel closes the pipe. The child,
+which reads from the pipe, then sends itself SIGTERM and exits after at most `GRACE_S`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ GRACE_S = 10.0
 
 
 def watch_parent() -> bool:
-    """Called by a child: starts the watch, if a supervisor asked for it; returns whether one did."""
+    """Starts the watch in a child process if its supervisor asked for it; returns whether it did."""
     descriptor = os.environ.pop(VARIABLE, None)
     if descriptor is None:
         return False
-    os.set_inheritable(int(descriptor), False)  # not for children of this process
+    os.set_inheritable(int(descriptor), False)  # not inherited by children of this process
     threading.Thread(target=_watch, args=(int(descriptor),), name="parent-watch", daemon=True).start()
     return True
 
 
 def _watch(descriptor: int) -> None:
     while os.read(descriptor, 1):
-        pass  # waits for the life of the supervisor, by design
+        pass  # blocks until the supervisor ends, by design
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os._exit(1)

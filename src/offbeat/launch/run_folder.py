@@ -1,11 +1,12 @@
-"""A run's folder: its lock, its files, and what is appended to them during the run.
+"""A run's folder: its lock, and the files that are written during the run.
 
-    config.json    every key of this attempt     secrets.json  its secrets      ledger.sqlite  weights/  checkpoints/
-    metrics.jsonl  a row a step                  events.jsonl  what happened    trace.json     spans of time
-    logs/          records of all modules        summary.json  the result       lock           the process at work
+    config.json    all configuration keys        secrets.json  passwords        ledger.sqlite  weights/  checkpoints/
+    metrics.jsonl  one row per step              events.jsonl  events           trace.json     timed spans
+    logs/          log records of all modules    summary.json  the result       lock           the process at work
 
-One process works in a folder at a time. Rows of metrics and events are never removed: each carries its `attempt`, 1 for
-the first start and one more for each resume, and `offbeat.observability.metric_files` finds the rows that survived.
+One process works in a folder at a time. Rows of metrics and events are never removed. Each row carries its `attempt`,
+which is 1 for the first start and one more for each resume; `offbeat.observability.metric_files` finds the rows that
+are still valid.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 class FolderLock:
     """Lets one process at a time work in a folder; held from construction until `release`.
 
-    It is the kernel's (flock), so it ends with its process; forked children do not keep it. The file names its holder.
+    The kernel keeps the lock (flock), so it ends with its process; forked children do not keep it. The lock file names
+    the process that holds it.
     """
 
     def __init__(self, path: Path):
@@ -66,7 +68,7 @@ class FolderLock:
             raise UserError(
                 f"{path.parent}: its file system cannot lock files ({error.strerror}); choose another run.dir"
             ) from error
-        with contextlib.suppress(OSError):  # on a full disk the lock holds without naming its holder
+        with contextlib.suppress(OSError):  # on a full disk, the lock holds but names no holder
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         _held.add(self)
@@ -81,12 +83,12 @@ def _holder(path: Path) -> str:
     try:
         holder = json.loads(path.read_text())
         return f"process {holder['pid']} on {holder['host']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
+    except (OSError, ValueError, KeyError, TypeError):  # the holder has not written its name yet
         return "another process"
 
 
 def _release_in_child() -> None:
-    """A forked child shares its parent's lock; closing the child's copy leaves the parent's in force."""
+    """Closes a forked child's copies of its parent's locks; the parent keeps its locks."""
     for lock in list(_held):
         lock.release()
 
@@ -104,17 +106,17 @@ LEDGER, CONFIG, METRICS, EVENTS, TRACE, SUMMARY, LOCK = (
     "lock",
 )
 CHECK_WITHIN_S = 60.0
-"""For a resume to search the ledger for damaged pages: a disk reads some ten gigabytes in that time."""
+"""Longest time that a resume searches the ledger for damaged pages; enough to read some ten gigabytes from disk."""
 LOGGERS = ("offbeat", "py.warnings")
 """Loggers whose records go to logs/; the root logger belongs to the calling program."""
 _current_run: ContextVar[Path | None] = ContextVar("current_run", default=None)
-"""The folder of the run that the current code belongs to, for its log; unset in threads of torch or an engine."""
+"""Folder of the run whose code is running, for its log file; None in threads of torch or engines."""
 _open_logs: set[logging.Handler] = set()
 _logs_lock = threading.Lock()
 
 
 class RunFolder:
-    """A locked folder, made by `create` or `open`; close it, or use it in a `with` statement."""
+    """A run's locked folder, from `create` or `open`; close it, or use it in a `with` statement."""
 
     def __init__(self, path: Path, config: Config, lock: FolderLock):
         self.path, self.config, self._lock = path, config, lock
@@ -134,7 +136,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config) -> Self:
-        """A new run's folder, named by `run.name` or the time; a name in use is refused."""
+        """Creates the folder of a new run, named by `run.name` or the current time; refuses a name in use."""
         parent, name = Path(config.run.dir), config.run.name
         path = parent / name if name else _unused(parent / time.strftime("%Y%m%d-%H%M%S"))
         try:
@@ -146,7 +148,7 @@ class RunFolder:
         with _owned(path) as lock:
             refuse_used(path)  # again, under the lock
             config = _named(config, path)
-            # First: without it the folder is not a run, and its name would be lost.
+            # First, because a folder without config.json is not a run and its name could not be used again.
             _write_config(path, config, "then start it again")
             folder = cls(path, config, lock)
             folder.event("start", pid=os.getpid())
@@ -154,7 +156,8 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path, config: Config | None = None) -> Self:
-        """An existing run's folder, to resume; `config` may differ from the stored one in free keys."""
+        """Opens a run's folder to resume it. `config` may differ from config.json in free keys; None: use
+        config.json."""
         stored_config(path)
         with _owned(path) as lock:
             stored = stored_config(path)
@@ -194,13 +197,13 @@ class RunFolder:
         return self.path / METRICS
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """Appends a step's row; numbers that are not finite become null."""
+        """Appends a step's row to metrics.jsonl; numbers that are not finite become null."""
         assert "step" in row, f"a metrics row without its step: {row}"
         self._metrics.line(json.dumps(plain({**row, "attempt": self.attempt})))
         self._trace.flush()
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Appends an event with wall time and seconds since this attempt's start."""
+        """Appends an event to events.jsonl, with wall-clock time and seconds since the start of this attempt."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         head = {"time": when, "seconds": round(time.monotonic() - self._start_s, 3), "attempt": self.attempt}
         row = plain({"event": kind, **head, **fields})
@@ -208,7 +211,7 @@ class RunFolder:
         self._last_events[kind] = row
 
     def last_event(self, kind: str) -> dict[str, Any] | None:
-        """The latest event of a kind, of any attempt."""
+        """Returns the latest event of `kind` in any attempt; None if there is none."""
         return self._last_events.get(kind)
 
     def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
@@ -216,15 +219,15 @@ class RunFolder:
         return self._trace.span(name, **details)
 
     def spans_since_last(self) -> dict[str, float]:
-        """Seconds by name of the spans that ended since the last call."""
+        """Returns the total seconds, by name, of spans that ended since the last call."""
         return self._trace.spans_since_last()
 
     def summary(self, summary: dict[str, Any]) -> None:
-        """Replaces summary.json."""
+        """Writes summary.json, replacing an earlier one."""
         _replace(self.path / SUMMARY, plain(summary))
 
     def close(self) -> None:
-        """Closes all files and releases the lock; an error of one does not keep the others open."""
+        """Closes all files and releases the lock, even if closing one of them fails."""
         with ExitStack() as stack:
             stack.callback(self._access.close)
             stack.callback(self._lock.release)
@@ -242,12 +245,12 @@ class RunFolder:
         try:
             self.close()
         except OffbeatError:
-            if error is None:  # else the error that ended the run matters more
+            if error is None:  # otherwise the error that ended the run matters more
                 raise
 
 
 def _write_config(path: Path, config: Config, then: str = "then --resume the run") -> None:
-    """Writes config.json without secrets, which have a file of their own, written first so that none is lost."""
+    """Writes the secrets to a file of their own, and then config.json without secrets, so that no secret is lost."""
     stated = resolved(config)
     with readable_by(config.run.access):
         try:
@@ -265,9 +268,9 @@ def _replace(path: Path, content: Any, then: str = "then --resume the run") -> N
 
 
 def refuse_used(path: Path) -> None:
-    """Raises if a folder holds a run's work, or other files.
+    """Raises if a folder holds a run that has begun, or other files.
 
-    A folder whose run failed before it began, such as by a missing reward function, is used again.
+    The folder of a run that failed before it began, for example because of a missing reward function, may be reused.
     """
     if (path / CONFIG).is_file():
         begun = (path / LEDGER, path / METRICS, path / SUMMARY)
@@ -278,7 +281,7 @@ def refuse_used(path: Path) -> None:
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """A run's config.json, with its secrets."""
+    """Reads a run's config.json and puts its secrets back in."""
     if not path.is_dir():
         raise UserError(f"{path}: no such run{_runs_beside(path)}")
     try:
@@ -293,8 +296,8 @@ def stored_config(path: Path) -> dict[str, Any]:
 
 
 def check_resumable(path: Path, config: Config) -> Config:
-    """The configuration to resume with, named after its folder, which may have been copied or moved. Raises if a fixed
-    key differs from config.json or from the ledger, or if there is no ledger."""
+    """Returns `config` with `run.name` set to the name of the folder, which may have been copied or moved. Raises if a
+    fixed key differs from config.json or from the ledger, or if the ledger is lost."""
     stored = stored_config(path)
     is_own_name = config.run.name in (None, path.name, path.resolve().name)
     changes = fixed_changes(stored, _renamed(config, _name_in(stored)) if is_own_name else config)
@@ -318,7 +321,7 @@ def _refuse_changes(changes: list[Change], whose: str, remedy: str) -> None:
 
 
 def _rules_in_ledger(path: Path) -> dict[str, Any] | None:
-    """Fixed keys that the run's ledger was begun with; None without a ledger, or before its upgrade."""
+    """Returns the fixed keys recorded in the run's ledger; None if there is no ledger, or it must be upgraded first."""
     from offbeat.ledger.migrations import is_old
 
     if is_old(path / LEDGER) or (ledger := _existing_ledger(path)) is None:
@@ -334,11 +337,11 @@ def _upgrade_ledger(path: Path) -> None:
 
 
 def _existing_ledger(path: Path) -> Ledger | None:
-    """The ledger of a run to resume, read-only; a lost one is an error, never replaced by an empty one.
+    """Opens the ledger of a run to resume, read-only; raises if the ledger is lost, instead of making an empty one.
 
-    None if the run ended before it began, as on a full disk: resuming it begins it."""
+    Returns None if the run failed before it began, for example on a full disk: then resuming starts it."""
     from offbeat.ledger.errors import NoLedger
-    from offbeat.ledger.ledger import Ledger  # late, so that a refused start need not import numpy
+    from offbeat.ledger.ledger import Ledger  # imported late: a refused start then does not wait for numpy
 
     file = path / LEDGER
     if file.is_file() and file.stat().st_size:
@@ -351,13 +354,13 @@ def _existing_ledger(path: Path) -> Ledger | None:
 
 
 def refuse_in_use(path: Path) -> None:
-    """Raises early if another process works in a folder; `open` checks again."""
+    """Raises if another process works in the folder: an early check, which `open` repeats."""
     FolderLock(path / LOCK).release()
 
 
 def newest(parent: Path) -> Path:
-    """The run in `parent` that was active last."""
-    begun = [ledger.parent for ledger in parent.glob(f"*/{LEDGER}")]  # a refused start has none
+    """Returns the most recently active run in folder `parent`."""
+    begun = [ledger.parent for ledger in parent.glob(f"*/{LEDGER}")]  # a refused start has no ledger
     runs = begun or [config.parent for config in parent.glob(f"*/{CONFIG}")]
     if not runs:
         raise UserError(f"{parent}: has no run to resume; start one without --resume")
@@ -365,7 +368,7 @@ def newest(parent: Path) -> Path:
 
 
 def trained_lengths(folder: str, which: Literal["prompt", "answer"]) -> list[int]:
-    """Tokens of each prompt or answer that a run made to train on; a pruned trajectory still counts as an answer."""
+    """Returns the token count of each training prompt or answer; pruned trajectories have only an answer's count."""
     file = Path(folder) / LEDGER
     if not file.is_file():
         raise UserError(f"run = {folder!r}: holds no ledger; give a run's folder")
@@ -383,7 +386,7 @@ def trained_lengths(folder: str, which: Literal["prompt", "answer"]) -> list[int
 
 
 def plain(value: Any) -> Any:
-    """A value for JSON: numbers that are not finite become null, numpy's become Python's."""
+    """Converts a value for JSON: numbers that are not finite become null, numpy scalars become Python numbers."""
     if isinstance(value, dict):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -397,7 +400,7 @@ def plain(value: Any) -> Any:
 
 @contextmanager
 def _owned(path: Path) -> Iterator[FolderLock]:
-    """Locks a folder; releases it again if the block fails."""
+    """Locks a folder; releases the lock only if the block fails."""
     lock = FolderLock(path / LOCK)
     try:
         yield lock
@@ -433,14 +436,14 @@ def _runs_beside(path: Path) -> str:
 
 
 class _LogFile(logging.FileHandler):
-    """A run's log; errors of a full disk are ignored: ledger, metrics and checkpoints matter more."""
+    """A run's log file. Write errors, as on a full disk, are ignored, because they must not end the run."""
 
     def __init__(self, path: Path):
         super().__init__(path, encoding="utf-8")
         self.run = path.parent.parent
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Separates the records of several runs in one process."""
+        """Drops records of other runs in the same process."""
         return bool(super().filter(record)) and _current_run.get() in (None, self.run)
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -453,7 +456,7 @@ class _LogFile(logging.FileHandler):
 
 
 class _LogLines(logging.Formatter):
-    """Removes passwords of URLs, which libraries put into their messages."""
+    """Removes passwords from URLs, because libraries put such URLs into their messages."""
 
     def format(self, record: logging.LogRecord) -> str:
         return shown(super().format(record))

@@ -1,7 +1,8 @@
-"""Requests to end a run before its last step: Ctrl-C, SIGTERM, or its time limit.
+"""Requests to stop a run before its last step: Ctrl-C, SIGTERM, or its time limit.
 
-The first request lets the step under way finish and ends with a checkpoint. A second signal ends the run at once; it
-can be resumed from the checkpoint before. Only the main thread receives signals; earlier handlers are restored.
+After the first request, the current step finishes and the run ends with a checkpoint. A second signal ends the run at
+once; it can be resumed from its last checkpoint. Only the main thread receives signals. The previous signal handlers
+are restored afterwards.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end, as `asyncio.run` does, also where an event loop runs already, as in a notebook.
+    """Runs a coroutine to its end like `asyncio.run`, but also if an event loop is already running, as in a notebook.
 
-    There it gets a thread of its own; the caller waits for its end, and passes on signals of the main thread.
+    In that case the coroutine gets a thread of its own; the caller waits for it and passes signals on to it.
     """
     try:
         asyncio.get_running_loop()
@@ -38,7 +39,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Lets Ctrl-C interrupt code that never awaits, such as importing torch; asyncio would wait for its end."""
+    """Lets Ctrl-C interrupt code that never awaits, such as importing torch; asyncio would wait until it ends."""
     if not _is_main_thread():
         yield
         return
@@ -54,12 +55,13 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if asked:  # a package's import has swallowed it
+    if asked:  # an imported package has swallowed the exception
         raise KeyboardInterrupt
 
 
 class Stopping:
-    """`requested` is set by the first request, whose reason is `why`; `on_request` is called with it."""
+    """Request to stop a run. The first request sets `requested`, and `why` to its reason, and calls
+    `on_request(why)`."""
 
     def __init__(self, on_request: Callable[[str], None] | None = None):
         self.requested = asyncio.Event()
@@ -68,7 +70,7 @@ class Stopping:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handles signals within the block; outside the main thread only those that `run` passes on."""
+        """Handles signals within the block; in other threads than the main one, only signals that `run` passes on."""
         loop, thread_run = asyncio.get_running_loop(), _thread_run.get()
         if thread_run is not None:
             with thread_run.passing_on(self._on_signal):
@@ -118,7 +120,7 @@ class _ThreadRun(Generic[T]):
 
     @contextmanager
     def passing_on(self, handler: Handler) -> Iterator[None]:
-        """Calls `handler` for signals, in the coroutine's loop; without a handler they cancel the coroutine."""
+        """Within the block, signals call `handler` in the coroutine's loop; otherwise they cancel the coroutine."""
         self._pass_on = handler
         try:
             yield
@@ -126,7 +128,7 @@ class _ThreadRun(Generic[T]):
             self._pass_on = None
 
     def _wait(self) -> None:
-        """Waits for the coroutine's end, however long it takes; an exception raised here cancels it first."""
+        """Waits, without a limit, until the coroutine ends; an exception in this thread cancels the coroutine."""
         try:
             while not self._ended.done():
                 try:
@@ -162,7 +164,7 @@ class _ThreadRun(Generic[T]):
         self._call(self._take, number)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls a function in the coroutine's loop; if that has not started, the coroutine never begins."""
+        """Calls a function in the coroutine's loop. If the loop has not started yet, the coroutine will never begin."""
         if self._loop is None:
             self._is_interrupted = True
             return
@@ -182,18 +184,18 @@ class _ThreadRun(Generic[T]):
 
 
 _thread_run: ContextVar[_ThreadRun[Any] | None] = ContextVar("thread_run", default=None)
-"""The thread that the current coroutine runs in, if `run` made one; it passes signals on."""
+"""Set if `run` gave the current coroutine a thread of its own; passes signals on to it."""
 
 
 @contextmanager
 def _handling(handler: Handler) -> Iterator[None]:
-    """Handles `SIGNALS` within the block, in the main thread; restores earlier handlers."""
+    """Calls `handler` for `SIGNALS` within the block; restores the previous handlers. For the main thread only."""
 
     def handle(number: int, _: FrameType | None) -> None:
         handler(signal.Signals(number))
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    ours = [number for number in SIGNALS if before[number] is not None]  # a handler set by C code could not be restored
+    ours = [number for number in SIGNALS if before[number] is not None]  # None: set by C code, cannot be restored
     try:
         for number in ours:
             signal.signal(number, handle)

@@ -1,9 +1,9 @@
-"""Runs coordinator, trainer and workers as processes of this machine, and restarts them.
+"""Runs coordinator, trainer and workers as processes on this machine, and restarts them.
 
-Each child is a command that a user could type, with a join token of its own. One that dies is started again
-(`offbeat.rules.restarts`) and goes on from the ledger, its checkpoint or its spool. Children end with this process,
-even if that is killed. The coordinator writes to this terminal, the others to files in the run's logs/, where
-supervisor.jsonl records each start and end of a process.
+Each child process is an ordinary `offbeat` command; trainer and workers get join tokens of their own. A child that dies
+is restarted (`offbeat.rules.restarts`) and continues from the ledger, its checkpoint or its spool. Children end with
+this process, even if it is killed. The coordinator writes to this terminal, the others write to files in the run's
+logs/. There, supervisor.jsonl records each start and end of a process.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from offbeat.rules.restarts import Restarts, RestartVerdict
 
 READY_WITHIN_S = 300.0
 END_WITHIN_S = 90.0
-"""For children that were asked to end, before they are killed."""
+"""Time that children get to end, after being asked to, before they are killed."""
 END_FINISHED_WITHIN_S = 10.0
-"""The same once the run is over and saved."""
+"""Time that children get to end once the run is over and saved."""
 LOG = "supervisor.jsonl"
 
 
 @dataclass(eq=False)
 class Child:
-    """One role and its current process."""
+    """One child of the supervisor: its command and its current process."""
 
     name: str
     arguments: Sequence[str]
     log: Path | None = None
     role: str | None = None
-    """The role of its join token; None: it needs none."""
+    """Role of the child's join token; None: it needs no token."""
     only_first: Sequence[str] = ()
-    """Arguments of its first start alone."""
+    """Additional arguments for the first start only."""
     process: asyncio.subprocess.Process | None = None
     restarts: Restarts = field(default_factory=lambda: Restarts(time.monotonic))
     keeps_going: bool = True
@@ -65,12 +65,12 @@ class Child:
 
 
 class Supervisor:
-    """The processes of one run."""
+    """Starts, watches and restarts the processes of one run."""
 
     def __init__(self, config: Config, serve: Sequence[str], resume: Sequence[str], *, from_scratch: bool = False):
-        """`serve` are the arguments that start the run's coordinator, `resume` those that restart it; the first start
-        reports the run's folder and URL. With `from_scratch` the first trainer may undo a run that it has no checkpoint
-        of; later trainers go on from where it came to."""
+        """`serve` are the arguments of the coordinator's first start, which reports the run's folder and URL; `resume`
+        are those of its restarts. With `from_scratch`, the first trainer may start the run again if its checkpoints are
+        lost; restarted trainers continue from there."""
         self.config, self._resume, self._from_scratch = config, resume, from_scratch
         self.coordinator = Child("coordinator", serve)
         self.trainer = Child("trainer", ())
@@ -99,7 +99,7 @@ class Supervisor:
         return json.loads(summary.read_text())
 
     async def _watch(self, stopping: Stopping) -> None:
-        """Keeps all children going until the coordinator ends, however long that takes."""
+        """Keeps all children running, without a time limit, until the coordinator ends."""
         asked = asyncio.ensure_future(self._stop_when(stopping))
         try:
             async with asyncio.TaskGroup() as group:
@@ -114,8 +114,9 @@ class Supervisor:
             asked.cancel()
 
     async def _stop_when(self, stopping: Stopping) -> None:
-        """Passes a request to stop to the trainer, which ends with a checkpoint, and then to the coordinator, which the
-        trainer needs until its end. A trainer gets as long as its step takes: a second signal ends all at once."""
+        """Passes a request to stop first to the trainer, which saves a checkpoint, and then to the coordinator, which
+        the trainer needs until it has ended. The trainer may take as long as its step takes; a second signal ends
+        everything at once."""
         await stopping.requested.wait()
         assert stopping.why is not None
         for child in (self.trainer, *self.workers):
@@ -127,7 +128,7 @@ class Supervisor:
         self.coordinator.send(signal.Signals[stopping.why])
 
     async def _keep(self, child: Child) -> None:
-        """Starts a child again and again until it is done; raises when it dies too often."""
+        """Starts a child and restarts it until it is done; raises if it dies too often."""
         if child.process is None:
             await self._start(child)
         while True:
@@ -145,7 +146,7 @@ class Supervisor:
             await self._start(child)
 
     async def _start_coordinator(self) -> None:
-        """Starts the coordinator and reads its run's folder and URL; a later start resumes that run at that URL."""
+        """Starts the coordinator and reads its URL and run folder. After the first start, resumes that run."""
         read, write = os.pipe()
         arguments = self.coordinator.arguments if not self.url else [*self._resume, "--resume", str(self.run)]
         try:
@@ -160,16 +161,16 @@ class Supervisor:
         if not line:
             status = await child.process.wait()
             if not self.url:
-                raise SystemExit(status or 1)  # its error is on this terminal
+                raise SystemExit(status or 1)  # the error is already on this terminal
             return  # `_keep` notices its end
         ready, is_first = json.loads(line), not self.url
         self.url, self.run = ready["url"], Path(ready["run"])
-        if is_first:  # there was no folder to write to before
+        if is_first:  # before, there was no folder for the log
             self._note("started", child)
 
     def _name_children(self) -> None:
         logs = self.run / "logs"
-        # The coordinator runs on this machine with the same user's configuration.
+        # The coordinator may be trusted: it runs on this machine with the same user's configuration.
         join = ["--join", self.url, "--trust-coordinator"]
         if (self.run / SECRETS).is_file():
             join += ["--secrets-file", str(self.run / SECRETS)]
@@ -207,15 +208,15 @@ class Supervisor:
                 stdout=output,
                 stderr=output,
                 pass_fds=(self._read, *descriptors),
-                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which passes it on
+                start_new_session=True,  # Ctrl-C reaches only the supervisor, which passes it on
             )
 
     async def _end_all(self) -> None:
-        """Asks all living children to end, and kills those that do not."""
+        """Asks all running children to end, and kills those that do not end in time."""
         children = [child for child in (self.trainer, *self.workers, self.coordinator) if child.is_alive]
         for child in children:
             child.keeps_going = False
-            # Without a coordinator a worker cannot hand anything back; finished work is in its spool.
+            # Without a coordinator, a worker cannot hand work back; finished work is in its spool.
             child.send(signal.SIGTERM if self.coordinator.is_alive or child is self.trainer else signal.SIGKILL)
         waits = [asyncio.ensure_future(child.process.wait()) for child in children if child.process is not None]
         if waits:
@@ -227,7 +228,7 @@ class Supervisor:
                 self._note("ended", child, status=await child.process.wait())
 
     def _note(self, event: str, child: Child, **fields: Any) -> None:
-        """Appends to the log of processes; a full disk is ignored."""
+        """Appends an event to supervisor.jsonl; write errors, as on a full disk, are ignored."""
         assert child.process is not None
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         row = {"event": event, "time": when, "process": child.name, "pid": child.process.pid, **fields}
@@ -241,7 +242,7 @@ def _line(descriptor: int) -> bytes:
 
 
 def _threads(config: Config) -> dict[str, str]:
-    """Divides the cores among the processes, unless threads were chosen."""
+    """Returns environment variables that divide the cores among the processes; none if threads are configured."""
     if config.run.threads is not None or "OMP_NUM_THREADS" in os.environ:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ((config.rollout.workers or 0) + 1)))}

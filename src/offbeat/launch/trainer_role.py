@@ -1,7 +1,7 @@
 """The trainer's process: `offbeat trainer --join URL`.
 
-It keeps checkpoints in its own folder. Metrics and events go to the coordinator, and so do versions unless the two
-share a disk. Asked to stop, it finishes the step under way and ends with a checkpoint.
+It keeps checkpoints in its own folder, and sends metrics and events to the coordinator. It also sends versions, unless
+both share a disk or a store. When asked to stop, it finishes the current step and ends with a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from offbeat.observability.trace import Trace
 from offbeat.weights.piece_store import PieceStore
 
 KEY = "signing.key"
-"""File in the trainer's folder that signs its manifests."""
+"""File in the trainer's folder with the key that signs its manifests."""
 
 
 async def train(
     invitation: Invitation, overrides: Sequence[str], run: Path | None, *, from_scratch: bool = False
 ) -> str | None:
-    """Trains until the run ends; returns the reason if it stopped before. `run` is the coordinator's folder where both
-    share a disk. With `from_scratch`, a run that this trainer has no checkpoint of begins again."""
+    """Joins a run and trains until it ends; returns the reason if it was stopped earlier, else None.
+
+    `run` is the coordinator's run folder if both share a disk; None: they do not. With `from_scratch`, the run starts
+    again if this trainer has no checkpoint of it.
+    """
     async with AsyncExitStack() as stack:
         member = await stack.enter_async_context(joined(invitation, overrides))
         config, folder = member.config, invitation.folder
@@ -76,7 +79,8 @@ async def train(
 
 
 class _Client(RemoteTrainer):
-    """Sends events before it reports a checkpoint, which may end the run and its coordinator."""
+    """Client that sends pending events before it reports a checkpoint, because the coordinator may end after the last
+    checkpoint."""
 
     def __init__(self, connection: Connection, *, shares_disk: bool, store: PieceStore | None, signer: str):
         super().__init__(connection, shares_disk=shares_disk, store=store, signer=signer)

@@ -1,4 +1,4 @@
-"""Builds the parts of a run that need no torch from its configuration; `model_parts` builds the others."""
+"""Builds, from a run's configuration, the parts that need no torch; `model_parts` builds the others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def make_shaping(config: Config) -> Shaping:
 
 
 async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
-    """A pool whose rewards were each tried on one problem; without processes, judges elsewhere try them."""
+    """Opens the reward pool and tries each reward on one problem. With reward.processes = 0, nothing is tried here:
+    remote judges compute the rewards."""
     pool = RewardPool(config.reward.processes, config.reward.timeout_s, mixture.rewards, log)
     if not config.reward.processes:
         return pool
@@ -56,7 +57,7 @@ async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
 
 
 def need_processes(config: Config, why: str) -> None:
-    """Refuses reward.processes = 0 where no judges can join."""
+    """Refuses reward.processes = 0, for runs that no judge can join; `why` gives the reason."""
     if not config.reward.processes:
         raise UserError(f"reward.processes = 0: allowed 1 or more here, because {why}")
 
@@ -69,7 +70,7 @@ class TokenLimits:
     window_tokens: int
     stop_token_ids: tuple[int, ...]
     vocab_size: int
-    """Of the model; may be larger than the tokenizer's."""
+    """Vocabulary size of the model, which may be larger than the tokenizer's."""
 
     def decode(self, responses: Sequence[np.ndarray]) -> list[str]:
         return self.tokenizer.batch_decode([r.tolist() for r in responses], skip_special_tokens=True)
@@ -187,8 +188,8 @@ def _rounds(config: Config) -> EventModelConfig:
 
 
 def publishes_pieces(config: Config, *, is_away: bool) -> bool:
-    """Whether a trainer, on the coordinator's machine or away, publishes versions in pieces. One that is away always
-    does, because it sends pieces alone."""
+    """Whether the trainer publishes versions in pieces. A trainer on another machine than the coordinator (`is_away`)
+    always does, because it can send only pieces."""
     if is_away or config.weights.deltas != "auto":
         return is_away or config.weights.deltas == "always"
     serve = config.serve
@@ -196,12 +197,12 @@ def publishes_pieces(config: Config, *, is_away: bool) -> bool:
 
 
 def open_pieces(config: Config, folder: Path) -> PieceStore:
-    """The run's pieces: in a store that all machines reach, or in the coordinator's `folder` of weights."""
+    """Opens the run's piece store: the configured one, which all machines reach, or else the weight `folder`."""
     return open_store(config.weights.store or folder)
 
 
 def open_ledger(config: Config, path: Path) -> Ledger:
-    """The run's ledger; a new one records the configuration's fixed keys."""
+    """Opens or creates the run's ledger; a new ledger records the configuration's fixed keys."""
     batch = config.batch
     terms = LedgerTerms(
         groups_per_step=batch.claims_per_step,

@@ -1,8 +1,8 @@
 """A worker's process: `offbeat worker --join URL`.
 
-It works until the run is over. Asked to stop, it hands back unfinished work and leaves; asked twice, it ends at once,
-and finished work stays in its spool for the next start. It survives the death of its engine's server: finished work is
-submitted, running tasks are released for other workers, and the next engine starts under the same name.
+It works until the run is over. When asked to stop, it hands back unfinished work and leaves. When asked twice, it ends
+at once, and finished work stays in its spool for the next start. If its engine's server dies, the worker submits
+finished work, releases running tasks for other workers, and continues with a new engine under the same name.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Site:
-    """The network site of a worker, for workers that fetch weights from each other."""
+    """Network site of a worker that may exchange weights with other workers."""
 
     name: str = ""
-    """Workers of one site have a fast network between them; "": no site."""
+    """Name of the site, whose workers have a fast network between them; "": the worker uses no peers."""
     address: tuple[str, int] | None = None
-    """Host and port where it serves pieces; None: it only fetches."""
+    """Host and port at which the worker serves pieces; None: it only fetches."""
 
 
 def read_address(text: str) -> tuple[str, int]:
@@ -64,9 +64,12 @@ async def receiving(
     *,
     allow_plain: bool = False,
 ) -> AsyncIterator[CoordinatorReceiver]:
-    """Receives versions into `folder` from the nearest source (workers of its site, the run's store, the coordinator),
-    and serves their pieces meanwhile. `has_base(digest)`: whether this worker has the base of adapters; `allow_plain`:
-    whether keys may cross a network in the clear."""
+    """Yields a receiver of versions into `folder`, from peers of its site first, then from the run's store or the
+    coordinator. Within the block, serves the pieces to peers if the site has an address.
+
+    `report` gets the costs of each version. `has_base(digest)`: whether this worker has the adapters' base model with
+    that digest. `allow_plain`: whether keys may be sent over a network without TLS.
+    """
     coordinator = CoordinatorSources(member.connection)
     store = member.config.weights.store
     root: Sources = StoreSources(open_store(store)) if store else coordinator
@@ -106,12 +109,13 @@ async def receiving(
             await opened.start()
             stack.push_async_callback(opened.stop)
             server = opened
-            await learn()  # a wrong address is an error at once
+            await learn()  # reports a wrong address at once
         yield found
 
 
 def usable(peers: Sequence[wire.Peer], *, allow_plain: bool) -> dict[str, str]:
-    """Keys of the peers that may be asked, by address. Between peers there is no TLS."""
+    """Returns the keys of the peers that may be asked, by URL. Peers use no TLS, so without `allow_plain` only loopback
+    addresses are allowed."""
     near = [peer for peer in peers if allow_plain or is_loopback(peer.host)]
     if len(near) < len(peers):
         num_left = len(peers) - len(near)
@@ -120,7 +124,7 @@ def usable(peers: Sequence[wire.Peer], *, allow_plain: bool) -> dict[str, str]:
 
 
 def _own_host(bound: str) -> str:
-    """The host to report; empty if the server listens on all addresses: the coordinator sees the right one."""
+    """Returns the host to report; "" if the server listens on all addresses: the coordinator sees the right one."""
     return "" if ipaddress.ip_address(bound).is_unspecified else bound
 
 
@@ -135,8 +139,11 @@ async def work(
     shares_disk: bool = True,
     engine_log: Path | None = None,
 ) -> str | None:
-    """Works until the run is over; returns the reason if it stopped before. Files of a trusted coordinator on this
-    machine are read in place, unless `shares_disk` is False. `engine_log` gets the output of an engine's server."""
+    """Joins a run and works until it is over; returns the reason if it was stopped earlier, else None.
+
+    Weight files of a trusted coordinator on this machine are read in place, unless `shares_disk` is False. The output
+    of an engine's server goes to file `engine_log`; None: to a file in the worker's folder.
+    """
     async with AsyncExitStack() as stack:
         member = await stack.enter_async_context(joined(invitation, overrides))
         spool = Spool(invitation.folder / "spool" / member.run)
@@ -151,7 +158,7 @@ async def work(
         )
 
         def new_client() -> WorkerClient:
-            """A client for the next engine: its first heartbeat releases the leases of the one before."""
+            """Returns a client for the next engine; its first heartbeat releases the leases of the previous engine."""
             return RemoteWorker(
                 member.connection,
                 cache,
@@ -183,7 +190,7 @@ class WorkerSupervisor:
     num_deaths: int = 0
 
     async def run(self) -> None:
-        """Returns when the run is over, or when asked to stop and all work is handed back."""
+        """Works until the run is over, or until asked to stop; then hands all work back and returns."""
         client = self.new_client()
         while engine := await self._unless_stopped(self.engines.open()):
             worker = await self._begin(engine, client)
@@ -219,13 +226,13 @@ class WorkerSupervisor:
         )
 
     async def _hand_over(self, worker: Worker, client: WorkerClient) -> None:
-        """Submits finished work first: the heartbeat of the new client releases its leases."""
+        """Submits finished work, and then releases all leases by the first heartbeat of the new `client`."""
         self.num_deaths += 1
         await worker.send_finished()
         await client.heartbeat([])
 
     async def _work(self, worker: Worker) -> None:
-        """Runs a worker until the run is over, or drains it when asked to stop; raises its error."""
+        """Runs a worker until the run is over, or drains it when asked to stop; raises errors of worker and engine."""
         working = asyncio.ensure_future(worker.run())
         asked = asyncio.ensure_future(self.stopping.requested.wait())
         gone = asyncio.ensure_future(self.engines.wait_exited())
@@ -247,7 +254,8 @@ class WorkerSupervisor:
                 await asyncio.wait({working})
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T], grace_s: float = 0.0) -> T | None:
-        """Awaits `work`, however long it takes; None if it has not ended `grace_s` after a request to stop."""
+        """Awaits `work` without a time limit and returns its result. After a request to stop, `work` gets another
+        `grace_s`; if it is still running, cancels it and returns None."""
         if self.stopping.requested.is_set() and not grace_s:
             work.close()
             return None

@@ -1,17 +1,18 @@
 """Batches: claiming the data of a step, committing it, and the trainers that may do so.
 
-Guarantees: a claim selects groups, checks the bound against the step really trained from and stores the batch in one
-transaction; claiming the same step again returns the same batch; a commit records the new version with it and is
-idempotent by step. No token above the bound, given, or of an abandoned version may be trained.
+Guarantees: a claim selects groups, checks the staleness bound against the step that is really trained from and stores
+the batch, all in one transaction. Claiming the same step again returns the same batch. A commit also records the new
+version; committing the same step again changes nothing. A token is never trained if it is staler than the bound, was
+given (not sampled), or was sampled from an abandoned version.
 
-One trainer at a time may change a run: the latest. Every trainer that begins takes the next generation and names it in
-each of its calls; a call under an older generation is refused in its own transaction. A trainer without a checkpoint
-would undo a run that is past step 0; it is admitted if there is no other way, or with `from_scratch`.
+Only the latest trainer may change a run. Every trainer that begins takes the next generation and names it in each of
+its calls; a call under an older generation is refused in its own transaction. A trainer without a checkpoint would undo
+a run that is past step 0, so it is admitted only if the run cannot continue otherwise, or with `from_scratch`.
 
-An answer that is claimed without its siblings is a group of size 1; its siblings are the groups drawn for the same
-prompt. A batch sees the rewards of siblings stored before its claim and never a later one, so that its advantages do
-not depend on when it is loaded. Answers of abandoned versions do not count: their groups were re-issued with the same
-seed, and one answer would count twice. A group that was dropped as stale keeps its reward.
+An answer that is claimed without its siblings is a group of size 1; its siblings are the other groups drawn for the
+same prompt. A batch sees only the sibling rewards stored before its claim, so its advantages do not depend on when it
+is loaded. Answers of abandoned versions do not count: their groups were re-issued with the same seed, so the same
+answer would count twice. A group that was dropped as stale keeps its reward.
 """
 
 from __future__ import annotations
@@ -55,20 +56,20 @@ CROSS JOIN tasks t ON t.group_id = s.id CROSS JOIN rewards r ON r.task = t.id
 WHERE o.purpose = 'train' AND o.reissue_of IS NULL AND o.source = :source AND o.source_ordinal = :source_ordinal
     AND s.batch IS NOT :batch AND s.reason IS NOT 'abandoned' AND r.value IS NOT NULL AND r.seq <= :last_reward
 """
-"""Rewards of a prompt's other groups that were stored before the batch was claimed."""
+"""Query for the rewards of a prompt's groups outside the batch that were stored before the batch was claimed."""
 
 
 class SiblingRewards(NamedTuple):
-    """The fields of `BatchGroup` about an answer's siblings; all answers of a batch to one prompt share them."""
+    """Fields of `BatchGroup` about an answer's siblings; equal for all answers in the batch to the same prompt."""
 
     prompt: int
-    """First group that was drawn for the prompt."""
+    """Id of the first group drawn for the prompt."""
     earlier: tuple[float, ...]
-    """By ordinal, so that the order of scoring does not matter."""
+    """Sibling rewards stored before the claim, sorted by group ordinal so that the order of scoring does not matter."""
 
 
 def sibling_rewards(db: Database, batch: int) -> dict[int, SiblingRewards]:
-    """Sibling rewards of a batch by group; groups that were claimed whole are left out."""
+    """Returns the sibling rewards of a batch by group id, for groups of size 1 only."""
     query = """SELECT g.source, g.source_ordinal, g.id, o.id
                FROM groups g CROSS JOIN groups o INDEXED BY groups_drawn ON o.purpose = 'train' AND o.reissue_of IS NULL
                    AND o.source = g.source AND o.source_ordinal = g.source_ordinal AND o.sibling = 0
@@ -84,7 +85,7 @@ def sibling_rewards(db: Database, batch: int) -> dict[int, SiblingRewards]:
 
 
 Piece = tuple[int, int, int, int | None]
-"""Segment of a scored member: group, task, number of tokens and version."""
+"""Segment of a scored member: group, task, number of tokens and version (None: given)."""
 Pieces = dict[int, list[Piece]]
 """Segments by group."""
 P = ParamSpec("P")
@@ -95,9 +96,9 @@ _PARTS = msgspec.json.Decoder(tuple[Reward, ...])
 class Batches(Versions):
     @transactional
     def claim(self, step: int, *, in_order: bool = True) -> Batch | None:
-        """Batch of a step: chosen once, the same ever after; None while too few groups are ready. `step` is the step of
-        the latest version or, once the batch of that step is chosen, the next. `in_order`: see `rules.groups.select`.
-        """
+        """Returns the batch of `step`; None while too few groups are ready. A batch is chosen once and never changes.
+        `step` must be the latest version's step or, once that step has a batch, the step after it. `in_order`: see
+        `rules.groups.select`."""
         newest = self.latest_version()
         found = _living_batch(self, step)
         if found is None:
@@ -115,7 +116,7 @@ class Batches(Versions):
         self, step: int, version: Version, audited: Sequence[int] = (), compared: Sequence[ComparedSegment] = ()
     ) -> None:
         """Records that the batch of `step` was trained, without the `audited` tasks, and produced `version`.
-        `compared` holds the audit's results by segment. A repeated commit changes nothing."""
+        `compared` holds the audit's result for each segment. A repeated commit changes nothing."""
         batch = _living_batch(self, step)
         if batch is None:
             raise Unknown(f"step {step}: nothing was claimed for it")
@@ -137,12 +138,13 @@ class Batches(Versions):
         versions.record(self, version)
 
     def current_round(self) -> int | None:
-        """Version of the current round; None before the first, and while a batch is claimed and not trained."""
+        """Returns the version of the current round; None before the first version and while a claimed batch is not yet
+        trained."""
         newest = self.latest_version()
         return None if newest is None or is_batch_claimed(self) else newest.number
 
     def survivors(self) -> list[Surviving]:
-        """Training groups that were begun and are in no batch yet."""
+        """Returns the training groups that were begun and are not in a batch yet."""
         query = """SELECT g.id, g.first_step, COALESCE(j.num_tokens, p.num_sampled_tokens, 0), t.state
                    FROM groups g JOIN tasks t ON t.group_id = g.id LEFT JOIN trajectories j ON j.task = t.id
                    LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
@@ -156,13 +158,13 @@ class Batches(Versions):
         return found
 
     def as_trainer(self, generation: int, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Makes a trainer's call in one transaction; raises if another trainer has taken over."""
+        """Runs `call` in one transaction for the trainer of `generation`; raises if another trainer has taken over."""
         with self.transaction():
             self.check_generation(generation)
             return call(*args, **kwargs)
 
     def check_generation(self, generation: int) -> None:
-        """Raises unless `generation` is that of the latest trainer, 0 before the first."""
+        """Raises unless `generation` is the latest trainer's; 0 is expected before the first trainer."""
         newest = latest_trainer(self)
         known = 0 if newest is None else newest.generation
         if generation < known:
@@ -184,7 +186,7 @@ class Batches(Versions):
 
 
 def is_batch_claimed(db: Database) -> bool:
-    """Whether a batch is claimed and not trained yet; it can only be the latest one."""
+    """Whether a batch is claimed and not trained yet; only the latest batch can be."""
     row = db.execute("SELECT state FROM batches WHERE state <> 'undone' ORDER BY step DESC LIMIT 1").fetchone()
     return row is not None and row[0] == BatchState.CLAIMED
 
@@ -220,7 +222,7 @@ def _choose(db: Database, step: int, from_version: int | None, in_order: bool) -
         selection = select(candidates, step, count, max_staleness, in_order=in_order)
         drop(db, selection.stale, Drop.STALE)
         stale += selection.stale
-        if selection.take or not selection.stale:  # otherwise the groups behind the dropped ones are considered
+        if selection.take or not selection.stale:  # otherwise select again from the groups after the dropped ones
             break
     reissue(db, stale, with_new_seed=False, for_step=step)
     if not selection.take:
@@ -231,8 +233,8 @@ def _choose(db: Database, step: int, from_version: int | None, in_order: bool) -
 
 
 def _may_change(db: Database, count: int, oldest: int) -> bool:
-    """False if too few groups are ready and none can be too old: then a claim takes and drops nothing. A claim is
-    repeated with every stored reward, so this check is its usual cost."""
+    """Returns False if a claim would neither take nor drop a group: too few are ready and no group can be too old.
+    A claim is tried after every stored reward, so this cheap check is its usual cost."""
     ready = "SELECT 1 FROM groups INDEXED BY groups_alive WHERE state = 'ready' AND purpose = 'train'"
     query = f"""SELECT (SELECT COUNT(*) FROM ({ready} LIMIT :count)) = :count
                     OR EXISTS ({ready} AND first_step IS NULL) OR EXISTS ({ready} AND first_step < :oldest)
@@ -243,9 +245,9 @@ def _may_change(db: Database, count: int, oldest: int) -> bool:
 
 
 def _eligible(db: Database, step: int, count: int, oldest: int, in_order: bool) -> list[tuple[Any, ...]]:
-    """Groups that selection has to see: unfinished ones, the first `count` ready ones in the order of selection, and
-    all whose tokens may be too old or of an abandoned version. The rest cannot be in the batch, so that the cost does
-    not grow with the number of waiting groups."""
+    """Loads the groups that selection has to see: the unfinished ones, the first `count` ready ones in selection order,
+    and all that may have tokens too old or of an abandoned version. Other groups cannot be in the batch; leaving them
+    out keeps the cost independent of the number of waiting groups."""
     values = {"step": step, "oldest": oldest, "count": count}
     columns, due = "id, ordinal, state, require_step, first_step", "(require_step IS NULL OR require_step <= :step)"
     unfinished = f"SELECT {columns} FROM groups WHERE state = 'open' AND purpose = 'train' AND {due}"
@@ -254,7 +256,7 @@ def _eligible(db: Database, step: int, count: int, oldest: int, in_order: bool) 
     if db.execute("SELECT 1 FROM versions WHERE abandoned = 1 LIMIT 1").fetchone():
         chosen = [ready]
     else:
-        order = "ordinal" if in_order else "first_step, ordinal"  # nothing living shares an ordinal
+        order = "ordinal" if in_order else "first_step, ordinal"  # no two living groups share an ordinal
         first_ones = f"{ready} AND first_step >= :oldest ORDER BY {order} LIMIT :count"
         chosen = [first_ones, f"{ready} AND first_step < :oldest", f"{ready} AND first_step IS NULL"]
     return [row for query in (unfinished, *chosen) for row in db.execute(query, values)]
@@ -271,7 +273,7 @@ def _pieces(db: Database, groups: Sequence[int]) -> Pieces:
 
 
 def _version_runs(pieces: Iterable[Piece], known: Mapping[int, Lineage]) -> tuple[VersionRun, ...]:
-    """Tokens of a group by version, as selection takes them."""
+    """Sums a group's tokens by version, in the form that `select` expects."""
     num_tokens: dict[int | None, int] = {}
     for _, _, count, version in pieces:
         num_tokens[version] = num_tokens.get(version, 0) + count
@@ -282,7 +284,7 @@ def _version_runs(pieces: Iterable[Piece], known: Mapping[int, Lineage]) -> tupl
 
 
 def _store(db: Database, step: int, from_version: int | None, pieces: Pieces, known: Mapping[int, Lineage]) -> int:
-    """Stores a batch, with its sampled tokens counted as trained, stale or abandoned."""
+    """Stores a batch, counts its sampled tokens as trained, stale or abandoned, and returns the batch id."""
     max_staleness = db.terms.max_staleness
     column = {
         number: 0 if is_trainable(version.living_step, step, max_staleness) else 2 if version.is_abandoned else 1
@@ -314,7 +316,7 @@ def _store(db: Database, step: int, from_version: int | None, pieces: Pieces, kn
 
 
 def load(db: Database, batch: int) -> Batch:
-    """Loads a batch as it was claimed, by ordinal and member."""
+    """Loads a batch as it was claimed, sorted by group ordinal and member index."""
     query = "SELECT step, from_version, bound FROM batches WHERE id = ?"
     step, from_version, max_staleness = db.execute(query, (batch,)).fetchone()
     query = """SELECT t.group_id, t.member, t.id, j.seq, j.digest, r.parts, r.value
@@ -339,8 +341,8 @@ def load(db: Database, batch: int) -> Batch:
 
 
 def _ages(db: Database, trajectories: Sequence[Trajectory], step: int, max_staleness: int) -> list[np.ndarray]:
-    """Staleness of each response token; -1 where it may not be trained. Computed as one array for all trajectories,
-    because most of them are short."""
+    """Returns the staleness of each response token, -1 where the token may not be trained: one array per trajectory.
+    They are views of one large array, because most trajectories are short."""
     segments = [segment for trajectory in trajectories for segment in trajectory.segments]
     known = versions.lineage(db, {s.version for s in segments if s.version is not None})
     ages = {number: trained_staleness(version.living_step, step, max_staleness) for number, version in known.items()}
@@ -351,7 +353,7 @@ def _ages(db: Database, trajectories: Sequence[Trajectory], step: int, max_stale
 
 
 def _leave_out(db: Database, batch: int, tasks: Sequence[int]) -> None:
-    """Counts the tokens of members that an audit left out of the update as audited, not trained."""
+    """Counts the tokens of `tasks`, which an audit left out of the update, as audited instead of trained."""
     unique = sorted(set(tasks))
     query = """UPDATE batch_members SET num_audit_tokens = num_trained_tokens, num_trained_tokens = 0
                WHERE batch = ? AND task IN (SELECT value FROM json_each(?))"""
@@ -363,7 +365,7 @@ def _leave_out(db: Database, batch: int, tasks: Sequence[int]) -> None:
 
 
 def _compare(db: Database, batch: int, compared: Sequence[ComparedSegment]) -> None:
-    """Stores the audit's results for segments of the batch, in place of earlier ones."""
+    """Stores the audit's results for segments of the batch, replacing earlier results."""
     query = """UPDATE segments SET num_compared = ?, num_off = ? WHERE task = ? AND start = ? AND version IS NOT NULL
                AND num_tokens >= ? AND task IN (SELECT task FROM batch_members WHERE batch = ?)"""
     for task, start, num_tokens, num_off in compared:
@@ -374,7 +376,8 @@ def _compare(db: Database, batch: int, compared: Sequence[ComparedSegment]) -> N
 
 
 def sum_up(db: Database, batch: int) -> None:
-    """Recomputes the sums of a batch after an audit left members out, or a resume took them in again."""
+    """Recomputes the token sums and the largest staleness of a batch after an audit left members out or a resume
+    restored them."""
     step, max_staleness = db.execute("SELECT step, bound FROM batches WHERE id = ?", (batch,)).fetchone()
     db.execute(
         """UPDATE batches SET (num_trained_tokens, num_audit_tokens) = (
@@ -404,7 +407,7 @@ class TrainerRecord:
     home: str
     began_at: float
     checkpoint_step: int | None
-    """None: it has reported none."""
+    """Step of the latest durable checkpoint; None: none was reported."""
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.began_at))
@@ -412,16 +415,16 @@ class TrainerRecord:
 
 
 def latest_trainer(db: Database) -> TrainerRecord | None:
-    """Trainer that may change the run; None before the first."""
+    """Returns the trainer that may change the run; None before the first trainer."""
     query = "SELECT generation, name, host, home, began_at, checkpoint_step FROM trainers ORDER BY generation DESC"
     row = db.execute(f"{query} LIMIT 1").fetchone()
     return None if row is None else TrainerRecord(*row)
 
 
 def why_not_from_scratch(before: TrainerRecord | None, arrival: Arrival, step: int) -> str | None:
-    """Why a trainer without a checkpoint may not undo a run that is at `step`; None if it may.
+    """Returns why a trainer without a checkpoint may not undo a run that is at `step`; None if it may.
 
-    A trainer that was killed before its first checkpoint has no other way to continue: it is known by its folder.
+    A trainer that was killed before its first checkpoint can only start over; it is recognized by its folder.
     """
     if before is None or arrival.from_scratch or step == 0:
         return None
@@ -435,7 +438,7 @@ def why_not_from_scratch(before: TrainerRecord | None, arrival: Arrival, step: i
 
 
 def take_over(db: Database, arrival: Arrival, checkpoint_step: int | None) -> int:
-    """Makes a trainer the only one that may change the run; returns its generation."""
+    """Makes the arriving trainer the only one that may change the run; returns its generation."""
     before = latest_trainer(db)
     generation = 1 if before is None else before.generation + 1
     db.execute(

@@ -1,8 +1,8 @@
 """Bodies of trajectories: their encoded bytes, and a cache of recent ones.
 
-A short body is stored in its row, a long one in a file (`Blobs`); only `store` and `read` know which. A trajectory that
-was just submitted is soon scored and claimed, so it stays in the cache. The cache key is the digest of the bytes, and
-the arrays are read-only, so a cached trajectory never differs from the stored one.
+A short body is stored in its row, a long one in a file (`Blobs`); only `store` and `read` know which. A submitted
+trajectory stays in the cache because it is soon scored and claimed. The cache key is the digest of the bytes and the
+arrays are read-only, so a cached trajectory never differs from the stored one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from offbeat.ledger.errors import Damaged, LedgerError
 from offbeat.trajectory import Trajectory
 
 MAX_KEPT_BYTES = 32_000_000
-"""Holds one step of long answers, or several of short ones."""
+"""Size of the cache: enough for one step of long answers, or several steps of short ones."""
 OVERHEAD_BYTES = 4000
-"""Size of the objects around the shortest trajectory."""
+"""Memory that a cached trajectory takes besides its body."""
 MAX_ROW_BYTES = 256 * 1024
-"""Larger bodies would fill the database's pages, and every scan would read them."""
+"""Largest body stored in its row; larger ones would fill the database's pages, and every scan would read them."""
 
 
 def store(blobs: Blobs, digest: bytes, body: bytes) -> bytes | None:
-    """Returns the value for the row's `body` column: the bytes, or None after they were written to a file."""
+    """Returns the value for the row's `body` column: the bytes, or None after writing them to a file."""
     if len(body) <= MAX_ROW_BYTES:
         return body
     blobs.write(digest, body)
@@ -37,12 +37,12 @@ def store(blobs: Blobs, digest: bytes, body: bytes) -> bytes | None:
 
 
 def read(blobs: Blobs, digest: bytes, body: bytes | None) -> bytes:
-    """Returns the bytes of a body, given its row's `body` column."""
+    """Returns the bytes of a body from its row's `body` column, or from its file if that is None."""
     return blobs.read(digest) if body is None else body
 
 
 def load(blobs: Blobs, digest: bytes | None, body: bytes | None) -> Trajectory | None:
-    """Decodes a trajectory, given two columns of its row; None without a digest."""
+    """Decodes a trajectory from its row's `digest` and `body` columns; None if `digest` is None."""
     return None if digest is None else Trajectory.decode(read(blobs, digest, body))
 
 
@@ -52,7 +52,7 @@ class Bodies:
     def __init__(self, execute: Callable[..., Cursor], blobs: Blobs, max_kept_bytes: int = MAX_KEPT_BYTES):
         self._execute, self._blobs, self._max_kept_bytes = execute, blobs, max_kept_bytes
         self._kept: OrderedDict[bytes, tuple[int, bytes | Trajectory]] = OrderedDict()
-        """By digest: size, and the body, or the trajectory once it was decoded."""
+        """Cached size and content by digest; the content is the body, or the trajectory once it was decoded."""
         self._num_kept_bytes = 0
 
     def keep(self, digest: bytes, body: bytes) -> None:
@@ -98,9 +98,9 @@ UNFINISHED = ".new"
 class Blobs:
     """Large bodies as files beside the ledger, named by the digest of their bytes: `blobs/ab/DIGEST`.
 
-    Guarantees: after `write` the file and its folder entry survive a power cut, so that a transaction that names it may
-    commit; `read` returns the bytes that were written or raises. The name is the content, so a repeated write is
-    harmless; a crash before the commit leaves at most a file that no row names, which `sweep` removes.
+    Guarantees: after `write` the file and its folder entry survive a power cut, so a transaction that names the file
+    may commit; `read` returns the bytes that were written or raises. The name depends only on the content, so a
+    repeated write is harmless. A crash before the commit leaves at most a file that no row names; `sweep` removes it.
     """
 
     def __init__(self, folder: Path):
@@ -142,13 +142,13 @@ class Blobs:
         return body
 
     def all(self) -> Iterator[bytes]:
-        """Digests of all files."""
+        """Yields the digests of all finished files."""
         for path in sorted(self.folder.glob("??/*")):
             if not path.name.endswith(UNFINISHED):
                 yield bytes.fromhex(path.name)
 
     def sweep(self, named: set[bytes]) -> int:
-        """Removes every file but `named`, and unfinished ones; returns the number of bytes freed."""
+        """Removes unfinished files and all files whose digest is not in `named`; returns the number of bytes freed."""
         num_bytes = 0
         for path in sorted(self.folder.glob("??/*")):
             if path.name.endswith(UNFINISHED) or bytes.fromhex(path.name) not in named:

@@ -1,7 +1,7 @@
-"""The ledger's file: opening, transactions and errors of the disk.
+"""The ledger's file: opening, transactions and disk errors.
 
-Guarantees: a committed transaction survives `kill -9` and a power cut (WAL, `synchronous=FULL`); a file of a newer
-schema, a file that is no ledger and a network file system are refused before anything is written.
+Guarantees: a committed transaction survives `kill -9` and a power cut (WAL, `synchronous=FULL`). A file with a newer
+schema, a file that is not a ledger and a file on a network file system are refused before anything is written.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ R = TypeVar("R")
 
 NO_TERMS = LedgerTerms()
 BUSY_TIMEOUT_S = 10.0
-"""Longest wait of a write for another process, such as `offbeat ledger verify`."""
+"""How long a write waits for another process, such as `offbeat ledger verify`, to release the file."""
 MAX_ROWS = 64
-"""Most rows that one statement inserts."""
+"""Maximum number of rows that one statement inserts."""
 NETWORK_FILE_SYSTEMS = {
     *("nfs", "nfs3", "nfs4", "cifs", "smb2", "smb3", "smbfs", "afs", "ncpfs", "coda", "davfs", "fuse.davfs2"),
     *("ceph", "fuse.ceph", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.glusterfs", "orangefs", "pvfs2", "wekafs"),
     *("gfs2", "ocfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.goofys", "fuse.juicefs"),
 }
-"""File systems whose locks and shared memory do not carry SQLite's write-ahead log."""
+"""File systems whose locks and shared memory are not good enough for SQLite's write-ahead log."""
 
 REMEDIES = {
     "FULL": "free space on its disk",
@@ -50,11 +50,11 @@ REMEDIES = {
     "READONLY": "make it writable",
     "CANTOPEN": "see that its folder can be written and has space",
 }
-"""Remedies by the kind of error that SQLite reports about a file."""
+"""Remedy for each kind of file error, by the first word of SQLite's error name after `SQLITE_`."""
 
 
 def transactional(method: Callable[Concatenate[D, P], R]) -> Callable[Concatenate[D, P], R]:
-    """Runs a method of the ledger as one transaction."""
+    """Decorates a method of the ledger to run as one transaction."""
 
     @wraps(method)
     def run(self: D, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -65,7 +65,8 @@ def transactional(method: Callable[Concatenate[D, P], R]) -> Callable[Concatenat
 
 
 class Database:
-    """One connection, the run's terms, the wall clock and transactions. The parts of `Ledger` derive from it."""
+    """Connection to the ledger's file, with transactions, the run's terms and a wall clock. All parts of `Ledger`
+    derive from this class."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Database:
         must_exist: bool = False,
         wall_clock: Callable[[], float] = time.time,
     ):
-        """With `must_exist` a missing or empty file is refused instead of becoming an empty ledger."""
+        """Opens or creates the ledger at `path`. With `must_exist` or `read_only`, refuses a missing or empty file."""
         self.path, self.terms, self.wall_clock = Path(path), terms, wall_clock
         self.blobs = Blobs(self.path.parent / FOLDER)
         self.connection = _connect(self.path, read_only, must_exist or read_only)
@@ -94,22 +95,22 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Makes the block atomic and durable when it ends; nested, when the outer transaction ends."""
+        """Makes the block atomic, and durable when it ends. A nested block becomes durable with the outer one."""
         is_inner = self.connection.in_transaction
         self.execute("SAVEPOINT inner" if is_inner else "BEGIN IMMEDIATE")
         try:
             yield
             self.execute("RELEASE inner" if is_inner else "COMMIT")
         except BaseException:
-            if self.connection.in_transaction:  # a full disk has ended it already
+            if self.connection.in_transaction:  # False if a full disk has ended the transaction
                 self.execute("ROLLBACK TO inner" if is_inner else "ROLLBACK")
                 if is_inner:
                     self.execute("RELEASE inner")
             raise
 
     def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Makes calls in one transaction: returns the result of each, or its error; a call that failed changed nothing.
-        Raises errors that ended the transaction itself, as of a full disk: then nothing was changed at all."""
+        """Makes `calls` in one transaction and returns each call's result or error; a failed call changes nothing.
+        Raises if an error ends the transaction itself, such as a full disk; then no call has changed anything."""
         results: list[Any] = []
         with self.transaction():
             for call in calls:
@@ -124,7 +125,7 @@ class Database:
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Makes all reads of the block see one moment, despite concurrent writers."""
+        """Makes all reads in the block see the same state, despite concurrent writers."""
         self.execute("BEGIN")
         try:
             yield
@@ -133,7 +134,7 @@ class Database:
 
     @contextmanager
     def naming_damage(self) -> Iterator[None]:
-        """Turns SQLite's errors about disk or file into `Damaged`, with a remedy; errors of a query are bugs."""
+        """Turns SQLite's errors about the disk or file into `Damaged` with a remedy; query errors are bugs and pass."""
         try:
             yield
         except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
@@ -144,7 +145,8 @@ class Database:
             raise Damaged(f"{self.path}: {error}; {remedy}, then --resume the run") from error
 
     def insert(self, into: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Inserts rows into `into`, a table with its columns; many per statement, because starting one costs a row."""
+        """Inserts rows into `into`, given as "table (columns)". One statement inserts many rows, because starting a
+        statement costs as much as a row."""
         begin = 0
         while begin < len(rows):
             count = 1 << min(len(rows) - begin, MAX_ROWS).bit_length() - 1  # powers of two: few statements to prepare
@@ -153,7 +155,7 @@ class Database:
             begin += count
 
     def check_pages(self, within_s: float) -> None:
-        """Raises `UserError` if a check of at most `within_s` seconds finds damaged pages."""
+        """Checks the file for at most `within_s` seconds; raises `UserError` if a page is damaged."""
         deadline_s = time.monotonic() + within_s
         self.connection.set_progress_handler(lambda: time.monotonic() > deadline_s, 100_000)
         try:
@@ -176,7 +178,7 @@ def _insertion(into: str, num_columns: int, num_rows: int) -> str:
 
 
 def network_file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
-    """Kind of network file system that holds `path`; None if it is local or unknown."""
+    """Returns the kind of network file system that holds `path`; None if the file system is local or unknown."""
     if not mounts.exists():
         return None
     resolved = str(path.resolve())
@@ -240,7 +242,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool, must_e
 
 
 def _schema_of(connection: sqlite3.Connection, path: Path) -> int | None:
-    """Schema of the file; None if it is empty."""
+    """Returns the schema number of the file; None if the file is empty."""
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if not tables:
         return None

@@ -10,11 +10,11 @@ class LedgerError(OffbeatError):
 
 
 class Damaged(LedgerError, DiskError):
-    """The file cannot be read or written, as on a full disk; every call fails until that is remedied."""
+    """The file cannot be read or written, for example because the disk is full; calls fail until that is fixed."""
 
 
 class NoLedger(UserError):
-    """A file without a ledger's tables: something else, or a disk was full before they were written."""
+    """The file has no ledger tables: it is another file, or the disk was full before the tables were written."""
 
 
 class Unknown(LedgerError, LookupError):
@@ -22,16 +22,16 @@ class Unknown(LedgerError, LookupError):
 
 
 class Refused(LedgerError, ValueError):
-    """Well formed, but not allowed; a retry will not help."""
+    """The request is well formed, but not allowed; a retry will not help."""
 
 
 class Conflict(LedgerError):
-    """Already stored with other content."""
+    """The record is already stored with different content."""
 
 
 class Fenced(LedgerError):
-    """The lease is over: its task went to another worker, or has ended. Discard its result."""
+    """The lease is over: its task was leased again or has ended. The worker must discard its result."""
 
 
 class Forbidden(LedgerError):
-    """Belongs to another worker, or needs another token."""
+    """The task or object belongs to another worker, or the caller needs another access token."""

@@ -1,8 +1,8 @@
 """Groups from the draw to their end: admission, the data cursor, readiness, dropping and re-issuing.
 
-Guarantees: every ordinal is drawn once, and the siblings of a prompt follow one another; at most one group of an
-ordinal is alive or trained (the schema checks it); nothing is reset in place: a retried prompt is a new group with new
-tasks. A group without a signal is dropped and not re-issued: the next prompt takes its place.
+Guarantees: every ordinal is drawn once, and the siblings of a prompt are drawn one after another. At most one group per
+ordinal is alive or trained (the schema checks this). Nothing is reset in place: a retried prompt is a new group with
+new tasks. A group without a signal (all rewards equal) is dropped and not re-issued: the next prompt takes its place.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ COPIED = (
     "purpose, eval, ordinal, retry, source, source_ordinal, sibling, seed, size, require_step, reward, sampling, "
     "prompt, problem"
 )
-"""Columns that a re-issued group copies."""
+"""Columns that a re-issued group copies from the dropped one."""
 
 
 class Groups(Versions):
     def cursor(self) -> Cursor:
-        """Number of training groups drawn, in all and from each source."""
+        """Returns the position in the data: the next ordinal, the number drawn from each source, and the last draw."""
         query = """SELECT source, source_ordinal, sibling FROM groups WHERE purpose = 'train'
                    ORDER BY ordinal DESC LIMIT 1"""
         row = self.execute(query).fetchone()
@@ -46,7 +46,7 @@ class Groups(Versions):
         return Cursor(next_ordinal, drawn, None if row is None else DrawCursor(*row))
 
     def admission_state(self) -> AdmissionState:
-        """Input of `offbeat.rules.groups.admit`."""
+        """Returns the state from which `offbeat.rules.groups.admit` decides how many groups to admit."""
         newest = self.latest_version()
         if newest is None:
             return AdmissionState(step=None, num_alive=0)
@@ -112,7 +112,7 @@ def _row(group: NewGroup) -> dict[str, Any]:
 
 
 def _eval_round(db: Database, row: dict[str, Any]) -> int:
-    """Id of the evaluation round of the step that the group judges; opens the round for its first group."""
+    """Returns the id of the evaluation round of the group's step; opens the round for its first group."""
     step = row["require_step"]
     if step is None:
         raise Refused(f"evaluation group {row['ordinal']}: needs the version that it judges")
@@ -143,9 +143,9 @@ def _insert(db: Database, rows: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def settle_groups(db: Database, groups: Iterable[int]) -> int:
-    """Ends groups whose members have all ended or too few of whose members remain; returns the number dropped."""
+    """Ends groups whose members have all ended, or that can no longer reach `min_group`; returns the number dropped."""
     query = """SELECT id, purpose, size, num_scored, num_failed, retry FROM groups
-               WHERE +state = 'open' AND id IN (SELECT value FROM json_each(?)) ORDER BY id"""  # by id, not by state
+               WHERE +state = 'open' AND id IN (SELECT value FROM json_each(?)) ORDER BY id"""  # + avoids state's index
     ended: list[tuple[str, float, int]] = []
     failed: list[tuple[int, bool]] = []
     for group, purpose, size, num_scored, num_failed, retry in db.execute(query, (array(sorted(set(groups))),)):
@@ -165,7 +165,7 @@ def settle_groups(db: Database, groups: Iterable[int]) -> int:
 
 
 def _drop_without_signal(db: Database, groups: Sequence[int]) -> int:
-    """Drops the groups without a signal among those that have just become ready; returns their number."""
+    """Drops groups without a signal. `groups` have just become ready. Returns the number dropped."""
     query = """SELECT g.id, g.ordinal, g.require_step, (
                    SELECT MAX(r.value) - MIN(r.value) FROM tasks t CROSS JOIN rewards r ON r.task = t.id
                    WHERE t.group_id = g.id AND t.state = 'scored')
@@ -183,7 +183,7 @@ def _drop_without_signal(db: Database, groups: Sequence[int]) -> int:
 
 
 def _next_step(db: Database) -> int:
-    """First step without a batch."""
+    """Returns the first step without a batch."""
     query = """SELECT MAX(COALESCE((SELECT step FROM versions NOT INDEXED WHERE abandoned = 0
                                     ORDER BY number DESC LIMIT 1), 0),
                           COALESCE((SELECT MAX(step) + 1 FROM batches WHERE state <> 'undone'), 0))"""
@@ -191,20 +191,20 @@ def _next_step(db: Database) -> int:
 
 
 def num_without_signal(db: Database, step: int) -> int:
-    """Number of groups without a signal that were dropped before the batch of `step` was claimed."""
+    """Returns how many groups without a signal were dropped while the batch of `step` was the next to be claimed."""
     query = "SELECT COUNT(*) FROM groups WHERE dropped_at_step = ?"
     return int(db.execute(query, (step,)).fetchone()[0])
 
 
 def _num_drawn_before(db: Database, step: int, ordinal: int) -> int:
-    """Number of prompts of lower ordinals drawn for `step`; a re-issued prompt counts once."""
+    """Returns how many prompts drawn for `step` have an ordinal below `ordinal`; a re-issued prompt counts once."""
     query = """SELECT COUNT(DISTINCT ordinal) FROM groups
                WHERE purpose = 'train' AND require_step = ? AND ordinal < ?"""
     return int(db.execute(query, (step, ordinal)).fetchone()[0])
 
 
 def drop(db: Database, groups: Sequence[int], reason: Drop, at_step: int | None = None) -> None:
-    """Drops groups and their unfinished tasks. `at_step`, with `NO_SIGNAL` only, is the first step without a batch."""
+    """Drops groups and their unfinished tasks. With reason `NO_SIGNAL`, `at_step` is the first step without a batch."""
     if not groups:
         return
     query = """SELECT p.task FROM tasks t JOIN partials p ON p.task = t.id AND p.state = 'kept'
@@ -221,8 +221,8 @@ def drop(db: Database, groups: Sequence[int], reason: Drop, at_step: int | None 
 
 
 def reissue(db: Database, groups: Sequence[int], *, with_new_seed: bool, for_step: int | None = None) -> list[int]:
-    """Admits dropped prompts again under their ordinals, as new groups for the same step or for `for_step`. A group
-    whose step has no version yet waits for it."""
+    """Admits the prompts of dropped groups again, as new groups with the same ordinals; returns the new groups' ids. If
+    a group required a step, the new one requires that step, or `for_step` if given, and waits for its version."""
     rows = []
     for group in groups:
         values = db.execute(f"SELECT {COPIED} FROM groups WHERE id = ?", (group,)).fetchone()

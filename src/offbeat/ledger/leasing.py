@@ -1,10 +1,10 @@
 """Leases: handing open tasks to workers, and the ways in which a lease ends without a trajectory.
 
 Guarantees: one worker at a time holds a task, under a fence that grows with every lease; a task that requires a version
-goes only to a worker that has it; a task that failed `max_attempts` times ends as failed, with the reason; an attempt
-counts once, however often its failure is reported. When a worker vanishes, only the task to blame counts a failure
-(`offbeat.rules.leases`). Returned tasks and a restart of the coordinator cost no attempt: otherwise a run that is
-killed often enough would train on other data than an undisturbed one.
+goes only to a worker that has that version; a task that failed `max_attempts` times ends as failed, with the reason; an
+attempt counts once, however often its failure is reported. When a worker vanishes, only the task to blame counts a
+failure (`offbeat.rules.leases`). Returning a task and restarting the coordinator cost no attempt: otherwise a run that
+is killed often would train on different data than an undisturbed one.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from offbeat.trajectory import Sampling, Task
 
 OPEN = """groups INDEXED BY groups_open
           WHERE state = 'open' AND num_open > 0 AND (require_step IS NULL OR require_version IS NOT NULL)"""
-"""Groups with a task that may be leased."""
+"""FROM and WHERE clauses for groups with a task that may be leased."""
 OPEN_EVAL = f"{OPEN} AND (purpose <> 'eval') < 1"
-"""Evaluation groups among them; the condition is written so that the index returns them in order."""
+"""Evaluation groups among `OPEN`; the condition is written so that the index returns them in order."""
 TO_RETRY = "t.state = 'open' AND t.fence > 0 AND t.failed_fence = t.fence"
-"""Open tasks whose last attempt failed."""
+"""Condition for open tasks whose last attempt failed."""
 NUM_NEAR = 8
-"""Groups loaded first, besides one per task wanted: with hundreds open, the rest seldom matters."""
+"""Number of groups loaded first, plus one per task wanted; with hundreds open, the other groups seldom matter."""
 
 
 @dataclass(frozen=True)
 class LeaseRequest:
-    """A worker's call for tasks."""
+    """A worker's request for tasks."""
 
     worker: str
     capacity: int
     have_version: int | None
     total_slots: int | None = None
-    """Slots of all active workers; None: there is no other."""
+    """Slots of all active workers together; None: no other worker is active."""
     only_eval: bool = False
     """Whether only evaluation tasks are leased."""
     skips_failed: bool = False
@@ -61,7 +61,7 @@ class LeaseRequest:
 
     @property
     def table(self) -> str:
-        """FROM and WHERE of the groups whose tasks it may be given."""
+        """FROM and WHERE clauses for the groups whose tasks the worker may be given."""
         return OPEN_EVAL if self.only_eval else OPEN
 
 
@@ -77,8 +77,8 @@ class Leasing(Groups):
         only_eval: bool = False,
         skips_failed: bool = False,
     ) -> list[Task]:
-        """Leases open tasks to a worker: those that require `have_version`, or no version, as far as pacing allows.
-        Where the run works in rounds, only evaluation is leased between them."""
+        """Leases open tasks that require `have_version` or no version, as many as `capacity` and pacing allow. In a run
+        with rounds, only evaluation tasks are leased between two rounds. Other parameters: see `LeaseRequest`."""
         only_eval = only_eval or (self.terms.in_rounds and is_batch_claimed(self))
         request = LeaseRequest(worker, capacity, have_version, total_slots, only_eval, skips_failed)
         if capacity <= 0:
@@ -98,7 +98,7 @@ class Leasing(Groups):
                 begun.append((len(found), step, group))
             else:
                 continued.append((len(found), group))
-        # A column that an update does not name costs no lookup in the indices.
+        # Two statements, because naming `first_step` in an update costs a lookup in its indices.
         self.executemany("UPDATE groups SET num_open = num_open - ?, first_step = ? WHERE id = ?", begun)
         self.executemany("UPDATE groups SET num_open = num_open - ? WHERE id = ?", continued)
         self.execute(
@@ -109,20 +109,20 @@ class Leasing(Groups):
         return tasks
 
     def wanted_version(self) -> int | None:
-        """Version that the first open task requires: the one to load for a worker that was given no task."""
+        """Returns the version that the first open task requires, which a worker without a task should load."""
         return first_wanted(_open_groups(self, 1))
 
     def leased(self) -> list[Lease]:
-        """All leases, including those from before a restart."""
+        """Returns all leases, including those from before a restart."""
         return [Lease(*row) for row in self.execute("SELECT id, fence, worker FROM tasks WHERE state = 'leased'")]
 
     def suspects(self) -> list[int]:
-        """Unfinished tasks whose worker vanished at least once."""
+        """Returns the unfinished tasks whose worker vanished at least once."""
         query = "SELECT id FROM tasks WHERE num_losses > 0 AND state IN ('open', 'leased')"
         return [task for (task,) in self.execute(query)]
 
     def still_held(self, worker: str, leases: Sequence[tuple[int, int]]) -> list[Lease]:
-        """Leases that a worker really holds, among those that it believes to hold, given by task and fence."""
+        """Returns those of `leases`, pairs of task and fence, that `worker` still holds."""
         wanted = dict(leases)
         query = """SELECT id, fence, worker FROM tasks
                    WHERE state = 'leased' AND worker = ? AND id IN (SELECT value FROM json_each(?))"""
@@ -131,8 +131,8 @@ class Leasing(Groups):
 
     @transactional
     def release(self, worker: str | None = None) -> int:
-        """Reopens the tasks leased by a worker that leaves, or without `worker` all; costs no attempt. Returns their
-        number."""
+        """Reopens the tasks leased by `worker`, or all leased tasks if None, and returns their number. Costs no
+        attempt."""
         query = "SELECT id, group_id FROM tasks WHERE state = 'leased' AND (? IS NULL OR worker = ?)"
         tasks = self.execute(query, (worker, worker)).fetchall()
         _reopen(self, tasks)
@@ -140,8 +140,8 @@ class Leasing(Groups):
 
     @transactional
     def give_back(self, leases: Sequence[Lease], *, untouched: bool = False) -> int:
-        """Reopens tasks that their workers no longer know; costs no attempt. Returns the number that were still leased.
-        With `untouched` the workers have no new token of them and will hand in none under these leases."""
+        """Reopens tasks that their workers no longer know and returns how many were still leased. Costs no attempt.
+        `untouched` says that the workers sampled no token under these leases and will submit none."""
         query = "SELECT id, group_id FROM tasks WHERE id = ? AND fence = ? AND worker = ? AND state = 'leased'"
         found = [row for lease in leases for row in self.execute(query, (lease.task, lease.fence, lease.worker))]
         _reopen(self, found)
@@ -152,8 +152,8 @@ class Leasing(Groups):
 
     @transactional
     def lose(self, leases: Sequence[Lease]) -> int:
-        """Ends the leases of vanished workers; the task to blame counts a failed attempt. Returns the number that were
-        still leased."""
+        """Ends the leases of vanished workers and returns how many were still leased. For each worker, the task to
+        blame counts a failed attempt."""
         by_worker: dict[str, list[Lease]] = {}
         for lease in leases:
             by_worker.setdefault(lease.worker, []).append(lease)
@@ -163,15 +163,15 @@ class Leasing(Groups):
     def fail(
         self, worker: str, task: int, fence: int, reason: str, detail: str | None = None, *, counts: bool = True
     ) -> TaskState:
-        """Records a failed attempt. The task is opened again, or ends as failed after `max_attempts` that count;
-        attempts of a worker that is set aside do not."""
+        """Records a failed attempt and returns the task's new state: open again, or failed after `max_attempts`
+        failures that count. `counts` is False for a worker that is set aside."""
         row = self.execute("SELECT state, worker, fence, failed_fence FROM tasks WHERE id = ?", (task,)).fetchone()
         if row is None:
             raise Unknown(f"task {task}: never issued")
         state = TaskState(row[0])
         check_lease(task, worker, fence, holder=row[1], newest=row[2])
         if state in (TaskState.FAILED, TaskState.DROPPED) or fence == row[3]:
-            return state  # reported twice, or too late to matter
+            return state  # the failure was reported before, or the task has ended
         if state not in (TaskState.OPEN, TaskState.LEASED):
             raise Fenced(f"task {task}: cannot fail, its trajectory is stored ({state.value})")
         _fail(self, [task], reason, detail, counts=counts)
@@ -179,8 +179,8 @@ class Leasing(Groups):
 
     @transactional
     def set_aside(self, worker: str, why: str, seconds: float) -> int:
-        """Records that a worker gets no tasks for a while, because it failed too many. Its failures no longer count
-        against unfinished tasks; returns their number."""
+        """Records that `worker` gets no tasks for `seconds`, because it failed too many. Its earlier failures of
+        unfinished tasks no longer count; returns the number of these failures."""
         now = self.wall_clock()
         query = "INSERT INTO set_aside (worker, why, since, until) VALUES (?, ?, ?, ?)"
         self.execute(query, (worker, why, now, now + seconds))
@@ -195,8 +195,8 @@ class Leasing(Groups):
 def _assigned(
     db: Database, near: Sequence[OpenGroup], requester: Requester, next_step: int, request: LeaseRequest
 ) -> list[tuple[int, int]]:
-    """Assigns tasks from the first groups, `near`. The other groups, the number of open tasks and the quota of groups
-    that may be begun are loaded only if the answer depends on them."""
+    """Returns pairs of group and number of tasks to lease. Tries the first groups, `near`, and loads the other groups,
+    the number of open tasks and the number of groups that may be begun only if the answer depends on them."""
     is_all = len(near) < NUM_NEAR + requester.capacity
     num_open = sum(group.num_open for group in near)
     if not is_all and requester.share(num_open) < requester.capacity:
@@ -220,7 +220,7 @@ def _assigned(
 
 
 def _steps(db: Database, version: int | None) -> tuple[int | None, int]:
-    """Step of a version, None if it is unknown or abandoned, and the first step without a batch."""
+    """Returns the step of `version` (None if unknown or abandoned), and the first step without a batch."""
     query = """SELECT (SELECT step FROM versions WHERE number = ? AND abandoned = 0),
                       (SELECT step FROM versions NOT INDEXED WHERE abandoned = 0 ORDER BY number DESC LIMIT 1),
                       (SELECT MAX(step) + 1 FROM batches WHERE state <> 'undone')"""
@@ -242,7 +242,7 @@ def _requester(db: Database, request: LeaseRequest, step: int | None) -> Request
 
 
 def _num_begin(db: Database, step: int | None, next_step: int) -> int | None:
-    """Number of groups that pacing lets a worker begin with a version of `step`; None: any number."""
+    """Returns how many groups pacing lets a worker begin with a version of `step`; None: any number."""
     if step is None or db.terms.groups_per_step is None:
         return None
     begun: Counter[int] = Counter()
@@ -254,7 +254,7 @@ def _num_begin(db: Database, step: int | None, next_step: int) -> int | None:
 
 
 def _open_groups(db: Database, limit: int = -1, request: LeaseRequest | None = None) -> list[OpenGroup]:
-    """First `limit` groups with open tasks, in the order of `OpenGroup.order`; -1: all."""
+    """Loads the first `limit` groups with open tasks, in the order of `OpenGroup.order`; -1: all groups."""
     query = f"""SELECT id, ordinal, purpose = 'eval', size, num_open, require_version, first_step
                 FROM {OPEN if request is None else request.table}
                 ORDER BY purpose <> 'eval', num_open = size, ordinal, id LIMIT ?"""
@@ -280,7 +280,7 @@ def _open_groups(db: Database, limit: int = -1, request: LeaseRequest | None = N
 
 
 def _away(db: Database, groups: Sequence[int], request: LeaseRequest) -> set[int]:
-    """Begun groups whose kept partials all come from other workers."""
+    """Returns those of `groups` that have kept partials, all from workers other than the requesting one."""
     if not groups or request.is_alone:
         return set()
     query = """SELECT t.group_id, p.worker = ? FROM json_each(?) g
@@ -291,8 +291,8 @@ def _away(db: Database, groups: Sequence[int], request: LeaseRequest) -> set[int
 
 
 def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> tuple[list[Task], int | None]:
-    """Open tasks of `group` that this worker may run, and the group's first step. Skips tasks whose partial is newer
-    than the worker's version; tasks whose partial came from another worker are last."""
+    """Loads at most `count` open tasks of `group` that the worker may run, and the group's first step. Skips tasks
+    whose partial is newer than the worker's version; tasks whose partial came from another worker come last."""
 
     def found(which: str, limit: int) -> list[Any]:
         query = f"""SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.prompt, g.sampling, g.require_version,
@@ -333,7 +333,8 @@ def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> 
 
 
 def _forget_first_step(db: Database, groups: Iterable[int]) -> None:
-    """Clears `first_step` of groups without a token anywhere: any version may begin them."""
+    """Clears `first_step` of groups without any sampled token, stored or still with a worker, so that any version may
+    begin them."""
     db.execute(
         """UPDATE groups SET first_step = NULL
            WHERE id IN (SELECT value FROM json_each(?)) AND +state = 'open' AND num_open = size AND NOT EXISTS (
@@ -351,7 +352,7 @@ def _lose_one(db: Database, worker: str, leases: Sequence[Lease]) -> int:
     if blamed is not None:
         _fail(db, [blamed], WORKER_LOST, f"worker {worker}", counts=True)
     query = "SELECT id, group_id FROM tasks WHERE state = 'leased' AND id IN (SELECT value FROM json_each(?))"
-    _reopen(db, db.execute(query, (array(lost),)).fetchall())  # but not those of a group just dropped
+    _reopen(db, db.execute(query, (array(lost),)).fetchall())  # the failure may have dropped a group and its tasks
     return len(lost)
 
 
@@ -362,7 +363,7 @@ def sampling_of(text: str) -> Sampling:
 
 
 def check_lease(task: int, worker: str, fence: int, *, holder: str | None, newest: int) -> None:
-    """Raises unless the latest lease of the task is this worker's, under this fence."""
+    """Raises unless the task's latest lease belongs to `worker` under `fence`; `holder` and `newest` describe it."""
     if fence < newest:
         raise Fenced(f"task {task}: fence {fence} is over, the task was leased again as {newest}")
     if fence > newest:
@@ -398,6 +399,6 @@ def _fail(db: Database, tasks: Sequence[int], reason: str, detail: str | None, *
 
 
 def _reopen(db: Database, tasks: Sequence[tuple[int, int]]) -> None:
-    """Opens tasks, given with their groups. The worker stays on record: it may submit until the next lease."""
+    """Opens tasks, given as pairs of task and group. A task keeps its worker, which may submit until the next lease."""
     db.executemany("UPDATE tasks SET state = 'open' WHERE id = ?", [(task,) for task, _ in tasks])
     db.executemany("UPDATE groups SET num_open = num_open + 1 WHERE id = ?", [(group,) for _, group in tasks])

@@ -1,9 +1,10 @@
 """The ledger: the durable record of groups, tasks, trajectories, rewards, batches and versions.
 
-It is the only buffer and the only data cursor: a run that is killed at any moment continues from it. Every method that
-changes something is one transaction, which is on disk when the method returns; if it raises, nothing changed. Methods
-are synchronous and meant for one thread at a time, which need not be the one that opened the ledger. `offbeat.rules`
-decides which groups to admit, lease, take and drop; the ledger loads the candidates and stores the answer.
+The ledger is the only buffer and the only data cursor: a run that is killed at any moment continues from it. Every
+method that changes something is one transaction, which is on disk when the method returns; if the method raises,
+nothing changed. Methods are synchronous; one thread at a time may call them, not necessarily the one that opened the
+ledger. `offbeat.rules` decides which groups to admit, lease, claim and drop; the ledger loads the candidates and stores
+the decision.
 
     ledger = Ledger(run / "ledger.sqlite", LedgerTerms(groups_per_step=8, max_staleness=4, min_group=2))
     ledger.release()                                   # after a restart, if no worker can hold a lease
@@ -36,14 +37,14 @@ from offbeat.ledger.workers import Workers
 
 
 class Ledger(Leasing, Submissions, Rewards, Resuming, Maintenance, Workers, Verification):
-    """All parts of the ledger over one `Database`; each part is defined in the module of its concept."""
+    """All parts of the ledger over one `Database`; each part has its own module."""
 
     @transactional
     def record_fixed_keys(self, fixed: Mapping[str, Any]) -> None:
-        """Records the values that are fixed for the life of the run; only the first call counts."""
+        """Records the configuration values that are fixed for the life of the run; later calls have no effect."""
         self.execute("INSERT OR IGNORE INTO meta VALUES ('rules', ?)", (json.dumps(fixed),))
 
     def recorded_fixed_keys(self) -> dict[str, Any] | None:
-        """Values recorded by `record_fixed_keys`; None if the run never began."""
+        """Returns the values recorded by `record_fixed_keys`; None if the run never began."""
         row = self.execute("SELECT value FROM meta WHERE key = 'rules'").fetchone()
         return None if row is None else json.loads(row[0])

@@ -1,13 +1,13 @@
 """Backups of the ledger, and pruning.
 
-A backup is a snapshot of the ledger in a folder or behind a URL, made while the run continues: it is read in its own
-transaction, page by page, without blocking writers. Files of large bodies are copied before the ledger that names them,
-and only new ones; the ledger itself is replaced by a rename. So the target always holds a whole copy, the previous one
-or the new one. To restore, copy the target's files back into a run's folder.
+A backup is a snapshot of the ledger in a folder or behind a URL, made while the run continues: the ledger is read in
+its own transaction, page by page, without blocking writers. Files of large bodies that the target lacks are copied
+first; then the target's ledger is replaced by a rename. So the target always holds a whole copy, the previous one or
+the new one. To restore, copy the target's files back into a run's folder.
 
 Pruning deletes the bytes of trajectories that no resume needs. A resume from a durable checkpoint of step c trains the
-batch of step c and later ones again. Trajectories trained in the surviving history before step c, and those that ended
-without training before the commit that made c, are history: their rows, digests and sums stay, their bytes may go. A
+batches of step c and later again. So the bytes may go of trajectories that were trained in the surviving history before
+step c, or that ended without training before the commit that produced step c; their rows, digests and sums stay. A
 resume from an older checkpoint, whose batch has lost its bytes, is refused.
 """
 
@@ -33,15 +33,15 @@ from offbeat.net import shown
 
 LEDGER = "ledger.sqlite"
 PAGES = 1024
-"""Pages copied at a time, four megabytes, so that a backup does not occupy the disk."""
+"""Pages copied between two pauses (4 MB), so that a backup does not keep the disk busy."""
 PAUSE_S = 0.002
 MAX_ATTEMPTS = 5
-"""Pruning may remove a file that a backup was about to copy; the next snapshot does not name it."""
+"""Attempts at a backup: if pruning removes a file before it is copied, a new snapshot no longer names that file."""
 NAMED = """
 SELECT digest FROM trajectories WHERE body IS NULL AND pruned = 0
 UNION ALL SELECT digest FROM partials WHERE body IS NULL AND state = 'kept'
 """
-"""Digests of bodies that are stored as files."""
+"""Query for the digests of bodies that are stored as files."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Backup:
     num_bytes: int
     """Size of the ledger and of the files copied with it."""
     num_blobs: int
-    """Files copied; files that were already there do not count."""
+    """Number of files copied; files that the target already had do not count."""
 
 
 class BackupTarget(Protocol):
     """Folder or URL that holds a backup."""
 
     def blobs(self) -> set[bytes]:
-        """Digests of the files that are there."""
+        """Returns the digests of the bodies that the target already holds."""
 
     def put_blob(self, digest: bytes, body: bytes) -> None: ...
 
@@ -64,17 +64,17 @@ class BackupTarget(Protocol):
         """Replaces the copy of the ledger atomically."""
 
     def sweep(self, named: set[bytes]) -> None:
-        """Removes all files of bodies but `named`."""
+        """Removes all bodies whose digest is not in `named`."""
 
 
 def _snapshot(path: Path, copy: Path, progress: Callable[[int, int, int], Any] | None = None) -> set[bytes]:
-    """Copies a snapshot of the database to `copy`; returns the digests of the files that it names."""
+    """Copies a snapshot of the database at `path` to `copy`; returns the digests of the body files that it names."""
     copy.unlink(missing_ok=True)
     with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(copy)) as made:
         source.execute("BEGIN")
         source.execute("SELECT 1 FROM meta").fetchone()  # the snapshot begins here
         source.backup(made, pages=PAGES, progress=progress, sleep=PAUSE_S)
-        made.execute("PRAGMA journal_mode = DELETE")  # a single file, also for readers
+        made.execute("PRAGMA journal_mode = DELETE")  # a WAL would add a second file
         named = {digest for (digest,) in made.execute(NAMED)}
     with copy.open("rb") as file:
         os.fsync(file.fileno())
@@ -92,7 +92,7 @@ def _copy_blobs(blobs: Blobs, target: BackupTarget, named: set[bytes]) -> tuple[
 
 
 class Folder:
-    """A folder on this machine, or on a network file system."""
+    """Backup target: a folder on this machine or on a network file system."""
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ class Folder:
 
 
 class Remote:
-    """A URL of any file system that fsspec supports."""
+    """Backup target: a URL of any file system that fsspec supports."""
 
     def __init__(self, url: str):
         fsspec = import_extra("fsspec", "remote", f"a backup to {shown(url)}")
@@ -160,7 +160,7 @@ class Remote:
 
 
 SLICE = 1000
-"""Bodies pruned in one transaction: other writers wait for a slice, not for all."""
+"""Number of bodies pruned in one transaction, so that other writers do not wait for the whole pruning."""
 PRUNABLE = """
 SELECT j.seq, g.id, LENGTH(j.body) FROM groups g INDEXED BY groups_unpruned CROSS JOIN tasks t ON t.group_id = g.id
 CROSS JOIN trajectories j ON j.task = t.id
@@ -186,8 +186,8 @@ class Pruned:
 
 class Maintenance(Database):
     def prune(self, step: int, keep: int = 0) -> Pruned:
-        """Deletes the bytes of trajectories that no resume from a durable checkpoint of `step` or later needs, except
-        those of the last `keep` steps before it."""
+        """Deletes the bytes of trajectories that no resume from a durable checkpoint of `step` or later needs. Keeps
+        the trajectories of the last `keep` steps before `step`."""
         pruned = Pruned(0, 0)
         while True:
             with self.transaction():
@@ -197,12 +197,12 @@ class Maintenance(Database):
                 return pruned + Pruned(0, self.sweep())
 
     def sweep(self) -> int:
-        """Removes files that no row names: bodies that were pruned or wasted, or of calls that never committed. Returns
-        the number of bytes freed."""
+        """Removes body files that no row names: their bodies were pruned or wasted, or their transaction never
+        committed. Returns the number of bytes freed."""
         return self.blobs.sweep({digest for (digest,) in self.execute(NAMED)})
 
     def backup(self, target: str | Path) -> Backup:
-        """Copies the ledger to a folder or a URL; any thread may call it, beside any writer."""
+        """Copies the ledger to a folder or a URL. May be called from any thread while others write."""
         place: BackupTarget = Remote(str(target)) if "://" in str(target) else Folder(Path(target))
         with tempfile.TemporaryDirectory(prefix="backup-", dir=self.path.parent) as scratch:
             copy = Path(scratch) / LEDGER
@@ -221,7 +221,8 @@ class Maintenance(Database):
 
 
 def _prune_slice(db: Database, before: int) -> Pruned:
-    """Deletes up to `SLICE` bodies that ended before a step; `sweep` removes those in files."""
+    """Deletes up to `SLICE` bodies of trajectories that no checkpoint of step `before` or later needs. Files of bodies
+    are left to `sweep`."""
     rows = db.execute(PRUNABLE, {"before": before, "slice": SLICE}).fetchall()
     db.executemany("UPDATE trajectories SET body = NULL, pruned = 1 WHERE seq = ?", [(seq,) for seq, _, _ in rows])
     num_pruned = Counter(group for _, group, _ in rows)

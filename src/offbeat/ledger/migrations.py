@@ -103,7 +103,7 @@ CREATE TABLE set_aside (
 """
 
 MIGRATIONS: dict[int, str] = {5: TO_SCHEMA_6}
-"""SQL that brings a ledger from the schema named to the next one."""
+"""SQL that upgrades a ledger to the next schema, by the schema that it upgrades from."""
 FUNCTIONS: tuple[tuple[str, int, Callable[..., bytes]], ...] = (("reward_digest", 4, reward_digest),)
 """Python functions that the SQL calls: name, number of arguments, function."""
 
@@ -120,7 +120,7 @@ def is_old(path: Path) -> bool:
 
 
 def upgrade(path: Path) -> None:
-    """Brings the ledger at `path` to the current schema. Does nothing if it has it, or if no migration leads there."""
+    """Upgrades the ledger at `path` to the current schema; does nothing if it is current or has no migration."""
     if not is_old(path):
         return
     connection = sqlite3.connect(path, isolation_level=None)
@@ -131,7 +131,7 @@ def upgrade(path: Path) -> None:
         for name, num_arguments, function in FUNCTIONS:
             connection.create_function(name, num_arguments, function, deterministic=True)
         connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA legacy_alter_table = ON")  # or renaming would repoint the references of other tables
+        connection.execute("PRAGMA legacy_alter_table = ON")  # else a rename changes other tables' references
         steps = "".join(MIGRATIONS[schema] for schema in range(found, SCHEMA))
         connection.executescript(f"BEGIN IMMEDIATE; {steps} UPDATE meta SET value = '{SCHEMA}' WHERE key = 'schema';")
         broken = connection.execute("PRAGMA foreign_key_check").fetchone()
@@ -141,11 +141,11 @@ def upgrade(path: Path) -> None:
     except (sqlite3.DatabaseError, OSError) as error:
         raise UserError(f"{path}: cannot be upgraded to schema {SCHEMA}: {error}; the file is as it was") from error
     finally:
-        connection.close()  # and rolls back what was not committed
+        connection.close()  # also rolls back an uncommitted transaction
 
 
 def _schema(connection: sqlite3.Connection) -> int | None:
-    """The schema of a ledger; None for an empty file or one that is no ledger, which `Database` reports."""
+    """Returns the schema of a ledger; None for an empty file or one that is not a ledger, which `Database` reports."""
     try:
         return int(connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()[0])
     except (sqlite3.DatabaseError, TypeError, ValueError):
@@ -153,7 +153,7 @@ def _schema(connection: sqlite3.Connection) -> int | None:
 
 
 def _keep_copy(connection: sqlite3.Connection, path: Path) -> Path:
-    """Copies the ledger, with what its write-ahead log holds, beside itself."""
+    """Copies the ledger, including its write-ahead log, to a file beside it; returns the path of the copy."""
     kept = path.with_name(f"{path.name}.before-schema-{SCHEMA}")
     draft = kept.with_name(f"{kept.name}.part")
     draft.unlink(missing_ok=True)

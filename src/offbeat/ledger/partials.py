@@ -1,8 +1,8 @@
 """Partials: beginnings of trajectories that were handed back unfinished.
 
-Guarantees: a task has at most one kept partial, and only while it is open or leased. Each further partial, and the
-trajectory in the end, begins with the one before, so that every sampled token is counted once: it is kept, part of the
-continuation, or wasted with a reason. If a wasted partial's continuation arrives late, the partial is marked
+Guarantees: a task has at most one kept partial, and only while the task is open or leased. Each further partial, and
+finally the trajectory, begins with the partial before it. So every sampled token is counted once: in the kept partial,
+in its continuation, or as wasted with a reason. If a wasted partial's continuation arrives late, the partial is marked
 `continued`.
 """
 
@@ -19,7 +19,7 @@ from offbeat.trajectory import Trajectory
 
 
 def keep(db: Database, trajectory: Trajectory, worker: str, fence: int, body: bytes, digest: bytes) -> None:
-    """Stores a partial, which replaces the one that it continues."""
+    """Stores `trajectory` as its task's partial and marks the partial that it continues."""
     mark_continued(db, [trajectory.task])
     sampled = [segment.version for segment in trajectory.segments if segment.version is not None]
     db.execute(
@@ -40,7 +40,7 @@ def keep(db: Database, trajectory: Trajectory, worker: str, fence: int, body: by
 
 
 def mark_continued(db: Database, tasks: Iterable[int]) -> None:
-    """Marks the kept partials of tasks as continued: their successors hold the tokens now."""
+    """Marks the kept partials of `tasks` as continued: the next partial or the trajectory now holds their tokens."""
     db.execute(
         "UPDATE partials SET state = 'continued', body = NULL "
         "WHERE state = 'kept' AND task IN (SELECT value FROM json_each(?))",
@@ -49,8 +49,8 @@ def mark_continued(db: Database, tasks: Iterable[int]) -> None:
 
 
 def contributors(db: Database, task: int) -> list[tuple[str, int]]:
-    """Workers of the partials that a task's trajectory continues, in order, each with the number of sampled tokens so
-    far. Starts after the last wasted partial."""
+    """Returns the worker and the number of sampled tokens of each partial that a task's trajectory continues, in order,
+    starting after the last wasted partial. The numbers include the tokens of earlier partials."""
     query = """SELECT worker, num_sampled_tokens FROM partials WHERE task = :task AND state <> 'wasted'
                AND seq > (SELECT COALESCE(MAX(seq), 0) FROM partials WHERE task = :task AND state = 'wasted')
                ORDER BY seq"""
@@ -58,7 +58,7 @@ def contributors(db: Database, task: int) -> list[tuple[str, int]]:
 
 
 def rescue(db: Database, task: int) -> None:
-    """Marks the latest, wasted partial of a task as continued."""
+    """Marks the latest partial of a task as continued if it was wasted."""
     db.execute(
         "UPDATE partials SET state = 'continued', reason = NULL "
         "WHERE state = 'wasted' AND seq = (SELECT MAX(seq) FROM partials WHERE task = ?)",
@@ -67,7 +67,7 @@ def rescue(db: Database, task: int) -> None:
 
 
 def begins_with(trajectory: Trajectory, digest: bytes) -> bool:
-    """Whether a trajectory begins with the partial of this digest, whose bytes are no longer stored."""
+    """Whether `trajectory` begins with the partial of `digest`, whose bytes are no longer stored."""
     for num_segments in range(1, len(trajectory.segments) + 1):
         beginning = replace(trajectory, segments=trajectory.segments[:num_segments], end=None)
         if blake3(beginning.encode()).digest() == digest:
@@ -76,7 +76,7 @@ def begins_with(trajectory: Trajectory, digest: bytes) -> bool:
 
 
 def waste(db: Database, tasks: Iterable[int], reason: str) -> None:
-    """Marks the kept partials of tasks as wasted."""
+    """Marks the kept partials of `tasks` as wasted, with `reason`."""
     db.execute(
         "UPDATE partials SET state = 'wasted', reason = ?, body = NULL "
         "WHERE state = 'kept' AND task IN (SELECT value FROM json_each(?))",
@@ -85,7 +85,8 @@ def waste(db: Database, tasks: Iterable[int], reason: str) -> None:
 
 
 def waste_abandoned(db: Database, reason: str) -> None:
-    """Wastes partials that end in an abandoned version: versions only rise along a trajectory."""
+    """Wastes kept partials with tokens of an abandoned version. Versions only rise along a trajectory, so the last one
+    is checked."""
     db.execute(
         "UPDATE partials SET state = 'wasted', reason = ?, body = NULL WHERE state = 'kept' "
         "AND last_version IN (SELECT number FROM versions WHERE abandoned = 1)",

@@ -1,4 +1,4 @@
-"""Records that go into the ledger and come out of it, and lifecycles."""
+"""Records that go into the ledger and come out of it, and the states of groups, tasks and batches."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from offbeat.trajectory import End, Reward, Sampling, Trajectory
 
 @dataclass(frozen=True)
 class LedgerTerms:
-    """Rules of a run that its ledger applies, given once when it is opened."""
+    """Settings of a run that its ledger applies, given when the ledger is opened."""
 
     groups_per_step: int | None = None
-    """Groups of a batch, which also paces leases; None: no pacing, and no batch can be claimed."""
+    """Number of groups in a batch, which also paces leases; None: leases are not paced and no batch can be claimed."""
     max_staleness: int = 0
-    """Largest staleness of a token that may be trained: the bound."""
+    """Largest staleness of a token that may be trained."""
     max_kv_lag: int = 0
-    """Versions that a segment's keys and values may be older than its weights."""
+    """Largest number of versions that a segment's KV cache may be older than its weights."""
     min_group: int = 1
-    """Scored members that a group needs."""
+    """Smallest number of scored members with which a group can be trained."""
     max_no_signal: float = 0
-    """Groups with equal rewards that may be dropped for a step."""
+    """Largest number of groups with equal rewards that may be dropped per step; 0: none is dropped."""
     max_attempts: int = 3
-    """Failed attempts that end a task."""
+    """Number of failed attempts after which a task ends as failed."""
     in_rounds: bool = False
     """Whether training tasks are leased only between the publication of a version and the claim of its step."""
 
@@ -36,19 +36,19 @@ class LedgerTerms:
 class Purpose(StrEnum):
     TRAIN = "train"
     EVAL = "eval"
-    """Never claimed, never trained on."""
+    """For evaluation: never claimed or trained on."""
 
 
 class GroupState(StrEnum):
-    """Life of a group. A group ends once, as trained, evaluated or dropped; a resume from an older checkpoint undoes
-    later batches, and with them `trained`."""
+    """State of a group. A group ends once, as trained, evaluated or dropped. Only a resume from an older checkpoint can
+    undo `trained`."""
 
     OPEN = "open"
-    """Members are under way."""
+    """Not all members have ended."""
     READY = "ready"
-    """Every member ended, and enough were scored to train on."""
+    """Every member has ended, and enough were scored to train on."""
     CLAIMED = "claimed"
-    """In a batch that is not committed."""
+    """In a batch that is not committed yet."""
     TRAINED = "trained"
     EVALUATED = "evaluated"
     """End of an evaluation group."""
@@ -65,20 +65,20 @@ class Drop(StrEnum):
     FAILED = "failed"
     """Too few members remained; re-issued once, with another seed."""
     STALE = "stale"
-    """No token is left that may be trained; re-issued."""
+    """Every token is too stale to be trained; re-issued with the same seed."""
     ABANDONED = "abandoned"
-    """A resume abandoned its version; re-issued with the same seed, so that equal weights give equal tokens."""
+    """A resume abandoned its version; re-issued with the same seed, so that the same weights give the same tokens."""
     NO_SIGNAL = "no_signal"
     """All its rewards are equal; another prompt takes its place."""
 
 
 class TaskState(StrEnum):
-    """Life of a task. `failed` without a trajectory was the worker's failure; with one, the reward's."""
+    """State of a task. A failed task without a trajectory failed in a worker; one with a trajectory, in its reward."""
 
     OPEN = "open"
     LEASED = "leased"
     ACCEPTED = "accepted"
-    """Its trajectory is stored, its reward is not."""
+    """Its trajectory is stored, but not its reward."""
     SCORED = "scored"
     FAILED = "failed"
     DROPPED = "dropped"
@@ -99,9 +99,9 @@ class Outcome(StrEnum):
     REPEATED = "repeated"
     """The same trajectory was stored already; nothing changed."""
     LATE = "late"
-    """Its task had ended without it; it is kept, and its tokens count as wasted."""
+    """Its task had already ended; the trajectory is stored, and its tokens count as wasted."""
     PARTIAL = "partial"
-    """Kept as a partial of its task, which is open again."""
+    """Stored as the partial of its task, which is open again."""
 
 
 class Submission(NamedTuple):
@@ -113,13 +113,13 @@ class Submission(NamedTuple):
 
 
 REWARD_FAILED = "reward"
-"""Reason of a task whose reward could not be computed."""
+"""Failure reason of a task whose reward could not be computed."""
 WORKER_LOST = "lost"
-"""Reason of a task whose workers vanished `max_attempts` times."""
+"""Failure reason of an attempt whose worker vanished."""
 
 
 class DrawCursor(NamedTuple):
-    """Source of a group's prompt, and index of the group among those of the prompt."""
+    """Source of a group's prompt, its ordinal in the source, and the group's index among the groups of that prompt."""
 
     source: str
     source_ordinal: int
@@ -128,19 +128,19 @@ class DrawCursor(NamedTuple):
 
 @dataclass(frozen=True)
 class Cursor:
-    """Progress through the data; re-issued groups do not count."""
+    """Position in the training data; re-issued groups do not move it."""
 
     next_ordinal: int
     drawn: Mapping[str, int]
-    """One past the highest ordinal drawn, by source."""
+    """Next source ordinal to draw, by source."""
     last: DrawCursor | None = None
-    """Group drawn last, whose prompt may need more groups."""
+    """Group drawn last, whose prompt may need further siblings; None before the first draw."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewGroup:
-    """A prompt to admit. Training groups are numbered by `ordinal` without a gap; evaluation groups within the round of
-    the step of `require_version`."""
+    """A group to admit. `ordinal` numbers training groups without gaps, and evaluation groups within the evaluation
+    round of `require_version`'s step."""
 
     ordinal: int
     source: str
@@ -152,7 +152,7 @@ class NewGroup:
     size: int
     sampling: Sampling
     sibling: int = 0
-    """Index among the groups of its prompt: 0, unless the previous group has the same prompt."""
+    """Index among the groups of the same prompt, which are drawn one after another."""
     purpose: Purpose | str = Purpose.TRAIN
     require_version: int | None = None
 
@@ -169,12 +169,12 @@ class Unscored:
     response_tokens: np.ndarray
     end: End
     seq: int
-    """Order of acceptance; give the last one seen as `after` to get newer ones only."""
+    """Number in order of acceptance; pass the last one seen as `after` to get only newer trajectories."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Rewards of a task, or the error for which there are none."""
+    """Rewards of a task, or the error that prevented them."""
 
     task: int
     rewards: Sequence[Reward] | None = None
@@ -182,12 +182,12 @@ class Scored:
 
 
 class Scores(NamedTuple):
-    """Effect of storing results."""
+    """Effect of storing rewards."""
 
     num_tasks: int
-    """Tasks that waited for them."""
+    """Number of tasks that waited for these rewards."""
     num_dropped: int
-    """Groups dropped, whose places are free."""
+    """Number of groups dropped; others may be admitted in their place."""
 
 
 @dataclass(frozen=True)
@@ -199,9 +199,9 @@ class Member:
     reward: float
     """Weighted sum of the rewards."""
     staleness: np.ndarray
-    """By response token; -1 if it may not be trained: given, past the bound, or of an abandoned version."""
+    """Staleness of each response token; -1 if it may not be trained: given, too stale, or of an abandoned version."""
     is_proven: bool = True
-    """Whether audits have found all who sampled it honest so far (`offbeat.rules.quarantine`)."""
+    """Whether audits so far found every worker that sampled it honest (`offbeat.rules.quarantine`)."""
 
     @property
     def mask(self) -> np.ndarray:
@@ -218,22 +218,22 @@ class BatchGroup:
     prompt: int | None = None
     """Prompt id shared by answers that are claimed separately (gate = release or batch); None for a whole group."""
     earlier: tuple[float, ...] = ()
-    """Rewards of siblings outside the batch that were stored before its claim."""
+    """Rewards of siblings outside the batch that were stored before the batch was claimed."""
 
 
 @dataclass(frozen=True)
 class Batch:
     step: int
     from_version: int | None
-    """None if the step was claimed ahead of its version."""
+    """Version to train from; None if the step was claimed before its version was published."""
     groups: tuple[BatchGroup, ...]
     num_no_signal: int = 0
-    """Groups without a signal that were dropped before it was claimed."""
+    """Number of groups without a signal that were dropped while this batch was the next to be claimed."""
 
 
 class ComparedSegment(NamedTuple):
-    """Audit of a segment: tokens whose log-probs were compared with those of their own weights, and how many are off
-    (`offbeat.rules.quarantine`)."""
+    """Audit result of a segment: how many log-probs were compared with recomputed ones of the same version, and how
+    many of them are off (`offbeat.rules.quarantine`)."""
 
     task: int
     start: int
@@ -243,31 +243,31 @@ class ComparedSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class Surviving:
-    """A training group that was begun and is in no batch yet."""
+    """A training group that was begun and is not in a batch yet."""
 
     first_step: int
-    """Step of the oldest version that a member was begun with."""
+    """Step of the oldest version with which a member was begun."""
     num_tokens: tuple[int, ...]
-    """Tokens handed in so far, by member."""
+    """Number of tokens that each member has submitted so far."""
     ended: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
 class Reconciled:
-    """Changes made by a resume from a checkpoint."""
+    """Result of a resume from a checkpoint: the trainer's position, and the changes made to the ledger."""
 
     step: int
     parent: int | None
     """Parent of the version that the trainer publishes next; None on a fresh run."""
     replays_batch: bool
-    """Whether the batch of this step is already chosen: a claim returns the same data as before."""
+    """Whether the batch of this step was already chosen, so that a claim returns the same data as before."""
     abandoned_versions: tuple[int, ...] = ()
     undone_steps: tuple[int, ...] = ()
     num_reissued_groups: int = 0
     completed_step: int | None = None
-    """Step whose commit was lost although the checkpoint has it; now it counts as trained."""
+    """Step that the checkpoint contains although its commit was lost; it now counts as trained."""
     generation: int = field(default=0, compare=False)
-    """Generation of the trainer, which it names in each of its calls; see `offbeat.ledger.batches`."""
+    """Generation that the trainer must name in each of its calls; see `offbeat.ledger.batches`."""
 
 
 @dataclass(frozen=True)
@@ -285,11 +285,11 @@ class EvalGroup:
 
 @dataclass(frozen=True)
 class EvalRound:
-    """One evaluation, of the version of one step."""
+    """Evaluation of the version of one step."""
 
     step: int
     is_abandoned: bool
-    """Whether a resume from an older checkpoint abandoned its version."""
+    """Whether a resume from an older checkpoint abandoned the version."""
     groups: tuple[EvalGroup, ...]
 
     @property
@@ -299,7 +299,7 @@ class EvalRound:
 
 @dataclass(frozen=True)
 class TrajectoryCounts:
-    """accepted = trained + waiting + dropped; evaluation is counted separately."""
+    """Numbers of trajectories: accepted = trained + waiting + dropped. Evaluation is counted only in `evaluated`."""
 
     accepted: int = 0
     trained: int = 0
@@ -310,7 +310,8 @@ class TrajectoryCounts:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """generated = trained + masked + waiting + partial + wasted + evaluated; only sampled tokens are counted."""
+    """Numbers of sampled tokens: generated = trained + masked + waiting + partial + wasted + evaluated. `masked` and
+    `wasted` are by reason."""
 
     generated: int = 0
     trained: int = 0
@@ -337,19 +338,19 @@ class Counts:
 
 
 def derive_seed(seed: int, *path: object) -> int:
-    """A 63-bit seed that depends on `seed` and `path` alone, the same on every machine."""
+    """Returns a 63-bit seed that depends only on `seed` and `path` and is the same on every machine."""
     text = ":".join(map(str, (seed, *path)))
     return int.from_bytes(blake3(text.encode()).digest(length=8), "little") >> 1
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Introduction of a trainer that begins."""
+    """A trainer that begins, as it introduces itself to the ledger."""
 
     name: str = "trainer"
     host: str = ""
-    """Its machine, for people."""
+    """Name of its machine, only shown to people."""
     home: str = ""
-    """Identity of the folder of its checkpoints, which survives a restart."""
+    """Identity of its checkpoint folder, which survives a restart."""
     from_scratch: bool = False
-    """Whether it may undo a whole run of which it has no checkpoint."""
+    """Whether it may undo the whole run if it has no checkpoint."""

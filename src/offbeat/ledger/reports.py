@@ -1,7 +1,7 @@
 """Reports for people: trajectories, tasks with their history, evaluation results, counts, and the whole run.
 
-Reads only, so that it may be used while the run continues; every figure is a sum over the tables. The ledger knows
-tokens; turning them into text is left to the caller. A pruned trajectory is reported without its tokens.
+Reports only read, so they can be made while the run continues. Every figure is a sum over the tables. Text is reported
+as tokens; decoding is left to the caller. A pruned trajectory is reported without its tokens.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ ORDERS = {
 }
 SLICE = 500
 PLAIN = ("group", "ordinal", "member", "purpose", "source", "state", "reason", "group_state", "group_reason")
-"""Fields of `TaskDetail` that are plain columns."""
+"""Fields of `TaskDetail` that are copied unchanged from columns."""
 
 
 @dataclass(frozen=True)
 class TrajectoryRow:
-    """A trajectory in a list."""
+    """One row of the list that `offbeat show` prints."""
 
     seq: int
     task: int
@@ -61,9 +61,9 @@ class TrajectoryRow:
     purpose: str
     source: str
     state: str
-    """State of its group."""
+    """State of the trajectory's group."""
     step: int | None
-    """Step that it was claimed or trained for; None before that."""
+    """Step whose batch holds the trajectory; None before it is claimed."""
     reward: float | None
     error: str | None
     num_tokens: int
@@ -77,7 +77,7 @@ class TrajectoryRow:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a task; `at` is wall time, None if it was not recorded."""
+    """Something that happened to a task. `at` is wall time; None: the time was not recorded."""
 
     at: float | None
     what: str
@@ -85,17 +85,17 @@ class Event:
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Segment of a trajectory, with its staleness in the batch that holds it."""
+    """Segment of a trajectory, with its staleness in the trajectory's batch."""
 
     start: int
     num_tokens: int
     version: int | None
     """None: given, not sampled."""
     step: int | None
-    """Step of that version."""
+    """Step of `version`."""
     is_abandoned: bool = False
     staleness: int | None = None
-    """None if it was masked or is not claimed yet."""
+    """None: masked, or not claimed yet."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class TaskDetail:
     prompt: np.ndarray
     problem: dict[str, Any]
     trajectory: Trajectory | None
-    """The kept partial if it is unfinished; None if there is nothing, or it was pruned."""
+    """Trajectory of the task, or its kept partial if unfinished; None: neither is stored, or it was pruned."""
     is_pruned: bool
     reward: float | None
     rewards: tuple[Reward, ...]
@@ -130,27 +130,27 @@ MAX_VERSIONS = 8
 
 @dataclass(frozen=True)
 class Producer:
-    """Contribution of one worker."""
+    """What one worker has produced."""
 
     worker: str
     num_trajectories: int
     num_tokens: int
     """Sampled tokens."""
     seconds: float
-    """Wall time from its first trajectory to its last."""
+    """Wall time between its first and its last accepted trajectory."""
     num_leased: int
     num_partials: int = 0
-    """Partials that it handed back."""
+    """Number of partials that it handed back."""
     num_failed: int = 0
-    """Its failed attempts."""
+    """Number of its failed attempts."""
     num_compared: int = 0
-    """Its tokens that audits compared with the weights of their version."""
+    """Number of its tokens whose log-probs an audit recomputed."""
     num_off: int = 0
-    """Compared tokens with other log-probs than those weights give."""
+    """Number of compared tokens whose recomputed log-prob differs too much."""
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None without a time span to divide by."""
+        """None if `seconds` is 0, for example after a single trajectory."""
         return self.num_tokens / self.seconds if self.seconds > 0 else None
 
 
@@ -159,7 +159,7 @@ class OldestLease:
     task: int
     worker: str
     seconds: float
-    """Wall time."""
+    """Age of the lease in wall time."""
 
 
 @dataclass(frozen=True)
@@ -179,49 +179,51 @@ class RunReport:
     """Step trained next; None before the first version."""
     version: int | None
     tasks: Mapping[str, int] = field(default_factory=dict)
-    """Training tasks by state."""
+    """Number of training tasks by state."""
     producers: tuple[Producer, ...] = ()
     staleness: Mapping[int, int] = field(default_factory=dict)
-    """Trained tokens by their staleness."""
+    """Number of trained tokens by staleness."""
     waits_for: str = ""
     oldest_lease: OldestLease | None = None
     num_partials: int = 0
-    """Partials that wait to be continued, or are being continued."""
+    """Number of partials that wait to be continued or are being continued."""
     suspects: Mapping[int, int] = field(default_factory=dict)
-    """Number of unfinished tasks by how many workers vanished with them, 1 or more."""
+    """Number of unfinished tasks by how many workers vanished while holding them, 1 or more."""
     set_aside: Mapping[str, str] = field(default_factory=dict)
-    """Reasons of workers that get no tasks for a while."""
+    """Workers that get no tasks for a while, with the remaining time and the reason."""
     num_abandoned_versions: int = 0
     versions: tuple[VersionMade, ...] = ()
-    """Latest versions."""
+    """The latest `MAX_VERSIONS` versions, oldest first."""
 
 
 class Reports(Versions):
     def list_trajectories(
         self, limit: int, order: str = "latest", step: int | None = None, after: int = 0
     ) -> list[TrajectoryRow]:
-        """Trajectories in one of `ORDERS`, of a step or all, with `seq` above `after`."""
+        """Returns up to `limit` trajectories of `step`, or of all steps if None, with `seq` above `after`, sorted by
+        one of `ORDERS`."""
         query = f"{ROWS} WHERE (:step IS NULL OR b.step = :step) AND j.seq > :after {ORDERS[order]} LIMIT :limit"
         found = self.execute(query, {"step": step, "limit": limit, "after": after})
         names = [column.name for column in fields(TrajectoryRow)]
         return [TrajectoryRow(**dict(zip(names, (*row[:-1], bool(row[-1])), strict=True))) for row in found]
 
     def walk_trajectories(self, step: int | None = None) -> Iterator[tuple[TrajectoryRow, Trajectory | None]]:
-        """All trajectories in order of acceptance, of a step or all, loaded in slices."""
+        """Yields the trajectories of `step`, or all if None, in order of acceptance. Loads them in slices; a pruned
+        trajectory is None."""
         after = 0
         while found := self.list_trajectories(SLICE, "oldest", step, after):
             yield from zip(found, self.load_trajectories(found), strict=True)
             after = found[-1].seq
 
     def load_trajectories(self, rows: list[TrajectoryRow]) -> list[Trajectory | None]:
-        """Trajectories of rows; None for one that was pruned."""
+        """Loads the trajectories of `rows`; None for each one that was pruned."""
         wanted = array([row.seq for row in rows if not row.is_pruned])
         query = "SELECT seq, digest FROM trajectories WHERE seq IN (SELECT value FROM json_each(?))"
         loaded = self.bodies.load(self.execute(query, (wanted,)).fetchall())
         return [loaded.get(row.seq) for row in rows]
 
     def task_detail(self, task: int) -> TaskDetail:
-        """One task with its trajectory and its history."""
+        """Returns a task with its trajectory and history."""
         query = """SELECT g.id, g.ordinal, t.member, g.purpose, g.source, t.state, t.reason, g.state, g.reason,
                           g.prompt, g.problem, j.seq, j.digest, j.pruned, r.value, r.parts, r.error, b.step, b.bound
                    FROM tasks t JOIN groups g ON g.id = t.group_id LEFT JOIN trajectories j ON j.task = t.id
@@ -251,7 +253,7 @@ class Reports(Versions):
         )
 
     def counts(self) -> Counts:
-        """Sums over groups, trajectories and tokens; each generated token is counted once."""
+        """Counts groups, trajectories and tokens by their fate; each generated token is counted once."""
         groups: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
         trajectories: Counter[str] = Counter()
@@ -288,7 +290,7 @@ class Reports(Versions):
                       CROSS JOIN groups g ON g.id = t.group_id CROSS JOIN trajectories j ON j.task = t.id
                       WHERE t.state = 'failed' AND g.state = 'trained'
                       GROUP BY t.reason"""
-        wasted.update(dict(self.execute(left_out)))  # members that failed, of groups that were trained without them
+        wasted.update(dict(self.execute(left_out)))  # failed members of groups that were trained
         query = """SELECT state, reason, SUM(num_sampled_tokens) FROM partials WHERE state <> 'continued'
                    GROUP BY state, reason"""
         for state, reason, num_tokens in self.execute(query):
@@ -333,7 +335,7 @@ class Reports(Versions):
         )
 
     def eval_results(self, step: int | None = None) -> list[EvalRound]:
-        """Evaluation rounds of a step, or all, in the order they were opened."""
+        """Returns the evaluation rounds of `step`, or all if None, in the order in which they were opened."""
         query = "SELECT id, step, abandoned FROM evals WHERE ? IS NULL OR step = ? ORDER BY id"
         return [
             EvalRound(at, bool(is_abandoned), _eval_groups(self, round_id))
@@ -341,11 +343,11 @@ class Reports(Versions):
         ]
 
     def eval_round(self, step: int) -> EvalRound | None:
-        """Evaluation of a step in the surviving history."""
+        """Returns the evaluation round of `step` that no resume has abandoned; None if there is none."""
         return next((found for found in self.eval_results(step) if not found.is_abandoned), None)
 
     def report(self) -> RunReport:
-        """Report of the whole run."""
+        """Returns a report of the whole run, read from one snapshot."""
         with self.snapshot():
             newest = self.latest_version()
             return RunReport(
@@ -385,7 +387,7 @@ def _segments(
 
 
 def _history(db: Database, task: int, group: int) -> tuple[Event, ...]:
-    """Events of a task in order; one without a recorded time stands right after its issue."""
+    """Returns the events of a task in order; events without a recorded time follow its admission."""
     state, ended_at, admitted_at, again, reissued = db.execute(
         "SELECT g.state, g.ended_at, g.admitted_at, g.reissue_of, (SELECT id FROM groups n WHERE n.reissue_of = g.id) "
         "FROM groups g WHERE g.id = ?",
@@ -507,7 +509,7 @@ def _producers(db: Database) -> tuple[Producer, ...]:
 
 
 def _staleness(db: Database) -> dict[int, int]:
-    """Trained tokens by staleness; tokens above the bound, and of abandoned versions, were masked."""
+    """Returns the number of trained tokens by staleness. Too stale and abandoned tokens were masked, so not trained."""
     query = """SELECT v.step, b.step, b.bound, SUM(s.num_tokens)
                FROM batches b JOIN batch_members m ON m.batch = b.id
                JOIN segments s ON s.task = m.task JOIN versions v ON v.number = s.version

@@ -2,15 +2,15 @@
 
 Everything after the checkpoint's step is undone, so that the surviving history trains nothing twice and loses nothing:
 
-- versions of later steps are abandoned: their numbers are not reused, their tokens are never trained;
-- the batch trained from the checkpoint's step is claimed again: the trainer gets the same data;
-- later batches are undone. Groups with abandoned tokens only, or that wait for an abandoned version, are dropped and
-  re-issued with the same ordinal and seed for the same step; they wait until its version is published again.
+- Versions of later steps are abandoned: their numbers are not reused, and their tokens are never trained.
+- The batch trained from the checkpoint's step is claimed again: the trainer gets the same data.
+- Later batches are undone. Groups that have only abandoned tokens, or that require an abandoned version, are dropped
+  and re-issued with the same ordinal and seed for the same step; they wait until the step has a version again.
 
-Groups that later steps dropped without a signal stay dropped: the same weights would give them the same rewards. They
-still count as drawn for their step, so that the rest of it is judged as before.
+Groups that were dropped without a signal in later steps stay dropped: the same weights would give them the same
+rewards. They still count as drawn for their step, so that the step's other groups are judged as before.
 
-A trainer without a checkpoint begins at step 0, which undoes everything: `offbeat.ledger.batches` says when it may.
+A trainer without a checkpoint begins at step 0, which undoes everything: see `offbeat.ledger.batches` for when it may.
 
 With exact generation, the replayed steps see the same groups in the same order with the same tokens. A second resume
 from the same checkpoint changes nothing more.
@@ -35,7 +35,7 @@ class Resuming(Batches):
         self, checkpoint_step: int, checkpoint_version: int | None, arrival: Arrival | None = None
     ) -> Reconciled:
         """Brings the ledger to the step of a trainer's checkpoint and makes that trainer the only one that may change
-        the run. Call it at every start of a trainer, with (0, None) if it has no checkpoint."""
+        the run. Must be called at every start of a trainer, with (0, None) if it has no checkpoint."""
         arrival = arrival or Arrival()
         found = _reconcile(self, checkpoint_step, checkpoint_version, arrival)
         has_checkpoint = checkpoint_step > 0 or checkpoint_version is not None
@@ -79,7 +79,7 @@ def _reconcile(db: Batches, step: int, version: int | None, arrival: Arrival) ->
 
 
 def _complete(db: Batches, step: int, version: int | None, newest: Version) -> Reconciled:
-    """Marks the last batch as trained: its checkpoint was written, but its commit was lost."""
+    """Marks the last batch as trained, because its checkpoint was written but its commit was lost."""
     claimed = db.execute("SELECT id FROM batches WHERE step = ? AND state <> 'undone'", (newest.step,)).fetchone()
     if version is not None and versions.find(db, version) is not None:
         _check_checkpoint(db, step, version)
@@ -131,7 +131,7 @@ def _claim_again(db: Database, step: int) -> bool:
         return False
     db.execute("UPDATE batches SET state = 'claimed', to_version = NULL, trained_at = NULL WHERE id = ?", row)
     db.execute("UPDATE groups SET state = 'claimed', ended_at = NULL WHERE batch = ?", row)
-    db.execute(  # what it trains is audited anew
+    db.execute(  # the batch will be audited again
         "UPDATE batch_members SET num_trained_tokens = num_trained_tokens + num_audit_tokens, num_audit_tokens = 0 "
         "WHERE batch = ?",
         row,
@@ -150,8 +150,8 @@ def _undo_batches_after(db: Database, step: int) -> tuple[int, ...]:
 
 
 def _drop_abandoned_groups(db: Database) -> int:
-    """Drops groups that need an abandoned version or have no living token, and re-issues those for training; returns
-    the number re-issued."""
+    """Drops groups that require an abandoned version or have only abandoned tokens, and re-issues the training groups
+    among them. Returns the number re-issued."""
     waiting = """SELECT g.id, g.purpose FROM groups g JOIN versions v ON v.number = g.require_version
                  WHERE (g.state = 'open' OR g.state = 'ready') AND v.abandoned = 1"""
     without_living_token = """
@@ -166,8 +166,8 @@ def _drop_abandoned_groups(db: Database) -> int:
 
 
 def _reset_first_step(db: Database, step: int) -> None:
-    """Resets `first_step` of groups begun with abandoned versions only: to the checkpoint's step while a task is leased
-    or all have ended, else to none, so that any version may begin them."""
+    """Resets `first_step` of groups that were begun only with abandoned versions. It becomes the checkpoint's step if a
+    task is leased or all tasks have ended, else NULL, so that any version may begin the group."""
     db.execute(
         """UPDATE groups SET first_step = IIF(state = 'open' AND NOT EXISTS (
                SELECT 1 FROM tasks WHERE group_id = groups.id AND state = 'leased'), NULL, :step)

@@ -1,7 +1,7 @@
 """Rewards: trajectories that wait for one, and their results.
 
-Guarantees: a reward is stored once; one that could not be computed, is not finite or too large (`MAX_REWARD`) makes its
-member failed, with the reason, and never becomes a value; a result for a task that no longer waits is ignored.
+Guarantees: a reward is stored once. A reward that could not be computed, is not finite or is too large (`MAX_REWARD`)
+is never stored as a value: its task fails, with the reason. A result for a task that no longer waits is ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from offbeat.trajectory import Reward, total, total_problem
 
 class Rewards(Database):
     def unscored(self, limit: int, after: int = 0) -> list[Unscored]:
-        """Trajectories that wait for their reward, in order of acceptance, with `seq` above `after`."""
+        """Returns up to `limit` trajectories that wait for their reward, in order of acceptance, with `seq` above
+        `after`."""
         if not after:
             after = _before_first(self)
         query = """SELECT j.seq, j.task, j.digest, t.group_id, g.purpose, g.reward, g.problem
@@ -45,7 +46,7 @@ class Rewards(Database):
 
     @transactional
     def score(self, results: Sequence[Scored]) -> Scores:
-        """Stores rewards and failures, and ends the groups that waited for them."""
+        """Stores rewards and failures, and ends the groups whose last results these are."""
         query = "SELECT id, state, group_id FROM tasks WHERE id IN (SELECT value FROM json_each(?))"
         known = {
             task: (state, group) for task, state, group in self.execute(query, (array([r.task for r in results]),))
@@ -69,7 +70,7 @@ class Rewards(Database):
 
 
 def _before_first(db: Database) -> int:
-    """Value of `seq` just before the first waiting trajectory, found through the open groups."""
+    """Returns the `seq` just before the first waiting trajectory, which is found quickly through the open groups."""
     query = """SELECT MIN(j.seq) - 1 FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
                CROSS JOIN trajectories j ON j.task = t.id WHERE g.state = 'open' AND t.state = 'accepted'"""
     (before,) = db.execute(query).fetchone()
@@ -77,7 +78,7 @@ def _before_first(db: Database) -> int:
 
 
 def error_of(result: Scored) -> str | None:
-    """Why a result is not a reward; None if it is."""
+    """Returns why `result` is not a valid reward; None if it is."""
     if result.error is not None:
         return result.error
     if not result.rewards:
@@ -87,13 +88,13 @@ def error_of(result: Scored) -> str | None:
 
 
 def _parts(rewards: Sequence[Reward]) -> str:
-    """Encodes rewards as JSON; reward functions may return numpy numbers."""
+    """Encodes rewards as JSON, with numpy numbers, which reward functions may return, as plain ones."""
     plain = [Reward(float(r.value), r.name, int(r.position), float(r.weight)) for r in rewards]
     return msgspec.json.encode(plain).decode()
 
 
 def reward_digest(task: int, value: float | None, parts: str | None, error: str | None) -> bytes:
-    """Digest of a task's stored reward. SQLite has no -0.0, so it is taken for 0.0."""
+    """Returns the digest of a task's stored reward. -0.0 is treated as 0.0, because SQLite does not store -0.0."""
     stored = [task, None if value is None else value + 0.0, parts, error]
     return blake3(msgspec.json.encode(stored)).digest(length=16)
 

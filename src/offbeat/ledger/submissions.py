@@ -1,11 +1,12 @@
 """Submissions: trajectories, whole or partial, that workers hand in.
 
-Guarantees: a task has at most one trajectory, ever; the same bytes again change nothing, other bytes under the same
-fence are a conflict, and a fence that is over is refused. A stored trajectory answers the issued prompt within the
-issued length, continues the partial that was issued with it, and ends as it claims: by a stop token, or at full length.
-All its tokens are sampled, and each segment names a published version: of the step that the task requires, or, for at
-least one segment, of a step that may still be trained. Each segment is stored with the worker that handed it in first.
-A trajectory whose task ended without it is kept and counts as wasted. A refused submission does not affect the others.
+Guarantees: a task never has more than one trajectory. Submitting the same bytes again changes nothing; other bytes
+under the same fence are a conflict, and an old fence is refused. A stored trajectory answers the issued prompt within
+the issued length, continues the partial that was issued with it, and ends as it claims: by a stop token or at full
+length. All its tokens are sampled, and each segment names a published version. If the task requires a step, all
+versions are of that step; otherwise at least one may still be trained. Each segment is stored with the worker that
+submitted it first. A trajectory that arrives after its task has ended is stored and counts as wasted. A refused
+submission does not affect the others.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from offbeat.rules.groups import is_trainable
 from offbeat.trajectory import End, Origin, Sampling, Trajectory
 
 ENDED = ("failed", "dropped")
-"""States of a task that ended without a trajectory."""
+"""States of tasks for which a trajectory arrives too late."""
 
 
 class Issued(NamedTuple):
-    """Row of `ISSUED`: a task for which a submission arrives. States stay plain text, because this is built for every
-    trajectory of a run."""
+    """Row of `ISSUED`: a task for which a submission arrived. States are plain strings to save time, because this is
+    built for every trajectory of a run."""
 
     task: int
     state: str
@@ -41,11 +42,11 @@ class Issued(NamedTuple):
     sampling: str
     require_step: int | None
     digest: bytes | None
-    """Digest of its trajectory; None before there is one."""
+    """Digest of the task's trajectory; None before it is stored."""
     ended_fence: int | None
     ended_worker: str | None
     partial_digest: bytes | None
-    """Digest of its latest partial, kept or not."""
+    """Digest of the task's latest partial in any state; None: no partial was stored."""
     partial_fence: int | None
     partial_worker: str | None
     partial_state: str | None
@@ -75,7 +76,7 @@ class Fresh(NamedTuple):
 
 
 class SubmissionValidator:
-    """Checks the submissions of a transaction one by one; `fresh` holds those to be stored, by task."""
+    """Checks the submissions of a transaction one by one; `fresh` collects the ones to store, by task."""
 
     def __init__(self, db: Database, submissions: Sequence[Submission]):
         self.db = db
@@ -91,7 +92,7 @@ class SubmissionValidator:
         self.fresh: dict[int, Fresh] = {}
 
     def take(self, submission: Submission) -> Outcome:
-        """Returns the outcome of a submission and adds it to `fresh` if it is to be stored."""
+        """Returns the outcome of a submission and adds the submission to `fresh` if it must be stored."""
         trajectory, worker, fence = submission
         number = trajectory.task
         task = self.issued.get(number)
@@ -119,7 +120,7 @@ class SubmissionValidator:
         return outcome
 
     def _problem(self, trajectory: Trajectory, task: Issued, is_late: bool) -> str | None:
-        """Why a trajectory may not be stored."""
+        """Returns why a trajectory may not be stored; None if it may."""
         if trajectory.index != 0:
             return f"trajectory index {trajectory.index}; allowed 0, a task has one trajectory"
         if trajectory.max_version_drop != 0:
@@ -144,7 +145,7 @@ class SubmissionValidator:
             numbers.append(segment.version)
         if not numbers:
             return "holds no sampled token"
-        return None if is_late else self._age_problem(numbers, task.require_step)  # late: never trained
+        return None if is_late else self._age_problem(numbers, task.require_step)  # a late one is never trained
 
     def _continues(self, trajectory: Trajectory, task: Issued) -> bool:
         prefix = bodies.load(self.db.blobs, task.partial_digest, task.partial_body)
@@ -171,7 +172,7 @@ class SubmissionValidator:
 
 
 def _end_problem(trajectory: Trajectory, sampling: Sampling) -> str | None:
-    """Why a trajectory cannot have ended as it claims."""
+    """Returns why a trajectory cannot have ended as it claims; None if it can."""
     if trajectory.end is End.STOP and trajectory.num_tokens:
         last = int(trajectory.segments[-1].tokens[-1])
         if last not in sampling.stop_token_ids:
@@ -184,7 +185,7 @@ def _end_problem(trajectory: Trajectory, sampling: Sampling) -> str | None:
 class Submissions(Database):
     @transactional
     def submit(self, submissions: Sequence[Submission]) -> list[Outcome | LedgerError]:
-        """Stores trajectories and partials. Returns the outcome of each, or the error for which it was refused."""
+        """Stores trajectories and partials; returns, for each, its outcome or the error with which it was refused."""
         validator = SubmissionValidator(self, submissions)
         outcomes: list[Outcome | LedgerError] = []
         for submission in submissions:
@@ -211,7 +212,8 @@ class Submissions(Database):
 
 
 def _again(submission: Submission, digest: bytes, worker: str | None, stored: bytes | None) -> Outcome:
-    """Outcome of a second submission under one fence, given worker and digest of the first."""
+    """Returns the outcome of a second submission under the same fence. `worker` and `stored`, a digest, are those of
+    the first."""
     task, fence = submission.trajectory.task, submission.fence
     if worker != submission.worker:
         raise Forbidden(f"task {task}: fence {fence} was leased by {worker}, not by {submission.worker}")
@@ -250,7 +252,7 @@ def _store(db: Database, fresh: Sequence[tuple[Fresh, Issued]]) -> None:
         [(*sums, group) for group, sums in added.items()],
     )
     reopened = [(issued.group,) for _, issued in fresh if issued.state == "open"]
-    if reopened:  # finished after its lease was lost
+    if reopened:  # their trajectories arrived after the lease was lost and before the next one
         db.executemany("UPDATE groups SET num_open = num_open - 1 WHERE id = ?", reopened)
     continued = [issued.task for _, issued in fresh if issued.partial_state == "kept"]
     if continued:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SCHEMA = 6
-"""Grows with every change of `TABLES`; a file of another schema is refused."""
+"""Schema number, raised with every change of `TABLES`; a file with another schema is refused."""
 
 
 TABLES = """

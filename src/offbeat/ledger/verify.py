@@ -1,8 +1,8 @@
 """Verifies the ledger's invariants, independently of the code that maintains them.
 
-Reads one snapshot, so that it may run beside a live run. It checks the consistency of the file, `RULES`, the bytes of
-every trajectory against the tables, every reward against its digest, every seed, and the sums in which each generated
-token is counted exactly once.
+Verification reads one snapshot, so it can be done while the run continues. It checks the consistency of the file,
+`RULES`, the bytes of every trajectory against the tables, every reward against its digest, every seed, and that each
+generated token is counted exactly once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from offbeat.trajectory import Trajectory
 
 
 class Rule(NamedTuple):
-    """An invariant. No rule trusts a stored sum: sums are compared with the rows they add up. Surviving batches are
-    those that no resume has undone."""
+    """An invariant of the tables. No rule trusts a stored sum: sums are compared with the rows that they add up. In the
+    messages, a surviving batch is one that no resume has undone."""
 
     message: str
-    """Filled with the columns of an offending row."""
+    """Format string for the columns of an offending row."""
     query: str
-    """Finds the offending rows."""
+    """SQL that returns the offending rows."""
 
 
 TASKS = (
@@ -353,13 +353,13 @@ RULES = (*TASKS, *GROUPS, *BATCHES, *VERSIONS, *TRAJECTORIES, *PRUNED, *PARTIALS
 
 
 MAX_EXAMPLES = 5
-"""Offending rows named for each broken rule."""
+"""Number of offending rows listed for each broken rule."""
 
 
 @dataclass(frozen=True)
 class VerifyReport:
     violations: tuple[str, ...]
-    """In plain words; empty if everything holds."""
+    """Descriptions of what is wrong; empty if the ledger is sound."""
     counts: Counts
     """All zero if the file is too damaged to count."""
 
@@ -370,7 +370,7 @@ class VerifyReport:
 
 class Verification(Reports):
     def verify(self, *, with_bodies: bool = True) -> VerifyReport:
-        """Checks the whole ledger; without `with_bodies`, all but the bytes of the trajectories."""
+        """Checks the whole ledger; `with_bodies` includes the bytes of trajectories and partials."""
         damage = _damage(self)
         if damage:
             return VerifyReport(damage, Counts())

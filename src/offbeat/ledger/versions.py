@@ -1,8 +1,8 @@
-"""Published versions: numbers that only grow, one living line, and groups bound to the version of their step.
+"""Published versions: their numbers, their line of descent, and the groups bound to the version of their step.
 
-Guarantees: a number is never reused; a version's parent is alive, and of the same step (the same weights under a new
-number, after a resume) or of the step before. So the living versions form one line, and living versions of one step
-have the same weights: a task that requires one of them may use another.
+Guarantees: a number is never reused. A new version's parent is living (not abandoned) and is either of the step before
+or of the same step, if the same weights get a new number after a resume. So the living versions form one line, and
+living versions of the same step have the same weights: a task that requires one of them may use another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HERE = "./"
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Step of a version, and whether it was abandoned."""
+    """Step of a version, and whether the version was abandoned."""
 
     step: int
     is_abandoned: bool
@@ -34,28 +34,31 @@ class Lineage:
 
 class Versions(Database):
     def latest_version(self) -> Version | None:
-        """Newest version that is not abandoned: the one trained from next."""
+        """Returns the newest version that is not abandoned, from which the next step is trained; None before the
+        first."""
         row = self.execute(
             f"SELECT {COLUMNS} FROM versions NOT INDEXED WHERE abandoned = 0 ORDER BY number DESC LIMIT 1"
         ).fetchone()
         return None if row is None else _version(self, row)
 
     def version(self, number: int) -> Version:
-        """A published version, abandoned or not."""
+        """Returns a published version, abandoned or not; raises `Unknown` if it was never published."""
         found = find(self, number)
         if found is None:
             raise Unknown(f"version {number}: never published")
         return found[0]
 
     def versions_in_use(self) -> list[int]:
-        """Latest living version, the one before, which a worker may be fetching, and those that open tasks require."""
+        """Returns the numbers of the two latest living versions (a worker may still be fetching the older one) and of
+        those that open groups require."""
         query = """SELECT number FROM (SELECT number FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 2)
                    UNION SELECT require_version FROM groups WHERE state = 'open' AND require_version IS NOT NULL"""
         return [number for (number,) in self.execute(query)]
 
     def versions_needed(self, checkpoint_step: int) -> list[int]:
-        """Versions whose pieces may still be requested: all from the oldest step that an untrained group was begun with
-        or that a checkpoint has, and those that open tasks require."""
+        """Returns the numbers of versions whose pieces may still be requested: `versions_in_use`, and every version
+        since `checkpoint_step` or since the oldest step at which an untrained group was begun, whichever is earlier.
+        `checkpoint_step` is negative if there is no checkpoint."""
         query = """SELECT MIN(first_step) FROM groups WHERE state IN ('open', 'ready', 'claimed')"""
         begun = self.execute(query).fetchone()[0]
         latest_two = "SELECT step FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 2"
@@ -71,7 +74,7 @@ class Versions(Database):
 
     @transactional
     def publish(self, version: Version) -> None:
-        """Records a version without a batch: a run's first, or a checkpoint's weights under a new number."""
+        """Records a version that no commit records: a run's first, or a checkpoint's weights under a new number."""
         if is_recorded(self, version):
             return
         if version.parent is None:
@@ -83,27 +86,27 @@ class Versions(Database):
 
 
 def find(db: Database, number: int) -> tuple[Version, bool] | None:
-    """Version by its number, and whether it is abandoned."""
+    """Returns the version with this number and whether it is abandoned; None if it was never published."""
     row = db.execute(f"SELECT {COLUMNS}, abandoned FROM versions WHERE number = ?", (number,)).fetchone()
     return None if row is None else (_version(db, row[:6]), bool(row[6]))
 
 
 def living_at(db: Database, step: int) -> Version | None:
-    """Newest living version of a step."""
+    """Returns the newest living version of a step; None if the step has none."""
     query = f"SELECT {COLUMNS} FROM versions WHERE abandoned = 0 AND step = ? ORDER BY number DESC LIMIT 1"
     row = db.execute(query, (step,)).fetchone()
     return None if row is None else _version(db, row)
 
 
 def lineage(db: Database, numbers: Iterable[int]) -> dict[int, Lineage]:
-    """Step of each version, and whether it is abandoned; an unknown version is left out."""
+    """Returns the lineage of each version in `numbers`; unknown versions are left out."""
     query = "SELECT number, step, abandoned FROM versions WHERE number IN (SELECT value FROM json_each(?))"
     rows = db.execute(query, (array(set(numbers)),))
     return {number: Lineage(step, bool(abandoned)) for number, step, abandoned in rows}
 
 
 def lineage_and_step(db: Database, numbers: Iterable[int]) -> tuple[dict[int, Lineage], int]:
-    """Lineage of `numbers` and of the newest living version, and the step of the latter."""
+    """Returns the lineage of `numbers` and of the newest living version, and that version's step (0 without one)."""
     query = """SELECT number, step, abandoned FROM versions WHERE number IN (
                    SELECT value FROM json_each(?) UNION ALL SELECT * FROM (
                        SELECT number FROM versions NOT INDEXED WHERE abandoned = 0 ORDER BY number DESC LIMIT 1))"""
@@ -133,7 +136,7 @@ def _check_step(db: Versions, version: Version) -> None:
 
 
 def living_parent(db: Versions, version: Version) -> Version:
-    """Parent of a new version; refuses one that is abandoned or not the latest."""
+    """Returns the parent of a new version; raises `Refused` if the parent is abandoned or not of the latest step."""
     found = None if version.parent is None else find(db, version.parent)
     if found is None:
         raise Refused(f"version {version.number}: its parent {version.parent} was never published")
@@ -148,7 +151,7 @@ def living_parent(db: Versions, version: Version) -> Version:
 
 
 def is_recorded(db: Database, version: Version) -> bool:
-    """Whether this version is stored already; raises `Conflict` if another one has its number."""
+    """Whether this version is already stored; raises `Conflict` if a different version has its number."""
     found = find(db, version.number)
     if found is None:
         return False
@@ -185,7 +188,7 @@ def record(db: Versions, version: Version) -> None:
 
 
 def _row(db: Database, version: Version) -> tuple[int, int, int | None, str, str, str]:
-    """Values of `COLUMNS`. A path inside the ledger's folder is stored relative to it, so that a run can be moved."""
+    """Returns the values of `COLUMNS`. Paths inside the ledger's folder become relative, so that a run can be moved."""
     folder, path = db.path.parent.absolute(), version.path
     stored = f"{HERE}{path.relative_to(folder)}" if path.is_relative_to(folder) else str(path)
     return version.number, version.step, version.parent, version.digest, stored, version.manifest

@@ -1,10 +1,10 @@
 """Join tokens, workers and their secrets.
 
 A join token is issued to a person, expires soon and is exchanged once for a worker's name. The worker draws its own
-secret and sends only its hash. Tokens and secrets are 256 random bits, stored as hashes: the file lets no reader
-impersonate a worker. The exchange is one transaction, so that a token used twice, by any number of processes, makes one
-worker; used again with the hash of the same secret, it returns that worker, so that a lost response can be requested
-again.
+secret and sends only the secret's hash. Tokens and secrets are 256 random bits, stored as hashes, so that someone who
+reads the file cannot impersonate a worker. The exchange is one transaction, so that a token makes at most one worker
+even if several processes use it. Using the token again with the same secret returns the same worker, so that a worker
+can repeat a request whose response was lost.
 
 Every change of a worker's state is counted, so that a process that caches workers notices changes by other processes.
 """
@@ -29,14 +29,14 @@ from offbeat.rules.quarantine import AUDIT_WINDOW, Compared, is_proven
 
 SECRET_BYTES = 32
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-"""A name is used verbatim in logs, metrics and file names."""
+"""Allowed names of workers: they are used verbatim in logs, metrics and file names."""
 COLUMNS = "name, role, state, reason, capabilities, joined_at"
 MAX_MINUTES = 7 * 24 * 60
-"""A token that is valid for more than a week is a password."""
+"""Longest validity of a join token, one week; a longer-lived token would be a password."""
 
 
 class Role(StrEnum):
-    """Role that a worker joins in."""
+    """Role in which a worker joins."""
 
     ROLLOUT = "rollout"
     REWARD = "reward"
@@ -44,7 +44,7 @@ class Role(StrEnum):
 
 
 class WorkerState(StrEnum):
-    """Life of a worker."""
+    """State of a worker."""
 
     ACTIVE = "active"
     LEFT = "left"
@@ -52,7 +52,7 @@ class WorkerState(StrEnum):
     QUARANTINED = "quarantined"
     """Refused, because its results could not be trusted."""
     REVOKED = "revoked"
-    """Its secret is invalid for ever."""
+    """Its secret is invalid forever."""
 
 
 ACTIVE, LEFT, QUARANTINED, REVOKED = WorkerState
@@ -62,7 +62,7 @@ MOVES = {
     QUARANTINED: {ACTIVE, REVOKED},
     REVOKED: set[WorkerState](),
 }
-"""QUARANTINED -> LEFT is missing on purpose: leaving and returning must not restore trust."""
+"""Allowed changes of state. QUARANTINED to LEFT is missing on purpose: leaving and returning must not restore trust."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class WorkerRecord:
     capabilities: Mapping[str, Any] = field(default_factory=dict)
     joined_at: float = 0.0
     num_compared: int = 0
-    """Its tokens that audits compared with the weights of their version; set by `list_workers` only."""
+    """Number of its tokens whose log-probs an audit recomputed; set by `list_workers` only."""
     num_off: int = 0
-    """Compared tokens with other log-probs than those weights give."""
+    """Number of compared tokens whose recomputed log-prob differs too much; set by `list_workers` only."""
     num_leased: int = 0
-    """Tasks that it holds; set by `list_workers` only."""
+    """Number of tasks that it holds; set by `list_workers` only."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class JoinedWorker:
 class Workers(Database):
     @transactional
     def issue_token(self, role: Role, minutes: float) -> str:
-        """Issues a token that one worker may join with, once, within `minutes`; only its hash is stored."""
+        """Returns a new token with which one worker may join within `minutes`; stores only its hash."""
         if not 0 < minutes <= MAX_MINUTES:
             raise UserError(f"minutes = {minutes:g}: a join token lives more than 0 and at most {MAX_MINUTES} minutes")
         token, now = secrets.token_urlsafe(SECRET_BYTES), self.wall_clock()
@@ -103,7 +103,7 @@ class Workers(Database):
         return token
 
     def is_token(self, token: str) -> bool:
-        """Whether a join token was ever issued; it may be used up or expired."""
+        """Whether this join token was ever issued, even if it is used or expired."""
         return bool(
             self.execute("SELECT EXISTS (SELECT 1 FROM join_tokens WHERE hash = ?)", (secret_hash(token),)).fetchone()[
                 0
@@ -112,8 +112,8 @@ class Workers(Database):
 
     @transactional
     def redeem(self, token: str, name: str, capabilities: Mapping[str, Any], hashed_secret: bytes) -> JoinedWorker:
-        """Exchanges a join token for a worker named `name`, or with the next free number after it. Repeated with the
-        same secret, it returns the same worker; otherwise `Forbidden` gives the reason."""
+        """Exchanges a join token for a worker named `name`, or `name-2` and so on if taken. A repeated call with the
+        same secret returns the same worker. Raises `Forbidden` if the token or the secret cannot be used."""
         found = self.execute(
             "SELECT role, expires_at, used_by FROM join_tokens WHERE hash = ?", (secret_hash(token),)
         ).fetchone()
@@ -139,7 +139,7 @@ class Workers(Database):
         return JoinedWorker(name=name, role=Role(role))
 
     def worker_by_secret(self, secret: str) -> WorkerRecord | None:
-        """Worker that a secret belongs to, in any state; None if there is none."""
+        """Returns the worker, in any state, to which a secret belongs; None if the secret is unknown."""
         hashed = secret_hash(secret)
         row = self.execute(f"SELECT secret_hash, {COLUMNS} FROM workers WHERE secret_hash = ?", (hashed,)).fetchone()
         if row is None or not hmac.compare_digest(row[0], hashed):
@@ -147,13 +147,13 @@ class Workers(Database):
         return _worker(row[1:])
 
     def num_worker_moves(self) -> int:
-        """Number of changes of any worker's state, by any process."""
+        """Returns how often any process has changed any worker's state."""
         found = self.execute("SELECT value FROM meta WHERE key = 'worker_moves'").fetchone()
         return 0 if found is None else int(found[0])
 
     @transactional
     def move_worker(self, name: str, state: WorkerState, reason: str | None = None) -> WorkerState:
-        """Brings a worker to `state` if `MOVES` allows it; returns the state that it is in then."""
+        """Changes a worker's state to `state` if `MOVES` allows it; returns the resulting state."""
         found = self.execute("SELECT state FROM workers WHERE name = ?", (name,)).fetchone()
         if found is None:
             raise Unknown(f"worker {name}: never joined")
@@ -173,41 +173,41 @@ class Workers(Database):
         self.execute("INSERT OR IGNORE INTO signers VALUES (?, ?, ?)", (key, worker, self.wall_clock()))
 
     def signers(self) -> list[str]:
-        """Keys of all trainers that were not revoked, the latest first."""
+        """Returns the public keys of all trainers that were not revoked, latest first."""
         query = """SELECT s.key FROM signers s LEFT JOIN workers w ON w.name = s.worker
                    WHERE w.state IS NULL OR w.state <> 'revoked' ORDER BY s.added_at DESC, s.key"""
         return [key for (key,) in self.execute(query)]
 
     def active_workers(self) -> set[str]:
-        """Names of the active workers."""
+        """Returns the names of the active workers."""
         return {name for (name,) in self.execute("SELECT name FROM workers WHERE state = ?", (ACTIVE.value,))}
 
     def list_workers(self) -> list[WorkerRecord]:
-        """All workers that ever joined, in order."""
+        """Returns all workers that ever joined, in the order in which they joined."""
         leased, compared = self.num_leased(), num_compared(self)
         rows = self.execute(f"SELECT {COLUMNS} FROM workers ORDER BY joined_at, name")
         return [_worker(row, leased.get(row[0], 0), compared.get(row[0], (0, 0))) for row in rows]
 
     def audit_results(self, tasks: Sequence[int]) -> dict[str, list[Compared]]:
-        """Latest audit results, oldest first, of each worker that handed in a compared segment of these tasks and is
-        neither quarantined nor revoked."""
+        """Returns the latest audit results, oldest first, of each worker that submitted an audited segment of `tasks`
+        and is neither quarantined nor revoked."""
         query = """SELECT DISTINCT s.worker FROM segments s JOIN workers w ON w.name = s.worker
                    WHERE s.task IN (SELECT value FROM json_each(?)) AND s.num_compared > 0
                    AND w.state IN ('active', 'left')"""
         return {name: _latest_compared(self, name) for (name,) in self.execute(query, (array(tasks),))}
 
     def num_leased(self) -> dict[str, int]:
-        """Number of tasks that each worker holds, whether it joined or runs in process."""
+        """Returns the number of tasks that each worker holds, including in-process workers that never joined."""
         return dict(self.execute("SELECT worker, count(*) FROM tasks WHERE state = 'leased' GROUP BY worker"))
 
 
 def new_secret() -> str:
-    """Draws a secret for a worker that is about to join."""
+    """Returns a random secret for a worker that is about to join."""
     return secrets.token_urlsafe(SECRET_BYTES)
 
 
 def unproven_tasks(db: Database, batch: int) -> set[int]:
-    """Tasks of a batch with a segment of a worker that audits have not found honest so far."""
+    """Returns the tasks of a batch that contain tokens of a worker whose honesty audits have not yet shown."""
     query = """SELECT s.worker, s.task FROM batch_members m CROSS JOIN segments s ON s.task = m.task
                WHERE m.batch = ? AND s.version IS NOT NULL"""
     tasks: dict[str, list[int]] = {}
@@ -217,14 +217,14 @@ def unproven_tasks(db: Database, batch: int) -> set[int]:
 
 
 def _latest_compared(db: Database, worker: str) -> list[Compared]:
-    """Latest audit results of a worker, oldest first."""
+    """Returns the latest `AUDIT_WINDOW` audit results of a worker, oldest first."""
     query = """SELECT num_compared, num_off FROM segments INDEXED BY segments_compared
                WHERE worker = ? AND num_compared > 0 ORDER BY task DESC, start DESC LIMIT ?"""
     return [Compared(*row) for row in db.execute(query, (worker, AUDIT_WINDOW))][::-1]
 
 
 def num_compared(db: Database) -> dict[str, tuple[int, int]]:
-    """Tokens of each worker that audits compared, and how many of them are off."""
+    """Returns, for each worker, how many of its tokens audits compared and how many of these are off."""
     query = """SELECT worker, SUM(num_compared), SUM(num_off) FROM segments INDEXED BY segments_compared
                WHERE num_compared > 0 GROUP BY worker"""
     return {worker: (compared, off) for worker, compared, off in db.execute(query)}
@@ -246,8 +246,8 @@ def _worker(row: tuple[Any, ...], num_leased: int = 0, compared: tuple[int, int]
 
 
 def _free_name(db: Database, wanted: str) -> str:
-    """`wanted`, or the first free name of the form `wanted-2`. A name that was ever given a task is taken, also by an
-    in-process engine that never joined: tasks are stored with their worker's name."""
+    """Returns `wanted`, or the first free one of `wanted-2`, `wanted-3` and so on. A name that ever held a task is
+    taken, even if it was that of an in-process engine that never joined, because tasks store their worker's name."""
     if NAME.fullmatch(wanted) is None:
         raise UserError(f"worker name {wanted!r}: allowed are up to 63 letters, digits, '.', '_' and '-'")
     query = """SELECT EXISTS (SELECT 1 FROM workers WHERE name = :name)
@@ -260,5 +260,5 @@ def _free_name(db: Database, wanted: str) -> str:
 
 
 def secret_hash(secret: str) -> bytes:
-    """Hash under which a secret or a token is stored and sent."""
+    """Returns the hash of a secret or token, which is stored and sent in its place."""
     return blake3(secret.encode()).digest()

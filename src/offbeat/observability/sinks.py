@@ -1,7 +1,7 @@
 """Sends metrics to the sinks in `log.sinks`: TensorBoard, Weights & Biases or trackio.
 
-The run's own files come first. A sink's package is imported only if the sink is used; a missing one is an error, with
-the command that installs it, before any work begins.
+A row is written to the run's own files before it is sent. A sink's package is imported only if the sink is used; if it
+is missing, an error with the command that installs it is raised before any work begins.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def check_sinks(names: Sequence[str]) -> None:
 
 
 def open_sinks(names: Sequence[str], folder: Path, project: str, config: Mapping[str, Any]) -> list[Sink]:
-    """Opens the named sinks, in which the run has its folder's name."""
+    """Opens the named sinks; in each, the run is named after `folder`."""
     check_sinks(names)
     return [MAKERS[name](folder, project, config) for name in dict.fromkeys(names)]
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row that can be drawn."""
+    """Returns the numbers of a row that can be plotted, without `step` and `attempt`."""
     return {
         key: float(value)
         for key, value in row.items()
@@ -45,7 +45,7 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in the run's folder: tensorboard --logdir RUN/tensorboard."""
+    """Writes event files to the run's folder; view them with `tensorboard --logdir RUN/tensorboard`."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any]):
         self.writer = importlib.import_module("tensorboard.summary").Writer(str(folder / "tensorboard"))
@@ -59,13 +59,13 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run whose id is its name, so that a resumed one continues it."""
+    """Sends metrics to Weights & Biases. The run's id is its name, so that a resumed run continues the same record."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any]):
         wandb = importlib.import_module("wandb")
         name = folder.name
         self.run = wandb.init(project=project, name=name, id=name, resume="allow", dir=str(folder), config=dict(config))
-        self.run.define_metric("*", step_metric="step")  # its own step count cannot go back, as a resumed run may
+        self.run.define_metric("*", step_metric="step")  # unlike wandb's step, ours may decrease on a resume
 
     def log(self, row: Mapping[str, Any]) -> None:
         self.run.log({**numbers(row), "step": row["step"]})
@@ -75,11 +75,11 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """A local run: trackio show --project PROJECT."""
+    """Stores metrics locally with trackio; view them with `trackio show --project PROJECT`."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any]):
         trackio = importlib.import_module("trackio")
-        with redirect_stdout(sys.stderr):  # it prints a long greeting
+        with redirect_stdout(sys.stderr):  # trackio prints a long greeting
             self.run = trackio.init(project=project, name=folder.name, resume="allow", config=dict(config), embed=False)
 
     def log(self, row: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Spans of time: seconds by name for each step, and a trace for Perfetto or chrome://tracing.
 
-`trace.json` is the array form of Chrome's trace format; viewers read it without its closing bracket, so it is valid at
-any moment. It stops growing at `max_bytes`, with a mark at its end. Concurrent spans get lanes of their own: a lane
-holds one span and the spans inside it.
+`trace.json` is in the array form of Chrome's trace format, which viewers accept without its closing bracket, so the
+file is valid at any moment. It stops growing at `max_bytes`, with a mark at its end. Concurrent spans are shown in
+separate lanes: at any time a lane holds one span and the spans inside it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from typing import Any
 from offbeat.files import Appender
 
 MAX_TRACE_BYTES = 64 << 20
-"""About half a million spans, as many as viewers open with ease."""
+"""About half a million spans, which viewers can still open easily."""
 
 _lane: ContextVar[tuple[int, object] | None] = ContextVar("lane", default=None)
-"""The lane of the current span and its owner (thread and task): a task started inside a span needs its own lane."""
+"""Lane of the current span, and its owner (thread and task). A task that is started inside a span inherits this value;
+the owner shows that the task needs its own lane."""
 
 
 class Trace:
-    """Collects spans from any thread or asyncio task."""
+    """Records spans from any thread or asyncio task."""
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_TRACE_BYTES):
         self._file = Appender(path, buffered=True)
@@ -45,7 +46,7 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, **details: Any) -> Iterator[None]:
-        """Times the block; `details` appear in the trace."""
+        """Measures the time of the block under `name`; `details` appear in the trace."""
         owner = _owner()
         around = _lane.get()
         inner = around is not None and around[1] == owner
@@ -62,7 +63,7 @@ class Trace:
             self._ended(name, lane, start_s, end_s, details)
 
     def spans_since_last(self) -> dict[str, float]:
-        """Seconds by name of the spans that ended since the last call."""
+        """Returns the total seconds, by name, of the spans that ended since the last call."""
         with self._lock:
             seconds, self._seconds = self._seconds, {}
         return seconds

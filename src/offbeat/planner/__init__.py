@@ -1,1 +1,1 @@
-"""The planner: from an inventory and a workload to a plan, with a proof of its quality. No torch here."""
+"""The planner: from an inventory and a workload to a plan, with a proof of its quality. Imports no torch."""

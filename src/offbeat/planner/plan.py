@@ -1,6 +1,6 @@
-"""A plan as data: what to rent, which cards do what, its proof and its limits.
+"""A plan as data: the nodes to rent, the use of each card, the proof and the limits.
 
-`to_json` and `from_json` are each other's inverse: floats keep every digit, so a saved plan can be checked exactly.
+`from_json` is the exact inverse of `to_json`: floats keep every digit, so a saved plan can be checked exactly.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from offbeat.planner.solve.certificate import Certificate
 
 @dataclass(frozen=True)
 class PlanStep:
-    """Period, yield and price of a step."""
+    """Period, throughput and price of a step."""
 
     tau_s: float
-    """Period on the chosen nodes and links."""
+    """Period of a step on the chosen nodes and links."""
     tau_lo_s: float | None
-    """Lower bound on the period of any plan within the budget; None if a throughput was asked for."""
+    """Lower bound on the period of any plan within the budget; None if the user asked for a throughput."""
     tokens_per_s: float
-    """Tokens generated, waste included."""
+    """Tokens generated per second, waste included."""
     price_per_h: float
     price_lo_per_h: float | None
     """Lower bound on the price of a plan with this period; None unless the price was minimised."""
@@ -37,7 +37,7 @@ class PlanStep:
 
 @dataclass(frozen=True)
 class Training:
-    """The gang, on its cards."""
+    """The training gang, placed on its cards."""
 
     nodes: Mapping[str, int]
     root: str
@@ -49,17 +49,17 @@ class Training:
     batch_shares: Mapping[str, float]
     zero: int
     step_s: float
-    """Time of a step on its nodes."""
+    """Time of a training step on the chosen nodes."""
     publish_s: float
     stages: tuple[tuple[Group, ...], ...]
-    """By pipeline stage: the cards of each tensor-parallel group, in ring order."""
+    """Cards of each tensor-parallel group, by pipeline stage and in ring order."""
     price_per_million_tokens: float
     why: str
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Rollout replicas of one shape on one class."""
+    """All rollout replicas of one shape on one class."""
 
     column: str
     offer: str
@@ -67,21 +67,21 @@ class Pool:
     tp: int
     pp: int
     concurrency: int
-    """Largest number of trajectories in flight in a replica."""
+    """Largest number of trajectories in flight in one replica."""
     weight: float
-    """Share of new work for one replica of this pool."""
+    """Share of new work that one replica of this pool receives."""
     kv: str
     tokens_per_s: float
-    """Tokens of one replica, between two versions."""
+    """Tokens per second of one replica while it generates."""
     token_s: float
     blocking_s: float
-    """Generation time lost at each version; with bound 0 it includes training."""
+    """Generation time lost at each new version; with bound 0 it includes training and the wait for the new version."""
     places: tuple[Group, ...]
     price_per_million_tokens: float
-    """0 on the gang's nodes, which count as training."""
+    """Price of generation; 0 on the gang's nodes, whose price counts as training."""
     why: str
     shares_gang: bool = False
-    """Whether it is on the gang's nodes and generates while they do not train."""
+    """Whether the pool runs on the gang's nodes and generates while they do not train."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Sync:
     chunk_bytes: float
     seconds: float
     lower_bound_s: float
-    """Lower bound on the time of any way to send it."""
+    """Lower bound on the time of any schedule that sends the version."""
 
 
 @dataclass(frozen=True)
@@ -104,37 +104,37 @@ class Staleness:
     in_flight: int
     in_flight_cap: int
     mean_age: float
-    """Expected, in versions."""
+    """Expected staleness in versions."""
     tail_tokens: float
     tail_share: float
-    """Share of answers that are longer and continue over versions."""
+    """Share of answers longer than `tail_tokens`, which continue over several versions."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Cost of the chosen nodes and links compared with the best ones, which the columns assume."""
+    """Time lost on the chosen nodes and links, compared with the best links, which the columns assume."""
 
     assumed_step_s: float
-    """Step of the gang over the best links; on its nodes it takes `training.step_s`."""
+    """Time of the gang's step over the best links; on the chosen nodes it is `training.step_s`."""
     assumed_lags_s: Mapping[str, float]
-    """By rollout class: time from a version's publication until all its nodes have it."""
+    """Time from a version's publication until all nodes of a class have it, by rollout class."""
     lags_s: Mapping[str, float]
-    """The same on the chosen links, if longer."""
+    """Same as `assumed_lags_s`, but on the chosen links where these are slower."""
     gap: float | None
-    """(placed period - lower bound) / lower bound; None if a throughput was asked for."""
+    """(placed period - lower bound) / lower bound; None if the user asked for a throughput."""
 
 
 @dataclass(frozen=True)
 class Plan:
     model: str
     budget: float | None
-    """$/h, as asked."""
+    """$/h that the user asked for; None: no limit."""
     throughput: float | None
-    """Tokens/s, as asked."""
+    """Tokens/s that the user asked for; None: the fastest plan was sought."""
     rent: Mapping[str, int]
-    """Nodes by class, for training and rollout."""
+    """Number of nodes by class, for training and rollout together."""
     limit: str
-    """The constraint that limits the plan."""
+    """The constraint that limits the plan, as a clause."""
     step: PlanStep
     training: Training
     rollout: tuple[Pool, ...]
@@ -157,7 +157,7 @@ def to_json(plan: Plan) -> str:
 
 
 def from_json(text: str, where: str = "plan") -> Plan:
-    """Reads the output of `to_json`; `where` names it in errors."""
+    """Parses the output of `to_json`; `where` names the text in errors."""
     try:
         return _adapter().validate_json(text)
     except ValidationError as error:

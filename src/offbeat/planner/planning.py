@@ -1,7 +1,7 @@
 """`plan`: from machines and a workload to a plan.
 
-It solves again if the placement turns out slower than assumed (`rounds`). `compose` makes a plan of a placed solution
-by arithmetic alone, so that `verifying` can repeat it and compare.
+If the placement turns out slower than assumed, the problem is solved again (`rounds`). `compose` builds the plan of a
+placed solution by arithmetic alone, so that `verifying` can repeat and compare it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from offbeat.planner.solve.search import Result, cheapest, fastest
 from offbeat.planner.solve.view import MICRO
 
 MAX_ROUNDS = 3
-"""Further solves after the first."""
+"""Largest number of further solves after the first."""
 TOLERANCE = 0.02
 """Relative accuracy of the cost model."""
 
@@ -50,11 +50,11 @@ Solve = Callable[[PlanningProblem], Result]
 
 
 def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -> list[Round]:
-    """Places the solution `first` of the placer's problem, and solves again while the placement is too slow.
+    """Places `first`, the solution of the placer's problem, and solves again while the placement is too slow.
 
-    Columns assume the best links. If a placement lengthens the period by more than the share `by`, the gang's step and
-    the classes' lags, and the steps of other gangs that promise a shorter period, are replaced by their placed values.
-    Values only become slower, so the first solve's lower bound holds for every round."""
+    Columns assume the best links. If a placement lengthens the period by more than the share `by`, the placed values
+    replace the gang's step, the lags of the classes, and the steps of other gangs that promise a shorter period. Values
+    only become slower, so the first solve's lower bound holds for every round."""
     problem, result, found = placer.problem, first, list[Round]()
     while result.solution is not None:
         placing = placer.place(result.solution)
@@ -69,8 +69,8 @@ def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -
 
 
 def _rivals_slowed(placer: Placer, problem: PlanningProblem, tau_s: float, by: float) -> PlanningProblem:
-    """Gives gangs that promise a shorter period than was placed their step on the best nodes: otherwise each round
-    would try a neighbour of the gang that needs the same slow links."""
+    """Gives every gang that promises less than the placed period `tau_s` its step on the best nodes. Otherwise each
+    round would try a similar gang that needs the same slow links."""
     if not placer.inventory.measured:
         return problem
     for gang in problem.gangs:
@@ -80,18 +80,18 @@ def _rivals_slowed(placer: Placer, problem: PlanningProblem, tau_s: float, by: f
 
 
 def fastest_round(found: list[Round]) -> Round:
-    """Round with the shortest placed period; of those the cheapest."""
+    """Round with the shortest placed period; the cheapest of several equally short ones."""
     return min(found, key=lambda each: (each.placing.tau_s, each.price_per_h))
 
 
 def cheapest_round(found: list[Round]) -> Round | None:
-    """Cheapest round whose placement keeps its period; None if there is none."""
+    """Cheapest round whose placement does not lengthen its period; None if there is none."""
     kept = [each for each in found if each.placing.tau_s <= each.solution.tau_s * (1 + ROUNDING)]
     return min(kept, key=lambda each: each.price_per_h, default=None)
 
 
 COST_MODEL = "roofline with KV reads, 2"
-"""Stored in certificates; its number rises with every change of a formula."""
+"""Name of the cost model in certificates; its number rises with every change of a formula."""
 
 
 def plan(
@@ -102,8 +102,8 @@ def plan(
     budget: float | None = None,
     throughput: float | None = None,
 ) -> Plan:
-    """Fastest plan within a budget ($/h; None: all machines), or the cheapest at a throughput (tokens/s). Raises a
-    `UserError` with the reason and a remedy if there is none."""
+    """Returns the fastest plan within `budget` ($/h; None: all machines), or the cheapest plan at `throughput`
+    (tokens/s). If no plan exists, raises a `UserError` with the reason and a remedy."""
     for name, value in (("budget", budget), ("throughput", throughput)):
         if value is not None and not (0 < value < math.inf):
             raise UserError(f"{name} = {value:g}: allowed more than 0")
@@ -120,13 +120,14 @@ def plan(
     best = _best_placed(placer, result, solve, throughput)
     solution = dataclasses.replace(best.solution, tau_s=best.placing.tau_s)
     gap = distance(result.certificate, solution.tau_s, best.price_per_h, is_for_price=throughput is not None)
-    # The first solve's bound holds for all rounds: it assumed the best links. Only the plan's gap may be larger.
+    # The first solve's bound holds for all rounds, because it assumed the best links. Only the gap may be larger.
     certificate = dataclasses.replace(result.certificate, gap=max(result.certificate.gap, gap))
     return compose(inventory, workload, constants, best.placing, solution, certificate, budget, throughput, result.note)
 
 
 def _best_placed(placer: Placer, first: Result, solve: Solve, throughput: float | None) -> Round:
-    """Best round. A throughput that was asked for allows no tolerance."""
+    """Returns the best round: the cheapest if the user asked for a throughput, which allows no tolerance, else the
+    fastest."""
     if throughput is None:
         return fastest_round(rounds(placer, first, solve))
     found = rounds(placer, first, solve, ROUNDING)
@@ -155,7 +156,7 @@ def compose(
     throughput: float | None,
     note: str,
 ) -> Plan:
-    """Plan of a placed solution: prices, places and expectations."""
+    """Builds the plan of a placed solution: prices, places and expected staleness."""
     problem, tree = placing.problem, placing.tree
     gang = problem.gang(solution)
     solution = dataclasses.replace(solution, tau_s=placing.tau_s)
@@ -191,7 +192,7 @@ def compose(
 
 
 def held_out_error(inventory: Inventory, constants: Constants) -> float | None:
-    """Largest mean error of the cost model over the accelerators on offer; None if one was never measured."""
+    """Largest mean error of the cost model over the accelerators on offer; None if one of them was never measured."""
     errors = []
     for name in {machines.accelerator.name for machines in inventory.classes.values()}:
         known = [error.mean for key, error in constants.errors.items() if key.rpartition(".")[0] == name]
@@ -202,7 +203,7 @@ def held_out_error(inventory: Inventory, constants: Constants) -> float | None:
 
 
 def _common(column: Gang | RolloutColumn, record: type[Training | Pool]) -> dict[str, Any]:
-    """Fields of a column that its record repeats."""
+    """Values of the fields that `column` and the class `record` have in common."""
     return {each.name: getattr(column, each.name) for each in dataclasses.fields(record) if hasattr(column, each.name)}
 
 
@@ -283,7 +284,7 @@ def _assumptions(inventory: Inventory, workload: Workload, constants: Constants)
 
 
 def _sharing(problem: PlanningProblem, gang: Gang, solution: Solution) -> list[str]:
-    """Assumptions about cards that train and generate by turns."""
+    """Assumptions about cards that take turns between training and generation, one line per class."""
     own = [column for column in problem.rollout if column.is_home and column.name in solution.replicas]
     lines = []
     for offer in {column.offer: None for column in own}:

@@ -1,7 +1,7 @@
 """Verifies a saved plan against its input files, without a solver: constraints, proof and every field.
 
-`solve.check` checks constraints and proof. All other fields follow from the solution by arithmetic, so it is placed and
-composed again and compared.
+`solve.check` checks constraints and proof. All other fields follow from the solution by arithmetic, so the solution is
+placed and composed again and every field compared.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from offbeat.planner.solve.certificate import distance
 from offbeat.planner.solve.check import check
 
 ROUNDING = 1e-6
-"""Tolerance of a gap: prices are proven in whole millionths of a dollar."""
+"""Tolerance when gaps are compared: prices are proven in whole millionths of a dollar."""
 
 
 def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Constants | None = None) -> list[str]:
-    """Violations, a line each; empty if the plan is valid."""
+    """Returns one line per violation; an empty list if the plan is valid."""
     constants = constants or Constants()
     problem = problem_of(inventory, workload, constants)
     if broken := check(problem, saved.solution, saved.certificate, saved.budget):
@@ -43,7 +43,7 @@ def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Con
 
 
 def _gap_rows(saved: Plan) -> list[str]:
-    """Checks the gap: of the period, or of the price if a throughput was asked for."""
+    """Checks the certificate's gap: of the price if the user asked for a throughput, otherwise of the period."""
     proof = saved.certificate
     real = distance(proof, saved.solution.tau_s, saved.step.price_per_h, is_for_price=saved.throughput is not None)
     if proof.gap >= real - ROUNDING:
@@ -52,7 +52,7 @@ def _gap_rows(saved: Plan) -> list[str]:
 
 
 def differences(saved: object, again: object, path: str = "") -> Iterator[str]:
-    """Fields that differ, with both values."""
+    """Yields a line for each field that differs, with both values; `path` is the dotted name of the values compared."""
     if saved == again:
         return
     if is_dataclass(saved) and type(saved) is type(again):

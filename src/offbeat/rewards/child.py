@@ -1,12 +1,12 @@
-"""A reward process: loads rewards, then answers samples until its pool goes away. `python -m offbeat.rewards.child`.
+"""A reward process, `python -m offbeat.rewards.child`: loads rewards, then judges samples until its pool ends.
 
 - It imports neither torch nor anything that does, so it starts in a fraction of a second.
-- Output of a reward goes to the log, never into the protocol. Standard streams that it closes or replaces are restored
-  after the sample; where it harms the protocol's own descriptors, the process ends there and then, so that no other
+- Output of a reward goes to the log, never into the protocol. Standard streams that a reward closes or replaces are
+  restored after the sample. If it changes the protocol's own descriptors, the process ends at once, so that no other
   sample is blamed.
-- Samples of a plain function run one after another, those of an async one side by side, each under the deadline.
-- A reward that raises or returns no finite number gives an error, never a value; the traceback is in the log.
-- It ends with its pool: when the pipe closes, and on Linux by a signal of the kernel even in the middle of a sample.
+- Samples of a plain function run one after another, those of an async function concurrently, each with a deadline.
+- A reward that raises, or does not return a finite number, gives an error, never a value; the traceback is in the log.
+- The process ends with its pool: when the pipe closes and, on Linux, by a signal even in the middle of a sample.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from offbeat.rewards import wire
 from offbeat.rewards.verifiers import load_reward
 
 SEND_EVERY_S = 0.005
-"""Answers are collected this long before they are sent. A kill costs at most as much work of finished samples: answers
-that were not sent are computed again."""
+"""Answers are collected for this long before they are sent. If the process is killed, answers not yet sent are computed
+again, so at most this much work is lost."""
 HAND_BACK_AFTER_S = 0.1
 """After this time a process hands back the samples that it has not begun, for other processes. So slow samples are
-shared out one by one, and quick ones travel in large messages."""
+shared out one by one, while quick ones are sent in large messages."""
 MAX_ERROR_CHARS = 400
 FAR = 700
-"""Descriptors from here on are rarely touched by user code: programs that become daemons close the first 256."""
+"""First descriptor for our own pipes. User code rarely touches descriptors this high: daemons close the first 256."""
 LAST = -1
-"""The position of the last token."""
+"""Position that stands for the last token."""
 SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
 
 
 class Pipes:
-    """The protocol's pipes and the log, on descriptors that user code hardly touches, and the standard streams."""
+    """The protocol's pipes and the log, on descriptors that user code rarely touches; restores standard streams."""
 
     def __init__(self) -> None:
         far = min(FAR, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
@@ -58,26 +58,26 @@ class Pipes:
         os.close(nothing)
         incoming, outgoing, self.log, self.nothing = found
         self._streams = {0: self.nothing, 1: self.log, 2: self.log}
-        for stream, source in self._streams.items():  # user code reads nothing, and its prints join the log
+        for stream, source in self._streams.items():  # user code reads an empty input and prints to the log
             os.dup2(source, stream)
         self._own = {fd: _identity(fd) for fd in found}
         self._watched = [(fd, os.fstat(fd).st_ino) for fd in (incoming, outgoing, 1, 2)]
         self.incoming, self.outgoing = os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
 
     def restore(self) -> None:
-        """Restores the standard streams after user code. Ends the process if other descriptors were changed."""
+        """Restores the standard streams after user code; ends the process if that changed our own descriptors."""
         try:
             is_whole = all(os.fstat(fd).st_ino == number for fd, number in self._watched)
         except OSError:
             is_whole = False
         if is_whole and sys.stdout and not sys.stdout.closed and sys.stderr and not sys.stderr.closed:
-            return  # the usual case, which must be quick
+            return  # the usual case, which must be fast
         if any(_identity(fd) != identity for fd, identity in self._own.items()):
             os._exit(wire.HARMED)
         for stream, source in self._streams.items():
             os.dup2(source, stream)
         if not sys.stdout or sys.stdout.closed:
-            sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for as long as we live
+            sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - open until the process ends
         if not sys.stderr or sys.stderr.closed:
             sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
@@ -92,7 +92,7 @@ class Pipes:
 
 
 def _identity(descriptor: int) -> tuple[int, int] | None:
-    """Device and inode of a descriptor; None if it is closed."""
+    """Returns device and inode of a descriptor; None if it is closed."""
     try:
         status = os.fstat(descriptor)
     except OSError:
@@ -166,7 +166,7 @@ class RewardServer:
         self.pipes.send(wire.Answers(answers, last))
 
     def _report(self, reward: str, error: BaseException) -> str:
-        """Writes the error to the log, with the traceback of one that was raised, and returns it as one line."""
+        """Writes an error to the log, with a traceback if the reward raised it, and returns it as one line."""
         is_value = isinstance(error, BadValue)
         text = f"value: {error}" if is_value else f"raised: {one_line(error)}"
         self.pipes.write_log(
@@ -176,11 +176,12 @@ class RewardServer:
 
 
 class BadValue(ValueError):
-    """A reward returned something that is no reward."""
+    """A reward function returned something that is not a reward."""
 
 
 def parts_of(value: Any) -> list[tuple[float, str, int]]:
-    """Checks what a reward returned: one finite number, several by name, or several with position and name."""
+    """Returns (value, name, position) for each part of `value`, which must be a number, a dict of numbers by name, or a
+    list of (position, value, name); else raises `BadValue`."""
     if isinstance(value, list | tuple):
         if not value:
             raise BadValue("the reward returned an empty list; return a number, or (position, value, name) for each")
@@ -231,11 +232,11 @@ def _unpickle(name: str, data: bytes) -> Function:
 
 
 def _die_with(parent: int) -> None:
-    """On Linux, has the kernel kill this process when the thread that started it ends."""
+    """Makes this process end with its parent: on Linux, the kernel kills it when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # a reward that eats all memory is the one to die, not the trainer
+            file.write("1000")  # if memory runs out, this process is killed and not the trainer
     if os.getppid() != parent:
         os._exit(1)
 
@@ -248,7 +249,7 @@ def main() -> None:
     if not isinstance(setup, wire.Setup):
         return
     progress = wire.Progress(cell)
-    os.close(cell)  # the mapping stays; what a reward starts must not inherit the file
+    os.close(cell)  # the mapping stays; processes that a reward starts must not inherit the file
     try:
         server = RewardServer(setup, pipes, progress)
         reply: wire.Ready | wire.RewardRefused = server.describe()

@@ -1,11 +1,12 @@
-"""Starts a reward process, and lets nothing that it started outlive it.
+"""Starts a reward process, and kills everything that it started once it ends.
 
-    guard LIFELINE OWNER COMMAND ...     COMMAND gets this process' id as its last argument
+    guard LIFELINE OWNER COMMAND ...     the guard's process id is added to COMMAND as an argument
 
-It kills all descendants when the reward process ends, or when the LIFELINE, a pipe that the pool holds open, is closed.
-On Linux orphans become its children, so that a daemon is found even in a session of its own. Elsewhere the process
-group and its remaining descendants are killed. Then it exits with the status of the reward process. It is run as a file
-and imports the standard library alone, so that it starts quickly.
+The guard kills all its descendants when the reward process ends, when its OWNER dies, or when LIFELINE closes, the
+read end of a pipe that the owner holds open. On Linux, orphans become children of the guard, so that it finds even a
+daemon with its own session. Elsewhere it kills the process group and the descendants that it still finds. Then it exits
+with the status of the reward process. It runs as a file and imports only the standard library, so that it starts
+quickly.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import threading
 import time
 
 WITHIN_S = 4.0
-"""Time to find, kill and reap all descendants; the kernel needs milliseconds unless the machine is overloaded."""
+"""Time limit to find, kill and reap all descendants; it takes milliseconds unless the machine is overloaded."""
 POLL_EVERY_S = 0.005
 CANNOT_START = 127
 SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36
@@ -32,7 +33,7 @@ def main(lifeline: int, owner: int, command: list[str]) -> None:
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl
         prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)  # a fork of the owner may hold the lifeline open
+        prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)  # in case a fork of the owner holds the lifeline open
     if os.getppid() != owner:
         os._exit(1)
     os.set_inheritable(lifeline, False)
@@ -59,7 +60,7 @@ def _start(command: list[str]) -> int:
 
 
 def _wait_for(child: int) -> int:
-    """The child's wait status; orphans that end before it are reaped, too."""
+    """Waits for the child and returns its wait status; also reaps orphans that end before it."""
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -78,7 +79,7 @@ def _end(child: int) -> None:
 
 
 def _clear(child: int) -> None:
-    """Kills everything below this process: all is stopped before anything dies, so that nothing can fork away."""
+    """Kills all descendants of this process. All are stopped before any is killed, so that none escapes by forking."""
     deadline_s = time.monotonic() + WITHIN_S
     stopped: set[int] = set()
     while (found := descendants(os.getpid()) - stopped) and time.monotonic() < deadline_s:
@@ -89,7 +90,7 @@ def _clear(child: int) -> None:
         _send(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):  # none is left
+    with contextlib.suppress(ChildProcessError):  # no child is left
         while time.monotonic() < deadline_s:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 time.sleep(POLL_EVERY_S)
@@ -103,7 +104,7 @@ def _send(pid: int, number: signal.Signals) -> None:
 def _end_like(status: int) -> None:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the reward process has left its own, where it may
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the reward process has dumped its own, if allowed
         with contextlib.suppress(OSError):  # SIGKILL
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -111,7 +112,7 @@ def _end_like(status: int) -> None:
 
 
 def descendants(ancestor: int) -> set[int]:
-    """The ids of a process's children, grandchildren and so on."""
+    """Returns the ids of a process's children, grandchildren and so on."""
     parents = parents_by_proc() if os.path.isdir("/proc/self") else parents_by_ps()
     found, new = set[int](), {ancestor}
     while new := {pid for pid, parent in parents.items() if parent in new} - found:
@@ -120,18 +121,18 @@ def descendants(ancestor: int) -> set[int]:
 
 
 def parents_by_proc() -> dict[int, int]:
-    """Every process' parent."""
+    """Returns the parent of every process, from /proc."""
     parents = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
-            # It may have ended meanwhile.
+            # The process may have ended meanwhile.
             with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
                 parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
     return parents
 
 
 def parents_by_ps() -> dict[int, int]:
-    """The same where there is no /proc; without ps, nothing."""
+    """Returns the parent of every process, from ps; empty if there is no ps."""
     try:
         with subprocess.Popen(["ps", "-A", "-o", "pid=,ppid="], stdout=subprocess.PIPE, text=True) as ps:
             assert ps.stdout is not None

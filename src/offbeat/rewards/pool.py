@@ -1,10 +1,10 @@
 """Scores samples in killable processes: a reward that hangs, raises or crashes costs its own sample and nothing else.
 
-- Every sample has a wall-clock deadline. A sample that passes it is a `timeout`; its process is killed, and the samples
-  that shared the process are judged again by a new one.
+- Every sample has a wall-clock deadline. A sample that misses it gets the error `timeout`; its process is killed, and
+  unanswered samples in the same message are judged again by another process.
 - A failure is a result with an error, never a value; the log has the traceback.
-- Calls overlap. Samples are handed out in small pieces, and a reward leaves one process to each of the others where
-  there are enough, so that a slow judge does not delay a quick one.
+- Calls overlap. Samples are handed out in small batches, and each reward leaves a process to every other reward if
+  there are enough processes, so that a slow reward does not delay a quick one.
 - `close` leaves no process behind, and neither does a pool that is itself killed (see `guard`).
 """
 
@@ -27,25 +27,25 @@ from offbeat.spelling import suggest
 from offbeat.trajectory import Reward, reward_problem
 
 RewardSpec = str | Callable[..., Any]
-"""A built-in's name, `module:function`, `file.py:function`, or a function."""
+"""A reward: name of a built-in, `module:function`, `file.py:function`, or a function."""
 START_S = 120.0
-"""Longest start of a process; a user's module may import much."""
+"""Time limit for the start of a process; a user's module may import a lot."""
 MAX_PIECE = 64
-"""Most samples in one message; an async function judges them side by side."""
+"""Most samples in one message; an async function judges them concurrently."""
 MAX_LOSSES = 3
-"""Process losses after which a sample fails, although it is not known to have caused them."""
+"""Number of lost processes after which a sample fails, even if another sample may have caused the losses."""
 
 
 @dataclass(frozen=True)
 class RewardInput:
-    """Arguments for a reward, which receives those that its parameters name."""
+    """A sample to judge. A reward function receives the fields that its parameters name."""
 
     response: str
     answer: str | None = None
     prompt: str | Sequence[Mapping[str, Any]] = ""
     info: Mapping[str, Any] = field(default_factory=dict)
     tokens: Sequence[int] = ()
-    """The response's token ids."""
+    """Token ids of the response."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class RewardResult:
     """A reward or an error: exactly one of `value` and `error` is None."""
 
     value: float | None = None
-    """The sum of `rewards`, before any weights."""
+    """Sum of `rewards`, unweighted."""
     error: str | None = None
-    """Begins with the kind of error: `timeout`, `raised`, `value`, `crash` or `start`."""
+    """Message that begins with the kind of error: `timeout`, `raised`, `value`, `crash` or `start`."""
     rewards: tuple[Reward, ...] = ()
 
 
@@ -65,6 +65,8 @@ TRIAL = RewardInput(prompt="1+1=", response="2", answer="2")
 
 @dataclass(eq=False)
 class _Call:
+    """A call of `score`; `num_open` samples have no result yet."""
+
     done: asyncio.Future[None]
     results: list[RewardResult | None]
     num_open: int
@@ -72,16 +74,18 @@ class _Call:
 
 @dataclass(eq=False)
 class _Job:
+    """One sample of a call, at `index` of its batch."""
+
     call: _Call
     index: int
     sample: RewardInput
     num_losses: int = 0
     alone: bool = False
-    """Whether it must be judged alone, because it may have brought a process down."""
+    """Whether the sample must be judged alone, because it may have brought a process down."""
 
 
 class RewardPool:
-    """See the module. All methods belong to one event loop."""
+    """Pool of reward processes, as the module describes. All methods must be called in one event loop."""
 
     def __init__(self, processes: int, timeout_s: float, rewards: Mapping[str, RewardSpec], log_path: Path):
         self.num_processes, self.log_path = processes, log_path
@@ -100,7 +104,8 @@ class RewardPool:
         self._is_closed = False
 
     async def check(self, trials: Mapping[str, RewardInput] | None = None) -> set[str]:
-        """Loads every reward and runs it once, to find errors before training. Returns the names of all parts."""
+        """Loads every reward and runs it once, to find errors before training. `trials` maps rewards to samples, by
+        default `TRIAL`. Returns the names of all reward parts."""
         try:
             self._ready.append(await self._start())
         except UserError:
@@ -116,7 +121,8 @@ class RewardPool:
         return parts
 
     async def score(self, name: str, batch: Sequence[RewardInput]) -> list[RewardResult]:
-        """The batch's results, in order. Raises only if the pool is closed or broken."""
+        """Judges a batch with the reward `name`; returns the results in order. Raises only if the pool is closed or
+        broken, or has no such reward."""
         if self._is_closed:
             raise OffbeatError("the reward pool is closed")
         if name not in self._queues:
@@ -134,7 +140,7 @@ class RewardPool:
         return [result for result in call.results if result is not None]
 
     async def close(self) -> None:
-        """Ends every process; calls under way raise."""
+        """Ends every process; calls in progress raise."""
         self._is_closed = True
         for slot in self._slots:
             slot.cancel()
@@ -151,7 +157,7 @@ class RewardPool:
                 while not self._waiting():
                     self._news.clear()
                     await self._news.wait()
-                try:  # before taking work, which others may have done by the time that a new process is ready
+                try:  # before taking work, which others may do while a process starts
                     process = process or (self._ready.pop() if self._ready else await self._start())
                 except OffbeatError as error:
                     for job in self._next_piece()[1]:
@@ -168,7 +174,7 @@ class RewardPool:
         return await RewardProcess.start(self._setup, self._log, within_s=START_S)
 
     async def _judge(self, process: RewardProcess, name: str, jobs: Sequence[_Job]) -> bool:
-        """Whether the process survived."""
+        """Has a process judge `jobs`; returns whether it survived."""
         arguments = process.rewards[name].arguments
         samples = [{argument: _plain(job.sample, argument) for argument in arguments} for job in jobs]
         self._num_running[name] += 1
@@ -182,7 +188,8 @@ class RewardPool:
         return outcome.error is None
 
     def _put_back(self, name: str, jobs: Sequence[_Job], outcome: ProcessOutcome) -> None:
-        """Fails the sample that brought a process down and queues the others again, in order."""
+        """Queues unanswered samples again, in order. Fails the sample that brought the process down, and any that was
+        present at `MAX_LOSSES` losses."""
         if outcome.error is not None:
             self._log.write(f"reward {name} {outcome.error}\n")
         again = []
@@ -197,17 +204,17 @@ class RewardPool:
         self._queues[name].extendleft(reversed(again))
 
     def _next_piece(self) -> tuple[str, list[_Job]]:
-        """Samples for one message, of the reward that occupies the fewest processes; perhaps none."""
+        """Takes samples for one message, of the waiting reward that occupies the fewest processes; may return none."""
         name = min(self._waiting(), key=lambda name: self._num_running[name], default="")
         return name, self._take(name) if name else []
 
     def _waiting(self) -> list[str]:
-        """The rewards that have samples waiting and may occupy one more process."""
+        """Returns the rewards that have samples waiting and may occupy one more process."""
         most = max(1, self.num_processes - len(self._queues) + 1)
         return [name for name, queue in self._queues.items() if queue and self._num_running[name] < most]
 
     def _take(self, name: str) -> list[_Job]:
-        """Removes samples for one message from the queue, and drops those whose caller has gone."""
+        """Removes samples for one message from the queue, and drops those whose call has already ended."""
         queue, jobs = self._queues[name], list[_Job]()
         size = min(MAX_PIECE, -(-len(queue) // self.num_processes))
         while queue and len(jobs) < size and not (jobs and queue[0].alone):
@@ -234,7 +241,7 @@ class RewardPool:
         self._news.set()
 
     def _slot_ended(self, slot: asyncio.Task[None]) -> None:
-        """Fails all calls if a slot ended by a bug, so that no caller waits for ever."""
+        """Fails all calls if a slot ended because of a bug, so that no caller waits for ever."""
         if not slot.cancelled() and (error := slot.exception()):
             self._is_closed = True
             self._give_up(error)
@@ -275,15 +282,15 @@ def _result(answer: RewardAnswer) -> RewardResult:
 
 
 WINDOW = 512
-"""Latest rewards that `FailureWatch` counts: a few steps of a small run, so that a broken reward is noticed soon."""
+"""Number of latest rewards that `FailureWatch` counts: a few steps of a small run, to notice a broken reward soon."""
 MIN_COUNT = 64
-"""Rewards needed for a verdict: three failures among the first ten may be chance. A smaller window must be full."""
+"""Fewest rewards for a verdict, or a full window if that is smaller: three failures among ten may be chance."""
 MAX_REASON_CHARS = 300
 
 
 class FailureWatch:
-    """Decides when so many rewards fail that a run should stop. A few failures are left out of training and counted; a
-    larger share among the latest rewards makes the training signal itself unreliable."""
+    """Decides when so many rewards fail that a run should stop. A few failures are counted and left out of training; if
+    more than `max_share` of the latest rewards failed, the training signal itself is unreliable."""
 
     def __init__(self, max_share: float, window: int = WINDOW, min_count: int = MIN_COUNT):
         assert window >= 1, window
@@ -292,7 +299,7 @@ class FailureWatch:
         self.num_failed = 0
 
     def record(self, failed: bool, reason: str | None = None) -> None:
-        """Counts one reward."""
+        """Counts one reward; `reason` is the error of a failed one."""
         if len(self._latest) == self._latest.maxlen:
             self.num_failed -= self._latest[0] is not None
         self._latest.append((reason or "no reason given") if failed else None)
@@ -300,11 +307,11 @@ class FailureWatch:
 
     @property
     def share(self) -> float:
-        """The share of failures among the latest rewards."""
+        """Share of failures among the latest rewards."""
         return self.num_failed / len(self._latest) if self._latest else 0.0
 
     def verdict(self) -> str | None:
-        """Why the run should stop; None while it may go on."""
+        """Returns why the run should stop; None while it may go on."""
         count = len(self._latest)
         if count < self.min_count or self.share <= self.max_share:
             return None
@@ -322,31 +329,31 @@ OVERLONG = "overlong"
 @dataclass(frozen=True)
 class Shaping:
     """Weights of reward parts, and the penalty for long answers. Both are applied once, before a reward is stored, and
-    stored with it."""
+    are stored with it."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Weight by name of a part; parts that are not named count 1."""
+    """Weights by name of the part; 1 for parts that are not named."""
     max_new_tokens: int = 0
     overlong_tokens: int = 0
-    """Distance from `max_new_tokens` at which answers begin to lose reward; 0: never."""
+    """Tokens before `max_new_tokens` at which answers begin to lose reward; 0: never."""
     overlong_penalty: float = 1.0
 
     def weighted(self, rewards: Sequence[Reward]) -> tuple[Reward, ...]:
-        """The rewards with their weights."""
+        """Returns the rewards with their weights set."""
         if not self.weights:
             return tuple(rewards)
         return tuple(msgspec.structs.replace(r, weight=float(self.weights.get(r.name, 1.0))) for r in rewards)
 
     def for_training(self, rewards: Sequence[Reward], num_tokens: int) -> tuple[Reward, ...]:
-        """The rewards with their weights, and the length penalty as one more part."""
+        """Returns the rewards with their weights set, and the length penalty, if there is one, as one more part."""
         if not self.overlong_tokens:
             return self.weighted(rewards)
         lost = penalty(num_tokens, self.max_new_tokens, self.overlong_tokens, self.overlong_penalty)
         return *self.weighted(rewards), Reward(lost, OVERLONG)
 
     def check_names(self, names: Collection[str]) -> None:
-        """Refuses weights of parts that no reward gives, and a reward part named as the length penalty. `names` are the
-        parts that rewards gave in a trial."""
+        """Raises `UserError` for weights of parts that no reward gives, and for a part named like the length penalty.
+        `names` are the parts that rewards gave in a trial."""
         for name, weight in self.weights.items():
             if name not in names:
                 raise UserError(
@@ -361,7 +368,7 @@ class Shaping:
 
 
 def penalty(num_tokens: int, max_new_tokens: int, overlong_tokens: int, most: float) -> float:
-    """Reward for the length of an answer: 0 up to `max_new_tokens - overlong_tokens`, then falling linearly to -`most`
-    at `max_new_tokens`."""
+    """Returns the reward for an answer's length: 0 up to `max_new_tokens - overlong_tokens`, then falling linearly to
+    -`most` at `max_new_tokens`."""
     too_long = min(num_tokens - (max_new_tokens - overlong_tokens), overlong_tokens)
     return -most * (too_long / overlong_tokens) if too_long > 0 else 0.0

@@ -1,6 +1,6 @@
 """One reward process, as its pool sees it: started under a deadline, given work, killed when a sample hangs.
 
-A sample's deadline runs from the moment that the process begins it.
+A sample's deadline runs from the moment at which the process begins to judge it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ LAST_BYTE = b"\0"
 
 
 class RewardLog:
-    """The output of reward processes, in a file of bounded size. Pass it to a process as its standard error.
+    """Log of the output of reward processes, in a file of bounded size. Use it as the standard error of a process.
 
-    A thread copies it to the file. A file that has grown to `MAX_LOG_BYTES` replaces `NAME.1`, and a new one is begun.
-    A log on a full disk is cut short and costs no sample.
+    A thread copies the output to the file. A file that has grown to `MAX_LOG_BYTES` is renamed to `NAME.1`, and a new
+    one is begun. On a full disk the log is cut short, but no sample fails.
     """
 
     def __init__(self, path: Path):
@@ -53,12 +53,12 @@ class RewardLog:
         return self._write
 
     def write(self, text: str) -> None:
-        """Adds a line of the pool itself."""
+        """Adds text from the pool itself."""
         self._keep(text.encode())
 
     def close(self) -> None:
         self._is_closing = True
-        os.write(self._write, LAST_BYTE)  # its end may never come: what a reward has left behind may hold the pipe
+        os.write(self._write, LAST_BYTE)  # the pipe may never end: a process that a reward left behind may hold it
         os.close(self._write)
         self._copying.join(CLOSE_WITHIN_S)
         if not self._copying.is_alive():
@@ -83,30 +83,30 @@ class RewardLog:
 
 
 GRACE_S = 2.0
-"""Added to a deadline that the process enforces itself, and for a busy machine to begin the work."""
+"""Added to deadlines that the process itself enforces, and to the time until a busy machine begins the work."""
 EXIT_S = 5.0
-"""Longest wait for a killed process; the kernel needs milliseconds unless the machine is overloaded."""
+"""Longest wait for a killed process to end; this takes milliseconds unless the machine is overloaded."""
 
 
 @dataclass(frozen=True)
 class ProcessOutcome:
-    """The outcome of a message beyond its answers."""
+    """What came of a message to a process, besides the answers."""
 
     unanswered: tuple[int, ...] = ()
-    """Samples that the process handed back, or left behind when it hung or died."""
+    """Indices of samples that the process handed back, or had not answered when it hung or died."""
     error: str | None = None
-    """The reason that the process was lost; None while it lives."""
+    """Why the process was lost; None if it is alive."""
     culprit: int | None = None
-    """The sample that caused it; None where that is unknown."""
+    """Index of the sample that caused the loss; None if unknown."""
 
 
 class _Pipes(asyncio.SubprocessProtocol):
-    """Collects the messages of a process, and its end."""
+    """Collects the messages of a process and notes its end."""
 
     def __init__(self) -> None:
         self.buffer, self.messages = bytearray(), deque[wire.Ready | wire.RewardRefused | wire.Answers]()
         self.is_junk = False
-        """Whether the process sent bytes that are no message; nothing after them counts."""
+        """Whether the process sent bytes that are not a message; everything after them is ignored."""
         self.news, self.over, self.exited = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
@@ -127,7 +127,7 @@ class _Pipes(asyncio.SubprocessProtocol):
         self.exited.set()
 
     async def receive(self, until_s: float) -> bool:
-        """Waits for a message, for junk or for the end of the pipe; False when the deadline came first."""
+        """Waits for a message, junk or the end of the pipe; returns False if the deadline passes first."""
         while not self._has_news():
             self.news.clear()
             try:
@@ -142,7 +142,8 @@ class _Pipes(asyncio.SubprocessProtocol):
 
 
 class RewardProcess:
-    """Use `start`; a process that was lost is dead and reaped, and takes no more work."""
+    """A running reward process; create it with `start`. Once `judge` reports an error, the process is dead and reaped,
+    and must not be used again."""
 
     def __init__(self, transport: asyncio.SubprocessTransport, pipes: _Pipes, progress: wire.Progress, lifeline: int):
         self._transport, self._pipes, self._progress = transport, pipes, progress
@@ -152,7 +153,7 @@ class RewardProcess:
 
     @classmethod
     async def start(cls, setup: wire.Setup, log: RewardLog, within_s: float) -> Self:
-        """Starts a process and has it load its rewards; a reward that cannot be loaded is a `UserError`."""
+        """Starts a process that loads its rewards within `within_s`; raises `UserError` if one cannot be loaded."""
         with ExitStack() as stack:
             cell = stack.enter_context(_new_cell())
             until, lifeline = os.pipe()
@@ -165,7 +166,7 @@ class RewardProcess:
                 stderr=log.fileno(),
                 env=_environment(),
                 pass_fds=(cell.fileno(), until),
-                start_new_session=True,  # a Ctrl-C in the terminal is for us
+                start_new_session=True,  # so Ctrl-C in the terminal reaches only us
             )
             process = cls(transport, pipes, wire.Progress(cell.fileno()), lifeline)
         try:
@@ -189,7 +190,7 @@ class RewardProcess:
     async def judge(
         self, reward: str, samples: Sequence[dict[str, Any]], on_answer: Callable[[wire.RewardAnswer], None]
     ) -> ProcessOutcome:
-        """Has `samples` judged; calls `on_answer` with each answer as it arrives."""
+        """Has the process judge `samples`; calls `on_answer` with each answer as it arrives."""
         unanswered = set(range(len(samples)))
         before, sent_s = self._progress.read(), time.monotonic()
         in_turn = not self.rewards[reward].is_async
@@ -214,7 +215,7 @@ class RewardProcess:
         )
 
     def _take_answers(self, unanswered: set[int], on_answer: Callable[[wire.RewardAnswer], None]) -> bool:
-        """Whether the process is free again."""
+        """Handles the answers received; returns whether the process is free again."""
         last = False
         while self._pipes.messages:
             message = self._pipes.messages.popleft()
@@ -234,19 +235,19 @@ class RewardProcess:
         return seen.begun_s + self.timeout_s + (0.0 if in_turn else GRACE_S)
 
     async def kill(self) -> None:
-        """Kills the process and all that it started, and reaps it."""
+        """Kills the process and everything it started, and reaps it."""
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
-        with suppress(TimeoutError):  # not even SIGKILL ends it now: go on without it
+        with suppress(TimeoutError):  # not even SIGKILL ended it in time: go on
             async with asyncio.timeout(EXIT_S):
                 await self._pipes.exited.wait()
-                await self._pipes.over.wait()  # until then, answers that it had written may still arrive
-        self._transport.close()  # kills the guard where it is still there
+                await self._pipes.over.wait()  # until then, answers already written may still arrive
+        self._transport.close()  # kills the guard if it is still alive
         self._progress.close()
 
     async def _end(self) -> str:
-        """How a process ended whose pipe is closed or holds junk."""
+        """Describes how the process ended; call it once the pipe is closed or holds junk."""
         if self._pipes.is_junk:
             return "the reward wrote into the pipe of the reward process"
         try:
@@ -268,14 +269,15 @@ class RewardProcess:
 
 
 def _culprit(unanswered: set[int], num_begun: int, in_turn: bool) -> int | None:
-    """The sample that a process worked on: the last one begun, or the only one there was; None if unknown."""
+    """Returns the index of the sample that a process worked on: the last one begun if `in_turn`, else the only one
+    left; None if unknown."""
     if in_turn:
         return num_begun - 1 if num_begun - 1 in unanswered else None
     return next(iter(unanswered)) if num_begun and len(unanswered) == 1 else None
 
 
 def _new_cell() -> IO[bytes]:
-    """A file for `Progress`, in memory if possible: touching a hole in a file on a full disk kills the process."""
+    """Creates a file for `Progress`, in memory if possible: writing to a mapping on a full disk kills the process."""
     if hasattr(os, "memfd_create"):
         cell: IO[bytes] = os.fdopen(os.memfd_create("offbeat"), "w+b", 0)
     else:
@@ -285,6 +287,6 @@ def _new_cell() -> IO[bytes]:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment and import path, with one thread, to leave the cores to training."""
+    """Returns our environment and import path, with one OpenMP thread by default, to leave the cores to training."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}

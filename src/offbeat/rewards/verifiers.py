@@ -1,11 +1,11 @@
 """Built-in rewards, and the lookup of any reward by its name.
 
-- `exact`: the response equals the answer, apart from blanks at both ends;
+- `exact`: the response equals the answer, except for white space at both ends;
 - `number`: the last number in the response equals the answer;
-- `math`: math-verify finds response and answer equal as mathematics;
+- `math`: math-verify finds response and answer mathematically equal;
 - `gym`: the score of the reasoning-gym data set that posed the question.
 
-A built-in needs an answer that it can read: without one it raises, which counts as a failure and never as reward 0.
+A built-in raises if the problem has no answer that it can read. That counts as a failure, never as reward 0.
 Optional packages are imported when a reward is loaded, so that a missing one is reported before training.
 """
 
@@ -26,7 +26,7 @@ NUMBER = re.compile(
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
     r"(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?"
 )
-"""A minus belongs to a number unless another number stands before it: 10-5 ends with 5."""
+"""Pattern of a number. A minus sign belongs to it unless another number precedes the sign: 10-5 ends with 5."""
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 LATEX_MARKS = ("$", "\\(", "\\[", "\\boxed")
 
@@ -48,7 +48,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def final_answer(text: str) -> str:
-    """The text between the last pair of answer tags; without one, the whole text."""
+    """Returns the text between the last pair of answer tags, or the whole text if there is none."""
     tagged = ANSWER_TAG.findall(text)
     return (tagged[-1] if tagged else text).strip()
 
@@ -56,7 +56,7 @@ def final_answer(text: str) -> str:
 def load_math() -> Function:
     math_verify = import_extra("math_verify", "math", "the reward 'math'")
     gold_of: dict[str, Any] = {}
-    # It swallows errors of its own parser, such as one of another version: then every answer would be wrong.
+    # math-verify hides errors of its parser, such as a wrong version: then every answer would count as wrong.
     half = math_verify.parse(r"$\frac{1}{2}$", parsing_timeout=None)
     if not math_verify.verify(half, math_verify.parse("0.5", parsing_timeout=None), timeout_seconds=None):
         raise UserError("the reward 'math': math-verify cannot read LaTeX here: pip install 'offbeat[math]'")
@@ -64,9 +64,9 @@ def load_math() -> Function:
     def math(response: str, answer: str | None) -> float:
         text = _known(answer, "math")
         if text not in gold_of:
-            gold_of.clear()  # the members of a group share their answer and come together: one is enough
+            gold_of.clear()  # the samples of a group share an answer and arrive together, so one entry is enough
             marked = text if any(mark in text for mark in LATEX_MARKS) else f"${text}$"
-            # Its own time limits want signals; ours is the process's deadline.
+            # Its own time limits need signals; the process's deadline replaces them.
             gold_of[text] = math_verify.parse(marked, parsing_timeout=None)
         if not gold_of[text]:
             raise ValueError(f"math-verify cannot read the answer {text!r}")
@@ -96,7 +96,7 @@ LOADERS: dict[str, Callable[[], Function]] = {
 
 
 def load_reward(spec: str) -> Function:
-    """The reward that a configuration names: a built-in, `module:function` or `file.py:function`."""
+    """Loads the reward that a configuration names: a built-in, `module:function` or `file.py:function`."""
     if ":" in spec or spec.endswith(".py"):
         return locate(spec, "task.reward")
     if spec not in LOADERS:

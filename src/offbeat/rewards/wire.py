@@ -1,7 +1,7 @@
-"""The protocol between a reward pool and its processes: msgpack frames, and a shared progress cell.
+"""The protocol between a reward pool and its processes: msgpack frames, and a shared memory cell for progress.
 
-A frame begins with a mark and its length, so that stray output of a reward is recognised as junk at once. From the
-cell the pool reads which sample a process is at and since when: a process that hangs cannot be asked.
+A frame begins with a mark and its length, so that stray output of a reward is recognised as junk at once. The cell
+tells the pool how many samples a process has begun, and when it began the last one: a process that hangs cannot answer.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import msgspec
 MARK = b"\xf0\x9f\xa5\x81"
 HEAD = struct.Struct("<4sI")
 MAX_BYTES = 1 << 28
-"""Limit of a frame from a process; answers are small."""
+"""Size limit of a frame from a process; answers are small."""
 HARMED = 86
-"""The exit status of a process whose reward closed or replaced the descriptors that its answers go through."""
+"""Exit status of a process whose reward closed or replaced the protocol's descriptors."""
 ARGUMENTS = ("response", "answer", "prompt", "info", "tokens")
-"""Names of the parameters that a reward may have."""
+"""Parameters that a reward function may have."""
 
 
 class Setup(msgspec.Struct, tag=True):
-    """Pool to process, once: rewards by name, as `load_reward` finds them or as pickled functions."""
+    """First message from the pool to a process: rewards by name, as specs for `load_reward` or pickled functions."""
 
     timeout_s: float
     named: dict[str, str]
@@ -37,31 +37,33 @@ class Setup(msgspec.Struct, tag=True):
 
 
 class RewardsLoaded(msgspec.Struct):
+    """What a process found out about one reward function."""
+
     arguments: tuple[str, ...]
     is_async: bool
 
 
 class Ready(msgspec.Struct, tag=True):
-    """Process to pool: every reward is loaded."""
+    """Message from a process to the pool: every reward is loaded."""
 
     rewards: dict[str, RewardsLoaded]
 
 
 class RewardRefused(msgspec.Struct, tag=True):
-    """Process to pool: a reward cannot be loaded, for a reason that the user can fix."""
+    """Message from a process to the pool: a reward cannot be loaded, for a reason that the user can fix."""
 
     message: str
 
 
 class Work(msgspec.Struct, tag=True):
-    """Pool to process: samples for one reward, each with the arguments that it accepts."""
+    """Message from the pool to a process: samples for one reward, each as the arguments that the reward takes."""
 
     reward: str
     samples: list[dict[str, Any]]
 
 
 class RewardAnswer(msgspec.Struct, array_like=True):
-    """Values, each with its name and position, or an error."""
+    """Result of the sample at `index`: `parts`, each (value, name, position), or else an `error`."""
 
     index: int
     parts: list[tuple[float, str, int]] | None = None
@@ -69,7 +71,7 @@ class RewardAnswer(msgspec.Struct, array_like=True):
 
 
 class Answers(msgspec.Struct, tag=True):
-    """Process to pool. With `last` the process is free, and samples without an answer are handed back."""
+    """Message from a process to the pool. With `last` the process is free, and hands back samples without an answer."""
 
     answers: list[RewardAnswer]
     last: bool
@@ -81,7 +83,7 @@ _from_process = msgspec.msgpack.Decoder(Ready | RewardRefused | Answers)
 
 
 class Junk(ValueError):
-    """Bytes from a pipe are no message of this protocol."""
+    """Bytes from a pipe are not a message of this protocol."""
 
 
 def frame(message: Setup | Work | Ready | RewardRefused | Answers) -> bytes:
@@ -90,7 +92,7 @@ def frame(message: Setup | Work | Ready | RewardRefused | Answers) -> bytes:
 
 
 def read_from_pool(pipe: BinaryIO) -> Setup | Work | None:
-    """The next message, waiting for it; None when the pool closed the pipe or is gone."""
+    """Waits for the next message and returns it; None if the pool closed the pipe or has ended."""
     head = pipe.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
@@ -100,7 +102,7 @@ def read_from_pool(pipe: BinaryIO) -> Setup | Work | None:
 
 
 def take_from_process(buffer: bytearray) -> Iterator[Ready | RewardRefused | Answers]:
-    """Removes complete messages from the front of `buffer`; raises `Junk` if it holds anything else."""
+    """Removes complete messages from the front of `buffer` and yields them; raises `Junk` if it holds anything else."""
     start = 0
     while len(buffer) - start >= len(MARK):
         if not buffer.startswith(MARK, start):
@@ -129,11 +131,11 @@ class Moment(NamedTuple):
     num_begun: int
     """Samples begun since the process started."""
     begun_s: float
-    """Start of the last of them, on the machine's monotonic clock."""
+    """When the last of them began, on the machine's monotonic clock."""
 
 
 class Progress:
-    """The shared cell, over a file of `SIZE` bytes."""
+    """The shared cell, mapped from a file of `SIZE` bytes. The process calls `begin`, the pool `read`."""
 
     SIZE = 16
 

@@ -1,12 +1,12 @@
 """Health of an engine server: whether it answers, and whether it still serves the weights that were loaded into it.
 
 Keeps tokens of unknown weights out of training. A server may hang, die, be restarted by someone else with its first
-weights, or be given others; its label for its weights is only a name, and a restarted server may reuse it. The caller
-reports observations and checks `may_generate`. No I/O.
+weights, or be given other weights. Its label for its weights proves nothing, because a restarted server may reuse it.
+The caller reports observations and checks `may_generate`. No I/O.
 
-Guarantees: generation begins only after a refresh, and after a death or a foreign label only after another one; answers
-alone never lead there. Reports must keep their order: a label read before a refresh and reported after it makes the
-server stale.
+Guarantees: generation begins only after a refresh, that is, a load of verified weights. After a death or an unexpected
+label it needs another refresh; answers alone are never enough. Reports must be made in order: a label that is read
+before a refresh and reported after it makes the server stale.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from collections.abc import Callable
 from enum import StrEnum
 
 DEAD_AFTER_S = 10.0
-"""A server that loads weights may not answer for seconds; a dead one should not hold its tasks for longer."""
+"""Time without an answer after which a server counts as dead. While loading weights it may not answer for seconds; a
+dead server should not hold its tasks for longer than this."""
 
 
 class State(StrEnum):
-    """Life of one server, as its worker sees it."""
+    """State of one server, as its worker sees it."""
 
     HEALTHY = "healthy"
     """Serves the version loaded last."""
     SUSPECT = "suspect"
-    """Does not answer: gets no new requests, keeps the old ones."""
+    """Does not answer: it gets no new requests, but keeps its old ones."""
     DEAD = "dead"
-    """Given up, with all its requests."""
+    """Given up, together with all its requests."""
     STALE = "stale"
     """Serves unknown weights; a version must be loaded first."""
 
@@ -37,8 +38,8 @@ MOVES = {
     State.DEAD: {State.STALE},
     State.STALE: {State.HEALTHY, State.DEAD},
 }
-"""DEAD -> HEALTHY is missing: after a death another process may answer, with other weights under the same label. So is
-STALE -> SUSPECT, from where an answer would lead to HEALTHY."""
+"""Allowed changes of state. DEAD to HEALTHY is missing because after a death another process may answer, with other
+weights under the same label. STALE to SUSPECT is missing because from SUSPECT an answer leads to HEALTHY."""
 
 
 class Health:
@@ -50,7 +51,7 @@ class Health:
         self._label: str | None = None
         """Label of the last refresh."""
         self._failing_since_s: float | None = None
-        """Time of the first of the latest failures in a row."""
+        """Time of the first failure since the last answer; None if the last call was answered."""
         self._why = self._why_stale = "nothing was loaded into it yet"
 
     @property
@@ -59,7 +60,7 @@ class Health:
 
     @property
     def why(self) -> str:
-        """Latest observation in one line; empty while healthy."""
+        """Reason for the current state in one line; empty while healthy."""
         return self._why
 
     @property
@@ -76,7 +77,7 @@ class Health:
         return self._move(State.SUSPECT if self._state is State.HEALTHY else self._state, why)
 
     def gone(self, why: str) -> State:
-        """Reports that the server is dead, as when its process has exited."""
+        """Reports that the server is dead, for example because its process has exited."""
         return self._move(State.DEAD, why)
 
     def answered(self, label: str) -> State:
@@ -91,7 +92,7 @@ class Health:
         return self._move(State.STALE, self._why_stale)
 
     def refreshed(self, label: str) -> State:
-        """Reports that the server loaded a verified version under this label."""
+        """Reports that the server has loaded a verified version under `label`."""
         if self._state is State.DEAD:
             raise ValueError(f"{label!r} cannot have been loaded: the server is dead and has not answered since")
         self._failing_since_s, self._label = None, label

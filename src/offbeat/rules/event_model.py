@@ -1,18 +1,18 @@
-"""The event model: predicts rounds of generation at an over-provision factor.
+"""The event model: simulates rounds of generation to predict the effect of over-provision factors.
 
-A round begins with a burst: `factor` times groups_per_step groups are alive, survivors of earlier rounds first, then
-fresh ones. All decode until the batch of the step is complete; then everything stops, the step is trained, and
-unfinished groups survive into the next round. Between two ends of answers only the contexts change, so rounds are
-computed from the order of the ends, not token by token.
+A round begins with a burst of `factor` × groups_per_step groups: survivors of earlier rounds, filled up with fresh
+groups. All decode until the batch of the step is complete; then everything stops, the step is trained, and unfinished
+groups survive into the next round. Between the ends of two answers only the contexts grow, so a round is computed from
+the order in which answers end, not token by token.
 
-Rounds are played in lanes, one for each factor, all at once: arrays of a dozen lanes cost little more than those of
-one. A lane has places for groups; a place holds the tokens that each member has, the tokens left, and the ages of its
-tokens.
+All factors are simulated at once, each in its own lane, because arrays of a dozen lanes cost little more than those of
+one. A lane has places for groups. A place holds, for each member, the tokens it has and the tokens left, and the ages
+of the group's tokens.
 
 Guarantees: the same seed gives the same outlooks, and all factors of one call see the same answers in the same order,
-so that their differences are not luck. A batch takes the groups begun longest ago first and waits for those whose last
-chance it is, as `select` does out of order. Every token is counted in the round that makes it and delivered once, with
-its age; nothing is discarded.
+so that their differences are not luck. A batch takes the groups begun longest ago first and waits for groups that no
+later batch could train in time, like `select` with `in_order=False`. Every token is counted in the round that generates
+it and delivered once, with its age; no token is discarded.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from offbeat.rules.step_time import StepTime
 
 @dataclass(frozen=True)
 class Flow:
-    """Figures of a round, by lane."""
+    """Totals of one round; each array has an entry per lane."""
 
     num_steps: np.ndarray
     num_rows: np.ndarray
-    """Summed over the steps: the tokens made."""
+    """Rows summed over the steps, which is the number of tokens generated."""
     num_context_tokens: np.ndarray
-    """Tokens read, summed over the steps."""
+    """Tokens of context read, summed over the steps."""
     num_prefilled_tokens: np.ndarray
     num_prefilled_again: np.ndarray
-    """Prefilled tokens of continued answers."""
+    """Prefilled tokens of continued answers, included in `num_prefilled_tokens`."""
     peak_context_tokens: np.ndarray
-    """Most tokens in flight at once."""
+    """Largest number of tokens in flight at once."""
     delivered_by_age: np.ndarray
-    """Tokens of the batch, by lane and by the rounds since they were made."""
+    """Tokens of the batch, by lane and by the number of rounds since they were generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class BurstRules:
     """Settings shared by all rounds and lanes."""
 
     num_wanted: int
-    """Groups of a batch."""
+    """Number of groups in a batch."""
     max_staleness: int
     prompt_tokens: float
     slots: int | None
@@ -61,8 +61,8 @@ class BurstRules:
 
 
 class Bursts:
-    """Plays rounds of all lanes. `num_alive` is the number of groups with which each lane begins a round; `have`,
-    `left` and `ages` describe the survivors at first."""
+    """Simulates rounds in all lanes. `num_alive` is the number of groups with which each lane begins a round. `have`,
+    `left` and `ages` are the tokens generated, the tokens left and the ages of the survivors before the first round."""
 
     def __init__(self, terms: BurstRules, num_alive: np.ndarray, have: np.ndarray, left: np.ndarray, ages: np.ndarray):
         self.terms, self._num_alive = terms, num_alive
@@ -70,16 +70,16 @@ class Bursts:
         self._have, self._left = np.zeros(shape), np.zeros(shape)
         self._by_age = np.zeros((*shape[:2], terms.max_staleness + 1))
         self._begun, self._is_alive = np.zeros(shape[:2]), np.zeros(shape[:2], bool)
-        """Round in which a group got its first token, negative for initial survivors; and whether the place is
-        taken."""
+        """For each place: the round in which its group got its first token, negative for initial survivors; and whether
+        the place is taken."""
         num, ages = len(have), np.minimum(ages, terms.max_staleness)
         self._have[:, :num], self._left[:, :num] = have, left
-        self._by_age[:, np.arange(num), ages] = have.sum(axis=1)  # all as old as the first token: no more is known
+        self._by_age[:, np.arange(num), ages] = have.sum(axis=1)  # all counted as old as the first token
         self._begun[:, :num], self._is_alive[:, :num] = -ages, True
         self._round, self._num_fresh = 0, np.zeros(len(num_alive), np.int64)
 
     def play(self, fresh: np.ndarray) -> Flow:
-        """Plays one round of every lane, filled up with fresh groups of these lengths, in order."""
+        """Simulates one round in every lane. `fresh` holds the answer lengths of the groups to begin, in order."""
         self._admit(fresh)
         terms = self.terms
         starts = self._starts()
@@ -98,7 +98,7 @@ class Bursts:
         return Flow(last, made.sum(axis=(1, 2)), read, first + again, again, peak, delivered)
 
     def _admit(self, fresh: np.ndarray) -> None:
-        """Fills free places of every lane with its next fresh groups."""
+        """Fills every lane up to its number of groups with its next fresh groups."""
         is_free = ~self._is_alive
         wanted = np.maximum(self._num_alive - self._is_alive.sum(axis=1), 0)
         place = is_free.cumsum(axis=1)
@@ -106,12 +106,13 @@ class Bursts:
         which = self._num_fresh[lanes] + place[lanes, places] - 1
         self._have[lanes, places], self._left[lanes, places] = 0.0, fresh[which]
         self._by_age[lanes, places], self._is_alive[lanes, places] = 0.0, True
-        # The ordinal breaks ties between groups begun in one round.
+        # The fraction breaks ties between groups begun in the same round, by their order.
         self._begun[lanes, places] = self._round + which / (len(fresh) + 1)
         self._num_fresh += wanted
 
     def _starts(self) -> np.ndarray:
-        """Step before which each member gets a row: at once, or when one is free, groups begun longest ago first."""
+        """Returns the step before which each member gets a row: 0, or when a slot becomes free. Groups begun longest
+        ago get slots first."""
         starts, slots = np.zeros(self._left.shape), self.terms.slots
         if slots is None:
             return starts
@@ -128,7 +129,8 @@ class Bursts:
         return starts
 
     def _last_step(self, ready_at: np.ndarray) -> np.ndarray:
-        """Step after which the batch is complete: enough groups are ready, and all whose last chance it is."""
+        """Returns the step after which each lane's batch is complete: enough groups are ready, including all that no
+        later batch could train in time."""
         wanted, max_staleness = self.terms.num_wanted, self.terms.max_staleness
         last = np.partition(ready_at, wanted - 1, axis=1)[:, wanted - 1]
         begun = np.floor(self._begun)
@@ -142,7 +144,7 @@ class Bursts:
         return last
 
     def _take(self, is_ready: np.ndarray) -> np.ndarray:
-        """Removes the batch and ages all other groups by a round; returns the tokens of the batch by age."""
+        """Removes the groups of the batch and makes all others one round older; returns the batch's tokens by age."""
         wanted = self.terms.num_wanted
         order = np.where(is_ready, self._begun, np.inf)
         is_taken = order <= np.partition(order, wanted - 1, axis=1)[:, wanted - 1, None]
@@ -159,10 +161,10 @@ class Bursts:
 
 
 def _context(before: np.ndarray, starts: np.ndarray, made: np.ndarray, pads: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of context that each lane reads in all, and most that it has in flight.
+    """Returns, for each lane, the total tokens of context read and the largest number in flight.
 
-    A row has `before` tokens at its first step, and one more with each step. A padded step reads rows × longest, in the
-    two parts that are chosen when the round begins.
+    A row has `before` tokens at its first step and grows by one with each step. A padded step reads rows × longest row,
+    separately for long and short rows; this split is chosen when the round begins.
     """
     num_lanes = len(before)
     runs = made > 0
@@ -177,7 +179,8 @@ def _context(before: np.ndarray, starts: np.ndarray, made: np.ndarray, pads: boo
 def _padded(
     before: np.ndarray, starts: np.ndarray, made: np.ndarray, some: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens that `some` rows of each lane read as far as the longest of them, and most that they have in flight."""
+    """Returns, for each lane, the tokens read by the rows in the mask `some`, padded to their longest, and the largest
+    number of tokens that these rows have in flight."""
     num_lanes = len(before)
     runs, made = some.reshape(num_lanes, -1), np.where(some, made, 0.0)
     ends = np.where(runs, (starts + made).reshape(num_lanes, -1), 0.0)
@@ -194,7 +197,7 @@ def _padded(
 
 
 def _num_not_begun(starts: np.ndarray, made: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Number of rows of each lane that begin only after these steps."""
+    """Returns how many rows of each lane have not begun at the steps `at`."""
     if not starts.any():
         return np.zeros(at.shape)
     waits = np.sort(np.where(made > 0, starts, 0.0).reshape(len(at), -1), axis=1)
@@ -203,9 +206,9 @@ def _num_not_begun(starts: np.ndarray, made: np.ndarray, at: np.ndarray) -> np.n
 
 
 NUM_ROUNDS = 24
-"""Rounds played per factor, in a few milliseconds; the controller averages over versions besides."""
+"""Rounds simulated per factor, which takes a few milliseconds. The controller also averages over versions."""
 SETTLING = 3
-"""The first 1/SETTLING of the rounds is left out, while survivors gather."""
+"""The first 1/SETTLING of the rounds are not counted, because survivors still accumulate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,28 +218,29 @@ class EventModelConfig:
     groups_per_step: int
     group_size: int
     max_staleness: int
-    """S: the batch waits for a group begun S steps ago."""
+    """The bound S: a batch waits for a group that was begun S steps ago."""
     prompt_tokens: float = 0
     slots: int | None = None
-    """Rows that can run at once; None: all."""
+    """Rows that can run at once; None: no limit."""
     max_context_tokens: float | None = None
-    """Room for keys and values, in tokens in flight; None: enough."""
+    """Size of the KV cache in tokens; None: no limit."""
     gate: Literal["strict", "release"] = "strict"
-    """A round ends with groups_per_step whole groups, or with as many samples as those have."""
+    """A round ends with groups_per_step whole groups (strict), or with as many single answers as these have
+    (release)."""
     resumes: bool = False
-    """Whether a trajectory continues from kept keys and values; otherwise its whole prefix is prefilled again."""
+    """Whether a trajectory continues from its kept KV cache; otherwise its whole prefix is prefilled again."""
     pads: bool = False
-    """Whether a step reads rows times the longest context."""
+    """Whether the engine pads: a step then reads rows × longest context."""
     update_s: float = 0.0
-    """Time from the end of a round to the begin of the next."""
+    """Time from the end of a round to the beginning of the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """A group that survives into the coming round."""
+    """An unfinished group that continues in the coming round."""
 
     age: int
-    """Steps since it was begun; 1: in the round before."""
+    """Number of steps since it was begun; 1: in the previous round."""
     num_tokens: tuple[int, ...]
     """Tokens of each member so far."""
     ended: tuple[bool, ...]
@@ -244,28 +248,28 @@ class Survivor:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Prediction for a factor, averaged over rounds."""
+    """Prediction for one factor, averaged over rounds."""
 
     factor: float
     tokens_per_s: float
-    """Generated tokens, all of which are delivered in the long run."""
+    """Generated tokens per second; in the long run all of them are delivered."""
     step_s: float
     """Time of a round and the update after it."""
     off_policy_share: float
-    """Share of the delivered tokens."""
+    """Share of the delivered tokens that were generated in an earlier round."""
     staleness_p50: int
     staleness_p95: int
     staleness_max: int
     reprefill_share: float
-    """Share of the time."""
+    """Share of the time spent on prefilling continued answers again."""
     mean_rows: float
     max_context_tokens: float
-    """Most tokens in flight in any round."""
+    """Largest number of tokens in flight in any round."""
 
 
 @dataclass(frozen=True)
 class _Answers:
-    """Survivors at the begin, and fresh groups in the order in which they are begun."""
+    """Initial survivors (`have`, `left` and `ages` as in `Bursts`), and answer lengths of fresh groups in order."""
 
     have: np.ndarray
     left: np.ndarray
@@ -283,7 +287,7 @@ def outlooks(
     num_rounds: int = NUM_ROUNDS,
     survivors: Sequence[Survivor] = (),
 ) -> list[Outlook]:
-    """Predictions for factors, each over rounds that begin with factor × groups_per_step groups."""
+    """Returns a prediction for each factor, from simulated rounds that begin with factor × groups_per_step groups."""
     num_fresh = round((num_rounds + max(factors)) * setting.groups_per_step)
     answers = _draw_answers(setting, law, num_fresh, survivors, np.random.default_rng(seed))
     per_group = 1 if setting.gate == "strict" else setting.group_size
@@ -324,7 +328,7 @@ def _draw_answers(
 
 
 def _stratified(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Stratified standard normal scores: few draws have the mean and the tail of the distribution."""
+    """Draws standard normal scores by strata, so that even a few have the mean and tail of the distribution."""
     num = shape[0] * shape[1]
     return score((rng.permutation(num) + rng.random(num)) / num).reshape(shape)
 

@@ -1,22 +1,25 @@
-"""Rules for groups: which a step trains, how many may be drawn or begun, and when a group has ended.
+"""Rules for groups: which ones a step trains, how many may be drawn or begun, and when a group has ended.
 
-Selection. A candidate is given as runs of tokens with the step of their version. The ledger loads the candidates and
-stores the selection within one transaction. Guarantees: a run older than the bound, given by an environment, or of an
-abandoned version is never trainable; a batch is whole or empty. In order, groups are taken by ordinal, never by
-arrival, and none while one of a lower ordinal is unfinished. Otherwise the groups begun longest ago are taken first,
-and an unfinished one is passed over until its last chance: when the later steps would have no room to train it, and all
-as old, within the bound, the batch waits for it. So while groups of at most S + 1 steps are alive, and each is begun
-with the newest version, none of their tokens ever passes the bound.
+S is the bound on staleness, `max_staleness`.
 
-Admission. Work for a step is drawn once the version of that step is published: the groups that a step trains, times the
-over-provision factor r, and no more than the run will train. With r = 1 the step trains all of them; with more, it
-trains those that finish first, and the others continue. r is at most S + 1: then steps that take the oldest groups
-first train each within S steps of its begin. `may_begin` ensures the same for workers with an older version. A dropped
-group frees its place; a re-issued one keeps it.
+Selection. A candidate group is described by runs of tokens, each with the step of its version. The ledger loads the
+candidates and stores the selection within one transaction. Guarantees: a run that is older than S, given by an
+environment, or of an abandoned version is never trainable; a batch is whole or empty. With `in_order`, groups are taken
+by ordinal, never by arrival, and no group is taken while one of a lower ordinal is unfinished. Otherwise the groups
+begun longest ago are taken first, and an unfinished group is passed over as long as later steps can still train it in
+time. If they could not, because too many other groups are as old, the batch waits for it. So if at most S + 1 steps'
+worth of groups are alive, and each is begun with the newest version, none of their tokens becomes staler than S.
 
-Settlement. A failed member is left out while enough remain; a group that cannot reach that number has failed at once,
-without waiting for members still under way. A group with equal rewards teaches nothing; it may be dropped for another
-prompt, but only so often for a step that a policy that solves every prompt, or none, still gets its batches.
+Admission. Groups for a step are drawn once the version of that step is published: the number that a step trains, times
+the over-provision factor r, but no more than the run will train. With r = 1 the step trains all of them; with a larger
+r it trains those that finish first, and the others continue. With r at most S + 1, steps that take the oldest groups
+first train every group within S steps of its beginning. `may_begin` ensures the same for workers with an older version.
+A dropped group frees its place; a re-issued one keeps it.
+
+Settlement. A failed member is left out while enough members remain. A group fails as soon as too few members can still
+be scored, without waiting for the others. A group with equal rewards teaches nothing; it may be dropped in favour of
+another prompt. The number of such drops per step is limited, so that a policy that solves all prompts, or none, still
+gets its batches.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class VersionRun:
-    """Tokens of one version."""
+    """Tokens of a group that have the same version."""
 
     num_tokens: int
     step: int | None
@@ -45,9 +48,9 @@ class Candidate:
     ordinal: int
     ready: bool
     require_step: int | None = None
-    """Step whose version its tasks must be sampled from; None: any."""
+    """Step whose version its tasks must be sampled from; None: any step."""
     first_step: int | None = None
-    """Step of the oldest version that a member was begun with; None: none is begun."""
+    """Step of the oldest version with which a member was begun; None: no member was begun."""
     runs: tuple[VersionRun, ...] = ()
     """Tokens of its scored members; not used before the group is ready."""
 
@@ -55,32 +58,34 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Selection:
     take: tuple[int, ...] = ()
-    """Groups of the batch; empty while there are too few."""
+    """Groups of the batch; empty while the batch must wait."""
     stale: tuple[int, ...] = ()
-    """Groups without a token that may still be trained."""
+    """Groups to drop, because none of their tokens may be trained any more."""
     waits_for: int | None = None
-    """First unfinished group that the batch waits for."""
+    """First unfinished group for which the batch waits; None: no unfinished group."""
 
 
 def oldest_trainable_step(step: int, max_staleness: int) -> int:
-    """Step of the oldest version whose tokens may be trained from `step`."""
+    """Returns the step of the oldest version whose tokens may be trained from `step`."""
     return step - max_staleness
 
 
 def is_trainable(token_step: int | None, step: int, max_staleness: int) -> bool:
-    """Whether tokens of a version of `token_step` may be trained from `step`; None: given, or abandoned."""
+    """Whether tokens of a version of `token_step` may be trained from `step`. `token_step` is None for tokens that were
+    given or whose version is abandoned; these may not."""
     return token_step is not None and oldest_trainable_step(step, max_staleness) <= token_step <= step
 
 
 def trained_staleness(token_step: int | None, step: int, max_staleness: int) -> int | None:
-    """Staleness of a token in a batch trained from `step`; None if it may not be trained."""
+    """Returns the staleness of a token in a batch trained from `step`; None if the token may not be trained."""
     return step - token_step if token_step is not None and is_trainable(token_step, step, max_staleness) else None
 
 
 def select(
     candidates: Iterable[Candidate], step: int, count: int, max_staleness: int, *, in_order: bool = True
 ) -> Selection:
-    """Picks `count` groups to train from `step`, or none while they are not all ready."""
+    """Selects `count` groups to train from `step`, by ordinal if `in_order`, else by age. Takes none while too few are
+    ready or the batch must wait for an unfinished group."""
     queue: list[Candidate] = []
     stale: list[int] = []
     for candidate in sorted(candidates, key=_by_ordinal if in_order else _by_age):
@@ -117,11 +122,11 @@ def _begun(candidate: Candidate) -> float:
 
 
 def _last_chance(queue: Sequence[Candidate], take: Sequence[Candidate], oldest: int) -> int | None:
-    """Oldest group that must not be passed over for younger ones; `queue` and `take` are sorted by age, and `oldest` is
-    the oldest trainable step.
+    """Returns the oldest unfinished group if the batch must wait for it, else None. `queue` and `take` are sorted by
+    age, and `oldest` is the oldest trainable step.
 
-    Unfinished groups whose oldest tokens reach the bound within n more steps must fit into those n steps. Groups
-    already past the bound have nothing to lose; if nothing younger is taken, waiting gains nothing."""
+    All unfinished groups that can be trained for at most n more steps must fit into these n steps; if they do not, the
+    batch waits. Groups that are already too old, or younger than every group taken, are no reason to wait."""
     passed_over = [
         candidate for candidate in queue if not candidate.ready and oldest <= _begun(candidate) < _begun(take[-1])
     ]
@@ -135,48 +140,48 @@ def _last_chance(queue: Sequence[Candidate], take: Sequence[Candidate], oldest: 
 def _is_stale(candidate: Candidate, step: int, max_staleness: int) -> bool:
     if candidate.ready:
         return not any(is_trainable(run.step, step, max_staleness) for run in candidate.runs)
-    required = candidate.require_step  # not above `step` here
+    required = candidate.require_step  # `select` has skipped steps after `step`
     return required is not None and not is_trainable(required, step, max_staleness)
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionState:
-    """Progress of a run."""
+    """Progress of a run, from which `admit` decides."""
 
     step: int | None
     """Step of the latest living version, which is trained from next; None before the first version."""
     num_alive: int
-    """Groups open, ready or claimed that this step may train."""
+    """Number of open, ready or claimed groups that this step may train."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionTarget:
-    """Groups that a run wants."""
+    """Number of groups that a run needs."""
 
     groups_per_step: int
     num_steps: int | None = None
-    """Steps of the whole run; None: no end."""
+    """Steps of the whole run; None: unlimited."""
     over_provision: float = 1.0
-    """Groups in flight over groups that a step trains: from 1 to max_staleness + 1."""
+    """Ratio of groups in flight to groups that a step trains, from 1 to max_staleness + 1."""
 
 
 def admit(state: AdmissionState, target: AdmissionTarget) -> int:
-    """Number of groups to draw now."""
+    """Returns the number of groups to draw now."""
     if state.step is None:
         return 0
     steps = target.over_provision
     if target.num_steps is not None:
         steps = min(steps, target.num_steps - state.step)
-    wanted = math.ceil(round(steps * target.groups_per_step, 6))  # 1.1 * 110 is a hair more than 121
+    wanted = math.ceil(round(steps * target.groups_per_step, 6))  # 1.1 * 110 is slightly more than 121
     return max(0, wanted - state.num_alive)
 
 
 def may_begin(step: int, begun: Mapping[int, int], next_step: int, groups_per_step: int, max_staleness: int) -> int:
-    """Number of groups that may be begun now with a version of `step`, so that they and all others are trained in time.
+    """Returns how many groups may be begun now with a version of `step`, such that all groups are trained in time.
 
-    `begun` counts the groups that no batch has claimed, by the step of the oldest version that they were begun with;
-    `next_step` is the first step without a batch. Steps take the oldest first: groups begun with versions up to any
-    step must fit into the batches up to `max_staleness` steps later."""
+    `begun` counts the begun groups that are not in a batch, by the step of the oldest version with which they were
+    begun. `next_step` is the first step without a batch. Batches take the oldest groups first, so for every step, the
+    groups begun up to that step must fit into the batches up to `max_staleness` steps later."""
     rooms = []
     for last in sorted({step, *(other for other in begun if other > step)}):
         num_batches = last + max_staleness - next_step + 1
@@ -185,34 +190,34 @@ def may_begin(step: int, begun: Mapping[int, int], next_step: int, groups_per_st
 
 
 MAX_RETRIES = 1
-"""A prompt whose group failed is tried once more: a second failure is the prompt's own."""
+"""A prompt whose group failed is tried once more; a second failure is blamed on the prompt."""
 EQUAL_WITHIN = 1e-8
 """Rewards closer than this count as equal."""
 
 
 class GroupVerdict(StrEnum):
     OPEN = "open"
-    """Members are still under way."""
+    """Not all members have ended."""
     READY = "ready"
-    """Every member ended and enough were scored."""
+    """Every member has ended, and enough were scored."""
     FAILED = "failed"
     """Too few members can still be scored."""
     NO_SIGNAL = "no_signal"
-    """It would be ready, but nothing can be learnt from it, and another may take its place."""
+    """Ready, but to be dropped in favour of another prompt, because its equal rewards teach nothing."""
 
 
 def settle(size: int, num_scored: int, num_failed: int, min_group: int) -> GroupVerdict:
-    """Verdict on a group; a group smaller than `min_group` needs all of its members."""
+    """Returns the verdict on a group. `min_group` scored members are needed, or all members of a smaller group."""
     if size - num_failed < min(min_group, size):
         return GroupVerdict.FAILED
     return GroupVerdict.READY if num_scored + num_failed == size else GroupVerdict.OPEN
 
 
 def settle_ready(spread: float, num_before: int, max_no_signal: float) -> GroupVerdict:
-    """Verdict on a ready group whose highest and lowest rewards lie `spread` apart.
+    """Returns the verdict on a ready group; `spread` is its highest reward minus its lowest.
 
-    `num_before` measures the progress of its step. If steps take groups by ordinal, it counts the groups of lower
-    ordinals drawn for the step, so that the verdict does not depend on arrival; otherwise, the groups dropped since the
-    last batch was chosen.
+    The group may be dropped while `num_before` is below `max_no_signal`. If the group requires a step, `num_before`
+    counts the prompts of lower ordinals drawn for that step, so that the verdict does not depend on arrival. Otherwise
+    it counts the groups dropped without a signal since the last batch was chosen.
     """
     return GroupVerdict.NO_SIGNAL if spread <= EQUAL_WITHIN and num_before < max_no_signal else GroupVerdict.READY

@@ -1,24 +1,25 @@
 """Leases: the open tasks that a worker is given, and how long it may hold each.
 
-Deadlines are on one monotonic clock, the coordinator's. The ledger records who holds each task; after a restart every
-lease that it knows is granted anew, so that workers that continued meanwhile keep it.
+Deadlines are on the coordinator's monotonic clock. The ledger records who holds each task. After a restart of the
+coordinator every lease in the ledger is granted again, so that workers that kept working do not lose their leases.
 
 Guarantees: a lease ends once, by `end`, by `expired` or by a grant under a larger fence. Until then its holder can
-renew it, however late: the coordinator may itself have been late. A grant or a renewal under an older fence, or a
-renewal by another worker, changes nothing. The leases of a vanished worker expire together, when the last of them is
-over: the task to blame shows only beside all others that the worker held. A worker that is heard of and no longer
-names a lease keeps it for one more `ttl_s` at most.
+renew it, however late, because the coordinator itself may have been late. A grant or renewal under an older fence, or a
+renewal by another worker, changes nothing. The leases of a vanished worker expire together, at the last of their
+deadlines, because the task to blame is found by comparing all tasks that the worker held. If a worker still reports but
+no longer names a lease, that lease lasts at most one more `ttl_s`.
 
-Assignment: evaluation comes first, because a version waits to be judged; then groups that were started, so that a group
-is finished before the next is begun; then the lowest ordinal. Among the groups before the first that is not begun,
-those whose keys and values are held by other workers only come last: these workers can continue them without a new
-prefill. A task that requires a version is given only to a worker that has it. Of the others, a group is begun only
-while pacing allows it for the worker's version, and continued only with a version at least as new as its oldest. If
-several workers ask, each gets its share of the open tasks, by the number of its slots; it may ask again.
+Assignment: evaluation comes first, because a version waits to be judged; then started groups, so that a group is
+finished before the next is begun; then the lowest ordinal. Among the groups before the first one that is not begun,
+those whose KV cache only other workers hold come last, because these workers can continue them without a new prefill. A
+task that requires a version is given only to a worker that has it. A group without a required version is begun only if
+pacing allows it for the worker's version, and continued only with a version at least as new as its oldest. If several
+workers are active, a request gets the worker's share of the open tasks, by slots; the worker may ask again.
 
-A task whose workers vanished is suspect, the more so the more often. A worker gets few suspects at a time: an eighth of
-its slots after the first loss, a 64th after the second, one at last. So a prompt that kills engines is soon the only
-one to blame, which `culprit` finds: of n tasks it is blamed for every death but the first ceil(log8 n).
+A task whose worker vanished is suspect, more so with each loss. A worker gets few suspects at a time: at most an eighth
+of its slots after the first loss, a 64th after the second, and so on down to one. So a prompt that kills engines is
+soon the only suspect that a worker holds, and `culprit` finds it: if workers have n slots, the prompt is blamed for
+every death except the first ceil(log8 n).
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Leases:
         self.ttl_s, self._clock = ttl_s, clock
         self._deadlines: dict[int, tuple[Lease, float]] = {}
         self._due: dict[int, float] = {}
-        """Time of the next check of a task: its deadline, or later if its worker was heard of since."""
+        """Time of the next check of each task: its deadline, or later if its worker has renewed other leases since."""
         self._queue: list[tuple[float, int]] = []
-        """Heap of checks by time; outdated entries of renewed and ended leases are skipped."""
+        """Heap of pairs of check time and task; outdated entries of renewed and ended leases are skipped."""
 
     def __len__(self) -> int:
         return len(self._deadlines)
@@ -59,7 +60,7 @@ class Leases:
                 self._set(lease, deadline_s)
 
     def renew(self, leases: Iterable[Lease]) -> list[Lease]:
-        """Renews leases for `ttl_s`; returns those that are lost."""
+        """Renews leases for `ttl_s`; returns those that are no longer held."""
         deadline_s = self._clock() + self.ttl_s
         lost = []
         for lease in leases:
@@ -70,7 +71,7 @@ class Leases:
         return lost
 
     def renew_all(self) -> None:
-        """Renews all leases, as after a time in which no worker could be heard."""
+        """Renews all leases, for example after a time in which no worker could report."""
         self.grant(self.all())
 
     def all(self) -> list[Lease]:
@@ -81,13 +82,13 @@ class Leases:
         return found is not None and found[0] == lease
 
     def end(self, tasks: Iterable[int]) -> None:
-        """Ends the leases of tasks that ended or were given back."""
+        """Ends the leases of `tasks`, which have ended or were given back."""
         for task in tasks:
             self._deadlines.pop(task, None)
             self._due.pop(task, None)
 
     def expired(self) -> list[Lease]:
-        """Ends the leases whose time is over, and returns them."""
+        """Ends and returns the leases that have expired."""
         now_s = self._clock()
         overdue = []
         while (next_s := self.next_deadline_s()) is not None and next_s <= now_s:
@@ -107,7 +108,7 @@ class Leases:
         return over
 
     def next_deadline_s(self) -> float | None:
-        """Time at which to call `expired` next, on this clock; None while nothing is leased."""
+        """Returns the time on `clock` at which to call `expired` next; None while nothing is leased."""
         while self._queue:
             due_s, task = self._queue[0]
             if self._due.get(task) == due_s:
@@ -116,11 +117,11 @@ class Leases:
         return None
 
     def oldest(self) -> Lease | None:
-        """Lease that ends first."""
+        """Returns the lease that is checked first; None while nothing is leased."""
         return self._deadlines[self._queue[0][1]][0] if self.next_deadline_s() is not None else None
 
     def _last_deadlines(self) -> dict[str, float]:
-        """Last deadline of each worker."""
+        """Returns the last deadline of each worker."""
         last_s: dict[str, float] = {}
         for lease, deadline_s in self._deadlines.values():
             last_s[lease.worker] = max(deadline_s, last_s.get(lease.worker, deadline_s))
@@ -133,13 +134,13 @@ class Leases:
     def _schedule(self, task: int, due_s: float) -> None:
         self._due[task] = due_s
         heapq.heappush(self._queue, (due_s, task))
-        if len(self._queue) > 2 * len(self._due) + 64:  # renewals left many behind
+        if len(self._queue) > 2 * len(self._due) + 64:  # renewals left many outdated entries
             self._queue = [(due_s, task) for task, due_s in self._due.items()]
             heapq.heapify(self._queue)
 
 
 class OpenGroup(NamedTuple):
-    """A group with open tasks. A tuple, because every lease makes dozens."""
+    """A group with open tasks. A tuple for speed, because every lease request makes dozens."""
 
     group: int
     ordinal: int
@@ -148,11 +149,11 @@ class OpenGroup(NamedTuple):
     num_open: int
     require_version: int | None
     num_losses: int = 0
-    """Most losses of any of its open tasks: workers that vanished while they held it."""
+    """Largest number of losses of one of its open tasks. A loss is a worker that vanished while it held the task."""
     first_step: int | None = None
-    """Step of the oldest version that a member was begun with; None: none is begun."""
+    """Step of the oldest version with which a member was begun; None: no member was begun."""
     is_away: bool = False
-    """Whether partials of it are kept, all from other workers, which may hold their keys and values; False for
+    """Whether it has kept partials, all of them from other workers, which may hold their KV cache; False for
     evaluation."""
 
     @property
@@ -161,7 +162,7 @@ class OpenGroup(NamedTuple):
 
     @property
     def begins(self) -> bool:
-        """Whether leasing one of its tasks begins it, which is subject to pacing."""
+        """Whether leasing one of its tasks begins the group, which is subject to pacing."""
         return self.require_version is None and self.first_step is None
 
 
@@ -170,23 +171,23 @@ class Requester:
     """A worker that asks for tasks."""
 
     capacity: int
-    """Tasks that it can begin now."""
+    """Number of tasks that it can begin now."""
     have_version: int | None
     step: int | None = None
-    """Step of that version; None if it has none, or an abandoned one."""
+    """Step of `have_version`; None if the worker has no version or an abandoned one."""
     num_begin: int | None = None
-    """Groups without a required version that it may begin; None: any number."""
+    """Number of groups without a required version that it may begin; None: any number."""
     total_slots: int | None = None
-    """Slots of all active workers, including its own; None: there is no other."""
+    """Slots of all active workers together; None: no other worker is active."""
     num_held: int = 0
-    """Tasks that it holds already."""
+    """Number of tasks that it already holds."""
     suspects: Mapping[int, int] = field(default_factory=dict)
-    """Number of held tasks by losses, 1 or more."""
+    """Number of held tasks by their number of losses, 1 or more."""
     num_open: int | None = None
-    """Open tasks of all groups, if only the first groups are given; None: all are."""
+    """Number of open tasks of all groups, for a call of `assign` with only the first groups; None: it gets all."""
 
     def share(self, num_open: int) -> int:
-        """Its fair share of the open tasks, within its capacity."""
+        """Returns the worker's share of `num_open` tasks in proportion to its slots, at most its capacity."""
         num_slots = self.capacity + self.num_held
         if self.total_slots is None or self.total_slots <= num_slots:
             return self.capacity
@@ -194,7 +195,7 @@ class Requester:
 
 
 def assign(groups: Iterable[OpenGroup], requester: Requester) -> list[tuple[int, int]]:
-    """Groups, with the number of tasks of each, that a worker is given, in the order of leasing."""
+    """Returns pairs of group and number of tasks that the worker is given, in the order of leasing."""
     given: list[tuple[int, int]] = []
     groups = _in_order(groups)
     num_open = sum(group.num_open for group in groups) if requester.num_open is None else requester.num_open
@@ -225,7 +226,7 @@ def _in_order(groups: Iterable[OpenGroup]) -> list[OpenGroup]:
 
 
 def front(ordered: Sequence[OpenGroup]) -> list[OpenGroup]:
-    """Groups before the first that is not begun."""
+    """Returns the groups before the first one whose lease would begin it."""
     return list(itertools.takewhile(lambda group: not group.begins, ordered))
 
 
@@ -236,12 +237,13 @@ def _suits(group: OpenGroup, requester: Requester) -> bool:
 
 
 def allowance(num_slots: int, num_losses: int) -> int:
-    """Most tasks with `num_losses` or more that a worker may hold."""
+    """Returns how many tasks with at least `num_losses` losses a worker with `num_slots` may hold."""
     return max(1, num_slots >> (3 * num_losses))
 
 
 def _allowed(suspects: Mapping[int, int], num_slots: int, num_losses: int) -> int:
-    """Remaining quota for tasks with `num_losses`; a task with k losses also counts against the quotas of 1..k-1."""
+    """Returns how many more tasks with `num_losses` losses a worker may hold. Such a task also counts against the
+    allowances for fewer losses."""
     left = [
         allowance(num_slots, level) - sum(num for losses, num in suspects.items() if losses >= level)
         for level in range(1, num_losses + 1)
@@ -250,14 +252,14 @@ def _allowed(suspects: Mapping[int, int], num_slots: int, num_losses: int) -> in
 
 
 def culprit(lost: Mapping[int, int]) -> int | None:
-    """Task to blame for a vanished worker: the only one with most losses among those it held; None if there is none.
-    `lost` maps tasks to their earlier losses."""
+    """Returns the task to blame for a vanished worker: the one with the most earlier losses; None if several have the
+    most. `lost` maps the tasks that the worker held to their earlier losses."""
     most = max(lost.values(), default=0)
     suspects = [task for task, losses in lost.items() if losses == most]
     return suspects[0] if len(suspects) == 1 else None
 
 
 def wanted_version(groups: Iterable[OpenGroup]) -> int | None:
-    """Version that the first open task requires; None if there is no task, or it takes any version."""
+    """Returns the version that the first open group requires; None if no group is open or it takes any version."""
     first = min(groups, key=lambda g: g.order, default=None)
     return None if first is None else first.require_version

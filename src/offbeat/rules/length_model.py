@@ -1,16 +1,17 @@
-"""The length model: how long answers are, from those that ended and those that still run.
+"""The length model: the distribution of answer lengths, learnt from finished and running answers.
 
 A mean over finished answers is biased short, because the long ones are still running. Here every trajectory is one
-record with its whole length: an event if it ended by itself, right-censored if it was cut at the cap or still runs, in
-any number of segments. From these follows the Kaplan-Meier estimate S(t) = Π (1 − d_j / n_j) over the lengths t_j ≤ t,
-where d_j of the n_j answers that reached t_j ended.
+record of its whole length, in any number of segments: an event if it ended by itself, right-censored if it was cut at
+`max_tokens` or is still running. These records give the Kaplan-Meier estimate of the share of answers longer than t:
+S(t) = Π (1 − d_j / n_j) over the lengths t_j ≤ t, where n_j answers reached t_j tokens and d_j of them ended there.
 
-Members of a group answer the same prompt, so a finished one is evidence about those still running. They are tied by a
-Gaussian copula: each has a standard normal score, `shared` of whose variance is the group's own, and the rank of the
-score is the rank of the length. For log-normal lengths that is a shared part of the log-variance. The group's hidden
-score is inferred on a grid from members that ended and members that have at least their current length.
+Members of a group answer the same prompt, so a finished member is evidence about those still running. A Gaussian copula
+ties them together: each member has a standard normal score whose rank is the rank of its length, and the share `shared`
+of the score's variance is common to the group. (For log-normal lengths, that is the common share of the log-variance.)
+The group's part of the score is hidden. It is inferred on a grid, from the lengths of finished members and from the
+current lengths of running members, which are lower bounds.
 
-Guarantees: each key counts once, with its latest report; records that ended under earlier versions count exponentially
+Guarantees: each key counts once, with its latest report. Records that ended under earlier versions count exponentially
 less, running ones fully. Drawn lengths lie between 1 and `max_tokens`, and above the current length of a running
 member; the same scores give the same lengths.
 """
@@ -28,21 +29,21 @@ _RANKS = np.array([0.5 * math.erfc(-score / math.sqrt(2)) for score in _SCORES])
 
 
 def rank(scores: np.ndarray) -> np.ndarray:
-    """Share of a standard normal population below these scores."""
+    """Returns the share of a standard normal population below each score."""
     return np.interp(scores, _SCORES, _RANKS)
 
 
 def score(ranks: np.ndarray) -> np.ndarray:
-    """Standard normal score of these ranks, which may be 0 and 1."""
+    """Returns the standard normal score of each rank; ranks of 0 and 1 give the ends of the grid."""
     return np.interp(ranks, _RANKS, _SCORES)
 
 
 @dataclass(frozen=True, eq=False)
 class LengthDistribution:
-    """Survival curve of single answers, and the correlation within groups."""
+    """Survival curve of answer lengths, and their correlation within groups."""
 
     survival: np.ndarray
-    """Share of answers with more than t tokens, at t = 0..max_tokens; longer answers are cut."""
+    """Share of answers with more than t tokens, at t = 0..max_tokens; answers are cut at max_tokens."""
     shared: float = 0.0
     """Share of a score's variance that members of a group have in common."""
 
@@ -55,18 +56,18 @@ class LengthDistribution:
         return float(self.survival[:-1].sum())
 
     def lengths(self, scores: np.ndarray) -> np.ndarray:
-        """Number of tokens for each score."""
+        """Returns the number of tokens for each score."""
         lengths = np.searchsorted(-self.survival[:-1], rank(scores) - 1, side="right")
         return np.clip(lengths, 1, self.max_tokens)
 
     def scores(self, num_tokens: np.ndarray) -> np.ndarray:
-        """Scores of answers that ended with `num_tokens`: the middle of the scores that give this length."""
+        """Returns the scores of answers that ended with `num_tokens`: the middle rank among those of this length."""
         num_tokens = np.clip(num_tokens, 1, self.max_tokens)
         after = np.where(num_tokens < self.max_tokens, self.survival[num_tokens], 0.0)
         return score(1 - (self.survival[num_tokens - 1] + after) / 2)
 
     def bounds(self, num_tokens: np.ndarray) -> np.ndarray:
-        """Lowest score of an answer with more than `num_tokens`."""
+        """Returns the lowest score of an answer with more than `num_tokens`."""
         return score(1 - self.survival[np.clip(num_tokens, 0, self.max_tokens - 1)])
 
 
@@ -74,13 +75,13 @@ _GROUP_SCORES = np.linspace(-3.5, 3.5, 29)
 _GROUP_PRIOR = -0.5 * _GROUP_SCORES**2
 _SHARES = np.linspace(0.0, 0.9, 7)
 _MAX_SHARE = 0.95
-"""A share of 1 would leave no length to a member that outlives its siblings."""
+"""Largest shared part of the variance; with 1, no length would fit a member that outlives its siblings."""
 
 
 def evidence(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray, shared: float) -> np.ndarray:
-    """Log-likelihood of each group's members at each hidden score of the grid: groups × scores.
+    """Returns the log-likelihood of each group's members at each hidden score of the grid, as groups × scores.
 
-    A row of `num_tokens` is a group; a negative number stands for no member.
+    A row of `num_tokens` and `ended` is a group; a negative number of tokens means that the member is missing.
     """
     shared = min(shared, _MAX_SHARE)
     scores = np.where(ended, law.scores(num_tokens), law.bounds(num_tokens))
@@ -92,7 +93,8 @@ def evidence(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray,
 
 
 def shared_share(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray) -> float:
-    """Share of the score's variance that members of these groups have in common, averaged by likelihood."""
+    """Returns the share of the score's variance that members of a group have in common: the mean of candidate shares,
+    weighted by their likelihood."""
     prior = np.exp(_GROUP_PRIOR) / np.exp(_GROUP_PRIOR).sum()
     fits = []
     for shared in _SHARES:
@@ -104,14 +106,14 @@ def shared_share(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndar
 
 
 def group_scores(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Probability of each hidden score of the grid, by group."""
+    """Returns the probability of each hidden score of the grid, as groups × scores."""
     by_score = evidence(law, num_tokens, ended, law.shared) + _GROUP_PRIOR
     likely = np.exp(by_score - by_score.max(axis=1, keepdims=True))
     return likely / likely.sum(axis=1, keepdims=True)
 
 
 def draw(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draws final lengths for all members of these groups; members that ended keep theirs."""
+    """Draws final lengths for all members of the groups, given as for `evidence`; members that ended keep theirs."""
     shared = min(law.shared, _MAX_SHARE)
     likely = group_scores(law, num_tokens, ended).cumsum(axis=1)
     picks = (rng.random((len(likely), 1)) > likely).sum(axis=1).clip(max=len(_GROUP_SCORES) - 1)
@@ -124,14 +126,14 @@ def draw(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray, rng
 
 
 FORGET = 0.95
-"""Factor on the weight of ended records with each version: about twenty versions count."""
+"""Factor on the weight of ended records at each new version, so that about twenty versions count."""
 MIN_WEIGHT = 0.05
 MAX_RECORDS = 8192
-"""Ended records that are kept; the oldest go first."""
+"""Largest number of ended records kept; the oldest are deleted first."""
 TAIL = 0.25
 """Share of the longest answers from which the curve is extrapolated."""
 MAX_GROUPS = 64
-"""Latest groups from which the shared variance is estimated, in a millisecond or two."""
+"""Number of latest groups from which the shared variance is estimated, which takes one or two milliseconds."""
 
 
 @dataclass(slots=True)
@@ -139,23 +141,23 @@ class _LengthRecord:
     num_tokens: int
     group: Hashable
     is_event: bool = False
-    """Whether it ended by itself."""
+    """Whether the trajectory ended by itself."""
     weight: float | None = None
-    """None while it runs."""
+    """Weight of an ended record; None while the trajectory is running, which then counts as 1."""
 
 
 class LengthEstimator:
-    """Learns the distribution of lengths from reports about trajectories, each by its key; call `advance` with each
-    version."""
+    """Learns the distribution of lengths from reports about trajectories, which are identified by key. `advance` must
+    be called at each new version."""
 
     def __init__(self, max_tokens: int):
         self.max_tokens = max_tokens
         self._records: dict[Hashable, _LengthRecord] = {}
         self._law: LengthDistribution | None = None
-        """Cached until the next report."""
+        """Result of `law`, cached until the next report."""
 
     def running(self, key: Hashable, num_tokens: int, group: Hashable = None) -> None:
-        """Reports that a trajectory has `num_tokens` and continues, now or later."""
+        """Reports that a trajectory has `num_tokens` so far and will be continued."""
         self._put(key, _LengthRecord(min(num_tokens, self.max_tokens), group))
 
     def finished(self, key: Hashable, num_tokens: int, group: Hashable = None) -> None:
@@ -169,7 +171,7 @@ class LengthEstimator:
             self._records[key].weight = 1.0
 
     def advance(self) -> None:
-        """Discounts ended records, because there is a new version."""
+        """Reduces the weight of ended records at a new version."""
         ended = {key: record.weight for key, record in self._records.items() if record.weight is not None}
         for index, (key, weight) in enumerate(ended.items()):
             if weight * FORGET < MIN_WEIGHT or len(ended) - index > MAX_RECORDS:
@@ -184,7 +186,7 @@ class LengthEstimator:
         return sum(record.weight for record in self._records.values() if record.weight is not None)
 
     def law(self) -> LengthDistribution:
-        """Distribution that predictions draw from."""
+        """Returns the distribution learnt so far."""
         if self._law is None:
             curve = kaplan_meier(self._records.values(), self.max_tokens)
             self._law = LengthDistribution(curve, self._shared_share(curve))
@@ -205,7 +207,8 @@ class LengthEstimator:
 
 
 def _table(groups: list[list[_LengthRecord]]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of members, and whether they ended, one row per group; -1 for a missing member."""
+    """Returns the number of tokens of each member (-1: missing) and whether it ended by itself, with a row per
+    group."""
     size = max((len(members) for members in groups), default=0)
     num_tokens, ended = np.full((len(groups), size), -1), np.zeros((len(groups), size), bool)
     for row, members in enumerate(groups):
@@ -215,7 +218,8 @@ def _table(groups: list[list[_LengthRecord]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def kaplan_meier(records: Iterable[_LengthRecord], max_tokens: int) -> np.ndarray:
-    """S(t) at t = 0..max_tokens; beyond the longest record it follows a power law through the longest ones."""
+    """Returns the share of answers longer than t, at t = 0..max_tokens. Beyond the longest record the curve follows a
+    power law fitted to the longest records."""
     rows = [(r.num_tokens, r.is_event, 1.0 if r.weight is None else r.weight) for r in records]
     if not rows:
         return np.ones(max_tokens + 1)
@@ -232,7 +236,7 @@ def kaplan_meier(records: Iterable[_LengthRecord], max_tokens: int) -> np.ndarra
 
 
 def _tail_exponent(num_tokens: np.ndarray, is_event: np.ndarray, weights: np.ndarray) -> float:
-    """Exponent of a power law through the longest records, censored ones included (Hill estimator)."""
+    """Returns the exponent of a power law fitted to the longest records, including censored ones (Hill estimator)."""
     least = max(float(np.quantile(num_tokens, 1 - TAIL)), 1.0)
     is_long = num_tokens >= least
     num_ends = float((weights * is_event)[is_long].sum())

@@ -1,16 +1,16 @@
-"""The over-provision controller: chooses the number of groups in flight over those wanted this step.
+"""The over-provision controller: chooses the factor, which is groups in flight divided by groups that a step trains.
 
-It chooses the factor once a version, from predictions. The event model plays a dozen factors between 1 and S + 1, with
-the step times and lengths learnt so far and with the groups that really survive; the controller takes the factor with
-most tokens per second among those that keep 95 % of the tokens within the bound, and all keys and values within their
-room.
+The controller chooses the factor once per version, from predictions. The event model simulates a dozen factors between
+1 and S + 1, where S is `max_staleness`, with the step times and lengths learnt so far and with the actual surviving
+groups. The controller takes the factor with the most tokens per second among those that keep 95 % of the tokens within
+the bound S and the whole KV cache within its size.
 
-A measured round is noisy and a prediction is repeatable, so predictions lead: they are averaged over versions, and
-measured rounds correct them slowly, by the differences between neighbourhoods of factors.
+Measured rounds are noisy and predictions are repeatable, so the choice rests on predictions, averaged over versions.
+Measured rounds correct them slowly, by how the error differs between neighbouring factors.
 
 Guarantees: the factor lies between 1 and S + 1. It is 1 while too few answers have ended, step times are unknown or
-badly predicted, or the predicted gain is too small. It moves for a lead that is worth it: at once if the lead is large,
-later if it is small but lasts; two equally good factors are never exchanged.
+badly predicted, or the predicted gain is too small. The factor changes at once for a large predicted lead, and later
+for a small one that lasts; it never alternates between equally good factors.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from offbeat.rules.step_time import StepTime
 
 FORGET = 0.98
 WIDTH = 0.4
-"""Width of a neighbourhood, in the log of the factor."""
+"""Distance, in the log of the factor, over which prediction errors are similar."""
 COMMON, OWN, NOISE = 0.2, 0.15, 0.3
-"""Standard deviations of the log of a rate over its prediction: of all factors together, of one, and of one round."""
+"""Standard deviations of the log of measured over predicted rate: the part common to all factors, the part of one
+factor, and the noise of one round."""
 NUM_RECENT = 10
 
 
 class PredictionErrors:
-    """Errors of the logs of predicted rates, by factor.
+    """Errors in the log of the predicted rates, by factor.
 
-    A model that is wrong by the same share everywhere still ranks factors rightly; one that flatters large factors does
-    not. An error is taken as the sum of one common to all factors and one that changes smoothly with the factor, both
-    estimated from measured rounds by Gaussian process regression. Errors are of sums over rounds, because a round whose
-    batch was already there costs nothing, and the one before paid for both. One round corrects next to nothing."""
+    A model that is wrong by the same ratio everywhere still ranks factors correctly; one that favours large factors
+    does not. So an error is modelled as a part common to all factors plus a part that changes smoothly with the factor.
+    Both are estimated from measured rounds by Gaussian process regression. Tokens and seconds are summed over rounds,
+    because a round whose batch was already complete takes no time: the round before it paid for both. A single round
+    corrects almost nothing."""
 
     def __init__(self, factors: Sequence[float]):
         logs = np.log(factors)
@@ -51,22 +53,23 @@ class PredictionErrors:
 
     @property
     def error(self) -> float:
-        """Relative error over recent rounds together; 0 before there are any."""
+        """Relative error of the predicted tokens of all recent rounds together; 0 before the first round."""
         tokens, expected = (sum(column) for column in zip((0.0, 0.0), *self._recent, strict=True))
         return abs(tokens / expected - 1) if expected else 0.0
 
     @property
     def by_factor(self) -> np.ndarray:
-        """Correction to the log of each factor's predicted rate."""
+        """Correction to add to the log of each factor's predicted rate."""
         seen = np.flatnonzero(self._num_rounds)
         errors = np.log(self._tokens[seen] / self._expected[seen])
         spread = self._prior[np.ix_(seen, seen)] + np.diag(NOISE**2 / self._num_rounds[seen])
         return self._prior[:, seen] @ np.linalg.solve(spread, errors)
 
     def note(self, index: int, tokens: float, seconds: float, predicted: float, predicted_s: float) -> None:
-        """Records that a round gave `tokens` in `seconds`, with a `predicted` rate over `predicted_s`.
+        """Records that a round at factor number `index` gave `tokens` in `seconds`, where `predicted` tokens per second
+        and `predicted_s` seconds were predicted.
 
-        It is weighted by the part of the predicted round that it took: cheap rounds come in series.
+        A round shorter than predicted counts less, in proportion, because short rounds come in series.
         """
         self._recent.append((tokens, predicted * seconds))
         part = min(seconds / predicted_s, 1.0)
@@ -77,26 +80,28 @@ class PredictionErrors:
 
 NUM_FACTORS = 12
 MIN_ENDED = 24
-"""Ended answers that the length model needs: fewer do not show the tail."""
+"""Ended answers that the length model needs; fewer do not show the tail of the distribution."""
 MAX_FIT_ERROR = 0.15
 KEEP_FIT_ERROR = 0.3
-"""Allowed once the factor is above 1: a busy machine slows all factors alike."""
+"""Largest error of step times while the factor is above 1; larger than MAX_FIT_ERROR, because a busy machine slows all
+factors alike."""
 MIN_GAIN = 0.03
-"""Gain over a factor of 1 that is worth older tokens."""
+"""Smallest predicted gain over a factor of 1 that is worth training on older tokens."""
 KEEP_GAIN = 0.015
-"""Gain over a factor of 1 below which the factor returns to 1; lower than MIN_GAIN, so that it does not flutter."""
+"""Gain over a factor of 1 below which the factor returns to 1; lower than MIN_GAIN, so that it does not alternate."""
 HYSTERESIS = 0.03
 IDLE_LEAD = 0.01
-"""Leads that never add up to a move: equally good factors differ by this from version to version."""
+"""Part of a lead that is not accumulated, because the rates of equally good factors differ this much by chance."""
 EARLY = 2.0
-"""Extra factor on the required lead for the first prediction, which is off by several per cent; decays as 1/n as
-predictions are averaged."""
+"""Extra factor on the required lead at the first prediction, which is off by several per cent; decays as 1/n with the
+number n of predictions averaged."""
 TIE = 0.01
-"""Among factors this close the smallest is taken: its tokens are fresher."""
+"""Among factors whose gains differ by at most this, the smallest is taken, because its tokens are fresher."""
 MEMORY = 10
 """Versions over which predictions are averaged."""
 MAX_NOTCHES = 6
-"""Largest rise in one version, so that a far too bold first prediction is noticed halfway."""
+"""Largest rise per version, in places of `factors`, so that a far too optimistic first prediction is noticed
+halfway."""
 
 
 class Fit(Protocol):
@@ -111,19 +116,19 @@ class Fit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Factor for one version, and what is predicted of it."""
+    """Factor for one version, and the prediction for it."""
 
     factor: float
     reason: str
-    """One line, for people."""
+    """Explanation in one line, for people."""
     predicted_tokens_per_s: float | None = None
-    """None if nothing could be predicted."""
+    """Like the other predictions, None if nothing could be predicted."""
     predicted_step_s: float | None = None
     predicted_off_policy_share: float | None = None
 
 
 class OverProvision:
-    """Chooses the factor: call `decide` once a version, `outcome` once its round is over."""
+    """Chooses the factor. `decide` is called once per version, and `outcome` after the version's round."""
 
     def __init__(self, setting: EventModelConfig, lengths: LengthEstimator, fit: Fit, *, seed: int = 0):
         self.setting, self.lengths, self.fit = setting, lengths, fit
@@ -132,22 +137,24 @@ class OverProvision:
         self.corrections = PredictionErrors(self.factors)
         self._seed, self._num_decided, self._num_averaged = seed, 0, 0
         self._gains = np.zeros(len(self.factors))
-        """Averaged log of the predicted rate over that of the first factor."""
+        """For each factor, the averaged log of its predicted rate divided by that of the first factor."""
         self._index, self._leads = 0, np.zeros(len(self.factors))
-        """Current factor, and the accumulated lead of each other factor over it."""
+        """Index of the current factor, and the accumulated lead of each factor over it."""
         self._has_moved = False
-        """Whether the factor just changed: the first round at a new factor mixes both and corrects nothing."""
+        """Whether the last decision changed the factor. The round after a change mixes both factors and is not
+        recorded."""
         self._unpredicted: list[tuple[float, float]] = []
-        """Tokens and seconds of rounds at factor 1 before anything could be predicted, which serve as its
-        measurements."""
+        """Tokens and seconds of rounds at factor 1 before the first prediction; recorded as measurements of factor 1
+        once there is one."""
 
     @property
     def error(self) -> float:
-        """Relative error of predicted tokens per second over recent rounds together."""
+        """Relative error of the predicted tokens of all recent rounds together."""
         return self.corrections.error
 
     def decide(self, survivors: Sequence[Survivor] = (), update_s: float | None = None) -> Decision:
-        """Factor for the round that begins, with its prediction; `update_s` replaces that of the configuration."""
+        """Returns the factor for the round that begins, with its prediction. `survivors` are the groups that continue;
+        `update_s`, if given, replaces the value in `setting`."""
         before, self._num_decided = self._index, self._num_decided + 1
         why_not = self._why_not()
         if why_not is not None or (step_time := self.fit.model) is None:
@@ -167,7 +174,7 @@ class OverProvision:
         return self.last
 
     def outcome(self, tokens: float, seconds: float) -> None:
-        """Records a round: the tokens generated, and its seconds including the update after it."""
+        """Records a finished round: the tokens generated, and the seconds including the update after it."""
         rate, step_s = self.last.predicted_tokens_per_s, self.last.predicted_step_s
         if self._has_moved or tokens <= 0 or seconds <= 0:
             return
@@ -189,7 +196,7 @@ class OverProvision:
         return None
 
     def _choose(self, seen: Sequence[Outlook]) -> str:
-        """Moves to the best factor by the averaged predictions; returns the reason."""
+        """Changes to the best factor by the averaged predictions, if its lead suffices; returns the reason."""
         rates = np.log([outlook.tokens_per_s for outlook in seen])
         self._num_averaged = min(self._num_averaged + 1, MEMORY)
         self._gains += (rates - rates[0] - self._gains) / self._num_averaged
@@ -224,6 +231,7 @@ class OverProvision:
 
 
 def _factors(setting: EventModelConfig) -> list[float]:
-    """About a dozen factors from 1 to S + 1, denser at the low end, each a whole number of groups."""
+    """Returns up to `NUM_FACTORS` factors from 1 to max_staleness + 1, denser at the low end, each of which gives a
+    whole number of groups."""
     num_groups = np.geomspace(1, setting.max_staleness + 1, NUM_FACTORS) * setting.groups_per_step
     return [float(num) / setting.groups_per_step for num in np.unique(np.rint(num_groups))]

@@ -1,8 +1,8 @@
 """Splits the rows of a padded decode step into long and short ones, which are read separately.
 
-A padded step reads every row as far as the longest, so that a few answers continued over versions would make every
-fresh one read their whole length. The split is chosen when requests start: all rows grow by a token a step, so longer
-rows stay longer until others start. The embedded engine and the event model share this rule.
+A padded step reads every row up to the length of the longest, so a few answers continued over versions would make every
+fresh answer pay for their whole length. The split is chosen when requests start. All rows grow by one token per step,
+so longer rows stay longer until new requests start. The embedded engine and the event model share this rule.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 
 MIN_SAVED_TOKENS = 4096
-"""Fewest saved reads that are worth the kernels which a second part adds to every layer."""
+"""Smallest saving in tokens read that is worth the extra kernels of a second part in every layer."""
 
 
 def num_long_rows(lengths: np.ndarray) -> np.ndarray:
-    """Number of longest rows to read apart from the others, along the last axis, such that least is read in all; all
-    rows if that saves too little. A length of 0 is no row. Rows of equal length are never separated."""
+    """Returns how many of the longest rows along the last axis to read separately, so that the fewest tokens are read
+    in total; all rows if the saving is too small. A length of 0 means no row. Rows of equal length are never
+    separated."""
     longest_first = -np.sort(-lengths, axis=-1)
     num_rows = (lengths > 0).sum(axis=-1, keepdims=True)
     num_long = np.arange(lengths.shape[-1])
@@ -28,13 +29,13 @@ def num_long_rows(lengths: np.ndarray) -> np.ndarray:
 
 
 def is_long_row(lengths: np.ndarray) -> np.ndarray:
-    """Mask of the rows that `num_long_rows` counts."""
+    """Returns a mask of the rows that `num_long_rows` counts."""
     order = np.argsort(np.argsort(-lengths, axis=-1, kind="stable"), axis=-1)
     return (order < num_long_rows(lengths)[..., None]) & (lengths > 0)
 
 
 def exchanges(lengths: Sequence[int], num_long: int) -> list[tuple[int, int]]:
-    """Fewest pairs of rows to exchange so that the `num_long` longest come first."""
+    """Returns the fewest pairs of row indices to exchange so that the `num_long` longest rows come first."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     long = set(order[:num_long])
     comes = [row for row in order[:num_long] if row >= num_long]

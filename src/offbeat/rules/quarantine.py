@@ -1,18 +1,19 @@
 """Quarantine: workers that fail their tasks, hoard them, or forge log-probs.
 
-`Fitness` sets aside a worker that fails most of its tasks, before its failures use up the attempts of tasks that others
-could do. Only different tasks count, so that a task that nobody can do sets no worker aside.
+`Fitness` sets aside a worker that fails most of its tasks, before its failures use up the attempts of tasks that other
+workers could do. Repeated failures of one task count once, so that a task that always fails sets no worker aside.
 
-`HandInPace` finds workers that hold tasks and hand nothing in for longer than an honest one could need. A worker is
-measured by its own slowest pace: seconds from a grant to the answer, per sampled token. One without an answer is
-measured by the pace of the others, once enough is known of it, else not at all. Only time in which a worker holds tasks
-counts, as far as the caller vouches for it. Returning tasks untouched, or handing in the same again, is no answer.
+`HandInPace` finds workers that hold tasks and submit nothing for longer than an honest worker could need. A worker is
+judged by its own slowest pace: seconds from a grant to the answer, per sampled token. A worker without an answer is
+judged by the pace of the others once they have given enough answers; before that, not at all. Only time counts in which
+the worker holds tasks and, according to the caller, could have been heard. Returning tasks untouched and submitting the
+same trajectory again do not count as answers.
 
-`is_believable` shuts out workers whose log-probs are not those of the claimed weights, by mistake or on purpose, and no
-honest one: other arithmetic moves a log-prob by up to 0.1, rarely by 0.5. The trainer computes log-probs itself
-(`offbeat.trainer.audit`) and counts, for every segment, the tokens compared and those that are off. Only the latest
-segments of a worker are judged, so that no past buys credit. Until a worker `is_proven`, all of its tokens are
-compared, and a segment that `looks_forged` is not trained on, whoever sent it.
+`is_believable` is False for workers whose log-probs are not those of the claimed weights, by mistake or on purpose.
+Honest workers pass: different arithmetic changes a log-prob by up to 0.1, rarely by 0.5. The trainer recomputes
+log-probs (`offbeat.trainer.audit`) and counts, for every segment, the tokens compared and those that are off. Only the
+latest segments of a worker are judged, so that an honest past gives no credit. Until a worker `is_proven`, all of its
+tokens are compared. A segment that `looks_forged` is not trained on, whichever worker sent it.
 
 No I/O; the clock is injected. A worker that leaves, or restarts, begins with a clean record.
 """
@@ -30,22 +31,22 @@ from typing import NamedTuple
 from offbeat.rules.leases import Lease
 
 FAILURE_WINDOW = 16
-"""Latest attempts that are judged."""
+"""Number of latest attempts by which a worker is judged."""
 MAX_FAILED = 7
-"""Different tasks that a worker may fail among these: half of them is no accident."""
+"""Different tasks that a worker may fail within `FAILURE_WINDOW`; half of the window is not an accident."""
 ASIDE_S = 300.0
-"""Time for which a worker gets no tasks. Then it may try again: the fault may have passed, and if not, its next
-failures cost no attempt either."""
+"""Time for which a worker that is set aside gets no tasks. Then it may try again: the fault may have passed, and if
+not, its next failures cost no attempt either."""
 
 
 @dataclass
 class _Attempts:
     latest: deque[int | None] = field(default_factory=lambda: deque(maxlen=FAILURE_WINDOW))
-    """Tasks that failed, and None for each success."""
+    """Latest attempts: the task of each failure, None for each success."""
     back_s: float = 0.0
-    """Time from which it may be given tasks again."""
+    """Time from which the worker may be given tasks again."""
     why: str = ""
-    """Reason for which it was set aside last."""
+    """Reason why the worker was last set aside."""
 
     @property
     def num_failed(self) -> int:
@@ -53,7 +54,7 @@ class _Attempts:
 
 
 class Fitness:
-    """The latest attempts of each worker."""
+    """Latest attempts of each worker, and the workers that are set aside."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -64,7 +65,7 @@ class Fitness:
             self._records[worker].latest.append(None)
 
     def failed(self, worker: str, task: int, reason: str) -> str | None:
-        """Records a failure; returns the reason if it sets the worker aside."""
+        """Records a failure. If it sets the worker aside, returns why, else None."""
         record = self._records.setdefault(worker, _Attempts())
         record.latest.append(task)
         if record.num_failed <= MAX_FAILED:
@@ -74,23 +75,23 @@ class Fitness:
         return why
 
     def set_aside(self, worker: str, why: str) -> None:
-        """Sets a worker aside for `ASIDE_S`; then it begins with a clean record."""
+        """Sets a worker aside for `ASIDE_S`, after which it begins with a clean record."""
         record = self._records.setdefault(worker, _Attempts())
         record.why = why
         record.latest.clear()
         record.back_s = self._clock() + ASIDE_S
 
     def has_failed(self, worker: str) -> bool:
-        """Whether it failed a task, or was set aside, since it came."""
+        """Whether the worker has failed a task or been set aside since it joined or restarted."""
         return worker in self._records
 
     def aside_s(self, worker: str) -> float:
-        """Seconds for which a worker is still set aside; 0: it is not."""
+        """Returns the seconds for which a worker is still set aside; 0 if it is not."""
         record = self._records.get(worker)
         return 0.0 if record is None else max(0.0, record.back_s - self._clock())
 
     def aside(self) -> dict[str, str]:
-        """Reasons of the workers that are set aside now."""
+        """Returns the workers that are set aside now, with the reason for each."""
         return {worker: record.why for worker, record in self._records.items() if self.aside_s(worker)}
 
     def forget(self, worker: str) -> None:
@@ -99,25 +100,27 @@ class Fitness:
 
 
 MIN_TIMES_TTL = 2.0
-"""No worker is overdue before this many times the time of a lease, however fast it was."""
+"""A worker is never overdue before this many times `ttl_s`, however fast it was."""
 OWN_MARGIN = 4.0
-"""Factor on the longest answer at a worker's own slowest pace: engines slow down as they fill, and while loading."""
+"""Factor on the time of the longest answer at a worker's own slowest pace: engines slow down as they fill up and while
+they load weights."""
 FLEET_MARGIN = 8.0
-"""Factor on the longest answer at the fleet's slowest pace, for a newcomer. All may wait for the tasks that it holds.
-Most answers are far from the longest, so that a machine much slower than this still has time for its first."""
+"""Factor on the time of the longest answer at the median of the other workers' slowest paces, for a worker without an
+answer. All others may be waiting for the tasks that it holds. Most answers are far shorter than the longest, so even a
+machine much slower than this has time for its first answer."""
 MIN_FLEET_ANSWERS = 16
-"""Answers of other workers that are needed to judge a newcomer by their pace."""
+"""Answers of other workers that are needed to judge a worker without an answer by their pace."""
 MAX_ENDED = 64
-"""Ended leases that are kept, besides one for each living lease."""
+"""Ended leases that are remembered, in addition to one for each current lease."""
 
 
 @dataclass
 class _HandIns:
     quiet_s: float = 0.0
-    """Time that it has held tasks since its last answer."""
+    """Time for which the worker has held tasks since its last answer."""
     num_answers: int = 0
     slowest_s: float = 0.0
-    """Most seconds per token of any of its answers whose grant was seen."""
+    """Largest number of seconds per token among its answers whose grant was reported."""
 
 
 @dataclass(frozen=True)
@@ -125,25 +128,26 @@ class _Begun:
     lease: Lease
     since_s: float
     num_sampled: int
-    """Tokens of the task that were sampled before the grant."""
+    """Number of the task's tokens that were sampled before the grant."""
 
 
 class HandInPace:
-    """Pace of each worker, and the time that it has been quiet."""
+    """Pace of each worker, and the time since its last answer."""
 
     def __init__(self, ttl_s: float, max_new_tokens: int, clock: Callable[[], float]):
         self._ttl_s, self._max_new_tokens, self._clock = ttl_s, max_new_tokens, clock
         self._records: dict[str, _HandIns] = {}
         self._begun: dict[int, _Begun] = {}
-        """By task; kept for a while after the lease has ended, because a late answer still shows its worker's pace."""
+        """Grants by task, kept for a while after the lease has ended, because a late answer still shows the worker's
+        pace."""
 
     def granted(self, lease: Lease, num_sampled: int) -> None:
-        """Reports that a worker was given a task with `num_sampled` tokens so far."""
+        """Reports that a worker was given a task that already has `num_sampled` sampled tokens."""
         self._begun[lease.task] = _Begun(lease, self._clock(), num_sampled)
 
     def handed_in(self, lease: Lease, num_sampled: int) -> None:
-        """Reports that a trajectory, whole or partial, of `num_sampled` sampled tokens was accepted for the first time;
-        without a new token it does not count."""
+        """Reports that a trajectory, whole or partial, with `num_sampled` sampled tokens was accepted for the first
+        time. Without a new token it does not count as an answer."""
         begun = self._begun.get(lease.task)
         if begun is not None and begun.lease != lease:
             begun = None
@@ -158,12 +162,12 @@ class HandInPace:
             record.slowest_s = max(record.slowest_s, (self._clock() - begun.since_s) / num_new)
 
     def reset_quiet_time(self, worker: str) -> None:
-        """Restarts the quiet time of a worker that failed a task, which is judged elsewhere, or lost its leases."""
+        """Resets the quiet time of a worker that lost its leases or failed a task; `Fitness` judges failures."""
         if worker in self._records:
             self._records[worker].quiet_s = 0.0
 
     def add_quiet_time(self, seconds: float, leases: Collection[Lease]) -> None:
-        """Adds time in which the holders of these leases could have been heard."""
+        """Adds `seconds` in which the holders of `leases` could have been heard to their quiet time."""
         for worker in {lease.worker for lease in leases}:
             self._records.setdefault(worker, _HandIns()).quiet_s += seconds
         if len(self._begun) > 2 * len(leases) + MAX_ENDED:
@@ -171,7 +175,7 @@ class HandInPace:
             self._begun = {task: begun for task, begun in self._begun.items() if begun.lease in living}
 
     def bound_s(self, worker: str) -> float | None:
-        """Longest time that a worker may hold tasks and hand in nothing; None: no limit."""
+        """Returns the longest time for which a worker may hold tasks without submitting anything; None: no limit."""
         record = self._records.get(worker, _HandIns())
         if record.num_answers:
             longest_s = OWN_MARGIN * record.slowest_s * self._max_new_tokens
@@ -183,7 +187,7 @@ class HandInPace:
         return max(MIN_TIMES_TTL * self._ttl_s, longest_s)
 
     def overdue(self) -> dict[str, str]:
-        """Reasons of the workers that have been quiet for too long."""
+        """Returns the workers that have submitted nothing for too long, with the reason for each."""
         return {worker: why for worker, record in self._records.items() if (why := self._why(worker, record.quiet_s))}
 
     def _why(self, worker: str, quiet_s: float) -> str | None:
@@ -201,33 +205,35 @@ class HandInPace:
 
 
 OFF_GAP = 0.5
-"""Distance from the trainer's log-prob above which a token is off."""
+"""Difference from the trainer's log-prob above which a token counts as off."""
 HONEST_SHARE, FORGED_SHARE = 0.01, 0.05
-"""Most tokens that are off in honest segments, and fewest in forged ones. If a fifth of the tokens are forged and the
-forger guesses well, one in twenty is off; honest engines stay below one in a hundred."""
+"""Largest share of tokens that are off in honest segments, and smallest in forged ones. If a fifth of the tokens are
+forged and the forger guesses well, one in twenty is off; honest engines stay below one in a hundred."""
 TOUCHED = (0.2, 1.0)
-"""Share of its segments that a forger touches: some, or all of them a little."""
+"""Shares of its segments that a forger is assumed to forge: a fifth of them, or all."""
 MAX_STEP = 3.0
-"""Most that one segment adds: a flipped bit, or a fault of a driver, can spoil a whole one."""
+"""Largest suspicion that one segment adds, because a flipped bit or a driver fault can spoil a whole segment."""
 MAX_SUSPICION = 10.0
-"""Four segments in a row that are off throughout pass it. Honest ones with a token in 200 off come to 6 in 30,000."""
+"""Suspicion above which a worker is not believed. Four consecutive segments that are completely off exceed it; honest
+segments with one token in 200 off reach 6 within 30,000 segments."""
 AUDIT_WINDOW = 256
-"""Latest segments that are judged."""
+"""Number of latest segments by which a worker is judged."""
 MIN_PROVEN = 16
-"""Segments compared without a doubt after which a share of a worker's older tokens is enough to compare."""
+"""Number of segments without suspicion after which it is enough to compare a share of a worker's older tokens."""
 
 
 class Compared(NamedTuple):
     """A segment that the trainer audited."""
 
     num_tokens: int
-    """Tokens compared: those whose own weights were available."""
+    """Number of tokens compared, which are those whose version's weights were available."""
     num_off: int
 
 
 def suspicion(compared: Iterable[Compared]) -> float:
-    """Evidence against the worker of these segments, the latest last: the larger of two cumulative sums of
-    log-likelihood ratios, forged over honest, that restart whenever they fall below 0."""
+    """Returns the evidence that the worker of these segments, given oldest first, is a forger. For each share in
+    `TOUCHED`, sums the segments' log-likelihood ratios of forged over honest, and restarts from 0 whenever the sum is
+    negative; returns the larger sum."""
     sums = [0.0] * len(TOUCHED)
     for num_tokens, num_off in compared:
         forged = _forged(num_tokens, num_off)
@@ -237,14 +243,15 @@ def suspicion(compared: Iterable[Compared]) -> float:
 
 
 def _forged(num_tokens: int, num_off: int) -> float:
-    """Log-likelihood ratio of a segment, forged over honest."""
+    """Returns the log-likelihood ratio of a segment, forged over honest."""
     return num_off * math.log(FORGED_SHARE / HONEST_SHARE) + (num_tokens - num_off) * math.log(
         (1 - FORGED_SHARE) / (1 - HONEST_SHARE)
     )
 
 
 def _mixed(forged: float, touched: float) -> float:
-    """Log-ratio of a segment that is forged with probability `touched`, given that of a forged one."""
+    """Returns the log-likelihood ratio of a segment that is forged with probability `touched`, given `forged`, the
+    ratio of one that is certainly forged."""
     return forged if touched == 1 else math.log1p(touched * math.expm1(min(forged, 100.0)))
 
 
@@ -257,5 +264,6 @@ def is_proven(compared: Collection[Compared]) -> bool:
 
 
 def looks_forged(num_tokens: int, num_off: int) -> bool:
-    """Whether one segment is off beyond chance. Honest ones with a token in 200 off are so once in 1,000."""
+    """Whether more tokens of one segment are off than chance explains. With one token in 200 off, this happens to one
+    honest segment in 1,000."""
     return _forged(num_tokens, num_off) > MAX_STEP

@@ -1,7 +1,8 @@
-"""Restarts of a process that ended: whether, and when.
+"""Decides whether and when to restart a process that ended.
 
-A killed process is restarted at once. One that ended by its own error waits longer each time, and is given up after
-`MAX_FAILURES` in a row without `HEALTHY_S` of life, so that a fault that every restart meets again is not hidden.
+A killed process is restarted at once. A process that ended with an error is restarted after a pause that grows each
+time. It is given up after `MAX_FAILURES` errors in a row without `HEALTHY_S` of life in between, so that a fault that
+recurs at every restart is not hidden.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ HEALTHY_S = 30.0
 """A process that lived this long counts as healthy."""
 MAX_FAILURES = 5
 MAX_KILLS = 50
-"""Kills in a row, without a healthy life between them, that are no accident any more."""
+"""Kills in a row, without `HEALTHY_S` of life in between, after which the process is given up."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
 HOPELESS = (2, 3)
-"""Exit statuses of errors that a restart cannot remedy."""
+"""Exit statuses of errors that a restart cannot fix."""
 
 
 class RestartVerdict(StrEnum):
     DONE = "done"
-    """Ended as it should."""
+    """The process ended without an error."""
     RESTART = "restart"
     GIVE_UP = "give up"
 
 
 class Restarts:
-    """One process and its successors."""
+    """Counts the failures and kills of one process and of the processes that replaced it."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
@@ -38,7 +39,8 @@ class Restarts:
         self._started_s = self._clock()
 
     def ended(self, status: int) -> tuple[RestartVerdict, float]:
-        """Verdict, and seconds to wait before acting on it; a negative status names the killing signal."""
+        """Returns the verdict and the seconds to wait before a restart. `status` is the exit status, or the negative
+        number of the signal that killed the process."""
         if status == 0:
             return RestartVerdict.DONE, 0.0
         if status in HOPELESS:

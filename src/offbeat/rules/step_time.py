@@ -1,14 +1,14 @@
 """Step times of engines, learnt from measured intervals.
 
-A decode step of B rows that read `context` tokens of keys and values in all takes base_s + per_row_s·B +
-per_token_s·context, and each prefilled token prefill_s. `StepTimeFit` learns the four coefficients by recursive least
-squares with forgetting, from sums over intervals of any length, and reports the error of its recent predictions.
-`FleetFit` presents several engines as one: workers pull tasks as they have room, so rows spread about evenly over
-engines, which all step at the same time.
+A decode step takes base_s + per_row_s × rows + per_token_s × context, where `context` is the number of tokens that all
+rows together read from the KV cache. Each prefilled token takes prefill_s. `StepTimeFit` learns the four coefficients
+by recursive least squares with forgetting, from sums over intervals of any length, and reports the error of its recent
+predictions. `FleetFit` treats several engines as one: workers pull tasks when they have room, so rows spread about
+evenly over the engines, which all step at the same time.
 
-Guarantees: no coefficient is negative; a stall of the machine moves them little, a lasting change moves them within
-some twenty observations; there is no model before the observations determine one. An engine that is not known yet, or
-has left, does not count; with one engine its own coefficients come out.
+Guarantees: no coefficient is negative. A stall of the machine changes the coefficients little, a lasting change of its
+speed changes them within about twenty observations. There is no model before the observations determine one. An engine
+without a model, or one that has left, does not count; a fleet of one engine has that engine's coefficients.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ from statistics import fmean, median
 import numpy as np
 
 MIN_OBSERVATIONS = 6
-"""Four unknowns, and two more to see whether they explain anything."""
+"""Observations before the first fit: four for the unknowns, and two more to see whether the model fits."""
 FORGET = 0.98
-"""Factor on the weight of an observation with each later one: fifty count."""
+"""Factor on the weight of earlier observations at each new one, so that about fifty count."""
 FORGET_FAST = 0.85
 BAD = 0.15
-"""Error of predictions above which old observations are forgotten faster: the machine has changed."""
+"""Prediction error above which the machine has probably changed, and old observations are forgotten faster."""
 NUM_RECENT = 15
-"""Predictions whose median error is taken: up to seven stalls in a row do not show."""
+"""Number of latest predictions over which the median error is taken, so that up to seven stalls do not matter."""
 MIN_SECONDS = 1e-6
 BLOCK, NUM_BLOCKS = 12, 3
-"""Intervals whose predictions are judged together, and the number of such blocks kept."""
+"""Number of intervals whose predictions are judged together as a block, and number of blocks kept."""
 ROWS = np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0]])
-"""From four coefficients to two: of a step, and of a row or a prefilled token."""
+"""Reduces the four coefficients to two: one per step, and one per row or prefilled token."""
 MAX_SCALED_ERROR = 0.25
-"""Largest standard error of the least known coefficient, as a share of the time; above it, two cannot be told apart."""
+"""Largest standard error of the least certain coefficient, as a share of the time; above this, two coefficients cannot
+be told apart."""
 MIN_NOISE = 0.01
-"""Clocks and schedulers are no better than this, however well a few observations agree."""
+"""Smallest relative noise assumed: clocks and schedulers are not better, however well a few observations agree."""
 OUTLIER = 3.0
-"""Errors larger than this many typical ones are weighted down in proportion."""
+"""Observations whose error exceeds this multiple of the typical error get less weight, in proportion."""
 MIN_OUTLIER = 0.1
 PRIOR = 0.1
-"""Strength, in observations, that draws prefill_s to per_row_s: a prefilled token does a row's arithmetic. It matters
-only if next to nothing was prefilled."""
+"""Weight, in observations, with which prefill_s is drawn towards per_row_s, because a prefilled token needs a row's
+arithmetic. This matters only if almost nothing was prefilled."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Coefficients of the model; see the module."""
+    """Coefficients of the model of step times that this module describes."""
 
     base_s: float
     per_row_s: float
@@ -60,12 +61,12 @@ class StepTime:
     def seconds(
         self, num_steps: float, num_rows: float, num_context_tokens: float, num_prefilled_tokens: float = 0
     ) -> float:
-        """Time of `num_steps` steps together; rows and context are sums over the steps."""
+        """Returns the total time of `num_steps` steps; rows and context are sums over the steps."""
         decode_s = self.base_s * num_steps + self.per_row_s * num_rows + self.per_token_s * num_context_tokens
         return decode_s + self.prefill_s * num_prefilled_tokens
 
     def spread(self, num_engines: int) -> StepTime:
-        """Model of `num_engines` engines that share all rows evenly, seen as one."""
+        """Returns the model of `num_engines` such engines that share all rows evenly, treated as one engine."""
         return StepTime(
             self.base_s,
             self.per_row_s / num_engines,
@@ -76,35 +77,35 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Work of an engine in an interval, and the time it took."""
+    """Work of an engine in an interval, and the time that this work took."""
 
     num_steps: int
     num_rows: int
-    """Summed over the steps."""
+    """Rows, summed over the steps."""
     num_context_tokens: int
-    """Tokens really read, summed over the steps: rows times the longest context if the engine pads."""
+    """Tokens of context actually read, summed over the steps; a padding engine reads rows × longest context."""
     num_prefilled_tokens: int
     seconds: float
 
 
 class StepTimeFit:
-    """Step time of one engine, from its intervals given to `observe`."""
+    """Learns the step time of one engine from the intervals given to `observe`."""
 
     def __init__(self) -> None:
         self.num_observations = 0
         self._gram, self._moment = np.zeros((4, 4)), np.zeros(4)
-        """Sums over observations divided by their seconds, so that relative errors are minimised."""
+        """Weighted sums for least squares. Each observation is divided by its seconds, to minimise relative errors."""
         self._num_counted = 0.0
         self._errors: deque[float] = deque(maxlen=NUM_BLOCKS * BLOCK)
-        """Log of predicted over actual seconds, of predictions made before their intervals were observed."""
+        """Log of predicted over actual seconds for each interval, predicted before the interval was observed."""
         self._first: list[np.ndarray] = []
-        """Observations before the first fit, which are weighted again once it shows the outliers."""
+        """Observations before the first fit, which weights them again once it has found the outliers."""
         self._figures: np.ndarray | None = None
 
     @property
     def error(self) -> float:
-        """Relative error of recent predictions: the median over blocks of the median error within a block. A round has
-        to be predicted well, not a tenth of a second."""
+        """Relative error of recent predictions: the median over blocks of the median error within a block. Blocks are
+        used because whole rounds must be predicted well, not single intervals."""
         if len(self._errors) < BLOCK:
             return self._noise
         whole = np.array(self._errors)[len(self._errors) % BLOCK :].reshape(-1, BLOCK)
@@ -112,13 +113,13 @@ class StepTimeFit:
 
     @property
     def _noise(self) -> float:
-        """Median error of single intervals."""
+        """Median error of the latest single intervals; infinite before the first prediction."""
         return median(map(abs, list(self._errors)[-NUM_RECENT:])) if self._errors else math.inf
 
     @property
     def model(self) -> StepTime | None:
-        """None until the observations determine all coefficients or, if noise hides the cost of context, those of a
-        step and a row."""
+        """Model fitted so far. If noise hides the cost of context, only the costs of a step and of a row are fitted;
+        None while the observations do not determine even these."""
         if self._figures is None:
             return None
         if self._is_determined(self._gram[:3, :3]):  # without prefills the prior decides prefill_s
@@ -131,7 +132,7 @@ class StepTimeFit:
 
     def observe(self, timing: Timing) -> None:
         if timing.seconds < MIN_SECONDS or timing.num_steps + timing.num_prefilled_tokens == 0:
-            return  # idle, or too short to measure
+            return  # the engine was idle, or the interval is too short to measure
         work = (timing.num_steps, timing.num_rows, timing.num_context_tokens, timing.num_prefilled_tokens)
         row = np.array(work, float) / timing.seconds
         self.num_observations += 1
@@ -146,7 +147,7 @@ class StepTimeFit:
         self._figures = self._solve()
 
     def _fit_first(self) -> None:
-        """Fits the first observations, weighting down outliers a few times over."""
+        """Fits the first observations, several times, giving outliers less weight each time."""
         weights = [1.0] * len(self._first)
         for _ in range(5):
             self._gram[:], self._moment[:], self._num_counted = 0, 0, 0.0
@@ -163,7 +164,7 @@ class StepTimeFit:
         self._num_counted = forget * self._num_counted + 1
 
     def _solve(self) -> np.ndarray:
-        """Coefficients, none negative, with the least squared relative errors."""
+        """Returns the non-negative coefficients with the least squared relative error."""
         scale = np.sqrt(np.diag(self._gram).clip(min=0))
         row_scale = scale[1] or 1.0
         like_a_row = np.array([0.0, 1.0, 0.0, -1.0])
@@ -174,7 +175,7 @@ class StepTimeFit:
         return _least_squares(gram, moment) / unit
 
     def _is_determined(self, gram: np.ndarray) -> bool:
-        """Whether the standard error of the least known coefficient is small enough."""
+        """Whether the standard error of the least certain coefficient is small enough."""
         scale = np.sqrt(np.diag(gram))
         if not scale.all():
             return False
@@ -184,7 +185,7 @@ class StepTimeFit:
 
 
 def _error(row: np.ndarray, figures: np.ndarray) -> float:
-    """Log of predicted over actual seconds."""
+    """Returns the log of predicted over actual seconds of an observation."""
     return math.log(max(float(row @ figures), 1e-9))
 
 
@@ -194,7 +195,7 @@ def _weight(error: float, typical: float) -> float:
 
 
 def _least_squares(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
-    """Least squares without negative coefficients: the best over all choices of coefficients that are zero."""
+    """Solves least squares with non-negative coefficients, by trying every choice of coefficients that are zero."""
     best, least = np.zeros(len(moment)), 0.0
     for size in range(len(moment), 0, -1):
         for chosen in itertools.combinations(range(len(moment)), size):
@@ -205,12 +206,12 @@ def _least_squares(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
                 best, least = np.zeros(len(moment)), loss
                 best[part] = figures
         if size == len(moment) and least < 0:
-            break  # nothing was negative to begin with
+            break  # the unrestricted solution has no negative coefficient
     return best
 
 
 class FleetFit:
-    """The step times of several workers, by name; `model` and `error` as those of a `StepTimeFit`."""
+    """Step times of several workers, learnt by name; `model` and `error` describe all of them as one engine."""
 
     def __init__(self) -> None:
         self._fits: dict[str, StepTimeFit] = {}
@@ -225,7 +226,7 @@ class FleetFit:
 
     @property
     def model(self) -> StepTime | None:
-        """Model of all engines seen as one; None while none is known."""
+        """Model of all engines treated as one; None while no engine has a model."""
         models = [fit.model for fit in self._fits.values()]
         known = [model for model in models if model is not None]
         if not known:
@@ -240,11 +241,12 @@ class FleetFit:
 
     @property
     def error(self) -> float:
-        """Error of the median engine."""
+        """Median of the engines' prediction errors; infinite while no engine has a model."""
         errors = [fit.error for fit in self._fits.values() if fit.model is not None]
         return median(errors) if errors else math.inf
 
 
 def _at_once(costs: Sequence[float]) -> float:
-    """Harmonic mean of per-row costs: engines pull work in proportion to their speed."""
+    """Returns the harmonic mean of the engines' costs, because they pull work in proportion to their speed; 0 if a cost
+    is 0."""
     return len(costs) / sum(1 / cost for cost in costs) if all(cost > 0 for cost in costs) else 0.0

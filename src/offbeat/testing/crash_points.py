@@ -1,9 +1,9 @@
-"""Crash points: places where a process can be made to die, for tests that nothing is lost or doubled there.
+"""Crash points: places where tests can kill a process, to check that nothing is lost or done twice.
 
-`OFFBEAT_CRASH_AT` names points, separated by commas; `name:3` is the third time that a process passes the point. The
-process gets SIGKILL, so nothing is flushed. With `OFFBEAT_CRASH_ONCE`, a folder, each point kills one process only and
-leaves a file of its name there, so that a run which restarts its processes gets past it. Without `OFFBEAT_CRASH_AT` a
-call does nothing.
+`OFFBEAT_CRASH_AT` lists points, separated by commas; `name:3` means the third time that a process passes the point. The
+process gets SIGKILL, so nothing is flushed. If `OFFBEAT_CRASH_ONCE` names a folder, each point kills only one process
+and leaves a file with the point's name in the folder, so that a restarted process gets past it. Without
+`OFFBEAT_CRASH_AT`, crash points do nothing.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ ONCE = "OFFBEAT_CRASH_ONCE"
 
 POINTS: dict[str, tuple[str, ...]] = {
     "coordinator": (
-        "submission-stored",  # on disk, not acknowledged
-        "claim-chosen",  # the batch is chosen, its transaction not committed
-        "claim-stored",  # committed, not answered
-        "step-committed",  # trained, the version not announced
-        "evaluation-admitted",  # the work not announced
+        "submission-stored",  # on disk, not yet acknowledged
+        "claim-chosen",  # batch chosen, transaction not yet committed
+        "claim-stored",  # committed, not yet answered
+        "step-committed",  # committed, version not yet announced
+        "evaluation-admitted",  # admitted, workers not yet notified
     ),
     "trainer": (
-        "reconciled",  # with the ledger, before the weights are published
+        "reconciled",  # with the ledger; weights not yet published
         "batch-claimed",
-        "version-written",  # on disk, not committed
-        "version-committed",  # the step's row not reported
-        "checkpoint-saved",  # not reported
+        "version-written",  # on disk, not yet committed
+        "version-committed",  # metrics of the step not yet reported
+        "checkpoint-saved",  # not yet reported
     ),
     "worker": (
-        "version-fetched",  # not loaded
-        "task-leased",  # not begun
+        "version-fetched",  # not yet loaded
+        "task-leased",  # not yet begun
         "generated",  # in memory only
-        "spooled",  # not sent
+        "spooled",  # not yet sent
         "acknowledged",  # still in the spool
     ),
     "receiver": (
-        "manifest-kept",  # verified, none of its pieces here
-        "piece-arrived",  # whole, not renamed
-        "pieces-fetched",  # all of them, the version not built
-        "version-built",  # not reported
-        "half-forgotten",  # old versions deleted, their pieces not
+        "manifest-kept",  # verified, no piece fetched yet
+        "piece-arrived",  # complete, not yet renamed
+        "pieces-fetched",  # all of them, version not yet built
+        "version-built",  # not yet reported
+        "half-forgotten",  # old versions deleted, their pieces not yet
     ),
 }
-"""All points, by role."""
+"""All crash points by role; comments say what has or has not happened at each point."""
 
 _wanted = os.environ.get(AT)
-"""Read once: some points are passed for every trajectory."""
+"""Read only once, because some points are passed for every trajectory."""
 _passed: Counter[str] = Counter()
 
 
@@ -64,7 +64,7 @@ def crash_here(point: str) -> None:
 
 
 def _is_first(point: str) -> bool:
-    """Whether no process has died at this point before; True without `OFFBEAT_CRASH_ONCE`."""
+    """Whether no process has died at this point before; always True without `OFFBEAT_CRASH_ONCE`."""
     folder = os.environ.get(ONCE)
     if folder is None:
         return True

@@ -21,9 +21,9 @@ from offbeat.trajectory import total, total_problem
 
 
 def evaluate(config: Config, *, reward: Callable[..., Any] | None = None, log: Path | None = None) -> dict[str, float]:
-    """mean@k and pass@k of `model.path` as `eval` says: prompts, samples, temperature, top_p.
+    """Returns mean@k and pass@k of `model.path`; section `eval` sets prompts, samples, temperature and top_p.
 
-    Without `log`, the log of rewards is a temporary file, which stays if it is not empty.
+    `reward` replaces the tasks' rewards. If `log` is None, rewards log to a temporary file, which is kept unless empty.
     """
     if log is not None:
         return stopping.run(_evaluate(config, reward, log))

@@ -1,7 +1,7 @@
-"""Tries a user's loss or advantage on made-up data, for the properties that training relies on.
+"""Checks a user's loss or advantage on made-up data for the properties that training relies on.
 
-A loss is tried as training uses it: tokens are cleaned first, and what counts is the sum of the trained tokens' losses,
-each times a weight, and its gradient.
+A loss is tried as training uses it: tokens are cleaned first; then the loss of each trained token is multiplied by a
+weight and summed. The checks look at the losses and at the gradient of that sum.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from offbeat.trainer.losses import LossSettings, TokenLoss, Tokens, clean
 
 PARAMETERS = {"loss": {"tokens", "settings"}, "advantage": {"rewards", "groups"}}
 LENGTHS = (5, 1, 7, 3, 4, 6)
-"""Tokens of each sequence; none of the second is trained on."""
+"""Number of tokens in each sequence; the second sequence has no trained token."""
 CLOSE = 1e-4
-"""Relative to the largest value: more than rounding in float32, less than a real effect."""
+"""Tolerance, relative to the largest value: above rounding errors of float32, below a real effect."""
 FAR = (20.0, 100.0)
-"""Distances of log-probs: as far as `Tokens` bounds them, and farther than float32 can exponentiate."""
+"""Differences between log-probs to try: the bound that `Tokens` sets, and more than float32 can exponentiate."""
 GROUPS = np.array([7, 3, 7, 11, 3, 7, 5, 11, 3, 7])
 REWARDS = np.array([1.0, 0.0, 0.25, 0.5, 1.0, 0.0, 0.7, -0.5, 0.3, 0.1])
 EQUAL = (0.0, 0.1, 1 / 3, 1e6 + 0.1)
-"""Rewards whose rounded mean may differ from them."""
+"""Rewards for whole groups: rounding may make their mean differ from each of them."""
 
 
 class Mark(StrEnum):
     HOLDS = "holds"
     WARNS = "warns"
-    """It may be intended."""
+    """The property does not hold, but that may be intended."""
     FAILS = "fails"
 
 
@@ -48,11 +48,11 @@ class ContractFinding:
 
 
 class ContractBroken(Exception):
-    """A property does not hold; the message says how, and why it matters."""
+    """A property does not hold; the message says how and why it matters."""
 
 
 def kind_of(function: Callable[..., Any], spec: str) -> str:
-    """Tells a loss from an advantage by the names of its parameters."""
+    """Returns "loss" or "advantage", by the names of the function's parameters; `spec` names it in errors."""
     names = set(inspect.signature(function).parameters)
     found = [kind for kind, wanted in PARAMETERS.items() if names & wanted]
     if len(found) != 1:
@@ -64,7 +64,7 @@ def kind_of(function: Callable[..., Any], spec: str) -> str:
 
 
 def _run(*checks: tuple[str, Mark, Callable[[], None]]) -> list[ContractFinding]:
-    """Tries each property, with the mark that it gets if it does not hold; ends if the first one fails."""
+    """Runs checks of (description, mark if the property does not hold, function). Stops if the first one fails."""
     findings: list[ContractFinding] = []
     for sentence, mark, check in checks:
         try:
@@ -158,7 +158,7 @@ class _LossTrial:
         _require(not wrong.any(), f"not so at {int(wrong.sum())} of {len(wrong)} tokens; is its sign right?")
 
     def _cost(self, tokens: Tokens, weights: Tensor, where: str = "") -> tuple[Tensor, Tensor]:
-        """Values of the trained tokens, 0 elsewhere; and the gradient of their weighted sum."""
+        """Returns the losses of the trained tokens, with 0 for other tokens, and the gradient of their weighted sum."""
         leaf = tokens.logprobs.clone().requires_grad_()
         found = self.loss(clean(replace(tokens, logprobs=leaf))[0], self.settings)
         values, clipped = (found.loss, found.clipped) if isinstance(found, TokenLoss) else (found, leaf)
@@ -176,7 +176,7 @@ class _LossTrial:
         return torch.where(tokens.mask, values.detach(), 0.0), torch.zeros_like(leaf) if gradient is None else gradient
 
     def _compare(self, tokens: Tokens, at: Tensor, where: str, why: str) -> None:
-        """Compares the cost of `tokens`, which are those at `at`, with the cost of the whole."""
+        """Compares losses and gradient of `tokens`, those at the indices `at`, with the results for all tokens."""
         for name, new, whole in zip(
             ("value", "gradient"), self._cost(tokens, self.weights[at]), self.whole, strict=True
         ):
@@ -187,7 +187,7 @@ class _LossTrial:
 
 
 def _made_up() -> Tokens:
-    """Tokens of a policy that has moved a little, and was sampled from earlier ones; the same each time."""
+    """Returns the same made-up tokens each time, sampled by slightly older policies."""
     random, count = torch.Generator().manual_seed(0), sum(LENGTHS)
     sequence = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     logprobs = -0.2 - 3 * torch.rand(count, generator=random)

@@ -1,7 +1,8 @@
 """Times this machine for calibration: decode steps and prefill of the embedded engine, and a training step.
 
-Each size is timed in interleaved rounds, and the fastest counts, because other processes only add time. The context of
-a decode step is what attention really reads, in whole buckets. `planner.cost.calibrate` fits and judges the figures.
+All sizes are timed in several rounds, and the fastest time of each counts, because other processes only add time. The
+context of a decode step is the number of tokens that attention reads, in whole buckets. `planner.cost.calibrate` fits
+constants to the figures and judges them.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from offbeat.trajectory import Sampling
 
 STEPS_PER_CELL = 6
 KV_SHARE_OF_FREE = 0.5
-"""Share of a GPU's free memory; logits, prefill and torch itself need the rest."""
+"""Share of the free memory for the KV cache; logits, prefill and torch itself need the rest."""
 CONTEXT_SHARES = (0.12, 0.5, 0.9)
-"""Shares of the longest context; the last leaves room for the timed steps."""
+"""Contexts to time, as shares of the longest one; the last leaves room for the timed steps."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes to time."""
+    """Numbers of rows and samples, and the longest context, to time."""
 
     rows: tuple[int, ...]
     longest_context: int
@@ -60,13 +61,14 @@ class Sizes:
 QUICK = Sizes((1, 4, 16, 48), 512, (1, 4), (1, 4), num_rounds=2)
 CPU_SIZES = Sizes((1, 2, 4, 8, 16, 32, 64), 1024, (1, 2, 4), (1, 2, 4), num_rounds=5)
 GPU = Sizes((1, 4, 16, 32, 64, 128, 256), 4096, (1, 2, 4, 8), (1, 2, 4), num_rounds=5)
-"""Few samples: a large vocabulary's logits of thousands of tokens, in float32, must fit beside the optimizer."""
+"""Sizes for a GPU. Few training samples, because logits of thousands of tokens, with a large vocabulary and in float32,
+must fit beside the optimizer."""
 
 
 def measure(
     path: str, shape: ModelShape, dtype: torch.dtype, device: torch.device, name: str, sizes: Sizes
 ) -> list[Measurement]:
-    """Times decode and prefill, and training if it fits into memory, on `device`, which is called `name`."""
+    """Times decode, prefill and, if it fits into memory, training on `device`; measurements call it `name`."""
     try:
         generating, length = _measure_engine(path, shape, dtype, device, name, sizes)
     except torch.OutOfMemoryError:
@@ -82,7 +84,7 @@ def measure(
 def _measure_engine(
     path: str, shape: ModelShape, dtype: torch.dtype, device: torch.device, name: str, sizes: Sizes
 ) -> tuple[list[Measurement], int]:
-    """Times of decode and prefill; and the middle context length."""
+    """Times decode and prefill; returns the measurements and the middle context length."""
     model = load_model(path, dtype, device)
     contexts = sizes.contexts(context_window(model.config))
     if len(set(contexts)) < len(contexts):
@@ -106,7 +108,7 @@ def _measure_engine(
 
 
 def _fitting_rows(rows: Sequence[int], context: int, shape: ModelShape, device: torch.device) -> int:
-    """The most rows whose keys and values fit; the decode fit wants three of them."""
+    """Returns the largest of `rows` whose KV cache fits into memory; raises `UserError` unless at least three fit."""
     memory = memory_bytes(device)
     if memory is None:
         return rows[-1]
@@ -130,7 +132,7 @@ class _Timer:
     name: str
 
     def decode(self, rows: int, context: int) -> Measurement:
-        """Times steps alone: prompts are equal, so that all but one are copied."""
+        """Times decode steps alone. Prompts are equal, so one is prefilled and the others copy its KV cache."""
         self._submit(rows, context, KvMode.SAME)
         self._step_s()
         seconds = self._median_step_s()
@@ -139,7 +141,7 @@ class _Timer:
         return Measurement("decode", self.name, seconds, rows=rows, context=statistics.mean(read))
 
     def prefill(self, rows: int, context: int) -> Measurement:
-        """Times the first step, less a later one: all but the last token of each row is prefilled."""
+        """Times prefill: the first step, which prefills all but the last token of each row, minus a later step."""
         self._submit(rows, context, KvMode.REFILL)
         seconds = max(self._step_s() - self._median_step_s(), 1e-9)
         self.stepper.abort(None)
@@ -162,7 +164,7 @@ class _Timer:
 def _measure_training(
     path: str, dtype: torch.dtype, device: torch.device, name: str, sizes: Sizes, length: int
 ) -> list[Measurement]:
-    """Times forward and backward over micro-batches of some samples; without the update, as in the cost model."""
+    """Times forward and backward over micro-batches of several sizes, without the update, as in the cost model."""
     policy = Policy(load_model(path, dtype, device), AdamSettings())
     vocab = policy.model.config.get_text_config().vocab_size
 
@@ -187,7 +189,7 @@ def _tokens(vocab: int, length: int, seed: int = 0) -> np.ndarray:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of `work`; CPU time if one thread does all of it, so that waiting for other processes does not count."""
+    """Returns the seconds of `work`; CPU time if one thread does it all, to leave out waits for other processes."""
     is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if is_one_thread else time.perf_counter
     synchronize(device)
@@ -198,19 +200,20 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 SQUARE = 768
-"""Side of the multiplied matrices: large enough to fill every unit, small enough for a slow core."""
+"""Side of the multiplied matrices: large enough to use all units of a core, small enough for a slow core."""
 COPIED_BYTES = 64 << 20
-"""More than the caches of most processors hold."""
+"""Bytes copied: more than the caches of most processors hold."""
 NUM_TRIES = 5
 MAKERS = ("nvidia-", "amd-", "geforce-", "instinct-", "tesla-")
 FIGURES = ("tflops", "memory_gb", "bandwidth_tb_s")
 
 Figures = dict[str, float]
-"""By the names in `FIGURES`, and link_gb_s if known."""
+"""An accelerator's figures, by the names in `FIGURES`, and link_gb_s if known."""
 
 
 def figures_of(device: torch.device, called: str | None, given: Figures) -> tuple[str, Figures]:
-    """The accelerator's name and its figures: `given`, else of the catalogue, or, for a CPU, measured."""
+    """Returns the accelerator's name and figures: those `given`; others from the catalogue or, for a CPU, measured.
+    `called` is the name the user gave, None to detect it."""
     if device.type == "cpu":
         if called is not None:
             raise UserError(f"--accelerator {called}: there is no GPU here; a processor is called {CPU}")
@@ -239,7 +242,7 @@ def _plain(name: str) -> str:
 
 
 def _measured_cpu(given: Figures) -> Figures:
-    """Measures figures that were not given: float32 products, copies (read and write), and the size of the memory."""
+    """Measures the figures that were not given: by float32 products, copies (read and write) and the memory size."""
     found: Figures = {}
     if "tflops" not in given:
         found["tflops"] = _cpu_flops() / TERA
@@ -251,14 +254,14 @@ def _measured_cpu(given: Figures) -> Figures:
 
 
 def _cpu_flops() -> float:
-    """One thread's rate by its own CPU time, times the threads: the peak of an idle machine."""
+    """Returns one thread's rate by its CPU time, times the number of threads: the peak of an idle machine."""
     one, other = torch.rand(SQUARE, SQUARE), torch.rand(SQUARE, SQUARE)
     with _one_thread() as num_threads:
         return num_threads * 2 * SQUARE**3 / _fastest_s(lambda: one @ other, time.thread_time)
 
 
 def _cpu_bytes_per_s() -> float:
-    """The faster of one thread alone and all together: threads share the memory, so their rates do not add up."""
+    """Returns the faster rate of one thread and all threads: threads share the memory, so their rates do not add up."""
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
     target = torch.ones_like(source)
     together_s = _fastest_s(lambda: target.copy_(source), time.perf_counter)
@@ -269,7 +272,7 @@ def _cpu_bytes_per_s() -> float:
 
 @contextmanager
 def _one_thread() -> Iterator[int]:
-    """Sets torch to one thread within the block; yields the number before."""
+    """Sets torch to one thread within the block; yields the number of threads before."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,8 +1,8 @@
-"""Repeats a step that met NaN or infinity, from the file that its run kept, without touching the run.
+"""Repeats a step that met NaN or infinity from the file that its run saved, without changing the run.
 
-Batch and configuration are in the file; the weights lie beside it or still in the run's folder. Masters, moments and a
-value head come from the checkpoint of that step if there is one. Without it they are fresh, so an update after the
-step's first may differ.
+Batch and configuration are in the file; the weights are beside it or still in the run's folder. Master weights, moments
+and a value head come from the checkpoint of that step, if there is one. Otherwise they are new, so every update after
+the step's first may differ.
 """
 
 from __future__ import annotations
@@ -38,29 +38,31 @@ from offbeat.weights.version import WeightFolder, weights_file
 
 @dataclass(frozen=True)
 class SampleFigures:
-    """One sample's share of its update; NaN where it is not finite."""
+    """What one sample alone contributes to its update; loss and gradient norm are NaN if not finite."""
 
     sample: int
     loss: float
     grad_norm: float
     max_log_ratio: float
-    """The largest distance between the trainer's log-prob of a trained token and the engine's."""
+    """Largest difference between the trainer's and the engine's log-prob of a trained token."""
 
 
 @dataclass
 class Repeated:
-    """A repeated step."""
+    """Outcome of a repeated step."""
 
     samples: list[SampleFigures]
-    """Not finite ones first, then by gradient norm."""
+    """First the samples whose gradient norm is not finite, then the others by norm, largest first."""
     module: str | None = None
-    """The first module whose output was not finite."""
+    """First module whose output was not finite; None: there was none."""
     had_finite_input: bool = True
+    """Whether the input of `module` was finite."""
     gradient: str | None = None
-    """The first parameter with a gradient that was not finite: the nearest to the loss."""
+    """First parameter, from the loss backwards, whose gradient was not finite; None: there was none."""
     problem: NotFinite | None = None
+    """Error of the repeated step; None: all was finite."""
     metrics: StepMetrics | None = None
-    """None: the step failed."""
+    """Metrics of the repeated step; None: it failed."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +70,15 @@ class StepReplay:
     dump: FailedStepDump
     repeated: Repeated
     has_optimizer: bool
-    """Whether the optimizer's state was found."""
+    """Whether the optimizer's state was found in a checkpoint."""
     sample: int
-    """The sample at fault, or the one with the largest gradient."""
+    """Index of the sample at fault or, if unknown, of the one with the largest gradient."""
     prompt: str
     answer: str
 
 
 def replay(file: Path, device: str | None = None, model: str | None = None) -> StepReplay:
-    """`device` and `model` replace the run's model.device and model.path."""
+    """Repeats the step saved in `file`; `device` and `model` replace the run's model.device and model.path."""
     dump = not_finite.read(file)
     tensors = _weights(file, dump)
     here = {"model.device": device, "model.path": model, "model.dtype": dtype_name(next(iter(tensors.values())).dtype)}
@@ -110,7 +112,7 @@ def _weights(file: Path, dump: FailedStepDump) -> Mapping[str, Tensor]:
 
 
 def load_published(policy: Policy, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copies a version's `tensors` into the policy's `own` of the same names, and into its masters."""
+    """Copies a version's `tensors` into `own`, the policy's tensors of the same names, and into its master weights."""
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
@@ -126,7 +128,7 @@ def _load_optimizer(config: Config, policy: Policy, file: Path, dump: FailedStep
     state = torch.get_rng_state()
     manifest, tensors = Checkpoints(folder, adapter=model_parts.make_adapter(config, policy)).load(step)
     torch.set_rng_state(state)
-    if manifest.version != dump.version:  # the run resumed from before the step and reached it again
+    if manifest.version != dump.version:  # the run resumed from an earlier step and reached this one again
         return False
     policy.load_state(tensors)
     return True
@@ -172,7 +174,7 @@ def _one_by_one(
                 gradients = [master.grad for master in policy.masters if master.grad is not None]
                 loss, norm = step.sums.loss - before, float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
         except NotFinite:
-            pass  # the whole step will name it
+            pass  # the whole step will report it
         policy.optimizer.zero_grad(set_to_none=True)
         logprobs = policy.logprobs(pack([samples[i]], [0], policy.device)).cpu().numpy()
         apart = np.abs(logprobs - samples[i].logprobs)[samples[i].mask]
@@ -181,7 +183,7 @@ def _one_by_one(
 
 @contextmanager
 def _watched(policy: Policy, reference: PreTrainedModel | None, done: Repeated) -> Iterator[None]:
-    """Notes in `done` the first module and the first gradient that are not finite."""
+    """Records in `done` the first module output and the first gradient that are not finite."""
     modules = {name or "the model": module for name, module in policy.model.named_modules()}
     if policy.head is not None:
         modules["value_head"] = policy.head.linear
@@ -211,7 +213,7 @@ def _watched(policy: Policy, reference: PreTrainedModel | None, done: Repeated) 
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether every tensor in a nested value is; anything else counts as finite."""
+    """Returns whether all tensors in a nested value are finite; anything else counts as finite."""
     if isinstance(value, Tensor):
         return not value.is_floating_point() or bool(value.detach().isfinite().all())
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()

@@ -1,7 +1,7 @@
 """Advantages of a batch: group baselines, or generalised advantage estimation with a value head.
 
-Groups are identified by explicit ids, never by position, so unequal groups and any order give the same result. A group
-of one, or with equal rewards, has advantage exactly 0: rounding noise must not become a signal.
+Groups are identified by explicit ids, never by position, so groups may have different sizes and answers any order. In a
+group of one, or with equal rewards, all advantages are exactly 0: rounding noise must not become a signal.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from offbeat.rules.groups import EQUAL_WITHIN
 from offbeat.trainer.packing import Sample
 
 STD_FLOOR = 1e-6
-"""Added to a standard deviation, as the published GRPO implementations do."""
+"""Added to a standard deviation before dividing by it, as in the published GRPO implementations."""
 Advantage = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""From the rewards and the group ids of a batch's answers to their advantages."""
+"""Function from the rewards and group ids of a batch's answers to their advantages."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Credit:
 
     advantages: tuple[np.ndarray, ...]
     returns: tuple[np.ndarray, ...] | None
-    """Targets of the value head; None without one."""
+    """Targets of the value head, in the same form; None without a value head."""
     signal_share: float
-    """Share of samples whose advantage is not 0."""
+    """Share of samples with an advantage other than 0."""
 
 
 def credit(
@@ -48,8 +48,8 @@ def credit(
     *,
     recalls_siblings: bool = False,
 ) -> Credit:
-    """Advantages of a batch: one per answer, or one per token with a value head (`settings` and `values`).
-    `recalls_siblings` adds the rewards of siblings outside the batch to the baseline."""
+    """Computes a batch's advantages: with `advantage`, one per answer, if `settings` is None; otherwise one per token,
+    from the value head's `values`. `recalls_siblings` adds the rewards of siblings outside the batch."""
     if settings is None:
         found = _checked(advantage, samples, recalls_siblings)
         by_token = tuple(np.full(s.num_tokens, a, np.float32) for s, a in zip(samples, found, strict=True))
@@ -65,7 +65,8 @@ def credit(
 
 
 def _checked(advantage: Advantage, samples: Sequence[Sample], recalls_siblings: bool) -> np.ndarray:
-    """Calls an advantage function, which may be the user's, with siblings outside the batch as further answers."""
+    """Calls `advantage`, which may be the user's, and checks the shape of its result. With `recalls_siblings`, siblings
+    outside the batch are passed as further answers."""
     rewards = [sample.reward for sample in samples]
     prompts = [sample.prompt_id for sample in samples]
     if recalls_siblings:
@@ -81,7 +82,7 @@ def _checked(advantage: Advantage, samples: Sequence[Sample], recalls_siblings: 
 
 
 def group_normalised(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """GRPO: (reward - mean) / (std + 1e-6) within each group, with the sample's standard deviation (ddof 1)."""
+    """GRPO: (reward - mean) / (std + 1e-6) within each group; std is the sample standard deviation (ddof = 1)."""
     return _by_group(rewards, groups, _normalised)
 
 
@@ -91,20 +92,20 @@ def group_centred(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """RLOO: reward - mean of the other members of the group."""
+    """RLOO: reward minus the mean reward of the other members of the group."""
     return _by_group(rewards, groups, lambda values: (values - values.mean()) * len(values) / (len(values) - 1))
 
 
 def siblings_normalised(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """(reward - mean of the other members) / (std + 1e-6), with the standard deviation of `group_normalised`.
 
-    Its scale does not depend on how many members are known: GRPO's would be halved for a group of two, and the members
-    known first are the short ones."""
+    The scale does not depend on how many members are known yet. GRPO's advantages would be halved with two members, and
+    the members known first are the short ones."""
     return _by_group(rewards, groups, lambda values: _normalised(values) * len(values) / (len(values) - 1))
 
 
 def batch_normalised(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """REINFORCE++: (reward - mean) / (std + 1e-6) over the whole batch, whatever the groups."""
+    """REINFORCE++: (reward - mean) / (std + 1e-6) over the whole batch, regardless of groups."""
     return _by_group(rewards, np.zeros(len(rewards), np.int64), _normalised)
 
 
@@ -124,7 +125,7 @@ def _by_group(rewards: np.ndarray, groups: np.ndarray, rule: Callable[[np.ndarra
 
 
 def _members(groups: np.ndarray) -> Iterator[np.ndarray]:
-    """Indices of each group's answers."""
+    """Iterates over the groups; yields the indices of each group's answers."""
     order = np.argsort(groups, kind="stable")
     starts = np.flatnonzero(np.diff(np.asarray(groups)[order])) + 1
     return iter(np.split(order, starts)) if len(order) else iter(())
@@ -140,7 +141,7 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def rewards_by_token(num_tokens: int, parts: Iterable[tuple[int, float]]) -> np.ndarray:
-    """Rewards, given as (position, value), by response token; position -1 is the last token."""
+    """Adds up reward parts, given as (position, value), by response token; position -1 is the last token."""
     rewards = np.zeros(num_tokens, np.float64)
     for position, value in parts:
         if num_tokens:
@@ -151,10 +152,10 @@ def rewards_by_token(num_tokens: int, parts: Iterable[tuple[int, float]]) -> np.
 def estimate(
     rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """GAE advantages and returns of one response; 0 where a token is not trained on.
+    """Returns the GAE advantages and returns of one response; both are 0 where a token is not trained on.
 
-    Only trained tokens are actions. Rewards at other tokens (given by an environment, or too old) belong to the trained
-    token before them. The value after the last token is 0.
+    Only trained tokens are actions. Rewards at other tokens (given by an environment, or too old) are credited to the
+    trained token before them. The value after the last token is 0.
     """
     advantages, returns = np.zeros(len(rewards), np.float32), np.zeros(len(rewards), np.float32)
     carried, next_value, earned = 0.0, 0.0, 0.0

@@ -1,8 +1,9 @@
 """Attention over packed rows, for any transformers model.
 
-Registered with transformers under `NAME`; a model that uses it is called with `layout=` (see `packing`). Sequences are
-gathered from the row bucket by bucket, go through torch's causal attention, and come back. With right-padded sequences
-plain causality is enough: padding lies behind every real token, so no mask is ever built.
+It is registered with transformers under `NAME`; a model that uses it must be called with `layout=` (see `packing`).
+Sequences are gathered from the row bucket by bucket, go through causal attention, and are put back into the row. In
+right-padded sequences, causality alone hides the padding, which follows every real token, so no padding mask is
+needed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from offbeat.trainer.packing import RowLayout
 
 NAME = "offbeat_packed"
 SHORT_TOKENS = 128
-"""Longest bucket whose scores are written out on a CPU."""
+"""On a CPU, buckets up to this length use plain matrix products (`_written_out`)."""
 
 
 def packed_attention(
@@ -34,9 +35,10 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """From (1, heads, row, dim) to (1, row, heads, dim), as transformers' own attention functions do.
+    """Computes attention within each sequence of a packed row, in the form that transformers expects.
 
-    `softcap` bounds scores; `s_aux` holds each head's attention-sink score.
+    `query`, `key` and `value` are (1, heads, row, dim); the result is (1, row, heads, dim). `softcap` bounds the
+    scores; `s_aux` holds each head's attention-sink score.
     """
     if is_slow(query):
         wide = (query.float(), key.float(), value.float(), attention_mask)
@@ -57,7 +59,7 @@ def packed_attention(
 
 
 def _gather(states: Tensor, table: Tensor, num_kv_heads: int) -> Tensor:
-    """From a row (heads, row, dim) to a bucket (samples, kv heads, heads per kv head, length, dim)."""
+    """Gathers a bucket, (samples, KV heads, heads per KV head, length, dim), from a row, (heads, row, dim)."""
     taken = states.index_select(1, table.reshape(-1)).unflatten(1, table.shape).transpose(0, 1)
     return taken.unflatten(1, (num_kv_heads, -1))
 
@@ -71,8 +73,8 @@ def _written_out(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Plain matrix products: on a CPU they are faster than fused kernels for short sequences, and no kernel supports
-    caps and sinks."""
+    """Computes attention with plain matrix products: on a CPU they are faster than fused kernels for short sequences,
+    and no fused kernel supports `softcap` and `sinks`."""
     samples, kv_heads, per_kv_head, length, dim = query.shape
     scores = query.reshape(samples, kv_heads, per_kv_head * length, dim) @ (key[:, :, 0] * scale).transpose(-1, -2)
     if softcap is not None:
@@ -101,7 +103,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int 
 
 
 def _causal_bias(length: int, window: int | None, like: Tensor) -> Tensor:
-    """0 where a token may attend, minus infinity elsewhere."""
+    """Returns a (length, length) bias for scores: 0 where a token may attend, minus infinity elsewhere."""
     at = torch.arange(length, device=like.device)
     behind = at[:, None] - at[None, :]
     hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
@@ -112,7 +114,7 @@ AttentionInterface.register(NAME, packed_attention)
 
 
 def use_packed_attention(model: PreTrainedModel) -> Usage:
-    """Switches a model to packed rows if it supports them."""
+    """Switches a model to packed rows if it supports them; returns how the model can be run."""
     found = usage(model)
     if found.packs:
         model.set_attn_implementation(NAME)

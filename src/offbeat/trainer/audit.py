@@ -1,12 +1,13 @@
-"""Audits: compares the log-probs that came with samples with the trainer's own.
+"""Audits: compares the log-probs that engines reported with the trainer's own.
 
-The step computes those of fresh tokens anyway. For a share of the older tokens, the weights of their own version are
-loaded for a moment (`witness`). With equal weights, engine and trainer differ by arithmetic alone. Tokens that attended
-to keys and values of older weights cannot be compared.
+A step computes the trainer's log-probs of fresh tokens anyway. For a share of the older tokens, the weights of their
+own version are loaded for a moment (`witness`). With equal weights, engine and trainer differ only by rounding. Tokens
+that attended to keys and values of older weights cannot be compared.
 
-A sample is not trained on if its compared tokens are off by too much on average, or too many of one segment are off.
-Both are counted for each segment; the counts decide about its worker (`offbeat.rules.quarantine`), and all older tokens
-of a worker that is not proven yet are compared.
+A sample is not trained on if its compared tokens are off by too much on average, or if too many tokens of one segment
+are off. The numbers of compared tokens and of those that are off are reported for each segment; they decide whether its
+worker is quarantined (`offbeat.rules.quarantine`). As long as a worker is not proven, all its older tokens are
+compared.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class SegmentFinding(NamedTuple):
-    """Compared tokens of one segment, and those that are off."""
+    """Number of compared tokens of one segment, and the number of those that are off by more than `OFF_GAP`."""
 
     sample: int
     start: int
@@ -47,14 +48,17 @@ class Findings:
     is_off: np.ndarray
     """True for each sample that must not be trained on."""
     segments: tuple[SegmentFinding, ...]
-    """Segments with a compared token; `sample` is the index among the audited samples."""
+    """Segments with at least one compared token; `sample` is an index into the audited samples."""
 
 
 def audit(
     samples: Sequence[Sample], now: np.ndarray, max_gap: float, witnessed: Sequence[np.ndarray | None] = ()
 ) -> Findings:
-    """Compares the samples' log-probs with `now`, the concatenated log-probs at the step's start, and with `witnessed`,
-    for each sample the log-probs of older tokens by their own version (NaN: not computed)."""
+    """Compares the samples' log-probs with the trainer's.
+
+    `now` holds the concatenated log-probs at the start of the step, for fresh tokens. `witnessed` holds for each sample
+    the log-probs of older tokens under their own version, NaN where not computed; None: none were computed.
+    """
     lengths = [sample.num_tokens for sample in samples]
     owner = np.repeat(np.arange(len(samples)), lengths)
     own = np.where(_joined([sample.is_fresh for sample in samples], np.bool_), now, np.nan)
@@ -90,8 +94,8 @@ def witness(
     weights_of: Callable[[int], Path | None],
     tokens_per_microbatch: int,
 ) -> dict[int, np.ndarray]:
-    """Log-probs of about `share` of a batch's older tokens by the weights of their own version, by sample; NaN for the
-    other tokens. `weights_of` returns a version's file."""
+    """Computes log-probs of about `share` of a batch's older tokens under the weights of their own version. Returns
+    them by sample, with NaN for all other tokens. `weights_of` returns a version's weights file, or None."""
     found: dict[int, np.ndarray] = {}
     files = {number: file for number in _num_stale(samples) if (file := weights_of(number)) is not None}
     for number, chosen in choose(samples, share, files):
@@ -119,11 +123,12 @@ def _logprobs(
 
 
 def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object]) -> Iterator[tuple[int, list[int]]]:
-    """Chooses versions among those `at_hand`, and samples with tokens of each: all that are not proven, and `share` of
-    the rest, of few versions, because each is loaded.
+    """Yields versions among those `at_hand`, each with the samples whose tokens of that version to compare.
 
-    The choice is seeded by a hash of the batch: the same batch is audited in the same way after a resume, and a worker
-    cannot know whether its answer will be audited, because that depends on the other answers of the batch.
+    All samples that are not proven are chosen, plus others that hold about `share` of the older tokens. The others come
+    from few versions, because each version has to be loaded. The choice is seeded by a hash of the batch: a resumed run
+    audits the same batch in the same way, and no worker can know whether its answer will be audited, because that
+    depends on the other answers in the batch.
     """
     num_stale = {number: count for number, count in _num_stale(samples).items() if number in at_hand}
     if not num_stale or share <= 0:
@@ -147,7 +152,7 @@ def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object
 
 
 def _num_stale(samples: Sequence[Sample]) -> dict[int, int]:
-    """Number of comparable older tokens by version."""
+    """Returns the number of older tokens that can be compared, by version."""
     known = [sample.version[sample.is_stale] for sample in samples if sample.version is not None]
     numbers, counts = np.unique(_joined(known, np.int64), return_counts=True)
     return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
@@ -164,9 +169,11 @@ def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 
 
 class Witnesses(WeightFolder):
-    """The trainer's latest `num_kept` versions, for audits: a batch may hold tokens of each version within the bound.
+    """Keeps the trainer's latest `num_kept` versions for audits; a batch may hold tokens of any version within the
+    bound.
 
-    They are hard links to published files: they cost disk space but no time. An audit skips a version that is missing.
+    The files are hard links to published files, which cost disk space but no time. Audits skip a version that is
+    missing.
     """
 
     def __init__(self, folder: Path, num_kept: int):
@@ -174,7 +181,7 @@ class Witnesses(WeightFolder):
         self.num_kept = num_kept
 
     def add(self, version: Version) -> None:
-        """Keeps a version in place of the oldest."""
+        """Adds a version, and removes the oldest one if there are more than `num_kept`."""
         numbers = sorted({int(path.name) for path in self.folder.glob("[0-9]*")} | {version.number})
         self.keep(numbers[-self.num_kept :])
         try:
@@ -184,6 +191,6 @@ class Witnesses(WeightFolder):
             log.warning("version %d is not kept for audits: %s", version.number, error)
 
     def file(self, number: int) -> Path | None:
-        """File with a version's tensors; None if it is not kept."""
+        """Returns the file with a version's tensors; None if the version is not kept."""
         file = weights_file(self.path(number))
         return file if file.is_file() else None

@@ -1,11 +1,11 @@
-"""Checkpoints: masters, moments, random state and step; nothing that the ledger knows.
+"""Checkpoints: master weights, optimizer moments, random state and step, but nothing that the ledger knows.
 
 A policy that trains an adapter saves only the adapter and the digest of its base; loading with another base or another
 kind of adapter is refused.
 
-A checkpoint is a folder with the trainer's tensors and a manifest, written as a draft, flushed and renamed: it is whole
-or absent, and an earlier one stays until a later one is on disk. The manifest holds the files' digests, so a damaged
-file is refused by name.
+A checkpoint is a folder with the trainer's tensors and a manifest. It is written as a draft, flushed and renamed, so it
+is whole or absent, and an earlier checkpoint stays until a later one is on disk. The manifest holds the files' digests;
+a damaged file is refused, and the error names it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from offbeat.weights.version import Adapter
 
 MANIFEST = "manifest.json"
 IDENTITY = "trainer.id"
-"""Beside the folder of checkpoints."""
+"""Name of the file with the trainer's random id, beside the folder of checkpoints."""
 FORMAT = 1
 RNG = "rng."
-"""Prefix of random states' names, one for each device that draws random numbers."""
+"""Prefix of the names of random states; there is one for each device that draws random numbers."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class CheckpointManifest:
     format: int
     step: int
     version: int
-    """Version with these weights."""
+    """Number of the version that has these weights."""
     files: dict[str, str]
-    """File name to blake3 digest."""
+    """blake3 digest of each file, by name."""
     adapter: dict[str, str] | None = None
-    """For an adapter, the digest of its base and the adapter's configuration."""
+    """Digest of the adapter's base (`base`) and its configuration (`config`); None: all weights are trained."""
 
 
 class Checkpoints:
@@ -55,8 +55,8 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int, version: int, state: dict[str, Tensor], *, keeps_all: bool = False) -> Path:
-        """Writes a checkpoint and deletes old ones, unless `keeps_all`. If the disk fills up, the draft is removed and
-        the earlier checkpoints stay intact."""
+        """Writes a checkpoint and, unless `keeps_all`, deletes all but the latest `keep`. If the disk is full, the
+        draft is removed and earlier checkpoints stay intact."""
         final = self.folder / f"{step:08d}"
         draft = final.with_name(f".{final.name}.draft")
         try:
@@ -88,7 +88,7 @@ class Checkpoints:
         )
 
     def identity(self) -> str:
-        """Random id of this folder of checkpoints, made on first use."""
+        """Returns the random id of this folder of checkpoints, which is made on first use."""
         file = self.folder.with_name(IDENTITY)
         try:
             if not file.is_file():
@@ -100,7 +100,7 @@ class Checkpoints:
             ) from error
 
     def steps(self) -> list[int]:
-        """Steps of whole checkpoints, oldest first."""
+        """Returns the steps of all whole checkpoints, oldest first."""
         return sorted(int(f.parent.name) for f in self.folder.glob(f"[0-9]*/{MANIFEST}"))
 
     def load(self, step: int) -> tuple[CheckpointManifest, dict[str, Tensor]]:
@@ -129,13 +129,13 @@ class Checkpoints:
 
 
 def _random_states() -> dict[str, Tensor]:
-    """Random states of the CPU and of every CUDA device, by name; a user's loss may use any of them."""
+    """Returns the random states of the CPU and of every CUDA device by name; a user's loss may use any of them."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {f"{RNG}cpu": torch.get_rng_state(), **{f"{RNG}cuda.{i}": state for i, state in enumerate(cuda)}}
 
 
 def _restore_random(states: dict[str, Tensor]) -> None:
-    """Sets the random states of the devices present: a run may resume with fewer GPUs, or with none."""
+    """Restores the random states of the devices that exist here; a run may resume with fewer GPUs."""
     torch.set_rng_state(states[f"{RNG}cpu"])
     for i in range(torch.cuda.device_count()):
         if f"{RNG}cuda.{i}" in states:
@@ -143,7 +143,7 @@ def _restore_random(states: dict[str, Tensor]) -> None:
 
 
 def _other_adapter(saved: dict[str, str] | None, now: dict[str, str] | None) -> str | None:
-    """Why a checkpoint cannot be loaded into the current model; None if it can."""
+    """Returns why a checkpoint with adapter `saved` does not fit a model with adapter `now`; None if it does."""
     if saved == now:
         return None
     if saved is None or now is None:

@@ -1,9 +1,14 @@
 """Policy losses, off-policy corrections and KL estimates, per token.
 
-A policy loss takes `Tokens` and returns a value per token to minimise. A correction multiplies it by an importance
-weight, and the step adds up the products (`step.token_weights`). Notation: r is a token's probability over its
-probability at the start of the step, ρ the latter over the probability at sampling, A the advantage. With one update
-per step r is 1, so no clip is active and only corrections account for older weights.
+A policy loss takes `Tokens` and returns a value per token to minimise. A correction multiplies the value by an
+importance weight, and the step adds up the products, weighted by `step.token_weights`. Notation, for one token:
+
+    p   its probability under the policy being trained
+    r   p / (its probability at the start of the step)
+    ρ   (its probability at the start of the step) / (its probability when it was sampled)
+    A   its advantage
+
+With one update per step, r is 1: no clip is active, and only corrections account for older weights.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Bound on log-ratios before they are exponentiated: beyond any clip, but small enough to keep gradients finite."""
+"""Log-ratios are clamped to plus or minus this before exp: beyond any clip, but small enough for finite gradients."""
 
 
 @dataclass(frozen=True)
@@ -27,43 +32,43 @@ class Tokens:
     """
 
     logprobs: Tensor
-    """Log-probs of the policy being trained: the only tensor with a gradient."""
+    """Log-probs under the policy being trained: the only tensor with a gradient."""
     proximal: Tensor
-    """Log-probs of the policy at the start of the step."""
+    """Log-probs under the policy at the start of the step."""
     behaviour: Tensor
     """Log-probs that the engine reported when it sampled the tokens."""
     advantages: Tensor
     mask: Tensor
     """True where a token is trained on."""
     sequence: Tensor
-    """Index of the token's sequence."""
+    """Index of each token's sequence."""
     num_sequences: int
     staleness: Tensor
-    """In steps; meaningless where `mask` is False."""
+    """Staleness of each token in steps; meaningless where `mask` is False."""
     reference: Tensor | None = None
-    """Log-probs of the initial model, if the loss has a KL term."""
+    """Log-probs under the initial model; None if the loss has no KL term."""
 
     @cached_property
     def log_ratio(self) -> Tensor:
-        """log r."""
+        """log r of each token (see the module's docstring), clamped."""
         return (self.logprobs - self.proximal).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     @cached_property
     def log_importance(self) -> Tensor:
-        """log ρ."""
+        """log ρ of each token (see the module's docstring), clamped."""
         return (self.proximal - self.behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     @cached_property
     def num_trained(self) -> Tensor:
-        """Trained tokens of each sequence, at least 1."""
+        """Number of trained tokens in each sequence, but at least 1, because it is a divisor."""
         return self._sums(self.mask.to(self.logprobs.dtype)).clamp(min=1)
 
     def means(self, values: Tensor) -> Tensor:
-        """Mean over each sequence's trained tokens; 0 for a sequence without any."""
+        """Returns the mean of `values` over each sequence's trained tokens; 0 for a sequence without trained tokens."""
         return self._sums(values * self.mask) / self.num_trained
 
     def per_token(self, by_sequence: Tensor) -> Tensor:
-        """Value of each token's sequence."""
+        """Returns for each token the value of its sequence."""
         return by_sequence[self.sequence]
 
     def _sums(self, values: Tensor) -> Tensor:
@@ -73,8 +78,8 @@ class Tokens:
 
 
 def clean(tokens: Tokens) -> tuple[Tokens, Tensor]:
-    """Zeroes tokens that are not trained on. Also returns a mask of trained tokens with a number that is not finite;
-    they are masked out, and the caller decides whether to stop."""
+    """Zeroes all numbers of tokens that are not trained on. Trained tokens with a number that is not finite are masked
+    out too; the second result marks them, and the caller decides whether to stop."""
     given = [tokens.logprobs, tokens.proximal, tokens.behaviour, tokens.advantages]
     if tokens.reference is not None:
         given.append(tokens.reference)
@@ -99,14 +104,14 @@ class LossSettings:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    """Upper bound on r where A < 0; None: no bound."""
+    """Upper bound on r for tokens with a negative advantage; None: no bound."""
     ratio_max: float = 5.0
     """Upper bound on r in CISPO (not a distance from 1)."""
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Loss per token, and True where a clip leaves the token without a gradient."""
+    """Loss per token; `clipped` is True where a clip leaves the token without a gradient."""
 
     loss: Tensor
     clipped: Tensor
@@ -121,20 +126,20 @@ def clip(tokens: Tokens, settings: LossSettings) -> TokenLoss:
 
 
 def sequence_clip(tokens: Tokens, settings: LossSettings) -> TokenLoss:
-    """GSPO: PPO's clip with the geometric mean of the sequence's ratios for each of its tokens."""
+    """GSPO: PPO's clip, in which r of each token is replaced by the geometric mean of r over its sequence."""
     ratio = tokens.per_token(tokens.means(tokens.log_ratio).exp())
     return _clipped(ratio, tokens.advantages, settings)
 
 
 def cispo(tokens: Tokens, settings: LossSettings) -> TokenLoss:
-    """CISPO: -sg(min(r, ratio_max)) A log p; a clipped token keeps its gradient."""
+    """CISPO: -min(r, ratio_max) A log p, with no gradient through the minimum; a clipped token keeps its gradient."""
     weight = tokens.log_ratio.detach().exp().clamp(max=settings.ratio_max)
     loss = -weight * tokens.advantages * tokens.logprobs
     return TokenLoss(loss, torch.zeros_like(tokens.mask))
 
 
 def reinforce(tokens: Tokens, settings: LossSettings) -> TokenLoss:
-    """-A log p."""
+    """REINFORCE: -A log p."""
     return TokenLoss(-tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.mask))
 
 
@@ -159,12 +164,12 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 # Corrections for tokens sampled from older weights or with another engine's arithmetic.
 #
 # Weighting by ρ makes the gradient right for the policy being trained, whatever the token's version, because each token
-# carries the log-prob of its own version; bounds trade a little bias for much less variance. A sequence's ρ is the
-# geometric mean over its tokens: the product would explode with length. No gradient flows through a weight. A rejected
-# token has weight 0 and still counts in every denominator.
+# carries the log-prob of its own version. Bounds on ρ trade a little bias for much less variance. The ρ of a
+# sequence is the geometric mean over its tokens, because the product would explode with length. No gradient flows
+# through a weight. A rejected token has weight 0 and still counts in every denominator.
 
 VETO = 1e-4
-"""A token with ρ below this rejects its whole sequence."""
+"""`sequence_mask` rejects a whole sequence if ρ of any of its tokens is below this."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,7 @@ class CorrectionSettings:
 
 @dataclass(frozen=True)
 class Correction:
-    """Weight of each token; `kept` is False where it was rejected."""
+    """Weight of each token; `kept` is False where the token was rejected."""
 
     weight: Tensor
     kept: Tensor
@@ -187,30 +192,31 @@ def off(tokens: Tokens, settings: CorrectionSettings) -> Correction:
 
 
 def decoupled(tokens: Tokens, settings: CorrectionSettings) -> Correction:
-    """ρ itself: unbiased, with full variance."""
+    """Weight ρ: unbiased, but with full variance."""
     return Correction(_importance(tokens), torch.ones_like(tokens.mask))
 
 
 def tis(tokens: Tokens, settings: CorrectionSettings) -> Correction:
-    """min(ρ, high)."""
+    """Truncated importance sampling: weight min(ρ, high)."""
     return Correction(_importance(tokens).clamp(max=settings.high), torch.ones_like(tokens.mask))
 
 
 def icepop(tokens: Tokens, settings: CorrectionSettings) -> Correction:
-    """ρ within [low, high]; other tokens are rejected."""
+    """IcePop: weight ρ if it lies within [low, high]; other tokens are rejected."""
     importance = _importance(tokens)
     kept = (importance >= settings.low) & (importance <= settings.high)
     return Correction(importance * kept, kept)
 
 
 def sequence_tis(tokens: Tokens, settings: CorrectionSettings) -> Correction:
-    """min(ρ of the sequence, high)."""
+    """Truncated importance sampling by sequence: weight min(ρ of the sequence, high)."""
     weight = tokens.per_token(_sequence_importance(tokens)).clamp(max=settings.high)
     return Correction(weight, torch.ones_like(tokens.mask))
 
 
 def sequence_mask(tokens: Tokens, settings: CorrectionSettings) -> Correction:
-    """min(ρ, high) in sequences with ρ within [low, high] and no vetoed token; other sequences are rejected."""
+    """Weight min(ρ, high) for tokens of sequences whose own ρ lies within [low, high] and that have no token with ρ
+    below `VETO`; other sequences are rejected."""
     importance, whole = _importance(tokens), _sequence_importance(tokens)
     vetoed = tokens.means(((importance < VETO) & tokens.mask).to(importance.dtype)) > 0
     kept = tokens.per_token((whole >= settings.low) & (whole <= settings.high) & ~vetoed)
@@ -239,14 +245,15 @@ def correct(tokens: Tokens, settings: CorrectionSettings) -> Correction:
     return CORRECTIONS[settings.kind](tokens, settings)
 
 
-# Estimates of the KL divergence from a reference, with x = log ref - log p of a sampled token: k1 = -x, k2 = x²/2,
-# k3 = e^x - x - 1. k1 and k3 are unbiased; k3 is never negative.
+# Estimates of the KL divergence from a reference. With x = (reference log-prob) - (log-prob) of a sampled token:
+# k1 = -x, k2 = x²/2, k3 = e^x - x - 1. k1 and k3 are unbiased; k3 is never negative.
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Has the gradient of k2, which on fresh tokens is that of the divergence: its own would be 0 on average."""
+    """Returns the value of k1 with the gradient of k2. On fresh tokens that is the divergence's gradient on average,
+    while k1's own gradient would be 0 on average."""
     away = k2(logprobs, reference)
     return away - away.detach() - _x(logprobs, reference).detach()
 
@@ -261,7 +268,7 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def _x(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Bounded on one side only, so that a policy far from its reference is still pulled back."""
+    """Returns x, bounded from above only, so that a policy far from its reference is still pulled back."""
     return (reference - logprobs).clamp(max=MAX_LOG_RATIO)
 
 

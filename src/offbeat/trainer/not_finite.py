@@ -1,9 +1,9 @@
-"""Steps that met NaN or infinity: the error, and the dump with which `offbeat replay` repeats the step.
+"""Steps that met NaN or infinity: the error, and the dump from which `offbeat replay` repeats the step.
 
-    broken/step-00000012.batch      the batch, the run's configuration, and what was found
-    broken/step-00000012.weights/   the published weights that it was trained from, as hard links
+    broken/step-00000012.batch      the batch, the run's configuration, and where NaN or infinity was found
+    broken/step-00000012.weights/   the published weights that the step began with, as hard links
 
-A dump is written by an atomic rename. A run does not need it to resume; users may delete it.
+A dump is written by an atomic rename. Resuming a run does not need the dump; users may delete it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class NotFinite(OffbeatError):
     def __init__(self, tensor: str, sample: int | None = None, token: int | None = None):
         super().__init__(f"{tensor} is not finite")
         self.tensor = tensor
-        """In words: the trainer's log-prob, the loss, the gradient of a weight."""
+        """Description in words, such as "the loss" or "the gradient of" a weight."""
         self.sample, self.token = sample, token
-        """Index of the sample in the batch and of the token in its response, if known."""
+        """Index of the sample in the batch, and index of the token in its response; None: unknown."""
         self.num_updates = 0
-        """Optimizer updates of the same step that were already made."""
+        """Number of optimizer updates that the same step had already made."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class FailedStepDump:
     """Version that the step began with."""
     lr: float
     tensor: str
-    """As in `NotFinite`; so are the next three."""
+    """`tensor`, `sample`, `token` and `num_updates` are those of `NotFinite`."""
     sample: int | None
     token: int | None
     num_updates: int
@@ -61,12 +61,12 @@ class FailedStepDump:
 
     @property
     def members(self) -> list[Member]:
-        """In the order of the samples."""
+        """Members of all groups; their indices are the samples' indices."""
         return [member for group in self.batch.groups for member in group.members]
 
 
 class FailedStep:
-    """A step that ended with `NotFinite`: dumps it and explains it."""
+    """A step that ended with `NotFinite`; writes its dump and the message for users."""
 
     def __init__(self, step: int, error: NotFinite, batch: Batch, version: Version, lr: float, config: dict[str, Any]):
         self.step, self.error, self.batch, self.version, self.lr, self.config = step, error, batch, version, lr, config
@@ -95,7 +95,7 @@ class FailedStep:
         }
 
     def message(self, saved_step: int | None, checkpoints: Checkpoints) -> str:
-        """The error for users; `saved_step` is the step of the latest checkpoint."""
+        """Returns the message for users; `saved_step` is the step of the latest checkpoint, None without one."""
         return (
             f"step {self.step}: {self.error}{f' ({self.place})' if self.place else ''}; its batch (step "
             f"{self.batch.step}, from version {self.version.number}) is {self._kept}; "
@@ -117,7 +117,7 @@ class FailedStep:
 
 
 def locate(error: NotFinite, batch: Batch) -> tuple[int | None, str]:
-    """Task in which the error was found, if known, and the place in words."""
+    """Returns the task in which the error was found and the place in words; (None, "") if unknown."""
     if error.sample is None:
         return None, ""
     task = [member.task for group in batch.groups for member in group.members][error.sample]
@@ -125,8 +125,8 @@ def locate(error: NotFinite, batch: Batch) -> tuple[int | None, str]:
 
 
 def save(folder: Path, dump: FailedStepDump, weights: Path) -> Path:
-    """Writes a dump and links the weights beside it; raises OSError if the batch cannot be written. A dump without
-    weights can still be read."""
+    """Writes a dump, with hard links to the weights beside it, and returns its file. Raises OSError if the batch cannot
+    be written; if the weights cannot be linked, only logs that."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"step-{dump.batch.step:08d}{SUFFIX}"
     try:

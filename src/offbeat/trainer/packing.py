@@ -1,12 +1,12 @@
 """Samples of a batch, and micro-batches without padding: all tokens in one row, a shared prompt only once.
 
-For each group a row holds the prompt and then each member's response without its last token, which predicts nothing.
-Layers that work token by token see no padding. For attention, a `RowLayout` gathers sequences: samples of similar
-length share a bucket, each sample's keys are those of its prompt and its own tokens, and `restore` maps results back to
-the row. A prompt's tokens attend to the same tokens for every member, so the first member's result stands for all.
+For each group, the row holds the prompt and then each member's response without its last token, which predicts nothing.
+So layers that work token by token compute no padding. For attention, a `RowLayout` says how to gather the sequences:
+samples of similar length form a bucket, each sample attends to its prompt and its own tokens, and `restore` maps the
+results back to the row. A prompt's tokens have the same result in every member's sequence, so any one of them serves.
 
-A model that cannot attend this way takes the same sequences as right-padded rows of their own: the buckets' tables are
-those rows, and `restore` maps their results to the packed row as before.
+A model that cannot attend this way gets the same sequences as right-padded rows. The buckets' tables define these rows,
+and `restore` maps their results to the packed row as before.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from offbeat.trajectory import Segment, Trajectory
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One trajectory as the loss sees it, in numpy arrays. `mask` is decided by the claim; training only narrows it."""
+    """One trajectory as the loss sees it, in numpy arrays. The claim decides `mask`; training only narrows it."""
 
     group: int
     prompt: np.ndarray
     response: np.ndarray
     logprobs: np.ndarray
-    """Behaviour log-probs, one per response token; 0 for given tokens."""
+    """Log-probs that the engine reported, one per response token; 0 for given tokens."""
     mask: np.ndarray
     """True where a response token may be trained on."""
     reward: float
     """Weighted sum of all reward parts."""
     staleness: np.ndarray | None = None
-    """Steps since each token's version, valid where `mask` is True; None: 0 everywhere."""
+    """Staleness of each token in steps, valid where `mask` is True; None: 0 everywhere."""
     sampled: np.ndarray | None = None
     """True where a token was sampled, even if it is too old to be trained on; None: same as `mask`."""
     rewards: tuple[tuple[int, float], ...] = ()
-    """The same reward as (position, value), already weighted; empty: all of it at the last token."""
+    """Parts of the reward as (position, weighted value); empty: all of `reward` is at the last token."""
     segment: np.ndarray | None = None
     """For each token, the start of its segment; None: there is one segment."""
     version: np.ndarray | None = None
-    """Version of each token; None: unknown, so only fresh tokens can be audited."""
+    """Version of each token; None: unknown, so that only fresh tokens can be audited."""
     old_kv: np.ndarray | None = None
     """True where a token attended to keys and values of weights older than its own; None: nowhere."""
     siblings: int | None = None
     """Prompt id shared by answers of one prompt that are claimed separately; None: use `group`."""
     earlier: tuple[float, ...] = ()
-    """Rewards of siblings that are not in the batch."""
+    """Rewards of other answers to the same prompt that are not in the batch."""
     is_proven: bool = True
-    """Whether audits have found its workers honest so far; else all of its tokens are audited."""
+    """Whether earlier audits found the sample's workers honest; if not, all tokens are audited where possible."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response), len(self.logprobs), len(self.mask), len(self.ages)}
@@ -61,7 +61,7 @@ class Sample:
 
     @property
     def prompt_id(self) -> int:
-        """Equal for all answers to one prompt: they share its tokens and are compared with each other."""
+        """Id shared by all answers to one prompt, which share its tokens in a row and are compared with each other."""
         return self.group if self.siblings is None else self.siblings
 
     @property
@@ -73,12 +73,12 @@ class Sample:
 
     @property
     def is_fresh(self) -> np.ndarray:
-        """True where a trained token was sampled from exactly the weights that the step begins with."""
+        """True where a trained token was sampled with the weights and KV of the version that the step begins with."""
         return (self.ages == 0) & self._own_kv
 
     @property
     def is_stale(self) -> np.ndarray:
-        """True where a trained token was sampled from exactly one older version."""
+        """True where a trained token was sampled with the weights and KV of a single older version."""
         return (self.ages > 0) & self._own_kv
 
     @property
@@ -92,7 +92,8 @@ class Sample:
 
     @property
     def counted(self) -> np.ndarray:
-        """True where a token counts in denominators: rejecting tokens must not raise the weight of the others."""
+        """True where a token counts in denominators. Tokens that are too old count too, so that leaving them out does
+        not raise the weight of the others."""
         return self.mask if self.sampled is None else self.sampled | self.mask
 
     @property
@@ -101,7 +102,7 @@ class Sample:
 
 
 def samples_of(batch: Batch) -> Sequence[Sample]:
-    """Samples of a batch, in the order of the claim."""
+    """Returns the samples of a batch, in the order of the claim."""
     return [
         Sample(
             group=group.group,
@@ -126,27 +127,27 @@ def samples_of(batch: Batch) -> Sequence[Sample]:
 
 
 def _per_token(trajectory: Trajectory, values: Sequence[int | bool]) -> np.ndarray:
-    """Repeats each segment's value for its tokens."""
+    """Returns an array with each segment's value repeated for each of its tokens."""
     return np.repeat(values, [len(segment.tokens) for segment in trajectory.segments])
 
 
 def _has_old_kv(segment: Segment) -> bool:
-    """Whether the tokens attended to keys and values of older weights than their own."""
+    """Whether the segment's tokens attended to keys and values of an older version than their own."""
     return segment.version is not None and segment.kv_version is not None and segment.kv_version < segment.version
 
 
 BUCKET_RATIO = 0.6
-"""A bucket's shortest sample is at least this share of its longest; bounds the padding in attention."""
+"""Least ratio between the shortest and the longest sample of a bucket; bounds the padding in attention."""
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Positions of the sequences in a packed row, for attention."""
+    """Where the sequences lie in a packed row, for attention."""
 
     buckets: tuple[Tensor, ...]
-    """For each bucket a (samples, length) table of row positions; padding on the right is never read."""
+    """For each bucket, a (samples, length) table of row positions; results of padding, on the right, are not read."""
     restore: Tensor
-    """For each row position, its index in the concatenated results of the buckets."""
+    """For each row position, the index of its result in the buckets' concatenated results."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,10 @@ class Microbatch:
     positions: Tensor
     layout: RowLayout
     predict_from: Tensor
-    """The row positions whose logits are needed, each once."""
+    """Row positions whose logits are needed, each once."""
     target_row: Tensor
-    """For each target, the index in `predict_from` that predicts it; members of a group share their first."""
+    """For each target, the index in `predict_from` of the position that predicts it. The first targets of a group's
+    members share one position, the prompt's last token."""
     targets: Tensor
     """Response tokens of all samples, one after the other."""
 
@@ -173,8 +175,8 @@ class Microbatch:
 def plan(samples: Sequence[Sample], tokens_per_microbatch: int, *, shares_prompts: bool = True) -> list[list[int]]:
     """Splits samples into micro-batches of at most `tokens_per_microbatch` row tokens, keeping groups together.
 
-    `shares_prompts`: a group's prompt counts once, otherwise once for each member. The order is by prompt id and index
-    alone. A sample over the limit gets a micro-batch of its own.
+    Samples are ordered by prompt id, then by index. With `shares_prompts`, a prompt counts once per micro-batch,
+    otherwise once for each sample. A sample over the limit gets a micro-batch of its own.
     """
     order = sorted(range(len(samples)), key=lambda i: (samples[i].prompt_id, i))
     batches: list[list[int]] = []
@@ -193,7 +195,7 @@ def plan(samples: Sequence[Sample], tokens_per_microbatch: int, *, shares_prompt
 
 
 def pack(samples: Sequence[Sample], chosen: Sequence[int], device: torch.device) -> Microbatch:
-    """Packs the chosen samples, in the order of `plan`, into one row."""
+    """Packs the samples with the indices `chosen` into one row; `chosen` must be in the order of `plan`."""
     row, positions, predict, target_row, targets = [], [], [], [], []
     sequences: list[np.ndarray] = []
     size = num_predict = 0

@@ -1,8 +1,9 @@
-"""The policy being trained: forward and backward over micro-batches, the optimizer update, its state.
+"""The policy being trained: forward and backward passes over micro-batches, optimizer updates, and state to save.
 
 The model holds exactly the tensors that are published, in their dtype, and every forward pass uses them. If that dtype
-is not float32, the optimizer holds float32 masters: gradients are added up in float32, the update is made there and
-rounded into the model. Sums run in the order of the micro-batches, so equal input gives equal bits.
+is not float32, the optimizer holds float32 copies, the masters: gradients are added up in float32, updates change the
+masters, and the masters are rounded into the model. Sums run in the order of the micro-batches, so equal input gives
+equal bits.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ class Forward(NamedTuple):
     """Result of a forward pass for every target of a micro-batch, in float32."""
 
     logprobs: Tensor
-    """After temperature."""
+    """Log-probs of the targets, after temperature."""
     values: Tensor | None = None
-    """The value head's values before the token is chosen; None without a head."""
+    """Value head's estimate at the position that predicts each target; None without a head."""
 
 
 LossFunction = Callable[[Forward], Tensor]
-"""From a micro-batch's forward pass to the scalar whose gradient is accumulated."""
+"""Function from a micro-batch's forward pass to the scalar whose gradient is accumulated."""
 
 
 class Policy:
@@ -78,7 +79,7 @@ class Policy:
         self.device = next(model.parameters()).device
         self.num_threads = torch.get_num_threads()
         self.num_updates = 0
-        """Updates begun since this object was made: an equal number means equal weights."""
+        """Number of updates begun since this object was made; while it is unchanged, so are the weights."""
         if gradient_checkpointing:
             checkpoint_layers(model)
         self.head = ValueHead(model) if has_value_head else None
@@ -101,28 +102,28 @@ class Policy:
         check_forward(model, self.usage)
 
     def use_threads(self) -> None:
-        """Uses all threads from the calling thread, which may start with the number that an engine last set."""
+        """Lets torch use all threads from the calling thread; an embedded engine may have set a smaller number."""
         torch.set_num_threads(self.num_threads)
 
     @torch.no_grad()
     def logprobs(self, microbatch: Microbatch, model: PreTrainedModel | None = None) -> Tensor:
-        """Log-probs of the targets under this policy, or under another model that uses packed rows."""
+        """Returns the targets' log-probs, without gradients, under this policy or a `model` of the same kind."""
         return forward(model or self.model, microbatch, self.temperature, self.usage).logprobs
 
     @torch.no_grad()
     def infer(self, microbatch: Microbatch) -> Forward:
-        """Forward pass without gradients."""
+        """Runs a forward pass without gradients; returns log-probs and, with a value head, values."""
         return forward(self.model, microbatch, self.temperature, self.usage, self.head)
 
     def forward_backward(self, microbatch: Microbatch, loss: LossFunction) -> Tensor:
-        """Adds one micro-batch's gradient; returns the targets' log-probs, detached."""
+        """Accumulates the gradient of one micro-batch's loss; returns the targets' log-probs, detached."""
         found = forward(self.model, microbatch, self.temperature, self.usage, self.head)
         loss(found).backward()
         return found.logprobs.detach()
 
     def update(self, lr: float) -> float:
-        """One optimizer update from the accumulated gradients; returns their norm before clipping. A gradient that is
-        not finite raises `NotFinite`; the gradients are dropped and nothing changes."""
+        """Makes one optimizer update from the accumulated gradients; returns their norm before clipping. If a gradient
+        is not finite, raises `NotFinite` and drops the gradients; the weights do not change."""
         for master in self.masters:
             if master.grad is None:  # without a backward pass, momentum still moves the weights
                 master.grad = torch.zeros_like(master)
@@ -148,8 +149,8 @@ class Policy:
 
     @contextmanager
     def weights_of(self, file: Path) -> Iterator[None]:
-        """Inside, the model has the weights of another version, read from `file`. Afterwards its own weights are
-        rounded from the masters again; only weights without a separate master are copied."""
+        """Gives the model the weights of another version within the block, read from `file`. Afterwards the model's own
+        weights are restored: from the masters or, for weights without a separate master, from a copy."""
         pairs = zip(self.parameters, self.masters, strict=True)
         kept = [(parameter, parameter.detach().clone()) for parameter, master in pairs if master is parameter]
         own = published_tensors(self.model)
@@ -165,7 +166,7 @@ class Policy:
             self._round_into_model()
 
     def state(self) -> dict[str, Tensor]:
-        """Masters and moments by name, for a checkpoint."""
+        """Returns masters and optimizer moments by name, for a checkpoint."""
         tensors = {}
         for name, master in zip(self.names, self.masters, strict=True):
             tensors[f"master.{name}"] = master.detach()
@@ -175,13 +176,13 @@ class Policy:
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Restores what `state` gave, to the bit."""
+        """Restores tensors that `state` returned, to the bit."""
         keys = sorted({key.split(".", 1)[0] for key in tensors} - {"master"})
         (group,) = self.optimizer.param_groups
         for name, master in zip(self.names, self.masters, strict=True):
             master.copy_(tensors[f"master.{name}"])
             saved = {key: tensors[f"{key}.{name}"] for key in keys if f"{key}.{name}" in tensors}
-            if saved:  # tensor by tensor, so that there is never a second copy of all
+            if saved:  # one tensor at a time, so that a second copy of all never exists
                 self.optimizer.state[master] = {
                     key: value.to(state_device(key, master, group), torch.float32, copy=True)
                     for key, value in saved.items()
@@ -190,10 +191,10 @@ class Policy:
 
 
 def state_device(key: str, master: Tensor, group: Mapping[str, Any]) -> torch.device:
-    """Device on which an optimizer with the options of `group` reads the state `key` of `master`.
+    """Returns the device on which an optimizer with the options in `group` needs the state `key` of `master`.
 
-    Moments lie with their master. So does the count of steps for fused and capturable kernels; the others want it on
-    the CPU, and each kind refuses the other's.
+    Moments must be on the device of their master. So must the step count for fused and capturable kernels; all other
+    kernels need the step count on the CPU. Torch raises an error for the wrong device.
     """
     return master.device if key != "step" or group["fused"] or group["capturable"] else torch.device("cpu")
 
@@ -203,7 +204,7 @@ def _is_finite(gradient: Tensor | None) -> bool:
 
 
 def _add_to(master: Tensor) -> Callable[[Tensor], None]:
-    """Hook that adds a parameter's gradient to its float32 master's."""
+    """Returns a hook that adds a parameter's gradient, in float32, to the gradient of `master`."""
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -215,7 +216,8 @@ def _add_to(master: Tensor) -> Callable[[Tensor], None]:
 
 
 def learning_rate(step: int, lr: float, schedule: str, warmup_steps: int, num_steps: int) -> float:
-    """Learning rate at `step`: warm-up from above 0, then constant, or linear or cosine decay to 0 at the end."""
+    """Returns the learning rate at `step`: linear warm-up, then constant, or linear or cosine decay towards 0 at
+    `num_steps`."""
     if step < warmup_steps:
         return lr * (step + 1) / (warmup_steps + 1)
     done = (step - warmup_steps) / max(num_steps - warmup_steps, 1)
@@ -247,7 +249,7 @@ class Outputs(NamedTuple):
 
 
 def outputs(model: PreTrainedModel, microbatch: Microbatch, usage: Usage, head: ValueHead | None = None) -> Outputs:
-    """One forward pass over the packed row, or over a row for each sample if the model cannot use packed rows."""
+    """Runs the model over the packed row; if the model does not support that, over one row per sample."""
     if usage.packs:
         inputs = {
             "input_ids": microbatch.tokens[None],
@@ -278,7 +280,7 @@ def _at(
     head: ValueHead | None,
     cells: Tensor | slice,
 ) -> Outputs:
-    """Forward pass; selects `columns` of each row, flattens them and returns `cells`."""
+    """Runs the model, selects `columns` of each row, flattens rows and columns, and returns the entries `cells`."""
     options = {"logits_to_keep": columns} if usage.picks_logits else {}
     logits = model(**inputs, **options, use_cache=False).logits
     values = None if head is None else head.values()
@@ -288,9 +290,9 @@ def _at(
 
 
 class ValueHead:
-    """Predicts the expected reward per token from the inputs of the output layer, for one product with a vector.
+    """Linear layer that predicts the expected reward at each token from the input of the model's output layer.
 
-    It starts at 0 and is saved in checkpoints, but is no part of a version: engines do not need it.
+    It starts at 0 and is saved in checkpoints. It is not part of a version, because engines do not need it.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -307,15 +309,15 @@ class ValueHead:
         self._hidden = args[0]
 
     def values(self) -> Tensor:
-        """Values at each position whose logits the last forward pass computed."""
+        """Returns the values at the positions whose logits the last forward pass computed; call once per pass."""
         assert self._hidden is not None, "the value head has seen no forward pass"
         hidden, self._hidden = self._hidden, None  # frees the activations
         return self.linear(hidden.float()).squeeze(-1)
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Makes layers keep only their inputs. transformers' own switch needs training mode, which would turn on dropout
-    and router noise; here the model stays in evaluation mode."""
+    """Turns on gradient checkpointing: each layer keeps only its inputs. transformers' own switch needs training mode,
+    which would turn on dropout and router noise; here the model stays in evaluation mode."""
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise UserError(f"model.gradient_checkpointing = true: {kind_of(model)} has no layers for it; set it to false")
@@ -325,10 +327,11 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def check_forward(model: PreTrainedModel, usage: Usage) -> None:
-    """Refuses a model whose log-probs depend on the other samples of a micro-batch, or that has no backward pass.
+    """Raises a `UserError` if a sample's log-probs depend on the rest of its micro-batch, or if the backward pass
+    fails.
 
-    Three short samples go through the training forward pass together and back to the input. Two of them, one that
-    shares its prompt and the last, also go through transformers' own code alone: five passes over a dozen tokens.
+    Three short samples go together through the training forward pass and back to the embedded tokens. Two of them, one
+    that shares its prompt and one that does not, also go alone through transformers' own code, for comparison.
     """
     samples = _samples(model)
     with one_line_errors(model, "a pass forward and back"), without_random(model):
@@ -348,12 +351,13 @@ def check_forward(model: PreTrainedModel, usage: Usage) -> None:
 
 
 def _forward_backward(model: PreTrainedModel, batch: Microbatch, usage: Usage) -> Tensor:
-    """Logits, after a backward pass to the embedded tokens; no weight gradient takes memory."""
+    """Returns the logits, after a backward pass that ends at the embedded tokens; no weight gets a gradient, which
+    would take memory."""
     embedded: list[Tensor] = []
 
     def cut_graph(module: nn.Module, args: object, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
-        return embedded[-1].clone()  # some models write in place, which a leaf does not allow
+        return embedded[-1].clone()  # some models write to it in place, which torch does not allow for a leaf
 
     hook = model.get_input_embeddings().register_forward_hook(cut_graph)
     try:
@@ -366,12 +370,13 @@ def _forward_backward(model: PreTrainedModel, batch: Microbatch, usage: Usage) -
 
 
 def _samples(model: PreTrainedModel) -> list[Sample]:
-    """Samples that share a padded bucket if the model needs padding, one of them with a prompt of one token."""
+    """Returns three samples: two share a prompt, and one has a prompt of one token. Their lengths are close enough for
+    one padded bucket, if the model needs padding."""
     tokens = np.array(probe_tokens(model, 17))
     prompt, others = tokens[:3], np.split(tokens[3:], (5, 8, 9))
     return [_sample(0, prompt, others[0]), _sample(0, prompt, others[1]), _sample(1, others[2], others[3])]
 
 
 def _sample(group: int, prompt: np.ndarray, response: np.ndarray) -> Sample:
-    """A sample without a reward."""
+    """Returns a sample with reward 0, all of whose tokens are trained on."""
     return Sample(group, prompt, response, np.zeros(len(response), np.float32), np.ones(len(response), bool), 0.0)

@@ -1,14 +1,16 @@
 """One training step: a batch of samples in, updated weights and the step's metrics out.
 
-The batch is split by whole groups, in order, into `updates_per_step` parts; each part is one optimizer update.
-Denominators are fixed before an update's first micro-batch. With one update, the log-probs at the start of the step are
-those of the forward pass itself; with several, they and a value head's values are computed before the first update.
+The batch is split by whole groups, in order, into `updates_per_step` parts; each part is one optimizer update. An
+update's denominators are fixed before its first micro-batch. The log-probs at the start of the step come from the
+forward pass itself if there is one update. With several updates, or with a value head, they are computed before the
+first update, together with the value head's values.
 
-Samples are audited on the way: one whose log-probs are not those of its version is not trained on
-(`offbeat.trainer.audit`). A sample without an advantage has no gradient (unless a KL term or a value head gives it one)
-and skips the backward pass: late in a run that is most of them. It is still measured and counts in every denominator.
+Samples are audited on the way: a sample whose log-probs do not fit its version is not trained on
+(`offbeat.trainer.audit`). A sample with advantage 0 has no gradient, unless a KL term, a value head or a user's loss
+gives it one, and skips the backward pass; late in a run these are most samples. Such a sample still counts in metrics
+and denominators.
 
-NaN and infinity raise `NotFinite` before the update that they would affect.
+NaN or infinity raises `NotFinite` before the update that it would affect.
 """
 
 from __future__ import annotations
@@ -50,12 +52,12 @@ class StepSettings:
     tokens_per_microbatch: int = 16384
     advantage: Advantage = group_normalised
     recalls_siblings: bool = False
-    """Whether answers are also compared with siblings that are not in the batch."""
+    """Whether baselines include the rewards of siblings, answers to the same prompt, that are not in the batch."""
     gae: GaeSettings | None = None
-    """Advantages from a value head, instead of `advantage`."""
+    """Settings for advantages from a value head; None: use `advantage`."""
     policy_loss: PolicyLoss = clip
     is_own: bool = False
-    """Whether the loss is the user's: a sample without an advantage may then have a gradient."""
+    """Whether `policy_loss` is the user's own, under which a sample with advantage 0 may have a gradient."""
     loss: LossSettings = field(default_factory=LossSettings)
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     aggregate: str = "sequence_mean"
@@ -63,9 +65,9 @@ class StepSettings:
     kl_coef: float = 0.0
     divergence: Divergence = k3
     max_sample_gap: float | None = None
-    """Mean log-prob error of a sample's compared tokens above which it is not trained on; None: no audit."""
+    """Mean absolute log-prob error of a sample's compared tokens above which it is not trained on; None: no audit."""
     audit_share: float = 0.0
-    """Share of older tokens that are compared with the weights of their own version."""
+    """Share of older tokens whose log-probs are compared with those of their own version."""
 
 
 def train_step(
@@ -76,8 +78,8 @@ def train_step(
     reference: PreTrainedModel | None = None,
     weights_of: Callable[[int], Path | None] = lambda number: None,
 ) -> StepMetrics:
-    """Trains on a batch. `reference` is the frozen initial model for a KL term; `weights_of` returns the weights file
-    of an older version, for audits."""
+    """Trains on a batch. `reference` is the frozen initial model for a KL term. `weights_of` returns the weights file
+    of an older version, for audits, or None if it is not kept."""
     policy.use_threads()
     parts = parts_of(samples, settings.updates_per_step)
     step = StepInProgress(policy, samples, settings, reference)
@@ -97,7 +99,7 @@ def train_step(
 
 
 BUCKET_ENDS = (0, 1, 2, 4, 8)
-"""Largest staleness of each bucket but the last, which is open."""
+"""Largest staleness of each bucket; the last bucket has no upper end."""
 BUCKET_NAMES = ("0", "1", "2", "3-4", "5-8", "9+")
 
 
@@ -107,16 +109,16 @@ class StalenessMetrics:
 
     num_tokens: int
     ess: float
-    """Effective sample size under importance weights, as a share of the tokens."""
+    """Effective sample size under importance weights, divided by the number of tokens."""
     behaviour_kl: float
-    """KL estimate (k3) between the policy at the start of the step and the one that sampled the tokens."""
+    """KL estimate (k3) between the policy at the start of the step and the policy that sampled the tokens."""
     clip_share: float
     kept_share: float
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of a step; means are over trainable tokens."""
+    """Metrics of a step; per-token means and shares are over trained tokens."""
 
     loss: float
     grad_norm: float
@@ -126,12 +128,12 @@ class StepMetrics:
     kl: float
     ess: float
     logprob_gap: float
-    """Mean absolute difference between the log-probs of engine and trainer, over tokens sampled from the weights of the
-    step's start; NaN without such tokens."""
+    """Mean absolute difference between the log-probs of engine and trainer, over tokens sampled from the weights at the
+    start of the step; NaN if there are no such tokens."""
     clamped_share: float
-    """Share of tokens with a log-ratio clamped at `MAX_LOG_RATIO`."""
+    """Share of tokens with a log-ratio that was clamped at `MAX_LOG_RATIO`."""
     entropy: float
-    """Estimated from the sampled tokens' log-probs."""
+    """Entropy estimate: minus the mean of the log-probs that engines reported."""
     num_trained_tokens: int
     num_row_tokens: int
     num_microbatches: int
@@ -139,13 +141,13 @@ class StepMetrics:
     """Share of samples whose advantage is not 0."""
     value_loss: float | None = None
     audited: tuple[int, ...] = ()
-    """Samples left out because their log-probs are not those of their version."""
+    """Indices of samples left out because their log-probs do not fit their version."""
     compared: tuple[SegmentFinding, ...] = ()
     """Segments whose log-probs were compared with those of their version."""
     by_staleness: dict[str, StalenessMetrics] = field(default_factory=dict)
 
     def row(self) -> dict[str, float]:
-        """The step's metrics by name, without those that do not apply."""
+        """Returns the step's metrics by name, without those that do not apply."""
         row = {**asdict(self), "audited": len(self.audited)}
         row["compared_tokens"] = sum(segment.num_tokens for segment in self.compared)
         row["off_tokens"] = sum(segment.num_off for segment in self.compared)
@@ -169,15 +171,15 @@ class StepInProgress:
     ):
         self.policy, self.samples, self.settings, self.reference = policy, samples, settings, reference
         self.proximal: dict[int, np.ndarray] = {}
-        """Log-probs at the step's start by sample, if computed before the first update."""
+        """Log-probs at the start of the step, by sample; empty unless computed before the first update."""
         self.values: dict[int, np.ndarray] = {}
         self.witnessed: dict[int, np.ndarray] = {}
-        """Log-probs of older tokens by the weights of their version, by sample; NaN: not computed."""
+        """Log-probs of older tokens under the weights of their own version, by sample; NaN: not computed."""
         self.credit = Credit((), None, 0.0)
         self.sums = StepAccumulator()
 
     def begin(self, parts: Sequence[Sequence[int]]) -> None:
-        """Records what is needed of the policy at the step's start, and computes the advantages."""
+        """Records the log-probs and values at the start of the step, if needed, and computes the advantages."""
         settings = self.settings
         if len(parts) > 1 or settings.gae is not None:
             self._record_start(parts)
@@ -197,11 +199,12 @@ class StepInProgress:
                     self.values.update(zip(batch.samples, np.split(found.values.cpu().numpy(), ends), strict=True))
         for i, values in self.values.items():
             wrong = np.flatnonzero(~np.isfinite(values) & self.samples[i].mask)
-            if len(wrong):  # one would spoil the advantages of all samples
+            if len(wrong):  # a single one would make all advantages NaN
                 raise NotFinite("the value head's guess", i, int(wrong[0]))
 
     def accumulate(self, part: Sequence[int], only: Sequence[int] | None = None) -> None:
-        """Accumulates the gradient of one update; `only`: the contribution of these samples alone."""
+        """Accumulates the gradient of one update over the samples in `part`. `only` restricts it to the contribution of
+        these samples, with unchanged denominators."""
         settings, masks = self.settings, [self.samples[i].mask for i in part]
         counted = [self.samples[i].counted for i in part]
         totals = Totals.of(counted)
@@ -239,7 +242,7 @@ class StepInProgress:
             sums.add(tokens, correction, token.clipped, self._fresh(batch))
             loss_sum, divergence_sum, value_sum = torch.stack([total.detach(), kl_sum, value.detach()]).tolist()
             if not np.isfinite(loss_sum):
-                wrong = (~costs.detach().isfinite()).nonzero()  # none: their sum, or another term, is not finite
+                wrong = (~costs.detach().isfinite()).nonzero()  # empty if only the sum or another term is not finite
                 raise NotFinite("the loss", *(self._locate(batch, int(wrong[0])) if len(wrong) else ()))
             sums.loss, sums.kl, sums.value_loss = (
                 sums.loss + loss_sum,
@@ -259,7 +262,7 @@ class StepInProgress:
         self._count(batch)
 
     def _tokens(self, batch: Microbatch, logprobs: Tensor, reference: Tensor | None) -> Tokens:
-        """Tokens of a micro-batch, audited; raises `NotFinite`."""
+        """Builds the tokens of a micro-batch, without samples that fail the audit; raises `NotFinite`."""
         chosen = [self.samples[i] for i in batch.samples]
         start = self._start(batch)
         proximal = logprobs.detach() if start is None else start
@@ -306,13 +309,14 @@ class StepInProgress:
         raise NotFinite(what, sample, token)
 
     def _locate(self, batch: Microbatch, target: int) -> tuple[int, int]:
-        """Sample and response token of a micro-batch's target."""
+        """Returns the sample index and the response token index of a micro-batch's target."""
         ends = np.cumsum([self.samples[i].num_tokens for i in batch.samples])
         sample = batch.samples[int(np.searchsorted(ends, target, side="right"))]
         return sample, target - int(ends[batch.samples.index(sample)] - self.samples[sample].num_tokens)
 
     def _value_loss(self, batch: Microbatch, found: Forward, tokens: Tokens, totals: Totals) -> Tensor:
-        """PPO's value loss: the larger of the squared errors with and without the clip, over the update's tokens."""
+        """PPO's value loss: half the larger of the squared errors with and without clipping, summed over the
+        micro-batch and divided by the number of tokens in the update."""
         assert self.settings.gae is not None
         assert self.credit.returns is not None
         assert found.values is not None
@@ -360,7 +364,7 @@ def parts_of(samples: Sequence[Sample], count: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Totals:
-    """Denominators of an update; those of its parts add up."""
+    """Denominators of an update; the totals of its parts can be added."""
 
     num_tokens: int = 0
     num_sequences: int = 0
@@ -380,15 +384,15 @@ def token_weights(
     constant: int,
     counted: Sequence[np.ndarray] | None = None,
 ) -> list[np.ndarray]:
-    """Weight of each token in an update's loss; 0 where it is not trained on.
+    """Returns the weight of each token in an update's loss; 0 where a token is not trained on.
 
         token_mean      1 / tokens
         sequence_mean   1 / (sequences x tokens of the sequence)
         constant        1 / (sequences x `constant`)
 
-    `totals` are those of the whole update, before anything is rejected, so any split into micro-batches gives the same
-    loss and gradient. A sequence without a trained token adds 0 and still counts. `counted` marks the tokens of each
-    sequence that `sequence_mean` counts, if they are more than `masks`.
+    `totals` are those of the whole update before any token is rejected, so every split into micro-batches gives the
+    same loss and gradient. A sequence without a trained token adds 0 to the loss and still counts. `counted` marks the
+    tokens that `sequence_mean` counts in each sequence; None: those in `masks`.
     """
     sequences = max(totals.num_sequences, 1)
     match how:
@@ -405,7 +409,7 @@ def token_weights(
 
 @dataclass
 class StepAccumulator:
-    """Sums over micro-batches, and the metrics computed from them."""
+    """Accumulates sums over the micro-batches of a step, and computes the step's metrics from them."""
 
     loss: float = 0.0
     value_loss: float = 0.0
@@ -420,10 +424,12 @@ class StepAccumulator:
     audited: list[int] = field(default_factory=list)
     compared: list[SegmentFinding] = field(default_factory=list)
     buckets: np.ndarray = field(default_factory=lambda: np.zeros((6, len(BUCKET_NAMES))))
-    """Tokens, ρ, ρ², k3, clipped and kept ones, by bucket."""
+    """One column per staleness bucket; rows: number of tokens, sums of ρ, ρ² and k3, numbers of clipped and kept
+    tokens. ρ is explained in `losses`."""
 
     def add(self, tokens: Tokens, correction: Correction, clipped: Tensor | None, fresh: Tensor) -> None:
-        """Adds tokens. `fresh` is True where engine and trainer had the same weights."""
+        """Adds the tokens of a micro-batch. `fresh` is True where the engine sampled with the weights at the start of
+        the step; `clipped` is None for samples without a gradient."""
         mask = tokens.mask.to(torch.float32)
         log_importance = tokens.log_importance.detach()
         importance = log_importance.exp()

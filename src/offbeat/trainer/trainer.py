@@ -1,9 +1,9 @@
 """The training loop: claim a batch, train on it, publish the new version, commit.
 
-`Trainer._train` and `_make_step` show the order; the work is in the parts. A version is on disk before its commit makes
-it known, and a checkpoint holds only what the ledger does not: after a kill at any moment, a restart claims the same
-batch for the same step. A step that meets NaN or infinity, or fails otherwise, ends the run before the update, and a
-checkpoint holds the state before the step.
+`Trainer._train` and `_make_step` show the order; other modules do the work. A version is on disk before its commit
+makes it known, and a checkpoint holds only what the ledger does not. So after a kill at any moment, a restart claims
+the same batch for the same step. A step that meets NaN or infinity, or fails otherwise, ends the run; if it has made no
+update yet, a checkpoint saves the state before the step.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from offbeat.weights.version import Version
 log = logging.getLogger(__name__)
 
 MAX_CLAMPED_SHARE = 0.001
-"""Share of a step's tokens with a log-ratio beyond the clamp above which a warning is given: it is no accident."""
+"""Largest share of a step's tokens with a clamped log-ratio before a warning is logged; more cannot be chance."""
 REPORT_WITHIN_S = 60.0
-"""Longest wait for a coordinator to report a checkpoint to."""
+"""Longest time to try reporting a checkpoint to the coordinator."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class TrainerSettings:
     claim_within_s: float
     max_logprob_gap: float
     num_witnesses: int = 0
-    """Versions kept on disk for auditing older tokens."""
+    """Number of versions kept on disk for auditing older tokens."""
     claim_ahead: bool = False
-    """Whether to claim the next batch during training; useless if nothing is generated meanwhile."""
+    """Whether to claim the next batch during training; useless if workers generate nothing during training."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Resolved configuration, stored with the dump of a failed step."""
 
@@ -96,8 +96,8 @@ class Trainer:
         self._next_claim: asyncio.Future[Batch] | None = None
 
     async def start(self, *, from_scratch: bool = False) -> int:
-        """Takes over the run with the latest checkpoint, or with the initial model, and publishes it; returns its step.
-        `from_scratch` allows undoing everything that the run has trained; there must be no checkpoint then."""
+        """Takes over the run from the latest checkpoint, or from the initial model if there is none, and publishes
+        these weights; returns the step. `from_scratch` allows undoing all steps; there must be no checkpoint."""
         steps = self.checkpoints.steps()
         if steps and from_scratch:
             raise UserError(
@@ -147,7 +147,7 @@ class Trainer:
             crash_here("batch-claimed")
             report = await self._finish(self._make_step(batch), stop)
             async with self._between_steps(stop):
-                await self.on_step(report)  # before the checkpoint, after which a lost row would not be written again
+                await self.on_step(report)  # before the checkpoint, since the steps before one are not repeated
             if self.settings.checkpoint_every and self.step % self.settings.checkpoint_every == 0:
                 await self.save()
 
@@ -186,13 +186,13 @@ class Trainer:
         return StepReport(self.step - 1, batch, metrics, lr, self.weights.figures)
 
     async def _finish(self, step: Coroutine[Any, Any, StepReport], stop: asyncio.Event) -> StepReport:
-        """Awaits a step. If another part of the run fails meanwhile, the step is still finished and saved: its thread
-        cannot be stopped, and half a step is useless."""
+        """Awaits a step. If another part of the run fails meanwhile, the step is still finished and saved, because its
+        thread cannot be stopped and half a step is useless."""
         making = asyncio.ensure_future(step)
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
-            if stop.is_set():  # asked to stop twice
+            if stop.is_set():  # the user asked to stop twice
                 making.cancel()
                 raise
             while not making.done():
@@ -220,8 +220,8 @@ class Trainer:
     async def _stop_for(self, error: NotFinite, batch: Batch, lr: float) -> RunStopped:
         """Dumps the batch, saves the state before the step, and returns the error that ends the run.
 
-        After an update of the same step the policy is between two steps, and no checkpoint may hold it. If the dump or
-        the checkpoint fails too, as on a full disk, the run still stops with its first reason.
+        If the step has already made an update, the policy is between two steps and no checkpoint is saved. If the dump
+        or the checkpoint fails too, as on a full disk, the run still stops with `error` as its reason.
         """
         assert self.version is not None
         failed = FailedStep(self.step, error, batch, self.version, lr, dict(self.settings.config))
@@ -233,8 +233,8 @@ class Trainer:
         return RunStopped(failed.message(self.saved_step, self.checkpoints))
 
     async def _save_start_of_step(self) -> None:
-        """Saves the state before a step that failed without an update, and keeps all other checkpoints. Its own failure
-        is only logged: the run ends with its first reason."""
+        """Saves the state before a step that failed without an update, and keeps all older checkpoints. A failure to
+        save is only logged, so that the run ends with the step's error."""
         try:
             await self.save(keeps_all=True)
         except OffbeatError as problem:
@@ -242,28 +242,28 @@ class Trainer:
 
     @asynccontextmanager
     async def _between_steps(self, stop: asyncio.Event) -> AsyncIterator[None]:
-        """Saves a checkpoint if anything fails inside or elsewhere in the run."""
+        """Saves a checkpoint if the block raises, or is cancelled because another part of the run failed."""
         try:
             yield
         except (Exception, asyncio.CancelledError) as error:
-            if isinstance(error, Exception) or not stop.is_set():  # else asked to stop twice
+            if isinstance(error, Exception) or not stop.is_set():  # otherwise the user asked to stop twice
                 await self._save_undisturbed()
             raise
 
     async def _save_undisturbed(self) -> None:
-        """Saves, however often this is cancelled meanwhile: each failing part of the run cancels it once."""
+        """Saves a checkpoint and ignores cancellation meanwhile: each failing part of the run cancels this once."""
         saving = asyncio.ensure_future(self.save())
         while not saving.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.shield(saving)
 
     async def _claim_unless(self, stop: asyncio.Event) -> Batch | None:
-        """Claims the step's batch; None if `stop` is set first."""
+        """Claims the step's batch; returns None if `stop` is set first."""
         if stop.is_set():
             return None
         claim, self._next_claim = self._next_claim, None
         if claim is None or (claim.done() and isinstance(claim.exception(), DeadlineError)):
-            claim = self._claim(self.step)  # its deadline must not include the training time
+            claim = self._claim(self.step)  # a claim made ahead may have spent its deadline during training
         stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         waited: set[asyncio.Future[Any]] = {claim, stopped}
         try:
@@ -288,7 +288,7 @@ class Trainer:
         return version
 
     def _weights_of(self, number: int) -> Path | None:
-        """Weights file of an older version; None if it is not kept."""
+        """Returns the weights file of an older version; None if it is not kept."""
         return None if self._witnesses is None else self._witnesses.file(number)
 
     def _watch_gap(self, metrics: StepMetrics) -> None:
@@ -299,7 +299,7 @@ class Trainer:
 
     def _watch_clamp(self, metrics: StepMetrics) -> None:
         share, is_audited = metrics.clamped_share, self.settings.step.max_sample_gap is not None
-        if is_audited and share > MAX_CLAMPED_SHARE:  # the paced engine's tokens come from no weights
+        if is_audited and share > MAX_CLAMPED_SHARE:  # without audits (paced engine) tokens come from no weights
             log.warning("step %d: %.2g of the tokens have a log-ratio beyond the clamp", self.step, share)
             self.event("clamped", step=self.step, share=share, limit=MAX_CLAMPED_SHARE)
 

@@ -1,11 +1,11 @@
 """Assembles a version's whole file from a base and a chain of manifests, in one pass over the parts.
 
-Each part goes from the base through every delta of the chain into the new file, several parts at once. A part that the
-chain changes is hashed and compared with the last manifest; an unchanged one is copied by the file system, unread: the
-base was verified when it was made.
+Each part is read from the base, taken through every delta of the chain and written to the new file, several parts at
+a time. A part that the chain changes is hashed and compared with the last manifest. An unchanged part is copied by the
+file system without reading it: the base was verified when it was made.
 
-Guarantees: the file is in place whole, flushed and verified, or not at all; the base never changes; the same call again
-does the same. Memory holds a few parts, and the pieces that contain them.
+Guarantees: the file appears whole, flushed and verified, or not at all; the base never changes; repeating a call has
+the same result. Memory holds only a few parts and the pieces that contain them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GetPiece = Callable[[str], bytes | memoryview]
 
 
 class AssemblyStep(NamedTuple):
-    """The change of one manifest of the chain to a part."""
+    """How one manifest of the chain changes a part; `piece` is the digest of the piece with its bytes."""
 
     piece: str
     part: Part
@@ -49,16 +49,16 @@ class AssemblyStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """The assembly of one part of the new file."""
+    """Steps that make one part of the new file."""
 
     tensor: TensorEntry
     index: int
     target: int
-    """Its first byte in the new file."""
+    """Offset of the part's first byte in the new file."""
     origin: int | None
-    """Its first byte in the base; None: it does not depend on the base."""
+    """Offset of the part's first byte in the base; None: it does not depend on the base."""
     steps: list[AssemblyStep]
-    """In order; empty: the part equals the base's."""
+    """Changes to apply, in order; empty: the part equals the base's."""
 
     @property
     def num_bytes(self) -> int:
@@ -66,11 +66,13 @@ class Job:
 
 
 def assemble(chain: Sequence[Manifest], base: Path | None, piece: GetPiece, final: Path) -> None:
-    """Assembles the folder of the chain's last version from `base`, the folder of the version under its first.
+    """Assembles at `final` the folder of the chain's last version. `base` is the folder of the version that the first
+    manifest builds on; None if that one is full.
 
-    `base` is not hashed: the caller has verified it. `piece` is called once for each piece, from any thread; its result
-    is held while a part of it is needed, so a memory map is best. Raises `WeightsError`, with the version and the
-    tensor, where something contradicts a manifest. Errors of `piece` and OSError pass through.
+    `base` is not hashed: the caller has verified it. `piece` returns the bytes of a piece by digest. It is called once
+    for each piece, from any thread; its result is held until no part needs it, so a memory map is best. Raises
+    `WeightsError`, which names the version and the tensor, if something contradicts a manifest. Errors of `piece` and
+    OSError pass through.
     """
     _check_chain(chain, base)
     draft = final.with_name(f".{final.name}.draft")
@@ -87,7 +89,7 @@ def assemble(chain: Sequence[Manifest], base: Path | None, piece: GetPiece, fina
 
 
 def _fill(folder: Path, chain: Sequence[Manifest], base: Path | None, piece: GetPiece) -> list[Path]:
-    """Writes the files of the chain's last version into a new folder."""
+    """Writes the files of the chain's last version into a new folder; returns their paths."""
     version = chain[-1]
     if version.base is None or not isinstance(version.adapter, str):
         _assemble_file(chain, base, piece, folder / FILE_NAME)
@@ -134,7 +136,7 @@ def _assemble_file(
 
 
 def _plan(chain: Sequence[Manifest], places: dict[str, Stored], origins: dict[str, Stored]) -> Iterator[Job]:
-    """One job for every part of the last version's tensors, in order."""
+    """Yields one job for every part of the last version's tensors, in order."""
     tensors = [{entry.name: entry for entry in manifest.tensors} for manifest in chain]
     for tensor in chain[-1].tensors:
         for index in range(len(tensor.parts)):
@@ -167,7 +169,7 @@ def _unlike(version: Manifest, tensor: TensorEntry, where: str) -> WeightsError:
 
 
 class _Pieces:
-    """Pieces with parts that are still needed, each read once."""
+    """Holds each piece from its first use to its last, so that it is read only once."""
 
     def __init__(self, get: GetPiece, jobs: Sequence[Job]):
         self._get = get
@@ -176,7 +178,7 @@ class _Pieces:
         self._held: dict[str, memoryview] = {}
 
     def take(self, step: AssemblyStep) -> memoryview:
-        """The bytes of a part; called once for each step."""
+        """Returns the coded bytes for a step; must be called once for each step."""
         with self._locks[step.piece]:
             held = self._held.pop(step.piece, None)
             if held is None:
@@ -188,7 +190,7 @@ class _Pieces:
 
 
 def _write_part(number: int, old: BinaryIO | None, new: BinaryIO, pieces: _Pieces, job: Job) -> None:
-    """Writes one part of a new file, for version `number`."""
+    """Writes one part of the new file; `number` is the version's, for errors."""
     data, what = None, f"version {number}: tensor {job.tensor.name}: part {job.index}"
     if job.origin is not None:
         assert old is not None

@@ -1,15 +1,16 @@
-"""Codes a part of a tensor by what changed since its base: the smallest of same, sparse, shift and dense.
+"""Codes a part of a tensor as its changes since the base: the smallest of same, sparse, shift and dense.
 
-Training moves one weight in a hundred per step, and nearly always to a neighbouring value of its type. So a part is
-seen as integers, the bits of its elements, and
+A training step changes about one weight in a hundred, nearly always to a neighbouring value of its type. So elements
+are treated as integers, made of their bits:
 
-- `sparse` (types of two bytes) says where they changed and by how much;
-- `shift` (two and four bytes) says by how much each changed, modulo the type's range;
-- `dense` says what they are, and needs no base.
+- `same` stores nothing: the part equals the base's;
+- `sparse` (types of two bytes) stores the positions of changed elements, and the differences;
+- `shift` (types of two and four bytes) stores the difference of every element, modulo the type's range;
+- `dense` stores the elements themselves, and needs no base.
 
-Guarantees: decoding is integer arithmetic, so NaN, -0 and sign flips come out to the bit. `decode` takes memory and
-time in proportion to `num_bytes`, whatever the code claims, and raises `CodecError` where the code contradicts itself
-or the part. It cannot tell a wrong base or a plausible code from the right one: the caller checks the digest.
+Guarantees: decoding is integer arithmetic, so NaN, -0 and sign flips are restored bit by bit. `decode` takes memory and
+time in proportion to `num_bytes`, whatever the code claims, and raises `CodecError` if the code contradicts itself or
+the part. It cannot detect a wrong base or a wrong but well-formed code: the caller must check the digest.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ import zstandard
 from offbeat.errors import OffbeatError
 from offbeat.weights.manifest import ITEM_BYTES, Coding
 
-# Integers wider than a byte are laid out as planes, all first bytes before all second ones. Each plane, and any other
-# bytes, is a stream, compressed by zstd where that is smaller.
+# Integers wider than a byte are stored as planes: all first bytes, then all second bytes, and so on. Each plane, like
+# any other run of bytes, is a stream, compressed by zstd if that makes it smaller.
 
 HEADER = struct.Struct("<I")
-"""Twice a stream's stored length, plus 1 where it is compressed."""
+"""Header of a stream: twice its stored length, plus 1 if it is compressed."""
 ZSTD_PARAMETERS = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6)
-"""The streams are noise, and only Huffman codes help: with the usual 2^13 hashes, chance matches made the exponents of
-bf16 weights 8 % larger and took five times as long (measured on 8 MiB)."""
+"""A tiny hash table, because the streams are noise and only Huffman codes help. With the usual 2^13 entries, chance
+matches made the exponents of bf16 weights 8 % larger and took five times as long (measured on 8 MiB)."""
 MAX_WINDOW_BYTES = 1 << 24
 
 
 class CodecError(OffbeatError):
-    """Bytes that are no code of a part, or a part that has no such code."""
+    """Raised for bytes that are not a valid code, or for a part that cannot be coded as requested."""
 
 
 def items_of(data: np.ndarray, item_bytes: int) -> np.ndarray:
-    """Raw bytes as unsigned integers of `item_bytes`."""
+    """Views raw bytes as unsigned integers of `item_bytes` each."""
     return data.view(f"<u{item_bytes}")
 
 
@@ -50,7 +51,7 @@ def planes(items: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def joined(parts: list[np.ndarray]) -> np.ndarray:
-    """The integers that planes were made of."""
+    """Returns the integers whose planes are `parts`."""
     rows = np.empty((parts[0].size, len(parts)), np.uint8)
     for byte, plane in enumerate(parts):
         rows[:, byte] = plane
@@ -58,7 +59,7 @@ def joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def zigzag(differences: np.ndarray) -> np.ndarray:
-    """0, -1, 1, -2 ... as 0, 1, 2, 3 ...: small either way."""
+    """Maps 0, -1, 1, -2 ... to 0, 1, 2, 3 ..., so that small differences of either sign are small integers."""
     signed = differences.view(f"<i{differences.itemsize}")
     folded = signed >> (8 * differences.itemsize - 1)
     folded ^= signed << 1
@@ -82,7 +83,7 @@ def write_streams(streams: Iterable[np.ndarray]) -> bytes:
 
 
 class Streams:
-    """Reads what `write_streams` wrote."""
+    """Reads one by one the streams that `write_streams` wrote."""
 
     def __init__(self, view: memoryview):
         self.view, self.decompressor = view, zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
@@ -102,14 +103,14 @@ class Streams:
         return np.frombuffer(data, np.uint8)
 
     def next_planes(self, num_items: int, item_bytes: int) -> np.ndarray:
-        """As many streams as an integer has bytes, joined."""
+        """Reads the `item_bytes` planes of `num_items` integers and returns the integers."""
         return joined([self.next(num_items) for _ in range(item_bytes)])
 
     def _unpacked(self, stored: memoryview, num_bytes: int) -> bytes:
         if len(stored) >= num_bytes:
             raise CodecError(f"a compressed stream of {len(stored)} bytes for {num_bytes}")
         try:
-            if zstandard.frame_content_size(stored) != num_bytes:  # else zstd would allocate whatever is claimed
+            if zstandard.frame_content_size(stored) != num_bytes:  # else zstd allocates whatever is claimed
                 raise CodecError(f"a compressed stream that does not say it has {num_bytes} bytes")
             return self.decompressor.decompress(stored, allow_extra_data=False)
         except zstandard.ZstdError as error:
@@ -122,40 +123,42 @@ class Streams:
 
 # The sparse code: positions of changed elements of two bytes, and their differences.
 #
-# Positions rise, so they are coded as gaps. Gaps are stored without their low bits, which are noise and go apart, until
-# most fit a byte; bytes compress well. A difference is a bit for the sign, a bit for "by more than one", and the rest
-# of those few. Near zero floating point is so fine that an update moves every element, by many values. Where there are
-# many such elements the code names a limit, and every element whose base lies below it has no position.
+# Positions rise, so they are coded as gaps. The low bits of a gap are noise and are stored separately, as many as it
+# takes for most gaps to fit into a byte; bytes compress well. A difference is a sign bit, a bit for "larger than one",
+# and, for the few larger ones, the size. Near zero, floating-point values are so dense that an update moves every
+# element by many values. If there are many such elements, the code sets a limit: all elements whose base lies below it
+# are stored, without positions.
 
 SPARSE_HEADER = struct.Struct("<IIH")
-"""Number of changes with a position, bytes of their gaps, and the limit below which elements have none."""
+"""Number of changes with a position, bytes of their gaps, and the limit below which elements have no position."""
 MEAN_GAP_BITS = 6
-"""Bits that the mean gap keeps."""
+"""Bits that the mean gap keeps after its low bits are split off."""
 FILLER = 255
-"""A byte that means 255, continued by the next byte."""
+"""A byte that stands for 255, to which the next byte is added."""
 MANY_LARGER = 0.25
-"""The share of changes by more than one from which elements near zero are looked for. It is less where all weights have
-a normal spread; more, and most of it is near zero, where they were quantised, or where the learning rate is small."""
+"""Share of changes larger than one from which a limit is considered. Weights with a normal spread have fewer such
+changes. Quantised weights and small learning rates give more, most of them near zero."""
 NEAR_QUANTILE = 0.75
-"""Quantile of the bases of those changes at which the limit is. Few elements below it stay unchanged."""
+"""The limit is this quantile of the bases of the larger changes; few elements below it stay unchanged."""
 MIN_NEAR_CHANGED = 0.6
-"""Least share of changed elements below the limit; with fewer there is no limit."""
+"""Smallest share of changed elements below the limit; with a smaller share, no limit is used."""
 SIZE_BITS = 0x7FFF
+"""All bits of an element but its sign."""
 
 
 class SparseChanges(NamedTuple):
-    """Differences between a part and its base, for types of two bytes."""
+    """Changed elements of a part, for types of two bytes."""
 
     positions: np.ndarray
-    """Indices of changed elements, rising, int64."""
+    """Indices of the changed elements in rising order, int64."""
     differences: np.ndarray
-    """Differences of their bits, modulo 65536 and never 0, uint16."""
+    """New bits minus old bits of each changed element, modulo 65536 and never 0, uint16."""
 
 
 def encode_sparse(changes: SparseChanges, new: np.ndarray, old: np.ndarray) -> bytes:
-    """Codes at least one change between raw bytes."""
+    """Codes `changes`, of which there is at least one, between the raw bytes `old` and `new`."""
     new_items, old_items = items_of(new, 2), items_of(old, 2)
-    sizes = np.abs(changes.differences.view("<i2")).view("<u2")  # of -32768, too: it is its own opposite
+    sizes = np.abs(changes.differences.view("<i2")).view("<u2")  # right for -32768 too, whose abs() overflows to itself
     limit = _limit(changes, sizes, old_items)
     near = _near(old_items, limit)
     if limit:
@@ -203,7 +206,7 @@ def decode_sparse(view: memoryview, old: np.ndarray) -> np.ndarray:
         raise CodecError(f"a change at element {positions[-1]} of {num_items}")
     differences = np.ones(count, "<u2")
     differences[larger] = rest + np.uint16(2)
-    differences ^= -negative  # which is all ones where the sign is set: the opposite, less one
+    differences ^= -negative  # -negative is all ones for a negative difference: xor, then adding 1, negates it
     differences += negative
     new = old.copy()
     items = items_of(new, 2)
@@ -213,7 +216,7 @@ def decode_sparse(view: memoryview, old: np.ndarray) -> np.ndarray:
 
 
 def _limit(changes: SparseChanges, sizes: np.ndarray, old_items: np.ndarray) -> int:
-    """Size of the base's bits below which elements have no position; 0: all have."""
+    """Returns the limit: elements whose base is below it, sign aside, are stored without positions; 0: no limit."""
     larger = changes.positions[sizes > 1]
     if larger.size < MANY_LARGER * sizes.size:
         return 0
@@ -223,17 +226,17 @@ def _limit(changes: SparseChanges, sizes: np.ndarray, old_items: np.ndarray) -> 
 
 
 def _near(old_items: np.ndarray, limit: int) -> np.ndarray:
-    """Indices of elements whose bases lie below the limit."""
+    """Returns the indices of elements whose base lies below the limit."""
     return np.flatnonzero(old_items & SIZE_BITS < limit) if limit else np.empty(0, np.int64)
 
 
 def _num_low_bits(count: int, num_items: int) -> int:
-    """Low bits split off each gap; follows from the number of changes, which both sides know."""
+    """Returns how many low bits are split off each gap. Encoder and decoder derive it from the number of changes."""
     return max(0, (num_items // max(count, 1)).bit_length() - MEAN_GAP_BITS)
 
 
 def _gaps(positions: np.ndarray) -> np.ndarray:
-    """Number of elements between each position and the one before it."""
+    """Returns the number of elements between each position and the one before it."""
     gaps = np.empty(positions.size, np.int32)
     gaps[:1] = positions[:1]
     np.subtract(positions[1:], positions[:-1], out=gaps[1:], casting="same_kind")
@@ -250,7 +253,7 @@ def _positions(high: np.ndarray, low: np.ndarray, num_low_bits: int, count: int)
 
 
 def _with_fillers(gaps: np.ndarray) -> np.ndarray:
-    """Gaps as bytes; one of 255 or more follows as many fillers as it needs."""
+    """Codes gaps as bytes; a gap of 255 or more is preceded by a `FILLER` for each 255 in it."""
     wide = np.flatnonzero(gaps >= FILLER)
     if not wide.size:
         return gaps.astype(np.uint8)
@@ -267,7 +270,7 @@ def _with_fillers(gaps: np.ndarray) -> np.ndarray:
 
 
 def _without_fillers(high: np.ndarray, count: int) -> np.ndarray:
-    """The running sums of the gaps."""
+    """Returns the running sums of the gaps that `_with_fillers` coded."""
     sums = np.cumsum(high, dtype=np.int64)
     ends = high != FILLER
     if np.count_nonzero(ends) != count or not ends[-1:].all():
@@ -276,7 +279,7 @@ def _without_fillers(high: np.ndarray, count: int) -> np.ndarray:
 
 
 def _pack_low_bits(gaps: np.ndarray, num_low_bits: int) -> np.ndarray:
-    """The lowest bits of every gap, all first bits before all second ones."""
+    """Packs the low bits of all gaps: every gap's lowest bit, then every gap's second lowest, and so on."""
     return np.packbits(np.concatenate([(gaps >> bit) & 1 for bit in range(num_low_bits)] or [gaps[:0]]).astype(bool))
 
 
@@ -289,15 +292,16 @@ def _unpack_low_bits(packed: np.ndarray, num_low_bits: int, count: int) -> np.nd
 
 
 SPARSE_BELOW = 0.5
-"""The share of changed elements from which `shift` is no larger on updates with a normal spread, and quicker."""
+"""Share of changed elements above which `sparse` is not tried: with normally spread updates `shift` is no larger by
+then, and faster."""
 SURE_SHARE = 0.25
-"""Share of the raw bytes below which a sparse code is used without trying others: no dense code is that small."""
+"""A sparse code of at most this share of the raw bytes is used without trying others: no dense code is so small."""
 BLOCK_ITEMS = 1 << 17
-"""Compared in one go: few enough to stay in a core's cache until their changes are read. It saved up to a third of the
-time on two busy cores (measured at 1 % changed)."""
+"""Elements compared at a time: few enough to stay in a core's cache until their changes are read. This saved up to a
+third of the time on two busy cores (measured with 1 % of elements changed)."""
 SAMPLE_ITEMS, NUM_SAMPLES = 8192, 4
 RAW, PLANES = b"\0", b"\1"
-"""First byte of a dense code."""
+"""First byte of a dense code: raw bytes follow, or planes."""
 
 
 def find_changes(new: np.ndarray, old: np.ndarray, dtype: str) -> SparseChanges:
@@ -311,7 +315,8 @@ def find_changes(new: np.ndarray, old: np.ndarray, dtype: str) -> SparseChanges:
 def encode(
     new: np.ndarray, old: np.ndarray | None, dtype: str, changes: SparseChanges | None = None
 ) -> tuple[Coding, bytes]:
-    """The smallest code of a part's raw bytes, against the base `old` if there is one; `changes` if they are known."""
+    """Returns the smallest code of a part's raw bytes `new`. `old` is the same part of the base, None without a base;
+    `changes` are the changes between them, None if not yet known."""
     item_bytes = ITEM_BYTES[dtype]
     if old is None:
         return Coding.DENSE, _encode_dense(new, item_bytes)
@@ -325,7 +330,7 @@ def encode(
 
 
 def decode(coding: Coding, data: Any, old: np.ndarray | None, num_bytes: int, dtype: str) -> np.ndarray:
-    """The raw bytes of a part of `num_bytes`; `old` itself, where nothing changed."""
+    """Returns the `num_bytes` raw bytes of a part. `old` is the same part of the base; `same` returns `old` itself."""
     item_bytes = ITEM_BYTES[dtype]
     view = memoryview(data)
     if num_bytes % item_bytes:
@@ -359,7 +364,7 @@ def _encode_pairs(new: np.ndarray, old: np.ndarray, changes: SparseChanges | Non
 
 
 def _find_changes(new: np.ndarray, old: np.ndarray, most: int) -> SparseChanges | None:
-    """All changes; None where there are more than `most`."""
+    """Returns all changes, or None if there are more than `most`."""
     new_items, old_items = items_of(new, 2), items_of(old, 2)
     positions, differences, count = [np.empty(0, np.int64)], [np.empty(0, np.uint16)], 0
     for start in range(0, new_items.size, BLOCK_ITEMS):
@@ -375,7 +380,7 @@ def _find_changes(new: np.ndarray, old: np.ndarray, most: int) -> SparseChanges 
 
 
 def _encode_whole(new: np.ndarray, old: np.ndarray, item_bytes: int) -> tuple[Coding, bytes]:
-    """Codes by shift or densely, as a sample decides."""
+    """Codes as `shift` or `dense`, whichever is smaller on a sample of the elements."""
     if item_bytes not in (2, 4):
         return Coding.DENSE, _encode_dense(new, item_bytes)
     new_items, old_items = items_of(new, item_bytes), items_of(old, item_bytes)
@@ -389,7 +394,7 @@ def _encode_whole(new: np.ndarray, old: np.ndarray, item_bytes: int) -> tuple[Co
 
 
 def _sample(items: np.ndarray) -> np.ndarray:
-    """A few runs of neighbours, evenly spread; all of a small part."""
+    """Returns a few evenly spread runs of neighbouring elements, or all elements of a small part."""
     if items.size <= SAMPLE_ITEMS * NUM_SAMPLES:
         return items
     starts = np.linspace(0, items.size - SAMPLE_ITEMS, NUM_SAMPLES, dtype=np.int64)

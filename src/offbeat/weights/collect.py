@@ -1,12 +1,12 @@
 """Garbage collection of a piece store.
 
-Kept are the versions in use (leases, untrained trajectories, checkpoints), the newest, and all their bases. Pieces are
-put before the manifest that names them, so a piece without a manifest may belong to a version that is just being
-published. Its time decides: a piece that a dropped manifest names was put before that manifest, unless it was put again
-since; then, and for a piece that no manifest has ever named, its age decides, and it is spared for a day.
+Keeps the versions in use (by leases, untrained trajectories and checkpoints), the newest version, and all their bases.
+Pieces are put before the manifest that names them, so a piece without a manifest may belong to a version that is being
+published. A piece is deleted with the last manifest that names it, unless it was put again after that manifest. Such a
+piece, and one that no manifest has ever named, is kept for a day.
 
-Guarantees: nothing that a kept version needs is deleted, nor a manifest that is not ours, nor its pieces; pieces go
-before the manifests that name them, so that the next collection finds what a crash left.
+Guarantees: nothing that a kept version needs is deleted, nor are manifests of untrusted keys and their pieces. Pieces
+are deleted before the manifests that name them, so that the next collection finds what a crash left.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from offbeat.weights.piece_store import Entry, PieceDamaged, PieceMissing, Piece
 log = logging.getLogger(__name__)
 
 EVERY = 10
-"""Versions from one collection to the next: each reads all manifests."""
+"""Versions from one collection to the next. Collections are rare because each one reads all manifests."""
 SPARED_S = 24 * 3600.0
-"""Longer than any publication takes; half-published versions are rare, so their pieces may stay for a day."""
+"""Time for which pieces without a manifest are kept: longer than any publication takes. Half-published versions are
+rare, so keeping their pieces for a day costs little."""
 
 
 def collect(
     store: PieceStore, in_use: Collection[int], decode: Callable[[bytes], Manifest], spared_s: float = SPARED_S
 ) -> None:
-    """Deletes unneeded pieces and manifests; `decode` opens a sealed manifest, or raises `ManifestError`."""
-    times = store.times()  # first of all: later puts are not considered
+    """Deletes pieces and manifests that no longer serve a purpose. `in_use` are the versions in use; `decode` opens a
+    sealed manifest, or raises `ManifestError` if it is not ours."""
+    times = store.times()  # first, so that anything put later is left alone
     found = _read(store, times, decode)
     by_number: dict[int, list[Manifest | None]] = {number: [None] for number in found.unreadable}
-    for (number, _), manifest in found.ours.items():  # a number may be there twice: two trainers published it
+    for (number, _), manifest in found.ours.items():  # two trainers may have published the same number
         by_number.setdefault(number, []).append(manifest)
     kept = _numbers(by_number, in_use)
     dropped = {entry: manifest for entry, manifest in found.ours.items() if entry[0] not in kept}
@@ -44,7 +46,7 @@ def collect(
         for manifest in [*(found.ours[entry] for entry in found.ours.keys() - dropped.keys()), *found.foreign]
         for piece in manifest.pieces
     }
-    before_s = -math.inf if found.unreadable else time.time() - spared_s  # it may name any piece
+    before_s = -math.inf if found.unreadable else time.time() - spared_s  # an unreadable manifest may name any piece
     unneeded = [piece for piece in _droppable(dropped, times, before_s) if piece not in wanted]
     store.delete(unneeded, dropped.keys())
     store.sweep(spared_s)
@@ -55,8 +57,9 @@ class _Manifests(NamedTuple):
 
     ours: dict[Entry, Manifest]
     foreign: list[Manifest]
-    """Not trusted; but another run may use the same store by mistake, and need them."""
+    """Manifests of untrusted keys: another run may use the same store by mistake, and need them."""
     unreadable: set[int]
+    """Numbers of the versions with a manifest that cannot be read."""
 
 
 def _read(store: PieceStore, times: Times, decode: Callable[[bytes], Manifest]) -> _Manifests:
@@ -66,7 +69,7 @@ def _read(store: PieceStore, times: Times, decode: Callable[[bytes], Manifest]) 
             sealed = store.get_manifest(*entry)
             found.ours[entry] = decode(sealed)
         except PieceMissing:
-            continue  # another collection runs
+            continue  # deleted by another collection
         except PieceDamaged as error:
             log.warning("version %d cannot be collected, nor anything that it may need: %s", entry[0], error)
             found.unreadable.add(entry[0])
@@ -80,7 +83,8 @@ def _read(store: PieceStore, times: Times, decode: Callable[[bytes], Manifest]) 
 
 
 def _numbers(manifests: Mapping[int, Sequence[Manifest | None]], in_use: Collection[int]) -> set[int]:
-    """The versions in use, the newest, and all their bases. None stands for an unreadable manifest."""
+    """Returns the versions in use, the newest, and all their bases. In `manifests`, by number, None stands for an
+    unreadable one."""
     readable = [number for number, found in manifests.items() if any(found)]
     ahead = {*in_use, max(manifests, default=0), max(readable, default=0)}
     kept: set[int] = set()
@@ -98,13 +102,13 @@ def _numbers(manifests: Mapping[int, Sequence[Manifest | None]], in_use: Collect
 
 
 def _is_anchor_delta(manifest: Manifest, others: Sequence[Manifest | None]) -> bool:
-    """Whether it is the delta manifest of an anchor: receivers without its base use the anchor."""
+    """Returns whether a manifest is an anchor's delta, whose base need not be kept: receivers can use the anchor."""
     deltas = {other.delta for other in others if other is not None and other.delta is not None}
     return bool(deltas) and manifest_digest(manifest.encode()) in deltas
 
 
 def _droppable(dropped: Mapping[Entry, Manifest], times: Times, before_s: float) -> list[str]:
-    """Pieces not put since the last dropped manifest that names them, or since `before_s`."""
+    """Returns the pieces last put before `before_s`, or before the latest of the dropped manifests that name them."""
     named_s: dict[str, float] = {}
     for entry, manifest in dropped.items():
         for piece in manifest.pieces:

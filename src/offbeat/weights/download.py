@@ -1,8 +1,8 @@
 """Downloads manifests and pieces, checks them, and keeps them for this worker and its peers.
 
-A manifest is accepted if a trusted key signed it and it is the requested one; a piece if its digest is its name. A
-partial download lies beside its final path, and the next attempt resumes it. Pieces of an earlier process are hashed
-once before they are used.
+A manifest is accepted if it is the requested one and a trusted key signed it; a piece, if its bytes match its name. A
+partial download is kept beside its final path, and the next attempt resumes it. Pieces from an earlier process are
+hashed before they are used.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ SLICE_BYTES = 4 * 1024 * 1024
 
 
 class Sources(Protocol):
-    """A source of published versions: the coordinator, a store, peers. None is trusted: manifests are signed, pieces
-    named by their digests. `PieceMissing` means gone for good; any other error may be temporary."""
+    """A source of published versions: the coordinator, a store or peers. Sources are not trusted: manifests are signed,
+    and pieces named by their digests. `PieceMissing` means gone for good; any other error may be temporary."""
 
     async def manifest(self, number: int, digest: str) -> bytes:
-        """A sealed manifest by its digest; "": by the version's number alone."""
+        """Returns the sealed manifest with a digest, or, if `digest` is "", one of the version with this number."""
 
     async def piece(self, digest: str, num_bytes: int, into: Path) -> None:
-        """Downloads a piece into a file, resuming from what is there."""
+        """Downloads a piece into the file `into`; resumes if part of it is there."""
 
 
 class StoreSources:
-    """A store that this machine reaches itself: a shared folder, a bucket."""
+    """A store that this machine can read directly, such as a shared folder or a bucket."""
 
     def __init__(self, store: PieceStore):
         self._store = store
@@ -56,20 +56,20 @@ class StoreSources:
         found = sorted(entry for entry in self._store.list_manifests() if entry[0] == number)
         if not found:
             raise PieceMissing(f"version {number}: no manifest in the store")
-        # Two trainers may have published the same number. The caller knows the right one, and repeats the call.
+        # Two trainers may have published the same number. The caller repeats the call until it gets the right one.
         entry = self._anchor_deltas_last(found)[self._num_asked[number] % len(found)]
         self._num_asked[number] += 1
         return self._store.get_manifest(*entry)
 
     def _anchor_deltas_last(self, entries: list[Entry]) -> list[Entry]:
-        """Puts an anchor's delta manifest last: its base may have been collected."""
+        """Sorts the delta manifests of anchors last, because their bases may have been deleted."""
         deltas = {self._delta_of(entry) for entry in entries} if len(entries) > 1 else set()
         return sorted(entries, key=lambda entry: entry[1] in deltas)
 
     def _delta_of(self, entry: Entry) -> str | None:
         try:
             return Manifest.decode(self._store.get_manifest(*entry).partition(b"\n")[0]).delta
-        except (ManifestError, PieceMissing, PieceDamaged):  # the caller will meet it
+        except (ManifestError, PieceMissing, PieceDamaged):  # the caller will meet the same error
             return None
 
     async def piece(self, digest: str, num_bytes: int, into: Path) -> None:
@@ -78,10 +78,10 @@ class StoreSources:
     def _piece(self, digest: str, num_bytes: int, into: Path) -> None:
         have = into.stat().st_size if into.exists() else 0
         with open(into, "ab" if have <= num_bytes else "wb") as file:
-            while (at := file.tell()) < num_bytes:  # in slices: waiting peers see the progress
+            while (at := file.tell()) < num_bytes:  # in slices, so that waiting peers see progress
                 data = self._store.get(digest, at, min(at + SLICE_BYTES, num_bytes))
                 if not data:
-                    return  # too short, which its digest will show
+                    return  # too short, which the check of its digest finds
                 file.write(data)
                 file.flush()
 
@@ -89,27 +89,27 @@ class StoreSources:
 log = logging.getLogger(__name__)
 
 NUM_PARALLEL = 4
-"""Pieces in flight: enough to fill a line with a long round trip, few enough to hold in memory."""
+"""Pieces in flight: enough to fill a line with a long round trip, few enough for memory."""
 MAX_ATTEMPTS = 3
-"""Downloads of something that arrives whole but wrong: after that, the network is not to blame."""
+"""Attempts to download content that arrives whole but wrong; after these, the network is not the cause."""
 
 
 class PieceDownloader:
-    """Manifests and pieces of one worker. Its store is a folder that no other worker writes to."""
+    """Downloads manifests and pieces for one worker. Its store is a folder that no other worker writes to."""
 
     def __init__(self, folder: Path, sources: Sources, trusted: Collection[str], arrived: Callable[[], None]):
-        """`arrived` is called after each addition to the store."""
+        """`trusted` are the keys whose manifests are accepted; `arrived` is called after each addition to the store."""
         self.store = FolderStore(folder)
         self._sources, self._trusted, self._arrived = sources, trusted, arrived
         self._known: dict[Entry, Manifest] | None = None
         self.expected: set[str] = set()
-        """Pieces being downloaded or about to be: a peer that asks for one may wait for it."""
+        """Digests of pieces being downloaded or about to be; a peer that asks for one of them may wait for it."""
 
     def expects(self, digest: str) -> bool:
         return digest in self.expected
 
     async def manifest(self, number: int, version_digest: str, digest: str = "") -> Manifest:
-        """A version's manifest, by its own digest where that is known."""
+        """Returns a version's manifest, from this disk or a source; `digest` is the manifest's own, "" if unknown."""
         here = [
             found
             for entry, found in (await in_thread(self.known)).items()
@@ -135,7 +135,7 @@ class PieceDownloader:
         raise AssertionError("the last attempt returns or raises")
 
     async def pieces(self, chain: Sequence[Manifest]) -> Counter[str]:
-        """Downloads the missing pieces of some versions; returns the bytes downloaded, by kind of version."""
+        """Downloads the missing pieces of the manifests in `chain`; returns the bytes, by kind of manifest."""
         wanted = {piece.digest: (piece, manifest) for manifest in chain for piece in manifest.pieces}
         missing = await in_thread(lambda: [entry for entry in wanted.values() if not self._has(entry[0])])
         self.expected = {piece.digest for piece, _ in missing}
@@ -145,7 +145,7 @@ class PieceDownloader:
         async def download() -> None:
             for piece, manifest in waiting:
                 fetched = await self._piece(piece, manifest.number)
-                num_bytes[manifest.kind.value] += fetched  # not in one line with the await: others add meanwhile
+                num_bytes[manifest.kind.value] += fetched  # not `+= await`: tasks overlap
                 self.expected.discard(piece.digest)
                 self._arrived()
 
@@ -155,7 +155,7 @@ class PieceDownloader:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)  # none may still write when the next attempt begins
+            await asyncio.wait(tasks)  # none may still write at the next attempt
             self.expected = set()
         return num_bytes
 
@@ -166,7 +166,7 @@ class PieceDownloader:
             have = part.stat().st_size if part.exists() else 0
             try:
                 await self._sources.piece(piece.digest, piece.num_bytes, part)
-            except (PieceMissing, PieceDamaged) as error:  # at the source, where a retry is of no use
+            except (PieceMissing, PieceDamaged) as error:  # the source lacks it, so a retry is useless
                 raise type(error)(f"version {number}: {error}") from error
             num_bytes += max(part.stat().st_size - have, 0)
             if await in_thread(self._put_in_place, part, piece):
@@ -175,12 +175,12 @@ class PieceDownloader:
         raise PieceDamaged(f"version {number}: piece {piece.digest} arrived damaged {MAX_ATTEMPTS} times")
 
     def num_bytes_arrived(self) -> int:
-        """Bytes of unfinished downloads; finished ones count no more, so that any change means progress."""
+        """Returns a number that changes as downloads progress: bytes of unfinished pieces, less their count."""
         sizes = 0
         for digest in list(self.expected):
             with suppress(FileNotFoundError):
                 sizes += self._part(digest).stat().st_size
-        return sizes - len(self.expected)  # a piece that came whole between two calls shows, too
+        return sizes - len(self.expected)  # shows pieces that arrive whole between two calls
 
     def _part(self, digest: str) -> Path:
         return self._path_of(digest).with_suffix(".part")
@@ -189,7 +189,7 @@ class PieceDownloader:
         return self.store.folder / piece_path(digest)
 
     def _put_in_place(self, part: Path, piece: PieceEntry) -> bool:
-        """Renames a piece if its digest is right, and deletes it otherwise."""
+        """Returns whether a downloaded piece has the right digest; renames it if so, and otherwise deletes it."""
         if not _is(part.read_bytes(), piece):
             part.unlink()
             return False
@@ -199,7 +199,7 @@ class PieceDownloader:
         return True
 
     def _has(self, piece: PieceEntry) -> bool:
-        """Whether an intact piece is here."""
+        """Returns whether the piece is here, intact; deletes a damaged one."""
         try:
             return _is(self.store.get(piece.digest), piece)
         except PieceMissing:
@@ -209,37 +209,38 @@ class PieceDownloader:
             return False
 
     def read(self, digest: str) -> memoryview:
-        """A downloaded piece, mapped for as long as the view is held."""
+        """Maps a downloaded piece into memory for as long as the view is held."""
         with open(self._path_of(digest), "rb") as file:
             if not os.fstat(file.fileno()).st_size:
-                return memoryview(b"")  # which cannot be mapped
+                return memoryview(b"")  # an empty file cannot be mapped
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
     def known(self) -> dict[Entry, Manifest]:
-        """The manifests on this machine, by number and digest; read from disk once."""
+        """Returns the trusted manifests on this disk, by number and digest. Read once; others are deleted."""
         if self._known is None:
             self._known = {}
             for entry in self.store.list_manifests():
                 try:
                     data = open_sealed(self.store.get_manifest(*entry), self._trusted)
                     self._known[entry] = _check(data, entry[0], None, entry[1])
-                except (ManifestError, PieceMissing, PieceDamaged):  # of another trainer, or damaged
+                except (ManifestError, PieceMissing, PieceDamaged):  # from another trainer, or damaged
                     self.store.delete([], [entry])
         return self._known
 
     def forget(self, manifests: Collection[Entry]) -> None:
-        """Deletes manifests, and every piece that no other one names."""
+        """Deletes these manifests, every piece that no other manifest names, and unfinished downloads."""
         for entry in manifests:
             self.known().pop(entry, None)
         wanted = {piece.digest for found in self.known().values() for piece in found.pieces}
         self.store.delete([digest for digest in self.store.list_pieces() if digest not in wanted], list(manifests))
         self.store.sweep(0.0)
-        for part in self.store.folder.glob("pieces/*/*.part"):  # of versions that were given up
+        for part in self.store.folder.glob("pieces/*/*.part"):  # left from versions that were given up
             part.unlink(missing_ok=True)
 
 
 def _check(data: bytes, number: int, version_digest: str | None, digest: str) -> Manifest:
-    """Decodes a manifest; raises unless it is the requested one."""
+    """Decodes a manifest; raises `ManifestError` unless it is the requested one. `version_digest` None, or `digest` "",
+    matches any."""
     if digest and manifest_digest(data) != digest:
         raise ManifestError(f"version {number}: the manifest is {manifest_digest(data)[:12]}, not {digest[:12]}")
     found = Manifest.decode(data)

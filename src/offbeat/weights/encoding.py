@@ -1,7 +1,8 @@
-"""Codes the parts of a model's tensors against those of a base, and packs the codes into pieces.
+"""Codes the parts of a model's tensors against the parts of a base, and packs the codes into pieces.
 
-A part is read once: compared with its base's, checked for NaN and infinity, hashed, coded and written to the whole
-file, all by one thread while it is in the cache. A part equal to its base's is not hashed: its digest is known.
+A part is read once: one thread compares it with the base's part, checks it for NaN and infinity, hashes it, codes it
+and writes it to the whole file, all while it is in the cache. A part equal to the base's is not hashed, because its
+digest is known.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from offbeat.weights.signing import open_sealed
 from offbeat.weights.version import DTYPES, FILE_NAME, PIECE_BYTES, WeightFolder, WeightsError, open_file_digest
 
 DEVICE_BLOCK_ITEMS = 1 << 26
-"""Compared in one go: 64 MiB of marks on the device, however large the tensor is."""
+"""Elements compared at a time: bounds the result of the comparison to 64 MiB of device memory."""
 
 
 @torch.no_grad()
 def find_changes_on_device(new: Tensor, old: Tensor) -> SparseChanges:
-    """The changes between two tensors of one shape and one type of two bytes, found on their own device; equal, bit for
-    bit, to `offbeat.weights.codec.find_changes`."""
+    """Finds the changes between two tensors of the same shape and two-byte type on their device; the result equals that
+    of `offbeat.weights.codec.find_changes` bit by bit."""
     assert (new.dtype, new.shape, new.element_size()) == (old.dtype, old.shape, 2)
     new_bits, old_bits = _bits(new), _bits(old)
     found = [_find(new_bits, old_bits, start) for start in range(0, new_bits.numel(), DEVICE_BLOCK_ITEMS)]
@@ -56,14 +57,14 @@ DOUBLED_LIMITS = {
     **{"BF16": 0xFF00, "F16": 0xF800, "F32": 0xFF00_0000, "F64": 0xFFE0 << 48},
     **{"F8_E5M2": 0xF8, "F8_E4M3": 0xFE},
 }
-"""By safetensors type: the bits of its smallest infinity, or NaN where it has none, without the sign and shifted left
-by one. Bits below it are finite."""
+"""Smallest bits that are not finite, by safetensors type: those of infinity, or of NaN if the type has no infinity,
+shifted left by one to drop the sign. Smaller bits are finite."""
 BLOCK_ITEMS = 1 << 16
-"""Checked together, so that intermediate results stay in the cache."""
+"""Elements checked at a time: few enough for intermediate results to stay in the cache."""
 
 
 def is_finite(data: np.ndarray, dtype: str) -> bool:
-    """Whether no element is NaN or infinite; `data` are raw bytes."""
+    """Returns whether no element is NaN or infinite; `data` holds raw bytes."""
     limit = DOUBLED_LIMITS.get(dtype)
     if limit is None:
         return True
@@ -75,13 +76,13 @@ def is_finite(data: np.ndarray, dtype: str) -> bool:
 
 
 PACK_BYTES = 4 * 1024 * 1024
-"""Approximate size of a piece, the unit of fetching and relaying."""
+"""Approximate size of a piece, the unit that workers fetch and relay."""
 NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class BaseTensor:
-    """A tensor of the base, to compare with."""
+    """A tensor of the base: its file, its offset there and its entry in the manifest."""
 
     file: BinaryIO
     start: int
@@ -94,12 +95,13 @@ class RawPart(NamedTuple):
     name: str
     dtype: str
     position: int
-    """Index among the tensor's parts."""
+    """Index of the part in its tensor."""
     data: Tensor
-    """Its raw bytes, on the tensor's device."""
+    """Raw bytes of the part, on the tensor's device."""
     target: int
-    """Its first byte in the whole file."""
+    """Offset of the part's first byte in the whole file."""
     old: BaseTensor | None
+    """The base's tensor; None: code without a base."""
 
 
 class EncodedPart(NamedTuple):
@@ -114,7 +116,7 @@ class EncodedPart(NamedTuple):
 
 
 def dtype_name(name: str, tensor: Tensor) -> str:
-    """The safetensors name of a tensor's type."""
+    """Returns the safetensors name of a tensor's type; `name` is the tensor's, for errors."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in NAMES:
         raise WeightsError(f"tensor {name} has dtype {dtype}; known are {', '.join(NAMES)}")
@@ -124,7 +126,8 @@ def dtype_name(name: str, tensor: Tensor) -> str:
 def cut(
     tensors: Mapping[str, Tensor], places: Mapping[str, Stored], olds: Mapping[str, BaseTensor]
 ) -> Iterator[RawPart]:
-    """All parts, by tensors' names and in order; copies only tensors that are not contiguous."""
+    """Yields all parts, sorted by tensor name; copies only tensors that are not contiguous. `olds` are the base's
+    tensors."""
     for name in sorted(tensors):
         data = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
         for position, start in enumerate(range(0, max(len(data), 1), PIECE_BYTES)):
@@ -133,7 +136,8 @@ def cut(
 
 
 class Coder:
-    """Codes parts and writes them to the whole file, if there is one; thread-safe."""
+    """Codes parts and writes them to `file` unless it is None. Without `with_codes`, parts without a base get no code.
+    Thread-safe."""
 
     def __init__(self, file: BinaryIO | None, with_codes: bool):
         self.file, self.with_codes = file, with_codes
@@ -152,7 +156,7 @@ class Coder:
             write_at(self.file, part.target, new)
         if base is not None and coding is Coding.SAME:
             return EncodedPart(part.name, coding, base.entry.parts[part.position].digest, data, num_items, 0)
-        if not is_finite(changed, part.dtype):  # the others were finite when the base was published
+        if not is_finite(changed, part.dtype):  # the others were finite in the base
             raise WeightsError(
                 f"tensor {part.name} holds NaN or infinity; resume from the last checkpoint with a smaller optimizer.lr"
             )
@@ -161,15 +165,15 @@ class Coder:
 
 
 def _on_host(data: Tensor) -> np.ndarray:
-    """The bytes themselves, or a copy of those on a device."""
+    """Returns the same bytes if they are in host memory, else a copy."""
     if not data.is_cuda:
         return data.cpu().numpy()
-    host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)  # several times as fast as other memory
+    host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)  # faster than pageable memory
     return host.copy_(data).numpy()
 
 
 def _changes(part: RawPart, new: np.ndarray, old: np.ndarray) -> SparseChanges | None:
-    """The changes of a part, found on its device; None for types other than of two bytes."""
+    """Finds the changes of a part, on its device; None if its type does not have two bytes."""
     if ITEM_BYTES[part.dtype] != 2:
         return None
     if part.data.is_cuda:
@@ -179,7 +183,7 @@ def _changes(part: RawPart, new: np.ndarray, old: np.ndarray) -> SparseChanges |
 
 
 def _changed(new: np.ndarray, old: np.ndarray, dtype: str, changes: SparseChanges | None) -> np.ndarray:
-    """The raw bytes of the changed elements."""
+    """Returns the raw bytes of the changed elements."""
     items = new.view(f"<u{ITEM_BYTES[dtype]}")
     found = items[items != old.view(items.dtype)] if changes is None else items.take(changes.positions)
     return found.view(np.uint8)
@@ -191,12 +195,12 @@ class Packing:
     def __init__(self) -> None:
         self.parts: dict[str, list[Part]] = {}
         self.pieces: list[PieceEntry] = []
-        """The packed pieces; set by the caller, who stores them."""
+        """Digests and sizes of the packed pieces; set by the caller, who stores them."""
         self.num_bytes: dict[Coding, int] = dict.fromkeys(Coding, 0)
         self.num_items = self.num_changed = 0
 
     def pack(self, coded: Iterable[EncodedPart]) -> Iterator[bytes]:
-        """The pieces, none over `PACK_BYTES` unless one code alone is."""
+        """Yields the pieces; each has at most `PACK_BYTES`, unless it holds a single larger code."""
         num_pieces, codes, num_bytes = 0, list[bytes](), 0
         for part in coded:
             if codes and num_bytes + len(part.data) > PACK_BYTES:
@@ -223,14 +227,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Chain:
-    """The bytes that a late joiner fetches: an anchor and the deltas on it."""
+    """Sizes of an anchor and the deltas since, which a worker that joins late has to fetch."""
 
     full_bytes: int
     num_deltas: int = 0
     delta_bytes: int = 0
 
     def is_long(self, anchoring: Anchoring) -> bool:
-        """Whether the next version is to be an anchor."""
+        """Returns whether the next version should be an anchor."""
         is_large = self.delta_bytes > anchoring.max_share * self.full_bytes
         return is_large or self.num_deltas + 1 >= anchoring.every
 
@@ -240,8 +244,8 @@ class Chain:
 
 @dataclass(frozen=True)
 class BaseFile:
-    """The version that the next one is coded against. Its file is held open, so that it stays the one that the manifest
-    describes even if its folder is deleted or replaced."""
+    """The version that the next one is coded against. Its file is held open, so that it keeps matching the manifest
+    even if its folder is deleted or replaced."""
 
     manifest: Manifest
     file: BinaryIO
@@ -253,7 +257,7 @@ class BaseFile:
         return Base(self.manifest.number, self.manifest.digest)
 
     def like(self, tensors: Mapping[str, Stored]) -> dict[str, BaseTensor]:
-        """Its tensors with the name, dtype and shape of a given one."""
+        """Returns the base's tensors that have the same dtype and shape in `tensors`, by name."""
         return {
             entry.name: BaseTensor(self.file, self.places[entry.name].start, entry)
             for entry in self.manifest.tensors
@@ -262,7 +266,8 @@ class BaseFile:
 
 
 def resume_from(number: int, folder: WeightFolder, store: PieceStore, trusted: str) -> BaseFile | None:
-    """A version of an earlier process as a base; None unless its file and whole chain are intact."""
+    """Opens a version from an earlier process as a base; None unless its file and its chain of manifests are intact.
+    `trusted` is the signing key."""
     with ExitStack() as files:
         try:
             file = files.enter_context(open(folder.path(number) / FILE_NAME, "rb"))
@@ -278,7 +283,7 @@ def resume_from(number: int, folder: WeightFolder, store: PieceStore, trusted: s
 
 
 def find_adapter_base(number: int, digest: str, store: PieceStore, trusted: str) -> Base | None:
-    """The base of the adapter `number`, if all of it is still in the store."""
+    """Returns the base of the adapter version `number`, if it has this digest and its pieces are still in the store."""
     try:
         manifests = _Manifests(store, trusted)
         for manifest in manifests.of(number):
@@ -294,7 +299,7 @@ def find_adapter_base(number: int, digest: str, store: PieceStore, trusted: str)
 
 
 class _Manifests:
-    """The manifests in a store that a key has signed."""
+    """The manifests in a store, which the key `trusted` must have signed."""
 
     def __init__(self, store: PieceStore, trusted: str):
         self._store, self._trusted, self._listed = store, trusted, store.list_manifests()
@@ -305,7 +310,7 @@ class _Manifests:
         return [Manifest.decode(data) for data in opened]
 
     def find(self, number: int, digest: str) -> Manifest:
-        """The manifest of a version, by number and digest; raises LookupError."""
+        """Returns the manifest of the version with a number and digest; raises LookupError if there is none."""
         found = [manifest for manifest in self.of(number) if manifest.digest == digest]
         if found:
             return max(found, key=lambda manifest: manifest.kind is Kind.FULL)  # an anchor before its delta

@@ -1,12 +1,12 @@
-"""Manifests: the content of a published version, as one document that its trainer signs.
+"""Manifests: a document for each published version that lists its content, signed by its trainer.
 
-A tensor's bytes are cut into parts of at most 16 MiB, like its digest. Each part is coded by itself, against the same
-part of the base or alone (`offbeat.weights.codec`), and the coded parts are packed into pieces, named by the blake3
-digest of their bytes. So a receiver with a trusted manifest can check everything else, whatever its source.
+A tensor's bytes are cut into parts of at most 16 MiB, as for its digest. Each part is coded by itself, with or without
+the same part of a base (`offbeat.weights.codec`). The coded parts are packed into pieces, named by the blake3 digest of
+their bytes. So a receiver with a trusted manifest can check everything else, whatever its source.
 
-Guarantees: `encode` is canonical, so that equal manifests have equal bytes and one digest; `decode` refuses all other
-bytes, and contradictions: parts that do not fit their tensors or pieces, a digest that is not that of the tensors, a
-delta without its base.
+Guarantees: `encode` is canonical, so equal manifests have equal bytes and one digest. `decode` refuses bytes that are
+not canonical, and contradictions: parts that do not fit their tensors or pieces, a digest that does not match the
+tensors, a delta without a base.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ ITEM_BYTES = {
     **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1},
     **{"I8": 1, "U8": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8},
 }
-"""Bytes of an element, by the safetensors name of its type."""
+"""Bytes per element, by the safetensors name of the type."""
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", max_length=64)]  # the pattern lets a newline follow
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", max_length=64)]  # the pattern alone allows a final newline
 MAX_PIECE_BYTES = 2 * PIECE_BYTES
-"""A receiver holds whole pieces in memory; a part that does not shrink takes a little more than its own 16 MiB."""
+"""Size limit of a piece, because receivers hold whole pieces in memory. A part that cannot be compressed takes a little
+more than its own 16 MiB."""
 
 
 class ManifestError(OffbeatError):
-    """A manifest that is malformed, contradicts itself, or is not the requested one."""
+    """A manifest is malformed, contradicts itself, or is not the requested one."""
 
 
 class Kind(StrEnum):
     FULL = "full"
     """All tensors, without a base."""
     DELTA = "delta"
-    """The changes since its base."""
+    """The changes since a base."""
     ADAPTER = "adapter"
-    """All tensors of an adapter, which needs its base."""
+    """All tensors of an adapter; its base is needed too."""
 
 
 class Coding(StrEnum):
     SAME = "same"
     """Equal to the base's part; no bytes."""
     SPARSE = "sparse"
-    """Positions and amounts of the changes."""
+    """Positions of the changed elements, and their differences."""
     SHIFT = "shift"
-    """The change of each element."""
+    """Difference of every element."""
     DENSE = "dense"
     """All elements."""
 
@@ -64,7 +65,8 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: Digest
     """Digest of the decoded bytes."""
     piece: Count = 0
-    """Index of the piece that holds it, its first byte there, and its length; 0, 0, 0: none."""
+    """Index of the piece that holds the part. `start` is its offset in the piece, `num_bytes` its coded length. All are
+    0 if the part is the same as the base's."""
     start: Count = 0
     num_bytes: Count = 0
 
@@ -72,10 +74,10 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(min_length=1, max_length=1024)]
     dtype: str
-    """As in a safetensors file."""
+    """Name of the type, as in safetensors files."""
     shape: Annotated[list[Count], Meta(max_length=16)]
     parts: list[Part]
-    """In order: each but the last decodes to 16 MiB. An empty tensor has one, of no bytes."""
+    """Parts in order; each but the last decodes to 16 MiB. An empty tensor has one part of 0 bytes."""
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +91,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return pieces.hexdigest()
 
     def part_bytes(self, index: int) -> int:
-        """Decoded bytes of a part."""
+        """Returns the decoded size of a part."""
         return min(PIECE_BYTES, self.num_bytes - index * PIECE_BYTES)
 
 
@@ -100,10 +102,10 @@ class PieceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     number: Count
-    """Number of a version; the base of adapters is none itself, and has the number of the first adapter on it."""
+    """Version number of the base. The base of adapters is not a version itself: it has the first adapter's number."""
     digest: Digest
     manifest: Digest | None = None
-    """Digest of the manifest of an adapter's base, which its number does not identify."""
+    """Digest of the base's manifest, only for adapters, because `number` does not identify their base."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -112,25 +114,25 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     step: Count
     parent: Count | None
     digest: Digest
-    """The version's digest: of the tensors, or of base and adapter."""
+    """Digest of the version: of its tensors or, for an adapter, of base, tensors and configuration."""
     kind: Kind
     base: Base | None = None
     delta: Digest | None = None
-    """Digest of an anchor's delta manifest: the same version as changes, for receivers that have its base."""
+    """Digest of an anchor's delta manifest: the same version as changes, for receivers with the version before."""
     tensors: list[TensorEntry]
-    """By name."""
+    """Tensors, sorted by name."""
     pieces: list[PieceEntry]
     adapter: Annotated[str, Meta(max_length=65536)] | msgspec.UnsetType = msgspec.UNSET
     """Content of an adapter's configuration file."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of a whole copy of the tensors."""
+        """Size of all tensors, uncoded."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def num_coded_bytes(self) -> int:
-        """Bytes to fetch."""
+        """Size of all pieces, which a receiver has to fetch."""
         return sum(piece.num_bytes for piece in self.pieces)
 
     def encode(self) -> bytes:
@@ -150,7 +152,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def manifest_digest(data: bytes) -> str:
-    """The digest by which the ledger names a manifest."""
+    """Returns the digest of an encoded manifest, by which the ledger names it."""
     return blake3(data).hexdigest()
 
 
@@ -188,7 +190,7 @@ def _problem(manifest: Manifest) -> str | None:
 
 
 def _tensor_problem(tensor: TensorEntry, manifest: Manifest) -> str | None:
-    if tensor.name == "__metadata__" or "\0" in tensor.name or "\n" in tensor.name:  # which digests and files set apart
+    if tensor.name == "__metadata__" or "\0" in tensor.name or "\n" in tensor.name:  # reserved by files and digests
         return "a tensor cannot have this name"
     if tensor.dtype not in ITEM_BYTES:
         return f"dtype {tensor.dtype!r}; known are {', '.join(ITEM_BYTES)}"
@@ -210,10 +212,10 @@ def _tensor_problem(tensor: TensorEntry, manifest: Manifest) -> str | None:
 
 @dataclass(frozen=True)
 class Anchoring:
-    """When a version is an anchor, published in full though its base is known, for late joiners: followers fetch the
-    changes all the same."""
+    """Decides which versions are anchors. An anchor is published in full, for workers that join late, and also as
+    changes, for workers that have the version before."""
 
     every: int = 10
-    """Versions from one anchor to the next; 1: each is one; 0: each is full, and no deltas are published."""
+    """Versions from one anchor to the next. 1: each version is an anchor; 0: each is full, without deltas."""
     max_share: float = 0.5
-    """Most bytes of a chain's deltas, as a share of a full copy."""
+    """The next version is an anchor if the deltas since the last one exceed this share of a full copy."""

@@ -1,15 +1,16 @@
 """Serves this worker's pieces and manifests to its peers.
 
-    GET /pieces/DIGEST               200 or 206 with a Range; 404: neither here nor expected; 503: not here yet, with
-                                     the bytes of unfinished downloads (Offbeat-Arrived)
+    GET /pieces/DIGEST               200, or 206 for a Range; 404: neither here nor expected; 503: not here yet, with
+                                     the bytes received of unfinished downloads in the header Offbeat-Arrived
     GET /manifests/NUMBER/DIGEST     the same
 
-A request for something that is not here yet waits, as long as the caller asks (`?wait_s=`) and the limits allow. If it
-is not even expected, the wait is short: a relay may learn of a version a moment later than the peers that it feeds.
+A request for a piece that is not here yet waits, as long as the caller asks (`?wait_s=`) and the limits allow. If the
+piece is not even expected, the wait is short but not zero, because a relay may learn of a version a moment later than
+the peers that it feeds.
 
-Guarantees: every byte is verified, since a piece is read whole and checked against its name before its first byte is
-sent; every caller needs a key that the coordinator honours now, or did a moment ago; callers, and the pieces held for
-them, are bounded; only this machine can connect unless `beyond_loopback` is set.
+Guarantees: every byte sent is verified, because a piece is read whole and checked against its name before its first
+byte is sent. Every caller needs a key that the coordinator accepts now, or accepted a moment ago. The number of callers
+and of pieces held for them is bounded. Only this machine can connect unless `beyond_loopback` is set.
 """
 
 from __future__ import annotations
@@ -38,37 +39,39 @@ PATH = re.compile(r"/pieces/(?P<piece>[0-9a-f]{64})|/manifests/(?P<number>\d{1,1
 WAIT = re.compile(r"\d{1,4}(\.\d{1,3})?")
 WRITE_BYTES = 256 * 1024
 FRESH_S, STALE_S = 10.0, 60.0
-"""Lifetime of the coordinator's list of keys, and its lifetime while the coordinator cannot be reached."""
+"""How long the coordinator's list of keys is used: normally, and while the coordinator cannot be reached."""
 ASK_EVERY_S, ASK_WITHIN_S = 1.0, 4.0
-"""Invented keys cause no more frequent calls; callers wait a little longer than ASK_WITHIN_S."""
+"""The coordinator is asked for keys at most this often, however many unknown keys come, and must answer in this time.
+Callers wait a little longer."""
 ARRIVED = "Offbeat-Arrived"
-"""Header whose change means progress."""
+"""Header of a 503 answer; a change of its value means that downloads here make progress."""
 STOP_WITHIN_S = 0.1
-"""For answers under way; 0 would mean for ever."""
+"""Time to finish answers when the server stops; 0 would mean no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerLimits:
     max_connections: int = 64
-    """Beyond it, connections without a proven key give way, the oldest first."""
+    """Most connections; beyond that, those without a proven key are closed, oldest first."""
     max_requests: int = 64
-    """Requests answered or waiting at one moment."""
+    """Most requests in progress or waiting at a time."""
     max_sent: int = 8
-    """Pieces being sent, and so in memory, at one moment: of at most 32 MiB each."""
+    """Most pieces being sent at a time; each is in memory, with at most 32 MiB."""
     max_wait_s: float = 30.0
-    """Below the time limits of proxies; callers ask again."""
+    """Longest wait for a piece, shorter than the time limits of proxies; callers then ask again."""
     unexpected_wait_s: float = 2.0
+    """Longest wait for a piece that is not expected."""
     check_every_s: float = 0.1
-    """Interval of checks of the store for a waiting request, without a `notify`."""
+    """Interval at which a waiting request checks the store even without a `notify`."""
     silence_s: float = 30.0
-    """Longest silence of a caller that should read, and of a connection without a proven key."""
+    """Longest time that a caller may stop reading an answer, or keep a connection open without a proven key."""
 
 
 class Guests:
-    """Keys of peers that may fetch here; `ask` gets their hashes from the coordinator.
+    """Decides which peers may fetch here; `ask` gets the hashes of their keys from the coordinator.
 
-    Its answer is good for `FRESH_S`, so that a worker that left, or was set aside, is soon refused; while it cannot be
-    reached, for `STALE_S`. An unknown key may be a newcomer's, so the coordinator is asked once more.
+    The list is used for `FRESH_S`, so that a worker that left or was set aside is soon refused, and for `STALE_S` while
+    the coordinator cannot be reached. An unknown key may be that of a new worker, so the coordinator is asked again.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[Collection[str]]], clock: Callable[[], float] = time.monotonic):
@@ -95,12 +98,12 @@ class Guests:
             async with asyncio.timeout(ASK_WITHIN_S):
                 self._hashes = frozenset(await self._ask())
             self._answered_s = self._clock()
-        except (OffbeatError, OSError) as error:  # TimeoutError is one
+        except (OffbeatError, OSError) as error:  # TimeoutError is an OSError
             log.info("the keys of peers cannot be refreshed: %s: %s", type(error).__name__, error)
 
 
 class PeerServer:
-    """The HTTP server of one worker for its peers; call `notify` when something came into the store."""
+    """HTTP server of one worker for its peers; call `notify` whenever something was added to the store."""
 
     def __init__(
         self,
@@ -114,7 +117,8 @@ class PeerServer:
         beyond_loopback: bool = False,
         limits: PeerLimits | None = None,
     ):
-        """`expects` is whether a piece is on its way here, `arrived` the bytes of unfinished downloads."""
+        """`admits` tells whether a caller's key is accepted, `expects` whether the piece with a digest is on its way;
+        `arrived` returns a number that changes as downloads make progress. Port 0 takes any free port."""
         if not beyond_loopback and not is_loopback(host):
             raise UserError(
                 f"--peer-address {host}: keys and weights would cross the network in the clear; add --allow-plain "
@@ -128,7 +132,7 @@ class PeerServer:
         self._sending = asyncio.Semaphore(self._limits.max_sent)
         self._arrivals = Notifier()
         self._unproven: dict[web.RequestHandler, None] = {}
-        """Recent connections without a proven key, the oldest first."""
+        """Connections without a proven key, oldest first."""
 
     async def start(self) -> None:
         self._http = web.Server(
@@ -154,7 +158,8 @@ class PeerServer:
         return peer_url(self.host, self.port)
 
     def notify(self) -> None:
-        """Wakes waiting requests: something came into the store, or is no longer expected. In the loop's thread."""
+        """Wakes waiting requests, after something was added to the store or is no longer expected. Call it in the event
+        loop's thread."""
         self._arrivals.notify()
 
     def _connect(self) -> asyncio.BaseProtocol:
@@ -162,7 +167,7 @@ class PeerServer:
             oldest = next(iter(self._unproven), None)
             if oldest is None:
                 return _HangUp()
-            self._drop_unproven(oldest)  # however many connections a stranger opens, peers come through
+            self._drop_unproven(oldest)  # so peers get through however many connections a stranger opens
         connection = self._http()
         self._unproven[connection] = None
         asyncio.get_running_loop().call_later(self._limits.silence_s, self._drop_unproven, connection)
@@ -228,7 +233,7 @@ class PeerServer:
                 await asyncio.wait_for(self._change(wanted.digest, changed), min(left_s, self._limits.check_every_s))
 
     async def _change(self, digest: str, changed: asyncio.Event) -> None:
-        """Waits for an arrival that may be the wanted one: not while that is still expected."""
+        """Waits for an arrival after which the piece `digest` is no longer expected, and so may be here."""
         await changed.wait()
         await self._arrivals.wait_for(lambda: not self._expects(digest))
 
@@ -255,7 +260,7 @@ class PeerServer:
 
 
 class _Wanted(NamedTuple):
-    """A piece; or a manifest, if it has a version's number."""
+    """A requested piece or manifest; `number` is the manifest's version, None for a piece."""
 
     digest: str
     number: int | None
@@ -268,19 +273,19 @@ class _Wanted(NamedTuple):
         return False
 
     def read(self, store: PieceStore) -> bytes:
-        """All of it, verified."""
+        """Returns all bytes, verified."""
         return store.get(self.digest) if self.number is None else store.get_manifest(self.number, self.digest)
 
 
 class _HangUp(asyncio.Protocol):
-    """Closes a connection over the limit."""
+    """Closes a connection at once, because there are too many."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
 
 
 def peer_url(host: str, port: int) -> str:
-    """URL of a peer; `host` is an IP address."""
+    """Returns the URL of a peer; `host` is an IP address."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -1,14 +1,14 @@
-"""Weights from peers: near peers are asked first, the root last.
+"""Fetches weights from peers: near peers are asked first, the root last.
 
-The coordinator names the peers and their order (`offbeat.weights.relay_tree`). A peer that does not answer, is too
-slow, or lacks the piece costs one attempt; the next source resumes where it broke off. Every piece is checked against
-its name. A peer that sent other bytes is not asked again for a while; where several peers contributed, the piece is
-fetched anew from one alone, so that no honest peer is blamed for long.
+The coordinator names the peers and their order (`offbeat.weights.relay_tree`). If a peer does not answer, is too slow,
+or lacks the piece, the next source continues from the bytes received so far. Every piece is checked against its name.
+A peer that sent wrong bytes is not asked again for a while. If several peers contributed to a wrong piece, it is
+fetched again from one of them alone, so that no honest peer is blamed for long.
 
-A peer that does not have a piece yet is waited for while it reports progress, and no longer than the piece may take at
-the least rate.
+A peer that is still waiting for the piece itself is given time while it reports progress, but no more than the piece
+would take at the lowest accepted rate.
 
-Guarantees: `piece` and `manifest` return what was asked for, verified, or raise the root's error; every wait ends,
+Guarantees: `piece` and `manifest` deliver the verified content or raise the root's error; every wait has a deadline,
 except those of the root; a key is shown only to the peer that it is for.
 """
 
@@ -35,21 +35,23 @@ from offbeat.weights.peer_server import ARRIVED
 from offbeat.weights.piece_store import PieceDamaged, is_intact
 
 ROOT = ""
-"""The root's name among the addresses of peers."""
+"""Name of the root, in place of a peer's address."""
 WEIGHT = 0.3
-"""Weight of the latest value in a moving average."""
+"""Weight of the latest value in moving averages."""
 FAR_SLOWER = 0.25
-"""Share of the best rate below which a slow link is worth crossing instead."""
+"""Share of the best source's rate below which a source is asked after the others, even if those cross a slow link."""
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
+"""How long a peer is not asked after a first failure, and at most after repeated failures."""
 DAMAGED_REST_S = 300.0
+"""How long a peer is not asked after it sent wrong bytes."""
 FORGOTTEN_AFTER_S = 60.0
-"""Age at which a measured rate is dropped."""
+"""Age at which a measured rate is no longer used."""
 LEAST_BYTES = 64 * 1024
-"""Smaller transfers measure the latency, not the bandwidth."""
+"""Smallest transfer whose rate counts: smaller ones measure latency, not bandwidth."""
 LEAST_BYTES_PER_S = 4096.0
-"""Below it a peer counts as silent, whatever others give."""
+"""Lowest rate accepted from any peer, however slow the other sources are."""
 UNKNOWN_BYTES_PER_S = 64 * 1024.0
-"""Least rate of a peer while no other rate is known: a slower one may well be the slowest of all."""
+"""Lowest rate accepted from a peer while no other source has been measured."""
 
 
 @dataclass
@@ -57,21 +59,24 @@ class SourceRecord:
     """Measurements of one source."""
 
     bytes_per_s: float | None = None
+    """Moving average of the rate; None: not measured."""
     success: float = 1.0
+    """Moving average of successes, 1, and failures, 0."""
     num_failures: int = 0
     """Consecutive failures."""
     rests_until_s: float = 0.0
     is_damaged: bool = False
-    """Whether it rests because it sent wrong bytes."""
+    """Whether the source rests because it sent wrong bytes."""
     seen_s: float = 0.0
+    """Time of the last measurement of the rate."""
 
 
 class Ranking:
-    """The order in which sources are asked. Pure; the clock is injected.
+    """Decides the order in which sources are asked. Does no I/O; the clock is injected.
 
-    It keeps to the coordinator's order, which spares slow links, while that works. A peer that fails rests, longer each
-    time; one that sent wrong bytes rests long. One far slower than another source (moving averages of rate and success)
-    comes after the others. Nothing is remembered for good. The root never rests.
+    The coordinator's order, which spares slow links, is kept as long as it works. A peer that fails is not asked for a
+    while (it rests), longer each time, and longest after wrong bytes. A source far slower than another one, by its
+    moving averages of rate and success, comes after the others. No record is permanent. The root never rests.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -80,12 +85,13 @@ class Ranking:
         self._records: dict[str, SourceRecord] = {ROOT: SourceRecord()}
 
     def use(self, peers: Sequence[str]) -> None:
-        """Sets a new order; keeps the records of peers that stay."""
+        """Sets the peers and their order; keeps the records of peers that were known before."""
         self._peers = list(dict.fromkeys(peers))
         self._records = {url: self._records.get(url) or SourceRecord() for url in (*self._peers, ROOT)}
 
     def order(self) -> list[str]:
-        """Sources to ask now, the root among them; resting peers come after it."""
+        """Returns the sources to ask now, including the root. Resting peers come last; those that rest because of wrong
+        bytes are left out."""
         now_s = self._clock()
         resting = [url for url in self._peers if self._records[url].rests_until_s > now_s]
         ready = [url for url in (*self._peers, ROOT) if url not in resting]
@@ -95,7 +101,7 @@ class Ranking:
         return [*sorted(ready, key=lambda url: url in slow), *last_resort]
 
     def least_bytes_per_s(self, url: str) -> float:
-        """Least rate of a source; below it the transfer is broken off."""
+        """Returns the lowest rate accepted from a source; a slower transfer is broken off."""
         now_s = self._clock()
         ready = [other for other, record in self._records.items() if record.rests_until_s <= now_s or other == ROOT]
         scores = [score for other in ready if other != url and (score := self.score(other)) is not None]
@@ -109,7 +115,7 @@ class Ranking:
             self._measured(record, num_bytes / max(seconds, 1e-6))
 
     def was_slow(self, url: str, bytes_per_s: float) -> None:
-        """Records a source that was broken off because of its rate."""
+        """Records that a transfer was broken off because it was too slow."""
         self._measured(self._record(url), bytes_per_s)
         self.failed(url)
 
@@ -120,21 +126,21 @@ class Ranking:
         self._rest(record, min(FIRST_REST_S * 2 ** min(record.num_failures - 1, 16), LONGEST_REST_S))
 
     def damaged(self, url: str) -> None:
-        """Records a source that, all by itself, sent wrong bytes."""
+        """Records that a source sent wrong bytes, to which no other source contributed."""
         self.failed(url)
         record = self._record(url)
         record.is_damaged = True
         self._rest(record, DAMAGED_REST_S)
 
     def score(self, url: str) -> float | None:
-        """Expected bytes a second; None: not measured, or too long ago."""
+        """Returns the expected bytes per second; None: never measured, or too long ago."""
         record = self._records[url]
         if record.bytes_per_s is None or self._clock() - record.seen_s > FORGOTTEN_AFTER_S:
             return None
         return record.bytes_per_s * record.success
 
     def _record(self, url: str) -> SourceRecord:
-        return self._records.get(url) or SourceRecord()  # it may have been replaced during the transfer
+        return self._records.get(url) or SourceRecord()  # it may have been removed during the transfer
 
     def _rest(self, record: SourceRecord, seconds: float) -> None:
         record.rests_until_s = max(record.rests_until_s, self._clock() + seconds)
@@ -151,38 +157,39 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NUM_AT_ONCE = 2
-"""Pieces in flight from the root: one alone would leave the line idle in between; with more, each comes later, and so
-do the peers that wait for the first. Peers are asked even for pieces that they are waiting for themselves."""
+"""Pieces in flight from the root. With one, the line would be idle between pieces; with more, each piece arrives later,
+and peers wait longer for it. Peers have no such limit: they are asked even for pieces that are still on their way to
+them."""
 AGAIN_S = 0.05
-"""Pause between two calls for a piece on its way to a peer, which has itself waited with the first."""
+"""Pause between two calls for a piece that is on its way to a peer. Each call also waits at the peer."""
 MAX_REASON_BYTES = 4096
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 MAX_REMEMBERED = 1000
 WRITE_BYTES = 1024 * 1024
 EARLIER = "earlier"
-"""Stands for the unknown givers of bytes from an earlier attempt."""
+"""Stands for the unknown sources of bytes from an earlier attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """Time limits for a peer."""
+    """Time limits for the answers of a peer."""
 
     poll_s: float = 2.0
-    """Longest wait of a peer for a piece before it answers that it has none yet."""
+    """Longest time that a peer waits for a piece to reach it before it answers "not yet"."""
     answer_within_s: float = 5.0
-    """Longest silence beyond that, also in the middle of a piece; and time to connect."""
+    """Longest silence of a peer: once `poll_s` has passed, or in the middle of a piece. Also the limit to connect."""
     still_s: float = 6.0
-    """Longest time without progress while it waits for a piece itself."""
+    """Longest time that a peer may wait for a piece itself without progress."""
     slow_after_s: float = 3.0
-    """Its rate is judged after so long."""
+    """Time from which a transfer can be broken off as too slow."""
 
 
 class PeerFailed(OffbeatError):
-    """A peer cannot give what it was asked for."""
+    """A peer could not deliver a piece or manifest."""
 
 
 class PeerSlow(PeerFailed):
-    """A peer was broken off because of its rate."""
+    """A transfer from a peer was broken off because it was too slow."""
 
     def __init__(self, bytes_per_s: float):
         super().__init__(f"only {bytes_per_s:.0f} bytes/s")
@@ -190,7 +197,7 @@ class PeerSlow(PeerFailed):
 
 
 FAILURES = (PeerFailed, aiohttp.ClientError, TimeoutError, ConnectionError)
-"""Errors of a peer or of the line; any other, such as a full disk, is our own."""
+"""Errors caused by a peer or the network; any other error, such as a full disk, is our own."""
 
 
 @dataclass
@@ -201,12 +208,12 @@ class PartialPiece:
     num_bytes: int
     into: Path
     have: int = 0
-    """Bytes that are there."""
+    """Bytes in the file so far."""
     givers: set[str] = field(default_factory=set)
-    """Sources of those bytes."""
+    """Sources of the bytes in the file."""
 
     def measure(self) -> None:
-        """Sets `have` from the file; deletes one that is too long."""
+        """Sets `have` to the file's size; deletes a file that is too long."""
         self.have = self.into.stat().st_size if self.into.exists() else 0
         if self.have > self.num_bytes:
             self.clear()
@@ -227,7 +234,7 @@ class PartialPiece:
 
 
 class PeerSources:
-    """Sources of one worker: its peers, and behind them the root."""
+    """Sources of one worker: its peers first, then the root."""
 
     def __init__(
         self,
@@ -239,17 +246,17 @@ class PeerSources:
     ):
         self._root, self._patience = root, patience or Patience()
         self._keys: Mapping[str, str] = {}
-        """By the address of the peer."""
+        """Keys by the peer's address."""
         self._ranking, self._clock = Ranking(clock), clock
         self._turns = asyncio.Semaphore(num_at_once)
         self._session: aiohttp.ClientSession | None = None
         self._gave_manifest: dict[str, str] = {}
-        """Giver of each manifest, by its digest."""
+        """Source of each manifest, by the manifest's digest."""
         self.num_bytes: Counter[str] = Counter()
-        """Bytes of pieces by source; "" is the root."""
+        """Bytes of pieces received, by source; "" is the root."""
 
     def use(self, keys: Mapping[str, str]) -> None:
-        """Sets the peers to ask, in this order, before the root: their addresses and keys."""
+        """Sets the peers to ask before the root, in this order: `keys` maps addresses to keys."""
         self._keys = dict(keys)
         self._ranking.use(list(keys))
 
@@ -267,7 +274,7 @@ class PeerSources:
         if not digest:  # only the root knows which manifest of this number was published
             return await self._root.manifest(number, digest)
         if (giver := self._gave_manifest.pop(digest, None)) is not None:
-            self._ranking.failed(giver)  # asked again: the caller, which checks seals, could not use it
+            self._ranking.failed(giver)  # asked again: the caller checks signatures and rejected it
         return await self._from_first(f"manifest {number}", lambda url: self._manifest(url, number, digest))
 
     async def piece(self, digest: str, num_bytes: int, into: Path) -> None:
@@ -278,7 +285,7 @@ class PeerSources:
         await self._from_first(f"piece {digest}", lambda url: self._piece(url, piece))
 
     async def _from_first(self, what: str, ask: Callable[[str], Awaitable[T]]) -> T:
-        """The answer of the first source with a good one; else raises the root's error."""
+        """Returns the first good answer of the sources, asked in order; if there is none, raises the root's error."""
         from_root: Exception | None = None
         for url in self._ranking.order():
             try:
@@ -323,7 +330,7 @@ class PeerSources:
         return sealed
 
     async def _piece(self, url: str, piece: PartialPiece) -> None:
-        """Completes a piece from one source; from its beginning, if the bytes of others prove wrong."""
+        """Completes a piece from one source; from its beginning, if bytes from other sources prove wrong."""
         while True:
             await self._fill(url, piece)
             if await in_thread(piece.is_right):
@@ -356,7 +363,7 @@ class PeerSources:
         self._ranking.gave(url, gained, self._clock() - start_s)
 
     async def _append(self, url: str, piece: PartialPiece) -> float:
-        """Appends the bytes of a peer; returns the time of the first."""
+        """Appends the missing bytes of a piece from a peer; returns the time at which the answer began."""
         start, end = piece.have, piece.num_bytes
         span = {"Range": f"bytes={start}-{end - 1}"} if start else {}
         async with self._open(url, f"/pieces/{piece.digest}", span, end) as response:
@@ -373,13 +380,13 @@ class PeerSources:
                     if len(gathered) >= WRITE_BYTES:
                         await _add(piece, gathered)
             finally:
-                await _add(piece, gathered)  # however it ends
+                await _add(piece, gathered)  # even after an error
         if piece.have < end:
             raise PeerFailed(f"ended after {piece.have} of {end} bytes")
         return start_s
 
     async def _paced(self, url: str, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        """The bytes of a peer, as long as it is fast enough."""
+        """Yields the bytes of a peer's answer; raises `PeerSlow` if it is too slow."""
         start_s, num_bytes = self._clock(), 0
         while True:
             async with asyncio.timeout(self._patience.answer_within_s):
@@ -396,12 +403,12 @@ class PeerSources:
     async def _open(
         self, url: str, path: str, headers: dict[str, str] | None = None, num_bytes: int = 0
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A good answer, as soon as the peer has one, for something of `num_bytes`."""
+        """Yields the peer's answer once it has the content of `num_bytes`; `PeerFailed` if that takes too long."""
         patience = self._patience
         waiting = _Waiting(
             self._clock,
             still_s=patience.still_s,
-            # It fetches several pieces at a time.
+            # The peer fetches several pieces at a time.
             within_s=patience.still_s + NUM_PARALLEL * num_bytes / self._ranking.least_bytes_per_s(url),
         )
         while True:
@@ -418,9 +425,9 @@ class PeerSources:
             await asyncio.sleep(AGAIN_S)
 
     async def _ask(self, url: str, path: str, headers: dict[str, str]) -> aiohttp.ClientResponse:
-        """Makes one call, up to the head of the answer."""
+        """Makes one call and returns as soon as the headers of the answer are there."""
         patience = self._patience
-        key = self._keys.get(url, "")  # none where it was replaced meanwhile
+        key = self._keys.get(url, "")  # none if the peer was removed meanwhile
         if self._session is None:
             self._session = aiohttp.ClientSession(auto_decompress=False)
         async with asyncio.timeout(patience.poll_s + patience.answer_within_s):
@@ -434,14 +441,14 @@ class PeerSources:
 
 
 class _Waiting:
-    """Limits the wait for a piece on its way to a peer: not without progress, and not for ever."""
+    """Limits the wait for a piece on its way to a peer: to `still_s` without progress, and to `within_s` in all."""
 
     def __init__(self, clock: Callable[[], float], *, still_s: float, within_s: float):
         self._clock, self._still_s, self._end_s = clock, still_s, clock() + within_s
         self._arrived, self._moved_s = "", clock()
 
     def hear(self, arrived: str) -> None:
-        """Notes the peer's progress; raises if the wait is over."""
+        """Notes the peer's progress, `arrived`; raises `PeerFailed` once a limit is passed."""
         now_s = self._clock()
         if arrived != self._arrived:
             self._arrived, self._moved_s = arrived, now_s
@@ -452,7 +459,7 @@ class _Waiting:
 
 
 async def _add(piece: PartialPiece, gathered: bytearray) -> None:
-    """Writes gathered bytes in a thread."""
+    """Writes the gathered bytes to the piece's file, in a thread, and clears them."""
     try:
         await in_thread(piece.add, gathered)
     except OSError as error:

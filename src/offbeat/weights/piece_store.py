@@ -1,10 +1,11 @@
 """Stores of pieces and manifests: a folder, or a URL.
 
 A piece is named by the digest of its bytes and never changes; a manifest by its version's number and its own digest.
-Guarantees: a name has its whole content or does not exist; what was put before `sync` survives a power cut after it,
-and so does a manifest once `put_manifest` returns, so that nothing durable names what is not; a whole read returns the
-very bytes that were put, or raises. Putting the same again is harmless, and repairs what a disk has damaged. A crash
-leaves at most files that nothing names.
+
+Guarantees: a name has its whole content or does not exist. Pieces survive a power cut once `sync` returns, and a
+manifest once `put_manifest` returns, so a durable manifest never names a piece that is not durable. Reading a whole
+piece returns the bytes that were put, or raises. Putting the same content again is harmless, and repairs a copy that
+the disk has damaged. A crash leaves at most files that no manifest names.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "see who may write there"),
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in its way: move that, or give another folder"),
 }
-"""By the error of a disk."""
+"""Advice to the user, by the error number of the disk."""
 
 Entry = tuple[int, str]
 """A manifest's name: the version's number, and the manifest's own digest."""
@@ -61,35 +62,35 @@ class PieceDamaged(OffbeatError):
 
 
 class StoreError(OffbeatError):
-    """A store that is full, out of reach or out of order; the message names it and the remedy."""
+    """A store is full, cannot be reached or does not work; the message names it and the remedy."""
 
 
 class Times(NamedTuple):
-    """Times of the last put of everything in a store, in seconds since the epoch, by the store's own clock."""
+    """When each piece and manifest was last put, in seconds since the epoch by the store's clock."""
 
     pieces: dict[str, float]
     manifests: dict[Entry, float]
 
 
 class PieceStore(Protocol):
-    """Pieces and manifests. Thread-safe; every call may wait for a disk or a network."""
+    """A store of pieces and manifests. Thread-safe; every call may wait for a disk or a network."""
 
     def put(self, digest: str, data: bytes) -> None: ...
 
     def sync(self) -> None:
-        """Makes all earlier puts of this process durable."""
+        """Makes everything that this process has put durable."""
 
     def get(self, digest: str, start: int = 0, stop: int | None = None) -> bytes:
-        """A piece, verified; or some of its bytes, unverified."""
+        """Returns a whole piece, verified; or its bytes from `start` to `stop`, unverified."""
 
     def size(self, digest: str) -> int | None:
-        """Bytes of a piece; None: it is not there."""
+        """Returns the size of a piece in bytes; None: it is not in the store."""
 
     def put_manifest(self, number: int, digest: str, sealed: bytes) -> None:
-        """Durable when it returns. The same again changes nothing; other bytes under the same name raise."""
+        """Stores a manifest, durable on return. The same bytes again change nothing; other bytes raise."""
 
     def get_manifest(self, number: int, digest: str) -> bytes:
-        """The sealed manifest; the reader checks its signature."""
+        """Returns a sealed manifest; the caller must check that its signer is trusted."""
 
     def list_manifests(self) -> list[Entry]: ...
 
@@ -98,30 +99,30 @@ class PieceStore(Protocol):
     def times(self) -> Times: ...
 
     def delete(self, pieces: Collection[str], manifests: Collection[Entry]) -> None:
-        """Deletes pieces, then manifests, so that an interrupted deletion can be repeated; missing ones are fine."""
+        """Deletes pieces, then manifests, so that an interrupted deletion can be repeated. Ignores missing ones."""
 
     def sweep(self, older_than_s: float) -> None:
-        """Removes unfinished files of writers that must be dead by now."""
+        """Removes unfinished files older than `older_than_s`, whose writers must be dead."""
 
 
 def open_store(location: str | Path) -> PieceStore:
-    """A store in a folder, or at a URL."""
+    """Opens the store in a folder or at a URL."""
     text = str(location)
     if isinstance(location, Path) or not URL.match(text):
         return FolderStore(Path(location))
-    if local := LOCAL.match(text):  # a folder can flush and rename; fsspec does neither
+    if local := LOCAL.match(text):  # not through fsspec, which neither flushes nor renames
         return FolderStore(Path(text[local.end() :]))
     return RemoteStore(text)
 
 
 class FolderStore:
-    """A store on this machine's disk, or on one that several machines mount."""
+    """A store in a folder, on this machine's disk or on one that several machines mount."""
 
     def __init__(self, folder: Path):
         self.folder = folder.absolute()
         self._lock = threading.Lock()
         self._unflushed = {self.folder, *self.folder.glob(PIECES), *self.folder.glob(f"{PIECES}/??")}
-        """Folders whose names are not yet durable; at first all, because earlier writers may have died before
+        """Folders whose entries are not yet durable; at first all, because earlier writers may have died before
         `sync`."""
 
     def put(self, digest: str, data: bytes) -> None:
@@ -175,7 +176,7 @@ class FolderStore:
         check_new(str(path), digest, sealed)
         with _naming(path, "written"):
             self._make(path.parent)
-            self.sync()  # nothing durable may name what is not
+            self.sync()  # pieces must be durable before a manifest names them
             while not create_atomic(path, sealed):
                 found = path.read_bytes()
                 if found == sealed:
@@ -224,7 +225,7 @@ class FolderStore:
         return self.folder / manifest_path(number, digest)
 
     def _make(self, folder: Path) -> None:
-        """Makes a folder, durable once `sync` returns."""
+        """Makes a folder and its parents; they are durable once `sync` returns."""
         missing = [path for path in (folder, *folder.parents) if not path.is_dir()]
         for path in reversed(missing):
             path.mkdir(exist_ok=True)
@@ -240,7 +241,8 @@ class FolderStore:
 
 @contextmanager
 def _naming(path: Path, done: str) -> Iterator[None]:
-    """Turns a disk's errors into ones that name the file and the remedy."""
+    """Turns errors of the disk into `PieceMissing`, or `StoreError` with file and remedy. `done` is a participle, such
+    as "read"."""
     try:
         yield
     except OSError as error:
@@ -251,7 +253,7 @@ def _naming(path: Path, done: str) -> Iterator[None]:
 
 
 def piece_path(digest: str) -> str:
-    """Path of a piece below a store's root."""
+    """Returns the path of a piece below a store's root."""
     if not DIGEST.fullmatch(digest):
         raise PieceMissing(f"{digest[:80]!r}: not the name of a piece")
     return f"{PIECES}/{digest[:2]}/{digest}"
@@ -269,7 +271,7 @@ def entry_of(name: str) -> Entry | None:
 
 
 def checked(path: str, digest: str, data: bytes, start: int, stop: int | None) -> bytes:
-    """Bytes read from a piece; raises if they are cut short, or a whole piece does not match its name."""
+    """Returns `data`, bytes read from a piece; raises if they are cut short, or if a whole piece has another digest."""
     if stop is not None and len(data) < stop - start:
         raise PieceDamaged(f"{path}: cut short: it ends at byte {start + len(data)}, before byte {stop}")
     if start == 0 and stop is None and blake3(data, max_threads=blake3.AUTO).hexdigest() != digest:
@@ -284,7 +286,8 @@ def checked_manifest(path: str, digest: str, sealed: bytes) -> bytes:
 
 
 def check_new(path: str, digest: str, sealed: bytes, found: bytes | None = None) -> None:
-    """Refuses a manifest that does not match its name, or whose name has an intact one with another seal."""
+    """Raises if the manifest does not match `digest`, or if `found`, already stored under its name, is intact but has
+    another seal."""
     if not is_intact(digest, sealed):
         raise ManifestError(f"{path}: the manifest is not the one that this name says, or its seal is broken")
     if found is not None and found != sealed and is_intact(digest, found):
@@ -292,7 +295,7 @@ def check_new(path: str, digest: str, sealed: bytes, found: bytes | None = None)
 
 
 def is_intact(digest: str, sealed: bytes) -> bool:
-    """Whether a manifest matches its digest and its seal, of whatever key."""
+    """Returns whether a sealed manifest has this digest and a correct signature, by any key."""
     try:
         signer(sealed)
     except ManifestError:
@@ -303,17 +306,17 @@ def is_intact(digest: str, sealed: bytes) -> bool:
 log = logging.getLogger(__name__)
 
 WITHIN_S = 300.0
-"""Enough for the largest piece over a line of one Mbit/s."""
+"""Default deadline of a call: enough for the largest piece at 1 Mbit/s."""
 MAX_ATTEMPTS = 5
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
 CONNECT_WITHIN_S, SILENT_WITHIN_S = 10, 30
-"""Time limits of S3 for a connection, and for the next bytes: after that the call is retried."""
+"""Time limits for S3 to connect, and to send the next bytes; after that the call is retried."""
 WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "memory"}
-"""Stores whose folders are but parts of names; making one could make a bucket instead."""
+"""Protocols whose folders are only prefixes of names: creating one could create a bucket instead."""
 PUT_AT = ("LastModified", "last_modified", "mtime", "updated", "created")
-"""Names of an object's put time in various stores."""
+"""Keys under which stores report when an object was put."""
 FULL = ("insufficientstorage", "insufficient storage", "storagefull", "quotaexceeded", "(507)")
-"""Parts of the messages of a full store."""
+"""Words in the error messages of a full store."""
 PAST_END = "it is shorter"
 UNKNOWN_CALLER = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError"}
 
@@ -321,16 +324,16 @@ T = TypeVar("T")
 
 
 class PastEnd(StoreError):
-    """A read past the end, which some stores call an error."""
+    """A read began past the end of an object, which some stores report as an error."""
 
 
 class RemoteStore:
     """Pieces and manifests as objects below a URL, such as s3://bucket/run, through fsspec.
 
-    Guarantees: a call ends by its deadline, with the result or with a `StoreError` that names the URL and the remedy;
-    temporary errors are retried a few times, less and less often; nothing logged or raised here contains the
-    credentials of the URL. A cloud store has an object whole and durable once it answers, so there is nothing to flush.
-    Every put is sent, even if the object exists: its new time tells `offbeat.weights.collect` that it is needed again.
+    Guarantees: a call ends by its deadline, with the result or with a `StoreError` that names the URL and the remedy.
+    Temporary errors are retried a few times, with growing pauses. Nothing logged or raised here contains the
+    credentials of the URL. A cloud store answers only when an object is whole and durable, so there is nothing to
+    flush. Every put is sent, even if the object exists: the new time tells `offbeat.weights.collect` that it is in use.
     """
 
     def __init__(self, url: str, within_s: float = WITHIN_S):
@@ -351,7 +354,7 @@ class RemoteStore:
         self._write(piece_path(digest), bytes(data))
 
     def sync(self) -> None:
-        """Nothing to do: an object is durable once its put returns."""
+        """Does nothing: an object is durable once its put returns."""
 
     def get(self, digest: str, start: int = 0, stop: int | None = None) -> bytes:
         path = piece_path(digest)
@@ -399,7 +402,7 @@ class RemoteStore:
                 self._call(path, "deleted", self._files.rm_file)
 
     def sweep(self, older_than_s: float) -> None:
-        """Nothing to do: an object that was not sent whole does not exist."""
+        """Does nothing: an object that was not sent whole does not exist."""
 
     def _url_of(self, path: str) -> str:
         return f"{self.url.rstrip('/')}/{path}"
@@ -416,7 +419,7 @@ class RemoteStore:
             raise StoreError(f"{self._url_of(path)}: cannot be written: no such bucket or folder; make it") from None
 
     def _read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        end = stop if stop is None else max(stop, start + 1)  # no store serves a range of no bytes
+        end = stop if stop is None else max(stop, start + 1)  # stores do not serve empty ranges
         try:
             found = self._call(path, "read", lambda at: self._files.cat_file(at, start=start or None, end=end))
             return bytes(found) if end == stop else b""
@@ -424,7 +427,7 @@ class RemoteStore:
             raise PieceMissing(f"{self._url_of(path)}: not there") from None
 
     def _find(self, folder: str) -> dict[str, dict[str, Any]]:
-        """The objects in a folder, by the last part of their names."""
+        """Returns fsspec's information about the objects in a folder, by the last part of their names."""
 
         def find(at: str) -> dict[str, dict[str, Any]]:
             self._files.invalidate_cache()
@@ -437,7 +440,7 @@ class RemoteStore:
         return {path.rpartition("/")[2]: info for path, info in found.items()}
 
     def _call(self, path: str, done: str, work: Callable[[str], T]) -> T:
-        """Runs `work` on an object, with retries; raises only FileNotFoundError and our own errors."""
+        """Runs `work` on the object at `path`, with retries; raises only FileNotFoundError and `StoreError`."""
         deadline_s = time.monotonic() + self._within_s
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
@@ -455,7 +458,7 @@ class RemoteStore:
         raise kind(f"{self._url_of(path)}: cannot be {done}: {reason}; {remedy}")
 
     def _describe(self, error: BaseException) -> str:
-        """The text of an error, on one line and without secrets."""
+        """Returns the text of an error, on one line and without secrets."""
         text = " ".join(f"{type(error).__name__}: {error}".split())
         for secret in self._secrets:
             text = text.replace(secret, "***")
@@ -463,7 +466,7 @@ class RemoteStore:
 
 
 def _within(limit_s: float, work: Callable[[], T]) -> T:
-    """Runs `work` in its own thread, which is abandoned at the time limit: few stores have one."""
+    """Runs `work` in a thread of its own, abandoned at the time limit: few stores have time limits themselves."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -476,13 +479,13 @@ def _within(limit_s: float, work: Callable[[], T]) -> T:
     try:
         return answer.result(max(limit_s, 0.0))
     except TimeoutError:
-        if answer.done():  # the store's own
+        if answer.done():  # the store's own timeout
             raise
         raise TimeoutError(f"no answer within {limit_s:.0f} s") from None
 
 
 def _remedy(error: BaseException) -> tuple[str, bool]:
-    """The remedy for the user, and whether retrying is pointless."""
+    """Returns advice for the user, and whether retrying is pointless."""
     text = f"{error} {error.__cause__}".lower()
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(word in text for word in FULL):
         return "make room there", True
@@ -502,7 +505,7 @@ def _options(fsspec: Any, url: str) -> dict[str, Any]:
 
 
 def _secrets(url: str) -> list[str]:
-    """The secret parts of a URL, the longest first."""
+    """Returns the secret parts of a URL, longest first."""
     parts = urlsplit(url)
     login = parts.netloc.rpartition("@")[0]
     found = [login, parts.password or "", parts.query]
@@ -510,7 +513,7 @@ def _secrets(url: str) -> list[str]:
 
 
 def _put_s(info: dict[str, Any]) -> float:
-    """Put time of an object; infinity, so that it is never old, where the store has no time."""
+    """Returns when an object was put; infinity if the store does not say, so that the object never counts as old."""
     found = next((info[key] for key in PUT_AT if info.get(key)), math.inf)
     if isinstance(found, str):
         found = datetime.fromisoformat(found)

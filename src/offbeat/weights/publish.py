@@ -1,14 +1,15 @@
-"""Publishes versions: each as a whole file and, where there is a store, as pieces and a signed manifest.
+"""Publishes versions, each as a whole file and, if there is a store, as pieces with a signed manifest.
 
-A version is coded against its parent in one pass, after a restart too if the parent's file has the digest that its
-manifest names. Without a parent a version is full; where `Anchoring` says so it is an anchor: full for late joiners,
-with its changes beside it, in a manifest of their own, for followers. Adapters are small and always whole; their base
-goes into the store once, under the number of the first adapter.
+A version is coded against its parent in one pass. This also works after a restart, if the parent's file has the digest
+that its manifest names. A version without a parent is full. Some versions are anchors (see `Anchoring`): full for
+workers that join late, with a second manifest that holds only the changes, for workers that have the version before.
+Adapters are small and always whole; their base goes into the store once, under the number of the first adapter.
 
-Guarantees: nothing is named before it is durable (pieces, whole file, manifest; the ledger's row is the caller's);
-weights with NaN or infinity are refused, with the tensor's name; a process killed at any point leaves every earlier
-version as it was, and the same call again publishes the same. Two trainers that publish the same number never mix: each
-has its own manifest, the whole file is one of theirs, and the ledger decides.
+Guarantees: nothing is named before it is durable, in the order pieces, whole file, manifest; the caller then writes the
+ledger's row. Weights with NaN or infinity are refused with an error that names the tensor. A process killed at any
+point leaves every earlier version unchanged, and repeating the call publishes the same. If two trainers publish the
+same number, their versions never mix: each has its own manifest, the whole file is from one of them, and the ledger
+decides.
 """
 
 from __future__ import annotations
@@ -65,23 +66,23 @@ class PublishFigures:
     number: int
     kind: Kind
     num_bytes: int
-    """Size of a whole copy."""
+    """Size of all tensors, uncoded."""
     coded_bytes: Mapping[Coding, int]
-    """Bytes that a receiver with the version before fetches, by coding; empty without a store."""
+    """Bytes, by coding, that a receiver with the previous version has to fetch; empty without a store."""
     density: float | None
-    """Share of elements that differ from the base; None: there is no base."""
+    """Share of elements that differ from the base; None without a base."""
     encode_s: float
-    """Time of comparing, hashing, coding and writing, all at once."""
+    """Seconds to compare, hash, code and write, which happen together."""
     flush_s: float
-    """Time until all of it was durable and named."""
+    """Further seconds until files and manifest were durable."""
 
 
 class CannotPublish(WeightsError, DiskError):
-    """A version cannot be written."""
+    """A version cannot be written to the disk."""
 
 
 class Publisher(WeightFolder):
-    """Writes versions below one folder and into one store."""
+    """Writes versions below one folder and, if there is one, into a store."""
 
     def __init__(
         self,
@@ -91,19 +92,19 @@ class Publisher(WeightFolder):
         anchoring: Anchoring | None = None,
         adapter: Adapter | None = None,
     ):
-        """With `adapter`, versions hold the tensors of adapters alone."""
+        """With `adapter`, versions hold only the tensors of adapters. A `store` needs a `key` to sign manifests."""
         super().__init__(folder)
         assert (store is None) == (key is None), "a store takes signed manifests"
         self.store, self.key, self.anchoring, self.adapter = store, key, anchoring or Anchoring(), adapter
         self._has_deltas = adapter is None and self.anchoring.every > 0
         self.figures: PublishFigures | None = None
-        """Cost of the version written last."""
+        """Cost of the latest version; None before the first."""
         self._base: BaseFile | None = None
         self._adapter_base: Base | None = None
-        """The base of adapters, once it is in the store."""
+        """Base of the adapters; None until it is in the store."""
 
     def write(self, number: int, step: int, parent: int | None, tensors: Mapping[str, Tensor]) -> Version:
-        """Makes a version durable; it is unknown to others until its row is in the ledger."""
+        """Writes a version and makes it durable; nobody else uses it until the caller adds its row to the ledger."""
         final = self.path(number)
         try:
             return self._write(number, step, parent, tensors)
@@ -153,7 +154,7 @@ class Publisher(WeightFolder):
         return Version(number, step, parent, manifest.digest, self.path(number), name)
 
     def _adapter_base_of(self, adapter: Adapter, number: int, step: int, parent: int | None) -> Base:
-        """The base of adapters, which is put into the store once."""
+        """Returns the base of the adapters; puts it into the store unless it is there."""
         if self.store is None or self.key is None:
             return Base(number, adapter.base)
         if self._adapter_base is None and parent is not None:
@@ -169,7 +170,7 @@ class Publisher(WeightFolder):
         return self._adapter_base
 
     def _base_of(self, parent: int | None) -> BaseFile | None:
-        """The base of the next version; None: it is full."""
+        """Returns the version to code the next one against; None: code it in full."""
         if self.store is None or self.key is None or parent is None or not self._has_deltas:
             return None
         if self._base is None or self._base.manifest.number != parent:
@@ -178,8 +179,8 @@ class Publisher(WeightFolder):
 
     @contextmanager
     def _drafting(self, number: int, name: str) -> Iterator[tuple[Path, BinaryIO]]:
-        """A new folder with an open file; both are deleted on failure."""
-        for left in self.folder.glob(f".{number:08d}.*.draft"):  # of a writer that died, or that raced us and loses
+        """Yields a new folder and an open file in it; deletes both on failure."""
+        for left in self.folder.glob(f".{number:08d}.*.draft"):  # of a dead writer, or of one that races us and loses
             shutil.rmtree(left, ignore_errors=True)
         draft = self.folder / f".{number:08d}.{secrets.token_hex(4)}.draft"
         draft.mkdir(parents=True)
@@ -191,7 +192,7 @@ class Publisher(WeightFolder):
     def _code(
         self, tensors: Mapping[str, Tensor], places: Mapping[str, Stored], base: BaseFile | None, file: BinaryIO | None
     ) -> Packing:
-        """Codes all parts in one pass; on return all are written, and all pieces put."""
+        """Codes all parts in one pass, writes them to `file` unless it is None, and puts the pieces into the store."""
         packing, coder = Packing(), Coder(file, with_codes=self.store is not None)
         parts = cut(tensors, places, {} if base is None else base.like(places))
         with closing(in_parallel(coder.code, parts)) as coded:
@@ -209,14 +210,14 @@ class Publisher(WeightFolder):
         return PieceEntry(digest, len(piece))
 
     def _put_in_place(self, draft: Path, file: BinaryIO, final: Path) -> None:
-        """Makes pieces and whole file durable, and renames the draft."""
+        """Makes the pieces and the whole file durable, then renames the draft to `final`."""
         os.fsync(file.fileno())
         if self.store is not None:
             self.store.sync()
-        put_in_place(draft, final)  # replaces what a writer left that died before its row was written
+        put_in_place(draft, final)  # replaces the folder of a writer that died before it wrote its row
 
     def _put_manifest(self, manifest: Manifest) -> str:
-        """Signs a manifest and makes it durable in the store; returns its digest."""
+        """Signs a manifest and makes it durable in the store; returns its digest, "" without a store."""
         if self.store is None or self.key is None:
             return ""
         data = manifest.encode()
@@ -227,7 +228,7 @@ class Publisher(WeightFolder):
     def _keep_as_base(
         self, manifest: Manifest, file: BinaryIO, places: Mapping[str, Stored], base: BaseFile | None
     ) -> None:
-        """Keeps a version that was just published as the next one's base."""
+        """Keeps the version just published as the base of the next one. `base` is its own base; None if it is full."""
         if self.store is None or not self._has_deltas:
             file.close()
             return
@@ -252,7 +253,7 @@ def _laid_out(
 
 
 def _described(places: Mapping[str, Stored], packing: Packing, **fields: Any) -> Manifest:
-    """The manifest of a version; `fields` are all but its digest, tensors and pieces."""
+    """Returns the manifest of a version; `fields` are all its fields but digest, tensors and pieces."""
     tensors = [TensorEntry(name, *places[name][:2], packing.parts[name]) for name in sorted(places)]
     digest = tensors_digest(tensors)
     if fields["kind"] is Kind.ADAPTER:
@@ -261,10 +262,10 @@ def _described(places: Mapping[str, Stored], packing: Packing, **fields: Any) ->
 
 
 class RemotePublisher(Publisher):
-    """Publishes on a remote trainer's own disk, where the coordinator cannot delete.
+    """Publishes on the disk of a remote trainer, where the coordinator cannot delete old versions.
 
-    Keeps the whole file of the newest version and, with `clears_store`, its chain of pieces: all else has been sent, or
-    will be written anew.
+    Keeps only the whole file of the newest version and, with `clears_store`, only the pieces of its chain. Everything
+    else has been sent already, or will be written again.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""Fetches published versions onto this machine, as the changes since a version that is here where that is possible.
+"""Fetches published versions onto this machine, if possible as changes to a version that is already here.
 
-A version's bases are followed back to a version that is here or to a full one; the pieces on the way are downloaded
+A version's bases are followed back to a version on this disk or to a full one. The pieces on the way are downloaded
 (`offbeat.weights.download`), and the new version is assembled beside the old ones (`offbeat.weights.assemble`). If a
-local base proves unfit, the chain goes back to the full version. A version without a manifest, or whose chain of pieces
-is gone, is downloaded as whole files, if there is a source of them.
+local base proves damaged, the chain is followed back to the full version. A version without a manifest, or whose pieces
+are gone, is downloaded as whole files, if there is a source of them.
 
-Guarantees: `fetch` returns a version that is bit by bit the published one, or raises an error that names it; a process
-killed at any moment leaves every earlier version whole, and its successor resumes from the bytes that are there;
-nothing from a source is used unless its digest follows from a signed manifest or from the ledger. The folder belongs to
+Guarantees: `fetch` returns a version that is bit by bit the published one, or raises an error that names it. A process
+killed at any moment leaves every earlier version whole, and the next process resumes from the bytes already here.
+Nothing from a source is used unless its digest follows from a signed manifest or from the ledger. The folder belongs to
 one worker; peers may read the pieces in it.
 """
 
@@ -41,37 +41,37 @@ log = logging.getLogger(__name__)
 
 FOLDER = re.compile(r"\d{8,}-[0-9a-f]{16}")
 NUM_KEPT = 3
-"""The version served, the one before it that engines may still read, and one to spare."""
+"""Versions kept: the one being served, the one before, which engines may still read, and one more."""
 COPY = "copy"
 """Key of `ReceiveFigures.num_bytes` for whole files, beside the kinds of manifests."""
 UNAVAILABLE = (PieceMissing, PieceDamaged, ManifestError, WeightsError)
-"""Errors after which another way to the version is tried; others, such as a broken connection, end the attempt."""
+"""Errors after which the version is fetched in another way; others, such as a broken connection, end the attempt."""
 Copy = Callable[[int, Path], Awaitable[None]]
-"""Downloads the files of a version, by number, into a folder, resuming from what is there."""
+"""Downloads the files of the version with a number into a folder; resumes files that are partly there."""
 
 
 class VersionCache:
-    """Whole versions in a folder of this machine. All methods but `path_of` touch the disk: call them in a thread.
+    """Whole versions in a folder on this disk. All methods but `path_of` use the disk: call them in a thread.
 
     A version's folder is renamed into place once it is written, flushed and verified. Folders are named by number and
-    digest, so that another run's versions are never mistaken for ours. A folder left by an earlier process, or changed
-    since, is hashed once before it is used.
+    digest, so that another run's versions are never mistaken for ours. A folder from an earlier process, or one that
+    has changed since it was verified, is hashed before it is used.
     """
 
     def __init__(self, folder: Path, num_kept: int):
         self.folder, self._num_kept = folder.absolute(), num_kept
         self._verified: dict[Path, list[tuple[int, int, int]]] = {}
-        """Inode, size and time of the files of each verified version; the one requested last comes last."""
+        """Inode, size and modification time of the files of each verified version, in order of their last request."""
 
     def path_of(self, number: int, digest: str) -> Path:
         return self.folder / f"{number:08d}-{blake3(digest.encode()).hexdigest()[:16]}"
 
     def numbers(self) -> list[int]:
-        """Numbers of the versions that are here, by the names of their folders."""
+        """Returns the numbers of the versions on this disk, from the names of their folders."""
         return [int(path.name.partition("-")[0]) for path in self.folder.glob("[0-9]*") if FOLDER.fullmatch(path.name)]
 
     def holds(self, path: Path, digest: str) -> bool:
-        """Whether the published version is at `path`; a damaged one is deleted."""
+        """Returns whether `path` holds the version with this digest; deletes a damaged one."""
         if not path.exists():
             return False
         try:
@@ -90,20 +90,20 @@ class VersionCache:
         self._verified[path] = _file_status(path)
 
     def invalidate(self, path: Path) -> None:
-        """Has the version hashed again before its next use."""
+        """Makes the version be hashed again before its next use."""
         self._verified.pop(path, None)
 
     def discard(self, path: Path) -> None:
         self._verified.pop(path, None)
-        doomed = path.with_name(f".{path.name}.old.draft")  # a kill while deleting leaves no half with the real name
+        doomed = path.with_name(f".{path.name}.old.draft")  # a kill then leaves no half under the real name
         shutil.rmtree(doomed, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):
             os.replace(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
     def forget(self, needs: Mapping[Path, Path]) -> set[Path]:
-        """Keeps the versions requested last, then an earlier process's newest, and the bases that those need; returns
-        what it kept."""
+        """Deletes old versions; returns the paths it kept: the versions requested most recently, then the newest from
+        earlier processes, up to the number to keep, and their bases. `needs` maps an adapter's path to its base's."""
         requested = {path: rank for rank, path in enumerate(self._verified, start=1)}
         found = [path for path in self.folder.iterdir() if FOLDER.fullmatch(path.name)]
         found.sort(key=lambda path: (requested.get(path, 0), path.name), reverse=True)
@@ -112,7 +112,7 @@ class VersionCache:
         for path in found:
             if path not in kept:
                 self.discard(path)
-        for draft in self.folder.glob(".*.draft"):  # of versions that were given up
+        for draft in self.folder.glob(".*.draft"):  # left from versions that were given up
             shutil.rmtree(draft, ignore_errors=True)
         return kept
 
@@ -128,15 +128,15 @@ class ReceiveFigures:
 
     number: int
     num_bytes: Counter[str] = field(default_factory=Counter)
-    """Bytes downloaded, by the kind of version that they belong to, or as whole files."""
+    """Bytes downloaded, by the kind of manifest that they belong to, or under `COPY` for whole files."""
     num_applied: int = 0
-    """Versions assembled one after the other; 0: it came as whole files."""
+    """Number of manifests applied; 0: the version came as whole files."""
     fetch_s: float = 0.0
     apply_s: float = 0.0
 
 
 class Receiver:
-    """The versions of one worker, on its disk."""
+    """Fetches the versions of one worker onto its disk."""
 
     def __init__(
         self,
@@ -150,16 +150,16 @@ class Receiver:
         report: Callable[[ReceiveFigures], None] = lambda figures: None,
         arrived: Callable[[], None] = lambda: None,
     ):
-        """`copy` downloads whole files where there are no pieces. The base of an adapter is fetched unless `has_base`,
-        given its digest, says that the engine has it. `report` gets the figures of each version; `arrived` is called
-        when there is something new in `downloads.store` for peers."""
+        """`copy` downloads whole files if there are no pieces (None: impossible). An adapter's base is fetched unless
+        `has_base`, given its digest, says that the engine has it. `report` receives the figures of each version;
+        `arrived` is called whenever `downloads.store` holds something new for peers."""
         self.cache = VersionCache(folder, num_kept)
         self.downloads = PieceDownloader(self.cache.folder, sources, trusted, arrived)
         self._copy, self._has_base, self._report = copy, has_base, report
         self._lock = asyncio.Lock()
 
     async def fetch(self, version: Version) -> Version:
-        """The same version, verified, with its files here; at once where they are."""
+        """Returns the same version, verified, with the path of its files on this disk; at once if they are here."""
         async with self._lock:
             try:
                 path, base = await self._fetch(version)
@@ -174,12 +174,12 @@ class Receiver:
             return replace(version, path=path, base=base)
 
     async def discard(self, version: Version) -> None:
-        """Deletes a version that proved damaged, so that it is fetched anew."""
+        """Deletes a version that proved damaged, so that it is fetched again."""
         async with self._lock:
             await in_thread(self.cache.discard, self.cache.path_of(version.number, version.digest))
 
     async def _fetch(self, version: Version) -> tuple[Path, Path | None]:
-        """Paths of a version and of the base of an adapter, where that was fetched, too."""
+        """Returns the path of a version, and that of its base if it is an adapter whose base the engine lacks."""
         if not version.manifest:
             return await self._ensure(version.number, version.digest, None), None
         base = None
@@ -197,7 +197,7 @@ class Receiver:
         return await self._ensure(manifest.number, manifest.digest, manifest), base_path
 
     async def _ensure(self, number: int, digest: str, manifest: Manifest | None) -> Path:
-        """Path of a version, which is assembled, or downloaded as whole files, unless it is here."""
+        """Returns the path of a version; if it is not on this disk, it is assembled, or downloaded as whole files."""
         path = self.cache.path_of(number, digest)
         if await in_thread(self.cache.holds, path, digest):
             return path
@@ -229,7 +229,7 @@ class Receiver:
                 raise WeightsError(f"{error}; nor as a whole file: {other}") from other
 
     async def _assemble(self, manifest: Manifest, path: Path, figures: ReceiveFigures) -> None:
-        """Assembles a version on a base that is here or, if that proves unfit, from the full one."""
+        """Assembles a version from a base on this disk or, if that proves damaged, from the full version."""
         chain, base = await self._chain(manifest, may_use_local=True)
         try:
             return await self._apply(chain, base, path, figures)
@@ -242,7 +242,8 @@ class Receiver:
         await self._apply(chain, None, path, figures)
 
     async def _chain(self, manifest: Manifest, *, may_use_local: bool) -> tuple[list[Manifest], Path | None]:
-        """The versions to apply, in order, and the path of the local version under the first; None: that is full."""
+        """Returns the manifests to apply, in order, and the path of the local version that the first builds on; None if
+        the first is full."""
         oldest = min(await in_thread(self.cache.numbers), default=manifest.number) if may_use_local else None
         chain = [manifest]
         while chain[0].kind is Kind.DELTA and (base := chain[0].base) is not None:
@@ -255,8 +256,8 @@ class Receiver:
         return chain, None
 
     async def _chain_past_anchor(self, chain: list[Manifest], oldest: int) -> tuple[list[Manifest], Path | None]:
-        """Replaces the anchor that begins a chain by its delta manifest, and those before it, where that leads to a
-        local version over fewer bytes. Versions older than `oldest`, all that is here, are not considered."""
+        """Replaces the anchor that begins a chain by its delta manifest and the deltas before it, if these lead to a
+        local version with fewer bytes. Does not look for versions below `oldest`, the oldest one on this disk."""
         anchor, found = chain[0], chain[0]
         deltas: list[Manifest] = []
         while found.delta is not None or found.kind is Kind.DELTA:
@@ -283,7 +284,7 @@ class Receiver:
         figures.apply_s += time.monotonic() - fetched_s
 
     async def _fetch_files(self, digest: str, path: Path, figures: ReceiveFigures) -> None:
-        """Downloads a version as whole files."""
+        """Downloads a version as whole files to `path`; tries again if they arrive damaged."""
         assert self._copy is not None
         draft, started_s = path.with_name(f".{path.name}.copy.draft"), time.monotonic()
         figures.num_applied = 0
@@ -299,7 +300,7 @@ class Receiver:
         raise WeightsError(f"it arrived damaged {MAX_ATTEMPTS} times")
 
     def _forget(self) -> None:
-        """Keeps a few versions, the bases of the adapters among them, and their pieces, which peers may ask for."""
+        """Deletes all but a few versions, the bases of adapters among these, and their pieces, which peers may want."""
         known = self.downloads.known()
         paths = {entry: self.cache.path_of(found.number, found.digest) for entry, found in known.items()}
         needs = {
@@ -317,7 +318,8 @@ def _num_bytes(folder: Path) -> int:
 
 
 def _put_in_place(draft: Path, digest: str, path: Path) -> bool:
-    """Renames a folder of whole files if its digest is right, and deletes it otherwise."""
+    """Returns whether a folder of whole files has the right digest; renames it to `path` if so, and otherwise deletes
+    it."""
     try:
         if folder_digest(draft) != digest:
             raise ValueError("another digest")

@@ -1,12 +1,13 @@
-"""The tree by which weights spread, so that a version crosses each slow link once.
+"""The tree by which weights spread from worker to worker, so that a version crosses each slow link once.
 
 At every site one receiver fetches from the root (the coordinator, or its store); the others fetch from receivers of
 their own site, at most `fan_out` from each.
 
-Guarantees: every receiver reaches the root; no relay feeds more than its share while the site's relays have room for
-all (where they have not, they are overloaded evenly rather than the slow link crossed twice); a newcomer moves no
-other, unless it relieves an overloaded relay; a receiver that leaves, or falls silent, is replaced by the farthest one,
-so that few move and the tree stays flat. Where no receiver of a site can serve, each fetches from the root.
+Guarantees: every receiver reaches the root. No relay feeds more than `fan_out` receivers while the site's relays have
+room for all; without room they are overloaded evenly, because crossing the slow link twice is worse. A new receiver
+moves no other, unless it relieves an overloaded relay. A receiver that leaves or falls silent is replaced by the one
+farthest from the root, so that few move and the tree stays flat. If no receiver of a site can serve, each fetches from
+the root.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 ROOT = ""
-"""The name of the root; no receiver has it."""
+"""Name of the root, which no receiver may have."""
 FAN_OUT = 2
-"""Children of a relay. Links within a site are hardly ever less than twice as fast as those between sites."""
+"""Most children of a relay. Links within a site are nearly always at least twice as fast as those between sites."""
 MUCH_FASTER = 2.0
-"""Ratio of a receiver's rate from the root to that of the head of its site from which it takes the head's place."""
+"""A receiver replaces the head of its site if its rate from the root is more than this many times the head's."""
 WORTH_LEVELS = 2
-"""Levels by which a move must bring a receiver nearer to the root: each costs about a piece's time."""
+"""Fewest levels that a move must save. Each level delays a receiver by about the time of one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,13 @@ class RelayNode:
     name: str
     site: str
     serves: bool = True
-    """Whether others can fetch from it."""
+    """Whether other receivers can fetch from this one."""
     root_bytes_per_s: float | None = None
-    """Rate at which it got pieces from the root; None: not measured."""
+    """Rate at which this receiver fetched pieces from the root; None: not measured."""
 
 
 class RelayTree:
-    """The receivers of a run, as the caller adds and removes them."""
+    """Relay tree over all receivers of a run; the caller adds and removes them."""
 
     def __init__(self, fan_out: int = FAN_OUT):
         assert fan_out >= 1, fan_out
@@ -46,7 +47,7 @@ class RelayTree:
         self._site_of: dict[str, str] = {}
 
     def put(self, receiver: RelayNode) -> None:
-        """Adds a receiver, or updates it."""
+        """Adds a receiver, or updates the one with its name."""
         assert receiver.name != ROOT
         if self._site_of.get(receiver.name, receiver.site) != receiver.site:
             self.remove(receiver.name)
@@ -62,7 +63,7 @@ class RelayTree:
                 del self._sites[site]
 
     def sources(self, name: str) -> list[str]:
-        """Sources of a receiver, in this order: its parent, its parent's parent, and so on; the root last."""
+        """Returns the sources of receiver `name` in the order to ask them: its parent, its grandparent, …, the root."""
         parents, line = self._sites[self._site_of[name]].parents, []
         while name != ROOT:
             name = parents[name]
@@ -71,7 +72,8 @@ class RelayTree:
 
 
 class SiteTree:
-    """The receivers of one site. Below the root is the head, which serves; or all of them, where none serves."""
+    """Tree over the receivers of one site. Only the head, a receiver that can serve, fetches from the root; if no
+    receiver can serve, all of them do."""
 
     def __init__(self, fan_out: int):
         self.members: dict[str, RelayNode] = {}
@@ -98,14 +100,15 @@ class SiteTree:
         return _Snapshot(self.parents, fan_outs)
 
     def _attach(self, name: str) -> None:
-        """Attaches a receiver, with all below it, as near to the root as there is room."""
+        """Attaches a receiver and its subtree as near to the root as there is room."""
         self.parents.pop(name, None)
-        tree = self._snapshot()  # without those below it, which are unreachable now
+        tree = self._snapshot()  # without its subtree, which is unreachable now
         servers = [other for other in tree.depths if tree.fan_outs[other]]
         self.parents[name] = min(servers, key=lambda other: (tree.excess(other), *tree.nearness(other)), default=ROOT)
 
     def _step_down(self, name: str) -> None:
-        """Takes all children from a receiver: the farthest one takes its place."""
+        """Takes all children from a receiver. Another server swaps places with it: the farthest from the root or, for
+        the head, the one with the best rate from the root."""
         tree = self._snapshot()
         others = [other for other in tree.depths if tree.fan_outs[other] and other != name]
         if not tree.children[name] or not others:
@@ -120,7 +123,7 @@ class SiteTree:
             self._attach(child)
 
     def _from_root(self, name: str) -> float:
-        """Its rate from the root; infinite where it was never measured."""
+        """Returns a receiver's rate from the root; infinity if never measured."""
         found = self.members[name].root_bytes_per_s
         return math.inf if found is None else found
 
@@ -151,7 +154,7 @@ class SiteTree:
 
 
 class _Snapshot:
-    """A site's tree at one moment; `fan_outs` are the most children that each receiver should feed."""
+    """A site's tree at one moment; `fan_outs` holds the most children that each receiver should feed."""
 
     def __init__(self, parents: Mapping[str, str], fan_outs: Mapping[str, int]):
         self.fan_outs = fan_outs
@@ -159,7 +162,7 @@ class _Snapshot:
         for name, parent in parents.items():
             self.children[parent].append(name)
         self.depths: dict[str, int] = {}
-        """Depths of the receivers that reach the root, the nearest first."""
+        """Depth of each receiver that reaches the root, nearest first."""
         waiting = deque((name, 1) for name in self.children[ROOT])
         while waiting:
             name, depth = waiting.popleft()
@@ -167,28 +170,28 @@ class _Snapshot:
             waiting.extend((child, depth + 1) for child in self.children[name])
 
     def excess(self, name: str) -> float:
-        """Excess of one more child, as a share of the fan-out."""
+        """Returns by how much one more child would exceed the fan-out, as a share of the fan-out."""
         return max(len(self.children[name]) + 1 - self.fan_outs[name], 0) / self.fan_outs[name]
 
     def nearness(self, name: str) -> tuple[int, float]:
         return self.depths[name], len(self.children[name]) / self.fan_outs[name]
 
     def rooms(self) -> list[str]:
-        """Relays that can feed one more, the nearest first."""
+        """Returns the relays that can feed one more child, nearest to the root first."""
         found = [name for name in self.depths if len(self.children[name]) < self.fan_outs[name]]
         return sorted(found, key=self.nearness)
 
     def relief(self) -> tuple[str, str] | None:
-        """A child of an overloaded relay, and a relay with room; None: no such move."""
+        """Returns a child of an overloaded relay and a relay with room for it; None: no such move."""
         crowded = [name for name in self.depths if len(self.children[name]) > self.fan_outs[name]]
         rooms = self.rooms()
         if not crowded or not rooms:
             return None
         children = sorted(reversed(self.children[crowded[0]]), key=lambda child: self.fan_outs[child] > 0)
-        return next(child for child in children if not self.is_below(rooms[0], child)), rooms[0]  # there are two
+        return next(child for child in children if not self.is_below(rooms[0], child)), rooms[0]  # one of at least two
 
     def shortcut(self) -> tuple[str, str] | None:
-        """A receiver that is needlessly far from the root, and a nearer relay with room; None: no such move."""
+        """Returns a receiver that is needlessly far from the root and a nearer relay with room; None: no such move."""
         rooms, leaves = self.rooms(), [name for name in self.depths if not self.children[name]]
         if not rooms or not leaves:
             return None

@@ -1,9 +1,9 @@
 """Layout of safetensors files, and parallel reads and writes of them.
 
-Guarantees: equal tensors get an equal layout, in whatever order they come; the format's own library reads it; every
-tensor is aligned (wide types come first) and the first one starts a page, so that files of one model can share blocks
-on disk and be mapped as they are. Reading trusts nothing: a tensor beyond the end of the file, or a missing header, is
-a ValueError.
+Guarantees: the layout does not depend on the order in which tensors are given; the format's own library can read the
+files. Every tensor is aligned (wide types come first) and the first one starts at a page boundary, so that files of one
+model can share blocks on disk and can be mapped directly. Reading trusts nothing: a tensor beyond the end of the file,
+or a missing header, raises ValueError.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the format's own library."""
+"""Same limit as in the format's own library."""
 PAGE_BYTES = 4096
 METADATA = {"format": "pt"}
-"""Loaders require it."""
+"""Metadata of every file; loaders require it."""
 
 
 class Stored(NamedTuple):
-    """A tensor in a file."""
+    """Type, shape and place of a tensor in a file."""
 
     dtype: str
     shape: list[int]
     start: int
-    """Its first byte in the file; `stop` is one past its last."""
+    """Offset of the tensor's first byte in the file; `stop` is one past its last."""
     stop: int
 
 
 def lay_out(
     tensors: Iterable[tuple[str, str, list[int], int]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Stored]]:
-    """Header and layout of a new file, given names, dtypes, shapes and sizes in bytes of its tensors."""
+    """Returns header and layout of a new file; `tensors` gives name, dtype, shape and size in bytes of each tensor."""
     end, entries = 0, {}
     for name, dtype, shape, num_bytes in sorted(tensors, key=lambda tensor: (-_alignment(*tensor[2:]), tensor[0])):
         entries[name] = Stored(dtype, shape, end, end + num_bytes)
@@ -61,7 +61,7 @@ def lay_out(
 
 
 def read_layout(view: memoryview) -> dict[str, Stored]:
-    """The layout of a file that `view` holds whole."""
+    """Reads the layout of a file; `view` must hold all of it."""
     header, first = _header(view)
     header.pop("__metadata__", None)
     found = {}
@@ -74,13 +74,13 @@ def read_layout(view: memoryview) -> dict[str, Stored]:
 
 
 def file_layout(file: BinaryIO) -> dict[str, Stored]:
-    """The layout of an open file."""
+    """Reads the layout of an open file."""
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
         return read_layout(view)
 
 
 def file_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a file."""
+    """Reads the metadata in the header of a file."""
     with (
         open(path, "rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
@@ -90,7 +90,7 @@ def file_metadata(path: Path) -> dict[str, str]:
 
 
 def _header(view: memoryview) -> tuple[dict[str, Any], int]:
-    """A file's table of tensors, and the offset of the first."""
+    """Returns a file's table of tensors, and the offset at which the tensors' bytes begin."""
     length = int.from_bytes(view[:8], "little")
     if not 0 < length <= min(MAX_HEADER_BYTES, len(view) - 8):
         raise ValueError("it has no safetensors header")
@@ -101,21 +101,21 @@ def _header(view: memoryview) -> tuple[dict[str, Any], int]:
 
 
 def _alignment(shape: list[int], num_bytes: int) -> int:
-    """Bytes of an element; an empty tensor goes first, where every offset is aligned."""
+    """Returns the bytes of an element; 8 for an empty tensor, which then comes first, where every offset is aligned."""
     num_elements = math.prod(shape)
     return num_bytes // num_elements if num_elements else 8
 
 
-# Positioned reads, writes and copies, from any thread: all of the bytes, or an OSError.
+# Positioned reads, writes and copies, safe in any thread. Each handles all of its bytes or raises OSError.
 
 CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
-"""Errors of file systems that cannot copy by themselves."""
+"""Errors of file systems that do not support copy_file_range."""
 BLOCK_BYTES = 1024 * 1024
-"""Written at a time: a call for 16 MiB took two to three times as long as 16 calls for one (ext4, measured)."""
+"""Most bytes of one write: on ext4, one call with 16 MiB took two to three times as long as 16 calls with 1 MiB."""
 
 
 def read_at(file: BinaryIO, start: int, num_bytes: int) -> np.ndarray:
-    import numpy as np  # here, because a dry run reads digests and does without it
+    import numpy as np  # imported late: a dry run reads digests and needs no numpy
 
     data = np.empty(num_bytes, np.uint8)
     view, done = data.data, 0
@@ -135,9 +135,9 @@ def write_at(file: BinaryIO, start: int, data: Any) -> None:
 
 
 def copy_at(source: BinaryIO, origin: int, target: BinaryIO, start: int, num_bytes: int) -> None:
-    """Copies bytes between files, by the file system where it can, which may share the blocks."""
+    """Copies bytes between files. The file system does it where it can, and may share blocks instead of copying."""
     done = 0
-    while done < num_bytes and hasattr(os, "copy_file_range"):  # Linux alone has it
+    while done < num_bytes and hasattr(os, "copy_file_range"):  # only on Linux
         rest = num_bytes - done
         try:
             count = os.copy_file_range(source.fileno(), target.fileno(), rest, origin + done, start + done)
@@ -146,7 +146,7 @@ def copy_at(source: BinaryIO, origin: int, target: BinaryIO, start: int, num_byt
                 raise
             break
         if not count:
-            break  # the source's end, which reading reports, or an unhelpful file system
+            break  # end of the source, which `read_at` reports, or a file system that does not copy
         done += count
     while done < num_bytes:
         data = read_at(source, origin + done, min(BLOCK_BYTES, num_bytes - done))
@@ -155,17 +155,17 @@ def copy_at(source: BinaryIO, origin: int, target: BinaryIO, start: int, num_byt
 
 
 MAX_THREADS = 8
-"""Each holds a part and its code, some 50 MiB; more threads mostly wait for memory or the disk."""
+"""Each thread holds a part and its code, about 50 MiB; more threads would mostly wait for memory or the disk."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
-    """Results of `work` on every item, in order; the first error ends it.
+    """Yields the results of `work` on every item, in order; the first error is raised and ends the work.
 
-    Threads help because numpy, zstd, blake3 and the file system release the interpreter. Few items are under way at a
-    time, so memory stays bounded; when the loop ends, in whatever way, no thread works on.
+    Threads help because numpy, zstd, blake3 and the file system release the interpreter lock. Few items are in progress
+    at a time, so memory stays bounded. However the generator ends, no thread is left running.
     """
     num_threads = min(_num_cores(), MAX_THREADS)
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="weights")
@@ -173,7 +173,7 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> Genera
     try:
         for item in items:
             under_way.append(pool.submit(work, item))
-            if len(under_way) > num_threads + 1:  # one waits, so that no thread does
+            if len(under_way) > num_threads + 1:  # one item is queued, so that no thread idles
                 yield under_way.popleft().result()
         while under_way:
             yield under_way.popleft().result()
@@ -182,5 +182,5 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> Genera
 
 
 def _num_cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,8 +1,9 @@
 """Signatures of manifests with a trainer's Ed25519 key.
 
-A sealed manifest is two lines: the canonical manifest, and the public key with its signature of that line. Guarantees:
-`open_sealed` returns bytes that a trusted key has signed, or raises; a key file is readable by its owner alone, whole
-or not there, and processes that create it at the same time end up with the same key.
+A sealed manifest is two lines: the canonical manifest, and the public key with its signature of the first line.
+
+Guarantees: `open_sealed` returns bytes that a trusted key has signed, or raises. A key file is readable only by its
+owner, and is either complete or missing; processes that create it at the same time end up with the same key.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from offbeat.weights.manifest import ManifestError
 log = logging.getLogger(__name__)
 
 OTHERS = 0o077
-"""Permissions of all but a file's owner."""
+"""Permission bits of everyone but a file's owner."""
 
 
 class SigningKey:
-    """A private key; `public` identifies it."""
+    """A private key; `public` is its public key in hex."""
 
     def __init__(self, secret: bytes):
         self._secret = Ed25519PrivateKey.from_private_bytes(secret)
@@ -44,7 +45,7 @@ class SigningKey:
 
     @staticmethod
     def load_or_create(path: Path) -> SigningKey:
-        """The key in a file, which is created with a new key where there is none."""
+        """Reads the key from a file; creates the file with a new key if it is missing."""
         try:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +56,7 @@ class SigningKey:
             raise UserError(
                 f"{path}: cannot be used as the signing key's file: {error.strerror}; see who owns it, and its disk"
             ) from error
-        except ValueError:  # whose message could quote the key
+        except ValueError:  # not chained: its message could quote the key
             raise UserError(
                 f"{path}: not a signing key; restore it from a backup, or delete it to have a new one made, which "
                 "every worker must trust"
@@ -66,7 +67,7 @@ class SigningKey:
 
 
 def verify(public: str, data: bytes, signature: str) -> bool:
-    """Whether `signature` of these bytes is by the key `public`."""
+    """Returns whether `signature` is a signature of `data` by the key `public`."""
     try:
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)).verify(bytes.fromhex(signature), data)
     except (InvalidSignature, ValueError):  # ValueError: not a key or a signature at all
@@ -85,7 +86,7 @@ def seal(manifest_bytes: bytes, key: SigningKey) -> bytes:
 
 
 def open_sealed(data: bytes, trusted: Collection[str]) -> bytes:
-    """The manifest's bytes; raises `ManifestError` unless one of the trusted keys signed them."""
+    """Returns the manifest's bytes; raises `ManifestError` unless one of the `trusted` keys signed them."""
     assert not isinstance(trusted, str), "several keys, not the letters of one"
     key = signer(data)
     if key not in trusted:
@@ -95,7 +96,7 @@ def open_sealed(data: bytes, trusted: Collection[str]) -> bytes:
 
 
 def signer(data: bytes) -> str:
-    """The key in a seal, trusted or not; raises `ManifestError` unless it signed the manifest."""
+    """Returns the key that signed a manifest, trusted or not; raises `ManifestError` if the signature is wrong."""
     lines = bytes(data).split(b"\n")
     if len(lines) != 3 or lines[2]:
         raise ManifestError("not a sealed manifest, which has two lines; it may have been cut short")
@@ -115,7 +116,7 @@ def _new_secret() -> bytes:
 
 
 def _hide(path: Path) -> None:
-    """Makes a key file private: one in a copied folder may have lost its mode."""
+    """Makes a key file readable only by its owner: copying a folder may have changed its mode."""
     mode = path.stat().st_mode
     if mode & OTHERS:
         log.warning("%s: others could read this signing key; from now on its owner alone can", path)

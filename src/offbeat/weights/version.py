@@ -1,8 +1,8 @@
-"""Versions: their records, their folders on disk, adapters, and the digests that prove that two machines hold the same.
+"""Versions: their records, their folders on disk, adapters, and digests, which prove that two machines hold the same.
 
-A tensor's digest is blake3 over the digests of its pieces of at most 16 MiB, so that several readers can make it in
-parallel; a version's digest is blake3 over the sorted names, dtypes, shapes and digests of its tensors. It is the same
-whether the tensors are in memory or in a safetensors file, and files are read without torch.
+A tensor's digest is blake3 over the digests of its pieces of at most 16 MiB, so that it can be computed in parallel. A
+version's digest is blake3 over the sorted names, dtypes, shapes and digests of its tensors. It is the same whether the
+tensors are in memory or in a safetensors file. Reading files does not need torch.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Version:
-    """A published set of weights: what every engine and the trainer's own forward pass use."""
+    """A published set of weights, which every engine and the trainer's own forward pass use."""
 
     number: int
-    """Only grows, never reused."""
+    """Number that only grows and is never reused."""
     step: int
     parent: int | None
     digest: str
     path: Path
     manifest: str = ""
-    """The digest of its manifest; "": it was published as files alone."""
+    """Digest of the version's manifest; "": it was published only as files."""
     base: Path | None = None
     """Local path of the adapter's base weights; None if the engine already has them."""
 
@@ -48,13 +48,13 @@ ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json
 
 
 def weights_file(folder: Path) -> Path:
-    """The file with a version's tensors, or with an adapter's."""
+    """Returns the path of the file with the tensors of a version, which may be an adapter."""
     adapter = folder / ADAPTER_FILE
     return adapter if adapter.is_file() else folder / FILE_NAME
 
 
 class WeightFolder:
-    """One sub-folder per version, named by its number."""
+    """A folder with one sub-folder per version, named by its number."""
 
     def __init__(self, folder: Path):
         self.folder = folder.absolute()  # readers may have another working directory
@@ -63,7 +63,7 @@ class WeightFolder:
         return self.folder / f"{number:08d}"
 
     def keep(self, numbers: Iterable[int]) -> None:
-        """Deletes every other version."""
+        """Deletes every version whose number is not in `numbers`."""
         wanted = {self.path(number).name for number in numbers}
         for folder in self.folder.glob("[0-9]*"):
             if folder.name not in wanted:
@@ -71,7 +71,7 @@ class WeightFolder:
 
 
 def put_in_place(draft: Path, final: Path) -> None:
-    """Renames a finished draft to `final`, replacing what was there."""
+    """Renames a finished draft to `final`, replacing a folder that is there."""
     try:
         replace_folder(draft, final)
     except OSError as error:
@@ -90,10 +90,10 @@ BASE = "offbeat_base"
 
 @dataclass(frozen=True)
 class Adapter:
-    """The common part of all adapters of a run: a few tensors on a base that never changes.
+    """What all adapter versions of a run share: their base, which never changes, and their configuration.
 
-    A version's folder is what peft and vLLM read: tensors, and a configuration beside them. The tensors' file names the
-    digest of the base in its metadata; the version's digest covers base, tensors and configuration.
+    A version's folder has the form that peft and vLLM read: a file of tensors and a configuration. The metadata of the
+    tensors' file holds the digest of the base; the version's digest covers base, tensors and configuration.
     """
 
     base: str
@@ -101,7 +101,7 @@ class Adapter:
     config: str
     """Content of the configuration file."""
     base_tensors: Callable[[], Mapping[str, Tensor]]
-    """The base weights, for workers that lack them."""
+    """Returns the base weights, for workers that lack them."""
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -109,7 +109,7 @@ class Adapter:
 
 
 def base_digest(folder: Path) -> str | None:
-    """Digest of the base of the adapter in a folder; None: it holds no adapter."""
+    """Returns the digest of the base of the adapter in a folder; None: the folder holds no adapter."""
     file = folder / ADAPTER_FILE
     if not file.is_file():
         return None
@@ -119,7 +119,7 @@ def base_digest(folder: Path) -> str | None:
 
 
 def folder_digest(folder: Path) -> str:
-    """The digest of the version in a folder; raises ValueError or OSError if it cannot be read."""
+    """Computes the digest of the version in a folder; raises ValueError or OSError if it cannot be read."""
     base, tensors = base_digest(folder), file_digest(weights_file(folder))
     if base is None:
         return tensors
@@ -127,7 +127,7 @@ def folder_digest(folder: Path) -> str:
 
 
 class WeightsError(OffbeatError):
-    """Published weights are missing or are not what was published."""
+    """Weights are missing, or differ from the published ones."""
 
 
 def verify(version: Version) -> None:
@@ -151,11 +151,11 @@ DTYPES = {
     **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool", "U8": "uint8", "I8": "int8"},
     **{"I16": "int16", "I32": "int32", "I64": "int64", "U16": "uint16", "U32": "uint32", "U64": "uint64"},
 }
-"""torch's names of types, by their safetensors names."""
+"""Names of types in torch, by their names in safetensors files."""
 
 
 def bytes_digest(data: Any) -> str:
-    """Digest of a tensor's bytes, in any buffer."""
+    """Computes the digest of a tensor from its bytes, in any buffer."""
     pieces = blake3()
     for start in range(0, max(len(data), 1), PIECE_BYTES):
         pieces.update(blake3(data[start : start + PIECE_BYTES]).digest())
@@ -178,13 +178,14 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """The digest of the tensors in a safetensors file; raises ValueError if it is none, or is cut short."""
+    """Computes the digest of the tensors in a safetensors file; raises ValueError if it is cut short or not of that
+    format."""
     with open(path, "rb") as file:
         return open_file_digest(file)
 
 
 def files_digest(paths: Iterable[Path]) -> str:
-    """The digest of the tensors in several files of one model."""
+    """Computes one digest of the tensors in all files of a model."""
     found: dict[str, tuple[str, list[int], str]] = {}
     for path in paths:
         with open(path, "rb") as file:
@@ -197,7 +198,7 @@ def open_file_digest(file: BinaryIO) -> str:
 
 
 def _tensors(file: BinaryIO) -> dict[str, tuple[str, list[int], str]]:
-    """The tensors of a file, as `whole_digest` takes them."""
+    """Returns dtype, shape and digest of each tensor in a file, by name, for `whole_digest`."""
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
         found = {}
         for name, stored in read_layout(view).items():
@@ -207,12 +208,12 @@ def _tensors(file: BinaryIO) -> dict[str, tuple[str, list[int], str]]:
 
 
 def adapter_digest(base: str, tensors: str, config: str) -> str:
-    """Digest of an adapter version, from the digests of base and tensors and the configuration that joins them."""
+    """Computes the digest of an adapter version from the digests of its base and its tensors, and its configuration."""
     return blake3(f"adapter\0{base}\0{tensors}\0{config}".encode()).hexdigest()
 
 
 def whole_digest(tensors: Mapping[str, tuple[str, list[int], str]]) -> str:
-    """Digest of a version, from dtype (torch's name), shape and digest of each tensor by name."""
+    """Computes the digest of a version from dtype (torch's name), shape and digest of each tensor, by name."""
     whole = blake3()
     for name in sorted(tensors):
         dtype, shape, digest = tensors[name]

@@ -1,8 +1,9 @@
-"""Finished trajectories on the worker's disk until the coordinator acknowledges them, and the outbox that sends them.
+"""The spool, which keeps trajectories on the worker's disk until they are acknowledged, and the outbox that sends them.
 
-The spool keeps one file per lease, written by an atomic rename. A file carries the digest of its content; a damaged one
-is moved to `damaged/` and never sent. A worker that was killed finds its unsent trajectories here. The folder belongs
-to one worker of one run, because task numbers are only unique within a run, and to one process at a time (file lock).
+The spool keeps one file per lease, written by an atomic rename. A file carries the digest of its content; a damaged
+file is moved to `damaged/` and never sent. After a kill, the worker finds its unsent trajectories in the spool. The
+folder belongs to one worker of one run, because task numbers are unique only within a run, and to one process at a time
+(file lock).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Unsent:
 
 
 class Spool:
-    """The files of unsent trajectories. Calls block on the disk."""
+    """Files of unsent trajectories. All methods block on the disk."""
 
     def __init__(self, folder: Path):
         self.folder = folder.absolute()
@@ -61,7 +62,7 @@ class Spool:
         except OSError as error:
             self.close()
             raise UserError(f"spool {folder}: in use by another worker; give each worker its own folder") from error
-        for draft in self.folder.glob(f".*{SUFFIX}.*.draft"):  # a writer was killed half-way
+        for draft in self.folder.glob(f".*{SUFFIX}.*.draft"):  # left by a writer that was killed
             draft.unlink(missing_ok=True)
 
     def put(self, unsent: Unsent) -> None:
@@ -73,7 +74,7 @@ class Spool:
         self._path(key).unlink(missing_ok=True)
 
     def left(self) -> list[Unsent]:
-        """Unsent trajectories, in the order of tasks."""
+        """Returns the unsent trajectories in task order; moves damaged files to `damaged/`."""
         found = []
         for path in sorted(self.folder.glob(f"*{SUFFIX}")):
             try:
@@ -107,14 +108,15 @@ def _read(path: Path) -> Unsent:
 
 
 REFUSALS = (Fenced, Refused, Conflict, Forbidden, Unknown)
-"""Final answers: the same submission would be refused again."""
+"""Final refusals: the same submission would be refused again."""
 MAX_SENDS = 32
-"""Concurrent submissions over a network: enough to fill the coordinator's commits, few enough not to crowd out
-heartbeats. In process there is no limit: submissions of one moment share one commit."""
+"""Largest number of concurrent submissions with a spool: enough to fill the coordinator's commits, few enough not to
+delay heartbeats. Without a spool, in the coordinator's process, there is no limit: concurrent submissions share one
+commit."""
 
 
 class Outbox:
-    """Submits trajectories, in tasks of the group that each call names, so that no error is lost.
+    """Submits trajectories to the coordinator, in asyncio tasks of the given task group, so that no error is lost.
 
     With a spool, a trajectory is on disk before the first attempt to send it and until it is acknowledged or refused.
     A refused trajectory is logged and discarded; if its task is still leased to this worker, the task is failed. The
@@ -124,7 +126,7 @@ class Outbox:
     def __init__(self, worker: str, client: WorkerClient, spool: Spool | None, changes: Notifier):
         self.worker, self.client, self.spool, self._changes = worker, client, spool, changes
         self.unsent: dict[tuple[int, int], Unsent] = {}
-        """By task and fence; their leases are still renewed."""
+        """Unsent trajectories by task and fence; the worker keeps renewing their leases."""
         self._sends = nullcontext() if spool is None else asyncio.Semaphore(MAX_SENDS)
 
     def __len__(self) -> int:
@@ -135,7 +137,7 @@ class Outbox:
         group.create_task(self._deliver(unsent))
 
     async def resend(self, group: asyncio.TaskGroup) -> None:
-        """Sends the trajectories that an earlier process of this worker left; returns once all are answered."""
+        """Sends trajectories that an earlier process left in the spool; returns once all are answered."""
         if self.spool is None:
             return
         left = await asyncio.to_thread(self.spool.left)
@@ -147,7 +149,7 @@ class Outbox:
         await self._changes.wait_for(lambda: not any(unsent.key in self.unsent for unsent in left))
 
     async def send_all(self) -> None:
-        """Sends everything unsent after the worker's loops have ended; returns once all is answered."""
+        """Sends all unsent trajectories, after the worker's loops have ended; returns once all are answered."""
         async with asyncio.TaskGroup() as group:
             for unsent in self.unsent.values():
                 group.create_task(self._send(unsent))
@@ -156,7 +158,7 @@ class Outbox:
         if self.spool is not None:
             try:
                 await asyncio.to_thread(self.spool.put, unsent)
-            except OSError as error:  # it can still be sent; only a kill before that would lose it
+            except OSError as error:  # still sent; lost only if the process is killed before
                 log.warning("worker %s: task %d cannot be spooled: %s", self.worker, unsent.trajectory.task, error)
         crash_here("spooled")
         await self._send(unsent)
@@ -167,7 +169,7 @@ class Outbox:
                 await self.client.submit(unsent.trajectory, unsent.fence)
             except REFUSALS as error:
                 log.warning("worker %s: discarded a refused trajectory: %s", self.worker, error)
-                if isinstance(error, Refused):  # the task is still leased to us and needs another attempt
+                if isinstance(error, Refused):  # still leased to this worker; needs another attempt
                     await self._fail(unsent, str(error))
         crash_here("acknowledged")
         if self.spool is not None:

@@ -5,13 +5,13 @@ generation, stop unfinished tasks at the end of a round, and report step times. 
 
 - A task that requires a version is sampled from that version alone: no other version is loaded while such a task runs,
   nor between a lease call and the start of its tasks. All other tasks continue across a load, split into segments, or
-  are handed back as partials if the engine cannot split. A lower version than the one served is loaded only when
-  nothing runs; with `finishes`, so is every version. No task begins meanwhile.
-- At the end of a round, tasks with new tokens are handed back as partials, tasks without are given back untouched, and
-  no task of that round begins any more. Evaluation continues.
-- A trajectory leaves through the outbox, and its lease is renewed until the coordinator has answered.
+  are handed back as partials if the engine cannot split. A version lower than the current one is loaded only when no
+  task runs; with `finishes`, this holds for every version. No task begins during a load.
+- At the end of a round, tasks with new tokens are handed back as partials, and tasks without new tokens are given back
+  untouched. No further task of that round begins. Evaluation continues.
+- Trajectories are sent by the outbox; their leases are renewed until the coordinator has answered.
 - A task whose generation fails is given back with the reason. Any other error ends the worker. Cancelling the worker
-  aborts all tasks and hands nothing back; `drain` hands back first.
+  aborts all tasks and hands nothing back; `drain` hands unfinished tasks back first.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ from offbeat.worker.spool import REFUSALS, Outbox, Spool, Unsent
 log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
-"""Longest wait of one lease call; short, so that a lost coordinator is noticed soon."""
+"""Longest wait of one lease call; short, so that an unreachable coordinator is noticed soon."""
 NEWER_WAIT_S = 20.0
-"""Longest wait of one call for a newer version; nothing else waits for it."""
+"""Longest wait of one call for a newer version."""
 FIRST_TTL_S = 30.0
-"""Assumed lease time before the first lease, as when spooled trajectories are sent at the start."""
+"""Lease time assumed before the first lease, for example while spooled trajectories are sent at the start."""
 TIMING_S, NUM_TIMINGS = 0.1, 10
 """Interval between samples of the engine's metrics during rounds, and samples per report to the coordinator."""
 OVER_WAIT_S = 20.0
-"""Longest wait of one call for the end of a round; nothing else waits for it."""
+"""Longest wait of one call for the end of a round."""
 BEATS_PER_TTL = 3
-"""One lost heartbeat must not cost a lease."""
+"""Heartbeats per lease time; several, so that one lost heartbeat does not cost a lease."""
 LOAD_WITHIN_S = 60.0
-"""Longest that a load may delay the worker's end; only a stuck device takes that long."""
+"""Longest time that an unfinished load may delay the end of the worker; only a hung device takes longer."""
 VERSION_WITHIN_S = 60.0
-"""Longest wait of a prefix for a version as new as its last tokens; then it is handed back."""
+"""Longest time that a prefix waits for a version as new as its last tokens, before it is handed back."""
 DRAIN_WITHIN_S = 60.0
-"""Longest wait of a leaving worker for the answers to its last submissions."""
+"""Longest time that a leaving worker waits for the answers to its last submissions."""
 
 
 class _GaveUp(Exception):
@@ -76,7 +76,7 @@ class _GaveUp(Exception):
 
 
 class Worker:
-    """One engine working for one coordinator; call `run` once. Without a spool nothing outlives the process."""
+    """Generates with one engine for one coordinator; call `run` once. Without a spool, a kill loses unsent work."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class Worker:
         kv_lag: int = 0,
         finishes: bool = False,
     ):
-        """`kv` and `kv_lag` go into every request. `finishes`: running tasks end before other weights are loaded."""
+        """`kv` and `kv_lag` are set in every request. With `finishes`, tasks end before other weights are loaded."""
         self.name, self.engine, self.client = name, engine, client
         self._kv, self._kv_lag, self._finishes = kv, kv_lag, finishes
         self.running: dict[tuple[int, int], ActiveTask] = {}
-        """By task and fence: a lost task may come back under a new fence before its loss is reported."""
+        """Running tasks by task and fence: a lost task may return with a new fence before its loss is reported."""
         self._fences: dict[int, int] = {}
-        """Fence under which each task was last begun."""
+        """Fence with which each running task was last begun."""
         self._changes = Notifier()
         self._outbox = Outbox(name, client, spool, self._changes)
         self._versions, self._rounds = VersionFetcher(name, client), TaskRounds(client, self._changes)
@@ -114,13 +114,13 @@ class Worker:
             error = await self._live()
         finally:
             self._over.set()
-            with suppress(EngineDied):  # nothing runs any more
+            with suppress(EngineDied):  # a dead engine runs no tasks
                 await self.engine.abort()
         if error is not None:
             raise error
 
     async def _live(self) -> BaseException | None:
-        """Runs the loops and returns the first error."""
+        """Runs the loops until the worker is drained; returns the first error, or None."""
         try:
             async with asyncio.TaskGroup() as group:
                 beating = group.create_task(self._renew())
@@ -137,21 +137,21 @@ class Worker:
         return tuple(self._until_over(loop) for loop in loops)
 
     async def _until_over(self, loop: Coroutine[Any, Any, None]) -> None:
-        """Treats the end of the run as a request to drain: finished trajectories are sent first."""
+        """Runs `loop`; when the run is over, drains the worker, so that finished trajectories are still sent."""
         try:
             await loop
         except RunOver:
             self._draining.set()
 
     async def drain(self, within_s: float = DRAIN_WITHIN_S) -> None:
-        """Stops leasing, hands back unfinished tasks, sends the rest and ends `run`. After `within_s` it gives up on
-        the coordinator; unsent trajectories stay in the spool."""
+        """Stops leasing, hands back unfinished tasks, sends finished ones and ends `run`. Gives up on the coordinator
+        after `within_s`; unsent trajectories then stay in the spool."""
         self._drain_within_s = within_s
         self._draining.set()
         await self._over.wait()
 
     async def send_finished(self) -> None:
-        """Sends the trajectories that were finished before an engine's death ended `run`."""
+        """Sends the trajectories that were finished before the engine died and `run` ended."""
         await self._outbox.send_all()
 
     async def _wind_down(self, loops: set[asyncio.Task[None]]) -> None:
@@ -177,10 +177,10 @@ class Worker:
 
     async def _work(self, group: asyncio.TaskGroup) -> None:
         await self._outbox.resend(group)
-        await self.client.heartbeat([*self.running, *self._outbox.unsent])  # gives up leases of an earlier process
+        await self.client.heartbeat([*self.running, *self._outbox.unsent])  # releases leases of an earlier process
         while True:
             await self._changes.wait_for(self._num_free)
-            async with self._switch:  # a version that a lease asked for stays until its tasks could be leased
+            async with self._switch:  # a version that tasks require stays loaded until they are leased
                 lease = await self._lease()
                 while lease.version is not None and not lease.tasks:
                     await self._take(lease.version)
@@ -192,7 +192,7 @@ class Worker:
                 raise RunOver(f"worker {self.name}: the run is over")
 
     def _num_free(self) -> int:
-        """Number of tasks that can begin now; 0 while more trajectories than slots wait to be sent."""
+        """Returns the number of tasks that can begin now; 0 while more trajectories than slots wait to be sent."""
         num_slots = self.engine.capabilities.num_slots
         return max(0, num_slots - len(self.running)) if len(self._outbox) <= num_slots else 0
 
@@ -213,7 +213,7 @@ class Worker:
         await self._give_back(late)
 
     async def _start(self, running: ActiveTask, group: asyncio.TaskGroup) -> bool:
-        """Starts a task; False if its round is over."""
+        """Starts a task; returns False, without starting it, if its round is over."""
         task = running.task
         before = self.running.get((task.id, self._fences.get(task.id, 0)))
         if before is not None:
@@ -239,7 +239,7 @@ class Worker:
             await self._give_back([running.key for running in stopped if running.is_untouched])
 
     async def _report_timings(self) -> None:
-        """Reports step times during rounds: over-provisioning depends on them."""
+        """Reports step times during rounds, from which the over-provision factor is chosen."""
         timings = Timings()
         timings.follow(self.engine)
         while True:
@@ -263,11 +263,11 @@ class Worker:
             if not held:
                 continue
             answer = await self.client.heartbeat(held)
-            still = [self.running[key] for key in held if key in self.running]  # not the same tasks under newer fences
+            still = [self.running[key] for key in held if key in self.running]  # not tasks with a newer fence
             await self._end([running for running in still if running.task.id in answer.lost], AbortReason.LOST)
 
     async def _end(self, ended: Iterable[ActiveTask], abort_reason: AbortReason) -> None:
-        """Aborts tasks; `_generate` decides by the reason what becomes of each."""
+        """Aborts tasks in the engine; `_generate` then acts on `abort_reason`."""
         ids = []
         for running in ended:
             if running.abort_reason is not AbortReason.LOST:
@@ -280,7 +280,7 @@ class Worker:
     # Versions
 
     async def _refresh(self) -> None:
-        """Loads newer versions as they come; downloads run during generation."""
+        """Fetches newer versions as they are published, during generation, and loads them."""
         while True:
             version = await self.client.newer(self.engine.version, NEWER_WAIT_S)
             if version is None:
@@ -288,32 +288,32 @@ class Worker:
             async with self._versions.unless_replaced(version, self.engine.version):
                 here = await self._versions.fetch(version)
                 if self._finishes:
-                    async with self._switch:  # nothing begins while running tasks come to their end
+                    async with self._switch:  # no task begins while running tasks finish
                         if await self.client.newer(self.engine.version, 0.0) is not None:
                             await self._load_when_it_may(here)
                     continue
                 if not self._may_load(here):
                     await self._changes.wait_for(partial(self._may_load, here))
-                    continue  # the wait may have been long: a newer version may be wanted by now
+                    continue  # after a long wait, a newer version may be wanted
                 async with self._switch:
                     if self._may_load(here) and self.engine.version != here.number:
                         await self._load(here)
 
     async def _take(self, version: Version) -> None:
-        """Loads a version that tasks wait for; call with the switch held, so that nothing is leased meanwhile."""
+        """Loads a version that a lease asked for. The caller must hold `_switch`: no task may be leased meanwhile."""
         async with self._versions.unless_replaced(version, self.engine.version):
             await self._load_when_it_may(await self._versions.fetch(version))
 
     async def _load_when_it_may(self, here: Version) -> None:
         await self._changes.wait_for(partial(self._may_load, here))
-        if self._finishes:  # the wait may have been long
+        if self._finishes:  # after a long wait, a newer version may be wanted
             newest = await self.client.newer(self.engine.version, 0.0)
             here = here if newest is None else await self._versions.fetch(newest)
         await self._load(here)
 
     def _may_load(self, version: Version) -> bool:
         is_lower = self.engine.version is not None and version.number < self.engine.version
-        if self._finishes or is_lower:  # versions rise along a trajectory
+        if self._finishes or is_lower:  # versions never fall within a trajectory
             return all(running.is_waiting for running in self.running.values())
         return all(running.task.require_version is None for running in self.running.values())
 
@@ -348,7 +348,7 @@ class Worker:
             self._outbox.post(Unsent(running.trajectory, running.task.fence), group)
 
     async def _generate(self, running: ActiveTask) -> bool:
-        """Continues a trajectory until it ends or is aborted; returns whether to submit it."""
+        """Continues a trajectory until it ends or is aborted; returns whether the trajectory must be submitted."""
         task, trajectory = running.task, running.trajectory
         num_before = trajectory.num_tokens
         if task.require_version not in (None, self.engine.version):
@@ -356,7 +356,7 @@ class Worker:
         while trajectory.num_tokens < trajectory.max_new_tokens:
             if not await self._may_begin(running):
                 return True  # hands the prefix to a worker with newer weights
-            if running.abort_reason is None:  # else aborted before it began
+            if running.abort_reason is None:  # otherwise it was aborted before it began
                 generation = await self.engine.generate(request_for(running, self._kv, self._kv_lag))
                 if append(trajectory, generation):
                     return running.abort_reason is not AbortReason.LOST
@@ -371,7 +371,7 @@ class Worker:
         return True
 
     async def _may_begin(self, running: ActiveTask) -> bool:
-        """Waits for loads to end and for a version no older than the prefix's last one; False if none comes in time."""
+        """Waits for a running load, and for a version that may continue the prefix; False if none comes in time."""
         least = running.least_version
 
         def is_ready() -> bool:
@@ -385,7 +385,7 @@ class Worker:
                     async with asyncio.timeout(VERSION_WITHIN_S):
                         await self._changes.wait_for(is_ready)
                 except TimeoutError:
-                    if not self._is_reloading:  # a load always ends, so waiting on is right then
+                    if not self._is_reloading:  # a load always ends, so keep waiting for it
                         return is_ready()
             return True
         finally:
@@ -403,28 +403,28 @@ class AbortReason(StrEnum):
     """Why a running task was aborted."""
 
     LOST = "lost"
-    """The lease is no longer this worker's: discard the task."""
+    """The worker lost the lease: discard the task."""
     RELOAD = "reload"
-    """Weights change in an engine that cannot split: hand back new tokens, or begin anew if there are none."""
+    """An engine that cannot split loads weights: hand back new tokens; start again if there are none."""
     LEAVE = "leave"
-    """The worker leaves: hand back new tokens; tasks without any end with the lease."""
+    """The worker leaves: hand back new tokens; if there are none, leaving releases the lease."""
     STOP = "stop"
-    """The round is over: hand back new tokens; give back tasks without any."""
+    """The round is over: hand back new tokens; if there are none, give the task back untouched."""
 
 
 @dataclass(eq=False)
 class ActiveTask:
-    """A task in the engine, and its trajectory so far."""
+    """A leased task and its trajectory so far."""
 
     task: Task
     trajectory: Trajectory
     abort_reason: AbortReason | None = None
     is_waiting: bool = False
-    """Leased, but not in the engine yet: it waits for weights."""
+    """Whether the task is not in the engine yet, because it waits for weights."""
     round: int | None = None
-    """Round that ends the task; None: the task runs until it ends by itself."""
+    """Round at whose end the task is stopped; None: the task runs until it ends by itself."""
     is_untouched: bool = False
-    """Stopped before it had a new token."""
+    """Whether the task was stopped at the end of its round without a new token."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -432,7 +432,7 @@ class ActiveTask:
 
     @property
     def request_id(self) -> str:
-        """Includes fence and position: a task may come back while its last request is still being aborted."""
+        """Id with fence and position: a task may be leased again while its last request is still being aborted."""
         return f"{self.task.id}-{self.task.fence}-{self.trajectory.num_tokens}"
 
     @property
@@ -443,14 +443,14 @@ class ActiveTask:
 
 
 def begin(task: Task, round_number: int | None = None) -> ActiveTask:
-    """Makes the active task of a lease. The prefix is copied, because others may hold it. A task that requires a
-    version is an evaluation and belongs to no round."""
+    """Makes the active task for a leased task. The prefix is copied, because it may be shared. A task that requires a
+    version belongs to no round, so the end of a round does not stop it."""
     trajectory = task.new_trajectory() if task.prefix is None else replace(task.prefix)
     return ActiveTask(task, trajectory, round=round_number if task.require_version is None else None)
 
 
 def request_for(running: ActiveTask, kv: KvMode = KvMode.SAME, kv_lag: int = 0) -> Request:
-    """Engine request for the prompt, the tokens so far and the remaining budget."""
+    """Returns the engine request for the prompt, the tokens so far and the remaining token budget."""
     task, trajectory = running.task, running.trajectory
     done = trajectory.num_tokens
     return Request(
@@ -483,8 +483,8 @@ def append(trajectory: Trajectory, generation: Generation) -> bool:
 
 
 class TaskRounds:
-    """Rounds of one worker, numbered by the version that began them. A task of a finished round may not begin any more,
-    however late its lease arrives. Without rounds nothing is asked of the coordinator."""
+    """Rounds of one worker, numbered by the version that began them. A task of a finished round must not begin, however
+    late its lease arrives. In a run without rounds, the coordinator is never asked."""
 
     def __init__(self, client: WorkerClient, changes: Notifier):
         self._client, self._changes = client, changes
@@ -492,14 +492,14 @@ class TaskRounds:
         self._last_over = -1
 
     def entered(self, number: int | None) -> None:
-        """Notes the round of leased tasks."""
+        """Records the round of newly leased tasks; None: they have none."""
         if number is not None and number > self._last_over:
             self._current = number if self._current is None else max(number, self._current)
             self._changes.notify()
 
     @property
     def is_under_way(self) -> bool:
-        """Whether this worker has work of an unfinished round."""
+        """Whether this worker takes part in an unfinished round."""
         return self._current is not None
 
     def is_over(self, number: int | None) -> bool:
@@ -518,10 +518,10 @@ class TaskRounds:
 
 
 class Timings:
-    """Differences of an engine's metrics over time, as `rules.step_time` takes them.
+    """Turns an engine's metrics into timings for `rules.step_time`, by taking differences over time.
 
-    An interval without a step is added to the next one. An engine that does not know its steps, rows or context has no
-    timings; if it does not know its prefilled tokens, prefill time counts as step time.
+    An interval without a step is added to the next one. An engine that does not report steps, rows, context and busy
+    seconds has no timings. If it does not report prefilled tokens, prefill time counts as step time.
     """
 
     def __init__(self) -> None:
@@ -533,7 +533,7 @@ class Timings:
         self._engine, self._before = engine, engine.metrics
 
     def take(self) -> Timing | None:
-        """Work since the last call that returned a timing."""
+        """Returns the work since the last timing; None if no step was taken or a needed metric is missing."""
         if self._engine is None:
             return None
         now = self._engine.metrics
@@ -544,7 +544,7 @@ class Timings:
 
 
 def timing_between(before: EngineMetrics, after: EngineMetrics) -> Timing | None:
-    """Work between two readings; None if no step was taken or the engine does not know its work."""
+    """Returns the work between two readings; None if no step was taken or a needed metric is missing."""
     num_steps = _difference(before.num_steps, after.num_steps)
     num_rows = _difference(before.num_rows, after.num_rows)
     num_context_tokens = _difference(before.num_context_tokens, after.num_context_tokens)
@@ -562,14 +562,15 @@ def _difference(before: int | None, after: int | None) -> int | None:
 
 
 MAX_FAILURES = 4
-"""Both callers may have asked before the newer version came, and once more before they learnt of it."""
+"""Failed attempts at one version that are tolerated if a newer version exists. Each of the two callers may fail once
+before the newer version is published, and once more before it learns of that version."""
 
 
 class VersionFetcher:
     """Fetches and verifies versions during generation, before the engine loads them.
 
-    The refresh loop and a task that requires a version may ask for the same one; it is fetched once. Publishers delete
-    old versions: a failed fetch is an error only if no newer version exists, or after `MAX_FAILURES` attempts.
+    The refresh loop and the lease loop may ask for the same version, which is fetched once. Old versions are deleted,
+    so a failed fetch is an error only if no newer version exists, or after more than `MAX_FAILURES` failures.
     """
 
     def __init__(self, worker: str, client: WorkerClient):
@@ -589,7 +590,8 @@ class VersionFetcher:
 
     @asynccontextmanager
     async def unless_replaced(self, version: Version, have: int | None) -> AsyncIterator[None]:
-        """Wraps fetching and loading `version`; suppresses an error if a newer version has replaced it."""
+        """Wraps fetching and loading of `version`; suppresses errors if a newer version has replaced it. `have` is the
+        version that the engine serves."""
         try:
             yield
         except EngineDied:
@@ -610,19 +612,19 @@ class VersionFetcher:
 
 
 class WorkerMetrics:
-    """Costs of new versions, summed over the worker's life, by the names of the coordinator's metrics."""
+    """Costs of new versions, summed since the worker's start, under the names used in the coordinator's metrics."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._sums: dict[str, float] = defaultdict(float)
 
     def follow(self, engine: Engine) -> None:
-        """Adds this engine's standstill from now on; the sums keep that of the engine before it."""
+        """Adds this engine's standstill from now on; the standstill of the previous engine stays in the sums."""
         self._sums["still_s"] = self._still_s
         self._engine = engine
 
     def fetched(self, received: ReceiveFigures) -> None:
-        """Adds a received version."""
+        """Adds the costs of one received version."""
         self._sums["versions"] += 1
         self._sums["fetch_s"] += received.fetch_s
         self._sums["apply_s"] += received.apply_s

@@ -1,9 +1,9 @@
 """Authentication, roles and rate limits of callers.
 
-A member proves who it is with the secret that it joined with, a newcomer with its token; both are in the head of the
-request, so that nothing of a stranger's body is read. Secrets are looked up in the ledger, on a read-only connection,
-and remembered until some worker's state changes: a revocation by another process takes effect within `KNOWN_S`. Secrets
-are never logged.
+A member authenticates with the secret that it joined with, a newcomer with its join token. Both are sent in a request
+header, so the body of an unknown caller is never read. Secrets are looked up in the ledger over a read-only connection,
+and cached until the state of any worker changes: a revocation by another process takes effect within `KNOWN_S` seconds.
+Secrets are never logged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from offbeat.ledger.workers import Role, WorkerRecord, WorkerState
 HOW_TO_JOIN = "ask for another: offbeat worker token RUN"
 MAX_SECRET_CHARACTERS = 256
 KNOWN_S = 0.05
-"""Longest delay until a change is noticed: a ledger read costs as much as the rest of a small call."""
+"""Longest time until a change of a worker's state is noticed. Not checked at every call, because one ledger read costs
+as much as the rest of a small call."""
 MAX_KNOWN = 10_000
 
 
@@ -31,13 +32,14 @@ class Access:
     def __init__(self, reader: Ledger, settings: ServerSettings, clock: Callable[[], float]):
         self.reader, self._clock = reader, clock
         self._known: dict[str, WorkerRecord] = {}
-        """By secret."""
+        """Cached workers by secret."""
         self._num_moves, self._checked_s = -1, -math.inf
         self._calls = Buckets(settings.requests_per_s, settings.request_burst, clock)
         self._joins = Buckets(settings.joins_per_s, max(settings.joins_per_s, 1.0), clock)
 
     def admit(self, request: Request, roles: Collection[Role]) -> WorkerRecord:
-        """The calling worker, if its role may make this call."""
+        """Returns the calling worker. Raises `Refusal` if the secret is invalid, the worker is quarantined or calls too
+        often, or its role is not in `roles`."""
         worker = self.identify(request)
         if wait_s := self._calls.take(worker.name):
             raise Refusal(429, f"worker {worker.name}: too many calls", retry_after_s=wait_s)
@@ -49,7 +51,7 @@ class Access:
         return worker
 
     def admit_stranger(self, request: Request) -> str:
-        """The join token of a newcomer; refuses unknown tokens, and more than a few attempts a second."""
+        """Returns the join token of a newcomer; refuses unknown tokens and too many attempts per second."""
         if wait_s := self._joins.take(address(request)):
             raise Refusal(429, "too many attempts to join", retry_after_s=wait_s)
         token = _bearer(request, "a join token")
@@ -69,7 +71,7 @@ class Access:
         return worker
 
     def refresh(self) -> None:
-        """Has the next call notice a change of some worker's state."""
+        """Makes the next call check the ledger for changed worker states."""
         self._checked_s = -math.inf
 
     def _worker_of(self, secret: str) -> WorkerRecord | None:
@@ -91,7 +93,7 @@ class Access:
 
 
 def _bearer(request: Request, what: str) -> str:
-    """The bearer secret of a request; `what` names it in errors."""
+    """Returns the bearer secret of a request; `what` names the secret in errors."""
     scheme, _, shown = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not shown:
         raise Refusal(401, f"Authorization: missing; {what} is needed")

@@ -1,11 +1,12 @@
 """The coordinator's ASGI application.
 
-A call passes, in this order: server state, authentication, rate limit, role, type, size and schema of the body, and
-then the coordinator. A failure on the way has one status and one line (`errors`), and changes nothing. Bodies are raw
-bytes of one schema each (`wire`), so nothing is parsed twice. Every answer carries its digest, unless it is a file.
+Each call is checked in this order: server state, authentication, rate limit, role, then type, size and schema of the
+body; only then does it reach the coordinator. A call that fails a check changes nothing and is answered with one status
+and one line of text (`errors`). Each body has one schema (`wire`) and is parsed once. Every answer carries its digest,
+unless it is a file.
 
-A router handles rare and unknown paths. The frequent calls of hundreds of workers are looked up in a dictionary: the
-router would cost them as much as all the rest.
+A router handles rare and unknown paths. The frequent calls of hundreds of workers are looked up in a dictionary,
+because the router would take as long as the rest of the call.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from offbeat.net import is_loopback
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 GONE = 499
-"""The caller hung up; the status is only counted."""
+"""Status of a call whose caller hung up; it is only counted, never sent."""
 
 
 class App:
@@ -88,7 +89,7 @@ def _join(api: ApiState) -> Endpoint:
 
 
 def _counted(api: ApiState, path: str, inner: Endpoint) -> Endpoint:
-    """Turns errors into answers, and counts calls."""
+    """Wraps `inner` to turn its errors into responses and to count its calls."""
 
     async def endpoint(request: Request) -> Response:
         start_s = api.clock()

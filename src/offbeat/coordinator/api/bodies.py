@@ -1,8 +1,8 @@
-"""Request bodies in, and answers out.
+"""Reads request bodies and builds answers.
 
-Guarantees: a body that is too large, as sent or once decompressed, is never in memory beyond the limit of its call; one
-that comes too slowly, or does not match its digest, is refused; all bodies that are being received, decompressed or
-answered stay within one budget. Large ones are hashed, decompressed and decoded on another thread.
+Guarantees: a body never takes more memory than its call allows, neither as sent nor decompressed. A body that arrives
+too slowly, or does not match its digest, is refused. All bodies of unanswered requests together stay within one memory
+budget. Large bodies are hashed, decompressed and decoded on another thread.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ T = TypeVar("T")
 C = TypeVar("C", bound=wire.WireCall)
 
 LARGE_BYTES = 256 * 1024
-"""From this size on, work on a body would delay other callers and is done on another thread."""
+"""Larger bodies are processed on another thread, because they would delay other callers."""
 SMALL_BYTES = 1024
-"""Up to this size, compressing is not worth it."""
+"""Answers up to this size are not compressed."""
 HELD = "offbeat.held_bytes"
-"""Key of a request's scope for its share of the budget."""
+"""Key under which a request's scope holds the bytes that the request takes of the memory budget."""
 
 
 class BodyReader:
-    """Reads bodies within the settings' limits."""
+    """Reads bodies within the limits of `settings`."""
 
     def __init__(self, settings: ServerSettings):
         self.settings = settings
         self.held_bytes = 0
 
     async def record(self, request: Request, kind: type[C]) -> C:
-        """The body as a call of type `kind`, within its limit of bytes."""
+        """Reads the body as a call of type `kind`, of at most `kind.max_bytes` bytes."""
         return await self.read(request, kind.max_bytes, partial(wire.decode, kind=kind))
 
     async def read(self, request: Request, limit_bytes: int, form: Callable[[bytes], T]) -> T:
-        """The result of `form` on the whole, decompressed body.
+        """Reads and decompresses the whole body and returns `form(body)`.
 
-        Refuses a body that is not msgpack, has more than `limit_bytes`, is too slow, damaged, or `Malformed`.
+        Refuses a body that is not msgpack, exceeds `limit_bytes`, arrives too slowly, is damaged, or is `Malformed`.
         """
         check_type(request, wire.MSGPACK)
         digest = needed_digest(request)
@@ -65,7 +65,7 @@ class BodyReader:
             raise Refusal(400, str(error)) from error
 
     async def octets(self, request: Request, limit_bytes: int, digest: bytes | None = None) -> bytes:
-        """A body of raw bytes, with this digest or the one in its header."""
+        """Reads a body of raw bytes and checks it against `digest`, or against the request's header if None."""
         check_type(request, wire.OCTETS)
         digest = digest or needed_digest(request)
         data = await self._receive(request, limit_bytes)
@@ -73,7 +73,7 @@ class BodyReader:
         return data
 
     def release(self, request: Request) -> None:
-        """Returns the budget of an answered request."""
+        """Gives the memory budget of an answered request back."""
         self.held_bytes -= request.scope.pop(HELD, 0)
 
     async def _receive(self, request: Request, limit_bytes: int) -> bytes:
@@ -103,7 +103,7 @@ class BodyReader:
         request.scope[HELD] = request.scope.get(HELD, 0) + num_bytes
 
     def _hold_decompressed(self, request: Request, data: bytes, limit_bytes: int) -> int:
-        """Reserves budget for the decompressed body; returns its size."""
+        """Reserves memory budget for the decompressed body; returns its size in bytes."""
         size = wire.decompressed_size(data)
         if size > limit_bytes:
             raise _too_large_inside(limit_bytes)
@@ -112,7 +112,7 @@ class BodyReader:
 
 
 def needed_digest(request: Request) -> bytes:
-    """The digest in the header of a request."""
+    """Returns the digest in the request's header; refuses a request without one."""
     digest = wire.read_digest(request.headers, wire.CONTENT_DIGEST)
     if digest is None:
         raise Refusal(
@@ -124,7 +124,7 @@ def needed_digest(request: Request) -> bytes:
 
 
 async def _check_digest(data: bytes, digest: bytes) -> None:
-    """Refuses a damaged body before anything is concluded from it."""
+    """Refuses a damaged body, before it is decompressed or decoded."""
     if await _on_bytes(data, _digest) != digest:
         raise damaged()
 
@@ -134,7 +134,7 @@ def _digest(data: bytes) -> bytes:
 
 
 async def _on_bytes(data: bytes, work: Callable[[bytes], T]) -> T:
-    """Runs `work` on bytes, on another thread if they are many."""
+    """Returns `work(data)`, computed on another thread if `data` has more than `LARGE_BYTES`."""
     return work(data) if len(data) <= LARGE_BYTES else await asyncio.to_thread(work, data)
 
 
@@ -156,7 +156,7 @@ def check_type(request: Request, allowed: str) -> None:
 
 
 def refuse_large(request: Request, limit_bytes: int) -> None:
-    """Refuses a large body before its first byte, by its Content-Length."""
+    """Refuses a body whose Content-Length exceeds `limit_bytes`, before any of it is read."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit_bytes:
         raise too_large(limit_bytes)
@@ -167,7 +167,7 @@ def too_large(limit_bytes: int) -> Refusal:
 
 
 async def reply(request: Request, record: Any, status: int = 200) -> Response:
-    """A record as an answer, compressed if the caller accepts that and it is worth it."""
+    """Returns `record` as a response, compressed if it exceeds `SMALL_BYTES` and the caller accepts compression."""
     data = wire.encode(record)
     headers = {}
     if len(data) > SMALL_BYTES and wire.ZSTD in request.headers.get("accept-encoding", ""):
@@ -177,6 +177,6 @@ async def reply(request: Request, record: Any, status: int = 200) -> Response:
 
 
 async def seal(response: Response) -> None:
-    """Adds the digest of an answer, by which callers know that it is the coordinator's and undamaged."""
+    """Adds a digest header, by which callers check that the answer is the coordinator's and undamaged."""
     digest = await _on_bytes(bytes(response.body), wire.content_digest)
     response.raw_headers.append((wire.CONTENT_DIGEST.lower().encode(), digest.encode()))

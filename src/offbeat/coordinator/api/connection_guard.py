@@ -1,11 +1,12 @@
 """Limits on connections that send nothing, or next to nothing.
 
-uvicorn waits for the head of a request without a limit. Here a head must come within a time and a size, and a client
-that was answered before it had sent its whole body has a limited time to finish, so that it can read the answer. Where
-all connections are taken, unauthenticated ones give way to new ones, the oldest first: however many a stranger opens,
-members come through.
+uvicorn waits for the head of a request (request line and headers) without a limit. Here the head is limited in time and
+size. A client that is answered before it has sent its whole body gets a limited time to finish, so that it can read the
+answer. When all connections are taken, a new one replaces the oldest unauthenticated one: members can always connect,
+however many connections strangers open.
 
-Also, uvicorn sends head and body of an answer separately; here a small answer is one packet and one system call.
+uvicorn also sends the head and the body of an answer separately; here a small answer takes one packet and one system
+call.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from offbeat.coordinator.api.limits import ServerSettings
 
 CONNECTION = "offbeat.connection"
-"""Key of a request's scope for its connection."""
+"""Key under which a request's scope holds its connection."""
 TOO_SLOW = b'{"error":"the head of the request took too long"}'
 TOO_LONG = b'{"error":"the head of the request is too long"}'
 
 
 class OneWrite:
-    """A transport that delays the head of an answer until the next write, or the end of this turn of the loop."""
+    """Transport that sends the head of an answer with the next write, or alone in the event loop's next iteration."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
         self._transport, self._loop, self._head = transport, loop, b""
@@ -53,7 +54,7 @@ class OneWrite:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """HTTP protocol with the limits of this module; `guarded` makes a class with its settings."""
+    """HTTP protocol with the limits of this module; `guarded` makes a subclass for one server's settings."""
 
     limits: ServerSettings
     unproven: dict[GuardedProtocol, None]
@@ -63,13 +64,13 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._timer: asyncio.TimerHandle | None = None
         self._in_request = False
-        """Between a whole head and the end of its body."""
+        """Whether the head of a request is complete and its body is not."""
         self._num_head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= self.limits.max_connections - 1:  # uvicorn refuses the last one
+        if len(self.connections) >= self.limits.max_connections - 1:  # uvicorn would refuse the last connection
             self._make_room()
-        super().connection_made(OneWrite(transport, self.loop))  # type: ignore[arg-type]  # it behaves as one
+        super().connection_made(OneWrite(transport, self.loop))  # type: ignore[arg-type]  # a transport in all but type
         self.unproven[self] = None
         self._await_head()
 
@@ -79,7 +80,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def prove(self) -> None:
-        """Marks the connection as authenticated, or as gone."""
+        """Removes this connection from the unauthenticated ones, because it is authenticated or closed."""
         self.unproven.pop(self, None)
 
     def _make_room(self) -> None:
@@ -104,18 +105,18 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
-        may_be_long = self._num_head_bytes > self.limits.max_head_bytes  # or a body came with it
+        may_be_long = self._num_head_bytes > self.limits.max_head_bytes  # or the count includes part of a body
         self._in_request, self._num_head_bytes = True, 0
         if may_be_long and self._head_bytes() > self.limits.max_head_bytes:
             self._hang_up(b"431 Request Header Fields Too Large", TOO_LONG)
-            raise ValueError("a head too long, which came in one piece")  # ends the parsing
+            raise ValueError("a head too long, which came in one piece")  # stops the parser
         super().on_headers_complete()
 
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
     def send_400_response(self, msg: str) -> None:
-        if not self.transport.is_closing():  # else the error was sent
+        if not self.transport.is_closing():  # otherwise an error has already been sent
             super().send_400_response(msg)
 
     def on_message_complete(self) -> None:
@@ -125,7 +126,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._in_request and not self.transport.is_closing():  # answered early, while the body still comes
+        if self._in_request and not self.transport.is_closing():  # answered before the whole body arrived
             self._stop_timer()
             self._timer = self.loop.call_later(self.limits.body_within_s, self.transport.close)
 
@@ -144,7 +145,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_timer()
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:  # not in the middle of another answer
+        if self.cycle is None or self.cycle.response_complete:  # no other answer is being sent
             lines = (
                 b"HTTP/1.1 " + status,
                 b"content-type: application/json",
@@ -162,5 +163,5 @@ def guarded(settings: ServerSettings) -> type[GuardedProtocol]:
 
 
 def prove(request: Request) -> None:
-    """Marks the connection of an authenticated request, so that it does not give way to others."""
+    """Marks the connection of `request` as authenticated, so that new connections never replace it."""
     request.scope[CONNECTION].prove()

@@ -1,7 +1,7 @@
-"""Errors as HTTP responses: one status for each kind, and one line of text.
+"""Turns errors into HTTP responses: one status per kind of error, and one line of text.
 
-Every exception of a call becomes a response here, and nowhere else; an unforeseen one becomes a 500 without details,
-and a traceback in the coordinator's log.
+Every exception that a call raises becomes a response here and nowhere else. An unexpected exception becomes a 500
+without details, and its traceback goes to the coordinator's log.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ STATUS: dict[type[OffbeatError], int] = {
     LedgerError: 500,
     OffbeatError: 500,
 }
-"""By the nearest class. A ledger that cannot write, as on a full disk, is a 500: callers retry until there is space and
-the coordinator runs again."""
+"""HTTP status of each error, found by the nearest base class. A ledger that cannot write, for example on a full disk,
+gives a 500: callers retry until there is space and the coordinator has been restarted."""
 JSON = "application/json"
 
 
 class Refusal(OffbeatError):
-    """A refused call, with its status."""
+    """Error with which a call is refused, including the HTTP status to send."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Refusal(OffbeatError):
 
 
 def damaged(what: str = "body") -> Refusal:
-    """The refusal of a body that was damaged in transit; the caller sends it again."""
+    """Returns the refusal of a body that was damaged in transit, upon which the caller sends the body again."""
     return Refusal(400, f"{CONTENT_DIGEST}: the {what} is not what was sent", kind=DAMAGED)
 
 

@@ -1,6 +1,6 @@
-"""Limits of sizes, times and rates, and the token buckets that enforce the rates.
+"""Limits on sizes, times and rates, and the token buckets that enforce the rates.
 
-Pure: the clock is injected, nothing waits, and nothing grows with the number of strangers that call.
+Pure: the clock is injected, nothing waits, and memory does not grow with the number of unknown callers.
 """
 
 from __future__ import annotations
@@ -16,43 +16,42 @@ class ServerSettings:
     """Limits of the API, in total and for each caller."""
 
     max_body_bytes: int = 64 * MIB
-    """As sent, perhaps compressed. Most calls have a smaller limit of their own."""
+    """Largest body as sent, possibly compressed. Most calls have a smaller limit of their own."""
     max_decompressed_bytes: int = 256 * MIB
-    """A trajectory of a million tokens has 8 MB."""
+    """Largest body after decompression. A trajectory of a million tokens takes 8 MB."""
     max_held_bytes: int = 1024 * MIB
-    """Bodies of all callers together, as sent and decompressed, until they are answered; beyond it callers retry
-    later."""
+    """Bytes of all unanswered bodies together, as sent plus decompressed. Further callers are told to retry later."""
     max_head_bytes: int = 16 * 1024
     requests_per_s: float = 200.0
-    """Per worker. One with a thousand slots and answers of ten seconds sends a hundred."""
+    """Limit per worker. A worker with 1000 slots and answers that take 10 s sends about 100 requests per second."""
     request_burst: float = 400.0
     joins_per_s: float = 5.0
-    """From one address."""
+    """Limit on attempts to join from one address."""
     head_within_s: float = 10.0
     body_within_s: float = 60.0
     max_wait_s: float = 30.0
-    """Longest wait of one call for work; callers ask again. Below the time limits of proxies."""
+    """Longest that one call waits for work before the caller must ask again; shorter than the timeouts of proxies."""
     keep_alive_s: float = 75.0
-    """Longer than clients keep an idle connection, so that none sends into one that is being closed."""
+    """Longer than clients keep an idle connection, so that no client sends on a connection that is being closed."""
     max_connections: int = 4096
-    """Beyond it, unauthenticated ones give way, the oldest first."""
+    """At this limit, a new connection replaces the oldest unauthenticated one."""
     stop_within_s: float = 5.0
-    """For calls under way when the server stops."""
+    """Time that unfinished calls get when the server stops."""
 
 
 class Buckets:
-    """A token bucket per key: a burst at once, then a steady rate."""
+    """One token bucket per key: allows `burst` calls at once, then `per_s` calls per second."""
 
     def __init__(self, per_s: float, burst: float, clock: Callable[[], float], max_keys: int = 10_000):
         self.per_s, self.burst, self._clock, self._max_keys = per_s, burst, clock, max_keys
         self._levels: dict[str, tuple[float, float]] = {}
-        """Tokens left, and the time of that count. A missing key has a full bucket."""
+        """For each key, the tokens left and the time of that count. A missing key has a full bucket."""
 
     def __len__(self) -> int:
         return len(self._levels)
 
     def take(self, key: str) -> float:
-        """Takes a token and returns 0; if there is none, returns the seconds until there is one."""
+        """Takes a token and returns 0; if the bucket is empty, returns the seconds until the next token."""
         now_s = self._clock()
         left = self._left(key, now_s)
         if left < 1.0:
@@ -67,7 +66,7 @@ class Buckets:
         return self.burst if found is None else min(found[0] + (now_s - found[1]) * self.per_s, self.burst)
 
     def _forget(self, now_s: float) -> None:
-        """Drops full buckets, then the least recently used half."""
+        """Drops full buckets, then the least recently used ones beyond half of `max_keys`."""
         in_use = {key: level for key, level in self._levels.items() if self._left(key, now_s) < self.burst}
         newest = sorted(in_use.items(), key=lambda item: item[1][1])[-(self._max_keys // 2) :]
         self._levels = dict(newest)

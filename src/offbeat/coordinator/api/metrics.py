@@ -35,7 +35,7 @@ class CallFigures:
 def text(
     counts: Counts, leased: Mapping[str, int], calls: CallFigures, workers: Mapping[str, Mapping[str, float]]
 ) -> str:
-    """The metrics page; `workers` are the latest figures of each: sums over its life."""
+    """Returns the metrics page. `workers` maps each worker to its latest figures, which are totals since it started."""
     lines = [
         "# TYPE offbeat_max_staleness_trained gauge",
         f"offbeat_max_staleness_trained {counts.max_staleness_trained}",
@@ -63,7 +63,7 @@ def _worker_lines(workers: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
 
 
 def _by_state(name: str, counts: Any) -> Iterator[str]:
-    """A line per state; a state counted by reason has a line per reason."""
+    """Yields a line per state, or a line per reason for a state that is counted by reason."""
     yield f"# TYPE {name} gauge"
     for state, value in (asdict(counts) if is_dataclass(counts) else dict(counts)).items():  # type: ignore[arg-type]
         if isinstance(value, Mapping):

@@ -1,10 +1,10 @@
 """Serves the coordinator's API on a socket, inside a running event loop.
 
-Guarantees: nothing is bound beyond this machine without TLS, unless a proxy ends it; signal handlers stay untouched;
-after `stop` no call is under way and the port is free.
+Guarantees: the server listens beyond this machine only with TLS or behind a proxy that terminates TLS; signal handlers
+are left alone; after `stop`, no call is in progress and the port is free.
 
     server = HttpServer(ServedRun(...), Address(port=0))
-    await server.start()      # answers 503 until
+    await server.start()      # answers 503 until open()
     server.open()
     ...
     await server.stop()
@@ -33,15 +33,15 @@ from offbeat.net import is_this_machine
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Address to listen on, and the certificate."""
+    """Address to listen on, and the TLS certificate."""
 
     host: str = "127.0.0.1"
     port: int = 0
-    """0 takes any that is free."""
+    """0 takes any free port."""
     certificate: Path | None = None
     key: Path | None = None
     behind_proxy: bool = False
-    """A proxy in front ends TLS and forwards the caller's address."""
+    """Whether a proxy in front terminates TLS and forwards the caller's address."""
 
     @property
     def has_tls(self) -> bool:
@@ -53,7 +53,7 @@ class Address:
         return is_this_machine(self.host)
 
     def check(self) -> None:
-        """Refuses an address that would send secrets in the clear, and certificates that do not work."""
+        """Raises `UserError` if secrets would be sent unencrypted, or if the certificate does not work."""
         if (self.certificate is None) != (self.key is None):
             raise UserError("serve.certificate and serve.key: give both or neither")
         if not self.has_tls and not self.behind_proxy and not is_this_machine(self.host):
@@ -69,7 +69,7 @@ class Address:
 
 
 class HttpServer:
-    """One listening socket of one run."""
+    """Serves the API of one run on one socket."""
 
     def __init__(self, served: ServedRun, address: Address, settings: ServerSettings | None = None):
         address.check()
@@ -79,7 +79,7 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listens; calls are refused with a Retry-After until `open`."""
+        """Starts to listen; calls are refused with a Retry-After header until `open`."""
         listener = _bind(self.address)
         self.port: int = listener.getsockname()[1]
         self.state = ApiState(self._served, self.settings)
@@ -100,7 +100,7 @@ class HttpServer:
         return f"{'https' if self.address.has_tls else 'http'}://{host}:{self.port}"
 
     async def stop(self) -> None:
-        """Refuses waiting calls, lets answers under way finish for a while, and closes all connections."""
+        """Refuses waiting calls, gives calls in progress `stop_within_s` to finish, and closes all connections."""
         if self._uvicorn is None or self._serving is None:
             return
         self.state.drain()
@@ -126,7 +126,7 @@ class HttpServer:
             proxy_headers=address.behind_proxy,
             backlog=2048,
             limit_concurrency=settings.max_connections,
-            timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]  # it is only handed to call_later
+            timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]  # uvicorn only passes it to call_later
             timeout_graceful_shutdown=settings.stop_within_s,  # type: ignore[arg-type]
             ssl_certfile=address.certificate,
             ssl_keyfile=None if address.key is None else os.fspath(address.key),
@@ -134,7 +134,7 @@ class HttpServer:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals alone, and sets `listening`."""
+    """uvicorn server that installs no signal handlers and sets `listening` once it listens."""
 
     def __init__(self, config: uvicorn.Config):
         super().__init__(config)

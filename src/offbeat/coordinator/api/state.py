@@ -1,7 +1,7 @@
-"""State shared by all calls: the coordinator, whether the server is open, and waits that end.
+"""State shared by all calls: the coordinator, whether the server is open, and waits that can be cancelled.
 
-A call that waits for work is cancelled as soon as its caller has gone, so that no task is lost, and as soon as the
-server closes, so that closing takes no longer than the shortest call.
+A call that waits for work is cancelled as soon as its caller disconnects, so that no task is lost, and as soon as the
+server closes, so that closing does not have to wait for it.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ from offbeat.weights.version import Version, WeightFolder
 T = TypeVar("T")
 
 COME_BACK_S = 1.0
-"""Retry-After while the server starts or closes."""
+"""Seconds in the Retry-After header while the server starts or closes."""
 MAX_COORDINATE = 2**63 - 1
 MAX_DIGITS = len(str(MAX_COORDINATE))
 
 
 class ServerState(StrEnum):
     STARTING = "starting"
-    """The ledger is being brought in order; every call is refused."""
+    """The ledger is being prepared; every call is refused."""
     OPEN = "open"
     CLOSING = "closing"
-    """Calls under way are answered; new and waiting ones are refused."""
+    """Calls in progress are answered; new calls, and calls that wait for work, are refused."""
 
 
 @dataclass(frozen=True)
 class ServedRun:
-    """The run behind the API."""
+    """The run that the API serves."""
 
     coordinator: Coordinator
     name: str
     config: Mapping[str, Any]
-    """As resolved; sent to every member that joins."""
+    """The resolved configuration, which is sent to every member that joins."""
     ledger_path: str
     weights: WeightFolder
     pieces: PieceStore | None = None
-    """None: in the folder of weights."""
+    """Store of weight pieces; None: pieces are in the folder of `weights`."""
     peer_networks: Sequence[str] = ()
-    """Networks in which a worker may name an address other than the one it calls from."""
+    """Networks in which a worker may name a peer address that differs from the address it calls from."""
     behind_proxy: bool = False
-    """Then every caller seems to be on this machine, which proves nothing."""
+    """Whether calls come through a proxy: then a loopback address does not prove that the caller is on this machine."""
 
 
 class ApiState:
-    """One run's state towards callers; lives on the event loop."""
+    """State of the API of one run; used only on the event loop."""
 
     def __init__(self, served: ServedRun, settings: ServerSettings, clock: Callable[[], float] = time.monotonic):
         self.served, self.settings, self.clock = served, settings, clock
@@ -102,13 +102,13 @@ class ApiState:
             return None
 
     async def move(self, worker: WorkerRecord, state: WorkerState) -> None:
-        """Changes the state of a worker; its next call finds it so."""
+        """Changes the state of a worker, with effect from its next call."""
         await self.coordinator.call(self.coordinator.ledger.move_worker, worker.name, state)
         self.access.refresh()
 
     async def wait_for(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
-        """Awaits a call that may wait long; refuses it once the caller has gone or the server closes. The request's
-        body must have been read."""
+        """Returns the result of `work`, which may take long. Cancels `work` and raises once the caller disconnects or
+        the server closes. The body of `request` must have been read."""
         working = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(request.receive())
         ends: set[asyncio.Future[Any]] = {working, gone, self._closing}
@@ -125,7 +125,7 @@ class ApiState:
                 working.cancel()
                 await asyncio.wait({working})
                 if not working.cancelled():
-                    working.exception()  # marks it as retrieved: the caller has gone
+                    working.exception()  # marks the exception as retrieved: the caller has gone
 
 
 Handler = Callable[[ApiState, WorkerRecord, Request], Awaitable[Response]]
@@ -133,7 +133,7 @@ Handler = Callable[[ApiState, WorkerRecord, Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Route:
-    """One call of the API."""
+    """One call of the API, and the roles that may make it."""
 
     method: str
     path: str
@@ -146,7 +146,7 @@ def not_open(state: ServerState) -> Refusal:
 
 
 def coordinate(request: Request, name: str) -> int:
-    """A number in the path."""
+    """Returns the number in path parameter `name`; raises `Unknown` if it is not a valid number."""
     text = request.path_params[name]
     if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS) or int(text) > MAX_COORDINATE:
         raise Unknown(f"{name} {text[:40]!r}: there is none")

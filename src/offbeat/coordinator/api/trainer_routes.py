@@ -1,4 +1,4 @@
-"""The calls of the trainer: batches to train on, and the versions trained on them."""
+"""API calls of the trainer: to get batches, and to publish the versions trained on them."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ async def report(api: ApiState, worker: WorkerRecord, request: Request) -> Respo
 
 
 def _generation(request: Request) -> int:
-    """The trainer's generation in the request's head; 0, older than any, where there is none."""
+    """Returns the trainer's generation from the request's header; if missing, 0, which is older than any other."""
     text = request.headers.get(wire.GENERATION, "")
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else 0
 
 
 def _fenced(handler: Handler) -> Handler:
-    """Refuses a replaced trainer before its body is read; calls that write to the ledger check again within their
-    transaction."""
+    """Wraps `handler` to refuse a replaced trainer before its body is read. Calls that write to the ledger check again
+    within their transaction."""
 
     async def guarded(api: ApiState, worker: WorkerRecord, request: Request) -> Response:
         api.reader.check_generation(_generation(request))

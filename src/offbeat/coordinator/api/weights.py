@@ -1,9 +1,9 @@
-"""Weights over HTTP: manifests, pieces and whole files to workers, manifests and pieces from a remote trainer.
+"""Weights over HTTP: sends manifests, pieces and files to workers; receives manifests and pieces from a remote trainer.
 
-A piece is named by its digest and a manifest is signed, so that every receiver can check them. Accepted are pieces
-whose digest is their name, and manifests signed by a trainer of this run; a version is published only once its manifest
-and all its pieces are on disk. Versions of a trainer on this machine may have no manifest: workers elsewhere get their
-files.
+A piece is named by its digest and a manifest is signed, so every receiver can check them. The coordinator accepts a
+piece only if its digest matches its name, and a manifest only if a trainer of this run signed it. A version is
+published only once its manifest and all its pieces are on disk. A version of a trainer on this machine may have no
+manifest: remote workers then download its files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offbeat.weights.signing import open_sealed
 from offbeat.weights.version import Version, WeightFolder
 
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""No separators and no leading dot: nothing outside a version's folder, and no draft, can be named."""
+"""Allows no path separator and no leading dot: a name cannot point outside the version's folder or to a draft."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_PIECE_BYTES = 32 * MIB
 MAX_MANIFEST_BYTES = 64 * MIB
@@ -33,7 +33,7 @@ CHUNK_BYTES = 4 * MIB
 
 
 class Weights:
-    """The run's versions, as callers see them."""
+    """Sends and receives the weights of a run's versions."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Weights:
     ):
         self.folder, self.store, self._published, self._signers = folder, store, published, signers
 
-    # --- out ---
+    # --- sending ---
 
     def _version(self, number: int) -> Version:
         version = self._published(number)
@@ -53,7 +53,7 @@ class Weights:
         return version
 
     async def files(self, number: int) -> list[WeightFile]:
-        """Names and sizes of the files of a published version."""
+        """Returns the names and sizes of a published version's files."""
         found = await asyncio.to_thread(lambda: sorted(self._version(number).path.glob("*")))
         files = [path for path in found if path.is_file() and FILE.fullmatch(path.name)]
         if not files:
@@ -61,7 +61,7 @@ class Weights:
         return [WeightFile(path.name, path.stat().st_size) for path in files]
 
     def find_file(self, number: int, name: str) -> tuple[Path, int]:
-        """Path and size of a file of a published version."""
+        """Returns the path and size in bytes of one file of a published version."""
         if FILE.fullmatch(name) is None:
             raise Unknown(f"file {name[:80]!r}: not the name of a file of weights")
         path = self._version(number).path / name
@@ -71,8 +71,8 @@ class Weights:
             raise Unknown(f"version {number}: has no file {name}") from None
 
     async def manifest(self, number: int, digest: str | None = None) -> bytes:
-        """The sealed manifest of a published version; by `digest` also the delta manifest of an anchor, or that of an
-        adapter's base."""
+        """Returns the sealed manifest of a published version. `digest` selects another manifest of the version: the
+        delta manifest of an anchor, or the manifest of an adapter's base."""
         version = self._version(number)
         if not version.manifest:
             raise Unknown(f"version {number}: published as a whole file, without a manifest")
@@ -90,27 +90,27 @@ class Weights:
         return size
 
     async def piece_bytes(self, digest: str, start: int, stop: int) -> AsyncIterator[bytes]:
-        """A piece from one byte to another; the receiver verifies it by its name."""
+        """Yields bytes `start` to `stop` of a piece, unchecked: the receiver verifies the piece against its name."""
         while start < stop:
             end = min(start + CHUNK_BYTES, stop)
             yield await asyncio.to_thread(self.store.get, digest, start, end)
             start = end
 
-    # --- in ---
+    # --- receiving ---
 
     async def missing(self, digests: Sequence[str]) -> list[str]:
-        """The pieces among `digests` that are not here."""
+        """Returns the members of `digests` whose pieces are not stored yet."""
         for digest in digests:
             checked(digest)
         return await asyncio.to_thread(lambda: [digest for digest in digests if self.store.size(digest) is None])
 
     async def store_piece(self, digest: str, data: bytes) -> None:
-        """Stores a piece, which the caller has compared with its name."""
+        """Stores a piece. The caller must have checked `data` against `digest`."""
         await self._write(self.store.put, digest, data)
 
     async def store_manifest(self, number: int, digest: str, sealed: bytes) -> None:
-        """Stores a manifest once all that it names is on disk; it is unknown to workers until its version is
-        published."""
+        """Stores a manifest, after checking that everything it names is on disk. Workers cannot see the manifest before
+        its version is published."""
         await self._check_whole(self._opened(sealed, number, checked(digest)))
         known = self._published(number)
         if known is not None and known.manifest != digest and not await self._is_here(number, digest):
@@ -119,10 +119,10 @@ class Weights:
         await self._write(self.store.put_manifest, number, digest, sealed)
 
     async def check_complete(self, version: Version) -> Version:
-        """A version that is about to be published, with its path here; refused unless all of it is here."""
+        """Returns a version about to be published, with its local path; raises unless all its weights are stored."""
         if version.manifest:
             await self._check_manifest(version)
-        elif (known := self._published(version.number)) is not None:  # published again; the ledger compares them
+        elif (known := self._published(version.number)) is not None:  # published again; the ledger compares the two
             return replace(version, path=known.path)
         elif not await asyncio.to_thread(self.folder.path(version.number).is_dir):
             raise Refused(f"version {version.number}: its weights were never sent")
@@ -140,7 +140,7 @@ class Weights:
         await self._check_whole(manifest)
 
     async def _check_whole(self, manifest: Manifest) -> None:
-        """Refuses a manifest unless all that it names is here."""
+        """Raises `Refused` unless all pieces and manifests that `manifest` names are stored."""
         missing = await self.missing([piece.digest for piece in manifest.pieces])
         if missing:
             raise Refused(f"version {manifest.number}: {len(missing)} pieces were never sent, such as {missing[0]}")
@@ -173,7 +173,7 @@ class Weights:
 
 
 async def file_bytes(path: Path, start: int, stop: int) -> AsyncIterator[bytes]:
-    """The bytes of a file, which stays readable to its end even if it is deleted meanwhile."""
+    """Yields bytes `start` to `stop` of a file, even if the file is deleted meanwhile."""
     with await asyncio.to_thread(open, path, "rb") as file:
         while start < stop:
             chunk = await asyncio.to_thread(os.pread, file.fileno(), min(CHUNK_BYTES, stop - start), start)
@@ -184,7 +184,7 @@ async def file_bytes(path: Path, start: int, stop: int) -> AsyncIterator[bytes]:
 
 
 def checked(digest: str) -> str:
-    """The name of a piece; raises `Unknown` if it cannot be one."""
+    """Returns `digest` if it has the form of a piece's name, else raises `Unknown`."""
     if DIGEST.fullmatch(digest) is None:
         raise Unknown(f"piece {digest[:80]!r}: not the name of a piece")
     return digest

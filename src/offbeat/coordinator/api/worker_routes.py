@@ -1,4 +1,4 @@
-"""The calls of workers (work, heartbeats, trajectories, weights) and of judges (samples, rewards)."""
+"""API calls of workers (tasks, heartbeats, trajectories, weights) and of judges (samples, rewards)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def lease(api: ApiState, worker: WorkerRecord, request: Request) -> Respon
 
 
 async def mark_active(api: ApiState, worker: WorkerRecord) -> None:
-    """Reactivates a worker that had left and asks for work again."""
+    """Reactivates a worker that left and now asks for work again."""
     if worker.state is WorkerState.LEFT:
         await api.move(worker, WorkerState.ACTIVE)
 
@@ -133,7 +133,7 @@ async def piece(api: ApiState, worker: WorkerRecord, request: Request) -> Respon
 
 
 def _ranged(request: Request, size: int, read: Callable[[int, int], AsyncIterator[bytes]]) -> Response:
-    """The bytes that a Range header asks for, or all."""
+    """Returns the bytes that the request's Range header asks for, or all `size` bytes without such a header."""
     try:
         wanted = byte_range(request.headers.get("range"), size)
     except RangeError as error:
@@ -146,8 +146,8 @@ def _ranged(request: Request, size: int, read: Callable[[int, int], AsyncIterato
 
 
 async def join(api: ApiState, request: Request) -> Response:
-    """Makes a caller with a token a member; the only call without a secret. Repeated with the same token and hash of a
-    secret, as after a lost answer, it returns the same worker."""
+    """Makes a caller with a join token a member; every other call needs a secret. Repeated with the same token and
+    secret hash, for example after a lost answer, it returns the same worker."""
     token = api.access.admit_stranger(request)
     call = await api.bodies.record(request, wire.Join)
     coordinator, run = api.coordinator, api.served
@@ -177,7 +177,7 @@ ROUTES = (
     Route("GET", "/v1/weights/{number}", weight_files, ANYONE),
     Route("GET", "/v1/weights/{number}/{file}", weight_file, ANYONE),
 )
-"""The most frequent first: the router tries them in order."""
+"""Most frequent routes first, because the router tries them in order."""
 
 REWARD = frozenset({Role.REWARD})
 

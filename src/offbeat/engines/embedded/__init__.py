@@ -1,4 +1,4 @@
-"""An engine inside this process: `engine` implements the protocol, `stepper` schedules, the others compute a step."""
+"""An engine inside this process: `engine` implements the protocol, `stepper` schedules, the other modules compute."""
 
 from offbeat.engines.embedded.engine import EmbeddedEngine
 

@@ -1,11 +1,12 @@
-"""KV slots, and attention over them as a function that transformers calls by name.
+"""KV slots, and attention over the slots as a function that transformers calls by name.
 
-Transformers makes no mask for a custom attention, so there are two cases. Without a mask, rows are whole prompts padded
-on the right, and causality hides the padding. With one, each row is a single token that attends to its slot, and the
-mask (0 or -inf, one row per slot) is the engine's.
+Transformers makes no mask for a custom attention function, so a missing mask tells the two cases apart. Without a mask,
+the pass is a prefill: rows are whole prompts padded on the right, and causality hides the padding. With a mask, the
+pass is a decode step: each row is a single token that attends to its slot, and the engine supplies the mask (0 or
+-inf, one row per slot).
 
-In a decode step the last rows may read a shorter context than the first (`short_context`); they attend separately, with
-their own mask. Query heads that share a KV head are folded into the query dimension, so K and V are never repeated.
+In a decode step the last rows may read a shorter context than the first ones (`short_context`); they attend separately,
+with their own mask. Query heads that share a KV head are folded into one dimension, so K and V are never repeated.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _short_mask: ContextVar[Tensor | None] = ContextVar("short_context", default=Non
 
 @contextmanager
 def short_context(mask: Tensor | None) -> Iterator[None]:
-    """Inside, the last rows of a decode step read only the context of this mask.
+    """Within the block, the last rows of a decode step use this mask and read only its length of context.
 
-    A context variable, because models pass a single mask to their attention and nothing else that all of them know.
+    The mask goes through a context variable, because models hand only one mask on to their attention.
     """
     token = _short_mask.set(mask)
     try:
@@ -42,7 +43,7 @@ def short_context(mask: Tensor | None) -> Iterator[None]:
 
 
 def use_slot_attention(model: PreTrainedModel) -> Usage:
-    """Makes a model attend through the slots, if it supports that."""
+    """Switches a model to slot attention if it supports that; returns how the model can be run."""
     found = usage(model)
     if found.has_slots:
         AttentionInterface.register(NAME, slot_attention)
@@ -61,9 +62,10 @@ def slot_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Query is (rows, heads, tokens, head dim), key and value (rows, KV heads, read tokens, head dim).
+    """Computes attention for transformers: a prefill if `attention_mask` is None, otherwise a decode step.
 
-    `softcap` bounds scores; `s_aux` holds each head's attention-sink score.
+    `query` is (rows, heads, tokens, head dim); `key` and `value` are (rows, KV heads, read tokens, head dim). `softcap`
+    bounds the scores; `s_aux` holds each head's attention-sink score.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if is_slow(query):
@@ -84,7 +86,7 @@ class _Scoring(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's own attention supports all of them."""
+        """Whether torch's own attention supports all these parameters."""
         return self.softcap is None and self.sinks is None
 
 
@@ -128,7 +130,7 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scor
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: _Scoring) -> Tensor:
-    """Query, already scaled, is (rows, KV heads, query heads per KV head, ..., head dim)."""
+    """Attends with plain products; `query` is scaled and is (rows, KV heads, heads per KV head, ..., head dim)."""
     scores = torch.matmul(query, key.transpose(-2, -1))
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
@@ -143,7 +145,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: _S
 
 
 def _windowed(mask: Tensor, window: int | None) -> Tensor:
-    """Hides tokens that lie a window or more behind each row's last visible token."""
+    """Returns the mask with tokens hidden that lie `window` or more behind the row's last visible token."""
     if window is None or window >= mask.shape[-1]:
         return mask
     index = torch.arange(mask.shape[-1], device=mask.device)
@@ -152,14 +154,14 @@ def _windowed(mask: Tensor, window: int | None) -> Tensor:
 
 
 class KeyValueSlots:
-    """Preallocated keys and values of every slot; transformers calls `update` as of its own cache.
+    """Preallocated keys and values of every slot; transformers uses it in place of its own cache and calls `update`.
 
     Each layer has one tensor for keys and one for values, of shape (slots, KV heads, context, head dim), allocated at
-    the layer's first `update`, so nothing depends on an architecture. On CPUs the keys' context is innermost in memory,
-    which makes the product with a few query rows 1.8 times as fast.
+    the layer's first `update`, so nothing depends on the architecture. On CPUs the context is the innermost dimension
+    of the keys in memory, which makes the product with a few query rows 1.8 times as fast.
 
-    A forward pass is a prefill, where a layer attends to the keys and values it just computed, or a decode step, where
-    one token for each of the first slots is written at its position and attends to its slot.
+    A forward pass is either a prefill, where each layer attends to the keys and values that it just computed, or a
+    decode step, where one token for each of the first slots is written at its position and attends to its slot.
     """
 
     def __init__(
@@ -176,12 +178,12 @@ class KeyValueSlots:
         self._prefill_slots = slots
 
     def begin_decode(self, positions: Tensor, read_tokens: int) -> None:
-        """Makes the next forward pass write at `positions` of the first slots and read `read_tokens` of each."""
+        """Makes the next forward pass write at `positions` of the first slots and read `read_tokens` tokens of each."""
         self._prefill_slots = None
         self._positions, self._read_tokens = positions, read_tokens
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Stores a layer's new keys and values; returns all that it may attend to."""
+        """Stores a layer's new keys and values; returns all keys and values that the layer attends to."""
         if layer_idx >= len(self.keys):
             self._allocate(key, value, layer_idx)
         keys, values = self.keys[layer_idx], self.values[layer_idx]
@@ -195,11 +197,11 @@ class KeyValueSlots:
         return keys[:num_rows, :, : self._read_tokens], values[:num_rows, :, : self._read_tokens]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Some models ask for it, though positions are given."""
+        """Returns 0. Some models call this, but its result has no effect because positions are always given."""
         return 0
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], num_tokens: int) -> None:
-        """Copies the first `num_tokens` tokens of source slot i to target slot i."""
+        """Copies the first `num_tokens` tokens of `sources[i]` to `targets[i]`, for all i at once."""
         if not self.keys:
             return
         device = self.keys[0].device
@@ -209,7 +211,7 @@ class KeyValueSlots:
 
     def _allocate(self, key: Tensor, value: Tensor, layer_idx: int) -> None:
         assert layer_idx == len(self.keys), f"layer {layer_idx} came before layer {len(self.keys)}"
-        # Zeros, because masked values are still multiplied, and 0 times infinity is not 0.
+        # Zeros, because masked values are still multiplied by 0, and 0 times infinity or NaN is NaN.
         for made, held in ((key, self.keys), (value, self.values)):
             slots, heads, context, head_dim = self.num_slots, made.shape[1], self.max_context_tokens, made.shape[3]
             if held is self.keys and made.device.type == "cpu":

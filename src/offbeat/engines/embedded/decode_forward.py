@@ -1,8 +1,9 @@
 """Forward pass of a decode step: the model itself, or a recording that replays its kernels without Python.
 
-With a small model or few rows most of a step is Python; a recording is two to three times as fast, to the same bits. It
-is used only on a CPU, only if the model's own code did not branch on values or sizes while it was traced (torch warns
-of that), and only if it agrees with the model on other sizes. Weights and KV are read in place, so both may change.
+With a small model or few rows, most of a step's time is spent in Python. A recording is two to three times as fast and
+gives the same bits. It is used only on a CPU, only if the model's code did not branch on values or sizes while it was
+traced (torch warns of that), and only if it agrees with the model on inputs of other sizes. A recording reads weights
+and KV in place, so both may change.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ log = logging.getLogger(__name__)
 
 TORCH = str(Path(torch.__file__).parent)
 ERROR_CHARACTERS = 300
-"""Logged part of an error's text, which may hold a whole tensor."""
+"""Characters of an error that are logged; the whole text may include a tensor."""
 Forward = Callable[..., Tensor]
-"""From tokens (rows, 1), positions (rows,), mask (rows, 1, 1, read tokens), a mask of the rows with a shorter context
-if there are any, and all keys and values to logits."""
+"""Function that returns logits. Its arguments: tokens (rows, 1), positions (rows,), mask (rows, 1, 1, read tokens), for
+a step in two parts the mask of the rows with a shorter context, all layers' keys, and all layers' values."""
 
 _recording = threading.Lock()
-"""Warnings are caught per process, so two engines must not record at the same time."""
+"""Held while recording: warnings are caught for the whole process, so two engines must not record at once."""
 
 
 class DecodeForward:
-    """A decode step of the first slots by the model itself. With two parts, the last rows read a shorter context."""
+    """Runs a decode step of the first slots with the model itself. With two parts, the last rows read less context."""
 
     def __init__(self, model: PreTrainedModel, num_parts: int = 1):
         self.model, self.num_parts = model, num_parts
 
     def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor, *rest: Tensor) -> Tensor:
-        """Logits of each row's next token; the mask's length is the context read."""
+        """Returns the logits of each row's next token; the length of `mask` is the context read."""
         short, held = (None, rest) if self.num_parts == 1 else (rest[0], rest[1:])
         num_layers, (num_slots, _, context, _) = len(held) // 2, held[0].shape
         slots = KeyValueSlots(num_slots, context, keys=held[:num_layers], values=held[num_layers:])
@@ -57,7 +58,7 @@ class DecodeForward:
 
 
 class RecordedStep:
-    """A recording of `DecodeForward`. Weights are inputs, so that nothing is computed from them ahead of time."""
+    """A recording of `DecodeForward`. Weights are its inputs, so that no result of old weights is baked in."""
 
     def __init__(self, forward: DecodeForward, inputs: tuple[Tensor, ...]):
         from torch.nn.utils.stateless import _reparametrize_module  # the public functional_call refuses tracing
@@ -78,7 +79,8 @@ class RecordedStep:
 
 
 def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
-    """A recording, traced with the first inputs and compared on all; `forward` itself if it cannot be recorded."""
+    """Returns a recording of `forward`, traced with the first of `inputs` and compared with `forward` on all of them;
+    returns `forward` itself if it cannot be recorded."""
     if inputs[0][0].device.type != "cpu":
         return forward
     with _recording, warnings.catch_warnings(record=True) as caught:
@@ -86,7 +88,7 @@ def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Fo
         try:
             replay = RecordedStep(forward, inputs[0])
             agrees = all(torch.equal(forward(*some), replay(*some)) for some in inputs)
-        except Exception as error:  # noqa: BLE001 - whatever a model does that cannot be recorded, it still runs
+        except Exception as error:  # noqa: BLE001 - a model that cannot be recorded can still run
             _warn(str(error))
             return forward
     frozen = [warning for warning in caught if _freezes_a_branch(warning)]
@@ -99,14 +101,14 @@ def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Fo
 
 @cache
 def _warn(why: str) -> None:
-    """Logs once for each reason: every engine of a process would repeat it."""
+    """Logs each reason only once per process, which may have many engines."""
     log.warning("decode steps are not recorded, and so are slower: %s", " ".join(why.split())[:ERROR_CHARACTERS])
 
 
 def recorded_in_parts(model: PreTrainedModel, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
-    """The step in two parts; in the inputs, the last row is the second part and reads half the context."""
+    """Returns a recording of the step in two parts, made with `inputs` whose last row reads half the context."""
     forward = DecodeForward(model, num_parts=2)
-    # Recording writes keys and values, so it gets copies of the live slots.
+    # Recording writes keys and values, so it gets copies of the slots.
     halved = [
         (tokens, positions % (mask.shape[-1] // 2), mask, mask[-1:, :, :, : mask.shape[-1] // 2], *copies)
         for tokens, positions, mask, *held in inputs
@@ -118,7 +120,7 @@ def recorded_in_parts(model: PreTrainedModel, inputs: Sequence[tuple[Tensor, ...
 def inputs_of_all_sizes(
     model: PreTrainedModel, kv: KeyValueSlots, max_context_tokens: int, bucket_tokens: int
 ) -> list[tuple[Tensor, ...]]:
-    """Inputs of different sizes, for comparing a recording."""
+    """Returns inputs with different numbers of rows and context lengths, for recording and comparing."""
     few, more, device = min(2, kv.num_slots), min(8, kv.num_slots), kv.keys[0].device
     vocab, inputs = model.config.get_text_config().vocab_size, []
     sizes = ((few, bucket_tokens), (1, bucket_tokens), (more, min(2 * bucket_tokens, kv.max_context_tokens)))
@@ -134,22 +136,23 @@ def inputs_of_all_sizes(
 
 
 def _freezes_a_branch(warning: warnings.WarningMessage) -> bool:
-    """Ignores torch's own functions, which only check the sizes of weights."""
+    """Whether torch warns that tracing fixed a branch of the model. Torch's own code is ignored: it branches only to
+    check the sizes of weights."""
     return issubclass(warning.category, torch.jit.TracerWarning) and not warning.filename.startswith(TORCH)
 
 
 class Recomputed:
     """Decode step of a model whose attention cannot be replaced: computes every row from its first token on.
 
-    Nothing is cached, so any state of the model's own is right, at a cost in proportion to the rows' length.
-    `picks_logits` computes only the logits needed; their number then depends on the rows.
+    Nothing is cached, so the model's own state is always right; the cost grows with the length of the rows.
+    `picks_logits` computes only the logits needed, whose number then depends on the rows in the batch.
     """
 
     def __init__(self, model: PreTrainedModel, picks_logits: bool):
         self.model, self.picks_logits = model, picks_logits
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Logits after the token at each row's position; later tokens do not matter."""
+        """Returns the logits after the token at each row's position; later tokens of the row have no effect."""
         rows = torch.arange(len(tokens), device=tokens.device)
         if not self.picks_logits:
             logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[rows, positions]

@@ -1,7 +1,7 @@
 """The embedded engine: any transformers causal LM, in this process, behind the engine protocol.
 
-A thread of its own takes the steps (see `stepper`), and runs calls between two of them, in order. Any error in the
-thread fails every request with an `EngineError`, so no caller waits forever.
+A separate thread takes the steps (see `stepper`) and, between two steps, runs the calls made meanwhile, in order. An
+unexpected error in the thread fails every request with an `EngineDied`, so no caller waits forever.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from offbeat.engines.protocol import (
 )
 
 Answer = asyncio.Future[Any]
-"""Future of a caller that waits on its event loop."""
+"""Future on which a caller waits, in its own event loop."""
 CLOSE_WITHIN_S = 60.0
-"""Longer than any step or load on a device that is not stuck."""
+"""Deadline of `close`; longer than any step or load takes on a working device."""
 
 
 class EmbeddedEngine:
     """Implements `offbeat.engines.protocol.Engine`.
 
-    `model`, on its device and in its dtype, belongs to the engine from now on. `version` is the number of the version
-    that it already holds; without one, `load` must come before the first `generate`. A model with adapters serves
-    versions that are adapters of the base with digest `base`.
+    The engine takes over `model`, which must already have its device and dtype. `version` is the number of the version
+    whose weights the model holds; if None, `load` must come before the first `generate`. `base` is the digest of the
+    weights that the model's adapters belong to; None for a model without adapters.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class EmbeddedEngine:
             self._stepper = Stepper(model.eval(), num_slots, max_context_tokens, exact, worker, fingerprint, version)
         self.seconds_still = 0.0
         self._answers: dict[object, Answer] = {}
-        """Waiting callers, by request id or by themselves; guarded, like the commands, by the condition's lock."""
+        """Waiting callers' futures, by request id for `generate` and by the future itself for other calls. The lock of
+        `_wake` guards this and `_commands`."""
         self._commands: deque[tuple[Callable[[], None], Answer | None]] = deque()
         self._wake = threading.Condition()
         self._ended: EngineError | None = None
@@ -97,7 +98,7 @@ class EmbeddedEngine:
 
     @property
     def obstacle(self) -> str | None:
-        """Why the model's keys and values cannot be cached, as a clause after its name; None: they are."""
+        """Why keys and values cannot be cached, as a clause to follow the model's name; None: they are cached."""
         return self._stepper.usage.obstacle
 
     @property
@@ -125,7 +126,7 @@ class EmbeddedEngine:
         await self._do(lambda: self._abort(ids))
 
     async def load(self, version: Version) -> None:
-        """Reads the files during generation, which then stops for a copy within the device."""
+        """Reads the files during generation, which then stops only while the weights are copied into place."""
         if self._ended is not None:
             raise self._ended
         staged = await asyncio.to_thread(stage, self._stepper.model, version, self.base)
@@ -148,7 +149,7 @@ class EmbeddedEngine:
             raise EngineError(f"engine {self.worker}: still busy {CLOSE_WITHIN_S:.0f} s after close")
 
     async def _do(self, action: Callable[[], None]) -> None:
-        """Runs an action in the thread, between two steps, and waits for it."""
+        """Runs an action in the engine's thread, between two steps, and waits until it is done."""
         answer: Answer = asyncio.get_running_loop().create_future()
         with self._wake:
             self._post(action, answer)
@@ -156,14 +157,14 @@ class EmbeddedEngine:
         await answer
 
     def _post(self, action: Callable[[], None], answer: Answer | None = None) -> None:
-        """Call with the lock held. The thread runs the action between two steps; `answer` waits for it."""
+        """Queues an action for the thread, which resolves `answer` afterwards. The caller must hold `_wake`."""
         if self._ended is not None:
             raise self._ended
         self._commands.append((action, answer))
         self._wake.notify()
 
     def _check(self, request: Request) -> None:
-        """Refuses a request that cannot run, before it reaches the batch."""
+        """Raises an `EngineError` if a request cannot run, so that it never reaches the batch."""
         sampling, problem = request.sampling, problem_of(request, self.version, self.capabilities)
         if not problem:
             first, last = int(request.tokens.min()), int(request.tokens.max())
@@ -192,7 +193,7 @@ class EmbeddedEngine:
         _resolve([(answer, ended) for answer in left])
 
     def _take_commands(self) -> bool:
-        """Runs the commands since the last step; sleeps while there is nothing to do. False ends the thread."""
+        """Sleeps while there is nothing to do, then runs the queued commands. Returns False if the thread must end."""
         with self._wake:
             while not self._commands and not self._closing and self._stepper.is_idle:
                 self._wake.wait()
@@ -202,7 +203,7 @@ class EmbeddedEngine:
             outcome: EngineError | None = None
             try:
                 action()
-            except EngineError as error:  # refused, nothing changed; any other error ends the engine
+            except EngineError as error:  # a refusal, which changed nothing; any other error ends the engine
                 outcome = error
             self._answer([(answer, outcome)] if answer else [])
         return going_on
@@ -214,7 +215,7 @@ class EmbeddedEngine:
         self._answer([(generation.id, generation) for generation in generations])
 
     def _answer(self, outcomes: Sequence[tuple[object, object]]) -> None:
-        """Delivers outcomes to the callers waiting under these keys."""
+        """Delivers each (key, outcome) to the caller that waits under the key in `_answers`."""
         if not outcomes:
             return
         with self._wake:
@@ -246,7 +247,7 @@ def _settle(outcomes: Sequence[tuple[Answer, object]]) -> None:
 
 
 def default_fingerprint(model: PreTrainedModel, exact: bool, num_slots: int) -> str:
-    """Everything that decides how numbers are rounded here; stamped on every segment."""
+    """Returns everything that affects the rounding of results, as one text that is stored with every segment."""
     dtype = str(model.dtype).removeprefix("torch.")
     parts = [f"torch-{torch.__version__}", f"transformers-{transformers.__version__}", dtype, model.device.type]
     if exact:  # threads may split a large matrix product in a way that depends on its number of rows

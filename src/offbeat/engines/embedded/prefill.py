@@ -1,7 +1,8 @@
-"""Prefill: computes the keys and values of token sequences in slots, similar lengths together.
+"""Prefill: computes the keys and values of token sequences in slots, batching sequences of similar length.
 
-A sequence that a live slot begins with is copied from there, unless the request wants its own. With `exact`, sequences
-are computed one at a time, padded to a multiple of `MIN_EXACT_ROWS`, so that none depends on another.
+If a live slot already begins with the same sequence, its keys and values are copied, unless the request wants its own
+(`KvMode.REFILL`). With `exact`, sequences are computed one at a time, padded to a multiple of `MIN_EXACT_ROWS`, so that
+the result for one sequence does not depend on the others.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from offbeat.engines.protocol import EngineMetrics
 
 
 class CachedPrompts:
-    """Live slots by the token sequence that they begin with, so that equal prompts are prefilled once. The beginning of
-    a live slot never changes."""
+    """Finds live slots by the token sequence that they were prefilled with, so that equal prompts are computed once.
+    The prefilled tokens of a live slot never change."""
 
     def __init__(self) -> None:
         self._slots: dict[bytes, list[int]] = {}
         self._key: dict[int, bytes] = {}
 
     def find(self, tokens: np.ndarray) -> int | None:
-        """A slot that starts with exactly these tokens and was filled for them."""
+        """Returns a slot that was prefilled with exactly these tokens; None if there is none."""
         slots = self._slots.get(token_key(tokens))
         return slots[0] if slots else None
 
@@ -36,7 +37,7 @@ class CachedPrompts:
         self._remember(slot, token_key(tokens))
 
     def exchange(self, one: int, other: int) -> None:
-        """Swaps two slots, either of which may be free."""
+        """Swaps the entries of two slots, either of which may be free."""
         keys = {other: self._key.get(one), one: self._key.get(other)}
         self.drop(one)
         self.drop(other)
@@ -62,23 +63,23 @@ class CachedPrompts:
 
 
 PREFILL_TOKENS = 4096
-"""Most tokens, padding included, in one prefill: bounds its memory and the time that live slots wait for it."""
+"""Most tokens, padding included, in one batch of sequences: bounds its memory and the time that live slots wait."""
 MIN_EXACT_ROWS = 16
 """Matrix products with fewer rows use other kernels, whose results depend on the number of rows and threads."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Tokens whose keys and values a slot is to hold from its start on."""
+    """A slot, and the tokens whose keys and values it must hold from its start on."""
 
     slot: int
     tokens: np.ndarray
     is_shared: bool
-    """Whether they may be copied from another slot."""
+    """Whether the keys and values may be copied from another slot."""
 
 
 class Prefill:
-    """Fills slots. `use_threads` is called with the number of tokens before each forward pass."""
+    """Fills slots with keys and values. Calls `use_threads` with the number of tokens before each forward pass."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Prefill:
         self._options = {"logits_to_keep": 1} if keeps_logits else {}
 
     def fill(self, wanted: Sequence[Wanted]) -> EngineMetrics:
-        """Fills slots; returns how many tokens were computed and how many copied."""
+        """Fills slots; returns metrics with the numbers of tokens computed (prefilled) and copied (resumed)."""
         missing: list[Wanted] = []
         copies: list[tuple[int, Wanted]] = []
         for one in wanted:
@@ -115,7 +116,7 @@ class Prefill:
         return EngineMetrics(num_prefilled_tokens=num_computed, num_resumed_tokens=num_copied)
 
     def _batches(self, missing: list[Wanted]) -> list[list[Wanted]]:
-        """Groups sequences of similar length; with `exact`, one at a time."""
+        """Splits sequences into batches of similar length; with `exact`, of one sequence each."""
         batches: list[list[Wanted]] = []
         for one in sorted(missing, key=lambda one: -len(one.tokens)):
             room = 1 if self.exact else max(1, PREFILL_TOKENS // len(batches[-1][0].tokens)) if batches else 0
@@ -125,7 +126,7 @@ class Prefill:
         return batches
 
     def compute(self, batch: Sequence[Wanted]) -> int:
-        """One forward pass; returns the number of its tokens, padding included."""
+        """Computes a batch in one forward pass; returns the number of tokens, padding included."""
         longest = max(len(one.tokens) for one in batch)
         if self.exact:
             longest = round_up(longest, MIN_EXACT_ROWS)

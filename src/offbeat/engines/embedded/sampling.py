@@ -1,11 +1,11 @@
 """Draws one token per row from a matrix of logits, without any stored random state.
 
-The noise of a token is a hash of its request's seed and its response position. So an interrupted request draws the same
-tokens when it is resumed and never repeats its prefix's noise, and a row does not depend on the other rows. The hash is
-integer arithmetic, the same on every device.
+The noise of a token is a hash of its request's seed and its response position. So a resumed request draws the tokens
+that it would have drawn without the interruption, it never repeats the noise of its prefix, and a row does not depend
+on the other rows. The hash uses only integer arithmetic, so it is the same on every device.
 
-A log-prob is that of the model's whole distribution after temperature, even if top-p, top-k or min-p restrict the draw.
-Greedy rows (temperature 0) report the log-prob at temperature 1.
+Log-probs are those of the model's whole distribution after temperature, even if top-p, top-k or min-p restrict the
+draw. Greedy rows (temperature 0) report the log-prob at temperature 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def signed(value: int) -> int:
-    """The low 64 bits of an integer as torch's int64 holds them."""
+    """Returns the low 64 bits of an integer as a signed number, as torch's int64 stores them."""
     value &= MASK_64
     return value - 2**64 if value >= 2**63 else value
 
@@ -38,7 +38,7 @@ def noise_key(seed: int) -> int:
 
 
 def uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One float32 in [0, 1) for each pair of noise key and response position."""
+    """Returns one float32 in [0, 1) for each pair of noise key and response position."""
     x = keys + (positions + 1) * signed(GOLDEN)
     x = (x ^ _shift_right(x, 30)) * signed(MIX_1)
     x = (x ^ _shift_right(x, 27)) * signed(MIX_2)
@@ -47,13 +47,14 @@ def uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift; torch's own is arithmetic."""
+    """Shifts in zeros (a logical shift), where torch's own operator repeats the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @dataclass(frozen=True)
 class RowSampling:
-    """Sampling parameters of each row; the flags say whether any row needs the slower paths."""
+    """Sampling parameters, one entry per row. The flags say whether any row is greedy, or uses top-p, top-k or min-p:
+    both need slower code."""
 
     keys: torch.Tensor
     """Noise keys, see `noise_key`."""
@@ -74,7 +75,8 @@ def is_filtered(sampling: Sampling) -> bool:
 
 
 def draw(logits: torch.Tensor, rows: RowSampling, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token and float32 log-prob of each row. `logits` are float32 and may be overwritten."""
+    """Draws a token for each row; returns tokens and float32 log-probs. `logits` must be float32 and may be
+    overwritten."""
     greedy_tokens = logits.argmax(-1) if rows.any_greedy else None
     temperature = rows.temperature
     if greedy_tokens is not None:
@@ -88,16 +90,16 @@ def draw(logits: torch.Tensor, rows: RowSampling, noise: torch.Tensor) -> tuple[
 
 
 def _inverse_cdf(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """First token whose cumulative share exceeds the noise; `probs` need not sum to one."""
+    """Returns the first token whose cumulative share of the row exceeds the noise; `probs` need not sum to one."""
     shares = probs.cumsum(-1)
-    target = noise.unsqueeze(1) * shares[:, -1:]  # noise < 1 - 2**-24 or equal, so the target lies below the sum
+    target = noise.unsqueeze(1) * shares[:, -1:]  # noise is at most 1 - 2**-24, so the target lies below the sum
     tokens = torch.searchsorted(shares, target, right=True).squeeze(1)
     return tokens.clamp_(max=probs.shape[1] - 1)
 
 
 def _filtered(probs: torch.Tensor, rows: RowSampling) -> torch.Tensor:
-    """Sets probabilities cut by top-k, top-p or min-p to 0; the likeliest token always stays. As in vLLM and
-    transformers, top-p is a share of the tokens that top-k keeps."""
+    """Sets the probability of tokens cut by top-k, top-p or min-p to 0; the likeliest token always stays. As in vLLM
+    and transformers, top-p is a share of the probability that top-k keeps."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[1], device=probs.device)
     top_k = torch.where(rows.top_k > 0, rows.top_k, probs.shape[1])

@@ -1,17 +1,18 @@
-"""Continuous batching over KV slots: which request is in which slot, and one decode step for all.
+"""Continuous batching over KV slots: assigns requests to slots, and runs one decode step for all of them.
 
-No threads and no asyncio. The state of slots lies in tensors (`SlotRows`); Python handles a request only when it starts
-or ends and when weights change.
+There are no threads and no asyncio here. The state of the slots is held in tensors (`SlotRows`); Python handles a
+request only when it starts or ends and when weights change.
 
-- The first slots are live. When one ends and no request waits, the last live slot moves into the gap, so a step costs
-  what its live rows cost. Much longer rows stand first, so that only they read a long context (`rules.padding_split`).
-- All but the last known token of a request is prefilled; the first decode step feeds the last one.
-- An aborted request leaves its keys and values in its free slot. If it is resumed before the slot is reused, it
-  continues there, and its newer tokens are fed one by one (`cached_prefixes`).
-- With `exact`, a token depends on weights, prompt and seed alone, to the bit, for one number of threads and slots:
-  every step runs all slots, prompts are prefilled one at a time, and a resumed prefix is fed token by token, in the
-  shape in which it was sampled.
-- A model whose attention cannot be replaced (`model.usage`) has no slots: each step computes its rows from the first
+- The live slots, which hold running requests, come first. When a request ends and no other waits, the last live slot
+  moves into the gap, so a step computes only live rows. Much longer rows come first, so that only these read a long
+  context (`rules.padding_split`).
+- All known tokens of a request but the last are prefilled; the first decode step feeds the last one.
+- An aborted request leaves its keys and values in its slot, which becomes free. If the request is resumed before the
+  slot is reused, it continues there, and tokens beyond the cached ones are fed one by one (`cached_prefixes`).
+- With `exact` and a fixed number of threads and slots, a token depends on weights, prompt and seed alone, to the bit:
+  every step runs all slots, prompts are prefilled one at a time, and the response of a resumed request is fed token by
+  token, in the same shapes in which it was sampled.
+- A model whose attention cannot be replaced (`model.usage`) has no KV slots: each step computes its rows from the first
   token on (`decode_forward.Recomputed`).
 """
 
@@ -47,13 +48,13 @@ from offbeat.rules.padding_split import exchanges, num_long_rows
 from offbeat.trajectory import Sampling, Segment
 
 READ_BUCKET_TOKENS = 16
-"""Contexts are read in multiples of this, which keeps vector lanes full and shapes stable."""
+"""The context read is rounded up to a multiple of this, which keeps vector lanes full and shapes stable."""
 SMALL_STEP_FLOPS = 1e9
-"""Steps with less arithmetic run on one thread: several would mostly wait for one another."""
+"""Forward passes with less arithmetic run on one thread; several threads would mostly wait for one another."""
 
 
 class Stepper:
-    """Schedules requests over slots. Not thread-safe; call it under `torch.inference_mode()`."""
+    """Schedules requests over slots. Not thread-safe; must be called under `torch.inference_mode()`."""
 
     def __init__(
         self,
@@ -76,14 +77,14 @@ class Stepper:
         self.model, self.num_slots, self.max_context_tokens, self.exact = model, num_slots, max_context_tokens, exact
         self.worker, self.fingerprint, self.version = worker, fingerprint, version
         self.metrics = EngineMetrics()
-        """Replaced as a whole, so that another thread may read it at any time."""
+        """Replaced as a whole at each change, so that another thread may read it at any time."""
         self._clock = clock
         room = round_up(max_context_tokens, READ_BUCKET_TOKENS)  # so that no read is cut short
         self.kv = KeyValueSlots(num_slots, room)
         self.rows = SlotRows(num_slots, room, model.dtype, model.device)
         self.prefill = Prefill(model, self.kv, max_context_tokens, exact, self._use_threads)
         self.cached = CachedPrefixes()
-        """Prefixes in free slots."""
+        """Keys and values that aborted requests left in free slots."""
         self.waiting: deque[Request] = deque()
         self.running: dict[int, SlotState] = {}
         self.free = list(range(num_slots))
@@ -94,11 +95,11 @@ class Stepper:
             self._forward = self._make_forward()
             self._check()
         self._forward_in_parts: Forward | None = None
-        """Made on first use: most runs never need it."""
+        """Forward pass in two parts; None until first used, because most runs never need it."""
         self.num_long = num_slots
-        """Number of first slots that read the longest row's context; the others read a shorter one."""
+        """The first `num_long` slots read as much context as the longest row needs; the others read less."""
         self._has_started = False
-        """Whether requests have started since rows were last sorted."""
+        """Whether requests have started since long rows were last moved to the front."""
         self._count()
 
     def submit(self, request: Request) -> None:
@@ -109,7 +110,7 @@ class Stepper:
         return not self.waiting and not self.running
 
     def abort(self, ids: Iterable[str] | None) -> list[Generation]:
-        """Ends the named requests, or all; returns their tokens so far."""
+        """Ends the requests with these ids, or all requests if None; returns their tokens so far."""
         named = None if ids is None else set(ids)
         slots = [slot for slot, running in self.running.items() if named is None or running.request.id in named]
         ended = self._end(slots, Finish.ABORT)
@@ -118,7 +119,7 @@ class Stepper:
         return ended
 
     def load(self, number: int, staged: Staged) -> None:
-        """Swaps the weights; KV of running requests is computed again unless it may be kept."""
+        """Swaps in the weights of version `number`; recomputes the KV of running requests that may not keep it."""
         swap(staged)
         for slot, running in self.running.items():
             assert self.version is not None
@@ -133,7 +134,7 @@ class Stepper:
         self.metrics += EngineMetrics(busy_seconds=self._clock() - start_s)
 
     def step(self) -> list[Generation]:
-        """Fills free slots, then samples a token in every live slot; returns the requests that ended."""
+        """Starts waiting requests in free slots, then decodes a token in every live slot; returns ended requests."""
         if self.is_idle:
             return []
         start_s = self._clock()
@@ -150,7 +151,7 @@ class Stepper:
         return ended
 
     def _parts(self) -> list[tuple[int, int]]:
-        """Slots of the next step and the context that they read: in one part, or in two."""
+        """Returns the one or two parts of the next step as (number of slots, context tokens that each reads)."""
         if self.exact:  # the context read decides how sums are split, so it must not depend on other rows
             return [(self.num_slots, round_up(self.max_context_tokens, READ_BUCKET_TOKENS))]
         num_rows = len(self.running)
@@ -160,7 +161,7 @@ class Stepper:
         return [(self.num_long, long), (num_rows - self.num_long, short)]
 
     def _decode(self, parts: Sequence[tuple[int, int]]) -> list[int]:
-        """Samples one token for every live row; returns the slots that are done."""
+        """Runs one decode step and stores each live row's next token; returns the slots that are done."""
         num_rows, rows = sum(num for num, _ in parts), self.rows
         logits = self._next_logits(num_rows, parts)
         sampling = rows.sampling(num_rows, any_greedy=self.any_greedy, any_filtered=self.any_filtered)
@@ -173,7 +174,7 @@ class Stepper:
         return slots
 
     def _next_logits(self, num_rows: int, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Feeds each row its next token; without slots, all its tokens."""
+        """Returns the logits after feeding each row's next token or, without KV slots, all tokens of the row."""
         if not self.usage.has_slots:
             reach = min(parts[0][1], self.max_context_tokens)  # rounding up may exceed the model's positions
             self._use_threads(num_rows * reach)
@@ -193,13 +194,13 @@ class Stepper:
         return forward if self.exact else recorded(forward, self._decode_inputs())
 
     def _check(self) -> None:
-        """Refuses a model whose logits, as computed here, differ from its own code's: tries a few tokens, and beside
-        them, if there is room, a row of one token."""
+        """Raises a `UserError` if the logits computed here differ from those of the model's own code. Tries one row of
+        a few tokens and, with more than one slot, a row of one token beside it."""
         tokens = np.array(usage.probe_tokens(self.model, 7))
         prompts = [tokens[:6][: self.max_context_tokens - 1], tokens[6:]][: self.num_slots]
         slots, num_rows = range(len(prompts)), len(prompts)
         requests = [Request(str(slot), prompts[slot], slot, Sampling(max_new_tokens=1)) for slot in slots]
-        self.rows.tokens[:num_rows] = int(tokens[0])  # behind a row's tokens lie those of earlier requests, not padding
+        self.rows.tokens[:num_rows] = int(tokens[0])  # in a real run, tokens of earlier requests follow the row's own
         self.rows.start(slots, requests, [len(prompt) - 1 for prompt in prompts])
         if self.usage.has_slots and len(prompts[0]) > 1:
             self.prefill.compute([Wanted(0, prompts[0][:-1], is_shared=False)])
@@ -218,7 +219,7 @@ class Stepper:
         return self._forward_in_parts
 
     def _use_threads(self, num_tokens: int) -> None:
-        """Sets the number of threads of a forward pass; with `exact` it must not depend on the size."""
+        """Sets the number of threads for a forward pass of `num_tokens`; with `exact`, always the same number."""
         is_small = 2 * self.num_parameters * num_tokens < SMALL_STEP_FLOPS
         wanted = 1 if is_small and not self.exact else self.num_threads
         if wanted != self._threads_now:
@@ -239,7 +240,7 @@ class Stepper:
         positions, wanted = [], []
         for slot, request, prefix in zip(slots, requests, prefixes, strict=True):
             if prefix is None:
-                # All known tokens but the last, which the first decode step feeds; with `exact`, the prompt's.
+                # All known tokens (with `exact`, only the prompt's) but the last, which the first decode step feeds.
                 tokens = request.tokens[: len(request.tokens) - (request.position if self.exact else 0) - 1]
                 wanted.append(Wanted(slot, tokens, request.kv is not KvMode.REFILL))
                 position, kv_version = len(tokens), self.version
@@ -259,7 +260,7 @@ class Stepper:
             self.metrics += self.prefill.fill(wanted)
 
     def _take_cached(self, request: Request) -> CachedPrefix | None:
-        """Takes a cached prefix for a request, if reusing it costs less than a prefill."""
+        """Returns a cached prefix for a request and removes it from the cache; None if a prefill is cheaper."""
         assert self.version is not None
         prefix = self.cached.find(request, self.version)
         if prefix is None:
@@ -271,7 +272,7 @@ class Stepper:
         return prefix
 
     def _choose_slots(self, prefixes: Sequence[CachedPrefix | None]) -> list[int]:
-        """Free slots for new requests: that of its prefix, or the one whose loss costs least."""
+        """Takes a free slot for each request: that of its cached prefix or, if None, the next in eviction order."""
         own = {prefix.slot for prefix in prefixes if prefix is not None}
         others = iter(self.cached.eviction_order(slot for slot in self.free if slot not in own))
         slots = [next(others) if prefix is None else prefix.slot for prefix in prefixes]
@@ -281,11 +282,11 @@ class Stepper:
         return slots
 
     def _num_kept(self, slot: int) -> int:
-        """Tokens of a live slot with keys and values; the next step feeds the next one."""
+        """Number of tokens of a live slot that have keys and values; the next step feeds the token after them."""
         return self.num_steps + self.running[slot].step_offset
 
     def _num_tokens(self, slot: int) -> int:
-        """Known tokens of a live slot, given or sampled."""
+        """Number of known tokens of a live slot, given or sampled."""
         running = self.running[slot]
         return max(running.num_known, self._num_kept(slot) + 1)
 
@@ -304,7 +305,7 @@ class Stepper:
         self.free = list(range(num_live, self.num_slots))
 
     def _put_long_rows_first(self) -> None:
-        """Moves long rows to the first slots after requests have started, if that makes steps read less."""
+        """Moves long rows to the first slots if steps then read less context; called after requests have started."""
         self._has_started = False
         num_rows = len(self.running)
         self.num_long = num_rows
@@ -324,7 +325,7 @@ class Stepper:
             self.prefill.prompts.exchange(one, other)
 
     def _move_kv(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Moves the KV of live slots, and swaps it with a prefix cached in the target."""
+        """Moves the KV of live slots from `sources` to `targets`; a prefix cached in a target moves to the source."""
         swapped = [(source, target) for source, target in zip(sources, targets, strict=True) if target in self.cached]
         froms, tos = [*sources, *(target for _, target in swapped)], [*targets, *(source for source, _ in swapped)]
         longest = max([*map(self._num_tokens, sources), *(self.cached.num_tokens(target) for _, target in swapped)])
@@ -333,7 +334,7 @@ class Stepper:
             self.cached.move(target, source)
 
     def _end(self, slots: Sequence[int], finish: Finish | None) -> list[Generation]:
-        """Frees slots and returns their generations; `finish` None: stop or length, by the last token."""
+        """Frees slots and returns their generations. `finish` None: the last token decides between stop and length."""
         if not slots:
             return []
         tokens, logprobs = self.rows.read(slots, max(map(self._num_tokens, slots)))
@@ -349,13 +350,13 @@ class Stepper:
             generations.append(running.generation(tokens[row], logprobs[row], why, self.worker, self.fingerprint))
             self.prefill.prompts.drop(slot)
         self.free.extend(slots)
-        if self.exact:  # otherwise dead rows are not stepped
+        if self.exact:  # otherwise steps do not run dead rows
             self.rows.clear(slots, [self.cached.num_tokens(slot) if slot in self.cached else 0 for slot in slots])
         self._count()
         return generations
 
     def _cache(self, slot: int, tokens: np.ndarray) -> None:
-        """Caches the prefix of an aborted slot for the request's continuation."""
+        """Caches the keys and values of an aborted slot, so that the request can continue from them."""
         running = self.running[slot]
         request, num_kept, num_prompt = running.request, self._num_kept(slot), running.num_prompt
         if request.kv is KvMode.REFILL or num_kept < num_prompt or not self.usage.has_slots:
@@ -364,18 +365,18 @@ class Stepper:
         self.cached.add(CachedPrefix(slot, tokens[:num_kept].copy(), num_prompt, running.kv_version, lag))
 
     def _count(self) -> None:
-        """Updates what the host must know of live slots; it changes only when one starts or ends."""
+        """Updates the host's summary of the live slots; called when the set or the order of live slots changes."""
         live = self.running.values()
-        ways = {running.request.sampling for running in live}  # few, however many requests
+        ways = {running.request.sampling for running in live}  # few distinct settings, even with many requests
         self.any_greedy, self.any_filtered = any(map(is_greedy, ways)), any(map(is_filtered, ways))
         self.any_stops = any(way.stop_token_ids for way in ways)
         short = [running.step_offset for slot, running in self.running.items() if slot >= self.num_long]
         self.largest_offsets = max((running.step_offset for running in live), default=0), max(short, default=0)
-        """Largest `step_offset` of all live slots, and of those from `num_long` on."""
+        """Largest `step_offset` among all live slots, and among the slots from `num_long` on."""
         self.feeding_until_step = max((r.num_known - 1 - r.step_offset for r in live), default=0)
 
     def _refill(self, slots: Sequence[int]) -> None:
-        """Computes the KV of live slots again after a load."""
+        """Computes the KV of these live slots again, with the weights just loaded."""
         if not slots:
             return
         assert self.version is not None
@@ -395,26 +396,26 @@ class Stepper:
 
 @dataclass
 class SlotState:
-    """A request in a slot: the versions of its tokens, and of its keys and values."""
+    """A request in a slot, with the versions of its tokens and of its keys and values."""
 
     request: Request
     num_known: int
-    """Tokens known when the slot was last filled."""
+    """Number of tokens known when the slot was last filled."""
     step_offset: int
-    """Step n feeds the token with index n plus this."""
+    """Index of the token that a step feeds, minus the number of the step."""
     open_start: int
-    """Start of the segment being sampled."""
+    """Index, into prompt + response, of the first token of the segment being sampled."""
     kv_version: int
-    """Oldest version among its keys and values."""
+    """Oldest version among the slot's keys and values."""
     spans: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """Finished segments: start and end, by index into prompt + response, version and KV version."""
+    """Finished segments as (start, end, version, KV version); start and end are indices into prompt + response."""
 
     @property
     def num_prompt(self) -> int:
         return len(self.request.tokens) - self.request.position
 
     def may_keep_kv(self, number: int) -> bool:
-        """Whether its keys and values may be kept while version `number` is loaded."""
+        """Whether the request may keep its keys and values when version `number` is loaded."""
         return self.request.kv is KvMode.STALE and 0 <= number - self.kv_version <= self.request.kv_lag
 
     def close_span(self, end: int, version: int) -> None:
@@ -425,7 +426,7 @@ class SlotState:
     def generation(
         self, tokens: np.ndarray, logprobs: np.ndarray, finish: Finish, worker: str, fingerprint: str
     ) -> Generation:
-        """Result of the request, from the tokens and log-probs of its slot."""
+        """Returns the request's result, given the tokens and log-probs of its slot."""
         segments = tuple(
             Segment(
                 start=start - self.num_prompt,
@@ -442,18 +443,18 @@ class SlotState:
 
 
 POSITION, LIMIT, PROMPT, KNOWN, ALIVE, KEY, TOP_K = range(7)
-"""Columns of the integer state: index of the token that the next step feeds, length at which to end, prompt length,
-number of known tokens, 1 in live rows, noise key, top-k."""
+"""Columns of `SlotRows.ints`: index of the token that the next step feeds, length at which to end, prompt length,
+number of known tokens, 1 for live rows and 0 for dead ones, noise key, top-k."""
 TEMPERATURE, TOP_P, MIN_P = range(3)
-"""Columns of the float state."""
+"""Columns of `SlotRows.floats`."""
 NEVER = 2**62
 
 
 class SlotRows:
-    """State of the slots for a decode step, in tensors with one row per slot.
+    """State of the slots for decode steps, in tensors with one row per slot.
 
-    A row is written when its request starts, moved when slots are compacted, and read when the request ends; `advance`
-    is all the bookkeeping of a step. Tokens and log-probs lie at the token's index in prompt + response.
+    A row is written when its request starts, moved when slots are compacted, and read when the request ends. Each step
+    updates it in `feed` and `advance`. Tokens and log-probs are stored at the token's index in prompt + response.
     """
 
     def __init__(self, num_slots: int, max_context_tokens: int, dtype: torch.dtype, device: torch.device):
@@ -461,14 +462,14 @@ class SlotRows:
         self.tokens = torch.zeros((num_slots, max_context_tokens), dtype=torch.int64, device=device)
         self.logprobs = torch.zeros((num_slots, max_context_tokens), dtype=torch.float32, device=device)
         self.mask = torch.full((num_slots, max_context_tokens), -torch.inf, dtype=dtype, device=device)
-        """Added to attention scores: 0 where the row may attend."""
+        """Added to attention scores: 0 where the row may attend, -inf elsewhere."""
         self.ints = torch.zeros((num_slots, 7), dtype=torch.int64, device=device)
         self.floats = torch.ones((num_slots, 3), dtype=torch.float32, device=device)
         self.stops = torch.full((num_slots, 1), -1, dtype=torch.int64, device=device)
         self.clear(range(num_slots), [0] * num_slots)
 
     def clear(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        """Makes rows dead: in a step they stay at their positions, change nothing before them, and never end."""
+        """Makes rows dead: steps leave them at `positions`, change no token before these, and never end them."""
         rows = self.index(slots)
         self.ints[rows] = 0
         self.ints[rows, POSITION] = self.index(positions)
@@ -477,7 +478,7 @@ class SlotRows:
         self.stops[rows] = -1
 
     def start(self, slots: Sequence[int], requests: Sequence[Request], positions: Sequence[int]) -> None:
-        """Writes requests into slots; each feeds the token at its position first."""
+        """Writes requests into slots; the next step feeds the token at each one's position."""
         num_stops = max(len(request.sampling.stop_token_ids) for request in requests)
         if num_stops > self.stops.shape[1]:
             self.stops = torch.nn.functional.pad(self.stops, (0, num_stops - self.stops.shape[1]), value=-1)
@@ -501,7 +502,7 @@ class SlotRows:
         self._show(rows, positions)
 
     def restart(self, slots: Sequence[int], positions: Sequence[int], known: Sequence[int]) -> None:
-        """Makes live rows feed again from a position, keeping their sampled tokens."""
+        """Makes live rows feed again from `positions`, keeping their first `known` tokens as they are."""
         rows = self.index(slots)
         self.ints[rows, POSITION] = self.index(positions)
         self.ints[rows, KNOWN] = self.index(known)
@@ -513,7 +514,7 @@ class SlotRows:
             tensor[target] = tensor[source]
 
     def read(self, slots: Sequence[int], num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """First `num_tokens` tokens of rows and their log-probs, on the host."""
+        """Copies the first `num_tokens` tokens of rows, and their log-probs, to the host."""
         rows = self.index(slots)
         return self.tokens[rows, :num_tokens].cpu().numpy(), self.logprobs[rows, :num_tokens].cpu().numpy()
 
@@ -537,7 +538,7 @@ class SlotRows:
         )
 
     def feed(self, num_rows: int) -> torch.Tensor:
-        """Next input of each row, shape (rows, 1); unmasks it."""
+        """Returns the next input token of each row, shape (rows, 1), and unmasks its position."""
         index = self.positions(num_rows).unsqueeze(1)
         self.mask[:num_rows].scatter_(1, index, 0.0)
         return self.tokens[:num_rows].gather(1, index)
@@ -546,7 +547,7 @@ class SlotRows:
         self, drawn: torch.Tensor, logprobs: torch.Tensor, *, any_stops: bool, any_feeding: bool
     ) -> torch.Tensor:
         """Stores the drawn token of each row; returns which rows are done. A row that still feeds known tokens keeps
-        them; `any_feeding` says that there may be some."""
+        those instead. `any_feeding` says whether there may be such rows, `any_stops` whether there are stop tokens."""
         num_rows = drawn.shape[0]
         ints = self.ints[:num_rows]
         position = ints[:, POSITION]
@@ -570,7 +571,7 @@ class SlotRows:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def _show(self, rows: torch.Tensor, num_tokens: Sequence[int]) -> None:
-        """Unmasks exactly the first tokens of rows; each step then unmasks the one that it feeds."""
+        """Unmasks the first `num_tokens` tokens of each row and masks the rest; `feed` then unmasks token by token."""
         hidden = torch.arange(self.mask.shape[1], device=self.device) >= self.index(num_tokens).unsqueeze(1)
         shown = torch.zeros(hidden.shape, dtype=self.mask.dtype, device=self.device)
         self.mask[rows] = shown.masked_fill_(hidden, -torch.inf)

@@ -1,11 +1,11 @@
 """Loads a published version's tensors into a model, all or none, in two steps.
 
-`stage` reads the files and copies the tensors to the model's device during generation; `swap` copies them over the
-model's own, and is all that generation stops for. Every name, shape and dtype is checked before the first byte is
-written. Of tied tensors, which share memory, the files need to hold only one.
+`stage` reads the files and copies the tensors to the model's device while generation goes on. `swap` copies them over
+the model's own tensors; generation stops only for that. Every name, shape and dtype is checked before the first byte is
+written. For tied tensors, which share memory, one name in the files is enough.
 
-An adapter version replaces the model's adapter. It is refused on another base than its own, unless that base came with
-it and replaces the model's.
+A version that is an adapter replaces the model's adapter. If the adapter belongs to another base than the model's, the
+version must bring that base, which then replaces the model's; otherwise it is refused.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Staged:
-    """A version's tensors beside the model's own."""
+    """A version's tensors, ready to be copied over the model's own."""
 
     base: str | None
-    """Digest of the adapter's base; None if the version is no adapter."""
+    """Digest of the adapter's base; None if the version is not an adapter."""
     pairs: list[tuple[Tensor, Tensor]]
     """The model's own tensors, each with its replacement."""
 
 
 def stage(model: PreTrainedModel, version: Version, base: str | None = None) -> Staged:
-    """Prepares a version for `swap`, in any thread. `base` is the digest of the base of the model's adapters; None for
-    a model without adapters."""
+    """Prepares a version for `swap`; may run in any thread. `base` is the digest of the weights that the model's
+    adapters belong to; None for a model without adapters."""
     try:
         wanted = base_digest(version.path)
     except (OSError, ValueError) as error:
@@ -81,7 +81,7 @@ def swap(staged: Staged) -> None:
 
 
 def _read(state: Mapping[str, Tensor], version: Version, folder: Path) -> list[tuple[Tensor, Tensor]]:
-    """The tensors of `state`, each with its replacement from the folder's safetensors files."""
+    """Returns pairs of a tensor of `state` and its replacement from the folder's safetensors files."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise EngineError(f"version {version.number}: no *.safetensors file in {folder}")
@@ -100,7 +100,7 @@ def _read(state: Mapping[str, Tensor], version: Version, folder: Path) -> list[t
 
 
 def _to_device(tensor: Tensor, own: Tensor) -> Tensor:
-    """Copies a tensor to the device of the model's own, if there is room for both."""
+    """Returns a copy of the tensor on the device of `own`; without room there, the tensor itself."""
     try:
         return tensor.to(own.device)
     except torch.OutOfMemoryError:
@@ -131,5 +131,5 @@ def _check_tensor(version: Version, name: str, tensor: Tensor, stored: Any) -> N
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Address and size of a tensor: equal for tied ones."""
+    """Returns the address and size of a tensor, which are equal for tied tensors."""
     return tensor.data_ptr(), tensor.numel()

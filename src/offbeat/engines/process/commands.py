@@ -21,9 +21,9 @@ from offbeat.model.loading import resolve
 
 SERVED_NAME = "offbeat"
 CPU_KV_GB = "2"
-"""Default of VLLM_CPU_KVCACHE_SPACE; vLLM's own is a large part of the memory, which the trainer needs too."""
+"""Default of VLLM_CPU_KVCACHE_SPACE, in GB; vLLM's own default takes much of the memory that the trainer needs."""
 SGLANG_OWN_TOKENS = 6
-"""Tokens of the context that SGLang reserves."""
+"""Tokens of the context length that SGLang reserves for itself."""
 PROBE = """\
 import importlib.util, json, sys
 has = importlib.util.find_spec(sys.argv[1]) is not None
@@ -34,21 +34,22 @@ if has:
 print(json.dumps({"has": has, "gpus": gpus}))
 """
 PROBE_WITHIN_S = 300.0
-"""Importing torch takes long on a busy machine or a network disk."""
+"""Deadline of the probe; importing torch takes long on a busy machine or a network disk."""
 UNWANTED = ("PYTHONPATH", "PYTHONHOME", "SGLANG_RETURN_ORIGINAL_LOGPROB")
-"""The first two would hide the packages of the engine's environment; the last gives log-probs before temperature."""
+"""Variables not passed to a server: the first two would hide the packages of the engine's environment, and the last
+makes SGLang return log-probs before temperature."""
 
 
 @dataclass(frozen=True)
 class EngineMachine:
-    """The engine's interpreter, and the GPUs that it sees."""
+    """Path of the engine's Python interpreter, and the number of GPUs that it sees."""
 
     python: str
     num_gpus: int
 
 
 async def probe_interpreter(config: Config, environment: Mapping[str, str]) -> EngineMachine:
-    """Runs the engine's interpreter to learn about GPUs; refuses one without the engine."""
+    """Runs the engine's interpreter to count its GPUs; raises a `UserError` if the engine's package is missing."""
     engine, python = config.rollout.engine, sys.executable
     if config.engine.python:
         python = str(Path(config.engine.python).expanduser())
@@ -82,19 +83,20 @@ async def probe_interpreter(config: Config, environment: Mapping[str, str]) -> E
 
 
 def environment(config: Config, ours: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a server: ours without secrets and misleading variables, with what the server needs."""
+    """Returns the environment for a server: `ours` without secrets and `UNWANTED`, plus the variables that it needs."""
     kept = {name: value for name, value in ours.items() if name not in UNWANTED and not name.startswith("OFFBEAT_")}
-    # No usage reports.
+    # These turn usage reports off.
     kept.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
-    # Control calls and pickled handles of GPU memory; only this user can reach the server (`process.endpoints`).
+    # These allow control calls and pickled handles of GPU memory. That is safe because only this user can reach the
+    # server (`process.endpoints`).
     kept.update(VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     kept.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_KV_GB)
     if config.model.lora_rank:
         kept[ALLOW] = "1"
     kept["PYTHONPATH"] = str(INSIDE_FOLDER if config.rollout.engine == "sglang" else EXTENSION_FOLDER)
-    # Attention in tf32 would put float32 log-probs off by hundredths.
+    # With tf32 in attention, float32 log-probs would be off by hundredths.
     kept.setdefault("TRITON_F32_DEFAULT", "ieee")
-    # SGLANG_OWN_TOKENS may exceed the model's own length.
+    # With SGLANG_OWN_TOKENS added, the context may be longer than the model's own.
     kept["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     kind, _, index = config.model.device.partition(":")
     if kind == "cpu":
@@ -105,14 +107,14 @@ def environment(config: Config, ours: Mapping[str, str]) -> dict[str, str]:
 
 
 def suited(environment: Mapping[str, str], machine: EngineMachine) -> dict[str, str]:
-    """Adds the repair for vLLM on CPUs to the environment of a server without a GPU."""
+    """Returns the environment, with the folder of repairs for vLLM on CPUs added to PYTHONPATH if there is no GPU."""
     if machine.num_gpus:
         return dict(environment)
     return {**environment, "PYTHONPATH": os.pathsep.join((environment["PYTHONPATH"], str(ON_CPU_FOLDER)))}
 
 
 def _devices(first: int, count: int, ours: Mapping[str, str]) -> str:
-    """CUDA_VISIBLE_DEVICES for `count` GPUs from `first` on, as numbered within our own."""
+    """Returns CUDA_VISIBLE_DEVICES for `count` GPUs from index `first` on, among those that this process sees."""
     seen = [name for name in ours.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     numbers = range(first, first + count)
     if seen and numbers[-1] >= len(seen):
@@ -121,7 +123,7 @@ def _devices(first: int, count: int, ours: Mapping[str, str]) -> str:
 
 
 def uses_ipc(config: Config, machine: EngineMachine, *, sees_gpu: bool) -> bool:
-    """Whether weights reach the server through GPU memory; `sees_gpu`: this process can use the GPU."""
+    """Whether weights are passed to the server through GPU memory; `sees_gpu`: this process can use a GPU."""
     wanted = config.engine.weights
     why = {
         f'rollout.engine = "{config.rollout.engine}" takes files': config.rollout.engine != "vllm",
@@ -136,7 +138,7 @@ def uses_ipc(config: Config, machine: EngineMachine, *, sees_gpu: bool) -> bool:
 
 
 def command(config: Config, machine: EngineMachine, listen: Sequence[str], *, ipc: bool = False) -> list[str]:
-    """Command line of the engine's server; `listen` holds its endpoint's options."""
+    """Returns the command line of the engine's server; `listen` holds the options of its endpoint."""
     words = _vllm(config, machine, ipc) if config.rollout.engine == "vllm" else _sglang(config, machine)
     return [machine.python, *words, *config.engine.arguments, *listen]
 
@@ -160,7 +162,7 @@ def _vllm(config: Config, machine: EngineMachine, ipc: bool) -> list[str]:
     if ipc:
         words["--weight-transfer-config"] = json.dumps({"backend": "ipc"})
     words.update(_lora(config, machine))
-    # Token ids in and out; text would cost the server time.
+    # The server takes and returns token ids only; text would cost it time.
     switches = ["--tokens-only", "--disable-uvicorn-access-log", *(["--enable-lora"] if config.model.lora_rank else [])]
     if not machine.num_gpus:
         switches.append(WHOLE_PROMPTS)
@@ -175,7 +177,7 @@ def _lora(config: Config, machine: EngineMachine) -> dict[str, str]:
         raise UserError(f'model.lora_rank = {rank}: allowed up to {RANKS[-1]} with rollout.engine = "vllm"')
     if machine.num_gpus and _dtype(config, machine) == "float32":
         raise UserError('model.dtype = "float32": allowed "bfloat16" where vLLM on a GPU serves adapters')
-    # Calls use one adapter at a time.
+    # All calls use the same adapter, so one at a time is enough.
     return {"--max-lora-rank": str(largest), "--max-loras": "1", "--max-cpu-loras": str(NUM_KEPT)}
 
 
@@ -193,7 +195,7 @@ def _sglang(config: Config, machine: EngineMachine) -> list[str]:
     }
     if not machine.num_gpus:
         words["--device"] = "cpu"
-    # See `sglang.api` on these.
+    # The docstring of `sglang.api` explains these.
     switches = ["--skip-tokenizer-init", "--incremental-streaming-output", "--enable-deterministic-inference"]
     if config.rollout.kv == "stale":
         switches.append("--disable-overlap-schedule")
@@ -205,7 +207,7 @@ def _flat(words: Mapping[str, str]) -> Sequence[str]:
 
 
 def _dtype(config: Config, machine: EngineMachine) -> str:
-    """Same default as the embedded engine: bfloat16 is slow on a CPU."""
+    """Returns the configured dtype; by default bfloat16, but float32 on a CPU, where bfloat16 is slow."""
     if config.model.dtype != "auto":
         return config.model.dtype
     return "bfloat16" if machine.num_gpus else "float32"

@@ -1,9 +1,10 @@
-"""Endpoints of engine servers, at which no other user of the machine can call a server or impersonate it.
+"""Endpoints of engine servers that no other user of the machine can call or impersonate.
 
-A server's control calls change its weights and unpickle their input. vLLM protects few of its paths with a key, so it
-listens at a Unix socket. SGLang cannot; it listens at a loopback port and requires a key for every call but /health and
-/metrics. Another process may take the port before it is bound, so the server also proves its identity by a secret model
-name. Key and name are drawn for each start and passed in the environment: every user can read a command line.
+A server's control calls change its weights and unpickle their input, so they must be protected. vLLM protects few of
+its paths with a key, so it listens at a Unix socket. SGLang supports no sockets; it listens at a loopback port and
+requires a key for every call but /health and /metrics. Another process may take the port before SGLang binds it, so
+the server also proves its identity by a secret model name. Key and name are random for each start and passed in the
+environment, because every user can read a command line.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from offbeat.errors import UserError
 HOST = "127.0.0.1"
 SOCKET = "engine"
 MAX_SOCKET_PATH_BYTES = 103
-"""Longest socket path on every system; Linux allows 4 more."""
+"""Longest socket path that every operating system allows; Linux allows 4 more."""
 KEY, NAME = "OFFBEAT_SERVER_KEY", "OFFBEAT_SERVER_NAME"
-"""Variables of the server's environment, as in sglang/inside/offbeat_in_sglang.py."""
+"""Environment variables of the server; sglang/inside/offbeat_in_sglang.py reads them by the same names."""
 CHECK_WITHIN_S = 5.0
 
 
@@ -34,19 +35,19 @@ class Endpoint:
 
     url: str
     words: Sequence[str]
-    """Options of the server's command line."""
+    """Options that make the server listen here, for its command line."""
     folder: str = ""
-    """Folder to delete after the server's end; "": none."""
+    """Folder to delete after the server has ended; "": none."""
     key: str | None = None
     name: str = ""
-    """Name that only our server knows; "": no other process can listen there."""
+    """Model name that only our server knows; "": not needed, because no other process can listen here."""
 
     @property
     def environment(self) -> dict[str, str]:
         return {KEY: self.key, NAME: self.name} if self.key else {}
 
     async def is_ours(self, server: Server) -> bool:
-        """Whether the server that answers is the one we started; raises `ServerAway` without an answer."""
+        """Whether the server that answers is the one we started; raises `ServerAway` if nothing answers."""
         if not self.name:
             return True
         try:
@@ -59,7 +60,7 @@ class Endpoint:
 
 
 def socket_endpoint() -> Endpoint:
-    """A Unix socket in a folder that other users cannot enter."""
+    """Returns an endpoint at a Unix socket, in a new folder that other users cannot enter."""
     folder = tempfile.mkdtemp(prefix="offbeat-")
     path = str(Path(folder) / SOCKET)
     if len(path.encode()) > MAX_SOCKET_PATH_BYTES:
@@ -69,7 +70,7 @@ def socket_endpoint() -> Endpoint:
 
 
 def port_endpoint() -> Endpoint:
-    """A loopback port, with a key and a name that only our server knows."""
+    """Returns an endpoint at a free loopback port, with a key and a name that only our server knows."""
     port, key, name = _free_port(), secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     return Endpoint(f"http://{HOST}:{port}", ("--host", HOST, "--port", str(port)), key=key, name=name)
 

@@ -1,12 +1,13 @@
-"""Guard process: ends an engine's server, with all processes that it started, when its worker ends.
+"""Guard process: ends an engine's server, with all processes that the server started, when the worker ends.
 
-A SIGKILLed worker cannot clean up, and an orphaned server would hold a GPU for good. The end of the guard's standard
-input means that the worker has ended or wants the server to end: the server gets SIGTERM, and after a while its whole
-process group SIGKILL. Until all of it is gone the guard holds a lock, for which the worker's next server waits: two
-would not fit into one GPU. It is run as a file with the standard library alone, so that it starts quickly.
+A SIGKILLed worker cannot clean up, and an orphaned server would hold a GPU forever. The worker holds the other end of
+the guard's standard input. When that closes, the worker has ended or wants the server to end: the guard sends SIGTERM
+to the server, and after `GRACE_S` SIGKILL to its whole process group. The guard holds a lock until all these processes
+are gone. The worker's next server waits for the lock, because two servers would not fit into one GPU. The guard is run
+as a file and imports only the standard library, so that it starts quickly.
 
-    guard LOCK FOLDER COMMAND ...   prints the server's process id, then its exit status, a line each; deletes FOLDER
-                                    in the end, unless it is ""
+    guard LOCK FOLDER COMMAND ...   runs COMMAND; prints the server's process id and then its exit status, one per
+                                    line; finally deletes FOLDER, unless it is ""
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from typing import BinaryIO
 GRACE_S = 10.0
 """Time for a server to end after SIGTERM."""
 VANISH_WITHIN_S = 5.0
-"""Time for killed processes to be gone: a GPU's memory takes a moment to be freed."""
+"""Time for killed processes to disappear: it takes a moment to free a GPU's memory."""
 POLL_EVERY_S = 0.1
 CANNOT_START = 127
 
 
 def kill_group(group: int) -> None:
-    """SIGKILL to a process group; one that is already gone is fine."""
+    """Sends SIGKILL to a process group, which may already be gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
@@ -63,7 +64,7 @@ def _guard(lock: str, command: list[str]) -> int:
 
 
 def _has_lock(held: BinaryIO) -> bool:
-    """Waits for the server before this one to be gone; False if the worker ended meanwhile."""
+    """Waits for the lock, which is held until the previous server is gone; returns False if the worker ends first."""
     while True:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,7 +84,7 @@ def _end_with_worker(server: subprocess.Popen[bytes]) -> None:
 
 
 def _clear(group: int) -> None:
-    """Kills processes that the server left, such as its workers after a crash of its front end."""
+    """Kills processes that the server left behind, such as its workers after its front end crashed."""
     deadline_s = time.monotonic() + VANISH_WITHIN_S
     while time.monotonic() < deadline_s:
         try:

@@ -1,8 +1,8 @@
-"""A worker's engine on an HTTP server, through restarts of the server.
+"""Opens a worker's engine on an HTTP server, and opens a new engine after the server restarts.
 
-The worker restarts its own server at growing intervals, with a limit (`offbeat.rules.restarts`); for a server that the
-user runs (engine.url) it waits without one. After a restart the weights are unknown, so each time there is a new engine
-that serves nothing before its first load.
+The worker restarts a server of its own at growing intervals and gives up after too many deaths
+(`offbeat.rules.restarts`). For a server that the user runs (engine.url) it waits without limit. After a restart the
+weights are unknown, so each restart needs a new engine, which serves nothing before its first load.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from offbeat.model.loading import resolve
 from offbeat.rules.restarts import Restarts, RestartVerdict
 
 KEY_VARIABLE = "OFFBEAT_ENGINE_KEY"
-"""Key of the server at engine.url, if it needs one."""
+"""Environment variable with the key of the server at engine.url, if that server needs one."""
 LOG, LOCK, ADAPTERS = "engine.log", "engine.lock", "adapters"
 CHECK_EVERY_S = 1.0
 CHECK_WITHIN_S = 10.0
@@ -39,7 +39,7 @@ class ServerEngines:
     has_next = True
 
     def __init__(self, config: Config, name: str, folder: Path, log: Path | None = None):
-        """`folder` is the worker's own; its server's output goes to `log`, or to a file in `folder`."""
+        """`folder` belongs to this worker. The server's output goes to `log`; None: to a file in `folder`."""
         self.config, self.name, self.url = config, name, config.engine.url or ""
         self._folder, self._log_file = folder, log or folder / LOG
         self._server: EngineServer | None = None
@@ -66,7 +66,7 @@ class ServerEngines:
             return engine
 
     async def wait_exited(self) -> EngineDied:
-        """Waits for the end of the worker's own server process; forever for a user's server."""
+        """Waits until the worker's own server has ended, and returns the reason; never returns for a user's server."""
         if self._server is None:
             await asyncio.Event().wait()
         assert self._server is not None
@@ -98,7 +98,7 @@ class ServerEngines:
                 if error.status > 0 and not self._has_lived:  # another start would fail in the same way
                     raise UserError(str(error)) from error
                 self.log(f"dead: {error}")
-                self._restarts.started()  # its life, counted from the first answer, has length 0
+                self._restarts.started()  # it never answered, so its lifetime counts as 0
                 await self._pause(error, error.status)
             else:
                 self._restarts.started()
@@ -128,7 +128,7 @@ class ServerEngines:
         )
 
     async def _find(self) -> None:
-        """Waits for the server at engine.url, and logs that now and then."""
+        """Waits until the server at engine.url answers, and logs this every minute."""
         server, logged_s = Server(self.url, api_key=os.environ.get(KEY_VARIABLE)), -LOG_EVERY_S
         try:
             while True:
@@ -144,7 +144,7 @@ class ServerEngines:
             await server.close()
 
     def _refuse_early(self) -> None:
-        """Refuses configurations that no server can serve, before one is started."""
+        """Raises a `UserError` for a configuration that no server supports, before a server is started."""
         rank, kv = self.config.model.lora_rank, self.config.rollout.kv
         if rank and self.config.engine.weights == "ipc":
             raise UserError(

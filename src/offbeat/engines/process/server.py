@@ -1,7 +1,7 @@
-"""Process of an engine's server: started on this machine, watched, and ended with its worker.
+"""Starts and stops the process of an engine's server on this machine.
 
-It listens at an endpoint that is closed to other users (`endpoints`). Its output is appended to a log. A guard process
-(`guard`) ends it and all that it started when this process ends, even by SIGKILL.
+The server listens at an endpoint that is closed to other users (`endpoints`). Its output is appended to a log. When the
+worker's process ends, even by SIGKILL, a guard process (`guard`) ends the server with all processes that it started.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ CHECK_WITHIN_S = 5.0
 KILLED = -9
 FAILED = 1
 MAX_READ_BYTES = 2**18
-"""Read from the end of a log: more than any traceback."""
+"""Bytes read from the end of a log to find an error; longer than any traceback."""
 MAX_QUOTED = 300
 PREFIX = re.compile(r"^(\([^)]* pid=\d+\) *|[A-Z]+ [0-9-]+ [0-9:.]+ +|\[[^]]*\] *)+")
-"""Process, level, time and module that loggers put before a line."""
+"""Matches the process, level, time and module that loggers put at the start of a line."""
 ERROR = re.compile(r"(^|\s)([\w.]*(Error|Exception|Interrupt|Exit)\b|error): *\S|out of memory", re.IGNORECASE)
 UNINFORMATIVE = re.compile(r"see (root cause|stack trace)|initialization failed|died unexpectedly", re.IGNORECASE)
 
 
 class ServerEnded(EngineError):
-    """The process of a server has ended, or was ended because it did not answer."""
+    """A server's process has ended by itself, or was ended because it did not answer properly."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
         self.status = status
-        """Exit status; negative: killed by that signal. Never 0, because it was not asked to end."""
+        """Exit status, or the negative number of the signal that killed the process. Never 0: an end that was not asked
+        for is a failure."""
 
 
 class EngineServer:
-    """A server that can be started again, one process at a time; `stop` it in the end."""
+    """A server that can be started again after `stop`, one process at a time. Call `stop` when done."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class EngineServer:
         lock: Path,
         start_within_s: float,
     ):
-        """`name` is for errors. Each start has a new endpoint, whose options `command` takes."""
+        """`name` appears in errors. Each start calls `new_endpoint`, and `command` with the endpoint's options."""
         self.name, self.log, self.start_within_s = name, log, start_within_s
         self._command, self._environment, self._lock = command, dict(environment), lock
         self._new_endpoint = new_endpoint
@@ -68,7 +69,7 @@ class EngineServer:
         self._log_start = 0
 
     async def start(self) -> None:
-        """Returns once the server answers; raises `ServerEnded` if it ends first or does not answer in time."""
+        """Starts the server and returns once it answers; raises `ServerEnded` if it ends first or takes too long."""
         assert self._guard is None, "stop it first"
         endpoint = self._endpoint = self._new_endpoint()
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +112,7 @@ class EngineServer:
 
     @property
     def url(self) -> str:
-        """URL of the latest start; "" before the first."""
+        """URL of the server started last; "" before the first start."""
         return "" if self._endpoint is None else self._endpoint.url
 
     @property
@@ -124,14 +125,14 @@ class EngineServer:
         return self._ended.result() if self._ended is not None and self._ended.done() else None
 
     async def ended(self) -> ServerEnded:
-        """Waits for the process to end; returns the reason."""
+        """Waits for the process to end; returns, but does not raise, the error that says why."""
         assert self._ended is not None
         status = await asyncio.shield(self._ended)
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return ServerEnded(f"{self.name}: its process {how}: {self._last_error()}", status or FAILED)
 
     async def stop(self) -> None:
-        """Ends the server and all that it started; returns once they are gone."""
+        """Ends the server with all processes that it started; returns once they are gone."""
         process, self._guard = self._guard, None
         if process is None:
             return
@@ -147,7 +148,7 @@ class EngineServer:
             shutil.rmtree(self._endpoint.folder, ignore_errors=True)
 
     async def _watch(self, process: asyncio.subprocess.Process) -> int:
-        """Exit status of the server, from the guard; kills the server if the guard itself was killed."""
+        """Waits for the guard to end and returns the server's exit status; kills the server if the guard was killed."""
         assert process.stdout is not None
         self._group = int(await process.stdout.readline() or 0)
         status = await process.stdout.readline()
@@ -157,7 +158,7 @@ class EngineServer:
         return int(status or KILLED)
 
     def _last_error(self) -> str:
-        """From the output since the start, or the end of it."""
+        """Returns the last error in the log since the latest start, with the log's path."""
         with self.log.open("rb") as log:
             size = log.seek(0, 2)
             log.seek(max(self._log_start, size - MAX_READ_BYTES))
@@ -165,7 +166,7 @@ class EngineServer:
 
 
 def error_line(text: str) -> str:
-    """Last line that names an error; without any, the last line."""
+    """Returns the last informative line that names an error; else the last that names one; else the last line."""
     lines = [PREFIX.sub("", line).strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
     errors = [line for line in lines if ERROR.search(line)]

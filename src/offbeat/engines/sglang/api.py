@@ -1,15 +1,15 @@
-"""SGLang's HTTP API as a `Dialect`, as of release 0.5.23; also older releases, which report no spans.
+"""SGLang's HTTP API as a `Dialect`, for release 0.5.23 and for older releases, which report no spans.
 
-The server's options decide what works:
+What works depends on the server's options:
 
-- `--enable-deterministic-inference`: without it seeds have no effect.
-- `--incremental-streaming-output`: without it each event repeats the whole answer so far.
-- `--skip-tokenizer-init`: its text is never read.
-- `--disable-overlap-schedule` for `KvMode.STALE`: without it, a pause leaves a token of each request sampled but not
-  counted, which after a load would be attributed to the new weights.
-- No `SGLANG_RETURN_ORIGINAL_LOGPROB` in its environment: with it log-probs are those before temperature.
+- `--enable-deterministic-inference`: without it, seeds have no effect.
+- `--incremental-streaming-output`: without it, each event repeats the whole answer so far.
+- `--skip-tokenizer-init`: turns off text, which is never read here.
+- `--disable-overlap-schedule`, for `KvMode.STALE`: without it, a pause leaves one token of each request sampled but not
+  yet counted, and after a load that token would be attributed to the new weights.
+- `SGLANG_RETURN_ORIGINAL_LOGPROB` must not be set in the environment: with it, log-probs are those before temperature.
 
-Log-probs are over the whole vocabulary, also under top-p, top-k and min-p.
+Log-probs are over the whole vocabulary, even with top-p, top-k or min-p.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from offbeat.weights.version import Version
 
 LAUNCHER = "offbeat_in_sglang"
 INSIDE_FOLDER = Path(__file__).parent / "inside"
-"""Module that starts a worker's own server, and its folder."""
+"""Name and folder of the module that starts a worker's own server."""
 GENERATE = "/generate"
 REPEATED_STREAM_TOKENS = 512
-"""Tokens in one event where each repeats those before it."""
+"""Tokens per streamed event if each event repeats the whole answer so far."""
 LOAD_WITHIN_S = 600.0
 CHECK_WITHIN_S = 10.0
 HEALTH_WITHIN_S = 25.0
-"""The server itself waits 20 s for a token before it reports a failure."""
+"""Deadline of a health check; the server itself waits 20 s for a token before it reports a failure."""
 INFO_WITHIN_S = 120.0
 FLUSH_WITHIN_S = 10.0
 FLUSH_AGAIN_S = 0.1
 COOL = 0.5
-"""Temperature that shows whether log-probs are those after temperature: their differences double."""
+"""Temperature of a test sample: if log-probs are those after temperature, their differences are twice those at 1."""
 NUM_COMPARED = 8
 MIN_SPREAD = 1e-2
-"""Log-probs closer than this are equal but for rounding, at any temperature."""
+"""Below this spread, log-probs differ only by rounding, so comparing two temperatures shows nothing."""
 
 
 class SglangDialect:
@@ -73,7 +73,7 @@ class SglangDialect:
         return Facts(
             name=f"sglang {info['version']}",
             dtype=str(info.get("dtype", "")),
-            # Without the tokens that the server reserves; it would silently cut a longer answer.
+            # Excludes the tokens that the server reserves; it would silently cut a longer answer.
             max_context_tokens=int(info["max_req_input_len"]),
             has_spans=has_spans,
             has_labels=True,
@@ -148,7 +148,7 @@ class SglangDialect:
                 "min_p": sampling.min_p,
                 "sampling_seed": call.seed,
                 "stop_token_ids": sampling.stop_token_ids,
-                # It would also ignore the request's own stop tokens.
+                # Must be off if there are stop tokens: the server would ignore these too.
                 "ignore_eos": not sampling.stop_token_ids,
                 "stream_interval": STREAM_TOKENS if self._is_incremental else REPEATED_STREAM_TOKENS,
             },
@@ -160,7 +160,7 @@ class SglangDialect:
             raise ServerRefused(f"{self.server.url}{GENERATE}: {answer.error.message}", answer.error.code)
         meta, sampled = answer.meta_info, answer.meta_info.output_token_logprobs
         if self._is_incremental:
-            # The event of an abort may repeat tokens; new ones come last.
+            # The last event after an abort may repeat earlier tokens; new ones come last.
             num_new = meta.completion_tokens - num_before
             if not 0 <= num_new <= len(sampled):
                 raise EngineError(
@@ -188,7 +188,7 @@ class SglangDialect:
         if reason.type == "stop" and reason.matched in sampling.stop_token_ids:
             return Finish.STOP
         if reason.type == "length" or (reason.type == "stop" and isinstance(reason.matched, int)):
-            # A limit of the server or an end token of the model does not end this request.
+            # Short of max_new_tokens, a limit of the server or an end token of the model does not end the request.
             return Finish.LENGTH if num_tokens >= sampling.max_new_tokens else Finish.ABORT
         # A token outside the vocabulary, caused by NaN, is reported as a stop too.
         raise EngineError(f"{self.server.url}{GENERATE}: ended by {reason.type} {reason.matched!r}")
@@ -198,15 +198,15 @@ class SglangDialect:
 
     async def pause(self, *, keeps_kv: bool) -> None:
         await self.server.post("/pause_generation", {"mode": "in_place" if keeps_kv else "retract"})
-        # The server answers before it has paused; the answer to a later call shows that it has.
+        # The server answers before it has paused; only the answer to a later call shows that it has.
         if keeps_kv:
             await self.server.get("/server_info", within_s=LOAD_WITHIN_S)
         else:
             await self._flush()
 
     async def _flush(self) -> None:
-        """Drops all KV: a retracted request has freed its own, but not the prefix that it shared. The load's own option
-        is unsafe: it ends older servers if the cache cannot be flushed."""
+        """Drops all KV. A retracted request has freed its own, but not the prefix that it shared with others. The flush
+        option of the load call is not used: older servers end if it fails."""
         deadline_s = time.monotonic() + FLUSH_WITHIN_S
         while True:
             try:
@@ -221,7 +221,7 @@ class SglangDialect:
         return None
 
     async def load(self, version: Version, label: str) -> None:
-        """A failure leaves a mixture of weights under the old label."""
+        """Loads a version from its files. After a failure the server has a mixture of weights under the old label."""
         body = {
             "model_path": str(version.path),
             "load_format": "auto",
@@ -250,7 +250,7 @@ class SglangDialect:
 
 
 def _rid(name: str) -> str:
-    """Id that is no prefix of another: an abort ends every request whose id begins with the given one."""
+    """Returns an id that is no prefix of any other: an abort ends every request whose id begins with its own."""
     return f"{len(name)}:{name}"
 
 
@@ -264,7 +264,7 @@ class _FinishReason(msgspec.Struct):
 class _Meta(msgspec.Struct):
     finish_reason: _FinishReason | None = None
     completion_tokens: int = 0
-    """Tokens of the whole answer so far."""
+    """Number of tokens in the whole answer so far."""
     cached_tokens: int | None = None
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     weight_versions: list[Span] | None = None
@@ -281,7 +281,7 @@ class _Event(msgspec.Struct):
 
 
 class _Sample(msgspec.Struct):
-    """One token, and the likeliest alternatives."""
+    """Answer to a test call: the likeliest log-probs for one token, and its spans."""
 
     output_top_logprobs: Annotated[list[list[tuple[float | None, int, str | None]]], msgspec.Meta(min_length=1)]
     weight_versions: list[Span] | None = None

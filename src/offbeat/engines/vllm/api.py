@@ -1,10 +1,10 @@
-"""vLLM's HTTP API as a `Dialect`: 0.26, which neither labels its weights nor reports spans, and later releases.
+"""vLLM's HTTP API as a `Dialect`, for release 0.26, which neither labels its weights nor reports spans, and later ones.
 
-A server needs `VLLM_SERVER_DEV_MODE=1` for its control calls and `--logprobs-mode processed_logprobs`, so that
+A server needs `VLLM_SERVER_DEV_MODE=1` for its control calls, and `--logprobs-mode processed_logprobs` so that
 log-probs are those after temperature. Control calls need no key, so the server must listen where only this user can
-reach it, such as at a socket (its URL is `unix:PATH` then).
+reach it, such as at a Unix socket (URL `unix:PATH`).
 
-On a machine without a GPU, vLLM needs two repairs (`inside/`). Only tests run it there.
+On a machine without a GPU, vLLM needs two repairs (`inside/`). Only tests run vLLM there.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from offbeat.weights.version import Version
 Transfer = FromGpu | FromPath
 EXTENSION = "offbeat_in_vllm.Extension"
 EXTENSION_FOLDER = Path(__file__).parent / "inside"
-"""Worker extension that servers are started with, and its folder."""
+"""Name and folder of the worker extension that servers are started with."""
 ON_CPU_FOLDER = EXTENSION_FOLDER / "on_cpu"
-"""On the path of a server's processes on a machine without a GPU."""
+"""Folder put on the path of a server's processes on a machine without a GPU."""
 WHOLE_PROMPTS = "--no-enable-chunked-prefill"
-"""Needed without a GPU: vLLM on a CPU ends when it splits the prompt of a call with a seed."""
+"""Option needed without a GPU: vLLM on a CPU crashes when it splits the prompt of a call with a seed."""
 GENERATE = "/inference/v1/generate"
 RUNS_AS = "generate-tokens-"
-"""Prefix that the server adds to a call's id; it acknowledges an abort of the bare id and ends nothing."""
+"""Prefix that the server adds to a call's id. An abort must include it: an abort of the bare id succeeds but ends
+nothing."""
 CHECK_WITHIN_S = 10.0
 INFO_WITHIN_S = 120.0
-"""The first call makes the server inspect its whole machine."""
+"""Deadline of calls during the probe; the first one makes the server inspect its whole machine."""
 NO_LOGPROB = -9998.0
-"""Log-probs below this mean that the server has none."""
+"""The server reports a log-prob below this if it has none."""
 TIED = re.compile(r"tie_word_embeddings['\"]?[:=] *[Tt]rue")
 SPLITS = re.compile(r"enable_chunked_prefill['\"]?[:=] *[Tt]rue")
 START_TIME = re.compile(r"^process_start_time_seconds ([0-9.e+]+)$", re.MULTILINE)
@@ -56,7 +57,7 @@ class VllmDialect:
         self._has_extension = False
         """Whether the server was started with `EXTENSION`."""
         self._more: dict[str, Any] = {}
-        """Sampling parameters that only newer servers know."""
+        """Further sampling parameters, which only newer servers know."""
 
     async def probe(self) -> Facts:
         try:
@@ -94,7 +95,7 @@ class VllmDialect:
         )
 
     async def _refuse_weights(self, config: Mapping[str, Any]) -> None:
-        """Refuses a server that cannot load versions."""
+        """Raises an `EngineError` if the server cannot load versions."""
         if _is_on_cpu(config) and TIED.search(str(config.get("model_config"))) and not self._has_extension:
             raise EngineError(
                 f"{self.server.url}: vLLM on a CPU keeps the old output layer after a load if it shares the "
@@ -168,7 +169,7 @@ class VllmDialect:
         async with aclosing(self.server.events(GENERATE, body)) as events:  # type: ignore[type-var]
             async for event in events:  # to the end of the stream, so that its connection can be reused
                 if event == b"[DONE]":
-                    # Older servers send no event for an abort without a token since the last event.
+                    # Older servers send no event for an abort if no token was sampled since the last event.
                     last = last or Chunk(finish=Finish.ABORT)
                 elif (chunk := self._read(event)) is not None:
                     if chunk.finish is None:
@@ -179,7 +180,7 @@ class VllmDialect:
             yield last
 
     def _name_of(self, call: Call) -> str:
-        """Model name that selects the weights for a call."""
+        """Returns the model name that selects the weights for a call."""
         return self._model
 
     def _read(self, event: bytes) -> Chunk | None:
@@ -213,7 +214,7 @@ class VllmDialect:
 
     async def load(self, version: Version, label: str) -> None:
         await self._replace(version, label)
-        if self._has_labels:  # before anything is sampled: a load does not change the label
+        if self._has_labels:  # a load does not change the label; set it before anything is sampled
             await self.server.post("/update_weight_version", {"new_version": label})
 
     async def _replace(self, version: Version, label: str) -> None:

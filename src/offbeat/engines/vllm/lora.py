@@ -1,11 +1,12 @@
 """LoRA adapters on a vLLM server: a version is an adapter on the weights that the server started with.
 
 Every load adds an adapter under a new name, and every call names its adapter. So a call's version is certain, and no
-two loads share keys and values. A running call keeps its adapter; it therefore leaves for a load and continues under
-the next name, without its keys and values. Replacing an adapter under its name would make vLLM read the files at every
-step, and running calls switch to it with the keys and values of the old one.
+two loads share keys and values. A running call cannot change its adapter, so it is aborted for a load, and a new call
+with the next name continues the request, computing its keys and values again. Replacing an adapter under the same name
+would be worse: vLLM would read the files at every step, and running calls would use the new adapter with the keys and
+values of the old one.
 
-A server needs `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` beside the options in `vllm.api`.
+A server needs `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` in addition to the options in `vllm.api`.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from offbeat.weights.version import ADAPTER_CONFIG, ADAPTER_FILE, Version
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 ALLOW = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of --max-lora-rank."""
+"""Values that vLLM allows for --max-lora-rank."""
 NUM_KEPT = 2
-"""Adapters in a server's memory: the one in use, and the next one."""
+"""Number of adapters in the server's memory: the one in use, and the next one."""
 OURS = "offbeat-adapter-"
-"""Prefix of our adapters' names. A killed worker leaves its last one behind."""
+"""Prefix of our adapters' names, by which adapters that a killed worker left behind are found and removed."""
 LEAVE_WITHIN_S = 2.0
 
 
 def server_rank(rank: int) -> int | None:
-    """Smallest --max-lora-rank for adapters of `rank`; None if there is none."""
+    """Returns the smallest --max-lora-rank that admits adapters of `rank`; None if `rank` is too large."""
     return next((known for known in RANKS if known >= rank), None)
 
 
 @dataclass
 class LoadedAdapter:
-    """A version in the server."""
+    """An adapter that the server has loaded, and the folder with its files."""
 
     name: str
     folder: Path
@@ -56,7 +57,8 @@ class LoraDialect(VllmDialect):
     """Implements `offbeat.engines.dialect.Dialect` for a run that trains adapters."""
 
     def __init__(self, server: Server, *, rank: int, model: str, base: Path, folder: Path):
-        """`base` is the path of `model`, the adapters' base; `folder` is for this dialect alone."""
+        """`model` is model.path, which names the adapters' base, and `base` is its folder. `folder` must belong to this
+        dialect alone."""
         super().__init__(server)
         self.rank, self.model, self.base, self.folder = rank, model, base, folder.absolute()
         self._staged: LoadedAdapter | None = None
@@ -99,7 +101,7 @@ class LoraDialect(VllmDialect):
         return root.samefile(self.base) if root.exists() else self._root == self.model
 
     async def _refuse_fixed(self) -> None:
-        """Refuses a server that loads no adapters while it runs: it does not know the call."""
+        """Raises an `EngineError` if the server cannot load adapters while it runs: then it does not know the call."""
         try:
             await self.server.send(LOAD, {"lora_name": "", "lora_path": ""})
         except ServerRefused as error:
@@ -134,7 +136,7 @@ class LoraDialect(VllmDialect):
         return self._served.name
 
     async def stage(self, version: Version) -> None:
-        """Makes the server read the adapter, which takes about a step; no call uses it yet."""
+        """Makes the server read the adapter, which takes about as long as a step; no call uses the adapter yet."""
         await self._drop(self._staged)
         self._staged = None
         name = f"{OURS}{version.number}-{uuid4().hex[:12]}"
@@ -155,7 +157,8 @@ class LoraDialect(VllmDialect):
         await self._drop(before)
 
     async def _drop(self, adapter: LoadedAdapter | None) -> None:
-        """Deletes the files last: a server without room for an adapter reads them again while calls use it."""
+        """Unloads an adapter and then deletes its files. The order matters: a server without room for an adapter reads
+        the files again while calls use it."""
         if adapter is not None:
             await self._unload(adapter.name)
             await asyncio.to_thread(shutil.rmtree, adapter.folder, ignore_errors=True)
@@ -174,7 +177,7 @@ class LoraDialect(VllmDialect):
 
 
 def _link_adapter(version: Version, folder: Path) -> None:
-    """Links an adapter's files into `folder`: the version may be deleted at any moment."""
+    """Makes hard links to an adapter's files in `folder`, because the version may be deleted at any moment."""
     try:
         for name in (ADAPTER_CONFIG, ADAPTER_FILE):
             (version.path / name).stat()

@@ -1,6 +1,6 @@
 """Two ways to load weights into a vLLM server: from files that it reads, or from GPU memory by CUDA IPC.
 
-`stage` runs during generation, `load` in a pause.
+`stage` runs while the server generates, `load` while it is paused.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LOAD_WITHIN_S = 600.0
 
 
 class FromPath:
-    """The server reads the version's files itself, during the pause.
+    """Makes the server read the version's files itself, during the pause.
 
-    It reads hard links to them: the version may be deleted at any moment, and a reload without files would leave the
-    server without weights.
+    The server reads hard links to the files, because the version may be deleted at any moment, and a reload with
+    missing files would leave the server without weights.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class FromPath:
 
 
 def _link(folder: Path) -> Path:
-    """Links a version's files into a new folder beside it."""
+    """Makes hard links to a version's files in a new folder beside it; returns the new folder."""
     linked = Path(tempfile.mkdtemp(prefix=f".{folder.name}.served-", dir=folder.parent))
     try:
         link_folder(folder, linked)
@@ -72,11 +72,11 @@ UPDATE_WITHIN_S = 120.0
 
 
 class FromGpu:
-    """The server copies the weights from this process's memory on the same GPU, by its own CUDA IPC transfer.
+    """Makes the server copy the weights from this process's memory on the same GPU, by vLLM's CUDA IPC transfer.
 
-    The files are read into GPU memory during generation, which takes a second copy of the weights there. The server
-    must be started with `--weight-transfer-config '{"backend": "ipc"}'`, use this GPU alone, and trust its callers: the
-    memory handles are a pickle.
+    `stage` reads the files into GPU memory, which needs room for a second copy of the weights. The server must be
+    started with `--weight-transfer-config '{"backend": "ipc"}'`, use only this GPU, and trust its callers, because it
+    unpickles the memory handles.
     """
 
     def __init__(self, device: torch.device):
@@ -117,7 +117,7 @@ def _read(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def _described(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, Any]:
-    """Names, dtypes, shapes and memory handles of the tensors."""
+    """Returns the names, dtypes, shapes and memory handles of the tensors, in the form that vLLM takes."""
     import torch
     from torch.multiprocessing.reductions import reduce_tensor
 

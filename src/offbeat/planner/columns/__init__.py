@@ -1,1 +1,1 @@
-"""Columns of the planning problem: all possible training gangs and rollout replicas."""
+"""Columns of the planning problem: the training gangs and rollout replicas worth considering."""

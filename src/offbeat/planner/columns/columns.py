@@ -15,7 +15,7 @@ from offbeat.planner.inputs.workload import Workload
 from offbeat.planner.problem import Demand, Offer, PlanningProblem
 
 WORTH_A_DETOUR = 0.01
-"""Share of a version's lag that a relaying class must save to be considered."""
+"""Share of the direct lag that a relaying class must save to be considered."""
 
 
 def problem_of(
@@ -24,7 +24,7 @@ def problem_of(
     constants: Constants | None = None,
     known: Known | None = None,
 ) -> PlanningProblem:
-    """Offers, columns and demand. A model that fits nowhere raises a `UserError` with the memory it would need.
+    """Returns offers, columns and demand. Raises a `UserError` with the memory needed if the model fits nowhere.
 
     `known` caches gangs between calls with the same workload and constants. Columns assume the best measured links, so
     a bound proven for them holds for every choice of nodes."""
@@ -56,7 +56,7 @@ def problem_of(
 
 
 def demand_of(workload: Workload) -> Demand:
-    """Requirements of a step."""
+    """Requirements of one training step."""
     reward = workload.reward
     return Demand(
         trajectories=workload.trajectories_per_step,
@@ -72,7 +72,8 @@ def demand_of(workload: Workload) -> Demand:
 def lag_over_s(
     inventory: Inventory, workload: Workload, direct_s: Mapping[str, float], name: str
 ) -> dict[str, dict[str, float]]:
-    """Lags to the class `name` by root and relaying class, if shorter than the direct ones `direct_s`."""
+    """Lags to the class `name` by publishing class, then by relaying class; only those clearly shorter than the direct
+    lags `direct_s`."""
     num_nodes = inventory.classes[name].num_nodes
     found: dict[str, dict[str, float]] = {}
     for root, seconds in direct_s.items():

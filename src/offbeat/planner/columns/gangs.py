@@ -1,7 +1,8 @@
-"""Training gangs worth considering: whole nodes of one class, or of two by pipeline or data parallelism.
+"""Training gangs worth considering: whole nodes of one class, or of two classes by pipeline or data parallelism.
 
-Guarantees: every gang fits the memory of each of its cards; tensor parallelism stays inside a node, collectives inside
-a zone; no gang remains that another beats with no more nodes of any class, up to the accuracy of the cost model.
+Guarantees: every gang fits the memory of each of its cards. Tensor parallelism stays inside a node, collectives stay
+inside a zone. A gang is dropped if another with no more nodes of any class beats it, up to the accuracy of the cost
+model.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from offbeat.planner.inputs.workload import Workload
 from offbeat.planner.problem import Gang
 
 MIN_GAIN = 0.02
-"""Share by which a gang with more nodes must be faster to be kept: the accuracy of the cost model."""
+"""A gang with more nodes is kept only if it is faster by more than this share: the accuracy of the cost model."""
 MIN_LEANER = 0.1
-"""Share by which a gang must keep less on shared cards to be kept."""
+"""A gang that is not faster is kept only if it needs less memory on shared cards by more than this share."""
 
 
 def fastest_first_front(candidates: Iterable[Gang]) -> list[Gang]:
-    """Drops gangs that are no faster than one with no more nodes of any class, and leave replicas no more memory."""
+    """Drops a gang if another is about as fast, takes no more nodes of any class and leaves replicas about as much
+    memory."""
     best: dict[object, Gang] = {}
     for gang in candidates:
         key = gang.name if gang.kept_bytes else tuple(sorted(gang.nodes.items()))
@@ -42,19 +44,19 @@ def fastest_first_front(candidates: Iterable[Gang]) -> list[Gang]:
 
 
 def _is_as_small(one: Gang, other: Gang) -> bool:
-    """Whether `one` takes no more nodes of any class than `other`, and hardly more memory of common classes."""
+    """Whether `one` takes no more nodes of any class than `other`, and hardly more memory in the classes of `other`."""
     return all(other.nodes.get(name, 0) >= num for name, num in one.nodes.items()) and all(
         (1 - MIN_LEANER) * one.kept_bytes.get(name, 0.0) <= kept for name, kept in other.kept_bytes.items()
     )
 
 
 NODES_GROWTH = 1.1
-"""Ratio between neighbouring sizes of large gangs; sizes between are at most that much faster."""
+"""Ratio between neighbouring sizes of large gangs. A size in between would be faster by at most this ratio."""
 ZERO_STAGES = (1, 2, 3)
 
 
 def node_grid(largest: int, growth: float = NODES_GROWTH) -> list[int]:
-    """All small sizes, then even ratios, and the largest."""
+    """Numbers of nodes to try: all small numbers, then steps by the factor `growth`, and `largest`."""
     grid, size = [], 1
     while size < largest:
         grid.append(size)
@@ -63,25 +65,29 @@ def node_grid(largest: int, growth: float = NODES_GROWTH) -> list[int]:
 
 
 def kept_by_class(workload: Workload, splits: Mapping[str, tuple[int, float]], dp: int, zero: int) -> dict[str, float]:
-    """Kept bytes by class, for its tensor parallelism and all layers over its own; empty if cards are never shared."""
+    """Bytes of training state on each card between two steps, by class; empty if replicas never share cards with
+    training.
+
+    `splits` holds for each class its tensor parallelism, and the number of all layers divided by those on each card."""
     shared = splits.items() if workload.may_share else ()
     return {name: kept_bytes(workload, tp, pp, dp, zero) for name, (tp, pp) in shared}
 
 
 def fabric_of(machines: MachineClass, inventory: Inventory) -> GangFabric:
-    """Links inside a class; a single node may have no link to others of its class."""
+    """Links inside a class. A class of a single node may have no link between nodes."""
     card_bytes_per_s = machines.accelerator.link_bytes_per_s
     link = inventory.links.get(frozenset((machines.name,)))
     return GangFabric(card_bytes_per_s, link.bytes_per_s if link else card_bytes_per_s, machines.per_node)
 
 
 def max_replicas(workload: Workload) -> int:
-    """Most data-parallel replicas: each needs at least one trajectory of every update."""
+    """Largest number of data-parallel replicas: each needs at least one trajectory of every update."""
     return max(1, workload.trajectories_per_step // workload.updates_per_step)
 
 
 def split_layers(num_layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Layers of each stage in proportion to its speed, at least one each; minimises the slowest stage."""
+    """Layers of each stage in proportion to `speeds`, at least one per stage; minimises the time of the slowest
+    stage."""
     layers = [max(1, int(num_layers * speed / sum(speeds)) - 1) for speed in speeds]
     if sum(layers) > num_layers:
         layers = [1] * len(speeds)
@@ -92,7 +98,8 @@ def split_layers(num_layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def fits(workload: Workload, room_bytes: float, tp: int, pp: int, dp: int, num_layers: int) -> list[tuple[int, bool]]:
-    """ZeRO stages that fit, each with whether to recompute. Stage 2 costs no more time than 1, so one is enough."""
+    """Pairs (ZeRO stage, whether to recompute activations) that fit into `room_bytes`. Of ZeRO-1 and ZeRO-2 only the
+    first that fits is returned, because both take the same time."""
     share = num_layers / workload.model.num_layers
     found = []
     for recompute in (False, True):
@@ -107,7 +114,8 @@ def fits(workload: Workload, room_bytes: float, tp: int, pp: int, dp: int, num_l
 
 
 def cheapest(ways: Sequence[tuple[int, bool]]) -> tuple[int, bool]:
-    """Prefers recomputing, a third more arithmetic, to ZeRO-3, whose gathers cost more on slow links."""
+    """Returns the preferred pair of `fits`. Recomputing (a third more arithmetic) is preferred to ZeRO-3, whose gathers
+    cost more on slow links."""
     return min(ways, key=lambda way: (way[0] == 3, way[1]))
 
 
@@ -116,7 +124,7 @@ MIXED_GROWTH = 2.0
 
 @dataclass(frozen=True)
 class GangPart:
-    """A class as part of a gang."""
+    """One class of a gang of two classes."""
 
     machines: MachineClass
     figures: Efficiencies
@@ -124,7 +132,7 @@ class GangPart:
     room_bytes: float
     """Usable memory of one card."""
     degrees: list[int]
-    """Degrees of tensor parallelism."""
+    """Possible degrees of tensor parallelism."""
 
     def flops(self, num_nodes: int) -> float:
         machines = self.machines
@@ -144,7 +152,7 @@ Parts = tuple[tuple[GangPart, int], tuple[GangPart, int]]
 def mixed(
     one: MachineClass, other: MachineClass, inventory: Inventory, workload: Workload, constants: Constants
 ) -> Iterator[Gang]:
-    """Gangs of two classes, pipelined or replicated; none unless they share a zone."""
+    """Yields gangs of two classes, pipelined or replicated; nothing if the classes are in different zones."""
     if one.zone != other.zone:
         return
     first, second = (part_of(machines, inventory, workload, constants) for machines in (one, other))
@@ -156,7 +164,8 @@ def mixed(
 
 
 def pipelined(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
-    """One stage of each class; both have the same number of replicas, and layers in proportion to their speed."""
+    """Yields gangs with one pipeline stage on each class. Both stages have the same number of replicas, and layers in
+    proportion to their speed."""
     (one, nodes_one), (other, nodes_other) = parts
     speeds, num_layers = [part.flops(nodes) for part, nodes in parts], workload.model.num_layers
     layers = split_layers(num_layers, speeds)
@@ -186,7 +195,8 @@ def pipelined(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
 
 
 def replicated(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
-    """Replicas of both classes with batches in proportion to their speed; gradients cross the slowest link."""
+    """Yields gangs with data-parallel replicas on both classes and batch shares in proportion to speed. Gradients move
+    at the rate of the slowest link."""
     (one, nodes_one), (other, nodes_other) = parts
     speeds, num_layers = [part.flops(nodes) for part, nodes in parts], workload.model.num_layers
     shares = {part.machines.name: speed / sum(speeds) for (part, _), speed in zip(parts, speeds, strict=True)}
@@ -213,7 +223,7 @@ def replicated(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
 
 
 def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **shape: object) -> Gang:
-    """The class with more cards publishes: it has more links."""
+    """Builds the gang. The class with more cards publishes, because it has more links."""
     root = max(parts, key=lambda part: part[0].machines.per_node * part[1])[0].machines
     label = " + ".join(f"{part.machines.name} x{nodes}" for part, nodes in parts)
     return Gang(
@@ -227,7 +237,8 @@ def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **sha
 
 
 def from_the_other(gang: Gang, inventory: Inventory, workload: Workload) -> Gang:
-    """The same gang with its other class publishing, which may be nearer to the rollout machines."""
+    """Copy of a gang of two classes in which the other class publishes; that class may be nearer to the rollout
+    machines."""
     (root,) = gang.nodes.keys() - {gang.root}
     publish = publish_s(workload, inventory.classes[root])
     return replace(gang, name=f"{gang.name} from {root}", root=root, publish_s=publish)
@@ -237,13 +248,14 @@ PIPELINES = (1, 2, 4, 8, 16)
 
 
 Known = dict[tuple[object, ...], list[Gang]]
-"""Gangs by their classes and the links among them, for one workload and its constants."""
+"""Cache of gangs, keyed by their classes and the links among these, for one workload and its constants."""
 
 
 def gangs(
     inventory: Inventory, workload: Workload, constants: Constants, known: Known | None = None
 ) -> tuple[Gang, ...]:
-    """Gangs of one class and of two, pruned to the fastest for their nodes; `known` caches earlier results."""
+    """Returns gangs of one and of two classes, pruned to the fastest for their nodes; `known` caches results between
+    calls."""
     known = {} if known is None else known
     classes = [machines for machines in inventory.classes.values() if machines.num_nodes > 0]
     alone: dict[str, list[Gang]] = {}
@@ -269,13 +281,13 @@ def gangs(
 
 
 def _key(inventory: Inventory, *classes: MachineClass) -> tuple[object, ...]:
-    """Everything in an inventory that gangs on these classes depend on."""
+    """Cache key: everything in the inventory that gangs on these classes depend on."""
     names = [machines.name for machines in classes]
     return (*classes, *(inventory.links.get(frozenset((one, other))) for one in names for other in names))
 
 
 def over_links(gang: Gang, inventory: Inventory, workload: Workload, constants: Constants) -> Gang:
-    """The same gang with its step time over an inventory's links."""
+    """Copy of a gang with its step time over the links of `inventory`."""
     parts = tuple((inventory.classes[name], num_nodes) for name, num_nodes in gang.nodes.items())
     if len(parts) == 1:
         same = _alone_on(*parts[0], inventory, workload, constants)
@@ -283,7 +295,7 @@ def over_links(gang: Gang, inventory: Inventory, workload: Workload, constants: 
         one, other = ((part_of(each, inventory, workload, constants), num) for each, num in parts)
         make = replicated if gang.batch_shares else pipelined
         same = make((one, other), inventory.link(*gang.nodes), workload)
-    # Of two ways with the same ZeRO stage, one of which recomputes, the faster was kept.
+    # If two gangs of this shape differ only in recomputing, `fastest_first_front` kept the faster one.
     shape = (gang.tp, gang.pp, gang.dp, gang.zero)
     ways = (each for each in same if (each.tp, each.pp, each.dp, each.zero) == shape)
     return replace(gang, step_s=min(each.step_s for each in ways))
@@ -292,7 +304,7 @@ def over_links(gang: Gang, inventory: Inventory, workload: Workload, constants: 
 def _alone_on(
     machines: MachineClass, num_nodes: int, inventory: Inventory, workload: Workload, constants: Constants
 ) -> Iterator[Gang]:
-    """Every split of the cards of `num_nodes` nodes into tensor, pipeline and data parallelism."""
+    """Yields a gang for every split of the cards of `num_nodes` nodes into tensor, pipeline and data parallelism."""
     figures, card = constants.of(machines.accelerator.name), machines.accelerator
     fabric = fabric_of(machines, inventory)
     num_cards = num_nodes * machines.per_node
@@ -304,7 +316,7 @@ def _alone_on(
                 continue
             layers = split_layers(workload.model.num_layers, [1.0] * pp)
             flops = num_cards * card.flops * figures.training_share
-            fullest = workload.model.num_layers / max(layers)  # stages of the model, each as long as the longest
+            fullest = workload.model.num_layers / max(layers)  # number of stages if all were as long as the longest
             for zero, recompute in fits(workload, usable_bytes(card, figures), tp, pp, dp, max(layers)):
                 step_s = compute_s(workload, flops, recompute=recompute) * bubble(workload, pp, dp) * pp / fullest
                 step_s += tp_s(workload, figures, fabric, tp, fullest, dp)
@@ -315,7 +327,8 @@ def _alone_on(
 
 
 def _too_large(classes: Sequence[MachineClass], workload: Workload, constants: Constants) -> str:
-    """The least memory is needed with all nodes of a class, ZeRO-3 and recomputing."""
+    """Error message with the memory per accelerator that would suffice, with all nodes of a class, ZeRO-3 and
+    recomputing."""
     needs = {}
     for machines in classes:
         num_cards = machines.num_accelerators

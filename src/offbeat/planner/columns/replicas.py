@@ -1,7 +1,8 @@
-"""Rollout replica shapes that fit: per class, by tensor parallelism and answers in flight.
+"""Rollout replica shapes that fit: per class, by tensor parallelism and number of answers in flight.
 
-Every column fits its memory; its tp divides the heads and the cards of a node; no other column on the same cards
-generates as much with no more in flight, no later tokens and no more blocking.
+Every column fits its memory, and its tensor parallelism divides both the attention heads and the cards of a node. A
+column is dropped if another one on the same cards generates as much, with no more answers in flight, no more time
+between tokens and no more blocking.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from offbeat.planner.problem import Gang, RolloutColumn
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 ROWS_GROWTH = 2**0.5
-"""Ratio between neighbouring numbers of answers in flight; their rates differ by at most that."""
+"""Ratio between neighbouring numbers of answers in flight. Token rates of neighbours differ by at most this ratio."""
 FEW_CLASSES = 4
-"""Up to this many classes the grid is twice as fine: there is time for it."""
+"""Up to this number of classes the grid of answers in flight is twice as fine, because the search has time for it."""
 
 
 def rollout_columns(
     inventory: Inventory, workload: Workload, constants: Constants, roots: Sequence[str]
 ) -> tuple[RolloutColumn, ...]:
-    """Columns of all classes; `roots` are the classes that may publish."""
+    """Columns of all classes, on nodes rented for rollout; `roots` are the classes that may publish."""
     growth = ROWS_GROWTH if len(inventory.classes) > FEW_CLASSES else ROWS_GROWTH**0.5
     columns = []
     for machines in inventory.classes.values():
@@ -44,8 +45,9 @@ def rollout_columns(
 def home_columns(
     inventory: Inventory, workload: Workload, constants: Constants, training: Sequence[Gang]
 ) -> tuple[RolloutColumn, ...]:
-    """Columns on the gang's own nodes, by turns with training, that fit beside the state of some gang. While a card
-    trains the engine holds nothing on it, so its weights are loaded again; the gang's state stays."""
+    """Columns on the gang's own nodes, taking turns with training, that fit beside the state of at least one gang.
+    While a card trains, the engine holds nothing on it, so weights are loaded again afterwards; the gang's state stays
+    on the card."""
     roots = sorted({gang.root for gang in training})
     found = []
     for name, machines in inventory.classes.items():
@@ -71,7 +73,7 @@ def class_columns(
     roots: Sequence[str],
     growth: float = ROWS_GROWTH,
 ) -> list[RolloutColumn]:
-    """Every shape on one class, dominated ones too."""
+    """All shapes on one class, including dominated ones."""
     found = []
     for tp in tensor_parallels(workload, machines):
         largest = min(max_rows(workload, machines.accelerator, figures, tp), in_flight_cap(workload))
@@ -81,17 +83,17 @@ def class_columns(
 
 
 def tensor_parallels(workload: Workload, machines: MachineClass) -> list[int]:
-    """Degrees that split the heads evenly and fill nodes."""
+    """Degrees of tensor parallelism that divide the attention heads and the cards of a node."""
     return [tp for tp in TENSOR_PARALLEL if workload.model.num_heads % tp == 0 and machines.per_node % tp == 0]
 
 
 def in_flight_cap(workload: Workload) -> int:
-    """Trajectories that the bound allows in flight; a limit for every replica."""
+    """Largest number of trajectories in flight that the staleness bound allows; also the limit of a single replica."""
     return max(1, workload.bound) * workload.trajectories_per_step
 
 
 def row_grid(largest: int, growth: float = ROWS_GROWTH) -> list[int]:
-    """Numbers from 1 to `largest` in even ratios; empty for 0."""
+    """Numbers from 1 to `largest` in steps by the factor `growth`; empty if `largest` is 0."""
     grid, rows = [], 1.0
     while rows < largest:
         grid.append(round(rows))
@@ -102,7 +104,7 @@ def row_grid(largest: int, growth: float = ROWS_GROWTH) -> list[int]:
 def rollout_column(
     machines: MachineClass, workload: Workload, figures: Efficiencies, tp: int, rows: int, roots: Sequence[str]
 ) -> RolloutColumn:
-    """One replica shape with its yield. An answer takes its mean number of steps, and a prefill stops all slots."""
+    """One replica shape with its speed. Each answer takes its mean number of steps, and a prefill stops all slots."""
     card = machines.accelerator
     busy_rows = max(1.0, rows * figures.busy_share)
     step_s = decode_step_s(workload.model, card, figures, tp, busy_rows, mean_context_tokens(workload))
@@ -127,7 +129,7 @@ def rollout_column(
 
 
 def undominated(columns: Sequence[RolloutColumn]) -> list[RolloutColumn]:
-    """Columns of one class without the dominated ones."""
+    """Columns of one class that no other column beats."""
     return [
         column
         for position, column in enumerate(columns)

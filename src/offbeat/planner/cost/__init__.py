@@ -1,1 +1,1 @@
-"""The cost model: seconds and bytes of machine shapes, as functions in SI units without any search."""
+"""The cost model: times and memory of machine shapes, as functions in SI units without any search."""

@@ -1,9 +1,11 @@
-"""Fits the constants of the cost model to measurements, with the error on held-out ones.
+"""Fits the constants of the cost model to measurements, and computes the error on held-out measurements.
 
-Constants are the non-negative least squares solution of relative errors. Held out are whole batch sizes and contexts
-(decode), lengths (prefill), sizes (link), or the largest gang (train; for gangs of one size, the most tokens), never
-single points, whose neighbours would predict them. A file of measurements has one JSON object a line: `kind` and the
-fields of `Measurement`, or, with kind `machine`, of `MeasuredMachine`; accelerators of the catalogue need no such line.
+The fit is a non-negative least-squares fit of relative errors. Held out are whole batch sizes and contexts (decode),
+lengths (prefill), sizes (link), or the largest gang (train; the most tokens if all gangs have one size). Single points
+are never held out, because their neighbours would predict them.
+
+A file of measurements has one JSON object per line: `kind` and the fields of `Measurement`, or the kind `machine` and
+the fields of `MeasuredMachine`. Accelerators of the catalogue need no `machine` line.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from offbeat.spelling import suggest
 TIMED = ("decode", "prefill", "train", "link")
 MACHINE = "machine"
 EMBEDDED = "embedded"
-"""The engine that `offbeat calibrate --measure` steps."""
+"""Name of the engine that `offbeat calibrate --measure` measures step by step."""
 TEXTS = ("kind", "accelerator", "engine", "model", "date")
 MOST = 1e30
 """Upper limit of every number, to exclude infinity."""
@@ -40,25 +42,25 @@ MOST = 1e30
 
 @dataclass(frozen=True)
 class Measurement:
-    """One timing; fields that its kind does not need stay 0."""
+    """One measured time; fields that its kind does not need stay 0."""
 
     kind: str
     accelerator: str
     seconds: float
     rows: float = 0
-    """Rows of a decode step."""
+    """Number of rows of a decode step."""
     context: float = 0
-    """Mean context of its rows."""
+    """Mean context of the rows of a decode step, in tokens."""
     tokens: float = 0
-    """Tokens prefilled or trained."""
+    """Number of tokens prefilled or trained."""
     sum_square_tokens: float = 0
     """Sum of the squared lengths of the sequences prefilled or trained."""
     num_bytes: float = 0
-    """Size of an all-reduce inside a node."""
+    """Size in bytes of an all-reduce inside a node."""
     num_accelerators: int = 1
-    """Size of a training gang or an all-reduce."""
+    """Number of accelerators in a training gang or an all-reduce."""
     num_forwards: float = 0
-    """Forward passes of a training step besides the trained one, recomputing included."""
+    """Forward passes of a training step in addition to that of the training pass; includes recomputing."""
     tp: int = 1
 
 
@@ -67,14 +69,14 @@ DEFAULTS = {one.name: one.default for one in fields(Measurement)}
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """A measured accelerator, and the software that measured it."""
+    """A measured accelerator, and the software used for the measurements."""
 
     accelerator: str
     tflops: float
     memory_gb: float
     bandwidth_tb_s: float
     link_gb_s: float = 0
-    """0: unknown."""
+    """Rate between two cards of a node; 0: unknown."""
     bytes_per_weight: int = 2
     bytes_per_kv: int = 2
     engine: str = ""
@@ -86,11 +88,11 @@ class MeasuredMachine:
 @dataclass(frozen=True)
 class Measured:
     machines: Mapping[str, MeasuredMachine]
-    """By accelerator."""
+    """Machines by the name of their accelerator."""
     measurements: Sequence[Measurement]
 
     def card(self, name: str) -> Accelerator:
-        """Accelerator as described by the file, or by the catalogue."""
+        """Accelerator as described by its `machine` line, or by the catalogue if there is no such line."""
         machine = self.machines.get(name)
         if machine is None:
             return hardware.accelerator(name)
@@ -105,7 +107,7 @@ class Measured:
 
 
 def write(path: Path, machine: MeasuredMachine, measurements: Sequence[Measurement]) -> None:
-    """Writes a file for `read`, without default values."""
+    """Writes a file that `read` reads; fields with default values are left out."""
     lines = [{"kind": MACHINE, **asdict(machine)}]
     for one in measurements:
         lines.append({name: value for name, value in asdict(one).items() if value != DEFAULTS.get(name)})
@@ -113,7 +115,7 @@ def write(path: Path, machine: MeasuredMachine, measurements: Sequence[Measureme
 
 
 def read(path: Path) -> Measured:
-    """Reads a file of measurements; of several lines about one machine the last counts."""
+    """Reads a file of measurements. The last of several lines about one machine counts."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -176,21 +178,25 @@ def _check(where: str, name: str, value: Any, is_positive: bool) -> None:
 
 
 RIDGES = np.geomspace(0.25, 4.0, 33)
-"""Ratios e_F / e_W that are tried: where matmuls turn from reading weights to computing."""
+"""Ratios `gemm_share` / `weight_read_share` that the fit tries. The ratio determines from which batch size on matmuls
+are compute-bound."""
 DECODE_FLOOR = (0.0, 1.0, 0.0)
-"""Weights are not read faster than at the peak: below the ridge, noise alone would tell reading from overhead."""
+"""Smallest coefficients of the decode terms. Weights are assumed not to be read faster than at the memory's peak: below
+the ridge, only noise would distinguish reading them from overhead."""
 MIN_KV_SHARE, MAX_KV_SHARE = 0.5, 2.0
-"""A KV read share outside of this means preempted answers or a wrong shape, not a slow card. The embedded engine,
-stepped by hand, preempts nothing, so it has no lower limit."""
+"""Allowed range of the KV read share. A share outside the range means preempted answers or a wrong model shape, not a
+slow card. The embedded engine never preempts while it is measured, so the lower limit does not apply to it."""
 FLAT = 1.5
-"""Ratio of the longest to the shortest decode step up to which the host limits all of them."""
+"""If the longest decode step takes less than this multiple of the shortest, the host may be limiting all of them."""
 MAX_SHARE = 1.1
-"""A larger share of the peak means a wrong card or shape; a smaller excess is clock boost and noise."""
+"""Largest accepted share of the peak. A larger one means a wrong card or shape; an excess over 1 up to this limit is
+clock boost and noise."""
 
 
 Rows = Sequence[Measurement]
 Terms = Callable[[Rows, float], np.ndarray]
-"""Terms whose non-negative combination is the seconds of each measurement; the number is the ridge, if any."""
+"""Computes a row of terms for each measurement, given the ridge ratio (unused by most kinds). A non-negative
+combination of the terms predicts the seconds."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +214,7 @@ def fit(
     base: Constants | None = None,
     least_kv_share: float = MIN_KV_SHARE,
 ) -> Constants:
-    """`base` with the fitted constants of each measured accelerator, and their held-out errors."""
+    """Returns `base` with the fitted constants of each measured accelerator and their held-out errors."""
     constants = base or Constants()
     found: dict[tuple[str, str], list[Measurement]] = {}
     for one in measurements:
@@ -225,7 +231,7 @@ def fit(
 
 
 def fit_file(measured: Measured, model: ModelShape) -> Constants:
-    """Constants of every accelerator in a file, by its name in cluster files."""
+    """Fits the constants of every accelerator in a file; the result uses the accelerators' names in cluster files."""
     constants = Constants()
     for name in dict.fromkeys(one.accelerator for one in measured.measurements):
         card, machine = measured.card(name), measured.machines.get(name)
@@ -243,7 +249,8 @@ Fitted = tuple[dict[str, float], HeldOut]
 
 def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     def terms(rows: Rows, ridge: float) -> np.ndarray:
-        """Overhead, matmuls at the memory's peak, and KV reads at the peak."""
+        """Terms of a decode step: a constant for the overhead, matmuls at the memory's peak, and KV reads at the
+        peak."""
         table = []
         for one in rows:
             read_s = touched_parameters(model, one.rows) * model.bytes_per_weight / (one.tp * card.memory_bytes_per_s)
@@ -262,14 +269,14 @@ def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     figures = {
         "step_overhead_s": float(overhead_s),
         "weight_read_share": read_share,
-        "gemm_share": min(1.0, solution.ridge * read_share),  # 1: no batch was large enough to be compute-bound
+        "gemm_share": min(1.0, solution.ridge * read_share),  # 1 if no batch was large enough to be compute-bound
         "kv_read_share": _share(kv, "kv_read_share", card),
     }
     return figures, _held_out(folds, terms, RIDGES, DECODE_FLOOR)
 
 
 def _fit_overhead(rows: Rows, terms: Terms, folds: Sequence[tuple[Rows, Rows]]) -> Fitted:
-    """Fits the overhead alone, with default shares: a host that is slower than its card hides everything else."""
+    """Fits only the overhead and keeps default shares, because a host slower than its card hides everything else."""
     usual = Efficiencies()
     ridges = (usual.gemm_share / usual.weight_read_share,)
     floor = (0.0, 1 / usual.weight_read_share, 1 / usual.kv_read_share)
@@ -330,7 +337,8 @@ KINDS = {"decode": _fit_decode, "prefill": _fit_prefill, "train": _fit_train, "l
 
 
 def _solve(rows: Rows, terms: Terms, ridges: Iterable[float] = (1.0,), floor: Sequence[float] = ()) -> FittedConstants:
-    """Fits the weights of the terms to relative errors; `floor` holds the smallest allowed weights, 0 if empty."""
+    """Fits the coefficients of the terms by relative error, with the best of `ridges`. `floor` holds the smallest
+    allowed coefficients; empty: all 0."""
     seconds = np.array([one.seconds for one in rows])
     found = []
     for ridge in ridges:
@@ -342,7 +350,7 @@ def _solve(rows: Rows, terms: Terms, ridges: Iterable[float] = (1.0,), floor: Se
 
 
 def _folds(rows: Rows, name: str, card: Accelerator) -> list[tuple[Rows, Rows]]:
-    """Kept and held-out measurements, for every value of a field."""
+    """Pairs of kept and held-out measurements, one for each value of the field `name`."""
     values = sorted({getattr(one, name) for one in rows})
     if len(values) < 3:
         why = f"{len(values)} different {name} measured: at least 3 are wanted, so that one can be held out"
@@ -371,7 +379,7 @@ def _check_kv_share(share: float, least: float, card: Accelerator) -> None:
 
 
 def _share(slope: float, name: str, card: Accelerator) -> float:
-    """Share of the peak: seconds at the peak over seconds measured."""
+    """Share of the peak, which is the inverse of the fitted slope (measured seconds over seconds at the peak)."""
     if not slope > 0:
         raise UserError(f"measurements on {card.name} do not tell {name}: vary what it depends on over a wider range")
     return float(1 / slope)

@@ -1,4 +1,4 @@
-"""Constants of the cost model: efficiencies, overheads and exposed shares, each with its source.
+"""Constants of the cost model: efficiencies, overheads and exposed shares of communication, each with its source.
 
 A constant is *fitted* (measured on that accelerator), from the *catalogue* (published for its kind) or a *default* (a
 guess, right within a factor of about 1.5). `Constants.source` shows which numbers of a plan are guesses.
@@ -27,34 +27,34 @@ class FigureSource(StrEnum):
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """Constants of one accelerator; shares are of its peak."""
+    """Constants of one accelerator. A share is relative to the accelerator's peak."""
 
     gemm_share: float = 0.65
-    """e_F: share of the FLOP/s in matmuls of a compute-bound decode step."""
+    """Share of the peak FLOP/s that matmuls of a compute-bound decode step reach."""
     weight_read_share: float = 0.80
-    """e_W: share of the memory bandwidth in reading weights."""
+    """Share of the memory bandwidth that reading weights reaches."""
     kv_read_share: float = 0.70
-    """e_A: the same in reading keys and values, which are scattered in pages."""
+    """Share of the memory bandwidth that reading keys and values reaches; these are scattered in pages."""
     prefill_share: float = 0.60
-    """e_P: share of the FLOP/s in prefill."""
+    """Share of the peak FLOP/s that prefill reaches."""
     link_share: float = 0.70
-    """e_N: share of a link's bandwidth in collectives."""
+    """Share of a link's bandwidth that collectives reach."""
     allreduce_latency_s: float = 9e-6
-    """alpha: latency of an all-reduce inside a node."""
+    """Latency of an all-reduce inside a node."""
     step_overhead_s: float = 1.5e-3
-    """o: overhead of a decode step: launches, sampling, scheduling."""
+    """Overhead of a decode step: launches, sampling, scheduling."""
     busy_share: float = 0.90
     """Mean share of a replica's slots that hold a running answer."""
     training_share: float = 0.40
-    """MFU of a training step without its communication."""
+    """MFU (share of the peak FLOP/s) of a training step without its communication."""
     tp_exposed_share: float = 0.50
     """Share of the time of tensor-parallel collectives in training that arithmetic does not hide."""
     dp_exposed_share: float = 0.50
-    """The same for gradients and sharded weights."""
+    """Share of the time of exchanging gradients and sharded weights that arithmetic does not hide."""
     memory_share: float = 0.88
-    """Share of the memory for weights, caches and activations; the runtime takes the rest."""
+    """Share of the memory available for weights, caches and activations; the runtime takes the rest."""
     swap_s: float = 0.2
-    """Time to switch between two sets of weights in memory."""
+    """Time to switch an engine between two sets of weights in memory."""
 
 
 NAMES = tuple(one.name for one in fields(Efficiencies))
@@ -72,27 +72,28 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of all accelerators: common ones, and replacements for single accelerators."""
+    """Constants of all accelerators: common values, and values of single accelerators that replace them."""
 
     common: Efficiencies = Efficiencies()
     of_accelerator: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
-    """By `name` or `accelerator.name`; others are defaults."""
+    """Source of each constant, keyed by `constant` or `accelerator.constant`; a constant without an entry is a
+    default."""
     errors: Mapping[str, HeldOut] = field(default_factory=dict)
-    """By `accelerator.kind` of measurement."""
+    """Held-out errors, keyed by `accelerator.kind`, where kind is the kind of measurement."""
 
     def of(self, accelerator: str) -> Efficiencies:
         known = self.of_accelerator.get(accelerator)
         return replace(self.common, **known) if known else self.common
 
     def source(self, accelerator: str, name: str) -> str:
-        """Source of the constant that applies to this accelerator."""
+        """Source of the value of the constant `name` that applies to this accelerator."""
         if name in self.of_accelerator.get(accelerator, {}):
             return self.sources.get(f"{accelerator}.{name}", FigureSource.CATALOGUE)
         return self.sources.get(name, FigureSource.DEFAULT)
 
     def with_figures(self, accelerator: str, source: FigureSource, **figures: float) -> Constants:
-        """Replaces constants of one accelerator."""
+        """Returns a copy in which `figures` replace constants of one accelerator."""
         known = {**self.of_accelerator.get(accelerator, {}), **figures}
         new = {f"{accelerator}.{name}": str(source) for name in figures}
         of_accelerator = {**self.of_accelerator, accelerator: known}
@@ -100,7 +101,7 @@ class Constants:
 
 
 def save(constants: Constants, path: Path) -> None:
-    """Writes a file for `load`."""
+    """Writes a JSON file that `load` reads."""
     document = {
         "common": asdict(constants.common),
         "of_accelerator": {name: dict(known) for name, known in constants.of_accelerator.items()},
@@ -111,7 +112,7 @@ def save(constants: Constants, path: Path) -> None:
 
 
 def load(path: Path) -> Constants:
-    """Reads constants from TOML or JSON; others keep their defaults."""
+    """Reads constants from a TOML or JSON file; constants that the file does not name keep their defaults."""
     try:
         text = path.read_text()
         document = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
@@ -151,5 +152,6 @@ def _is_allowed(name: str, value: float) -> bool:
 
 
 def _largest(name: str) -> float:
-    """A card may read faster than its catalogue says; calibration accepts up to twice."""
+    """Largest allowed share. A card may read faster than its catalogue entry says; calibration accepts up to twice as
+    fast."""
     return 2.0 if name.endswith("_read_share") else 1.0

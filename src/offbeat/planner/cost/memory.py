@@ -9,24 +9,25 @@ from offbeat.planner.inputs.model_shapes import kv_bytes_per_token, num_paramete
 from offbeat.planner.inputs.workload import Workload
 
 KV_HEADROOM = 1.25
-"""Room for the contexts of running answers above their mean, against preemption."""
+"""Factor on the mean context of running answers: room for longer contexts, so that answers are not preempted."""
 OPTIMIZER_BYTES = 12
-"""Per parameter: fp32 weights and both moments of Adam."""
+"""Bytes per parameter: fp32 weights and both moments of Adam."""
 GRADIENT_BYTES = 2
 ACTIVATION_BYTES = 34
-"""Per token, layer and hidden unit, with fused attention and nothing recomputed."""
+"""Bytes per token, layer and hidden unit, with fused attention and without recomputing."""
 CHECKPOINT_BYTES = 2
-"""The same if a layer keeps only its input."""
+"""Bytes per token, layer and hidden unit if a layer keeps only its input."""
 LOSS_CHUNK_TOKENS = 1024
-"""The loss is computed in chunks of this many tokens: whole logits would be gigabytes."""
+"""Tokens of one chunk of the loss, which is computed in chunks because the whole logits would take gigabytes."""
 LOGIT_BYTES = 8
-"""Per token and vocabulary entry of a chunk: fp32 logits and their gradient."""
+"""Bytes per token and vocabulary entry of a chunk: fp32 logits and their gradient."""
 MIN_MICROBATCH_TOKENS = 4096
-"""Smaller ones make matmuls inefficient."""
+"""Smallest micro-batch, in tokens; smaller ones make matmuls inefficient."""
 
 
 def kv_bytes_per_row(workload: Workload, tp: int) -> float:
-    """KV of one row on each card of a replica; cards beyond the KV heads hold copies."""
+    """Bytes of KV cache for one row on each card of a replica. If `tp` exceeds the number of KV heads, cards hold
+    copies."""
     kv_bytes = kv_bytes_per_token(workload.model) / min(tp, workload.model.num_kv_heads)
     return KV_HEADROOM * mean_context_tokens(workload) * kv_bytes
 
@@ -36,34 +37,33 @@ def usable_bytes(card: Accelerator, figures: Efficiencies) -> float:
 
 
 def max_rows(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int) -> int:
-    """Most concurrent answers in a replica's memory; 0 if the weights do not fit."""
+    """Largest number of concurrent answers that fits into a replica's memory; 0 if the weights do not fit."""
     free_bytes = usable_bytes(card, figures) - weight_bytes(workload.model) / tp
     return max(0, int(free_bytes / kv_bytes_per_row(workload, tp)))
 
 
 def spare_bytes(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, rows: int) -> float:
-    """Memory left on each card beside weights and running answers."""
+    """Memory left on each card besides weights and running answers."""
     taken = weight_bytes(workload.model) / tp + rows * kv_bytes_per_row(workload, tp)
     return usable_bytes(card, figures) - taken
 
 
 def rollout_bytes(workload: Workload, figures: Efficiencies, tp: int) -> float:
-    """Least memory of a card for a replica with one answer."""
+    """Smallest memory of a card that holds a replica with one answer."""
     return (weight_bytes(workload.model) / tp + kv_bytes_per_row(workload, tp)) / figures.memory_share
 
 
 def kept_bytes(workload: Workload, tp: int, pp: float, dp: int, zero: int) -> float:
-    """State of a gang on each card between two training steps: without gradients."""
+    """Training state on each card between two training steps: `state_bytes` without gradients."""
     gradients = GRADIENT_BYTES * trained_parameters(workload) / (tp * pp) / (dp if zero >= 2 else 1)
     return state_bytes(workload, tp, pp, dp, zero) - gradients * (2 if workload.has_critic else 1)
 
 
 def state_bytes(workload: Workload, tp: int, pp: float, dp: int, zero: int) -> float:
-    """Weights, gradients and optimizer on each card; `pp` may be a fraction if stages are uneven.
+    """Weights, gradients and optimizer state on each card; `pp` may be a fraction if stages are uneven.
 
-    ZeRO-1 shards the optimizer over `dp`, ZeRO-2 also gradients, ZeRO-3 everything. A critic is a second model of the
-    same size; a reference, and the frozen model under LoRA, have weights only.
-    """
+    ZeRO-1 shards the optimizer over `dp`, ZeRO-2 also the gradients, ZeRO-3 everything. A critic is a second model of
+    the same size; a reference, and the frozen model under LoRA, have weights only."""
     model, split = workload.model, tp * pp
     sharded = dp if zero == 3 else 1
     frozen = num_parameters(model) * model.bytes_per_weight / split / sharded
@@ -74,12 +74,13 @@ def state_bytes(workload: Workload, tp: int, pp: float, dp: int, zero: int) -> f
 
 
 def microbatch_tokens(workload: Workload) -> float:
-    """Tokens of one forward and backward pass: the longest trajectory must fit."""
+    """Tokens of one forward and backward pass; the longest trajectory must fit in."""
     return max(MIN_MICROBATCH_TOKENS, workload.prompt.longest + workload.answer.longest)
 
 
 def activation_bytes(workload: Workload, tp: int, pp: int, layers: float, *, recompute: bool) -> float:
-    """Activations on a card of the first stage, which holds one microbatch per stage, plus the last stage's loss."""
+    """Activations on a card of the first stage, which holds one micro-batch per stage, plus the logits of the last
+    stage."""
     model, tokens = workload.model, microbatch_tokens(workload)
     unit = model.hidden * tokens / tp
     logits = LOGIT_BYTES * model.vocab * LOSS_CHUNK_TOKENS / tp
@@ -91,7 +92,7 @@ def activation_bytes(workload: Workload, tp: int, pp: int, layers: float, *, rec
 def training_bytes(
     workload: Workload, tp: int, pp: int, dp: int, zero: int, *, recompute: bool, layer_share: float | None = None
 ) -> float:
-    """Memory of the fullest card of a gang; `layer_share` is the stage's share of unevenly split layers."""
+    """Memory of the fullest card of a gang; `layer_share` is the stage's share of all layers (None: an even split)."""
     share = 1 / pp if layer_share is None else layer_share
     activations = activation_bytes(workload, tp, pp, share * workload.model.num_layers, recompute=recompute)
     return state_bytes(workload, tp, 1 / share, dp, zero) + activations

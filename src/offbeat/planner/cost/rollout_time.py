@@ -1,7 +1,7 @@
 """Times of decode steps and prefills of a rollout replica.
 
-In a decode step, matmuls take the longer of their FLOP and reading their weights; attention reads keys and values and
-is always memory-bound. Tensor parallelism adds two all-reduces a layer; each step has a constant overhead.
+In a decode step, matmuls take the longer of two times: computing, and reading the weights. Attention reads keys and
+values and is always memory-bound. Tensor parallelism adds two all-reduces per layer. Each step has a constant overhead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ACTIVATION_BYTES = 2
 
 
 def matmul_s(model: ModelShape, card: Accelerator, figures: Efficiencies, tp: int, rows: float) -> float:
-    """The longer of computing with the weights and reading those that some row uses."""
+    """Time of a decode step's matmuls: the longer of computing, and reading the weights that at least one row uses."""
     compute_s = 2 * active_matmul_parameters(model) * rows / (tp * card.flops * figures.gemm_share)
     read_bytes = touched_parameters(model, rows) * model.bytes_per_weight
     return max(compute_s, read_bytes / (tp * card.memory_bytes_per_s * figures.weight_read_share))
@@ -25,13 +25,14 @@ def matmul_s(model: ModelShape, card: Accelerator, figures: Efficiencies, tp: in
 def attention_s(
     model: ModelShape, card: Accelerator, figures: Efficiencies, tp: int, rows: float, context_tokens: float
 ) -> float:
-    """Time of reading keys and values. Cards beyond the KV heads hold copies, so each reads a whole head."""
+    """Time to read keys and values. If `tp` exceeds the number of KV heads, heads are copied, so each card reads a
+    whole head."""
     read_bytes = rows * context_tokens * kv_bytes_per_token(model) / min(tp, model.num_kv_heads)
     return read_bytes / (card.memory_bytes_per_s * figures.kv_read_share)
 
 
 def allreduce_s(num_bytes: float, card: Accelerator, figures: Efficiencies, tp: int) -> float:
-    """All-reduce over the cards of one node; 0 for one card."""
+    """Time of an all-reduce of `num_bytes` over `tp` cards of one node; 0 for one card."""
     if tp == 1:
         return 0.0
     sent = 2 * (tp - 1) / tp * num_bytes
@@ -41,7 +42,7 @@ def allreduce_s(num_bytes: float, card: Accelerator, figures: Efficiencies, tp: 
 def decode_step_s(
     model: ModelShape, card: Accelerator, figures: Efficiencies, tp: int, rows: float, context_tokens: float
 ) -> float:
-    """One token for each of `rows` answers with `context_tokens` of context on average."""
+    """Time to generate one token for each of `rows` answers, with `context_tokens` of context on average."""
     exchanged_bytes = ACTIVATION_BYTES * rows * model.hidden
     return (
         matmul_s(model, card, figures, tp, rows)
@@ -52,13 +53,14 @@ def decode_step_s(
 
 
 def ridge_rows(card: Accelerator, figures: Efficiencies, bytes_per_weight: int = 2) -> float:
-    """Rows above which the matmuls of a dense model are compute-bound."""
+    """Number of rows above which the matmuls of a dense model are compute-bound."""
     bytes_per_s = card.memory_bytes_per_s * figures.weight_read_share
     return card.flops * figures.gemm_share * bytes_per_weight / (2 * bytes_per_s)
 
 
 def prefill_flop(model: ModelShape, tokens: float, sum_square_tokens: float) -> float:
-    """Matmuls of the body and causal attention; only the last token needs logits."""
+    """FLOP of a prefill: matmuls of the body and causal attention. The head is left out: only the last token needs
+    logits."""
     attention = 2 * model.num_layers * model.num_heads * model.head_dim * sum_square_tokens
     return 2 * active_body_parameters(model) * tokens + attention
 
@@ -68,22 +70,22 @@ def prefill_s(flop: float, card: Accelerator, figures: Efficiencies, tp: int) ->
 
 
 def prompt_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int) -> float:
-    """Prefill time per answer: a prompt is computed once for its group."""
+    """Prefill time per answer. A prompt is computed once for its whole group."""
     flop = prefill_flop(workload.model, workload.prompt.mean, workload.prompt.mean_square)
     return prefill_s(flop, card, figures, tp) / workload.group_size
 
 
 def refill_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, rows: float) -> float:
-    """Prefill of all running answers of a replica after a new version."""
+    """Time to prefill all `rows` running answers of a replica again after a new version."""
     context = mean_context_tokens(workload)
     return prefill_s(prefill_flop(workload.model, rows * context, rows * context**2), card, figures, tp)
 
 
 def drain_s(workload: Workload, token_s: float) -> float:
-    """Generation time lost per replica while old answers end and no new one may start: an upper estimate.
+    """Upper estimate of the generation time that a replica loses while old answers end and no new answer may start.
 
-    The last answer has the tail length, and a slot is idle after its own; at a random moment the mean remaining length
-    of an answer equals its mean length so far."""
+    The last answer has the tail length, and a slot is idle once its own answer has ended. At a random moment the mean
+    remaining length of an answer equals its mean length so far."""
     remaining = workload.answer.mean_square / (2 * workload.answer.mean)
     return token_s * max(0.0, workload.answer.tail - remaining)
 
@@ -91,7 +93,7 @@ def drain_s(workload: Workload, token_s: float) -> float:
 def update_s(
     workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, rows: float, token_s: float
 ) -> float:
-    """Time that the KV policy costs a replica per version, beside the transfer of the weights."""
+    """Time that the KV policy costs a replica at each version, without the transfer of the weights."""
     if workload.kv is KvPolicy.REFILL:
         return refill_s(workload, card, figures, tp, rows)
     return drain_s(workload, token_s) if workload.kv is KvPolicy.FINISH else 0.0

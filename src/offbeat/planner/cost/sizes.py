@@ -1,7 +1,7 @@
 """Sizes that follow from workload and model: parameters that a step reads or trains, bytes of an update, contexts.
 
-A parameter *used in matmuls* is read once and costs 2 FLOP per token. The LM head is one, even if it shares the weights
-of the input embedding, which is a lookup and is not.
+A parameter *used in matmuls* is read once and costs 2 FLOP per token. The LM head counts as such, even if it shares its
+weights with the input embedding. The input embedding itself is a lookup and does not count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from offbeat.planner.inputs.workload import ModelShape, Workload
 
 def touched_parameters(model: ModelShape, rows: float) -> float:
     """Parameters used in matmuls by at least one of `rows` rows, which a decode step must read. Rows choose experts
-    independently, so a share of (1 - k/E)^rows of the experts is unused."""
+    independently, so a share of (1 - experts per token / experts)^rows of the experts is unused."""
     if not model.num_experts:
         return matmul_parameters(model)
     missed = (1 - model.experts_per_token / model.num_experts) ** rows
@@ -21,7 +21,7 @@ def touched_parameters(model: ModelShape, rows: float) -> float:
 
 
 def adapter_parameters(model: ModelShape, rank: int) -> float:
-    """Parameters of LoRA on every attention and feed-forward matrix: rank x (inputs + outputs) each."""
+    """Parameters of LoRA adapters on every attention and feed-forward matrix: rank x (inputs + outputs) per matrix."""
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = 2 * (model.hidden + queries) + 2 * (model.hidden + keys)
     width = 3 * (model.hidden + model.ffn)
@@ -33,24 +33,24 @@ def adapter_parameters(model: ModelShape, rank: int) -> float:
 
 
 def trained_parameters(workload: Workload) -> float:
-    """Parameters with gradient and optimizer state: the adapters of LoRA, or all."""
+    """Parameters with gradient and optimizer state: the adapters under LoRA, otherwise all."""
     if workload.lora_rank:
         return adapter_parameters(workload.model, workload.lora_rank)
     return num_parameters(workload.model)
 
 
 def update_bytes(workload: Workload) -> float:
-    """Bytes of one version over a link: trained weights times the density of deltas."""
+    """Bytes that a link carries for one version: trained weights times `delta_density`."""
     return trained_parameters(workload) * workload.model.bytes_per_weight * workload.delta_density
 
 
 def mean_context_tokens(workload: Workload) -> float:
-    """Mean context of a running answer at a random moment: long answers run longer, so the mean square counts."""
+    """Mean context of a running answer at a random moment. Long answers run longer, so their mean square counts."""
     return workload.prompt.mean + workload.answer.mean_square / (2 * workload.answer.mean)
 
 
 def sum_square_tokens(workload: Workload) -> float:
-    """Sum of the squared lengths of a step's trajectories; prompts and answers are independent."""
+    """Sum of the squared lengths of a step's trajectories; assumes that prompt and answer lengths are independent."""
     prompt, answer = workload.prompt, workload.answer
     mean_square = prompt.mean_square + 2 * prompt.mean * answer.mean + answer.mean_square
     return workload.trajectories_per_step * mean_square

@@ -1,7 +1,8 @@
-"""Time from a version's publication until machines sample from it, and the part that stops generation.
+"""Time from a version's publication until machines sample from it, and the part of it that stops generation.
 
-Offbeat relays pieces: one copy crosses the link between two classes, nodes pass pieces on, and engines generate until
-the new weights are in memory beside the old ones. `copies_s` models a rival.
+Offbeat relays a version in pieces: one copy crosses the link between two classes, and nodes pass pieces on. Engines
+generate until the new weights are in memory beside the old ones. `copies_s` models another system, which sends whole
+copies.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from offbeat.planner.inputs.model_shapes import num_parameters, weight_bytes
 from offbeat.planner.inputs.workload import Workload
 
 CHUNK_BYTES = 16 * 2**20
-"""Size of a piece; a node passes a piece on once it has all of it."""
+"""Size of a piece. A node passes a piece on only once it is complete."""
 MAX_FAN_OUT = 8
 MIN_TWO_TREES = 3
-"""Fewest nodes for two different trees."""
+"""Smallest number of nodes for which two different trees exist."""
 
 
 def relay_s(
     workload: Workload, inventory: Inventory, root: str, receiver: str, num_nodes: int, over: str | None = None
 ) -> float:
-    """Time to send a version to `num_nodes` nodes of a class, directly or over a node of the class `over`."""
+    """Time to send a version to `num_nodes` nodes of the class `receiver`, directly or through a node of the class
+    `over`."""
     if root == receiver and (num_nodes == 1 or frozenset((root,)) not in inventory.links):
         return 0.0  # a class of one node: nothing to send
     first = inventory.link(root, receiver) if over is None else _joined(inventory, root, over, receiver)
@@ -36,24 +38,25 @@ def relay_s(
 
 
 def _joined(inventory: Inventory, root: str, over: str, receiver: str) -> Link:
-    """Two links in series; the node between passes each piece on once it has all of it."""
+    """Two links in series as one. The node between them passes a piece on only once it is complete."""
     one, other = inventory.link(root, over), inventory.link(over, receiver)
     slow, fast = sorted((one.bytes_per_s, other.bytes_per_s))
     return Link(slow, one.latency_s + other.latency_s + CHUNK_BYTES / fast)
 
 
 def one_tree_s(num_bytes: float, arriving: float, within: Link, num_nodes: int) -> float:
-    """Time to spread a version from the first of `num_nodes` nodes, where it arrives at a rate, at the best fan-out."""
+    """Time to spread a version along one tree of the best fan-out; the version arrives at the first of `num_nodes`
+    nodes at the rate `arriving` (bytes/s)."""
     return _spread_s(num_bytes, arriving, within, num_nodes, fan_out(num_bytes, arriving, within, num_nodes))
 
 
 def fan_out(num_bytes: float, arriving: float, within: Link, num_nodes: int) -> int:
-    """Best number of nodes to which each node passes every piece on; of several the lowest."""
+    """Best number of nodes to which each node passes every piece on; the lowest of equally good ones."""
     return min(range(1, MAX_FAN_OUT + 1), key=lambda width: _spread_s(num_bytes, arriving, within, num_nodes, width))
 
 
 def _spread_s(num_bytes: float, arriving: float, within: Link, num_nodes: int, width: int) -> float:
-    """A wider tree is shallower, and slower once a node's port is full."""
+    """Time along one tree of fan-out `width`. A wider tree is shallower, but slower once a node's port is full."""
     depth, covered, layer = 0, 1, 1
     while covered < num_nodes:
         layer *= width
@@ -64,8 +67,8 @@ def _spread_s(num_bytes: float, arriving: float, within: Link, num_nodes: int, w
 
 
 def two_trees_s(num_bytes: float, arriving: float, within: Link, num_nodes: int) -> float:
-    """The same along two binary trees that carry half of the pieces each. An inner node of one is a leaf of the other,
-    so every port carries the version once, however many nodes there are."""
+    """Time to spread a version along two binary trees, each of which carries half of the pieces. An inner node of one
+    tree is a leaf of the other, so every port carries the version once, for any number of nodes."""
     if num_nodes < MIN_TWO_TREES:
         return math.inf
     each = within.bytes_per_s / 2
@@ -74,22 +77,23 @@ def two_trees_s(num_bytes: float, arriving: float, within: Link, num_nodes: int)
 
 
 def copies_s(workload: Workload, inventory: Inventory, root: str, receiver: str, num_copies: float) -> float:
-    """Time of whole copies over one link, one after the other; generation stops for all of it."""
+    """Time to send `num_copies` whole copies over one link, one after the other; generation stops all that time."""
     return num_copies * update_bytes(workload) / inventory.link(root, receiver).bytes_per_s
 
 
 def swap_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, spare_bytes: float) -> float:
-    """Time that a relayed update stops a replica: a switch if a second set of weights fits, else a load by the host."""
+    """Time that a relayed update stops a replica: a switch if a second set of weights fits into `spare_bytes`,
+    otherwise also a load from host memory."""
     incoming_bytes = trained_parameters(workload) * workload.model.bytes_per_weight / tp
     return figures.swap_s + (0.0 if incoming_bytes <= spare_bytes else incoming_bytes / card.host_bytes_per_s)
 
 
 def wake_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int) -> float:
-    """Time to load all weights of a replica from host memory after training used its cards."""
+    """Time to load all weights of a replica from host memory after its cards were used for training."""
     return figures.swap_s + weight_bytes(workload.model) / tp / card.host_bytes_per_s
 
 
 def publish_s(workload: Workload, root: MachineClass) -> float:
-    """Time that publishing adds to a training step: the cards of one node copy the new weights to the host."""
+    """Time that publishing adds to a training step: the cards of one node copy the new weights to host memory."""
     share = trained_parameters(workload) / num_parameters(workload.model)
     return share * weight_bytes(workload.model) / (root.per_node * root.accelerator.host_bytes_per_s)

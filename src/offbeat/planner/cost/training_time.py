@@ -1,6 +1,7 @@
-"""Time of a gang's training step: arithmetic with its pipeline bubble, and exposed communication.
+"""Time of a gang's training step: arithmetic with its pipeline bubble, and communication that arithmetic does not hide.
 
-Arithmetic counts the sum of squared lengths, not the square of the mean: a few long answers cost most of the attention.
+Arithmetic counts the sum of squared lengths, not the square of the mean, because a few long answers cost most of the
+attention.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ class GangFabric:
     """Links of a gang, in bytes per second one way."""
 
     card_bytes_per_s: float
-    """Between two cards of a node."""
+    """Rate between two cards of a node."""
     node_bytes_per_s: float
-    """From one node to the others, shared by its cards."""
+    """Rate from one node to the others, shared by the cards of the node."""
     per_node: int
 
 
 def step_flop(workload: Workload, *, recompute: bool) -> float:
-    """FLOP of one step of the whole gang. A backward pass counts as two forwards, or one under LoRA, which needs no
-    gradients of frozen weights; a critic adds a pass for its values and its own training."""
+    """FLOP of one step of the whole gang. A backward pass counts as two forward passes, or as one under LoRA, which
+    needs no gradients of frozen weights. A critic adds a forward pass for its values and its own training."""
     model = workload.model
     token_flop = 2 * active_matmul_parameters(model) * workload.trained_tokens_per_step
     attention_flop = 2 * model.num_layers * model.num_heads * model.head_dim * sum_square_tokens(workload)
@@ -43,7 +44,7 @@ def step_flop(workload: Workload, *, recompute: bool) -> float:
 
 
 def compute_s(workload: Workload, flops: float, *, recompute: bool) -> float:
-    """Arithmetic on machines that together reach `flops` FLOP/s, without a bubble."""
+    """Time of a step's arithmetic on machines that together reach `flops` FLOP/s, without pipeline bubbles."""
     return step_flop(workload, recompute=recompute) / flops
 
 
@@ -54,12 +55,13 @@ def num_microbatches(workload: Workload, dp: int) -> float:
 
 
 def bubble(workload: Workload, pp: int, dp: int) -> float:
-    """Slowdown by idle stages of a pipeline, which fills and drains once per update."""
+    """Factor by which idle stages slow a pipeline, which fills and drains once per update."""
     return 1 + (pp - 1) / num_microbatches(workload, dp)
 
 
 def tp_s(workload: Workload, figures: Efficiencies, fabric: GangFabric, tp: int, pp: float, dp: int) -> float:
-    """Four all-reduces of the activations a layer, forward and backward, exposed in part."""
+    """Time of tensor parallelism that arithmetic does not hide: four all-reduces of the activations per layer, over
+    forward and backward pass."""
     if tp == 1:
         return 0.0
     tokens = workload.trained_tokens_per_step / dp
@@ -68,10 +70,10 @@ def tp_s(workload: Workload, figures: Efficiencies, fabric: GangFabric, tp: int,
 
 
 def allreduce_s(num_bytes: float, figures: Efficiencies, fabric: GangFabric, tp: int, dp: int) -> float:
-    """All-reduce of each card's part over `dp` replicas: first inside nodes, which replicas fill, then between them,
-    where all cards of a node send at once."""
+    """Time of an all-reduce of each card's `num_bytes` over `dp` replicas: first among the replicas inside a node, then
+    between nodes, where all cards of a node send at once."""
     inside = max(1, min(dp, fabric.per_node // tp))
-    between = math.ceil(dp / inside)  # a node that holds one replica more than none sends all its gradients too
+    between = math.ceil(dp / inside)  # a node with fewer replicas also sends all its gradients
     inside_s = 2 * (inside - 1) / inside * num_bytes / fabric.card_bytes_per_s
     card_share = fabric.node_bytes_per_s / fabric.per_node
     between_s = 2 * (between - 1) / between * (num_bytes / inside) / card_share if between > 1 else 0.0
@@ -81,8 +83,10 @@ def allreduce_s(num_bytes: float, figures: Efficiencies, fabric: GangFabric, tp:
 def dp_s(
     workload: Workload, figures: Efficiencies, fabric: GangFabric, tp: int, pp: float, dp: int, zero: int
 ) -> float:
-    """Gradients once an update. An all-reduce is a scatter and a gather, so ZeRO-1 and 2 send what replicas without
-    it send; ZeRO-3 scatters the gradients and gathers the weights for the forward and the backward of a microbatch."""
+    """Time of data parallelism that arithmetic does not hide: gradients once per update.
+
+    An all-reduce is a scatter and a gather, so ZeRO-1 and ZeRO-2 send as much as unsharded replicas. ZeRO-3 scatters
+    the gradients, and gathers the weights for the forward and for the backward pass of every micro-batch."""
     if dp == 1:
         return 0.0
     gradients = trained_parameters(workload) * GRADIENT_BYTES / (tp * pp) * (2 if workload.has_critic else 1)
@@ -95,6 +99,7 @@ def dp_s(
 
 
 def boundary_s(workload: Workload, node_bytes_per_s: float, num_links: int) -> float:
-    """Activations and their gradients over the boundary of two stages, by `num_links` parallel links."""
+    """Time to send activations and their gradients across the boundary of two stages over `num_links` parallel
+    links."""
     sent = 2 * workload.trained_tokens_per_step * ACTIVATION_BYTES * workload.model.hidden
     return sent / (node_bytes_per_s * num_links)

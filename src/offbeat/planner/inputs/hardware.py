@@ -1,7 +1,7 @@
 """Machines of an inventory: accelerators, classes of nodes and the links between them; and the catalogue.
 
-Plain records in SI units: bytes, bytes per second, FLOP per second, seconds; one way, dense, GB = 1e9. Prices are $/h
-per accelerator.
+Records use SI units: bytes, bytes per second, FLOP per second, seconds. Rates are one way, FLOP are dense, GB = 1e9
+bytes. Prices are $/h per accelerator.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from offbeat.spelling import suggest
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One card with its maker's numbers; the cost model applies efficiencies."""
+    """One card with its maker's numbers, to which the cost model applies efficiencies."""
 
     name: str
     flops: float
-    """Dense bf16 FLOP a second at its peak."""
+    """Peak dense bf16 FLOP per second."""
     memory_bytes: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """To its neighbours inside a node, one way."""
+    """One-way rate to its neighbours inside a node."""
     host_bytes_per_s: float
-    """To the host's memory, one way."""
+    """One-way rate to the host's memory."""
     price_per_h: float | None = None
-    """Indicative; a class may have its own."""
+    """Indicative price; a class may have its own. None: no public price."""
     source: str = "given"
-    """Source of the numbers: a page of the catalogue, or the user."""
+    """Source of the numbers, such as a data sheet; "given" if the user gave them."""
 
 
 @dataclass(frozen=True)
 class MachineClass:
-    """Equal machines: the same card, cards per node, fabric, zone and price."""
+    """Identical machines: the same card, cards per node, fabric, zone and price."""
 
     name: str
     accelerator: Accelerator
     per_node: int
     num_nodes: int
-    """On offer, or owned."""
+    """Number of nodes on offer, or owned."""
     price_per_h: float
-    """Per accelerator; 0 for an owned one, unless the file says otherwise."""
+    """Price per accelerator; 0 for owned machines unless the file gives a price."""
     zone: str = "here"
     is_owned: bool = False
 
@@ -73,24 +73,25 @@ class Link:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Classes by name, and the link between a node of one class and another node of the same or of another class."""
+    """Classes of machines, and the links between their nodes."""
 
     classes: Mapping[str, MachineClass]
     links: Mapping[frozenset[str], Link] = field(default_factory=dict)
-    """By the names of both classes; one name stands for two nodes of a class."""
+    """Links by the names of the two classes; a set of one name is the link between two nodes of that class."""
     default_links: Mapping[str, Link] = field(default_factory=dict)
-    """Links of machines that are added later: `nodes` of one class, `classes` of one zone, `zones`."""
+    """Links for machines that are added later, by kind: `nodes` of one class, `classes` in one zone, or `zones`."""
     assumptions: tuple[str, ...] = ()
-    """Assumed values, a sentence each."""
+    """Assumptions behind the inventory, one sentence each."""
     measured: Mapping[frozenset[str], float] = field(default_factory=dict)
-    """Bytes per second between two nodes by name (`h20-0`); overrides the link of their classes."""
+    """Measured bytes per second between two nodes, by their names (`h20-0`); overrides the link of their classes."""
 
     def link(self, one: str, other: str) -> Link:
         return self.links[frozenset((one, other))]
 
 
 def at_best(inventory: Inventory) -> Inventory:
-    """The inventory with every link of classes as good as the best measured link between their nodes."""
+    """Returns the inventory in which the link between two classes is as fast as the best measured link between their
+    nodes."""
     if not inventory.measured:
         return inventory
     found: dict[frozenset[str], list[float]] = {}
@@ -112,14 +113,14 @@ TERA, GIGA = 1e12, 1e9
 
 @dataclass(frozen=True)
 class Entry:
-    """An accelerator of the catalogue, and the range of its price in $/h over clouds; None if no price is public."""
+    """An accelerator of the catalogue, and the range of its price in $/h across clouds (None: no public price)."""
 
     accelerator: Accelerator
     price_range: tuple[float, float] | None = None
 
 
 def accelerator(name: str) -> Accelerator:
-    """Accelerator by name or alias; case, `_` and spaces do not matter."""
+    """Accelerator of the catalogue by name or alias; case does not matter, and `_` and spaces count as `-`."""
     return entry(name).accelerator
 
 
@@ -136,7 +137,7 @@ def is_known(name: str) -> bool:
 
 
 def names() -> list[str]:
-    """Every accelerator of the catalogue, without aliases."""
+    """Names of all accelerators in the catalogue, without aliases."""
     return list(_entries())
 
 
@@ -156,7 +157,7 @@ def _entries() -> Mapping[str, Entry]:
 
 @functools.cache
 def _aliases() -> Mapping[str, str]:
-    """Names by name and alias."""
+    """Catalogue names by name and by alias."""
     return {alias: name for name, table in _tables().items() for alias in (name, *table.get("aliases", ()))}
 
 

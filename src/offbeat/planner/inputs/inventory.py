@@ -1,9 +1,9 @@
-"""Reads an `Inventory` from a cluster's TOML file; errors are one line.
+"""Reads an `Inventory` from a cluster's TOML file; each error message is one line.
 
-A class is an accelerator of the catalogue, numbers of one's own, or both (one's own win). Links are looked up from the
-most specific to the most general: a pair of classes, a pair of zones, the measured matrix, the class's own number, then
-`between_zones`, `between_classes` or `between_nodes`. Guarantees: every pair of classes has a link, and so has every
-class with two nodes; every guess is listed among the assumptions.
+A class is an accelerator of the catalogue, numbers that the user gives, or both (the user's numbers win). Links are
+looked up from the most specific to the most general: a pair of classes, a pair of zones, the measured matrix, the
+class's own number, then `between_zones`, `between_classes` or `between_nodes`. Guarantees: every pair of classes has a
+link, and so has every class with two or more nodes; every guess is listed among the assumptions.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from offbeat.planner.inputs import hardware
 from offbeat.planner.inputs.hardware import GIGA, TERA, Accelerator, Inventory, Link, MachineClass
 from offbeat.spelling import suggest
 
-# [links]: GB/s, one way, per node. Between zones all nodes of two classes share one link; elsewhere each node has its
-# own, unless a pair says `shared = true`.
+# Rates in [links] are in GB/s, one way, per node. Between zones, all nodes of two classes share one link; elsewhere
+# each node has its own link, unless a pair has `shared = true`.
 
 LATENCY_MS = 0.05
 LEAST_GB_S = 1e-4
-"""A lower rate must be in another unit."""
+"""Lowest accepted rate; a lower one was probably given in another unit."""
 MOST_BETWEEN_ZONES_GB_S = 50.0
-"""400 Gbit/s: more than one sender gets between sites."""
+"""Highest accepted rate between zones: 400 Gbit/s, which a single sender does not reach between sites."""
 Pair = frozenset[str]
 Rows = Mapping[str, Mapping[str, float]]
 
@@ -61,7 +61,8 @@ def resolve(
     origin: ValueOrigin,
     assumptions: list[str],
 ) -> tuple[dict[Pair, Link], dict[str, Link]]:
-    """Link of every pair that has one, and the default links; `own` are those inside a class."""
+    """Returns the link of every pair of classes that has one, and the default links. `own` holds the rates between two
+    nodes of one class in GB/s, by class."""
     defaults = _defaults(links)
     pairs = _pairs(links, classes, origin)
     measured = _measured(links, classes, origin, assumptions)
@@ -97,7 +98,7 @@ def _defaults(links: Links) -> dict[str, Link]:
 
 
 def _pairs(links: Links, classes: Mapping[str, MachineClass], origin: ValueOrigin) -> dict[Pair, Link]:
-    """Links by pair of classes; a pair of classes wins over a pair of zones."""
+    """Links of [[links.pair]] by pair of classes; a pair of classes wins over a pair of zones."""
     zones: dict[str, list[str]] = {}
     for name, machines in classes.items():
         zones.setdefault(machines.zone, []).append(name)
@@ -126,7 +127,7 @@ def _pairs(links: Links, classes: Mapping[str, MachineClass], origin: ValueOrigi
 def _measured(
     links: Links, classes: Mapping[str, MachineClass], origin: ValueOrigin, assumptions: list[str]
 ) -> dict[Pair, float]:
-    """GB/s by pair, from the matrix; the slower direction counts."""
+    """GB/s by pair of classes, from the measured matrix; the rate of the slower direction counts."""
     if links.matrix is not None and links.matrix_file is not None:
         where = origin.before(("links", "matrix_file"))
         raise UserError(f"{where}links.matrix_file: [links.matrix] is there too; keep one")
@@ -146,7 +147,7 @@ def _measured(
 
 
 def _read_matrix(file: pathlib.Path, what: str) -> dict[str, dict[str, float]]:
-    """Reads a CSV whose first row and column are names of classes."""
+    """Reads a CSV file whose first row and first column are names of classes; `what` names the setting in errors."""
     try:
         lines = [line for line in csv.reader(file.read_text("utf-8").splitlines()) if line]
     except (OSError, UnicodeDecodeError) as error:
@@ -185,7 +186,8 @@ def _missing(one: str, other: str, kind: str, origin: ValueOrigin) -> UserError:
 
 
 def _check(key: Pair, link: Link, classes: Mapping[str, MachineClass], kind: str, origin: ValueOrigin) -> None:
-    """Refuses more than a node can send: its network cards share the buses of its accelerators."""
+    """Refuses a rate that is too low, too high between zones, or above what a node can send: its network cards share
+    the buses of its accelerators."""
     gb_s, who = link.bytes_per_s / GIGA, " and ".join(sorted(key))
     say = f"{origin.before(('links',))}the link of {who}, {gb_s:g} GB/s"
     if gb_s < LEAST_GB_S:
@@ -207,7 +209,7 @@ FIGURES: dict[str, tuple[str, float]] = {
     "link_gb_s": ("link_bytes_per_s", GIGA),
     "host_gb_s": ("host_bytes_per_s", GIGA),
 }
-"""Numbers of an accelerator in a file, with the field of `Accelerator` and the unit."""
+"""Keys of an accelerator's numbers in a file, each with its field of `Accelerator` and its unit."""
 SANE: dict[str, tuple[float, float, str, str]] = {
     "tflops": (1, 20_000, "PFLOPS", "GFLOPS"),
     "memory_gb": (1, 2_000, "TB", "MB"),
@@ -215,12 +217,13 @@ SANE: dict[str, tuple[float, float, str, str]] = {
     "link_gb_s": (1, 4_000, "TB/s", "MB/s"),
     "host_gb_s": (1, 1_000, "TB/s", "MB/s"),
 }
-"""Range of each number, and the unit that was likely meant below and above it. The upper ends grow with the years."""
+"""Accepted range of each number, and the units that were likely meant below and above the range. The upper limits will
+have to rise with new hardware."""
 CPU = "cpu"
 CPU_SANE = SANE | {"tflops": (0.001, 100, "PFLOPS", "GFLOPS"), "bandwidth_tb_s": (0.001, 5, "PB/s", "GB/s")}
-"""Ranges of the class `cpu`: processors without an accelerator, as calibration names them."""
+"""Accepted ranges for the class `cpu`: processors without an accelerator, as calibration names them."""
 HOST_GB_S = 32.0
-"""PCIe 4 x16, assumed for a card of one's own."""
+"""Rate of PCIe 4 x16, assumed for a card that is not in the catalogue."""
 MOST_PER_ACCELERATOR_H = 100.0
 
 
@@ -245,7 +248,7 @@ class ClusterFile(Section):
 
 
 def load_inventory(path: pathlib.Path | str) -> Inventory:
-    """Reads the machines in a file."""
+    """Reads the machines and links of a cluster file."""
     file, origin = load_as(path, ClusterFile)
     assumptions: list[str] = []
     classes = {name: _class(name, table, origin, assumptions) for name, table in file.classes.items()}
@@ -314,7 +317,7 @@ def _price(name: str, table: ClassTable, card: Accelerator, origin: ValueOrigin,
 
 
 def check_range(place: Path, value: float | None, sane: tuple[float, float, str, str], origin: ValueOrigin) -> None:
-    """Refuses a number that must be in another unit, and names that unit."""
+    """Refuses a number outside the range `sane`, and names the unit that was likely meant."""
     low, high, below, above = sane
     if value is None or low <= value <= high:
         return

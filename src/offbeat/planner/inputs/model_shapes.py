@@ -1,7 +1,7 @@
 """Shape of a model, from a Hugging Face config.json or a known name, and its parameter counts.
 
-Counts leave out biases and the norms of queries and keys, under a ten-thousandth of a model. Sliding-window attention
-is counted as full attention, so long contexts of such a model are overestimated.
+Counts leave out biases and the norms of queries and keys, which are less than a ten-thousandth of a model.
+Sliding-window attention counts as full attention, so the cost of long contexts is overestimated for such models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOT_A_DECODER = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassifica
 
 
 def num_parameters(shape: ModelShape) -> int:
-    """All parameters; a head tied to the embedding counts once."""
+    """Number of all parameters; a head tied to the embedding counts once."""
     norms = shape.hidden * (2 * shape.num_layers + 1)
     return body_parameters(shape) + norms + _table(shape) * (1 if shape.is_tied else 2)
 
@@ -35,17 +35,17 @@ def body_parameters(shape: ModelShape) -> int:
 
 
 def active_body_parameters(shape: ModelShape) -> int:
-    """Body parameters that one token uses."""
+    """Matmul parameters of all layers that one token uses."""
     return _layers(shape, shape.experts_per_token + shape.num_shared_experts)
 
 
 def matmul_parameters(shape: ModelShape) -> int:
-    """Parameters used in matmuls: the body and the head, not the input embedding, which is a lookup."""
+    """Parameters used in matmuls: all layers and the head, but not the input embedding, which is a lookup."""
     return body_parameters(shape) + _table(shape)
 
 
 def active_matmul_parameters(shape: ModelShape) -> int:
-    """Matmul parameters that one token uses; FLOP follow from them."""
+    """Parameters used in matmuls for one token; the FLOP per token follow from this number."""
     return active_body_parameters(shape) + _table(shape)
 
 
@@ -72,7 +72,7 @@ def _layers(shape: ModelShape, num_experts: int) -> int:
 
 
 def known_model(name: str) -> ModelShape:
-    """Shape of a public model; an owner before a slash and endings such as -Instruct do not matter."""
+    """Shape of a public model by name; an owner before a slash and endings such as -Instruct are ignored."""
     plain = name.rsplit("/", 1)[-1].lower().replace("_", "-").removeprefix("deepseek-").removeprefix("meta-")
     tables = _known()
     found = max((one for one in tables if plain == one or plain.startswith(f"{one}-")), key=len, default=None)
@@ -87,7 +87,7 @@ def _known() -> Mapping[str, Mapping[str, Any]]:
 
 
 def read_config(path: pathlib.Path | str) -> ModelShape:
-    """Reads the shape from a config.json, or from the folder that holds one."""
+    """Reads the shape from a config.json, or from a folder that holds one."""
     file = pathlib.Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
@@ -102,8 +102,8 @@ def read_config(path: pathlib.Path | str) -> ModelShape:
 
 
 def from_config(config: Mapping[str, Any], file: str = "config.json") -> ModelShape:
-    """Shape of a Hugging Face configuration; `file` names it in errors."""
-    inner = config.get("text_config", config)  # multimodal models nest their decoder
+    """Shape described by a Hugging Face configuration; `file` names the configuration in errors."""
+    inner = config.get("text_config", config)  # multimodal models nest the decoder's configuration
     architectures = config.get("architectures") or [""]
     if inner.get("is_encoder_decoder") or any(str(architectures[0]).endswith(word) for word in NOT_A_DECODER):
         kind = architectures[0] or "an encoder-decoder"

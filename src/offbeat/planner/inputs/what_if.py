@@ -1,4 +1,4 @@
-"""Changes of an inventory: more or fewer nodes of a class, or a new class of the catalogue."""
+"""Changes to an inventory: more or fewer nodes of a class, or a new class from the catalogue."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from offbeat.planner.inputs.hardware import Inventory, Link, MachineClass
 from offbeat.spelling import suggest
 
 PER_NODE = 8
-"""Accelerators per node of a new class."""
+"""Number of accelerators per node of a new class."""
 
 
 def parse_changes(words: Sequence[str], option: str) -> dict[str, int]:
-    """Nodes by name, from words such as `h20:2`; a name alone is one node."""
+    """Parses words such as `h20:2` into numbers of nodes by name; a name alone means one node. `option` names the
+    command-line option in errors."""
     found: dict[str, int] = {}
     for word in words:
         name, _, number = word.rpartition(":") if ":" in word else (word, "", "1")
@@ -28,7 +29,8 @@ def parse_changes(words: Sequence[str], option: str) -> dict[str, int]:
 def changed(
     inventory: Inventory, add: Mapping[str, int] | None = None, remove: Mapping[str, int] | None = None
 ) -> Inventory:
-    """The inventory with nodes added, then removed; names are those of classes, or of the catalogue's accelerators."""
+    """Returns the inventory with nodes added, then removed. Keys are names of classes, or of accelerators in the
+    catalogue."""
     for name, num_nodes in (add or {}).items():
         inventory = _added(inventory, name, num_nodes)
     for name, num_nodes in (remove or {}).items():
@@ -67,7 +69,8 @@ def _removed(inventory: Inventory, name: str, num_nodes: int) -> Inventory:
 
 
 def _find(inventory: Inventory, name: str, verb: str) -> str | None:
-    """Class with this name or accelerator; None for an accelerator of the catalogue that no class has."""
+    """Class with this name or this accelerator; None if the catalogue has the accelerator but no class uses it. `verb`
+    is for errors."""
     if name in inventory.classes:
         return name
     if not hardware.is_known(name):

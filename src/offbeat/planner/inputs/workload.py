@@ -16,19 +16,19 @@ from offbeat.errors import UserError
 
 
 class KvPolicy(StrEnum):
-    """Fate of running answers' keys and values when a version arrives."""
+    """What happens to the KV cache of running answers when a new version arrives."""
 
     REFILL = "refill"
-    """Their keys and values are computed again under the new weights."""
+    """The KV cache is computed again under the new weights."""
     STALE = "stale"
-    """They are kept, and the answer continues under the new weights."""
+    """The KV cache is kept, and the answer continues under the new weights."""
     FINISH = "finish"
-    """Answers end on the old weights; new answers wait."""
+    """Running answers end on the old weights; new answers wait until then."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder, dense or with experts."""
+    """Shape of a decoder, dense or with experts."""
 
     name: str
     num_layers: int
@@ -45,7 +45,7 @@ class ModelShape:
     experts_per_token: int = 0
     num_shared_experts: int = 0
     dense_layers: int = 0
-    """Number of first layers without experts, of width `dense_ffn`, in a model with experts."""
+    """In a model with experts, the number of first layers without experts; these have width `dense_ffn`."""
     dense_ffn: int = 0
     bytes_per_weight: int = 2
     bytes_per_kv: int = 2
@@ -58,9 +58,9 @@ class LengthStatistics:
     mean: float
     mean_square: float
     tail: float
-    """Quantile that must fit into the age window; longer answers continue over versions."""
+    """Length (a quantile) that must fit into the age window; longer answers continue over several versions."""
     tail_share: float
-    """Share of answers that are longer than `tail`; 0 if `tail` is the cap."""
+    """Share of answers longer than `tail`; 0 if `tail` is the cap on lengths."""
     longest: float
 
 
@@ -69,7 +69,7 @@ class RewardMachines:
     """Machines that compute rewards."""
 
     seconds: float
-    """Time of one trajectory in one slot."""
+    """Time to score one trajectory in one slot."""
     num_slots: int
     price_per_slot_h: float = 0.0
 
@@ -84,30 +84,30 @@ class Workload:
     prompt: LengthStatistics
     answer: LengthStatistics
     bound: int = 4
-    """`max_staleness`."""
+    """Staleness bound, `max_staleness` in the configuration."""
     updates_per_step: int = 1
     has_reference: bool = False
     has_critic: bool = False
     recomputes_logprobs: bool = True
-    """Whether there is one more forward pass, for the proximal log-probs."""
+    """Whether a step has one more forward pass, for the proximal log-probs."""
     lora_rank: int = 0
     kv: KvPolicy = KvPolicy.REFILL
     waste_share: float = 0.0
     """Share of generated tokens that are not trained on: dropped, filtered, over-provisioned."""
     headroom: float = 0.1
-    """Share by which rollouts should exceed the demand if that costs nothing, so that an error of the cost model does
-    not make the trainer wait."""
+    """Share by which rollout should exceed the demand if that costs nothing, so that errors of the cost model do not
+    make the trainer wait."""
     delta_density: float = 1.0
-    """Bytes of a weight update over those of all weights."""
+    """Bytes of a weight update divided by the bytes of all trained weights."""
     reward: RewardMachines | None = None
     colocates: bool = True
-    """Whether cards may train and generate by turns, with bound 0."""
+    """Whether cards may take turns between training and generation, with bound 0."""
     assumptions: tuple[str, ...] = ()
-    """Assumed values, a sentence each."""
+    """Assumptions behind the workload, one sentence each."""
 
     @property
     def may_share(self) -> bool:
-        """Whether replicas may use the gang's own nodes: only if generation waits for training."""
+        """Whether replicas may use the gang's own nodes: only with bound 0, where generation waits for training."""
         return self.colocates and self.bound == 0
 
     @cached_property
@@ -116,7 +116,7 @@ class Workload:
 
     @cached_property
     def generated_tokens_per_step(self) -> float:
-        """Tokens that the rollout machines must generate, waste included."""
+        """Tokens that the rollout machines must generate per step, waste included."""
         return self.trajectories_per_step * self.answer.mean / (1 - self.waste_share)
 
     @cached_property
@@ -135,12 +135,12 @@ def constant(num_tokens: float) -> LengthStatistics:
 
 
 def uniform(shortest: float, longest: float, quantile: float = QUANTILE) -> LengthStatistics:
-    """Uniform lengths."""
+    """Lengths spread evenly between `shortest` and `longest`."""
     return histogram([shortest, longest], [1.0], quantile)
 
 
 def log_normal(median: float, sigma: float, cap: float, quantile: float = QUANTILE) -> LengthStatistics:
-    """Log-normal lengths, cut at the cap."""
+    """Log-normal lengths; longer ones are cut to `cap`."""
     if sigma == 0:
         return constant(min(median, cap))
     normal, mu = NormalDist(), math.log(median)
@@ -153,7 +153,7 @@ def log_normal(median: float, sigma: float, cap: float, quantile: float = QUANTI
 
 
 def histogram(edges: Sequence[float], counts: Sequence[float], quantile: float = QUANTILE) -> LengthStatistics:
-    """Counts of bins between rising edges; lengths are uniform within a bin."""
+    """Lengths given as counts of bins between rising edges; within a bin they are uniform."""
     if len(edges) != len(counts) + 1:
         raise UserError(f"{len(edges)} edges for {len(counts)} counts: there must be one edge more")
     if any(low >= high for low, high in itertools.pairwise(edges)) or edges[0] < 0:
@@ -174,7 +174,7 @@ def histogram(edges: Sequence[float], counts: Sequence[float], quantile: float =
 
 
 def from_samples(lengths: Sequence[int], quantile: float = QUANTILE, cap: float = math.inf) -> LengthStatistics:
-    """Observed lengths, such as those of a finished run; the tail is one of them."""
+    """Observed lengths, such as those of a finished run, cut to `cap`; the tail is one of them."""
     if not len(lengths):
         raise UserError("no lengths: nothing was observed yet")
     tokens = np.minimum(np.array(lengths, float), cap)

@@ -1,7 +1,7 @@
-"""Reads a `Workload` from a TOML file; errors are one line.
+"""Reads a `Workload` from a TOML file; each error message is one line.
 
-[model] is a known name, a config.json (relative to the file), or numbers. Lengths are constant, uniform, log-normal, a
-histogram, or those of a finished run, for which the caller passes a reader.
+[model] is a known name, the path of a config.json (relative to the file), or numbers. Lengths are constant, uniform,
+log-normal, a histogram, or the lengths in a finished run, which the caller's `RunReader` reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offbeat.planner.inputs import model_shapes, workload
 from offbeat.planner.inputs.workload import KvPolicy, LengthStatistics, ModelShape, RewardMachines, Workload
 
 RunReader = Callable[[str, Literal["prompt", "answer"]], Sequence[int]]
-"""Returns the lengths of prompts or answers of a run, by its folder."""
+"""Returns the lengths of prompts or answers in a run, given the run's folder."""
 FORMS: dict[str, tuple[str, ...]] = {
     "constant": ("tokens",),
     "log-normal": ("median", "sigma", "longest"),
@@ -29,9 +29,9 @@ FORMS: dict[str, tuple[str, ...]] = {
     "histogram": ("edges", "counts"),
     "run": ("run",),
 }
-"""Forms of a length table, with their keys."""
+"""Allowed forms of a length table, each with its keys."""
 NUMBERS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "ffn", "vocab")
-"""Required keys of a model in numbers."""
+"""Required keys of a model described by numbers."""
 EXPERTS = ("num_experts", "experts_per_token", "num_shared_experts", "dense_layers", "dense_ffn")
 MORE_NUMBERS = ("head_dim", "is_tied", *EXPERTS)
 Count = Field(None, ge=1)
@@ -108,7 +108,8 @@ class WorkloadFile(Section):
 
 
 def load_workload(path: pathlib.Path | str, read_run: RunReader | None = None) -> Workload:
-    """Reads a workload; `read_run` returns the lengths of a run that the file names."""
+    """Reads a workload file; `read_run` reads the lengths in a run that the file names (None: such a file is
+    refused)."""
     file, origin = load_as(path, WorkloadFile)
     algorithm, rules, reward = file.algorithm, file.rules, file.reward
     if rules.colocate and rules.max_staleness:
@@ -191,7 +192,7 @@ def _lengths(
 
 
 def _by_form(name: Literal["prompt", "answer"], table: LengthsTable, read_run: RunReader | None) -> LengthStatistics:
-    """Statistics of a table whose keys fit one form."""
+    """Length statistics of a table whose keys fit exactly one form."""
     if table.tokens is not None:
         return workload.constant(table.tokens)
     if table.edges is not None and table.counts is not None:

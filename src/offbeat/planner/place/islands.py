@@ -1,6 +1,6 @@
 """Groups of cards on nodes, from the shape of a gang or a rollout pool.
 
-Tensor parallelism communicates twice a layer, so its groups never leave a node. Pipeline stages communicate least, so
+Tensor parallelism communicates twice per layer, so its groups never leave a node. Pipeline stages communicate least, so
 they cross classes. The gradient rings of a stage run over neighbouring nodes.
 """
 
@@ -32,13 +32,14 @@ class Placed:
 
 
 Stages = tuple[tuple[Group, ...], ...]
-"""A gang on its cards, by pipeline stage: the tensor-parallel groups of its data-parallel ring, in ring order."""
+"""A gang on its cards: for each pipeline stage, the tensor-parallel groups of its data-parallel ring, in ring order."""
 
 
 def pack(sizes: Mapping[str, int], counts: Mapping[str, int], nodes: Sequence[Node]) -> list[Placed] | None:
-    """Places each replica on one node, first fit and largest first; `sizes` and `counts` are by column.
+    """Places each replica on one node, first fit and largest first; None if there is no room.
 
-    None if there is no room. Sizes that are powers of two and divide a node leave no gaps."""
+    `sizes` (cards per replica) and `counts` (replicas) are by column. Sizes that are powers of two and divide a node
+    leave no gaps."""
     used = [0] * len(nodes)
     placed = []
     for column in sorted(counts, key=lambda name: (-sizes[name], name)):
@@ -54,7 +55,7 @@ def pack(sizes: Mapping[str, int], counts: Mapping[str, int], nodes: Sequence[No
 
 
 def ring_order(fabric: NodeFabric, names: Sequence[str]) -> tuple[str, ...]:
-    """Ring with close neighbours: class by class, then always to the node with the fastest link."""
+    """Orders nodes in a ring with fast links: class by class, and always on to the node with the fastest link."""
     if len(names) < 3:
         return tuple(names)
     left = sorted(names, key=lambda name: (fabric.nodes[name].zone, *class_and_number(name)))
@@ -73,17 +74,17 @@ def ring_order(fabric: NodeFabric, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def ring_bytes_per_s(fabric: NodeFabric, ring: Sequence[str]) -> float:
-    """Rate of the slowest link of a ring, which limits its all-reduce; infinite for one node."""
+    """Rate of the slowest link of a ring, which limits its all-reduce; infinite for a single node."""
     if len(ring) < 2:
         return float("inf")
     return min(fabric.bytes_per_s(one, other) for one, other in zip(ring, [*ring[1:], ring[0]], strict=True))
 
 
 def lay_gang(fabric: NodeFabric, gang: Gang, names: Sequence[str]) -> Stages:
-    """Groups of a gang by class, and within a class stage by stage, so that a stage's ring is short.
+    """Lays out a gang on the nodes `names`, class by class and stage by stage, so that the ring of a stage is short.
 
-    If data parallelism crosses classes, each class holds whole pipelines; otherwise whole stages. With one stage per
-    class, in the gang's order, the stages may differ in tensor parallelism."""
+    If data parallelism crosses classes, each class holds whole pipelines; otherwise each class holds whole stages. If
+    each class holds one stage, the stages may differ in tensor parallelism."""
     if len(gang.nodes) == gang.pp > 1 and not gang.batch_shares:
         return tuple(_class_stage(fabric, gang, offer, names) for offer in gang.nodes)
     groups: dict[str, list[Group]] = {}
@@ -113,7 +114,7 @@ def lay_gang(fabric: NodeFabric, gang: Gang, names: Sequence[str]) -> Stages:
 
 
 def _class_stage(fabric: NodeFabric, gang: Gang, offer: str, names: Sequence[str]) -> tuple[Group, ...]:
-    """All cards of a class as one pipeline stage, with one group per replica."""
+    """Uses all cards of a class as one pipeline stage, with one group per data-parallel replica."""
     nodes = [fabric.nodes[name] for name in ring_order(fabric, [n for n in names if fabric.nodes[n].offer == offer])]
     num_cards = sum(node.per_node for node in nodes)
     tp, rest = divmod(num_cards, gang.dp)

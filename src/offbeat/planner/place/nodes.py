@@ -1,6 +1,7 @@
 """Nodes of an inventory by name (`h800-0`, `h800-1`, ...), and the rates between them.
 
-Nodes of a class are interchangeable unless links between nodes were measured; a measured rate overrides their link.
+Nodes of a class are interchangeable unless links between nodes were measured. A measured rate overrides the link of the
+two classes.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from offbeat.planner.inputs.hardware import Inventory, Link
 class Node:
     name: str
     offer: str
-    """Its class."""
+    """Name of the node's class."""
     zone: str
     per_node: int
 
 
 @dataclass(frozen=True)
 class NodeFabric:
-    """Nodes and the rates between them, one way."""
+    """Nodes and the one-way rates between them."""
 
     inventory: Inventory
     nodes: Mapping[str, Node]
     measured: Mapping[frozenset[str], float] = field(default_factory=dict)
-    """Bytes a second by the names of two nodes."""
+    """Measured bytes per second, by the names of two nodes."""
     _ports: dict[tuple[str, bool], float] = field(default_factory=dict, repr=False, compare=False)
     """Cache of `port_bytes_per_s`."""
 
@@ -39,7 +40,7 @@ class NodeFabric:
         return not self.measured
 
     def link(self, one: str, other: str) -> Link:
-        """Link of the classes of two nodes."""
+        """Link between the classes of two nodes."""
         return self.inventory.link(self.nodes[one].offer, self.nodes[other].offer)
 
     def bytes_per_s(self, one: str, other: str) -> float:
@@ -47,7 +48,8 @@ class NodeFabric:
         return self.link(one, other).bytes_per_s if known is None else known
 
     def port_bytes_per_s(self, name: str, is_near: bool) -> float:
-        """Most that a node sends or receives to nodes of its class, or to all others: its fastest such link."""
+        """Largest rate at which a node sends to or receives from nodes of its class (`is_near`), or of all others: the
+        rate of its fastest such link."""
         key = (name, is_near)
         if key not in self._ports:
             self._ports[key] = max(self._port_rates(name, is_near), default=0.0)
@@ -66,7 +68,7 @@ class NodeFabric:
         return self.nodes[one].offer == self.nodes[other].offer
 
     def graph(self, names: list[str]) -> nx.Graph:
-        """The complete graph over some nodes; `weight` is bytes a second."""
+        """Complete graph over the nodes `names`; the edge attribute `weight` is in bytes per second."""
         graph = nx.Graph()
         graph.add_nodes_from(names)
         pairs = ((one, other) for i, one in enumerate(names) for other in names[:i])
@@ -90,13 +92,14 @@ def by_class(fabric: NodeFabric, names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def class_and_number(name: str) -> tuple[str, int]:
-    """Key that sorts the names of nodes."""
+    """Sort key of node names: the class, then the node's number."""
     offer, _, number = name.rpartition("-")
     return offer, int(number)
 
 
 def fabric_of(inventory: Inventory) -> NodeFabric:
-    """All nodes of an inventory, with its measured links; a reduced inventory may have those of removed nodes too."""
+    """All nodes of an inventory with the measured links between them. Links of removed nodes, which a reduced inventory
+    may still hold, are left out."""
     nodes = {node.name: node for node in nodes_of(inventory)}
     measured = {pair: rate for pair, rate in inventory.measured.items() if pair <= nodes.keys()}
     return NodeFabric(inventory, nodes, measured)

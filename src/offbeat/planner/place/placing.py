@@ -28,23 +28,23 @@ from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Soluti
 Score = TypeVar("Score", float, tuple[float, ...])
 Counts = Mapping[str, int]
 Members = Mapping[str, list[str]]
-"""Numbers and names of nodes by class."""
+"""Names of nodes by class."""
 Cost = Callable[[frozenset[str], frozenset[str]], Score]
-"""Cost of a choice of training nodes and rollout nodes."""
+"""Cost of a choice, given its training nodes and its rollout nodes."""
 MAX_TRIED = 300
 MAX_REFINED = 3_000
-"""Most choices that exchanges try: with many nodes a single pass has thousands."""
+"""Largest number of choices tried by exchanging nodes: with many nodes a single pass has thousands."""
 SEED = 0
 
 
 def split(
     fabric: NodeFabric, training: Counts, rollout: Counts, cost: Cost[Score]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Chooses the training and the rollout nodes of each class, at a low cost; the others stay idle.
+    """Chooses the training and the rollout nodes of each class at a low cost; the other nodes stay idle.
 
-    A few choices are all tried. Otherwise each class is bisected with little bandwidth between the halves
-    (Kernighan-Lin), then improved by passes of exchanges, each node once and the best state kept (Fiduccia-Mattheyses).
-    """
+    If there are few choices, all are tried. Otherwise each class is split so that little bandwidth lies between the
+    parts (Kernighan-Lin), or by the quality of its links. The better start is improved by passes of exchanges, in which
+    each node moves at most once and the best state is kept (Fiduccia-Mattheyses)."""
     members = by_class(fabric, fabric.nodes)
     if fabric.is_alike:
         return _sides(_in_order(members, training, rollout))
@@ -55,7 +55,8 @@ def split(
 
 
 def _in_order(members: Members, training: Counts, rollout: Counts) -> dict[str, str]:
-    """The first nodes of a class train, the next generate."""
+    """Side of each node (train, roll or idle): the first nodes of a class train, the next generate, the others stay
+    idle."""
     side_of: dict[str, str] = {}
     for offer, names in members.items():
         first, then = training.get(offer, 0), rollout.get(offer, 0)
@@ -86,7 +87,7 @@ def _choices(members: Members, training: Counts, rollout: Counts) -> Iterator[di
 
 
 def _bisected(fabric: NodeFabric, members: Members, training: Counts, rollout: Counts) -> dict[str, str]:
-    """Training nodes of each class with little bandwidth to the others."""
+    """Sides of nodes such that the training nodes of each class have little bandwidth to the others."""
     ordered = {}
     for offer, names in members.items():
         first = training.get(offer, 0)
@@ -99,7 +100,8 @@ def _bisected(fabric: NodeFabric, members: Members, training: Counts, rollout: C
 
 
 def _well_linked(fabric: NodeFabric, members: Members, training: Counts, rollout: Counts) -> dict[str, str]:
-    """In each class, the nodes with the best measured links train, and those with the worst stay idle."""
+    """Sides of nodes such that in each class the nodes with the best measured links train and those with the worst stay
+    idle."""
     rates: dict[str, list[float]] = {}
     for pair, rate in fabric.measured.items():
         for name in pair:
@@ -127,29 +129,29 @@ def _refined(side_of: dict[str, str], members: Members, cost: Cost[Score]) -> di
 
 @dataclass(frozen=True)
 class Placing:
-    """A placed solution."""
+    """A solution on its nodes, with the times that result."""
 
     places: list[Placed]
     """Places of all replicas."""
     stages: Stages
     tree: SyncTree
     assumed: Gang
-    """The gang as its column assumes it."""
+    """The gang with the step time that its column assumes."""
     columns: tuple[RolloutColumn, ...]
-    """The original rollout columns."""
+    """The rollout columns before placement."""
     step_s: float
-    """Step of the gang on these nodes."""
+    """Time of the gang's step on these nodes."""
     lags_s: Mapping[str, float]
     """Time until the last node of each rollout class has a version."""
     problem: PlanningProblem
-    """The problem with gang and lags as placed, if slower."""
+    """The problem with the placed step and lags, where these are longer than assumed."""
     tau_s: float
-    """Shortest period at which the solution holds here, not below its own."""
+    """Shortest period at which the solution holds on these nodes; never below the solution's own."""
 
 
 @dataclass(frozen=True)
 class Placer:
-    """Places solutions; `problem` has the original columns."""
+    """Places solutions of `problem`, which has the original columns."""
 
     inventory: Inventory
     workload: Workload
@@ -157,7 +159,7 @@ class Placer:
     problem: PlanningProblem
 
     def best_step_s(self, gang: Gang) -> float:
-        """Step of a gang on the best nodes for it, whatever generates."""
+        """Time of a gang's step on the best nodes for training, regardless of rollout."""
         fabric, best = fabric_of(self.inventory), at_best(self.inventory)
 
         def step_s(trains: frozenset[str], _: frozenset[str]) -> float:
@@ -178,7 +180,7 @@ class Placer:
 
         def score(trains: frozenset[str], rolls: frozenset[str]) -> tuple[float, ...]:
             took_s, lags = step_s(lay_gang(fabric, gang, in_order(trains))), {}
-            if len(rolls) <= MAX_IMPROVED:  # with more, a tree for every choice takes too long
+            if len(rolls) <= MAX_IMPROVED:  # with more nodes, a tree for every choice takes too long
                 generating = rolls if is_apart else generating_on(places_of(fabric, problem, solution, trains, rolls))
                 root = root_of(fabric, gang, trains, generating)
                 lags = realised.lags_s(fabric, relay(fabric, root, generating, num_bytes), num_bytes)
@@ -200,7 +202,7 @@ class Placer:
 def places_of(
     fabric: NodeFabric, problem: PlanningProblem, solution: Solution, trains: frozenset[str], rolls: frozenset[str]
 ) -> list[Placed]:
-    """Replicas on the nodes rented for them, or on the gang's own."""
+    """Places replicas on the nodes rented for them (`rolls`), or on the gang's own nodes (`trains`)."""
     places: list[Placed] = []
     for offer, (is_home, among) in itertools.product(problem.offers, ((False, rolls), (True, trains))):
         columns = {one.name: one for one in problem.rollout if one.offer == offer and one.is_home == is_home}
@@ -218,7 +220,8 @@ def generating_on(places: Sequence[Placed]) -> frozenset[str]:
 
 
 def root_of(fabric: NodeFabric, gang: Gang, trains: frozenset[str], rolls: frozenset[str]) -> str:
-    """Training node of the publishing class with the best links to the rollout nodes; the first if all are equal."""
+    """Training node of the publishing class with the best links to the rollout nodes; the first node if all are
+    alike."""
     able = [name for name in in_order(trains) if fabric.nodes[name].offer == gang.root]
     if fabric.is_alike:
         return able[0]

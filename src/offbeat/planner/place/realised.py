@@ -1,7 +1,7 @@
-"""Times of a placed plan: a gang's step over the links of its nodes, a version's lag to each class, the period.
+"""Times of a placed plan: a gang's step over the links of its nodes, a version's lag to each class, and the period.
 
-The formulas are those of the columns, over the links in use: gradients go around a ring at the rate of its slowest
-link, activations cross from each stage to the next, and a class has a version when its last node has it. Guarantee: no
+The formulas are those of the columns, but over the links in use. Gradients go around a ring at the rate of its slowest
+link, activations go from each stage to the next, and a class has a version when its last node has it. Guarantee: no
 value is better than its column assumed, so bounds proven for the columns hold for placed plans.
 """
 
@@ -25,14 +25,14 @@ from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Soluti
 from offbeat.planner.solve.check import check
 
 ROUNDING = 1e-9
-"""Relative rounding error of a value, by another order of sums."""
+"""Relative rounding error of a value that was summed in another order."""
 BISECTIONS = 40
 
 
 def step_s(
     fabric: NodeFabric, best: Inventory, stages: Stages, gang: Gang, workload: Workload, constants: Constants
 ) -> float:
-    """Step of a placed gang; `best` has the links that its column assumed."""
+    """Time of a placed gang's step; `best` is the inventory with the links that the gang's column assumed."""
     links = dict(best.links)
     for pair, rate in _slowest(fabric, stages).items():
         links[pair] = replace(links[pair], bytes_per_s=min(rate, links[pair].bytes_per_s))
@@ -42,7 +42,7 @@ def step_s(
 
 
 def _slowest(fabric: NodeFabric, stages: Stages) -> dict[frozenset[str], float]:
-    """Slowest link of the gradient rings, by the classes at its ends."""
+    """Rate of the slowest link of the gradient rings, by the classes at its two ends."""
     slowest: dict[frozenset[str], float] = {}
     for stage in stages:
         ring = list(dict.fromkeys(group.node for group in stage))
@@ -54,7 +54,7 @@ def _slowest(fabric: NodeFabric, stages: Stages) -> dict[frozenset[str], float]:
 
 
 def load(fabric: NodeFabric, stage: Sequence[Group], following: Sequence[Group]) -> float:
-    """Seconds per byte from a stage to the next, at the busiest node or a shared link; 0 if nothing leaves a node."""
+    """Seconds per byte from a stage to the next, at the busiest node or shared link; 0 if no byte leaves a node."""
     pairs = Counter((one.node, other.node) for one, other in zip(stage, following, strict=True))
     sent, received, shared = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
     for (one, other), count in pairs.items():
@@ -79,7 +79,8 @@ def lags_s(fabric: NodeFabric, senders: Senders, num_bytes: float) -> dict[str, 
 def slowed(
     problem: PlanningProblem, gang: Gang, step_s: float, lags_s: Mapping[str, float], by: float = ROUNDING
 ) -> PlanningProblem:
-    """The problem with the step and lags of a placed gang, if longer by the share `by`; the same object if none is."""
+    """Returns the problem with the placed step and lags of a gang, where these are longer than assumed by more than the
+    share `by`. Returns the same object if nothing is longer."""
     relays = {*gang.nodes, *lags_s} if problem.demand.bound else ()
 
     def is_worse(column: RolloutColumn) -> bool:
@@ -102,10 +103,10 @@ def slowed(
 
 
 def enough_s(problem: PlanningProblem, placed: PlanningProblem, solution: Solution) -> float:
-    """A period at which a solution of one problem holds in another with a longer step and lags.
+    """A period at which a solution of `problem` also holds in `placed`, whose step and lags are longer.
 
-    With a bound it is the shortest one, by the constraints of the gang and the window. With bound 0 all times add up,
-    so the largest increase of a lag is added to the period."""
+    With a bound above 0 it is the shortest such period, from the constraints of the gang and the age window. With bound
+    0 all times add up, so the increases of the gang's period and of the lag that grew most are added."""
     demand, tau_s, gang = placed.demand, solution.tau_s, placed.gang(solution)
     period_s, root = gang.period_s, gang.root
     slower = {column.name: column for column in placed.rollout if solution.replicas.get(column.name)}
@@ -121,7 +122,7 @@ def enough_s(problem: PlanningProblem, placed: PlanningProblem, solution: Soluti
 
 
 def period_s(problem: PlanningProblem, placed: PlanningProblem, solution: Solution) -> float:
-    """Shortest period, not below the solution's own, at which every constraint holds as placed."""
+    """Shortest period at which every constraint of `placed` holds; never below the solution's own period."""
     if placed is problem or not check(placed, solution):
         return solution.tau_s
     low_s, high_s = solution.tau_s, enough_s(problem, placed, solution)

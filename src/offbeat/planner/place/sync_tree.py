@@ -1,10 +1,11 @@
-"""Sync tree: a chunked relay of a version to every rollout node, with a lower bound on any schedule.
+"""Sync tree: relays a version in chunks to every rollout node, with a lower bound on the time of any schedule.
 
-A node has two ports, one to its class and one to all others. Hops from one node share its port, a slow hop leaving its
-rest to the others, and hops over a shared link between two classes share the link. Receivers pass chunks on as they
-come, at the lowest rate of their path. Between interchangeable nodes the tree is built class by class: the widest path
-between classes (Prim), then one tree or two inside each. Between measured nodes it is built node by node and, if they
-are few, improved by moving subtrees. No schedule beats bytes / (least max-flow from root to receiver) (Edmonds).
+A node has two ports, one to its class and one to all other classes. Hops from one node divide its port, and a slow hop
+leaves the rest of its share to the others. Hops over a shared link between two classes divide the link. Receivers pass
+chunks on as they come, at the lowest rate on their path. Between interchangeable nodes the tree is built class by
+class: first the widest paths between classes (Prim), then one tree or two inside each class. Between measured nodes it
+is built node by node and, if the nodes are few, improved by moving subtrees. No schedule is faster than bytes divided
+by the least max-flow from the root to a receiver (Edmonds).
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from offbeat.planner.cost.sync_time import CHUNK_BYTES, fan_out, one_tree_s, two
 from offbeat.planner.place.nodes import NodeFabric, by_class, class_and_number
 
 Senders = Mapping[str, tuple[str, ...]]
-"""Senders of each receiver. Of several, the n-th sends the n-th share of all chunks, and its own receivers depend on it
-for that share; a node that passes one share on to two others fills its port once."""
+"""Senders of each receiver. If a receiver has several, its n-th sender sends the n-th share of all chunks. A sender
+with as many senders itself needs only its own n-th share for that. A node that passes one share on to two others fills
+its port once."""
 
 
 def hops_of(senders: Senders) -> Iterator[tuple[str, str]]:
-    """All pairs of sender and receiver."""
+    """Yields all pairs (sender, receiver)."""
     return ((sender, receiver) for receiver, several in senders.items() for sender in several)
 
 
 def hop_rates(fabric: NodeFabric, senders: Senders) -> dict[tuple[str, str], float]:
-    """Bytes per second of every hop, after shared links and ports are divided."""
+    """Bytes per second of every hop, after shared links and ports are divided among hops."""
     hops = list(hops_of(senders))
     crossings = Counter((fabric.nodes[one].offer, fabric.nodes[other].offer) for one, other in hops)
     ports: dict[tuple[str, bool], dict[str, float]] = {}
@@ -48,7 +50,7 @@ def hop_rates(fabric: NodeFabric, senders: Senders) -> dict[tuple[str, str], flo
 
 
 def _divided(limits: Mapping[str, float], total: float) -> dict[str, float]:
-    """Divides a port's rate evenly among its hops, none above its own limit."""
+    """Divides a port's rate `total` evenly among its hops, but gives no hop more than its limit."""
     shares, left = {}, total
     for i, (name, limit) in enumerate(sorted(limits.items(), key=lambda item: (item[1], item[0]))):
         shares[name] = min(limit, left / (len(limits) - i))
@@ -59,10 +61,12 @@ def _divided(limits: Mapping[str, float], total: float) -> dict[str, float]:
 def arrival_s(
     fabric: NodeFabric, senders: Senders, num_bytes: float, chunk_bytes: float = CHUNK_BYTES
 ) -> dict[str, float]:
-    """Time at which each node has everything: all bytes at the lowest rate of its path, and one more chunk per hop."""
+    """Time at which each node has the whole version: all bytes at the lowest rate on its path, and one more chunk per
+    hop."""
     rates = hop_rates(fabric, senders)
     least: dict[tuple[str, int], float] = {}
-    """By node and share: the rate of the whole version, if all of it came like that share."""
+    """By node and share of chunks: the rate at which the whole version would arrive if all of it came like this
+    share."""
     delay_s: dict[tuple[str, int], float] = {}
     for name, part in shares_in_order(senders):
         several = senders[name]
@@ -72,21 +76,22 @@ def arrival_s(
         delay_s[name, part] += chunk_bytes / rate + fabric.link(several[part], name).latency_s
     arrived_s = dict.fromkeys(senders, 0.0)
     for (name, part), rate in least.items():
-        # The first chunk of each sender is counted in the delay.
+        # The delay already includes the first chunk of each sender.
         rest = max(num_bytes - len(senders[name]) * chunk_bytes, 0.0)
         arrived_s[name] = max(arrived_s[name], rest / rate + delay_s[name, part])
     return arrived_s
 
 
 def shares_in_order(senders: Senders) -> list[tuple[str, int]]:
-    """Every receiver and share, after the shares that its sender needs first."""
+    """Every pair (receiver, share), ordered so that the shares which its sender needs come first."""
     shares = ((name, part) for name, several in senders.items() for part in range(len(several)))
     needs = {share: _held(senders, *share) for share in shares}
     return [share for share in TopologicalSorter(needs).static_order() if share in needs]
 
 
 def _held(senders: Senders, name: str, part: int) -> list[tuple[str, int]]:
-    """Shares that the sender of a share needs: the same share if both are split alike, else all of its own."""
+    """Shares that the sender must have to send this share: the same share if sender and receiver are split alike,
+    otherwise all shares of the sender."""
     sender = senders[name][part]
     num_parts = len(senders.get(sender, ())) or 1
     is_same = len(senders[name]) == num_parts > 1
@@ -94,7 +99,7 @@ def _held(senders: Senders, name: str, part: int) -> list[tuple[str, int]]:
 
 
 MAX_IMPROVED = 16
-"""Most receivers for which a measured tree is improved move by move: a round costs their number cubed."""
+"""Largest number of receivers for which a measured tree is improved by moves: one round costs this number cubed."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +107,9 @@ class Hop:
     sender: str
     receiver: str
     bytes_per_s: float
-    """Rate after the sender's port is divided."""
+    """Rate after the sender's port is divided among its hops."""
     share: float = 1.0
-    """Share of a version's chunks on this hop: a half if two senders take turns."""
+    """Share of a version's chunks that this hop carries: one half if two senders take turns."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +117,14 @@ class SyncTree:
     root: str
     senders: Senders
     hops: tuple[Hop, ...]
-    """Senders before their receivers."""
+    """All hops, ordered so that a node receives a share of the chunks before it sends that share."""
     seconds: float
-    """Time until the last receiver has all."""
+    """Time until the last receiver has the whole version."""
     lower_bound_s: float
 
 
 def sync_tree(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: float) -> SyncTree:
-    """A tree from `root` to all `receivers`; without receivers it is empty and takes no time."""
+    """Builds the tree from `root` to all `receivers`; without receivers it is empty and takes no time."""
     senders = relay(fabric, root, receivers, num_bytes)
     if not senders:
         return SyncTree(root, {}, (), 0.0, 0.0)
@@ -131,7 +136,7 @@ def sync_tree(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes
 
 
 def relay(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: float) -> Senders:
-    """Senders of each receiver in the tree."""
+    """Chooses the senders of each receiver."""
     wanted = sorted(set(receivers) - {root}, key=class_and_number)
     if not wanted:
         return {}
@@ -141,7 +146,8 @@ def relay(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: fl
 
 
 def lower_bound_s(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: float) -> float:
-    """Bytes over the least max-flow from the root to a receiver; of interchangeable receivers one is computed."""
+    """Bytes divided by the least max-flow from the root to a receiver. Only one of several interchangeable receivers is
+    computed."""
     names = sorted(receivers, key=class_and_number)
     network = _network(fabric, [root, *names])
     asked = {fabric.nodes[name].offer if fabric.is_alike else name: name for name in names}
@@ -149,7 +155,7 @@ def lower_bound_s(fabric: NodeFabric, root: str, receivers: Iterable[str], num_b
 
 
 def _network(fabric: NodeFabric, names: Sequence[str]) -> nx.DiGraph:
-    """Flow network of nodes, their ports out and in, and the links between."""
+    """Flow network of the nodes, their ports out and in, and the links between the ports."""
     network, members = nx.DiGraph(), by_class(fabric, names)
     for name in names:
         for is_near in (True, False):
@@ -164,7 +170,7 @@ def _network(fabric: NodeFabric, names: Sequence[str]) -> nx.DiGraph:
 
 
 def _connect(network: nx.DiGraph, fabric: NodeFabric, senders: Sequence[str], receivers: Sequence[str]) -> None:
-    """Adds the links from one class to another: over one hub if nodes are interchangeable or the link is shared."""
+    """Adds the links from one class to another: through one hub if nodes are interchangeable or the link is shared."""
     one, other = fabric.nodes[senders[0]].offer, fabric.nodes[receivers[0]].offer
     link, is_near = fabric.inventory.link(one, other), one == other
     if not (fabric.is_alike or link.is_shared):
@@ -182,7 +188,7 @@ def _connect(network: nx.DiGraph, fabric: NodeFabric, senders: Sequence[str], re
 
 
 def _by_class(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes: float) -> Senders:
-    """One copy into each class over the widest path, then a tree inside it."""
+    """Sends one copy into each class over the widest path, then along a tree inside the class."""
     members, home = by_class(fabric, receivers), fabric.nodes[root].offer
     feeder, arriving = {home: root}, {home: math.inf}
     parents: dict[str, str] = {}
@@ -190,7 +196,7 @@ def _by_class(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes
         ways = []
         for near in feeder:
             users = Counter(parents.values())
-            # The node that sends least to other classes; ties go to the root and a class's first receiver.
+            # The node with the fewest hops to other classes; ties go to the node that feeds its class.
             sender = min([feeder[near], *members.get(near, [])], key=lambda name: users[name])
             for far in missing:
                 rate = fabric.bytes_per_s(sender, members[far][0])
@@ -208,7 +214,8 @@ def _by_class(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes
 
 
 def _within(fabric: NodeFabric, line: Sequence[str], arriving: float, num_bytes: float) -> Senders:
-    """Senders from the first of interchangeable nodes to all others, along one tree or two with half of the chunks."""
+    """Senders from the first of interchangeable nodes to all others, along one tree, or two trees with half of the
+    chunks each."""
     transfer = num_bytes, arriving, fabric.link(line[0], line[1]), len(line)
     if two_trees_s(*transfer) < one_tree_s(*transfer):
         # An inner node of one tree is a leaf of the other: no port carries more than one version.
@@ -222,7 +229,8 @@ def _within(fabric: NodeFabric, line: Sequence[str], arriving: float, num_bytes:
 
 
 def _by_node(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes: float) -> dict[str, str]:
-    """The better tree of two starts: with ports divided among their hops so far, or undivided."""
+    """Returns the better of two trees: one built with ports divided among their hops so far, the other with undivided
+    ports."""
     trees = [_widest_first(fabric, root, receivers, divides) for divides in (True, False)]
     if len(receivers) <= MAX_IMPROVED:
         trees = [_improved(fabric, root, tree, num_bytes) for tree in trees]
@@ -230,7 +238,7 @@ def _by_node(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes:
 
 
 def _widest_first(fabric: NodeFabric, root: str, receivers: Sequence[str], divides: bool) -> dict[str, str]:
-    """Adds the receiver that can be reached at the best rate, until all are in the tree."""
+    """Builds a tree by always adding the receiver that can be reached at the highest rate."""
     parents: dict[str, str] = {}
     arriving, users = {root: math.inf}, Counter[tuple[str, bool]]()
     missing = set(receivers)
@@ -248,7 +256,7 @@ def _widest_first(fabric: NodeFabric, root: str, receivers: Sequence[str], divid
 
 
 def _improved(fabric: NodeFabric, root: str, best: dict[str, str], num_bytes: float) -> dict[str, str]:
-    """Moves subtrees while that lowers the cost."""
+    """Moves subtrees to other senders as long as that lowers the cost."""
     best_s = _cost(fabric, best, num_bytes)
     while True:
         pairs = ((name, near) for name in best for near in [root, *best] if near != best[name])
@@ -261,14 +269,14 @@ def _improved(fabric: NodeFabric, root: str, best: dict[str, str], num_bytes: fl
 
 
 def _cost(fabric: NodeFabric, parents: Mapping[str, str], num_bytes: float) -> tuple[float, float]:
-    """Time of the last receiver, then the sum of all times, which breaks ties of the first."""
+    """Arrival time of the last receiver, then the sum of all arrival times to break ties."""
     senders = {name: (sender,) for name, sender in parents.items()}
     seconds = arrival_s(fabric, senders, num_bytes).values()
     return round(max(seconds), 9), round(sum(seconds), 9)
 
 
 def _way(parents: Mapping[str, str], name: str) -> list[str]:
-    """Path from a node up to the root."""
+    """Names on the path from a node up to the root, both included."""
     way = [name]
     while way[-1] in parents:
         way.append(parents[way[-1]])

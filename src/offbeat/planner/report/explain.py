@@ -1,4 +1,4 @@
-"""Limits of a plan and what relaxing each would gain, by solving again with one constraint relaxed."""
+"""Limits of a plan, and the gain from relaxing each limit, found by solving again with one constraint relaxed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from offbeat.planner.solve.search import Result, cheapest, fastest
 
 MORE_BUDGET = 0.1
 BARELY = 1e-3
-"""A smaller gain is not reported: it is within the search's gap."""
+"""Least gain that is reported; a smaller one is within the search's gap."""
 
 
 @dataclass(frozen=True)
 class Relaxation:
-    """One relaxed constraint."""
+    """A problem with one constraint relaxed."""
 
     name: str
-    """In words: "one more node of h20"."""
+    """Name of the change in words, such as "one more node of h20"."""
     problem: PlanningProblem
     budget: float | None
 
@@ -29,7 +29,7 @@ class Relaxation:
 class Gain:
     name: str
     gain: float
-    """Share of the plan's tokens per second that are gained, or of its price that is saved; 0.12 is 12 %."""
+    """Gain in tokens per second relative to the plan, or saving relative to its price; 0.12 is 12 %."""
     text: str
 
     @property
@@ -38,7 +38,7 @@ class Gain:
 
 
 def relaxations(problem: PlanningProblem, budget: float | None) -> Iterator[Relaxation]:
-    """Every constraint that a user can relax, relaxed once."""
+    """Yields one relaxation for each constraint that a user can relax."""
     demand = problem.demand
     if budget is not None:
         yield Relaxation(f"budget {MORE_BUDGET:+.0%}", problem, budget * (1 + MORE_BUDGET))
@@ -59,7 +59,8 @@ def _demanding(problem: PlanningProblem, **demand: Any) -> PlanningProblem:
 
 
 def without_cap(problem: PlanningProblem) -> PlanningProblem:
-    """The problem with room in flight for all trajectories that the machines hold: a negative queue raises the cap."""
+    """The problem without its in-flight cap. A negative queue raises the cap to all trajectories that the machines can
+    hold."""
     most = sum(
         offer.num_nodes * offer.per_node * max((c.concurrency for c in problem.rollout if c.offer == name), default=0)
         for name, offer in problem.offers.items()
@@ -70,7 +71,7 @@ def without_cap(problem: PlanningProblem) -> PlanningProblem:
 def explain(
     problem: PlanningProblem, result: Result, budget: float | None = None, relaxed: Iterable[Relaxation] | None = None
 ) -> list[Gain]:
-    """Gain of the fastest plan by each relaxation, the largest first."""
+    """Gain in tokens/s from each of `relaxed` (None: all relaxations) over the plan of `result`, the largest first."""
     gains = []
     for each in relaxations(problem, budget) if relaxed is None else relaxed:
         other = fastest(each.problem, each.budget)
@@ -82,7 +83,7 @@ def explain(
 
 
 def savings(throughput: float, price_per_h: float, relaxed: Iterable[Relaxation]) -> list[Gain]:
-    """Saving of the cheapest plan at a throughput by each relaxation, the largest first."""
+    """Saving from each relaxation over a plan of `price_per_h` at the same throughput, the largest first."""
     found = []
     for each in relaxed:
         other = cheapest(each.problem, throughput)
@@ -95,7 +96,7 @@ def savings(throughput: float, price_per_h: float, relaxed: Iterable[Relaxation]
 def infeasible_because(
     problem: PlanningProblem, budget: float | None = None, throughput: float | None = None
 ) -> list[str]:
-    """Why there is no plan: a line for each single change that would allow one."""
+    """Explains why there is no plan: one line for each single change that would allow one; empty if there is a plan."""
     if not problem.gangs:
         return ["hardware: no gang can train this model on these nodes; offer more nodes or more memory"]
     if not problem.rollout:
@@ -121,7 +122,7 @@ def infeasible_because(
 
 
 def _least_price(problem: PlanningProblem) -> Result:
-    """Cheapest plan at any period, by a period at which one replica suffices."""
+    """Cheapest plan with no limit on the period, found at a period so long that one replica suffices."""
     quick = fastest(problem)
     if quick.solution is None:
         return quick
@@ -145,9 +146,9 @@ def _single_changes(problem: PlanningProblem) -> Iterator[Relaxation]:
 
 
 TIGHT = 0.995
-"""Use of a constraint at which it counts as binding."""
+"""A constraint counts as binding if at least this share of its limit is used."""
 CROWDED = 0.9
-"""The same for the in-flight cap, which whole replicas rarely fill."""
+"""The in-flight cap counts as binding if at least this share is used, because whole replicas rarely fill it."""
 
 
 def price_per_million(price_per_h: float, tokens_per_s: float) -> float:
@@ -164,7 +165,8 @@ def gang_price_per_h(problem: PlanningProblem, gang: Gang) -> float:
 
 
 def why_generates(problem: PlanningProblem, offer: str) -> str:
-    """The class's lowest price of a token beside those of the others; rates if everything is free."""
+    """Lowest price of a generated token on this class, beside those of other classes; token rates if everything is
+    free."""
     prices: dict[str, float] = {}
     rates: dict[str, float] = {}
     for column in problem.rollout:
@@ -178,7 +180,8 @@ def why_generates(problem: PlanningProblem, offer: str) -> str:
 
 
 def why_trains(problem: PlanningProblem, gang: Gang) -> str:
-    """Price of a trained token on this gang beside the cheapest gang of each class; seconds if everything is free."""
+    """Price of a trained token on this gang, beside the cheapest gang of each class; seconds per step if everything is
+    free."""
     cost: dict[str, float] = {}
     seconds: dict[str, float] = {}
     for other in problem.gangs:
@@ -203,7 +206,7 @@ def _beside(unit: str, figures: Mapping[str, str], own: str) -> str:
 def limit(
     problem: PlanningProblem, solution: Solution, price_per_h: float, budget: float | None, throughput: float | None
 ) -> str:
-    """The constraint that limits a plan, as a clause."""
+    """Names the constraint that limits a plan, as a clause."""
     demand = problem.demand
     gang = problem.gang(solution)
     columns = {column.name: column for column in problem.rollout}

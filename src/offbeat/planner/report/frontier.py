@@ -1,5 +1,7 @@
-"""Price against throughput, as an HTML page: the best plans of an inventory, those of each class alone for the same
-price, and the split that AReaL-Hex evidently ran.
+"""Price against throughput as an HTML page.
+
+It compares the best plans of an inventory, the plans of each class alone for the same price, and the split by class
+that AReaL-Hex evidently ran.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from offbeat.planner.solve.search import fastest, frontier
 
 NUM_POINTS = 12
 COPIES = 5.0
-"""Copies of the weights over the link between training and rollout: AReaL-Hex's published update times are 4.2, 5.7 and
-5.7 of them."""
+"""Number of copies of the weights that cross the link between training and rollout. AReaL-Hex's published update times
+equal 4.2, 5.7 and 5.7 copies."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Point:
 
 
 def mixed(inventory: Inventory, workload: Workload, constants: Constants | None = None) -> list[Point]:
-    """Frontier of all classes together, the fastest first."""
+    """Frontier of all classes together, the fastest plan first."""
     results = frontier(problem_of(inventory, workload, constants), NUM_POINTS)
     return [Point(result.price_per_h, result.tokens_per_s) for result in results]
 
@@ -40,8 +42,8 @@ def mixed(inventory: Inventory, workload: Workload, constants: Constants | None 
 def homogeneous(
     inventory: Inventory, workload: Workload, constants: Constants | None = None
 ) -> Mapping[str, list[Point]]:
-    """Frontier of each class alone, with as many nodes as the price of the inventory buys; empty if the model does not
-    fit."""
+    """Frontier of each class alone, with as many nodes as the price of the inventory buys; an empty list if the model
+    does not fit."""
     money = sum(machines.node_price_per_h * machines.num_nodes for machines in inventory.classes.values())
     found: dict[str, list[Point]] = {}
     for name in inventory.classes:
@@ -53,8 +55,8 @@ def homogeneous(
 
 
 def alone(inventory: Inventory, name: str, money_per_h: float) -> Inventory:
-    """One class of an inventory with as many nodes as the money buys; unchanged if it is free or has no link between
-    its nodes."""
+    """Inventory of the class `name` alone, with as many nodes as the money buys. The number of nodes stays the same if
+    the class is free or has no link between its nodes."""
     machines = inventory.classes[name]
     link = inventory.links.get(frozenset((name,)))
     if machines.node_price_per_h and link is not None:
@@ -64,9 +66,10 @@ def alone(inventory: Inventory, name: str, money_per_h: float) -> Inventory:
 
 
 def split_by_class(inventory: Inventory, workload: Workload, constants: Constants | None = None) -> Point | None:
-    """The plan that AReaL-Hex (arXiv 2511.00796) evidently ran: the class with the most FLOPS per accelerator trains,
-    all others generate, every machine is rented, and several copies of the weights cross the link while generation
-    waits. Shapes and concurrency are the best of our columns. None if there is no such plan."""
+    """The plan that AReaL-Hex (arXiv 2511.00796) evidently ran; None if there is no such plan.
+
+    The class with the most FLOPS per accelerator trains, all others generate, every machine is rented, and several
+    copies of the weights cross the link while generation waits. Shapes and concurrency are the best of our columns."""
     trainer = max(inventory.classes, key=lambda name: inventory.classes[name].accelerator.flops)
     problem = problem_of(inventory, workload, constants)
     narrowed = dataclasses.replace(
@@ -88,7 +91,7 @@ def split_by_class(inventory: Inventory, workload: Workload, constants: Constant
 
 
 def _waiting(column: RolloutColumn, seconds: float) -> RolloutColumn:
-    """The column with `seconds` more blocking per version."""
+    """Copy of a column with `seconds` more blocking at each version."""
     return dataclasses.replace(column, blocking_s={root: lost + seconds for root, lost in column.blocking_s.items()})
 
 
@@ -113,8 +116,8 @@ STYLE = (
 def frontier_page(
     title: str, points: Sequence[Point], fleets: Mapping[str, Sequence[Point]], split: Point | None = None
 ) -> str:
-    """HTML page without scripts or external files: the frontier, `fleets` and the split by class; fleets without a plan
-    are listed."""
+    """HTML page without scripts or external files. It shows the frontier `points`, the frontiers of single classes
+    (`fleets`) and the split by class, and lists fleets without a plan."""
     lines = _lines(points, fleets, split)
     without = [name for name, (fleet, _) in lines.items() if not fleet]
     missing = f"<p>No plan: {html.escape(', '.join(without))}.</p>" if without else ""
@@ -129,7 +132,7 @@ def frontier_page(
 
 
 def ticks(top: float) -> list[float]:
-    """Round steps from 0 to the first that is not below `top`."""
+    """Round numbers at even steps, from 0 to the first that is not below `top`."""
     if top <= 0:
         return [0.0, 1.0]
     rough = top / NUM_TICKS
@@ -141,7 +144,7 @@ def ticks(top: float) -> list[float]:
 def figure(
     title: str, points: Sequence[Point], fleets: Mapping[str, Sequence[Point]], split: Point | None = None
 ) -> str:
-    """The plot as SVG."""
+    """The plot of price against throughput, as SVG."""
     lines = _lines(points, fleets, split)
     every = [point for points, _ in lines.values() for point in points]
     prices = ticks(max((point.price_per_h for point in every), default=0.0))
@@ -167,7 +170,7 @@ def figure(
     parts.append(f'<text x="{middle_x}" y="{HEIGHT - 12}" text-anchor="middle">price of what is rented, $/h</text>')
     turned = f'transform="rotate(-90 20 {middle_y})"'
     parts.append(f'<text x="20" y="{middle_y}" text-anchor="middle" {turned}>tokens/s, generated and trained</text>')
-    for i, (name, (line, colour)) in reversed(list(enumerate(lines.items()))):  # the best mix on top
+    for i, (name, (line, colour)) in reversed(list(enumerate(lines.items()))):  # the best mix is drawn last, on top
         is_split = name == SPLIT
         parts.append(_path([place(point) for point in line], colour))
         for point in line:
@@ -192,7 +195,7 @@ def _lines(
 
 
 def _path(places: Sequence[tuple[float, float]], colour: str) -> str:
-    """A step line: a price buys at least the next cheaper plan."""
+    """Step line through the points: a price buys at least the next cheaper plan."""
     (x, y), *rest = sorted(places) or [(0.0, 0.0)]
     steps = "".join(f"H{x}V{y}" for x, y in rest)
     return f'<path d="M{x} {y}{steps}" fill="none" stroke="{colour}" stroke-width="2"/>' if rest else ""

@@ -1,4 +1,4 @@
-"""A plan as text: a sentence, a table, the gains of relaxations, and facts about its quality."""
+"""A plan as text: a sentence, a table, the gains from relaxed limits, and facts about its quality."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDTH = 100
 
 
 def format_plan(plan: Plan, gains: Sequence[str] = (), *, in_full: bool = False, width: int = WIDTH) -> str:
-    """The whole text; `gains` are the lines of `what_would_help`, `in_full` adds assumptions and places."""
+    """The whole text of a plan. `gains` are the lines of `what_would_help`; `in_full` adds assumptions and places."""
     parts = [sentence(plan), _table(plan, width)]
     if gains:
         parts.append("\n".join(["What would it bring:", *(f"  {line}" for line in gains)]))
@@ -45,7 +45,7 @@ def format_plan(plan: Plan, gains: Sequence[str] = (), *, in_full: bool = False,
 
 
 def sentence(plan: Plan) -> str:
-    """What to rent, its yield, and its limit."""
+    """One sentence: the nodes to rent, their throughput, and the limit of the plan."""
     nodes = [f"{num} {'node' if num == 1 else 'nodes'} of {name}" for name, num in plan.rent.items()]
     step = plan.step
     cost = f"for {step.price_per_h:,.2f} $/h" if step.price_per_h else "that cost nothing"
@@ -84,7 +84,7 @@ def _price(price: float) -> str:
 
 
 def _net(plan: Plan, pool: Pool) -> str:
-    """Tokens per second of the whole pool, updates included."""
+    """Tokens per second of the whole pool, after deducting the time lost to weight updates."""
     busy = max(plan.step.tau_s - pool.blocking_s, 0.0) / plan.step.tau_s
     return f"{pool.num_replicas * pool.tokens_per_s * busy:,.0f}"
 
@@ -121,7 +121,7 @@ def _facts(plan: Plan) -> list[str]:
 
 
 def _placement(plan: Plan) -> str:
-    """Cost of the placement, if any; step and gap include it."""
+    """Sentence about the time that the placement costs, which step and gap include; empty if it costs none."""
     there, costs = plan.placement, []
     if plan.training.step_s > there.assumed_step_s:
         costs.append(f"training takes {plan.training.step_s:,.4g} s instead of {there.assumed_step_s:,.4g} s")
@@ -150,13 +150,14 @@ def what_would_help(
     *,
     nodes_alone: bool = False,
 ) -> list[str]:
-    """A line for each relaxation, the most helpful first; `nodes_alone`: only further nodes, with larger gangs too."""
+    """Returns a line for each relaxed limit, the most helpful first. With `nodes_alone`, only further nodes are tried.
+    Further nodes may form larger gangs."""
     known: Known = {}
     problem = _as_placed(problem_of(inventory, workload, constants, known=known), plan)
     relaxed = [*_more_nodes(inventory, workload, plan, constants, known)]
     if not nodes_alone:
         for each in relaxations(problem, plan.budget):
-            if each.problem.demand.bound and not workload.bound:  # columns of bound 0 do not apply to a bound
+            if each.problem.demand.bound and not workload.bound:  # columns for bound 0 are wrong for a higher bound
                 bounded = dataclasses.replace(workload, bound=each.problem.demand.bound)
                 each = dataclasses.replace(each, problem=problem_of(inventory, bounded, constants))
             if not each.name.startswith(NODE):
@@ -177,14 +178,15 @@ def _more_nodes(
     for name in inventory.classes:
         try:
             grown = changed(inventory, add={name: 1})
-        except UserError:  # a single node without a link to a second
+        except UserError:  # a class of one node has no link to a second node
             continue
         problem = _as_placed(problem_of(grown, workload, constants, known=known), plan)
         yield Relaxation(f"{NODE}{name}", problem, plan.budget)
 
 
 def _as_placed(problem: PlanningProblem, plan: Plan) -> PlanningProblem:
-    """The problem with the plan's own placement, whose cost would otherwise be reported as a gain."""
+    """The problem with the step and lags of the plan's own placement; otherwise the cost of the placement would be
+    reported as a gain."""
     for gang in problem.gangs:
         if gang.name == plan.solution.gang:
             return slowed(problem, gang, plan.training.step_s, plan.placement.lags_s)

@@ -1,1 +1,1 @@
-"""The solver: from a planning problem to counts with a proof of optimality, and a checker without a solver."""
+"""The solver: from a planning problem to a solution with a proof of optimality, and a checker that needs no solver."""

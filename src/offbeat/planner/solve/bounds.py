@@ -1,12 +1,14 @@
 """Lower bounds on every plan by weak duality, for all gangs at once.
 
-Multipliers price demand (nu per token), the in-flight cap (lam per trajectory) and money (mu per millionth of a $/h). A
-node of a class is then worth at most its accelerators times the best (nu r - lam b) / u, less mu times its price, and a
-plan with gang s and price at most P exists only if
+Multipliers put a price on demand (nu per token), on the in-flight cap (lam per trajectory) and on money (mu per
+millionth of a $/h). A replica is then worth nu * its tokens - lam * its trajectories in flight. A node is worth at most
+its accelerators times the best worth per accelerator of any column, less mu * its price. A plan with a given gang and a
+price of at most P exists only if
 
-    nu G <= lam F + mu (P - price of s) + sum over classes of free nodes * max(0, worth).
+    nu * demand <= lam * in-flight cap + mu * (P - price of gang and reward pool)
+                   + sum over classes of free nodes * max(0, worth of a node).
 
-This holds for any three multipliers, so a solver may guess them and plain arithmetic can check the proof.
+This holds for all multipliers of 0 or more, so a solver may guess them and plain arithmetic can check the proof.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from scipy.optimize import linprog
 from offbeat.planner.solve.view import Floats, Ints, View
 
 MARGIN = 1e-9
-"""Relative rounding error of floats; a smaller excess proves nothing."""
+"""Relative rounding error of floats; an excess below it proves nothing."""
 BISECTIONS = 26
 LIKELY = 4
-"""Most columns of a class in a good plan: the best one, and others that fill the rest."""
+"""Number of columns per class that `likely` returns: a good plan uses the best one, and a few others to fill the
+rest."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Multipliers:
 
 
 def worth(view: View, tau_s: float | Floats, prices: Multipliers, gangs: Ints) -> Floats:
-    """Gangs x K: most that a node of each class yields, before its price."""
+    """Array of gangs x classes: the most that a node of each class is worth at these prices, before its own price is
+    deducted."""
     value = (prices.nu * view.tokens(tau_s, gangs) - prices.lam * view.concurrency) / view.accelerators
     starts = np.searchsorted(view.group, np.arange(len(view.per_node)))
     best = np.zeros((len(gangs), len(view.per_node)))
@@ -43,7 +47,8 @@ def worth(view: View, tau_s: float | Floats, prices: Multipliers, gangs: Ints) -
 
 
 def excess(view: View, tau_s: float | Floats, prices: Multipliers, budget: int | None, gangs: Ints) -> Floats:
-    """By gang: positive if these prices prove that there is no plan."""
+    """One number per gang; a positive one proves that the gang has no plan at the period `tau_s` for at most
+    `budget`."""
     nodes = worth(view, tau_s, prices, gangs)
     supply = (view.free_nodes[gangs] * np.maximum(nodes - prices.mu * view.node_price, 0.0)).sum(axis=1)
     money: Floats = np.zeros(len(gangs))
@@ -51,13 +56,14 @@ def excess(view: View, tau_s: float | Floats, prices: Multipliers, budget: int |
         assert budget is not None, "money has a price and no limit"
         money = np.asarray(prices.mu * (budget - view.fixed_price - view.gang_price[gangs]), dtype=float)
     demand = prices.nu * view.demand_tokens
-    # The margin grows with the terms: large ones that cancel leave large errors.
+    # The margin grows with the terms, because large terms that cancel leave large rounding errors.
     size = demand + prices.lam * view.in_flight_cap + np.abs(money) + supply
     return demand - prices.lam * view.in_flight_cap - money - supply - MARGIN * size
 
 
 def likely(view: View, tau_s: float, prices: Multipliers, gang: int) -> Ints:
-    """The few columns of each class whose accelerators yield most at these prices; a guess, not a proof."""
+    """Indices of the few columns of each class whose accelerators are worth most at these prices; a guess, not a
+    proof."""
     tokens = view.tokens(tau_s, np.array([gang]))[0]
     value = np.where(tokens > 0, (prices.nu * tokens - prices.lam * view.concurrency) / view.accelerators, -np.inf)
     order = np.lexsort((-value, view.group))
@@ -68,8 +74,8 @@ def likely(view: View, tau_s: float, prices: Multipliers, gang: int) -> Ints:
 def shortest_periods(
     view: View, prices: Multipliers, budget: int | None, gangs: Ints, low_s: Floats, high_s: float
 ) -> Floats:
-    """By gang: a period below `high_s` up to which these prices prove that there is no plan; `low_s` without a proof.
-    The worth of a node grows with the period, so the proof holds for every shorter one."""
+    """For each gang a period below `high_s` up to which these prices prove that it has no plan; `low_s` if they prove
+    nothing. The worth of a node grows with the period, so a proof holds for every shorter period too."""
     lasting = excess(view, low_s, prices, budget, gangs) > 0
     low, mine = low_s.copy(), gangs[lasting]
     if not len(mine):
@@ -84,7 +90,8 @@ def shortest_periods(
 
 
 def least_prices(view: View, tau_s: float, prices: Multipliers, gangs: Ints) -> Floats:
-    """By gang: lower bound on the price of a plan at this period; infinite if the prices prove that there is none."""
+    """Lower bound on the price of each gang's plans at this period; infinite if the dual prices prove that there is
+    none."""
     nodes = worth(view, tau_s, prices, gangs)
     if not prices.mu:
         return np.where(excess(view, tau_s, prices, None, gangs) > 0, np.inf, 0.0)
@@ -94,7 +101,7 @@ def least_prices(view: View, tau_s: float, prices: Multipliers, gangs: Ints) -> 
 
 
 def most_tokens(view: View, tau_s: float, gang: int, budget: int | None) -> tuple[float, Multipliers]:
-    """Linear relaxation: most tokens per period with this gang, and the prices that prove it."""
+    """Linear relaxation: the most tokens per period with this gang, and the dual prices that prove it."""
     rows, room, cost, unit = _relaxation(view, tau_s, gang)
     if budget is not None:
         scale, money = _money(view)
@@ -109,7 +116,8 @@ def most_tokens(view: View, tau_s: float, gang: int, budget: int | None) -> tupl
 
 
 def least_price(view: View, tau_s: float, gang: int) -> Multipliers | None:
-    """Prices of the linear relaxation that bounds the price of this gang's plans; None if it is infeasible."""
+    """Dual prices of the linear relaxation that bounds the price of this gang's plans; None if the relaxation is
+    infeasible."""
     rows, room, cost, unit = _relaxation(view, tau_s, gang)
     scale, price = _money(view)
     rows, room = np.vstack([rows, -cost]), np.append(room, -view.demand_tokens / unit)
@@ -121,7 +129,8 @@ def least_price(view: View, tau_s: float, gang: int) -> Multipliers | None:
 
 
 def least_in_flight(view: View, tau_s: float, gang: int, budget: int) -> tuple[float, Multipliers] | None:
-    """Linear relaxation: fewest trajectories in flight with this gang, and the prices that prove it."""
+    """Linear relaxation: the fewest trajectories in flight with this gang, and the dual prices that prove it; None if
+    it is infeasible."""
     rows, room, cost, unit = _relaxation(view, tau_s, gang)
     (scale, money), widest = _money(view), float(view.concurrency.max())
     left = (budget - view.fixed_price - view.gang_price[gang]) / scale
@@ -135,7 +144,8 @@ def least_in_flight(view: View, tau_s: float, gang: int, budget: int) -> tuple[f
 
 
 def _relaxation(view: View, tau_s: float, gang: int) -> tuple[Floats, Floats, Floats, float]:
-    """Rows (in-flight cap, then hardware by class), their right-hand sides, tokens by column and their unit."""
+    """Linear relaxation of one gang: constraint rows (in-flight cap, then accelerators of each class), their right-hand
+    sides, the tokens of each variable, and the unit of these tokens."""
     num_y, num_n = len(view.columns), len(view.per_node)
     tokens = view.tokens(tau_s, np.array([gang]))[0]
     unit = float(max(tokens.max(initial=0.0), 1e-300))
@@ -147,7 +157,8 @@ def _relaxation(view: View, tau_s: float, gang: int) -> tuple[Floats, Floats, Fl
 
 
 def _money(view: View) -> tuple[float, Floats]:
-    """The price of the dearest node, and the prices of columns and nodes in that unit."""
+    """Price of the most expensive node, and the prices of all variables (columns, then nodes) in units of that
+    price."""
     scale = float(max(view.node_price.max(), 1))
     return scale, np.concatenate([np.zeros(len(view.columns)), view.node_price / scale])
 

@@ -1,7 +1,8 @@
 """The proof of a plan: no plan has a shorter period, or a lower price.
 
-For every gang that is fast enough, one of its dual prices (see `bounds`) shows by plain arithmetic that no plan exists.
-Gangs that no prices close, because nodes and replicas are whole, are listed under `by_solver`.
+For every gang with a short enough period, the certificate holds dual prices (see `bounds`) that show by plain
+arithmetic that no plan exists. Gangs that no dual prices rule out, because nodes and replicas are whole, are listed in
+`by_solver`.
 """
 
 from __future__ import annotations
@@ -21,34 +22,37 @@ from offbeat.planner.solve.view import MICRO, View
 
 @dataclass(frozen=True)
 class Certificate:
-    """No plan has a period of `tau_lo_s` or less and a price of `price_cap` or less."""
+    """States that no plan has both a period of at most `tau_lo_s` and a price of at most `price_cap`."""
 
     tau_lo_s: float
     price_cap: int | None
-    """Millionths of $/h, all included; None: at any price."""
+    """Millionths of $/h, including the reward pool; None: any price."""
     gap: float
-    """Relative gap between bound and plan: of the period, or of the price if a throughput was asked for."""
+    """Relative gap between plan and bound: of the price if the user asked for a throughput, otherwise of the period."""
     prices: tuple[Multipliers, ...]
     by_solver: tuple[str, ...]
-    """Gangs ruled out only by the solver."""
+    """Names of gangs that only the solver ruled out."""
     columns_sha256: str
     solver: str
     cost_model: str = "unstated"
     held_out_error: float | None = None
-    """Error of the cost model on measurements that it was not fitted to, which the gap does not include."""
+    """Relative error of the cost model on measurements that it was not fitted to; the gap does not include it. None:
+    unknown."""
 
 
 OLD = {"spare_replicas": 0}
-"""A removed field of problems, which stays in their hash so that older plans can be verified."""
+"""Removed fields of problems with their last values; they stay in the hash so that older plans can be verified."""
 
 
 def digest(problem: PlanningProblem) -> str:
-    """Hash of the whole problem, whatever the order of its keys; `vars` makes no copies, unlike `asdict`."""
+    """Hash of the whole problem, independent of the order of its keys. Uses `vars`, which makes no copies, unlike
+    `asdict`."""
     return hashlib.sha256(json.dumps({**vars(problem), **OLD}, default=vars, sort_keys=True).encode()).hexdigest()
 
 
 def certify(view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap: int | None, gap: float) -> Certificate:
-    """Keeps the prices that rule out some gang, and lists the gangs that none rules out."""
+    """Builds a certificate with the dual prices of `pool` that rule out some gang, and the gangs that no prices rule
+    out."""
     open_gangs = np.flatnonzero(view.period <= tau_lo_s)
     kept = []
     for prices in reversed(pool):  # the last ones are the tightest
@@ -67,7 +71,7 @@ def certify(view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap:
 
 
 def distance(certificate: Certificate, tau_s: float, price_per_h: float, *, is_for_price: bool) -> float:
-    """Relative distance of a plan from its bound: by period, or by price if a throughput was asked for."""
+    """Relative distance of a plan from its bound: by price if `is_for_price`, otherwise by period."""
     if not is_for_price:
         return max(tau_s / certificate.tau_lo_s - 1, 0.0)
     least = 0 if certificate.price_cap is None else certificate.price_cap + 1

@@ -1,7 +1,8 @@
 """Checks a plan and its certificate without a solver, in exact arithmetic.
 
-It shares no code with the program or its bounds: numbers are fractions, counts integers, money whole millionths of a
-dollar. A certificate is checked as far as its prices prove it; gangs that only the solver ruled out must be listed.
+The checker shares no code with the program or its bounds: numbers are fractions, counts are integers, and money is in
+whole millionths of a dollar. A certificate is checked as far as its dual prices prove it; gangs that only the solver
+ruled out must be listed.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Soluti
 from offbeat.planner.solve.certificate import OLD, Certificate
 
 Used = list[tuple[RolloutColumn, int]]
-"""Columns of a plan with their number of replicas."""
+"""Columns of a plan, each with its number of replicas."""
 
 
 def check(
     problem: PlanningProblem, solution: Solution, certificate: Certificate | None = None, budget: float | None = None
 ) -> list[str]:
-    """Violated constraints, a line each; empty if all hold."""
+    """Returns one line per violated constraint; an empty list if all hold."""
     columns = {column.name: column for column in problem.rollout}
     gangs = {gang.name: gang for gang in problem.gangs}
     unknown = [
@@ -70,7 +71,7 @@ def _lost_s(problem: PlanningProblem, gang: Gang, column: RolloutColumn) -> Frac
 
 
 def _lag(problem: PlanningProblem, gang: Gang, column: RolloutColumn, classes: Iterable[str] = ()) -> Fraction:
-    """Lag of a version to the column's class, directly or relayed by one of `classes`, and of the reward."""
+    """Lag of a version to the column's class, directly or relayed by one of `classes`, plus the time of the reward."""
     ways_s = [column.lag_s.get(gang.root, 0.0)]
     if problem.demand.bound:
         over_s = column.lag_over_s.get(gang.root, {})
@@ -108,7 +109,7 @@ def _hardware_rows(problem: PlanningProblem, gang: Gang, solution: Solution, use
 
 
 def _memory_rows(gang: Gang, used: Used) -> list[str]:
-    """Cards that train and generate by turns must hold the gang's state."""
+    """Checks that cards which take turns have room for the gang's state."""
     return [
         f"memory: {column.name} leaves {column.room_bytes / 1e9:g} GB a card, the gang keeps {kept / 1e9:g} GB there"
         for column, _ in used
@@ -117,7 +118,8 @@ def _memory_rows(gang: Gang, used: Used) -> list[str]:
 
 
 def _fits(sizes: list[int], room: list[int]) -> bool:
-    """First fit, largest first; sizes that divide one another leave no gaps."""
+    """Whether replicas of `sizes`, largest first, fit into nodes with `room` free cards. First fit leaves no gaps if
+    the sizes divide one another."""
     node = 0
     for size in sizes:
         while node < len(room) and room[node] < size:
@@ -180,7 +182,7 @@ def _certificate_rows(problem: PlanningProblem, solution: Solution, certificate:
 
 
 def unproven(problem: PlanningProblem, certificate: Certificate) -> set[str]:
-    """Gangs that the certificate's prices do not rule out, by arithmetic alone."""
+    """Names of the gangs that the certificate's dual prices do not rule out by arithmetic alone."""
     tau = Fraction(certificate.tau_lo_s)
     reward_rate = problem.demand.reward_rate
     if reward_rate is not None and problem.demand.trajectories > Fraction(reward_rate) * tau:
@@ -194,7 +196,7 @@ def unproven(problem: PlanningProblem, certificate: Certificate) -> set[str]:
     for prices in certificate.prices:
         nu, lam, mu = Fraction(prices.nu), Fraction(prices.lam), Fraction(prices.mu)
         if min(nu, lam, mu) < 0 or (mu and certificate.price_cap is None):
-            continue  # such prices prove nothing
+            continue  # negative prices, or a price of money without a price cap, prove nothing
         ladders: dict[object, _Ladders] = {}
         for gang in list(open_gangs):
             key = gang.root if problem.demand.bound else (gang.root, gang.period_s, *sorted(gang.kept_bytes.items()))
@@ -208,15 +210,16 @@ def unproven(problem: PlanningProblem, certificate: Certificate) -> set[str]:
 
 
 _Place = tuple[str, bool]
-"""An offer, and whether its nodes train (home) or are rented for rollout."""
+"""An offer, and True for nodes that train (home) or False for nodes rented for rollout."""
 _Worths = dict[_Place, Fraction]
 _Ladders = dict[_Place, tuple[list[Fraction], list[Fraction]]]
-"""By place: ascending times to finish the tail, and the most an accelerator is worth in columns that take no longer."""
+"""For each place: ascending times to finish the tail, and the most that an accelerator is worth in columns that take no
+longer than each of these times."""
 
 
 def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, lam: Fraction) -> _Ladders:
-    """Worths at these prices of tokens and trajectories in flight. With a bound they are the same for all gangs of a
-    root; with bound 0 they are for this gang and the columns that are in time beside it."""
+    """Worths at the prices `nu` of tokens and `lam` of trajectories in flight. With a bound above 0 they are the same
+    for all gangs with one root; with bound 0 they are for this gang and the columns that are in time with it."""
     values: dict[_Place, list[tuple[Fraction, Fraction]]] = {}
     for column in problem.rollout:
         needed = Fraction(0)
@@ -235,7 +238,7 @@ def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, 
 
 
 def _worths(problem: PlanningProblem, gang: Gang, tau: Fraction, ladders: _Ladders) -> _Worths:
-    """Most that an accelerator is worth in columns that are in time beside this gang."""
+    """Most that an accelerator of each place is worth in columns that are in time with this gang."""
     demand = problem.demand
     left = (demand.bound + 1 - Fraction(demand.age_guard)) * tau - Fraction(gang.period_s)
     best = {(name, is_home): Fraction(0) for name in problem.offers for is_home in (False, True)}
@@ -249,7 +252,7 @@ def _worths(problem: PlanningProblem, gang: Gang, tau: Fraction, ladders: _Ladde
 def _supply(
     problem: PlanningProblem, gang: Gang, price_cap: int | None, worths: _Worths, lam: Fraction, mu: Fraction
 ) -> Fraction:
-    """Most that a plan with this gang is worth; less than its demand for tokens rules the gang out."""
+    """Most that a plan with this gang can be worth. If the tokens demanded are worth more, the gang is ruled out."""
     demand = problem.demand
     cap = demand.bound * demand.trajectories - Fraction(demand.queue) if demand.bound else Fraction(demand.trajectories)
     supply = lam * cap

@@ -1,8 +1,9 @@
-"""The integer program at a fixed period: whether there is a plan, and the best one.
+"""The integer program at a fixed period: finds the best plan, or proves that there is none.
 
-Variables are z (which gang), y (replicas of a column; once per set of rates, if these depend on the gang) and n (nodes
-rented for rollout). Rows are scaled so that the solver's tolerance is a small part of a replica. An answer is feasible
-only if `holds` confirms it in exact arithmetic, and running out of time is `UNKNOWN`, never `INFEASIBLE`.
+Variables are z (1 for the chosen gang), y (replicas of each column) and n (nodes rented for rollout). If the rates of
+columns depend on the gang, each set of rates has its own y. Rows are scaled so that the solver's tolerance is a small
+part of a replica. An answer counts as feasible only if `holds` confirms it in exact arithmetic. Running out of time is
+`UNKNOWN`, never `INFEASIBLE`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from offbeat.planner.solve.view import ColumnCounts, Floats, Ints, View
 
 
 def holds(view: View, counts: ColumnCounts, tau_s: float, budget: int | None = None) -> bool:
-    """Whether counts satisfy every row, in exact arithmetic."""
+    """Whether a plan satisfies every constraint at the period `tau_s`, in exact arithmetic."""
     demand, gang = view.problem.demand, view.gangs[counts.gang]
     tau = Fraction(tau_s)
     used = [j for j, count in enumerate(counts.replicas) if count]
@@ -89,14 +90,15 @@ def quiet_stdout() -> Iterator[None]:
         yield
     finally:
         if os.name == "posix":
-            ctypes.CDLL(None).fflush(None)  # else the library's buffer would be written later
+            ctypes.CDLL(None).fflush(None)  # otherwise the C library would write its buffer later
         os.dup2(kept, STDOUT)
         os.close(kept)
         os.close(nowhere)
 
 
 TIGHTER = 1e-6
-"""Part of a replica by which demand is raised for a second try, if an answer meets it only within the tolerance."""
+"""Part of a replica by which demand is raised for a second try, if an answer meets demand only within the solver's
+tolerance."""
 
 
 class Aim(StrEnum):
@@ -111,7 +113,7 @@ class Aim(StrEnum):
 class Status(StrEnum):
     FEASIBLE = "feasible"
     INFEASIBLE = "infeasible"
-    """Proven by the solver."""
+    """The solver proved that there is no plan."""
     UNKNOWN = "unknown"
     """Time ran out, or an answer held only within the solver's tolerance."""
 
@@ -121,12 +123,13 @@ class SolverOutcome:
     status: Status
     counts: ColumnCounts | None = None
     bound: float | None = None
-    """The solver's bound on every plan, in the aim's unit ($/h, tokens, trajectories)."""
+    """The solver's bound on every plan, in the unit of the aim: millionths of $/h, tokens or trajectories."""
 
 
 @dataclass(frozen=True)
 class LinearProgram:
-    """minimise cost @ x, lower <= rows @ x <= upper, 0 <= x <= most, all of x integer."""
+    """Integer program: minimise cost @ x with lower <= rows @ x <= upper and 0 <= x <= most, where all of x are
+    integers."""
 
     cost: Floats
     rows: coo_array
@@ -143,7 +146,7 @@ class ProgramAnswer:
 
 
 Solver = Callable[[LinearProgram, float, float], ProgramAnswer]
-"""Solves a program to a relative gap within a number of seconds."""
+"""Solves an integer program; takes the program, a relative gap and a time limit in seconds."""
 
 
 def highs(model: LinearProgram, gap: float, within_s: float) -> ProgramAnswer:
@@ -172,8 +175,9 @@ def solve(
     solver: Solver = highs,
     among: Ints | None = None,
 ) -> SolverOutcome:
-    """Best plan with one of these gangs at this period, for at most `budget` (millionths of $/h, all included). `among`
-    restricts the answer, its status and its bound to plans of these columns, which is much faster."""
+    """Returns the best plan at this period with one of `gangs`, for at most `budget` (millionths of $/h, including the
+    reward pool). `among` restricts plans to these columns, which is much faster; status and bound then hold only for
+    such plans."""
     gangs = [s for s in gangs if view.period[s] <= tau_s]
     if not gangs or (builder := _Builder(view, tau_s, gangs, aim, budget, among)).is_empty:
         return SolverOutcome(Status.INFEASIBLE)
@@ -182,7 +186,7 @@ def solve(
         answer = solver(builder.model(margin), gap, within_s)
         bound = None if answer.bound is None else builder.unscaled(answer.bound)
         if answer.x is None:
-            # Infeasible with the raised demand proves nothing.
+            # That the raised demand is infeasible proves nothing about the true demand.
             return SolverOutcome(Status.UNKNOWN if margin else answer.status, None, outcome.bound if margin else bound)
         counts = builder.counts(answer.x)
         outcome = SolverOutcome(Status.UNKNOWN, None, bound if outcome.bound is None else outcome.bound)
@@ -192,7 +196,7 @@ def solve(
 
 
 class _Builder:
-    """Builds one program. Variables in order: z, y by set of rates, and n."""
+    """Builds one integer program. Its variables are, in this order, z, y by set of rates, and n."""
 
     def __init__(self, view: View, tau_s: float, gangs: list[int], aim: Aim, budget: int | None, among: Ints | None):
         self.view, self.gangs, self.aim, self.budget = view, np.array(gangs), aim, budget
@@ -203,17 +207,17 @@ class _Builder:
         of_set, self.rates_of = _alike(np.hstack([every, needs]))
         tokens, needs = every[of_set], needs[of_set]
         self.sets, self.columns = np.nonzero(tokens)
-        """Set of rates and column of every y."""
+        """Set of rates and column of each variable y."""
         self.tokens, self.needs = tokens[self.sets, self.columns], needs[self.sets, self.columns]
         self.num_z, self.num_y, self.num_n = len(gangs), len(self.columns), len(view.per_node)
         self.is_empty = self.num_y == 0 or view.in_flight_cap < 1
         if not self.is_empty:
             self.unit_tokens = float(self.tokens.max())
-            """Unit of demand: a replica of the most productive column."""
+            """Unit of demand: tokens of one replica of the most productive column."""
             self.unit_price = float(max(view.node_price.max(), 1))
 
     def model(self, margin: float) -> LinearProgram:
-        """`margin` raises the demand, in replicas of the most productive column."""
+        """Returns the program; `margin` raises the demand, in replicas of the most productive column."""
         view, size = self.view, self.num_z + self.num_y + self.num_n
         parts: list[tuple[Ints, Ints, Floats]] = []
         lower: list[float] = []
@@ -247,7 +251,7 @@ class _Builder:
         sizes = view.accelerators[self.columns[mine]] / per_node
         row(np.append(y[mine], n[k]), np.append(sizes, -1.0), high=0.0)
         row(np.append(z, n[k]), np.append(taken, 1.0), high=float(view.num_nodes[k]))
-        if self.rates_of.max() > 0:  # replicas at the rates of a set need a gang of that set
+        if self.rates_of.max() > 0:  # replicas with a set's rates require a gang of that set
             room = float(max(view.most_nodes[k], 1))
             for index in np.unique(self.sets[mine]):
                 here = mine & (self.sets == index)
@@ -256,7 +260,7 @@ class _Builder:
                 row(np.append(y[here], gangs), np.append(values, -np.ones(len(gangs))), high=0.0)
 
     def _relays(self, row: Callable[..., None], y: Ints) -> None:
-        """Replicas that are in time only if some class relays versions need a replica of that class."""
+        """Adds rows by which replicas that are in time only with a relay require a replica of a class that relays."""
         view = self.view
         group = view.group[self.columns]
         late = np.stack([self.sets, group, self.needs], axis=1)
@@ -302,7 +306,7 @@ class _Builder:
 
 
 def _alike(rows: Floats) -> tuple[Ints, Ints]:
-    """First row of each kind, and each row's kind."""
+    """Groups equal rows: returns the index of the first row of each group, and the group of each row."""
     found: dict[bytes, int] = {}
     kinds = [found.setdefault(row.tobytes(), len(found)) for row in rows]
     return np.unique(kinds, return_index=True)[1], np.array(kinds)

@@ -1,9 +1,9 @@
 """The search for a plan with a proof: the fastest within a budget, the cheapest at a throughput, or the frontier.
 
-Every gang has a proven lower bound on its period, or price. The most promising gang comes first: dual prices rule out
-as much as they can, for all gangs at once; then the integer program, for this gang alone, first over the few columns
-that the prices make likely, finds a plan or proves that there is none. The search ends when no gang can beat the best
-plan by more than the gap. If the program runs out of time, the gap is wider.
+Every gang has a proven lower bound on its period, or on its price. The search always takes the gang with the lowest
+bound. Dual prices first raise the bounds of all gangs at once. Then the integer program for this gang alone finds a
+plan or proves that none exists; it first tries the few columns that the dual prices make likely. The search ends when
+no gang can beat the best plan by more than the gap. If the program runs out of time, the gap is wider.
 """
 
 from __future__ import annotations
@@ -23,46 +23,51 @@ from offbeat.planner.solve.program import Aim, Solver, SolverOutcome, Status, hi
 from offbeat.planner.solve.view import MICRO, ColumnCounts, Floats, View, micros, restore, view_of
 
 TRIES = 3
-"""Programs for a gang that ran out of time, each nearer to its bound."""
+"""Largest number of integer programs for one gang if they run out of time, each at a period nearer to the gang's
+bound."""
 GUESSES = (0.5, 8.0, 64.0)
-"""Periods above a gang's bound, in gaps, at which its likely columns are tried before the whole program."""
+"""Periods at which a gang's likely columns are tried before the whole program: distances above the gang's bound, in
+multiples of the gap."""
 TIGHT = 1e-5
-"""A linear relaxation this close to its gang's bound improves nothing."""
+"""Relative tolerance of linear relaxations: one that raises a bound by less improves nothing."""
 FRESH_ENOUGH = 0.01
-"""Relative tolerance of trajectories in flight: closer mean ages make no difference."""
+"""Relative tolerance of the number of trajectories in flight; smaller differences in mean age do not matter."""
 WITHIN_S, FRESH_WITHIN_S = 5.0, 1.0
-"""Time limits of an integer program, and of one for fewer trajectories in flight, when there is a plan already."""
+"""Time limits of an integer program, and of one that only lowers the trajectories in flight of a plan already found."""
 SHARES = (1.0, 0.5, 0.25)
-"""Shares of the wanted headroom that are tried."""
+"""Shares of the wanted headroom that are tried, in this order."""
 NEARLY = 0.8
-"""Share of a headroom that counts as the whole."""
+"""A plan with this share of a headroom counts as having all of it."""
 HAIR = 1e-12
-"""Relative difference of periods that no user can ask for; lifts a bound above the period that was tried."""
+"""Relative difference between periods that is too small to matter to users; lifts a bound just above a period that was
+ruled out."""
 
 
 @dataclass
 class Search:
-    """State of one search."""
+    """State of one search for a plan."""
 
     view: View
     gap: float
     solver: Solver
     pool: list[Multipliers] = field(default_factory=list)
     last: dict[int, Multipliers] = field(default_factory=dict)
-    """Prices of each gang's latest relaxation."""
+    """Dual prices of each gang's latest linear relaxation."""
 
     def try_gang(
         self, tau_s: float, gang: int, aim: Aim, budget: int | None, guide: Multipliers | None = None
     ) -> SolverOutcome:
-        """Solves the program of one gang; with a guide, only over the columns that its prices make likely."""
-        # The program's own gap adds to that between bound and plan; for trajectories in flight nothing is proven.
+        """Solves the integer program of one gang. With `guide`, only the columns that these dual prices make likely are
+        used."""
+        # The program's gap adds to the gap between bound and plan. Nothing is proven about trajectories in flight.
         gap, within_s = (FRESH_ENOUGH, FRESH_WITHIN_S) if aim is Aim.IN_FLIGHT else (self.gap / 4, WITHIN_S)
         among = None if guide is None else bounds.likely(self.view, tau_s, guide, gang)
         return solve(self.view, tau_s, [gang], aim, budget, gap, within_s, self.solver, among)
 
 
 def far_s(view: View) -> float:
-    """A period at which one replica of any column suffices: a gang without a plan there has none at all."""
+    """A period so long that one replica of any column suffices. A gang without a plan at this period has no plan at
+    all."""
     if not len(view.gangs) or not len(view.columns):
         return 1.0
     alone = view.blocking + view.demand_tokens / view.rate
@@ -71,7 +76,8 @@ def far_s(view: View) -> float:
 
 
 def fastest_counts(search: Search, cap: int | None) -> tuple[Status, ColumnCounts | None, float, Floats]:
-    """Best plan, its period, and by gang the period up to which there is none."""
+    """Returns the status, the fastest plan for at most `cap` (millionths of $/h), its period, and for each gang a
+    period up to which it has no plan."""
     view = search.view
     every = np.arange(len(view.gangs))
     low, top = view.period.astype(float), far_s(view)
@@ -118,7 +124,8 @@ class _Found:
 
 
 def _guess(search: Search, gang: int, cap: int | None, low_s: float, below_s: float) -> _Found:
-    """Looks for a plan of this gang's likely columns, at periods close to its bound."""
+    """Looks for a plan of this gang with its likely columns only, at periods close to its bound `low_s`, at most
+    `below_s`."""
     for share in GUESSES:
         tau_s = min(low_s * (1 + share * search.gap), below_s)
         outcome = search.try_gang(tau_s, gang, Aim.TOKENS, cap, search.last[gang])
@@ -130,13 +137,13 @@ def _guess(search: Search, gang: int, cap: int | None, low_s: float, below_s: fl
 
 
 def _improve(search: Search, gang: int, cap: int | None, low_s: float, tau_s: float) -> _Found:
-    """Finds a plan of this gang at a period of `tau_s` or less, or proves that there is none."""
+    """Finds a plan of this gang at a period of at most `tau_s`, or proves that there is none."""
     for _ in range(TRIES):
         outcome = search.try_gang(tau_s, gang, Aim.TOKENS, cap)
         if outcome.counts is not None:
             return _Found(Status.FEASIBLE, low_s, outcome.counts, shortest_s(search.view, outcome.counts, tau_s))
         if outcome.status is Status.INFEASIBLE:
-            # A hair above, so that this gang is closed at this period.
+            # Just above `tau_s`, so that the gang is not tried again at this period.
             return _Found(Status.INFEASIBLE, max(low_s, tau_s * (1 + HAIR)))
         tau_s = math.sqrt(low_s * tau_s)
     return _Found(Status.UNKNOWN, low_s)
@@ -145,7 +152,8 @@ def _improve(search: Search, gang: int, cap: int | None, low_s: float, tau_s: fl
 def cheapest_counts(
     search: Search, tau_s: float, cap: int | None, best: ColumnCounts | None
 ) -> tuple[ColumnCounts | None, float]:
-    """Cheapest plan at this period, and a lower bound on the price; infinite if there is no plan."""
+    """Returns the cheapest plan at this period, and a lower bound on the price; the bound is infinite if there is no
+    plan. Prices are in millionths of $/h. `best` is a plan already known."""
     view = search.view
     fast = np.flatnonzero(view.period <= tau_s)
     least = np.full(len(view.gangs), np.inf)
@@ -188,11 +196,11 @@ def cheapest_counts(
 def roomy_counts(
     search: Search, tau_s: float, cap: int, plans: Sequence[ColumnCounts], headroom: float
 ) -> tuple[Search, ColumnCounts] | None:
-    """Cheapest plan of these plans' gangs with the headroom, for tokens and for long answers, at this period.
+    """Returns the cheapest plan at this period with headroom for tokens and for long answers, and the search with the
+    demand raised accordingly. Only the gangs of `plans` are tried.
 
-    If `cap` does not allow it, tries less headroom, first giving up that of long answers. Also returns the search with
-    the raised demand; None if there is no headroom at all.
-    """
+    If no plan within `cap` has all of `headroom`, less is tried: first smaller shares, then shares for tokens alone,
+    then the headroom that `plans` already have. None if there is no headroom at all."""
     demand, windows = search.view.problem.demand, search.view.windows
     had = max(_headroom(search.view, tau_s, plan) for plan in plans) * (1 - TIGHT)
     gangs = dict.fromkeys(plan.gang for plan in plans)
@@ -213,7 +221,8 @@ def roomy_counts(
 
 
 def _with_its_own(search: Search, tau_s: float, plans: Sequence[ColumnCounts]) -> tuple[Search, ColumnCounts] | None:
-    """The plan with the most headroom, and a search that demands as much."""
+    """Plan with the most headroom, and a search whose demand for tokens is raised by that headroom; None if no plan has
+    any."""
     view = search.view
     best = max(plans, key=lambda plan: _headroom(view, tau_s, plan), default=None)
     if best is None or (had := _headroom(view, tau_s, best) * (1 - TIGHT)) <= 0:
@@ -237,7 +246,8 @@ def _roomy_counts(roomy: Search, tau_s: float, cap: int, gang: int) -> ColumnCou
 
 
 def freshest_counts(search: Search, tau_s: float, counts: ColumnCounts) -> ColumnCounts:
-    """Plan of the same gang and price with the fewest in flight; the plan itself if time runs out."""
+    """Plan of the same gang, at no higher price, with the fewest trajectories in flight; `counts` itself if time runs
+    out."""
     view, price = search.view, search.view.price(counts)
     relaxed = bounds.least_in_flight(view, tau_s, counts.gang, price)
     guides = (None,) if relaxed is None else (relaxed[1], None)
@@ -252,7 +262,7 @@ def freshest_counts(search: Search, tau_s: float, counts: ColumnCounts) -> Colum
 
 
 def tidied(view: View, tau_s: float, counts: ColumnCounts) -> ColumnCounts:
-    """Drops the least productive shapes of a plan while most of its headroom stays."""
+    """Drops the least productive columns of a plan as long as most of its headroom stays."""
     least = 1 + NEARLY * _headroom(view, tau_s, counts)
     tokens = view.tokens(tau_s, np.array([counts.gang]))[0]
     for j in sorted(np.flatnonzero(counts.replicas), key=lambda j: tokens[j] * counts.replicas[j]):
@@ -267,29 +277,29 @@ def tidied(view: View, tau_s: float, counts: ColumnCounts) -> ColumnCounts:
 
 GAP = 1e-4
 PRICE_GAP = 1e-3
-"""Gap of a price: nodes are whole, and a tighter proof takes several times as long."""
+"""Relative gap of a price. Nodes are whole, and a tighter proof takes several times as long."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Answer of a search."""
+    """Result of a search."""
 
     status: Status
     solution: Solution | None = None
     price_per_h: float = math.nan
     tokens_per_s: float = math.nan
     in_flight: int = 0
-    """In trajectories."""
+    """Number of trajectories in flight."""
     tau_lo_s: float = 0.0
-    """Lower bound on the period of a plan within the budget."""
+    """Lower bound on the period of a plan within the budget; 0: none was proven."""
     certificate: Certificate | None = None
     note: str = ""
     """A remark of one line, if any."""
 
 
 def fastest(problem: PlanningProblem, budget: float | None = None, gap: float = GAP, solver: Solver = highs) -> Result:
-    """Plan with the shortest period for at most `budget` ($/h); then the cheapest, with headroom as far as period and
-    price allow, then with the fewest in flight."""
+    """Returns the plan with the shortest period for at most `budget` ($/h). Of several, it prefers the cheapest, then
+    one with headroom at that period and price, then the one with the fewest trajectories in flight."""
     search = Search(view_of(problem), gap, solver)
     cap = None if budget is None else micros(budget)
     status, counts, tau_s, low = fastest_counts(search, cap)
@@ -312,13 +322,15 @@ def fastest(problem: PlanningProblem, budget: float | None = None, gap: float = 
 def cheapest(
     problem: PlanningProblem, throughput: float, budget: float | None = None, solver: Solver = highs
 ) -> Result:
-    """Cheapest plan with `throughput` tokens per second; of these one with the fewest in flight."""
-    tau_s = problem.demand.tokens / throughput * (1 + HAIR)  # a hair longer against rounding
+    """Returns the cheapest plan with `throughput` tokens per second; of several, one with the fewest trajectories in
+    flight."""
+    tau_s = problem.demand.tokens / throughput * (1 + HAIR)  # slightly longer, against rounding
     return _at(view_of(problem), tau_s, budget, solver)
 
 
 def frontier(problem: PlanningProblem, num: int) -> list[Result]:
-    """Cheapest plans from the fastest period to the longest that still saves money; each cheaper than the last."""
+    """Returns at most `num` cheapest plans, from the shortest period to the longest that still saves money. Each plan
+    is cheaper than the one before."""
     quick = fastest(problem, None, PRICE_GAP)
     if quick.solution is None:
         return []

@@ -1,8 +1,9 @@
-"""A problem in arrays for the solvers: dominated columns and gangs are dropped, and equal classes merged.
+"""A problem as arrays for the solvers: dominated columns and gangs are dropped, and equal classes merged.
 
-The order depends on numbers and never on names. Merging and dropping keep every optimum; `restore` leads back to names.
-Money is counted in whole millionths of a dollar, so that sums are exact. Replicas on the gang's own nodes are columns
-of a *home* class, which offers no nodes; each gang brings some for free, so its count of home nodes is negative.
+Arrays are indexed by gang, rollout column or merged class; the order depends on numbers, never on names. Merging and
+dropping keep every optimum; `restore` leads back to names. Money is counted in whole millionths of a dollar, so that
+sums are exact. Replicas on the gang's own nodes are columns of a *home* class, which offers no nodes of its own; each
+gang brings some for free, so its count of home nodes is negative.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 ByOffer = dict[str, list[RolloutColumn]]
 Source = tuple[str, frozenset[str]]
-"""Source of a gang's versions: the class that publishes, and the gang's classes that may relay."""
+"""Source of a gang's versions: the class that publishes, and the gang's own classes that may relay."""
 
 
 def relays_of(problem: PlanningProblem) -> frozenset[str]:
-    """Classes that may relay versions; none with bound 0."""
+    """Names of the classes that may relay versions; empty with bound 0."""
     return _relays(problem.rollout if problem.demand.bound else ())
 
 
@@ -40,20 +41,21 @@ def source_of(gang: Gang, relays: frozenset[str]) -> Source:
 
 @dataclass(frozen=True)
 class Lags:
-    """Lags of versions to J columns."""
+    """Seconds from a version's publication until each rollout column of a list has it."""
 
     direct_s: dict[str, Floats]
-    """J, by the class that publishes."""
+    """One lag per column, by the class that publishes."""
     over_s: dict[tuple[str, str], Floats]
-    """J, by the classes that publish and relay; infinite if that does not help a column."""
+    """One lag per column, by publishing and relaying class; infinite if the relay does not help the column."""
 
     def of(self, root: str, over: Iterable[str] = ()) -> Floats:
-        """`RolloutColumn.lag_from_s` of all columns."""
+        """Returns `RolloutColumn.lag_from_s` of every column."""
         ways_s = [self.over_s[root, name] for name in over if (root, name) in self.over_s]
         return np.minimum.reduce([self.direct_s[root], *ways_s])
 
     def every(self, source: Source, relays: Iterable[str]) -> Floats:
-        """1 + R x J: lags from a gang's own classes, then relayed by each of R others."""
+        """Lags with 1 + len(relays) rows and a column per rollout column: row 0 relays within the gang's own classes,
+        each further row also through one class of `relays`."""
         root, own = source
         return np.array([self.of(root, over) for over in (own, *(own | {name} for name in relays))])
 
@@ -70,7 +72,7 @@ def lags_of(columns: Sequence[RolloutColumn], roots: Iterable[str]) -> Lags:
 
 
 def figures(column: RolloutColumn, roots: Sequence[str]) -> tuple[float, ...]:
-    """All numbers of a column that an answer can depend on; columns with equal numbers are interchangeable."""
+    """All numbers of a column that can influence a plan; columns with equal numbers are interchangeable."""
     found = [column.num_accelerators, column.concurrency, column.tokens_per_s, column.token_s]
     found += [] if column.room_bytes is None else [column.room_bytes]
     for root in roots:
@@ -80,8 +82,8 @@ def figures(column: RolloutColumn, roots: Sequence[str]) -> tuple[float, ...]:
 
 
 def efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[RolloutColumn]:
-    """Columns that no other beats per accelerator in every respect, ordered by their numbers, then by name; a column
-    beats another only if its size divides the other's, so that its replicas fit."""
+    """Columns that no other column beats per accelerator in every respect, sorted by their numbers, then by name. A
+    column beats another only if its size divides the other's size, so that its replicas fit on the same cards."""
     columns = sorted(columns, key=lambda column: (*figures(column, roots), column.name))
     columns = [c for c, before in zip(columns, [None, *columns], strict=False) if not _same(c, before, roots)]
     if not columns:
@@ -96,7 +98,7 @@ def efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[Rollou
     for figure in worse:
         beats &= figure[:, None] <= figure[None, :]
     order = np.arange(len(columns))
-    beats &= ~beats.T | (order[:, None] < order[None, :])  # of two equal ones the first stays
+    beats &= ~beats.T | (order[:, None] < order[None, :])  # of two equal columns the first stays
     np.fill_diagonal(beats, False)
     return [column for column, is_beaten in zip(columns, beats.any(axis=0), strict=True) if not is_beaten]
 
@@ -113,8 +115,8 @@ def efficient_gangs(
     own: Sequence[Sequence[str]],
     columns: Sequence[Sequence[RolloutColumn]],
 ) -> tuple[tuple[Gang, ...], dict[str, str]]:
-    """Gangs that fit the offers and that no other beats in nodes, period, lags and kept bytes; and for each other gang
-    one that beats it. A gang with fewer home nodes beats none."""
+    """Returns the gangs that fit the offers and that no other gang beats in nodes, period, lags and kept bytes; and for
+    each beaten gang the name of one that beats it. A gang never beats one with more home nodes."""
     offered = {name: offer.num_nodes for name, offer in problem.offers.items()}
     fitting = [gang for gang in problem.gangs if all(num <= offered.get(name, 0) for name, num in gang.nodes.items())]
     relays = relays_of(problem)
@@ -127,13 +129,13 @@ def efficient_gangs(
     rank = {source: sorted(set(figures.values())).index(figures[source]) for source in lost}  # never by name
     rows = costs.tolist()
     keys = [(gang.period_s, *row, rank[source]) for gang, row, source in zip(fitting, rows, sources, strict=True)]
-    # Whether one source loses no more at any column than another.
+    # Whether the first source of a pair loses no more time at any column than the second.
     as_good = {(one, other): bool((lost[one] <= lost[other]).all()) for one in lost for other in lost}
     kept: list[int] = []
     kept_costs = np.empty_like(costs)
     beaten: dict[str, str] = {}
     for s in sorted(range(len(fitting)), key=lambda s: (*keys[s], fitting[s].name)):
-        rivals = np.flatnonzero((kept_costs[: len(kept)] <= costs[s]).all(axis=1))  # none of them is slower
+        rivals = np.flatnonzero((kept_costs[: len(kept)] <= costs[s]).all(axis=1))  # no gang kept so far is slower
         better = next((kept[t] for t in rivals if as_good[sources[kept[t]], sources[s]]), None)
         if better is None:
             kept_costs[len(kept)] = costs[s]
@@ -144,7 +146,7 @@ def efficient_gangs(
 
 
 def _lost(columns: Sequence[RolloutColumn], sources: set[Source], relays: frozenset[str]) -> dict[Source, Floats]:
-    """By source: blocking times and lags of the columns, without those that are the same for every source."""
+    """Time that each source loses at the columns: blocking times that differ between sources, and all distinct lags."""
     order, roots = list(sources), sorted({root for root, _ in sources})
     blocking = np.array([[one.blocking_s[root] for one in columns] for root in roots]).reshape(len(roots), -1)
     blocking = blocking[:, (blocking != blocking[:1]).any(axis=0)]
@@ -159,32 +161,34 @@ def _lost(columns: Sequence[RolloutColumn], sources: set[Source], relays: frozen
 
 
 ROUNDING = 1e-12
-"""Relative delay after which a column counts as in time, so that exact arithmetic agrees."""
+"""Relative amount added to shortest periods, so that exact arithmetic agrees that a column is in time."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Shortest periods that leave time for the tail, of S gangs and J columns; thousands of gangs share few sources."""
+    """Shortest periods that leave time for the tail (an answer of `Demand.tail_tokens`), by gang and rollout column.
+    Stored by source, because thousands of gangs share a few sources."""
 
     late_s: Floats
-    """1 + R x sources x J: time from training to the end of the tail, without a relay or relayed by each of R classes;
-    infinite if a gang leaves a column no memory."""
+    """Array of (1 + relays) x sources x columns: seconds from publication (with bound 0, from the start of training) to
+    the end of the tail; first without a relay, then through each relaying class. Infinite if a gang leaves a column no
+    memory."""
     source: Ints
-    """Source of each gang."""
+    """Index of each gang's source."""
     trained_s: Floats
-    """Time of each gang's training within the window."""
+    """Training time of each gang that comes on top of `late_s`."""
     num_periods: float = 1.0
-    """Length of the window."""
+    """Length of the age window in periods."""
     stretch: float = 1.0
-    """Factor on the period, for tails that must be ready earlier."""
+    """Factor on the shortest periods; above 1, tails must be ready earlier."""
 
     @cached_property
     def opens_s(self) -> Floats:
-        """S x J: with the best relay."""
+        """Array of gangs x columns: shortest periods with the best relay."""
         return self._periods(self.late_s.min(axis=0)[self.source], self.trained_s)
 
     def ways_s(self, gangs: Ints) -> Floats:
-        """1 + R x gangs x J: without a relay, then with each."""
+        """Array of (1 + relays) x gangs x columns: shortest periods without a relay, then with each relaying class."""
         return self._periods(self.late_s[:, self.source[gangs]], self.trained_s[gangs])
 
     def _periods(self, late_s: Floats, trained_s: Floats) -> Floats:
@@ -194,7 +198,8 @@ class Windows:
 def windows(
     problem: PlanningProblem, gangs: Sequence[Gang], columns: Sequence[Sequence[RolloutColumn]], overs: Sequence[str]
 ) -> tuple[Floats, Windows]:
-    """Per gang and column: seconds of a period without generation, and periods for the tail by relays (`overs`)."""
+    """Returns, per gang and column, the seconds of a period without generation, and the shortest periods for the tail;
+    `overs` are the classes that may relay."""
     demand = problem.demand
     relays = relays_of(problem)
     sources = [source_of(gang, relays) for gang in gangs]
@@ -217,7 +222,8 @@ def windows(
 
 
 def _taking_turns(gangs: Sequence[Gang], columns: Sequence[RolloutColumn], late_s: Floats | float) -> Windows:
-    """Windows with bound 0, one source per gang: its state may leave a column on its cards no memory."""
+    """Windows with bound 0. Each gang is a source of its own, because its state may leave a column on its cards no
+    memory."""
     room = np.array([np.inf if column.room_bytes is None else column.room_bytes for column in columns])
     offers = sorted({column.offer for column in columns})
     kept = np.array([[gang.kept_bytes.get(name, 0.0) for name in offers] for gang in gangs], dtype=float)
@@ -234,46 +240,47 @@ def micros(price: float) -> int:
 
 @dataclass(frozen=True)
 class ColumnCounts:
-    """A plan by the indices of a view."""
+    """A plan as indices into the gangs and columns of a view."""
 
     gang: int
     replicas: tuple[int, ...]
-    """By column."""
+    """Number of replicas of each column."""
 
 
 @dataclass(frozen=True)
 class View:
-    """K merged classes, J rollout columns, S gangs."""
+    """A planning problem as arrays over merged classes, rollout columns and gangs."""
 
     problem: PlanningProblem
     offers: tuple[tuple[str, ...], ...]
     """Names of the offers in each merged class; home classes, which are not merged, come last."""
     is_home: NDArray[np.bool_]
     columns: tuple[tuple[RolloutColumn, ...], ...]
-    """By column, the same shape on each offer of its merged class."""
+    """For each column, its shape on every offer of the merged class."""
     gangs: tuple[Gang, ...]
     beaten: Mapping[str, str]
-    """Dropped gangs, each with one that beats it in every respect."""
+    """Names of dropped gangs, each with the name of a gang that beats it in every respect."""
     per_node: Ints
     num_nodes: Ints
     node_price: Ints
     group: Ints
-    """Merged class of each column; ascending."""
+    """Index of each column's merged class, ascending."""
     accelerators: Ints
     concurrency: Ints
     rate: Floats
     blocking: Floats
-    """S x J: seconds of a period in which a column does not generate, training included if generation waits for it."""
+    """Array of gangs x columns: seconds of a period in which a column does not generate, including training if
+    generation waits for it."""
     windows: Windows
-    """Periods that leave time for a column's tail."""
+    """Shortest periods that leave time for each column's tail."""
     relays: Ints
-    """R: merged classes that may relay versions."""
+    """Indices of the merged classes that may relay versions."""
     gang_nodes: Ints
-    """S x K: nodes that a gang takes of a class; negative for home classes."""
+    """Array of gangs x classes: nodes that a gang takes; negative for home classes, whose nodes the gang brings."""
     gang_price: Ints
-    """Price of each gang's nodes."""
+    """Price of each gang's nodes, in millionths of $/h."""
     period: Floats
-    """Shortest period of each gang and the reward pool."""
+    """Shortest period that each gang and the reward pool allow."""
 
     @property
     def demand_tokens(self) -> float:
@@ -281,7 +288,8 @@ class View:
 
     @cached_property
     def in_flight_cap(self) -> float:
-        """Trajectories of `bound` steps less the queue; with bound 0, those of one step."""
+        """Largest number of trajectories in flight: those of `bound` steps less the queue, or those of one step with
+        bound 0."""
         demand = self.problem.demand
         return demand.bound * demand.trajectories - demand.queue if demand.bound else float(demand.trajectories)
 
@@ -291,29 +299,32 @@ class View:
 
     @cached_property
     def free_nodes(self) -> Ints:
-        """S x K: nodes that a gang leaves, or brings."""
+        """Array of gangs x classes: nodes that a gang leaves to replicas, or brings as home nodes."""
         return self.num_nodes - self.gang_nodes
 
     @cached_property
     def most_nodes(self) -> Ints:
-        """By class: most nodes for replicas with any gang."""
+        """Largest number of nodes for replicas of each class, over all gangs."""
         return self.free_nodes.max(axis=0, initial=0)
 
     def tokens(self, tau_s: float | Floats, gangs: slice | Ints = slice(None)) -> Floats:
-        """Gangs x J: tokens of one replica in a period; 0 if the column misses the age window."""
+        """Array of gangs x columns: tokens of one replica in a period of `tau_s`; 0 if the column misses the age
+        window."""
         tau = np.asarray(tau_s, dtype=float)
         tau = tau[:, None] if tau.ndim else tau
         yielded = self.rate * np.maximum(tau - self.blocking[gangs], 0.0)
         return np.where(self.windows.opens_s[gangs] <= tau, yielded, 0.0)
 
     def opening_s(self, counts: ColumnCounts) -> Floats:
-        """J: shortest period that leaves time for a column's tail, relayed by the classes that generate in a plan."""
+        """Shortest period that leaves time for each column's tail, if the gang's classes and those that generate in the
+        plan relay."""
         generates = np.isin(self.relays, self.group[np.array(counts.replicas) > 0])
         ways_s = self.windows.ways_s(np.array([counts.gang]))
         return ways_s[np.append(True, generates), 0].min(axis=0)
 
     def needs(self, tau_s: float, gangs: Ints) -> Ints:
-        """Gangs x J: 0 if a column is in time without a relay, else a bit for each relay that would help."""
+        """Array of gangs x columns: 0 if a column is in time without a relay, otherwise one bit per relay that brings
+        it in time."""
         in_time = self.windows.ways_s(gangs) <= tau_s
         bits = (in_time[1:] * (1 << np.arange(len(self.relays)))[:, None, None]).sum(axis=0)
         return np.where(in_time[0], 0, bits)
@@ -331,7 +342,8 @@ class View:
 
 
 def view_of(problem: PlanningProblem) -> View:
-    """Raises ValueError if names repeat, or if sizes of replicas do not divide one another and the nodes."""
+    """Builds the view of a problem. Raises ValueError if names repeat, or if the sizes of replicas and nodes do not
+    divide one another."""
     _check(problem)
     roots = sorted({gang.root for gang in problem.gangs})
     rented = {name: efficient(_columns_of(problem, name), roots) for name in problem.offers}
@@ -378,7 +390,8 @@ def view_of(problem: PlanningProblem) -> View:
 
 
 def restore(view: View, counts: ColumnCounts, tau_s: float) -> Solution:
-    """Plan by names. Replicas are laid out largest first: sizes divide one another, so none crosses a node."""
+    """Translates counts into a solution by names. Replicas are laid out largest first; their sizes divide one another,
+    so no replica crosses a node."""
     gang = view.gangs[counts.gang]
     nodes, replicas = view.nodes(counts), np.array(counts.replicas)
     rented: dict[str, int] = {}
@@ -422,7 +435,7 @@ def _check(problem: PlanningProblem) -> None:
 
 
 def _columns_of(problem: PlanningProblem, offer: str, *, is_home: bool = False) -> list[RolloutColumn]:
-    """Columns of a class on rented nodes, or on the gang's own (bound 0 only)."""
+    """Columns of a class on rented nodes or, with `is_home`, on the gang's own nodes (bound 0 only)."""
     if is_home and problem.demand.bound:
         return []
     return [column for column in problem.rollout if column.offer == offer and column.is_home == is_home]
@@ -440,14 +453,14 @@ def _merged(problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]) -
 
 
 def _homes(problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Home classes, not merged: a gang's state may differ between classes that are otherwise equal."""
+    """Home classes. They are not merged, because a gang's state may differ between otherwise equal classes."""
     return _sorted([[name] for name in sorted(problem.offers) if by_offer[name]], problem, by_offer, roots)
 
 
 def _sorted(
     groups: Iterable[list[str]], problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]
 ) -> tuple[tuple[str, ...], ...]:
-    """Groups of classes in an order by numbers, never by names."""
+    """Sorts groups of classes by their numbers, never by their names."""
 
     def order(names: list[str]) -> tuple[object, ...]:
         first, columns = problem.offers[names[0]], by_offer[names[0]]

@@ -37,14 +37,14 @@ from offbeat.trajectory import Segment
 
 FINGERPRINT = "paced 1"
 SAME = 1e-9
-"""A moment within this share of a step from the step's end counts as its end, against rounding."""
+"""Rounding tolerance: a time within this fraction of a step from the step's end counts as the end."""
 
 
 class PacedEngine:
     """Implements `offbeat.engines.protocol.Engine`.
 
-    `version` is the number of a version that it already holds. `clock` and `sleep` make it run in real time or in any
-    other.
+    `version` is the version that the engine serves from the start; None: none before the first load. `clock` and
+    `sleep` may be replaced to run in simulated time.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PacedEngine:
         self._clock, self._sleep = clock, sleep
         self.seconds_still = 0.0
         self._answers: dict[object, asyncio.Future[Any]] = {}
-        """Waiting callers, by request id or by a key of their own."""
+        """Futures of waiting callers, by request id, or by a unique key for loads and aborts."""
         self._driver: asyncio.Task[None] | None = None
         self._sleeping: asyncio.Future[None] | None = None
         self._asleep_until_s, self._reached_s = math.inf, -math.inf
@@ -84,7 +84,7 @@ class PacedEngine:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """As of the last event; later steps are added with the next."""
+        """Metrics up to the last event; steps since then are added at the next event."""
         return self._paced.metrics
 
     async def generate(self, request: Request) -> Generation:
@@ -94,7 +94,7 @@ class PacedEngine:
         try:
             generation: Generation = await self._ask(Submit(request), request.id)
         except asyncio.CancelledError:
-            if self._ended is None:  # frees its slot
+            if self._ended is None:  # frees the slot of the request
                 self._post(Abort([request.id], None))
             raise
         return generation
@@ -141,7 +141,7 @@ class PacedEngine:
             self._sleeping.cancel()
 
     def _now_s(self) -> float:
-        """The clock's time, but never before the end of the last sleep, however coarse the clock is."""
+        """Returns the clock's time, or the end of the last sleep if that is later, because a clock may be coarse."""
         return max(self._clock(), self._reached_s)
 
     async def _drive(self) -> None:
@@ -151,13 +151,13 @@ class PacedEngine:
                 await self._sleep_until(due_s)
                 if self._ended is None:
                     self._deliver(self._paced.advance(self._now_s()))
-        except Exception as error:  # noqa: BLE001 - every waiting caller must get it
+        except Exception as error:  # noqa: BLE001 - raised at every waiting caller
             ended = EngineDied(f"engine {self.worker} failed: {type(error).__name__}: {error}")
             ended.__cause__ = error
             self._end(ended)
 
     async def _sleep_until(self, due_s: float) -> None:
-        """Returns early if a command makes something happen before."""
+        """Sleeps until `due_s`; returns early if a command causes an earlier event."""
         self._asleep_until_s = due_s
         self._sleeping = asyncio.ensure_future(self._sleep(max(0.0, due_s - self._clock())))
         try:
@@ -172,7 +172,7 @@ class PacedEngine:
     def _deliver(self, outcomes: Iterable[Outcome]) -> None:
         for key, generation in outcomes:
             answer = self._answers.pop(key, None)
-            if answer is not None and not answer.done():  # else cancelled meanwhile
+            if answer is not None and not answer.done():  # otherwise it was cancelled meanwhile
                 answer.set_result(generation)
 
     def _end(self, ended: EngineDied) -> None:
@@ -196,7 +196,7 @@ class PacedEngine:
 
 
 Outcome = tuple[object, Generation | None]
-"""Key of a waiting caller and its generation; None for a command other than a request."""
+"""Key of a waiting caller, and its generation; None for the caller of a load or an abort."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Submit:
 @dataclass(frozen=True)
 class Abort:
     ids: Sequence[str] | None
-    """None: all."""
+    """Requests to abort; None: all."""
     key: object
 
 
@@ -234,18 +234,18 @@ class PacedRow:
         return self.first_step + self.num_tokens
 
     def context_at(self, step: int) -> int:
-        """Its number of tokens after a step."""
+        """Returns the row's number of tokens after a step."""
         return len(self.request.tokens) + step - self.first_step
 
 
 class PacedClock:
-    """Modelled time of a paced engine. Times are of any clock that goes forward, the same one in all calls.
+    """Modelled time of a paced engine. All calls must use times of one clock, which never goes backwards.
 
-    All rows take a step together. Between two steps, in this order: finished rows leave, commands are taken in the
-    order of their arrival, waiting requests take the free slots. Until one of these happens all steps take the same
-    time, so the next event is computed, never stepped towards: `due_s` is its time, and `advance` makes it happen. A
-    load stops all steps; afterwards all running requests are prefilled again. An aborted request that is resumed is
-    prefilled only beyond its cached prefix, unless a load came between.
+    All rows take each step together. Between two steps, finished rows leave, then commands are taken in the order of
+    their arrival, then waiting requests take free slots. Until one of these events happens, all steps take the same
+    time, so the time of the next event is computed directly: `due_s` returns it, and `advance` carries the event out. A
+    load stops all steps; afterwards all running requests are prefilled again. A resumed request is prefilled only
+    beyond its cached prefix, unless a load came in between.
     """
 
     def __init__(self, settings: PacedSettings, version: int | None, worker: str, fingerprint: str):
@@ -253,30 +253,30 @@ class PacedClock:
         self._rows: dict[str, PacedRow] = {}
         self._waiting: dict[str, Request] = {}
         self._ends: list[tuple[int, str]] = []
-        """Heap of last steps and ids; those of aborted rows are skipped when their turn comes."""
+        """Heap of (last step, request id); entries of aborted rows are skipped when they come up."""
         self._commands: deque[tuple[float, Command]] = deque()
         self._loading: tuple[float, Load] | None = None
         self._versions: list[tuple[int, int]] = [] if version is None else [(0, version)]
-        """First step and number of each version."""
+        """Step at which each version was loaded, and the version's number."""
         self._unfilled: dict[str, int] = {}
-        """Tokens to prefill before the next step, by request."""
+        """Number of tokens to prefill before the next step, by request."""
         self._cached, self._slots = CachedPrefixes(), count()
         self._context = 0
-        """Tokens of all rows after the last event."""
+        """Number of tokens of all rows after the last event."""
         self.metrics = EngineMetrics()
         self._step, self._start_s, self._prefill_s, self._step_s = 0, -math.inf, 0.0, 0.0
-        """The last event: its step and time, the time of the prefill after it, and of each step after that."""
+        """Step and time of the last event, seconds of the prefill after it, and seconds of each following step."""
 
     @property
     def num_requests(self) -> int:
         return len(self._rows) + len(self._waiting) + sum(isinstance(c, Submit) for _, c in self._commands)
 
     def command(self, command: Command, now_s: float) -> None:
-        """Takes a command at the end of the current step; call `advance` up to now before and after."""
+        """Queues a command for the end of the current step; call `advance(now_s)` before and after it."""
         self._commands.append((now_s, command))
 
     def due_s(self) -> float | None:
-        """Time of the next event, if no command comes before."""
+        """Returns the time of the next event if no further command comes; None if there is none."""
         if self._loading is not None:
             return self._loading[0]
         step, at_s = self._next_step(), None
@@ -287,14 +287,14 @@ class PacedClock:
         return at_s
 
     def advance(self, now_s: float) -> list[Outcome]:
-        """Makes every event up to now happen."""
+        """Carries out all events up to `now_s`; returns the answers for waiting callers."""
         outcomes: list[Outcome] = []
         while (due_s := self.due_s()) is not None and due_s <= now_s:
             outcomes += self._end_load() if self._loading is not None else self._between_steps(due_s)
         return outcomes
 
     def stop(self, now_s: float) -> list[Outcome]:
-        """Ends all requests now, with the tokens of whole steps."""
+        """Aborts all requests at `now_s`, with the tokens of completed steps."""
         outcomes = self.advance(now_s)
         if self._rows and self._loading is None and now_s > self._start_s:
             num_steps = math.floor((now_s - self._start_s - self._prefill_s) / self._step_s + SAME)
@@ -306,7 +306,7 @@ class PacedClock:
         return [*outcomes, *self._abort(None), *aborted]
 
     def _next_step(self) -> int | None:
-        """Step after which something happens next; None without rows."""
+        """Returns the step at whose end the next event happens; None if there are no rows."""
         while self._ends and not self._is_live(self._ends[0]):
             heapq.heappop(self._ends)
         if not self._rows:
@@ -315,7 +315,7 @@ class PacedClock:
         return min(step, self._step_at(self._commands[0][0])) if self._commands else step
 
     def _step_at(self, moment_s: float) -> int:
-        """First step that ends at a moment or after it."""
+        """Returns the first step that ends at or after `moment_s`."""
         if moment_s <= self._start_s:
             return self._step
         return self._step + max(1, math.ceil((moment_s - self._start_s - self._prefill_s) / self._step_s - SAME))
@@ -340,7 +340,7 @@ class PacedClock:
         return outcomes
 
     def _go_to(self, step: int) -> None:
-        """Does all steps up to this one, and the prefill before them."""
+        """Carries out the pending prefill and all steps up to `step`."""
         num_steps, num_rows = step - self._step, len(self._rows)
         if not num_steps:
             return
@@ -391,7 +391,7 @@ class PacedClock:
         return [(load.key, None)]
 
     def _fill_slots(self) -> None:
-        """Starts waiting requests, and sets the times of the following prefill and steps."""
+        """Starts waiting requests in free slots, and sets the times of the next prefill and steps."""
         if self._loading is not None:
             return
         while self._waiting and len(self._rows) < self.settings.num_slots:
@@ -406,8 +406,8 @@ class PacedClock:
         self._step_s = self.settings.step_s(len(self._rows))
 
     def _num_to_prefill(self, request: Request) -> int:
-        """Tokens of a request to prefill: all, or those beyond its cached prefix but the last, which its first step
-        feeds."""
+        """Returns how many tokens of a request must be prefilled: all, or those beyond its cached prefix except the
+        last token, which its first step feeds."""
         prefix = None if self.version is None else self._cached.find(request, self.version)
         if prefix is None:
             return len(request.tokens)
@@ -440,7 +440,7 @@ class PacedClock:
         return row
 
     def _cache(self, request: Request, generation: Generation) -> None:
-        """Caches the prefix of an aborted request: all of its tokens but the last."""
+        """Caches the prefix of an aborted request: all its tokens except the last."""
         if request.kv is KvMode.REFILL or not generation.segments:
             return
         assert self.version is not None
@@ -449,7 +449,7 @@ class PacedClock:
         self._cached.add(CachedPrefix(next(self._slots), tokens[:-1], num_prompt, self.version))
 
     def _generation(self, row: PacedRow, finish: Finish) -> Generation:
-        """Tokens of a row so far, in segments by version."""
+        """Returns the tokens of a row so far, split into one segment per version."""
         cuts = [(max(step, row.first_step), version) for step, version in self._versions]
         segments: list[Segment] = []
         for (start, version), end in zip(cuts, [*(step for step, _ in cuts[1:]), self._step], strict=True):

@@ -1,4 +1,4 @@
-"""Speed of a paced engine and lengths of its answers."""
+"""Settings of a paced engine: its speed and the lengths of its answers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from offbeat.testing.paced import noise
 
 
 class LengthModel(Protocol):
-    """Number of tokens of an answer, with its stop token: a function of the task's seed alone, so that every worker
-    ends a partial at the same token."""
+    """Number of tokens of an answer, including its stop token. It depends only on the task's seed, so that a partial
+    ends at the same token on every worker."""
 
     def num_tokens(self, seed: int) -> int: ...
 
 
 @dataclass(frozen=True)
 class FixedLength:
-    """Answers of one length."""
+    """Gives all answers the same length."""
 
     tokens: int
 
@@ -30,7 +30,7 @@ class FixedLength:
 
 @dataclass(frozen=True)
 class LogNormalLength:
-    """Log-normal lengths; `sigma` near 1 is typical of reasoning."""
+    """Log-normally distributed lengths, cut off at `max_tokens`; `sigma` near 1 is typical of reasoning."""
 
     median_tokens: float
     sigma: float
@@ -43,9 +43,10 @@ class LogNormalLength:
 
 @dataclass(frozen=True)
 class PacedSettings:
-    """A decode step takes `base_s + per_row_s * rows`, and a prefill `prefill_s` for each of its tokens, both divided
-    by `speed`. Prefilled are the tokens of a new request beyond its cached prefix, and after a load those of all
-    requests.
+    """Settings of a paced engine.
+
+    A decode step takes `base_s + per_row_s * rows` seconds, and a prefill `prefill_s` per token, both divided by
+    `speed`. A new request is prefilled beyond its cached prefix; after a load, all tokens of all requests are.
     """
 
     num_slots: int = 32
@@ -56,12 +57,12 @@ class PacedSettings:
     prefill_s: float = 0.0
     speed: float = 1.0
     load_s: float = 0.0
-    """Time for which a load stops all steps; `speed` does not change it."""
+    """Seconds for which a load stops all steps, independent of `speed`."""
     lengths: LengthModel = LogNormalLength(median_tokens=256, sigma=0.8, max_tokens=8192)
     exact: bool = True
-    """Value of `Capabilities.exact`; the engine is exact in any case."""
+    """Value to report as `Capabilities.exact`; the engine itself is always exact."""
     splits_by_version: bool = True
-    """False: a load is refused while requests run, as by engines that cannot split."""
+    """False: refuse loads while requests run, like an engine that cannot split."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_slots", 1), ("max_context_tokens", 2), ("vocab_size", 2)):

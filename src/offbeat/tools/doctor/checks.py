@@ -1,7 +1,8 @@
-"""Examines this machine for one configuration; each `check_…` yields findings in the order in which people read them.
+"""Examines this machine for one configuration; each `check_…` returns findings in the order of the report.
 
-Importing torch, writing to the disk and asking another Python or a server may hang or crash: they run in processes with
-a deadline, whose groups are ended with it and when the doctor is interrupted. A probe without an answer is a finding.
+Importing torch, writing to the disk, and asking another Python or a server may hang or crash. So they run in processes
+with a deadline; their process groups are killed at the deadline, or when the doctor is interrupted. A probe that gives
+no answer is a finding too.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from offbeat.tools.doctor.report import DoctorReport, Finding, Level, judged
 from offbeat.weights.safetensor_file import file_layout
 
 OLDEST = {"vllm": (0, 26), "sglang": (0, 5)}
-"""The oldest versions that Offbeat's calls were checked against."""
+"""Oldest versions against which Offbeat's calls were checked."""
 EXTRAS = {
     "gym": "tasks of reasoning-gym",
     "math": 'the reward "math"',
@@ -52,14 +53,14 @@ EXTRAS = {
     "trackio": "metrics in trackio",
 }
 STORES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-"""The package for a store, by the scheme of its URL."""
+"""Package that a store needs, by the scheme of its URL."""
 SHM = Path("/dev/shm")
 MIN_SHM_BYTES = 2**30
-"""For the processes of one engine; containers often get 64 MB."""
+"""Shared memory that the processes of one engine need; containers often have 64 MB."""
 MIN_FILES = 1024
-"""A connection per worker, and files of the ledger, the weights and the reward processes."""
+"""Smallest limit on open files: for a connection per worker, the ledger, the weights and the reward processes."""
 END_WITHIN_S = 1.0
-"""For a killed process to disappear; one that hangs on a dead disk is left behind."""
+"""Longest wait for a killed process to end; one that hangs on a dead disk is left behind."""
 REPAIR_TORCH = "python -c 'import torch' shows more; pip install --force-reinstall torch repairs a broken one"
 FIND_ENGINES = """
 import importlib.metadata as metadata, importlib.util, json
@@ -70,17 +71,18 @@ def version(name):
 
 print(json.dumps({name: version(name) for name in ("vllm", "sglang") if importlib.util.find_spec(name)}))
 """
-"""Run by the engine's Python, which may have no packages at all."""
+"""Program that the engine's Python runs, which may have no packages at all."""
 
 
 class ProbeFailed(OffbeatError):
-    """A probe crashed, hung or answered something else; the message is the reason."""
+    """A probe crashed, hung or gave a wrong answer; the message is the reason."""
 
 
 async def examine(
     config: Config, name: str, command: str, engine_url: str | None, mistakes: Sequence[str], within_s: float
 ) -> DoctorReport:
-    """`name` stands for the configuration, `command` starts it, and `mistakes` are errors that this would raise."""
+    """Runs all checks. `name` stands for the configuration in the report, `command` starts the run, and `mistakes` are
+    the errors that the command would raise."""
     url = engine_url or config.engine.url or ""
     model, parameters = check_model(config.model.path)
     given = (config, url, parameters, within_s)
@@ -107,7 +109,7 @@ async def examine(
 async def probe(
     about: str, config: Config, url: str, parameters: int, within_s: float, remedy: str = ""
 ) -> list[Finding]:
-    """Runs a check of `offbeat.tools.doctor.probes`."""
+    """Runs the check `about` of `offbeat.tools.doctor.probes` in a process; `remedy` is advice in case that fails."""
     command = (sys.executable, "-P", "-m", "offbeat.tools.doctor.probes", about, url, str(parameters))
     try:  # the configuration goes to standard input: every user of the machine can read command lines
         return TypeAdapter(list[Finding]).validate_json(await ask(command, within_s, json.dumps(resolved(config))))
@@ -116,7 +118,7 @@ async def probe(
 
 
 async def ask(command: Sequence[str], within_s: float, given: str = "", **options: Any) -> str:
-    """Runs `command` and returns the last line that it prints: packages may print lines before it."""
+    """Runs `command` with `given` as its input and returns the last line that it prints; packages may print others."""
     pipe = asyncio.subprocess.PIPE
     try:
         process = await asyncio.create_subprocess_exec(
@@ -156,7 +158,7 @@ def check_machine() -> Iterator[Finding]:
 
 
 def check_packages(config: Config) -> Iterator[Finding]:
-    """Checks versions by metadata and imports nothing, so a broken package is a line too."""
+    """Checks installed versions by their metadata. Imports nothing, so that a broken package is reported too."""
     wrong = {text: problem for text in _requirements("") if (problem := _problem(text))}
     if not wrong:
         yield Finding("packages", "all that Offbeat requires")
@@ -174,7 +176,7 @@ def check_packages(config: Config) -> Iterator[Finding]:
 
 
 def _needed_extras(config: Config) -> tuple[dict[str, str], dict[str, str]]:
-    """Extras, and packages for stores, that the configuration needs; each with the key that does."""
+    """Returns the extras and the packages for stores that the configuration needs, each with the key that needs it."""
     stores = (("weights.store", config.weights.store), ("ledger.backup", config.ledger.backup))
     remote = {key: url.split("://")[0] for key, url in stores if url and "://" in url}
     files = [task for task in config.task if isinstance(task, FileTask)]
@@ -191,7 +193,7 @@ def _needed_extras(config: Config) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _requirements(extra: str) -> Iterator[str]:
-    """Requirements of Offbeat itself (`extra` is empty) or of one of its extras."""
+    """Yields the requirements of an extra of Offbeat, or of Offbeat itself if `extra` is empty."""
     for text in importlib.metadata.requires("offbeat") or []:
         wanted = Requirement(text)
         is_optional = "extra" in str(wanted.marker)
@@ -200,7 +202,7 @@ def _requirements(extra: str) -> Iterator[str]:
 
 
 def _problem(requirement: str) -> str:
-    """The problem with a package; empty if the installed version satisfies the requirement."""
+    """Returns what is wrong with a required package; empty if the installed version satisfies the requirement."""
     wanted = Requirement(requirement)
     try:
         found = importlib.metadata.version(wanted.name)
@@ -211,7 +213,7 @@ def _problem(requirement: str) -> str:
 
 
 def _commit() -> str:
-    """The commit of the working copy that Offbeat runs from, or that pip installed; empty if unknown."""
+    """Returns the commit of the working copy that Offbeat runs from, or that pip installed; empty if unknown."""
     root = Path(offbeat.__file__).parents[2]
     if not (root / ".git").exists():
         text = importlib.metadata.distribution("offbeat").read_text("direct_url.json") or "{}"
@@ -223,7 +225,7 @@ def _commit() -> str:
 
 
 async def check_engines(config: Config, url: str, within_s: float) -> list[Finding]:
-    """Asks the engine's Python which engines it has, without our own PYTHONPATH and folder, as a server is started."""
+    """Asks the engine's Python which engines it has, without our PYTHONPATH and folder, just as a server is started."""
     engine, python = config.rollout.engine, config.engine.python or sys.executable
     wanted = engine if engine in SERVED and not url else ""
     program = shutil.which(os.path.expanduser(python))
@@ -276,7 +278,7 @@ def check_ports(config: Config) -> Iterator[Finding]:
 
 
 def _listen(host: str, port: int) -> str:
-    """Listens for a moment; returns the error, or an empty text."""
+    """Listens for a moment; returns the error, empty if it worked."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
@@ -285,7 +287,8 @@ def _listen(host: str, port: int) -> str:
 
 
 def check_model(path: str) -> tuple[Finding, int]:
-    """Reads the headers of a model's files on this machine; returns its size too, 0 if unknown. Downloads nothing."""
+    """Checks a model by the headers of its files, without downloads; also returns its number of parameters, 0 if
+    unknown."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         folder = resolve(path)

@@ -37,9 +37,9 @@ DRIVERS = {"CUDA": Path("/proc/driver/nvidia/version"), "ROCm": Path("/dev/kfd")
 CGROUP = Path("/sys/fs/cgroup")
 SIDE = 64
 STATE_BYTES = 16
-"""A parameter's master, two moments and gradient, in float32."""
+"""Bytes per parameter for master weight, two moments and gradient, in float32."""
 SLOW_FSYNC_S = 0.05
-"""Every submission waits for a flush."""
+"""Flush time above which a disk counts as slow: every submission waits for a flush."""
 START = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs, from 0.27 on with "
     "--enable-scale-out"
@@ -47,7 +47,7 @@ START = (
 
 
 def check_torch(config: Config, url: str, parameters: int) -> Iterator[Finding]:
-    """Imports torch, computes on every device, and compares memory with what the configured model needs."""
+    """Imports torch, computes on every device, and compares the memory with the needs of the configured model."""
     import torch
 
     from offbeat.model.devices import available_devices, memory_bytes, pick_device
@@ -75,7 +75,7 @@ def check_torch(config: Config, url: str, parameters: int) -> Iterator[Finding]:
 
 
 def check_device(device: torch.device, *, is_used: bool) -> Iterator[Finding]:
-    """Computes on the device: torch also lists devices that its build has no kernels for."""
+    """Computes on the device, because torch also lists devices for which its build has no kernels."""
     import torch
 
     from offbeat.model.devices import device_name, memory_bytes
@@ -87,7 +87,7 @@ def check_device(device: torch.device, *, is_used: bool) -> Iterator[Finding]:
             text += f", {size(memory[0])} free of {size(memory[1])}"
         ones = torch.ones(SIDE, SIDE, dtype=torch.bfloat16 if device.type != "cpu" else torch.float32, device=device)
         fault = "" if bool((ones @ ones == SIDE).all()) else "a product of two matrices comes out wrong"
-    except RuntimeError as error:  # torch raises it for any trouble with a driver or device
+    except RuntimeError as error:  # torch raises it for all problems with a driver or device
         fault = str(error).strip().splitlines()[0]
     if fault:
         remedy = "install a build of torch that suits the device and its driver, or choose another --model.device"
@@ -99,7 +99,7 @@ def check_device(device: torch.device, *, is_used: bool) -> Iterator[Finding]:
 def check_memory(
     config: Config, parameters: int, device: str, free: int, total: int, *, starts_server: bool
 ) -> Finding:
-    """Compares the memory that training needs with the device's, of which an engine's server takes a share."""
+    """Compares the memory that training needs with that of the device; an engine's server takes a share of it."""
     needed = training_bytes(config, parameters, on_gpu=device != "cpu")
     left = int(total * (1 - config.engine.memory_share))
     text = f"at least {size(needed)} on {device}, besides activations and KV"
@@ -112,17 +112,17 @@ def check_memory(
 
 
 def training_bytes(config: Config, num_parameters: int, *, on_gpu: bool) -> int:
-    """The least that trainer and engine hold on one device, without activations, keys and values."""
+    """Returns the minimum memory of trainer and embedded engine on one device, besides activations and KV cache."""
     dtype = "bfloat16" if config.model.dtype == "auto" and on_gpu else config.model.dtype
     weights, has_engine = BYTES_PER_PARAMETER[dtype], config.rollout.engine == "embedded"
-    if config.model.lora_rank:  # frozen, and its own reference; adapters are too small to count
+    if config.model.lora_rank:  # frozen, and also the reference; adapters are too small to count
         return num_parameters * weights * (1 + has_engine)
     num_copies = (weights < 4) + has_engine + (config.loss.kl_coef > 0)
     return num_parameters * (STATE_BYTES + num_copies * weights)
 
 
 def machine_memory() -> tuple[int, int]:
-    """Free and total memory of this machine, or of its container where that is limited."""
+    """Returns free and total memory of this machine, or of its container if that has a lower limit."""
     values = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read_text(Path("/proc/meminfo")), re.MULTILINE))
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = int(values["MemAvailable"]) * 1024 if "MemAvailable" in values else total
@@ -137,7 +137,7 @@ def _read_text(file: Path) -> str:
 
 
 def check_disk(config: Config, url: str, parameters: int) -> Iterator[Finding]:
-    """Flushes a small file in run.dir, or in the nearest folder above it that exists, and removes it."""
+    """Checks space, file system and flush time of run.dir, or of its nearest parent folder that exists."""
     from offbeat.ledger.database import network_file_system
 
     wanted = Path(config.run.dir).absolute()
@@ -174,7 +174,7 @@ def _fsync_s(folder: Path) -> float:
 
 
 def check_server(config: Config, url: str, parameters: int) -> Iterator[Finding]:
-    """Asks a server what a worker that attaches asks, and compares it with the configuration."""
+    """Asks a server the same questions as a worker would, and compares the answers with the configuration."""
     return compare_server(config, url, asyncio.run(_facts(url)))
 
 
@@ -184,10 +184,10 @@ async def _facts(url: str) -> Facts:
     from offbeat.engines.protocol import EngineError
 
     class ReadOnlyServer(Server):
-        """Sends nothing that pauses, resumes or loads: a worker may be using the server."""
+        """Refuses calls that pause, resume or load weights, because a worker may be using the server."""
 
         async def post(self, path: str, body: Any = None, **options: Any) -> Any:
-            if path == "/continue_generation":  # a worker sends it in any case: SGLang does not report its pauses
+            if path == "/continue_generation":  # workers always send it, because SGLang does not report pauses
                 return None
             if path not in ("/generate", "/inference/v1/generate"):
                 raise EngineError(f"{self.url}: is paused: a worker loads weights, or died doing so; try again soon")
@@ -201,7 +201,7 @@ async def _facts(url: str) -> Facts:
 
 
 async def _dialect(server: Server) -> Dialect:
-    """Recognises an engine by a question that no other engine answers in this form."""
+    """Recognises an engine by a request that no other engine answers in the same form."""
     from offbeat.engines.http_calls import ServerAway, ServerRefused
     from offbeat.engines.sglang.api import SglangDialect
     from offbeat.engines.vllm.api import VllmDialect

@@ -1,6 +1,6 @@
 """The doctor's report: findings, what works, what to change, and whether the configuration can run.
 
-Made to be pasted where one asks for help: the home folder is written `~`, and URLs lose their login.
+Safe to paste into a request for help: the home folder is written as `~`, and logins are removed from URLs.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class Finding:
 
 
 def judged(about: str, text: str, *, bad: bool, remedy: str, level: Level = Level.WARNS) -> Finding:
-    """A finding that is fine unless it is `bad`."""
+    """Returns a finding of this level if it is `bad`, and a fine one otherwise."""
     return Finding(about, text, level, remedy) if bad else Finding(about, text)
 
 
 @dataclass(frozen=True)
 class DoctorReport:
     name: str
-    """The configuration, as sentences call it."""
+    """What to call the configuration in sentences."""
     command: str
-    """The command that would start it."""
+    """The command that would start the run."""
     findings: list[Finding]
 
     @property
@@ -56,7 +56,7 @@ class DoctorReport:
 
     @property
     def changes(self) -> list[str]:
-        """Installations and changes to make, first those without which the run stops."""
+        """What to install or change, first what stops the run."""
         levels = (Level.STOPS, Level.WARNS)
         return [f"{f.about}: {f.remedy or f.text}" for level in levels for f in self.findings if f.level is level]
 

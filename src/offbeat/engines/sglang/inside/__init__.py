@@ -1,1 +1,1 @@
-"""Module for SGLang's own process, which cannot import Offbeat: this folder is put on its path instead."""
+"""Folder put on the path of SGLang's process, which cannot import Offbeat itself."""

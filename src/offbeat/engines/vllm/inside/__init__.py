@@ -1,1 +1,1 @@
-"""Modules for vLLM's own processes, which cannot import Offbeat: this folder is put on their path instead."""
+"""Folder put on the path of vLLM's processes, which cannot import Offbeat itself."""

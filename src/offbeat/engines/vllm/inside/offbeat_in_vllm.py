@@ -1,19 +1,20 @@
 """Worker extension for vLLM on CPUs (`--worker-extension-cls`). Only tests run vLLM on CPUs.
 
-On CPUs vLLM keeps weights packed for multiplication, and a reload packs only the tensors that it loads. An output layer
-that shares the embedding's weights loads none, and would keep the old version's.
+On CPUs vLLM keeps a copy of the weights that is packed for multiplication, and a reload packs only the layers whose
+tensors it loads. An output layer that shares the embedding's weights has no tensor of its own, so without this
+extension it would keep the packed weights of the old version.
 """
 
 from typing import Any
 
 
 class Extension:
-    """Mixed into vLLM's workers; methods are called by name over HTTP."""
+    """Mixed into vLLM's worker class; its methods are called by name over HTTP."""
 
     model_runner: Any
 
     def offbeat_pack_head(self) -> bool:
-        """Packs a shared output layer again; returns whether there is one."""
+        """Packs the output layer again if it shares the embedding's weights; returns whether it does."""
         model = self.model_runner.get_model()
         head = getattr(model, "lm_head", None)
         config = getattr(model, "config", None)

@@ -1,8 +1,9 @@
-"""Makes vLLM's processes on CPUs sleep instead of yield; Python imports this by its name. Only tests run vLLM on CPUs.
+"""Makes vLLM's processes on CPUs sleep instead of yield. Python imports a module of this name at start. Only tests run
+vLLM on CPUs.
 
-Scheduler and worker wait for one another by yielding in a loop. Linux (seen with 6.18) may give two such loops two
-cores for seconds, and the server's front end and its callers stand still. A sleep of 0 costs a step about 50
-microseconds.
+vLLM's scheduler and worker wait for one another by yielding in a loop. Linux (seen with 6.18) may let two such loops
+occupy two cores for seconds, while the server's front end and its callers get no time. `time.sleep(0)` instead costs
+about 50 microseconds per step.
 """
 
 import os
