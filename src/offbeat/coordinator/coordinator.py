@@ -555,7 +555,7 @@ class Coordinator:
         that cannot be written ends the run: otherwise its sender would retry for ever, unnoticed."""
         await self._share(self.ledger.check_generation, generation)
         if "event" not in row:
-            row = {**row, **self.step_figures(), **self.times.split(), "failures": self.rewards.scorer.num_failed}
+            row = {**row, "failures": self.rewards.scorer.num_failed, **self.step_figures(), **self.times.split()}
         try:
             self.on_report(row)
         except Exception as error:
