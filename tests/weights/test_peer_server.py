@@ -134,6 +134,28 @@ def test_who_waits_in_vain_is_told_whether_to_ask_again(store, data):
     asyncio.run(run())
 
 
+def test_a_piece_that_arrives_while_the_disk_is_read_is_asked_for_again(store, data, monkeypatch):
+    """It was not there yet and is not expected any more, which is no reason to go to the root."""
+    expected, size = {name(data)}, store.size
+
+    def late(digest):
+        found = size(digest)
+        if expected:
+            store.put(digest, data)
+            expected.clear()
+        return found
+
+    monkeypatch.setattr(store, "size", late)
+
+    async def run():
+        async with serving(store, expects=expected.__contains__) as server:
+            url = f"{server.url}/pieces/{name(data)}"
+            assert (await get(url))[0] == 503
+            assert (await get(url))[:2] == (200, data)
+
+    asyncio.run(run())
+
+
 def test_callers_are_bounded(store, data):
     async def run():
         async with serving(store, expects=lambda digest: True, limits=PeerLimits(max_requests=1)) as server:

@@ -200,8 +200,8 @@ class PeerServer:
             return _refusal(400, f"wait_s={asked[:20]}: not a number of seconds")
         wait_s = min(float(asked), self._limits.max_wait_s)
         wanted = _Wanted(found["piece"] or found["manifest"], int(found["number"]) if found["number"] else None)
-        if not await self._wait_for(wanted, wait_s):
-            if self._expects(wanted.digest):
+        if not (is_here := await self._wait_for(wanted, wait_s)):
+            if is_here is None:
                 come = {ARRIVED: str(await asyncio.to_thread(self._num_arrived))}
                 return _refusal(503, f"{wanted.digest}: on its way to us; ask again", come)
             return _refusal(404, f"{wanted.digest}: not here")
@@ -219,16 +219,18 @@ class PeerServer:
         finally:
             self._sending.release()
 
-    async def _wait_for(self, wanted: _Wanted, wait_s: float) -> bool:
+    async def _wait_for(self, wanted: _Wanted, wait_s: float) -> bool | None:
+        """Returns whether it is here after at most `wait_s`; None if it is still on its way."""
         start_s = time.monotonic()
         while True:
-            changed = self._arrivals.changed
+            changed, is_expected = self._arrivals.changed, self._expects(wanted.digest)
+            # Asked before the store is read: what arrives meanwhile must not be taken for absent.
             if await asyncio.to_thread(wanted.is_in, self._store):
                 return True
-            may_wait_s = wait_s if self._expects(wanted.digest) else min(wait_s, self._limits.unexpected_wait_s)
+            may_wait_s = wait_s if is_expected else min(wait_s, self._limits.unexpected_wait_s)
             left_s = start_s + may_wait_s - time.monotonic()
             if left_s <= 0:
-                return False
+                return None if is_expected else False
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._change(wanted.digest, changed), min(left_s, self._limits.check_every_s))
 
