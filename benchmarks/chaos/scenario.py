@@ -124,6 +124,14 @@ class Chaos:
                 raise TimeoutError(f"no two steps within {PROGRESS_WITHIN_S:.0f} s; see {self.run.folder}")
             await asyncio.sleep(0.1)
 
+    async def crossing(self) -> None:
+        """Waits until an answer of a worker beyond the proxy is acknowledged, which takes a while on a busy machine."""
+        deadline_s = time.monotonic() + PROGRESS_WITHIN_S
+        while not self.proxy.seen.acknowledged:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"no answer crossed the proxy in {PROGRESS_WITHIN_S:.0f} s; see {self.run.folder}")
+            await asyncio.sleep(0.1)
+
     async def _replay(self) -> None:
         """Sends recorded submissions once more, long after: none may be stored a second time."""
         calls = self.proxy.seen.submissions
@@ -149,6 +157,7 @@ async def chaos(folder: Path, num_kills: int, seed: int, *, partial: bool = Fals
                 await worker.start()
             made = Chaos(run, proxy, outside, seed)
             await made.kill_all(names)
+            await made.crossing()
         run.process.send_signal(signal.SIGINT)
         await asyncio.to_thread(run.finish, 128 + signal.SIGINT)
     finally:
