@@ -112,7 +112,7 @@ UNKNOWN = {"asked": f"POST {LOAD}", "status": 404, "json": {"detail": "Not Found
         (with_lora(lora_dtype="torch.float32"), "Org/Model", "no adapters in float32 on a GPU.*--dtype bfloat16"),
         (with_lora(), "Org/Other", "serves Org/Other, but the adapters' base is model.path = 'Org/Model'"),
         (with_lora(), "/", "serves /, but the adapters' base is model.path"),
-        (with_lora(UNKNOWN), "Org/Model", f"takes no adapters while it runs; start it with {ALLOW}=1"),
+        (with_lora(UNKNOWN), "Org/Model", f"loads no adapters while it runs; start it with {ALLOW}=1"),
     ],
 )
 def test_a_server_that_cannot_take_adapters_is_refused_with_its_remedy(tmp_path, exchanges, root, told):

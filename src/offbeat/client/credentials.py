@@ -63,7 +63,9 @@ def own_secret(path: Path, token: str) -> str:
             create_atomic(path, os.urandom(blake3.key_size).hex().encode(), mode=0o600)
         return blake3(token.encode(), key=bytes.fromhex(path.read_text())).hexdigest()
     except OSError as error:
-        raise UserError(f"{path}: cannot be used to join: {error.strerror}; see who owns it, and its disk") from error
+        raise UserError(
+            f"{path}: cannot be used to join: {error.strerror}; check its owner, its permissions and its disk"
+        ) from error
     except ValueError:  # the message could quote the key
         raise UserError(f"{path}: not a key; delete it, and join with a new token") from None
 

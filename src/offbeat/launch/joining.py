@@ -190,4 +190,4 @@ def _first_free(name: str, url: str) -> tuple[Path, str, FolderLock]:
         make_private(path)
         with suppress(UserError):  # in use by another worker
             return path, numbered, FolderLock(path / LOCK)
-    raise UserError(f"{path}: and {MAX_FOLDERS} more are in use; name a folder with --dir")
+    raise UserError(f"{path.parent}: {name} to {numbered} are all in use by other workers; name a folder with --dir")

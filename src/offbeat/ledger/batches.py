@@ -399,7 +399,7 @@ def mark_trained(db: Database, batch: int) -> None:
 
 @dataclass(frozen=True)
 class TrainerRecord:
-    """A trainer that began, and its latest durable checkpoint."""
+    """One start of a trainer, with the step of its latest durable checkpoint."""
 
     generation: int
     name: str

@@ -111,7 +111,10 @@ class Checkpoints:
         except (OSError, ValueError, TypeError) as error:
             raise _damaged(folder / MANIFEST) from error
         if manifest.format != FORMAT:
-            raise UserError(f"{folder}: format {manifest.format}; this Offbeat reads format {FORMAT}")
+            raise UserError(
+                f"{folder}: this checkpoint has format {manifest.format}, this Offbeat reads format {FORMAT}; resume "
+                "with the version of Offbeat that wrote it"
+            )
         if problem := _other_adapter(manifest.adapter, self._adapter):
             raise UserError(f"{folder}: {problem}")
         tensors: dict[str, Tensor] = {}

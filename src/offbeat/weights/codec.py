@@ -189,7 +189,7 @@ def decode_sparse(view: memoryview, old: np.ndarray) -> np.ndarray:
         raise CodecError(f"a sparse code of {len(view)} bytes is cut short")
     count, num_high, limit = SPARSE_HEADER.unpack_from(view)
     if count > num_items or not count <= num_high <= count + num_items // FILLER or not (count or limit):
-        raise CodecError(f"{count} changes with {num_high} bytes of gaps in a part of {num_items} elements")
+        raise CodecError(f"no sparse code of {num_items} elements: {count} changes, {num_high} bytes of gaps")
     num_low_bits, num_bit_bytes = _num_low_bits(count, num_items), -(-count // 8)
     near = _near(old_items, limit)
     streams = Streams(view[SPARSE_HEADER.size :])

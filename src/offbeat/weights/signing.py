@@ -54,7 +54,7 @@ class SigningKey:
             return SigningKey(bytes.fromhex(path.read_text(encoding="ascii").strip()))
         except OSError as error:
             raise UserError(
-                f"{path}: cannot be used as the signing key's file: {error.strerror}; see who owns it, and its disk"
+                f"{path}: cannot hold the signing key: {error.strerror}; check its owner, its permissions and its disk"
             ) from error
         except ValueError:  # not chained: its message could quote the key
             raise UserError(

@@ -109,7 +109,7 @@ class ServerEngines:
     async def _pause(self, error: EngineError, status: int) -> None:
         verdict, pause_s = self._restarts.ended(status)
         if verdict is RestartVerdict.GIVE_UP:
-            raise UserError(f"given up, after it died again and again: {error}") from error
+            raise UserError(f"the engine died again and again and is given up: {error}") from error
         await asyncio.sleep(pause_s)
 
     async def _make_server(self) -> EngineServer:

@@ -98,8 +98,8 @@ class VllmDialect:
         """Raises an `EngineError` if the server cannot load versions."""
         if _is_on_cpu(config) and TIED.search(str(config.get("model_config"))) and not self._has_extension:
             raise EngineError(
-                f"{self.server.url}: vLLM on a CPU keeps the old output layer after a load if it shares the "
-                "embedding's weights; leave out engine.url, and the worker starts a server that does not"
+                f"{self.server.url}: vLLM on a CPU would keep the output layer of old weights, because the model's "
+                "output layer shares the embedding's; leave out engine.url, and the worker starts one that updates it"
             )
 
     def _refuse_split_prompts(self, config: Mapping[str, Any]) -> None:

@@ -107,8 +107,8 @@ class LoraDialect(VllmDialect):
         except ServerRefused as error:
             if error.status == 404:
                 raise EngineError(
-                    f"{self.server.url}: vLLM that takes no adapters while it runs; start it with {ALLOW}=1 in its "
-                    "environment, where only this user can reach it"
+                    f"{self.server.url}: this vLLM server loads no adapters while it runs; start it with {ALLOW}=1 in "
+                    "its environment, and let only this user reach it, because any caller can load adapters then"
                 ) from error
             if error.status != 400:  # the expected answer to a call without a name
                 raise

@@ -129,7 +129,7 @@ def _refined(side_of: dict[str, str], members: Members, cost: Cost[Score]) -> di
 
 @dataclass(frozen=True)
 class Placing:
-    """A solution on its nodes, with the times that result."""
+    """The replicas of a plan on concrete nodes, with the step time, lags and period that this gives."""
 
     places: list[Placed]
     """Places of all replicas."""

@@ -42,7 +42,7 @@ def step_s(
 
 
 def _slowest(fabric: NodeFabric, stages: Stages) -> dict[frozenset[str], float]:
-    """Rate of the slowest link of the gradient rings, by the classes at its two ends."""
+    """Returns, for each pair of node classes, the rate of the slowest gradient-ring link between their nodes."""
     slowest: dict[frozenset[str], float] = {}
     for stage in stages:
         ring = list(dict.fromkeys(group.node for group in stage))
