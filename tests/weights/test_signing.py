@@ -121,7 +121,7 @@ def test_a_file_that_holds_no_key_is_named_and_not_quoted(tmp_path, content: byt
 
 def test_a_place_where_no_key_can_lie_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot be used as the signing key's file"):
+    with pytest.raises(UserError, match=r"cannot hold the signing key"):
         SigningKey.load_or_create(tmp_path / "file" / "trainer.key")
     with pytest.raises(UserError, match=r"Is a directory"):
         SigningKey.load_or_create(tmp_path)
