@@ -35,7 +35,7 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
 }
 SPARED = (ast.Raise, ast.Assert)
-"""What stands in them is text, or can never happen."""
+"""Statements that are left as they are: they hold the text of errors, or conditions that never fail."""
 CRASH_POINT = "crash_here"
 
 

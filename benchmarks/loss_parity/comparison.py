@@ -21,7 +21,7 @@ DIGITS = 12
 
 
 def jobs_of(case: Case, *, is_cut: bool = False) -> list[Job]:
-    """What TRL is asked: a batch for each update, or one that it cuts itself."""
+    """Returns the jobs for TRL: one batch per update or, with `is_cut`, the whole batch, which TRL splits itself."""
     if is_cut:
         return [Job(case.trl, case.answers, case.is_corrected, num_parts=len(case.updates))]
     return [Job(case.trl, case.part(chosen), case.is_corrected) for chosen in case.updates]

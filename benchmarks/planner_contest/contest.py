@@ -25,7 +25,7 @@ NUM_QUICK = 6
 PUBLISHED, SAME = "as published", "same sync"
 READINGS = ("literal", "charitable", "evident")
 TIE = 1e-9
-"""Of a speed: the same plan, added up in another order."""
+"""Largest relative difference between the speeds of equal plans, whose terms are added in different orders."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def contest(case: Case) -> Outcome | None:
 
 
 def contests(cases: Sequence[Case], jobs: int) -> Iterator[Outcome | None]:
-    """Of all cases in their order, several at a time."""
+    """Yields the outcome of each case, in the order of `cases`, with `jobs` of them computed at a time."""
     if jobs == 1:
         yield from map(contest, cases)
         return

@@ -29,7 +29,7 @@ TARGET = 1.15
 
 
 def bound_s(sizes: Sizes) -> float:
-    """What no way of sending to six receivers can beat."""
+    """Returns a lower bound, in seconds, on the time of any way to send a version to six receivers."""
     names, fast = [f"receiver{number}" for number in range(NUM_RECEIVERS)], FASTER * sizes.slow_bytes_per_s
     links = {(ROOT, "slow link"): sizes.slow_bytes_per_s}
     for name in names:

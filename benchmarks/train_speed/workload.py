@@ -25,7 +25,7 @@ class Size:
     median_tokens: int
     cap_tokens: int
     microbatch_tokens: tuple[int, ...]
-    """Of Offbeat; the first is also used with gradient checkpointing."""
+    """Micro-batch sizes to try with Offbeat; the first is also tried with gradient checkpointing."""
     rounds: int
     sigma: float = 0.8
 

@@ -66,7 +66,7 @@ class Weights:
 
 
 class Recorded:
-    """What `benchmarks.weights.record` saw, on the weights that it began with."""
+    """Updates recorded by `benchmarks.weights.record`, applied to the weights that its run began with."""
 
     is_real = True
 

@@ -19,7 +19,7 @@ ENTROPY_TARGET, FULL_TARGET, RIVAL_TARGET = 1.35, 0.03, 1.0
 USUAL_LR = 1e-6
 
 Bytes = Counter[str]
-"""Of one step: sums over parts, by what was summed."""
+"""Bytes of one step, summed over its parts, by the kind of bytes."""
 
 
 def measured(updates: UpdatesOfPart) -> list[Bytes]:

@@ -3,12 +3,13 @@
 import asyncio
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from offbeat.config import from_dict, load
 from offbeat.launch import wiring
-from offbeat.launch.coordinator_role import ADDRESS, _address, _until_over
+from offbeat.launch.coordinator_role import ADDRESS, NUM_THREADS, _address, _until_over, serve
 from offbeat.launch.coordinator_runtime import open_coordinator, prepare
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import Stopping
@@ -75,3 +76,14 @@ def test_a_copy_leaves_its_address_to_the_run_that_it_was_copied_from(run):
 def test_an_address_that_cannot_be_read_is_any(run, content):
     (run / ADDRESS).write_text(content)
     assert port_of(run) == 0
+
+
+def test_a_coordinator_has_the_same_few_threads_on_any_machine(monkeypatch):
+    """Each keeps the memory that a body once needed."""
+
+    def look(*_: object) -> None:
+        raise LookupError(asyncio.get_running_loop()._default_executor._max_workers)
+
+    monkeypatch.setattr(wiring, "make_mixture", look)
+    with pytest.raises(LookupError, match=f"^{NUM_THREADS}$"):
+        asyncio.run(serve(SimpleNamespace(config=None)))

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from learning_models import KINDS, tiny_model
 from learning_samples import make_samples, one_by_one
 
-from offbeat.trainer.packing import pack, plan
+from offbeat.ledger.records import Batch, BatchGroup, Member
+from offbeat.trainer.packing import pack, plan, samples_of
 from offbeat.trainer.policy import AdamSettings, Policy
+from offbeat.trajectory import End, Segment, Trajectory
 
 CPU = torch.device("cpu")
 
@@ -102,3 +104,16 @@ def test_a_layout_gathers_each_samples_own_tokens_and_takes_every_result_back(gr
     for sample in samples:
         wanted = [*sample.prompt.tolist(), *sample.response[:-1].tolist()]
         assert any(row[: len(wanted)] == wanted for row in rows)
+
+
+def test_a_sample_is_as_proven_as_its_member():
+    """Without it, no token of a newcomer would be audited beyond the share of all others."""
+
+    def member(task: int, *, is_proven: bool) -> Member:
+        trajectory = Trajectory(task, np.arange(1, 3), max_new_tokens=2)
+        trajectory.append(Segment(0, np.array([5]), logprobs=np.array([-1.0]), version=1, kv_version=1), End.STOP)
+        return Member(task, task, trajectory, (), 0.0, np.zeros(1, np.int32), is_proven)
+
+    members = (member(0, is_proven=True), member(1, is_proven=False))
+    samples = samples_of(Batch(0, 0, (BatchGroup(0, 0, "sums", members),)))
+    assert [sample.is_proven for sample in samples] == [True, False]
