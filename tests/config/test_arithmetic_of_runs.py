@@ -22,6 +22,7 @@ def test_evaluations_and_checkpoints_are_counted_with_the_first_and_the_last():
     assert (num_evaluations(config), num_checkpoints(config)) == (4, 3)  # 0, 20, 40, 50 and 20, 40, 50
     never = load(None, ["--eval.every=0", "--checkpoint.every=0"])
     assert (num_evaluations(never), num_checkpoints(never)) == (0, 1)
+    assert "checkpoints  1, at the end; the newest 1 kept" in summarise(never)
 
 
 @settings(max_examples=50, deadline=None)

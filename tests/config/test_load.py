@@ -247,3 +247,8 @@ def test_reading_a_configuration_imports_nothing_heavy():
 def test_over_provision_is_a_number_or_left_to_the_run(words, factor, stops):
     schedule = load(None, words).schedule
     assert (schedule.factor, schedule.stops) == (factor, stops)
+
+
+def test_a_word_that_is_like_no_other_is_told_without_a_guess(toml):
+    text = refusal(toml('[optimizer]\nschedule = "xyz"\n'))
+    assert text == 'run.toml:2: optimizer.schedule = "xyz": allowed "constant", "linear", "cosine"'

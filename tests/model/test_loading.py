@@ -71,6 +71,21 @@ def test_an_unknown_hub_id_is_one_line(monkeypatch, tmp_path):
     assert "no such folder here" in one_line(error)
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_model_in_the_hubs_cache_is_found_without_a_network(monkeypatch, tmp_path, need_weights):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--small"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    if need_weights:
+        (snapshot / "model.safetensors").write_bytes(b"")
+    assert resolve("someone/small", need_weights=need_weights) == snapshot
+
+
 def test_a_file_is_no_model(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="is a file"):
@@ -219,6 +234,8 @@ def test_state_that_does_not_fit_is_named_and_changes_nothing():
     wrong["extra"] = wrong.pop("model.norm.weight")
     with pytest.raises(OffbeatError, match=r"lack model\.norm\.weight and hold unknown extra"):
         load_state(model, wrong)
+    with pytest.raises(OffbeatError, match=rf"lack [^,]+, [^,]+, [^,]+ and {len(before) - 3} more"):
+        load_state(model, {})
     with pytest.raises(OffbeatError, match=r"model\.norm\.weight: has shape \(3,\)"):
         load_state(model, {**before, "model.norm.weight": torch.ones(3)})
     assert all(torch.equal(tensor, before[name]) for name, tensor in state_tensors(model).items())

