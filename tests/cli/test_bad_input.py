@@ -156,7 +156,7 @@ def test_rewards_that_fail_now_and_then_are_left_out_counted_and_never_zero(offb
         *("--reward.timeout-s=4", "--eval.every=1"),  # of one row nothing can be held out: then there is no evaluation
     )
     assert (status, out) == (0, "")
-    assert re.fullmatch(r"warning: step 1: \d samples failed and are left out; runs/a/logs says why\n", errors), errors
+    assert re.fullmatch(r"warning: step 1: \d samples failed and are not trained on; see runs/a/logs\n", errors), errors
     run = offbeat.folder / "runs" / "a"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["finished"]
@@ -269,7 +269,7 @@ def test_an_export_that_cannot_be_is_told(offbeat):
 
 
 def test_a_damaged_ledger_does_not_hold_and_what_is_none_is_told(offbeat):
-    assert offbeat.fails("ledger", "verify", ".") == ".: holds no ledger; give a run's folder"
+    assert offbeat.fails("ledger", "verify", ".") == ". holds no ledger; give the folder of a run, such as runs/NAME"
     file = offbeat.folder / "ledger.sqlite"
     with Ledger(file) as ledger:
         ledger.publish(Version(0, 0, None, "digest", Path("weights")))
@@ -277,7 +277,9 @@ def test_a_damaged_ledger_does_not_hold_and_what_is_none_is_told(offbeat):
     assert "everything holds" in offbeat.succeeds("ledger", "verify", ".")
     assert "step 0, version 0" in offbeat.succeeds("ledger", "show", ".")
     assert json.loads(offbeat.succeeds("ledger", "show", ".", "--json"))["version"] == 0
-    assert offbeat.fails("ledger", "verify", ".", "--json") == "--json: goes with show, not with verify"
+    assert offbeat.fails("ledger", "verify", ".", "--json") == (
+        "--json goes with offbeat ledger show, not with offbeat ledger verify"
+    )
 
     file.write_bytes(whole[:8192] + b"\xff" * 4096 + whole[12288:])
     status, out, errors = offbeat("ledger", "verify", ".")

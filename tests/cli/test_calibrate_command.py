@@ -132,7 +132,7 @@ def test_training_that_does_not_fit_into_memory_leaves_the_rest_measured(capsys,
     monkeypatch.setattr(measure, "Policy", full)
     words = ("--tflops", "1", "--memory-gb", "16", "--bandwidth-tb-s", "0.02")
     said = told(capsys, "calibrate", "--measure", "--quick", "--model", "offbeat-tiny", "--out", "m.jsonl", *words)
-    assert "m.jsonl: of offbeat-tiny, 9 decode, 3 prefill\ntraining did not fit into memory" in said
+    assert "m.jsonl: measurements of offbeat-tiny: 9 decode, 3 prefill\ntraining did not fit into memory" in said
     assert {one.kind for one in read(Path("m.jsonl")).measurements} == {"decode", "prefill"}
 
 
@@ -156,15 +156,15 @@ def test_fitted_constants_are_those_that_made_the_measurements_and_the_rest_is_t
 
 
 MISTAKES = {
-    "no file": (["none.jsonl"], "none.jsonl: No such file or directory; name a file of measurements"),
-    "neither": ([], "offbeat calibrate: name a file of measurements, or --measure this machine"),
-    "both": (["m.jsonl", "--measure"], "m.jsonl: goes without --measure"),
-    "quick without measuring": (["m.jsonl", "--quick"], "--quick: goes with --measure alone"),
-    "no flops": (["--measure", "--tflops", "-1"], "--tflops -1: allowed more than 0"),
+    "no file": (["none.jsonl"], "none.jsonl cannot be read: No such file or directory; give a file of measurements"),
+    "neither": ([], "offbeat calibrate needs a file of measurements, or --measure to measure this machine"),
+    "both": (["m.jsonl", "--measure"], "give either the file m.jsonl or --measure, not both"),
+    "quick without measuring": (["m.jsonl", "--quick"], "--quick goes only with --measure"),
+    "no flops": (["--measure", "--tflops", "-1"], "--tflops is -1; it must be"),
     "no such model": (["m.jsonl", "--model", "Qwen2.5-7C"], "--model 'Qwen2.5-7C': unknown model; did you mean"),
-    "no such config": (["m.jsonl", "--model", "no.json"], "no.json: cannot be read"),
-    "no folder": (["m.jsonl", "--out", "no/c.json"], "--out no/c.json: there is no folder no"),
-    "a folder": (["m.jsonl", "--out", "."], "--out .: is a folder; name a file"),
+    "no such config": (["m.jsonl", "--model", "no.json"], "no.json cannot be read"),
+    "no folder": (["m.jsonl", "--out", "no/c.json"], "--out no/c.json: the folder no does not exist"),
+    "a folder": (["m.jsonl", "--out", "."], "--out . is a folder; give a file"),
     "no model here": (["--measure", "--model", "nowhere"], "model.path = 'nowhere': no such folder"),
     "no model": (["m.jsonl", "--modle", "x"], "--model"),
 }
@@ -184,10 +184,10 @@ def test_a_mistake_in_the_measurements_is_one_line(capsys):
         return refused(capsys, "calibrate", write(*given), "--model", MODEL, "--out", "c.json")
 
     unknown = json.dumps({"kind": "decoding", "accelerator": "h200", "seconds": 1})
-    assert said(decodes(), unknown) == "m.jsonl:10: kind = 'decoding'; did you mean 'decode'?"
-    assert said(decodes(rows=(1, 8))).startswith("decode on h200: 2 different rows measured: at least 3 are wanted")
-    assert said(decodes("h2000")) == "accelerator 'h2000': is not in the catalogue; did you mean 'h200'?"
-    assert said([]).startswith("m.jsonl: holds no measurement")
+    assert said(decodes(), unknown) == "m.jsonl:10: unknown kind 'decoding'; did you mean 'decode'?"
+    assert said(decodes(rows=(1, 8))).startswith("decode on h200: measure 3 or more different values of rows, not 2")
+    assert said(decodes("h2000")) == "accelerator 'h2000' is not in the catalogue; did you mean 'h200'?"
+    assert said([]).startswith("m.jsonl has no measurements")
 
 
 def test_a_gpu_is_what_the_catalogue_or_the_user_says(monkeypatch):
@@ -199,7 +199,7 @@ def test_a_gpu_is_what_the_catalogue_or_the_user_says(monkeypatch):
     own = {"tflops": 5.0, "memory_gb": 8.0, "bandwidth_tb_s": 0.3}
     assert figures_of(gpu, None, own) == ("mystery-9", own)
     assert figures_of(gpu, "a100", {})[0] == "a100-80gb"
-    with pytest.raises(UserError, match=r"'mystery-9': is not in the catalogue; .*; give --accelerator, or --tflops"):
+    with pytest.raises(UserError, match=r"'mystery-9':? is not in the catalogue; .*; give --accelerator, or --tflops"):
         figures_of(gpu, None, {})
     with pytest.raises(UserError, match="there is no GPU here"):
         figures_of(torch.device("cpu"), "h200", {})

@@ -78,7 +78,7 @@ def test_the_list_has_a_line_for_each_trajectory(run: Path, capsys: pytest.Captu
     assert lines[1].endswith("".join(PARTS))
     assert len(show(run, capsys, "--last", "2").splitlines()) == 3
     assert len(show(run, capsys, "--step", "1").splitlines()) == 4
-    assert show(run, capsys, "--step", "9") == "none at step 9\n"
+    assert show(run, capsys, "--step", "9") == "no trajectories at step 9\n"
 
 
 def test_the_best_and_the_worst_are_by_reward(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -169,12 +169,12 @@ def test_parquet_holds_texts_rewards_and_versions(run: Path, tmp_path: Path, cap
     [
         (["99"], "task 99: there are 1 to 7"),
         (["x"], "invalid int value: 'x'"),
-        (["--best", "0"], "--best 0: allowed 1 or more"),
-        (["--best", "1", "--worst", "1"], "--worst: only one of"),
-        (["6", "--best", "1"], "--best: chooses among trajectories"),
-        (["--tokens"], "--tokens: goes with a task's ID"),
-        (["--parquet", "/nowhere/x.parquet"], "no folder /nowhere"),
-        (["--parquet", "x.parquet", "--json"], "--json: a Parquet file holds all"),
+        (["--best", "0"], "--best is 0; it must be at least 1"),
+        (["--best", "1", "--worst", "1"], "--best and --worst do not go together"),
+        (["6", "--best", "1"], "--best and a task's ID do not go together"),
+        (["--tokens"], "--tokens goes only with a task's ID"),
+        (["--parquet", "/nowhere/x.parquet"], "the folder /nowhere does not exist"),
+        (["--parquet", "x.parquet", "--json"], "--json and --parquet do not go together"),
         (["--bset", "1"], "did you mean --best?"),
     ],
 )

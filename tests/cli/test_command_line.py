@@ -100,13 +100,13 @@ def test_a_wrong_file_is_refused(refused, text, told):
         (["train", "--name", "a/b"], '--run.name = "a/b": allowed letters'),
         (["train", "--resume"], "runs: has no run to resume; start one without --resume"),
         (["train", "--resume", "runs/a"], "runs/a: no such run"),
-        (["train", "--from-scratch"], "--from-scratch: goes with --resume"),
+        (["train", "--from-scratch"], "--from-scratch goes only with --resume"),
         (["eval"], "offbeat eval: the following arguments are required: MODEL"),
         (["eval", "nowhere"], "model.path = 'nowhere': no such folder"),
         (["eval", "offbeat-tiny", "--prompts", "0"], "--eval.prompts = 0: allowed 1 or more"),
         (["export", "runs/a", "out"], "runs/a: no such run"),
-        (["model", "smollm", "out"], "smollm: unknown model; did you mean smollm2?"),
-        (["ledger", "verify", "runs/a"], "runs/a: holds no ledger"),
+        (["model", "smollm", "out"], "unknown model smollm; did you mean 'smollm2'?"),
+        (["ledger", "verify", "runs/a"], "runs/a holds no ledger"),
     ],
 )
 def test_wrong_words_are_refused(refused, words, told):

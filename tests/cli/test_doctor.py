@@ -361,7 +361,7 @@ def test_files_that_the_configuration_names_are_looked_for(torch):
     [
         (["--batch.group-sise=4"], "offbeat: --batch.group_sise = 4: unknown key; did you mean group_size?"),
         (["nowhere.toml"], "offbeat: nowhere.toml: no such file"),
-        (["--within=0"], "offbeat: --within 0: allowed more than 0"),
+        (["--within=0"], "offbeat: --within is 0; it must be"),
     ],
 )
 def test_wrong_words_are_refused_as_everywhere(words, line):

@@ -135,13 +135,13 @@ REFUSALS = {
     ),
     "over-provision without staleness": (
         {"schedule.over_provision": 1.5},
-        "schedule.over_provision = 1.5: allowed 1 with schedule.max_staleness = 0, where every token must be fresh and "
-        "nothing can be carried on; raise schedule.max_staleness",
+        "schedule.over_provision = 1.5: allowed 1 with schedule.max_staleness = 0, because surplus groups "
+        "would be too old to train; raise schedule.max_staleness",
     ),
     "over-provision beyond the bound": (
         {"schedule.max_staleness": 1, "schedule.over_provision": 2.5},
-        "schedule.over_provision = 2.5: allowed 1 to 2 with schedule.max_staleness = 1, or some would be late; raise "
-        "schedule.max_staleness",
+        "schedule.over_provision = 2.5: allowed 1 to 2 with schedule.max_staleness = 1, because surplus "
+        "groups would be too old to train; raise schedule.max_staleness",
     ),
     "under-provision": (
         {"schedule.over_provision": 0.5},
@@ -153,28 +153,28 @@ REFUSALS = {
     ),
     "finish, alternate": (
         {"schedule.new_version": "finish"},
-        'schedule.new_version = "finish": allowed "interrupt" with schedule.mode = "alternate", where no request runs '
-        'across a load; set schedule.mode = "overlap"',
+        'schedule.new_version = "finish": allowed "interrupt" with schedule.mode = "alternate", where no request is '
+        'running when weights are loaded; set schedule.mode = "overlap"',
     ),
     "overlap": (
         {**OVERLAP, "schedule.max_staleness": 0},
-        'schedule.max_staleness = 0: allowed 1 or more with schedule.mode = "overlap", where tokens wait for the step '
-        "under way",
+        'schedule.max_staleness = 0: allowed 1 or more with schedule.mode = "overlap", because tokens are '
+        "generated while an earlier step trains",
     ),
     "exact overlap": (
         {**OVERLAP, "run.exact": True},
-        'schedule.mode = "overlap": allowed "alternate" with run.exact = true, because what is trained next would '
-        "depend on who was faster",
+        'schedule.mode = "overlap": allowed "alternate" with run.exact = true, because otherwise the '
+        "order of training would depend on which worker was faster",
     ),
     "exact staleness": (
         {"schedule.max_staleness": 1, "run.exact": True},
-        "schedule.max_staleness = 1: allowed 0 with run.exact = true, because what is trained next would depend on who "
-        "was faster",
+        "schedule.max_staleness = 1: allowed 0 with run.exact = true, or else the order of training would depend on "
+        "which worker was faster",
     ),
     "exact slots": (
         {"rollout.slots": 15, "run.exact": True},
-        "rollout.slots = 15: allowed 16 or more with run.exact = true, because below 16 rows a matrix product takes "
-        "another path and results depend on their number",
+        "rollout.slots = 15: allowed 16 or more with run.exact = true, because with fewer slots the last "
+        "bits of a result depend on how many are in use",
     ),
     "exact server": (
         {"rollout.engine": "vllm", "run.exact": True},
@@ -183,13 +183,13 @@ REFUSALS = {
     ),
     "stale keys": (
         {**OVERLAP, "rollout.kv": "stale", "rollout.engine": "paced"},
-        'rollout.kv = "stale": allowed "same", "refill" with rollout.engine = "paced", which keeps no keys and values '
-        "across a load",
+        'rollout.kv = "stale": allowed "same", "refill" with rollout.engine = "paced", which drops its KV cache '
+        "when weights are loaded",
     ),
     "stale keys, no staleness": (
         {"rollout.kv": "stale"},
-        'rollout.kv = "stale": allowed "same", "refill" with schedule.max_staleness = 0, where no answer is of more '
-        'than one version; set schedule.mode = "overlap"',
+        'rollout.kv = "stale": allowed "same", "refill" with schedule.max_staleness = 0, where an answer never '
+        'goes on under new weights; set schedule.mode = "overlap"',
     ),
     "stale keys, exact": (
         {"rollout.kv": "stale", "run.exact": True},
@@ -199,7 +199,7 @@ REFUSALS = {
     "no server": (
         {"engine.url": "localhost:1"},
         'engine.url = "localhost:1": rollout.engine = "embedded" has no server; add --rollout.engine vllm or sglang, '
-        "whichever listens there",
+        "whichever serves that URL",
     ),
     "name": (
         {"loss.name": "grpp"},
@@ -234,21 +234,21 @@ REFUSALS = {
     ),
     "released from a group that must remain": (
         {"batch.gate": "batch", "batch.min_group": 3},
-        'batch.min_group = 3: leave it out with batch.gate = "batch", where an answer waits for no other',
+        'batch.min_group = 3: leave it out with batch.gate = "batch", where answers are trained singly',
     ),
     "released for nothing": (
         {"batch.gate": "release", "loss.name": "ppo"},
-        'batch.gate = "release": loss.advantage = "gae" does not look at siblings; set batch.gate = "batch"',
+        'batch.gate = "release": loss.advantage = "gae" compares no answers; set batch.gate = "batch"',
     ),
     "siblings within a batch": (
         {"batch.gate": "batch", "loss.advantage": "mean"},
-        'loss.advantage = "mean": allowed batch, gae with batch.gate = "batch", because it compares siblings; leave it '
-        'out, or set batch.gate = "release"',
+        'loss.advantage = "mean": allowed batch, gae with batch.gate = "batch", because it compares answers to one '
+        'prompt; leave it out, or set batch.gate = "release"',
     ),
     "uncorrected": (
         {**OVERLAP, "loss.correction": "off"},
-        'loss.correction = "off": tokens up to schedule.max_staleness = 4 steps old would count like fresh ones; take '
-        "another correction",
+        'loss.correction = "off": tokens up to schedule.max_staleness = 4 steps old would count like fresh ones; set '
+        "another loss.correction",
     ),
 }
 
@@ -348,5 +348,5 @@ def test_a_correction_is_turned_off_from_the_command_line_by_its_name_and_left_t
     assert resolve_loss(load(None, ["--loss.correction", "off"])).correction == "off"
     overlap = ["--schedule.mode", "overlap"]
     assert resolve_loss(load(None, [*overlap, "--loss.correction", "none"])).correction == "tis"
-    with pytest.raises(UserError, match="would count like fresh ones; take another correction"):
+    with pytest.raises(UserError, match="would count like fresh ones; set another loss"):
         load(None, [*overlap, "--loss.correction", "off"])

@@ -111,7 +111,7 @@ def test_a_resolved_configuration_survives_json(tmp_path):
         ("[run]\nname = 'a/b'\n", "run.toml:2: run.name = \"a/b\": allowed letters, digits, '.', '_' and '-', with"),
         ("[[task]]\nsource = 'file'\n", "run.toml:1: task.path: is missing; give it a value"),
         ("[[task]]\nlevel = 3\n", "run.toml:1: [[task]]: source is missing; allowed"),
-        ("[[task]]\nsorce = 'file'\n", "run.toml:1: [[task]]: source is missing; did you mean it by sorce?"),
+        ("[[task]]\nsorce = 'file'\n", "run.toml:1: [[task]]: source is missing; is sorce a misspelling of it?"),
         ("task = []\n", "run.toml:1: task = []: allowed 1 or more"),
         (
             "[log]\nsinks = ['wandbb']\n",
@@ -185,7 +185,7 @@ def test_a_misspelt_key_is_told_before_the_key_that_it_leaves_missing(toml):
 
 def test_a_missing_file_is_told_with_its_neighbours(toml):
     toml("")
-    assert refusal("rum.toml") == "rum.toml: no such file; there is run.toml"
+    assert refusal("rum.toml") == "rum.toml: no such file; its folder has run.toml"
 
 
 @pytest.mark.parametrize(
@@ -193,9 +193,9 @@ def test_a_missing_file_is_told_with_its_neighbours(toml):
     [
         (["--batch.group-sise", "16"], "--batch.group_sise = 16: unknown key; did you mean group_size?"),
         (["--bacth.group-size=16"], "--bacth.group_size = 16: unknown section; did you mean batch?"),
-        (["--batch.group-size"], "--batch.group-size: wants a value after it"),
+        (["--batch.group-size"], "--batch.group-size needs a value, as in --batch.group-size VALUE"),
         (["--run.steps", "many"], '--run.steps = "many": wants a whole number, not text'),
-        (["--task.2.level", "1"], "--task.2.level: there is 1 task, so the next one is task.1"),
+        (["--task.2.level", "1"], "--task.2.level: task.2 would leave a gap; the next task is task.1"),
         (["--task.1.source=arithmetic", "--task.level=3"], "--task.level: there are 2 tasks; name one, as in --task.0"),
         (["--run.steps.x=1"], "--run.steps.x: run.steps is a single value"),
     ],

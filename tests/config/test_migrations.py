@@ -40,7 +40,7 @@ def test_removed_keys_at_their_defaults_are_dropped_silently(tmp_path, caplog):
 @pytest.mark.parametrize(
     "section, key, value, instead",
     [
-        ("optimizer", "beta1", 0.8, "it is 0.9"),
+        ("optimizer", "beta1", 0.8, "its value is always 0.9 now"),
         ("task", "tail_cap", 20, "the longest answer has 40 lines"),
         ("loss", "stop_logprob_gap", 0.5, "the gap raises an alarm at loss.max_logprob_gap"),
     ],
@@ -51,7 +51,8 @@ def test_a_dropped_value_that_mattered_is_logged_in_one_line(tmp_path, caplog, s
         assert load(tmp_path / "config.json") == from_dict({})
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"{tmp_path}/config.json: {section}.{key} = {value} is dropped: removed in November 2026; {instead}"
+        f"{tmp_path}/config.json: the key {section}.{key} = {value} is ignored, because it was removed in "
+        f"November 2026; {instead}"
     )
 
 
@@ -71,7 +72,8 @@ def test_a_file_or_a_command_line_with_a_removed_key_is_refused(tmp_path):
     with pytest.raises(UserError) as caught:
         load(file)
     assert str(caught.value) == (
-        f"{file}:3: optimizer.beta1 = 0.8: this key was removed in November 2026; take it out (it is 0.9)"
+        f"{file}:3: optimizer.beta1 = 0.8: this key was removed in November 2026; take it out "
+        "(its value is always 0.9 now)"
     )
     with pytest.raises(UserError, match=r"^--task.tail_cap = 20: this key was removed in November 2026; take it out"):
         load(None, ["--task.tail-cap", "20"])

@@ -98,7 +98,7 @@ def test_a_configuration_that_was_edited_since_wins_over_a_secret_of_before(tmp_
 def test_secrets_that_others_can_read_are_refused(tmp_path):
     RunFolder.create(config(tmp_path)).close()
     (tmp_path / "a" / "secrets.json").chmod(0o644)
-    with pytest.raises(UserError, match=r"secrets\.json: holds secrets and is open to others; chmod 600 it$"):
+    with pytest.raises(UserError, match=r"secrets\.json holds secrets and is open to other users; run chmod 600 "):
         load(tmp_path / "a" / "config.json")
 
 

@@ -81,9 +81,9 @@ def revoke(folder: Path, name: str, reason: str | None = None) -> int:
             ledger.move_worker(name, WorkerState.REVOKED, reason)
         except Unknown:
             near = nearest(name, [worker.name for worker in ledger.list_workers()])
-            hint = f"did you mean {near}?" if near else f"offbeat worker list {folder} lists those that did"
-            raise UserError(f"{name}: never joined this run; {hint}") from None
-    print(f"{name}: revoked")
+            hint = f"did you mean {near}?" if near else f"offbeat worker list {folder} lists its workers"
+            raise UserError(f"worker {name} never joined the run {folder}; {hint}") from None
+    print(f"worker {name} is revoked")
     return 0
 
 
@@ -93,15 +93,15 @@ def _check(arguments: argparse.Namespace) -> None:
     for name, action in belongs.items():
         if getattr(arguments, name) not in (None, False) and arguments.action != action:
             shown = name.upper() if name == "name" else f"--{name}"
-            raise UserError(f"{shown}: goes with {action}, not with {arguments.action}")
+            raise UserError(f"{shown} goes with offbeat worker {action}, not with offbeat worker {arguments.action}")
     if arguments.action == "revoke" and not arguments.name:
-        raise UserError(f"offbeat worker revoke {arguments.run}: which worker? give its NAME")
+        raise UserError(f"offbeat worker revoke {arguments.run} needs a worker's NAME; offbeat worker list lists them")
 
 
 def _ledger(folder: Path, *, read_only: bool = False) -> Ledger:
     file = folder / "ledger.sqlite"
     if not file.is_file():
-        raise UserError(f"{folder}: holds no ledger; give a run's folder")
+        raise UserError(f"{folder} holds no ledger; give the folder of a run, such as runs/NAME")
     from offbeat.ledger.ledger import Ledger
 
     return Ledger(file, read_only=read_only, must_exist=True)

@@ -47,25 +47,25 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     _write(arguments.out, lambda out: save(constants, out))
     for name in constants.of_accelerator:
         print(_summary(constants, name))
-    print(f"{arguments.out}: for offbeat plan --constants {arguments.out}")
+    print(f"{arguments.out}: the constants, for offbeat plan --constants {arguments.out}")
     return 0
 
 
 def _check_words(arguments: argparse.Namespace) -> None:
     if arguments.measure and arguments.measurements:
-        raise UserError(f"{arguments.measurements}: goes without --measure, which makes measurements of its own")
+        raise UserError(f"give either the file {arguments.measurements} or --measure, not both")
     if not arguments.measure and not arguments.measurements:
-        raise UserError("offbeat calibrate: name a file of measurements, or --measure this machine")
+        raise UserError("offbeat calibrate needs a file of measurements, or --measure to measure this machine")
     for name in MEASURING_ALONE:
         value, word = getattr(arguments, name), f"--{name.replace('_', '-')}"
         if value and not arguments.measure:
-            raise UserError(f"{word}: goes with --measure alone; a file of measurements says what it was measured on")
+            raise UserError(f"{word} goes only with --measure; a file of measurements already describes its machine")
         if isinstance(value, float) and not 0 < value < float("inf"):
-            raise UserError(f"{word} {value:g}: allowed more than 0")
+            raise UserError(f"{word} is {value:g}; it must be a finite number above 0")
     if not Path(arguments.out).parent.is_dir():
-        raise UserError(f"--out {arguments.out}: there is no folder {Path(arguments.out).parent}")
+        raise UserError(f"--out {arguments.out}: the folder {Path(arguments.out).parent} does not exist")
     if Path(arguments.out).is_dir():
-        raise UserError(f"--out {arguments.out}: is a folder; name a file")
+        raise UserError(f"--out {arguments.out} is a folder; give a file to write")
 
 
 def _shape(model: str) -> ModelShape:
@@ -113,9 +113,10 @@ def _measure(arguments: argparse.Namespace) -> int:
     _write(arguments.out, lambda out: write(out, machine, measurements))
     print(f"{name}: {', '.join(f'{figure} = {value:g}' for figure, value in figures.items())}")
     kinds = Counter(one.kind for one in measurements)
-    print(f"{arguments.out}: of {arguments.model}, {', '.join(f'{num} {kind}' for kind, num in kinds.items())}")
+    made = ", ".join(f"{num} {kind}" for kind, num in kinds.items())
+    print(f"{arguments.out}: measurements of {arguments.model}: {made}")
     if "train" not in kinds:
-        print("training did not fit into memory, so its constants stay defaults")
+        print("training did not fit into memory and was not measured, so its constants keep their defaults")
     return 0
 
 
@@ -123,7 +124,7 @@ def _write(out: str, write: Callable[[Path], None]) -> None:
     try:
         write(Path(out))
     except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}; name a file that can be written") from None
+        raise UserError(f"--out {out} cannot be written: {error.strerror}; give another file") from None
 
 
 def _versions() -> dict[str, str]:

@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if not arguments.within > 0:
-        raise UserError(f"--within {arguments.within:g}: allowed more than 0")
+        raise UserError(f"--within is {arguments.within:g}; it must be a number of seconds above 0")
     config = load(arguments.config, overrides)
     from offbeat.tools.doctor.checks import examine
     from offbeat.tools.doctor.report import without_secrets

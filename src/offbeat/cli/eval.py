@@ -21,7 +21,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if (Path(arguments.model) / "ledger.sqlite").exists():
-        raise UserError(f"{arguments.model}: is a run; write its model with offbeat export {arguments.model} MODEL_DIR")
+        raise UserError(f"{arguments.model} is a run, not a model; run offbeat export {arguments.model} MODEL_DIR")
     given = [("eval.prompts", arguments.prompts), ("eval.samples", arguments.samples)]
     shorthands = [f"--{key}={value}" for key, value in given if value is not None]
     config = load(arguments.config, [*overrides, *shorthands, f"--model.path={arguments.model}"])

@@ -23,9 +23,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     source, folder = Path(arguments.run), arguments.folder
     step = export_run(source, Path(folder), adapter_alone=arguments.adapter)
     if arguments.adapter:
-        print(f"{folder}: the adapter of {source} after {step} steps, for peft and vLLM; it stands on model.path")
+        print(f"{folder}: the adapter of {source} after {step} steps, for peft and vLLM; it needs model.path")
         return 0
     print(f"{folder}: the model of {source} after {step} steps; try offbeat eval {folder}")
     if adapter := adapter_folder(source):
-        print(f"{adapter}: its adapter, which is merged into it; for a copy: offbeat export {source} DIR --adapter")
+        print(f"{adapter}: its adapter, already merged in; for a copy: offbeat export {source} DIR --adapter")
     return 0

@@ -29,9 +29,9 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     file = Path(arguments.run) / "ledger.sqlite"
     if not file.is_file():
-        raise UserError(f"{arguments.run}: holds no ledger; give a run's folder")
+        raise UserError(f"{arguments.run} holds no ledger; give the folder of a run, such as runs/NAME")
     if arguments.json and arguments.action != "show":
-        raise UserError(f"--json: goes with show, not with {arguments.action}")
+        raise UserError(f"--json goes with offbeat ledger show, not with offbeat ledger {arguments.action}")
     from offbeat.ledger.ledger import Ledger
 
     with Ledger(file, read_only=True) as ledger:
@@ -53,7 +53,7 @@ def _verify(ledger: Ledger) -> int:
     if report.counts != Counts():  # all zeros: too damaged to count, so they would mislead
         for name, value in asdict(report.counts).items():
             print(f"{name:<24} {_in_words(value)}")
-    print("everything holds" if report.holds else f"{len(report.violations)} things do not hold")
+    print("everything holds" if report.holds else f"{len(report.violations)} rules do not hold")
     return 0 if report.holds else 1
 
 

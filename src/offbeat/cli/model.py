@@ -7,7 +7,7 @@ from pathlib import Path
 
 from offbeat.cli.parser import Parser
 from offbeat.errors import UserError
-from offbeat.spelling import nearest
+from offbeat.spelling import suggest
 
 MODELS = ("smollm2",)
 
@@ -19,10 +19,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.name not in MODELS:
-        near = nearest(arguments.name, MODELS)
-        raise UserError(
-            f"{arguments.name}: unknown model; " + (f"did you mean {near}?" if near else f"allowed {MODELS[0]}")
-        )
+        raise UserError(f"unknown model {arguments.name}; {suggest(arguments.name, MODELS)}")
     from offbeat.model import smollm2
 
     smollm2.write(Path(arguments.folder))

@@ -52,15 +52,15 @@ def _check_words(arguments: argparse.Namespace) -> None:
     for name in ("budget", "throughput"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
-            raise UserError(f"--{name} {value:g}: allowed more than 0")
+            raise UserError(f"--{name} is {value:g}; it must be a finite number above 0")
     if arguments.json and arguments.explain:
-        raise UserError("--json: goes without --explain; a plan's JSON holds its places and assumptions anyway")
+        raise UserError("--json and --explain do not go together; the JSON has all places and assumptions anyway")
     if arguments.frontier and not Path(arguments.frontier).parent.is_dir():
-        raise UserError(f"--frontier {arguments.frontier}: there is no folder {Path(arguments.frontier).parent}")
+        raise UserError(f"--frontier {arguments.frontier}: the folder {Path(arguments.frontier).parent} does not exist")
     if arguments.verify:
         for name in ("budget", "throughput", "frontier", "explain", "json"):
             if getattr(arguments, name):
-                raise UserError(f"--{name}: goes without --verify; a saved plan knows what it was asked")
+                raise UserError(f"--{name} and --verify do not go together; the saved plan has its own aim and output")
 
 
 def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workload, constants: Constants) -> int:
@@ -93,7 +93,7 @@ def _draw(file: Path, inventory: Inventory, workload: Workload, constants: Const
     try:
         file.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--frontier {file}: {error.strerror}; name a file that can be written") from None
+        raise UserError(f"--frontier {file} cannot be written: {error.strerror}; give another file") from None
     return len(points)
 
 
@@ -105,13 +105,13 @@ def _verify(file: Path, inventory: Inventory, workload: Workload, constants: Con
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no text"
-        raise UserError(f"--verify {file}: {reason}; offbeat plan --json writes a plan") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"--verify {file} cannot be read: {reason}; give the output of offbeat plan --json") from None
     saved = from_json(text, str(file))
     broken = verify(saved, inventory, workload, constants)
     for line in broken:
         print(line)
     on_its_word = len(saved.certificate.by_solver)
-    word = f"; that {on_its_word} of the gangs give no better plan rests on the solver's word" if on_its_word else ""
-    print(f"{len(broken)} things do not hold" if broken else f"everything holds{word}")
+    word = f"; that {on_its_word} gangs give no better plan rests on the solver's word alone" if on_its_word else ""
+    print(f"{len(broken)} rules do not hold" if broken else f"everything holds{word}")
     return 1 if broken else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,4 @@ def _count(file: Path) -> int:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(HEADER_LENGTH_BYTES), "little")
         header: dict[str, Any] = json.loads(opened.read(length))
-    total = 0
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            size = 1
-            for dimension in tensor["shape"]:
-                size *= dimension
-            total += size
-    return total
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

@@ -27,10 +27,10 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     file = Path(arguments.file)
     if file.is_dir():
         kept = sorted((file / "broken").glob("*.batch"))
-        there = f"; it kept {kept[-1]}" if kept else "; it kept none"
-        raise UserError(f"{file}: is a folder; give a file of a run's broken/{there}")
+        there = f"such as {kept[-1]}" if kept else "of which this folder has none"
+        raise UserError(f"{file} is a folder; give a file broken/*.batch of a run, {there}")
     if not file.is_file():
-        raise UserError(f"{file}: no such file; a run that met NaN or infinity names the one that it kept")
+        raise UserError(f"{file}: no such file; a run that met NaN or infinity printed the file that it kept")
     from offbeat.tools.replay import replay
 
     done = replay(file, arguments.device, arguments.model)
@@ -62,7 +62,7 @@ def _summary(file: Path, done: StepReplay) -> list[str]:
     if repeated.gradient is not None:
         lines.append(f"backward  the gradient of {repeated.gradient} was the first that was not finite")
     if not done.has_optimizer:
-        lines.append("state     without the optimizer's, whose checkpoint is gone: only a step's first update is exact")
+        lines.append("state     the optimizer's checkpoint is gone, so only the first update of the step is exact")
     return lines
 
 

@@ -30,11 +30,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from offbeat.cli.preview import check
     from offbeat.launch import parent_watch
     from offbeat.launch.run_folder import RunFolder
-    from offbeat.observability.sinks import check_sinks
 
     is_supervised = parent_watch.watch_parent()
     check(config, resume)
-    check_sinks(config.log.sinks)
     with RunFolder.open(resume, config) if resume else RunFolder.create(config) as folder:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning about a missing torch
         with hidden("torch"):  # a tokenizer does not need torch, but transformers would load it

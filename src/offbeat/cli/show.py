@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     order, limit = _chosen(arguments)
     words = _words(folder)
     if not (folder / "ledger.sqlite").is_file():
-        raise UserError(f"{folder}: holds no ledger yet; the run has not begun")
+        raise UserError(f"{folder} holds no ledger yet, because the run has not begun; try again once it has")
     with Ledger(folder / "ledger.sqlite", read_only=True) as ledger, ledger.naming_damage():
         if arguments.parquet is not None:
             count = export(ledger, Path(arguments.parquet), words, arguments.step)
@@ -69,17 +69,17 @@ def _chosen(arguments: argparse.Namespace) -> tuple[str, int]:
     asked = [name for name, value in given.items() if value is not None]
     lists = [f"--{name}" for name in asked] + (["--step"] if arguments.step is not None else [])
     if arguments.task is not None and (lists or arguments.parquet is not None):
-        raise UserError(f"{(lists or ['--parquet'])[0]}: chooses among trajectories; leave it out, or the task's ID")
+        raise UserError(f"{(lists or ['--parquet'])[0]} and a task's ID do not go together; leave one of them out")
     if arguments.tokens and arguments.task is None:
-        raise UserError("--tokens: goes with a task's ID")
+        raise UserError("--tokens goes only with a task's ID, as in offbeat show RUN ID --tokens")
     if arguments.parquet is not None and (asked or arguments.json):
-        raise UserError(f"--{(asked or ['json'])[0]}: a Parquet file holds all; only --step goes with --parquet")
+        raise UserError(f"--{(asked or ['json'])[0]} and --parquet do not go together; only --step can narrow a file")
     if len(asked) > 1:
-        raise UserError(f"--{asked[1]}: only one of --last, --best and --worst can be asked for")
+        raise UserError(f"--{asked[0]} and --{asked[1]} do not go together; give one of --last, --best and --worst")
     name = asked[0] if asked else "last"
     count = given[name] if asked else NUM_ROWS
     if count < 1:
-        raise UserError(f"--{name} {count}: allowed 1 or more")
+        raise UserError(f"--{name} is {count}; it must be at least 1")
     return "latest" if name == "last" else name, count
 
 
@@ -112,7 +112,8 @@ def _show_list(ledger: Ledger, order: str, limit: int, step: int | None, words: 
         text = "(pruned)" if text is None else printable(" ".join(text.split()))
         who = (row.task, row.group, row.purpose, row.state, at, reward, row.num_tokens, numbers, row.worker, text)
         table.append([str(cell) for cell in who])
-    print("\n".join(_table(table)) if rows else "no trajectories yet" if step is None else f"none at step {step}")
+    nothing = "no trajectories yet" if step is None else f"no trajectories at step {step}"
+    print("\n".join(_table(table)) if rows else nothing)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -129,7 +130,9 @@ def _show_one(ledger: Ledger, task: int, words: Words, with_tokens: bool, as_jso
     if as_json:
         print(json.dumps(as_data(detail, words, with_tokens)))
     else:
-        display(detail, words, with_tokens)
+        console = Console(highlight=False, soft_wrap=True, markup=False)
+        for line in _lines(detail, words, with_tokens):
+            console.print(line)
 
 
 # One task on the screen, its text coloured by version.
@@ -141,20 +144,20 @@ COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 """Colours of versions, used in turn, so that successive versions differ."""
 
 
+TASK_FIELDS = (
+    *("task", "group", "ordinal", "member", "purpose", "source"),
+    *("state", "reason", "group_state", "group_reason", "step"),
+)
+"""Fields of `TaskDetail` that appear in JSON as they are."""
+
+
 def as_data(detail: TaskDetail, words: Words, with_tokens: bool) -> dict[str, Any]:
     """Returns the task as plain JSON data; `with_tokens` adds token ids and log-probs."""
     segments = [] if detail.trajectory is None else list(detail.trajectory.segments)
     texts = [] if detail.trajectory is None else _pieces(detail.trajectory, words)
     parts = []
     for place, stretch in enumerate(detail.segments):
-        part: dict[str, Any] = {
-            "start": stretch.start,
-            "num_tokens": stretch.num_tokens,
-            "version": stretch.version,
-            "step": stretch.step,
-            "is_abandoned": stretch.is_abandoned,
-            "staleness": stretch.staleness,
-        }
+        part: dict[str, Any] = asdict(stretch)
         if segments:
             part |= {"worker": segments[place].worker, "engine": segments[place].engine}
             part |= {"text": texts[place], "logprobs": _summary(segments[place].logprobs)}
@@ -164,17 +167,7 @@ def as_data(detail: TaskDetail, words: Words, with_tokens: bool) -> dict[str, An
             part["token_logprobs"] = None if logprobs is None else logprobs.tolist()
         parts.append(part)
     return {
-        "task": detail.task,
-        "group": detail.group,
-        "ordinal": detail.ordinal,
-        "member": detail.member,
-        "purpose": detail.purpose,
-        "source": detail.source,
-        "state": detail.state,
-        "reason": detail.reason,
-        "group_state": detail.group_state,
-        "group_reason": detail.group_reason,
-        "step": detail.step,
+        **{name: getattr(detail, name) for name in TASK_FIELDS},
         "prompt": words(detail.prompt),
         "problem": detail.problem,
         "response": None if detail.trajectory is None else words(detail.trajectory.tokens),
@@ -196,13 +189,6 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-def display(detail: TaskDetail, words: Words, with_tokens: bool) -> None:
-    """Prints the task, in colours on a terminal."""
-    console = Console(highlight=False, soft_wrap=True, markup=False)
-    for line in _lines(detail, words, with_tokens):
-        console.print(line)
-
-
 def _lines(detail: TaskDetail, words: Words, with_tokens: bool) -> Iterator[Text | str]:
     state = detail.state + (f" ({detail.reason})" if detail.reason else "")
     group = detail.group_state + (f" ({detail.group_reason})" if detail.group_reason else "")
@@ -212,7 +198,8 @@ def _lines(detail: TaskDetail, words: Words, with_tokens: bool) -> Iterator[Text
     yield _title("response" if detail.trajectory is None or not detail.trajectory.is_partial else "response so far")
     yield _response(detail, words)
     yield ""
-    for stretch, segment in zip(detail.segments, _segments(detail), strict=True):
+    found = [None] * len(detail.segments) if detail.trajectory is None else detail.trajectory.segments
+    for stretch, segment in zip(detail.segments, found, strict=True):
         yield Text("  ").append(_about(stretch, segment), style=_style(detail, stretch))
         if with_tokens and segment is not None:
             yield f"    tokens    {segment.tokens.tolist()}"
@@ -227,12 +214,6 @@ def _lines(detail: TaskDetail, words: Words, with_tokens: bool) -> Iterator[Text
 
 def _title(text: str) -> Text:
     return Text(text, style="bold")
-
-
-def _segments(detail: TaskDetail) -> list[Segment | None]:
-    if detail.trajectory is None:
-        return [None] * len(detail.segments)
-    return list(detail.trajectory.segments)
 
 
 def _response(detail: TaskDetail, words: Words) -> Text | str:
@@ -312,7 +293,7 @@ def export(ledger: Ledger, file: Path, words: Callable[[np.ndarray], str], step:
     parquet = import_extra("pyarrow.parquet", "data", "--parquet")
     schema = _schema(pyarrow)
     if not file.parent.is_dir():
-        raise UserError(f"--parquet {file}: no folder {file.parent}")
+        raise UserError(f"--parquet {file}: the folder {file.parent} does not exist; create it first")
     unfinished, count = file.with_name(file.name + ".new"), 0
     trajectories = ledger.walk_trajectories(step)
     try:
@@ -322,7 +303,7 @@ def export(ledger: Ledger, file: Path, words: Callable[[np.ndarray], str], step:
                 count += len(rows)
         unfinished.replace(file)
     except OSError as error:
-        raise UserError(f"--parquet {file}: cannot be written: {error}") from error
+        raise UserError(f"--parquet {file} cannot be written: {error}") from error
     finally:
         unfinished.unlink(missing_ok=True)
     return count

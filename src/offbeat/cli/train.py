@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         print(len(known_keys()) if arguments.count else list_keys(only_common=arguments.keys == "common"))
         return 0
     if arguments.from_scratch and arguments.resume is None:
-        raise UserError("--from-scratch: goes with --resume; a new run begins from scratch anyway")
+        raise UserError("--from-scratch goes only with --resume; a new run begins from scratch anyway")
     if arguments.name:
         overrides = [*overrides, f"--run.name={arguments.name}"]
     config, resume = resolve(arguments.config, overrides, arguments.resume)

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from offbeat.launch.worker_role import Site, read_address, work
 
         if arguments.peer_address and not arguments.site:
-            raise UserError("--peer-address: needs --site, the site whose workers it serves")
+            raise UserError("--peer-address needs --site, the name of the site whose workers fetch weights there")
         site = Site(arguments.site, read_address(arguments.peer_address) if arguments.peer_address else None)
         shares_disk = not arguments.fetch_weights
         working = work(invitation, overrides, site, shares_disk=shares_disk, engine_log=arguments.engine_log)

@@ -168,7 +168,7 @@ class _Mistake:
 
     def _no_source(self, value: Any) -> str:
         near = [key for key in value if nearest(str(key), ["source"])] if isinstance(value, Mapping) else []
-        hint = f"; did you mean it by {near[0]}?" if near else ""
+        hint = f"; is {near[0]} a misspelling of it?" if near else ""
         return f"source is missing{hint}; allowed {_quoted(list(TASK_MODELS))}"
 
     def _wrong_type(self, value: Any) -> str:
@@ -262,16 +262,13 @@ def describe() -> list[tuple[str, list[tuple[str, str, str]]]]:
 
 
 def _keys(model: type[Section]) -> list[tuple[str, str, str]]:
-    meanings = {name: text for parent in reversed(model.__mro__) for name, text in _docs_of(parent)}
+    sections = [parent for parent in reversed(model.__mro__) if issubclass(parent, Section)]
+    meanings = {name: text for one in sections for name, text in _docs(one.__module__).get(one.__name__, [])}
     rows = []
     for name, info in model.model_fields.items():
         default = "-" if info.is_required() else "none" if info.default is None else show(info.default)
         rows.append((name, default, meanings.get(name, "")))
     return rows
-
-
-def _docs_of(parent: type) -> list[tuple[str, str]]:
-    return _docs(parent.__module__).get(parent.__name__, []) if issubclass(parent, Section) else []
 
 
 @cache

@@ -130,12 +130,11 @@ class _Scanner:
 MISSING = object()
 
 
-def _task_models() -> dict[str, type[TaskConfig]]:
-    union = get_args(AnyTask)[0]
-    return {name: model for model in get_args(union) for name in get_args(model.model_fields["source"].annotation)}
-
-
-TASK_MODELS = _task_models()
+TASK_MODELS: dict[str, type[TaskConfig]] = {
+    name: model
+    for model in get_args(get_args(AnyTask)[0])
+    for name in get_args(model.model_fields["source"].annotation)
+}
 """Models of `task` tables, by `source`."""
 
 COMMON_KEYS = (

@@ -101,7 +101,7 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str | None]]:
         elif found and found[-1][1] is None:
             found[-1] = (found[-1][0], word)
         else:
-            raise UserError(f"{word}: belongs to no key; write overrides as --section.key value")
+            raise UserError(f"{word} belongs to no key; write overrides as --section.key value")
     return found
 
 
@@ -110,11 +110,11 @@ def _read(path: pathlib.Path, origin: ValueOrigin) -> dict[str, Any]:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
         beside = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        hint = f"; there is {', '.join(beside[:4])}" if beside else ""
+        hint = f"; its folder has {', '.join(beside[:4])}" if beside else ""
         raise UserError(f"{path}: no such file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"{path}: cannot be read: {reason}") from error
+        raise UserError(f"{path} cannot be read: {reason}") from error
     origin.file = str(path)
     try:
         if path.suffix == ".json":
@@ -146,10 +146,8 @@ def _one_list_of_tasks(data: dict[str, Any]) -> None:
 
 
 def _override(data: dict[str, Any], given: Iterable[tuple[str, str | None]], origin: ValueOrigin) -> None:
-    sources_first = sorted(
-        given, key=lambda pair: not pair[0].endswith(".source")
-    )  # sources decide which other keys are allowed
-    for key, text in sources_first:
+    # Sources first, because they decide which other keys are allowed.
+    for key, text in sorted(given, key=lambda pair: not pair[0].endswith(".source")):
         place = _place(data, key.replace("-", "_"))
         _put(data, place, _parse(place, data, key, text), f"--{key}")
         origin.typed[place] = key
@@ -164,17 +162,13 @@ def _place(data: dict[str, Any], key: str) -> Path:
     if names[1].isdigit():
         index = int(names[1])
         if index > len(tasks):
-            raise UserError(f"--{key}: there {_are_tasks(len(tasks))}, so the next one is task.{len(tasks)}")
+            raise UserError(f"--{key}: task.{index} would leave a gap; the next task is task.{len(tasks)}")
         if index == len(tasks):
             tasks.append({})
         return ("task", index, *names[2:])
     if len(tasks) != 1:
-        raise UserError(f"--{key}: there {_are_tasks(len(tasks))}; name one, as in --task.0.{'.'.join(names[1:])}")
+        raise UserError(f"--{key}: there are {len(tasks)} tasks; name one, as in --task.0.{'.'.join(names[1:])}")
     return ("task", 0, *names[1:])
-
-
-def _are_tasks(count: int) -> str:
-    return "is 1 task" if count == 1 else f"are {count} tasks"
 
 
 def _put(data: dict[str, Any], place: Path, value: Any, key: str) -> None:
@@ -195,7 +189,7 @@ def _parse(place: Path, data: Mapping[str, Any], key: str, text: str | None) -> 
     known = field_at(place, data)
     if text is None:
         if known is not None and not accepts(known, bool):
-            raise UserError(f"--{key}: wants a value after it")
+            raise UserError(f"--{key} needs a value, as in --{key} VALUE")
         return True
     try:
         parsed = tomllib.loads(f"value = {text}")

@@ -110,5 +110,5 @@ def with_local_keys(
 
 def _default(local: LocalKey) -> Any:
     field = field_at(local.place, {})
-    assert field is not None, f"{local.key} does not exist"
+    assert field is not None, f"bug: LOCAL_KEYS has {local.key}, which is not a key of the configuration"
     return field.get_default(call_default_factory=True, validated_data={})

@@ -27,12 +27,12 @@ class Removed:
 REMOVED: dict[tuple[str, str], Removed] = {
     ("task", "tail_cap"): Removed(40, "the longest answer has 40 lines"),
     ("rollout", "top_p"): Removed(1.0, "training samples from the whole distribution; for evaluation set eval.top_p"),
-    ("optimizer", "beta1"): Removed(0.9, "it is 0.9"),
-    ("optimizer", "eps"): Removed(1e-8, "it is 1e-8"),
+    ("optimizer", "beta1"): Removed(0.9, "its value is always 0.9 now"),
+    ("optimizer", "eps"): Removed(1e-8, "its value is always 1e-8 now"),
     ("loss", "allow_uncorrected"): Removed(False, "older tokens are always corrected; see loss.correction"),
-    ("loss", "value_clip"): Removed(0.2, "it is 0.2"),
+    ("loss", "value_clip"): Removed(0.2, "its value is always 0.2 now"),
     ("loss", "stop_logprob_gap"): Removed(None, "the gap raises an alarm at loss.max_logprob_gap"),
-    ("loss", "max_sample_gap"): Removed(1.0, "it is 1.0"),
+    ("loss", "max_sample_gap"): Removed(1.0, "its value is always 1.0 now"),
     ("eval", "top_k"): Removed(0, "evaluation draws from all tokens; narrow it with eval.top_p"),
     ("weights", "anchor_every"): Removed(10, "every tenth version is complete"),
 }
@@ -56,7 +56,7 @@ def migrated(stored: Mapping[str, Any], file: str | None = None) -> dict[str, An
             value = table.pop(key)
             if file is not None and value != removed.default:
                 log.warning(
-                    "%s: %s.%s = %r is dropped: removed in %s; %s",
+                    "%s: the key %s.%s = %r is ignored, because it was removed in %s; %s",
                     *(file, section, key, value, removed.since, removed.instead),
                 )
     return data

@@ -235,8 +235,8 @@ def batch_arithmetic_holds(config: Config) -> None:
         )
     if config.run.exact and rollout.slots < 16:
         raise ValueError(
-            f"rollout.slots = {rollout.slots}: allowed 16 or more with run.exact = true, because below 16 rows "
-            "a matrix product takes another path and results depend on their number"
+            f"rollout.slots = {rollout.slots}: allowed 16 or more with run.exact = true, because with fewer "
+            "slots the last bits of a result depend on how many are in use"
         )
 
 
@@ -245,21 +245,21 @@ def schedule_holds_together(config: Config) -> None:
     mode, bound, factor = schedule.mode, schedule.bound, schedule.over_provision
     if mode == "overlap" and bound == 0:
         raise ValueError(
-            'schedule.max_staleness = 0: allowed 1 or more with schedule.mode = "overlap", where tokens wait for '
-            "the step under way"
+            'schedule.max_staleness = 0: allowed 1 or more with schedule.mode = "overlap", because tokens are '
+            "generated while an earlier step trains"
         )
     if config.run.exact and mode == "overlap":
         raise ValueError(
-            'schedule.mode = "overlap": allowed "alternate" with run.exact = true, because what is trained next '
-            "would depend on who was faster"
+            'schedule.mode = "overlap": allowed "alternate" with run.exact = true, because otherwise the '
+            "order of training would depend on which worker was faster"
         )
     if config.run.exact and bound > 0:
         raise ValueError(
-            f"schedule.max_staleness = {bound}: allowed 0 with run.exact = true, because what is trained next would "
-            "depend on who was faster"
+            f"schedule.max_staleness = {bound}: allowed 0 with run.exact = true, or else the order of training "
+            "would depend on which worker was faster"
         )
     if isinstance(factor, float) and factor > bound + 1:
-        why = "where every token must be fresh and nothing can be carried on" if bound == 0 else "or some would be late"
+        why = "because surplus groups would be too old to train"
         raise ValueError(
             f"schedule.over_provision = {factor:g}: allowed 1{f' to {bound + 1}' if bound else ''} with "
             f"schedule.max_staleness = {bound}, {why}; raise schedule.max_staleness"
@@ -267,7 +267,7 @@ def schedule_holds_together(config: Config) -> None:
     if schedule.new_version == "finish" and mode != "overlap":
         raise ValueError(
             'schedule.new_version = "finish": allowed "interrupt" with schedule.mode = "alternate", where no request '
-            'runs across a load; set schedule.mode = "overlap"'
+            'is running when weights are loaded; set schedule.mode = "overlap"'
         )
 
 
@@ -293,7 +293,7 @@ def engine_can_do_it(config: Config) -> None:
     if url is not None and rollout.engine not in SERVED:
         raise ValueError(
             f'engine.url = "{url}": rollout.engine = "{rollout.engine}" has no server; add --rollout.engine vllm '
-            "or sglang, whichever listens there"
+            "or sglang, whichever serves that URL"
         )
 
 
@@ -301,18 +301,18 @@ def stale_kv_is_usable(config: Config) -> None:
     """Stale keys and values need an engine that keeps them, and answers that may span versions."""
     engine, refused = config.rollout.engine, 'rollout.kv = "stale": allowed "same", "refill"'
     if engine == "paced":
-        raise ValueError(f'{refused} with rollout.engine = "paced", which keeps no keys and values across a load')
+        raise ValueError(f'{refused} with rollout.engine = "paced", which drops its KV cache when weights are loaded')
     if config.run.exact:
         raise ValueError(f"{refused} with run.exact = true, where an answer depends on weights, task and seed alone")
     if config.schedule.bound < 1:
         raise ValueError(
-            f"{refused} with schedule.max_staleness = 0, where no answer is of more than one version; "
+            f"{refused} with schedule.max_staleness = 0, where an answer never goes on under new weights; "
             'set schedule.mode = "overlap"'
         )
     if engine in SERVED and config.schedule.mode != "overlap":
         raise ValueError(
-            f'{refused} with rollout.engine = "{engine}" and schedule.mode = "alternate", where no request runs '
-            'across a load; set schedule.mode = "overlap"'
+            f'{refused} with rollout.engine = "{engine}" and schedule.mode = "alternate", where no request is '
+            'running when weights are loaded; set schedule.mode = "overlap"'
         )
 
 
@@ -366,16 +366,14 @@ def gate_has_a_baseline(config: Config) -> None:
         )
     if batch.min_group != MIN_GROUP:
         raise ValueError(
-            f"batch.min_group = {batch.min_group}: leave it out with {gate}, where an answer waits for no other"
+            f"batch.min_group = {batch.min_group}: leave it out with {gate}, where answers are trained singly"
         )
     if batch.gate == "release" and chosen.advantage in BEYOND_SIBLINGS:
-        raise ValueError(
-            f'{gate}: loss.advantage = "{chosen.advantage}" does not look at siblings; set batch.gate = "batch"'
-        )
+        raise ValueError(f'{gate}: loss.advantage = "{chosen.advantage}" compares no answers; set batch.gate = "batch"')
     if batch.gate == "batch" and chosen.advantage in set(ADVANTAGES) - set(BEYOND_SIBLINGS):
         raise ValueError(
             f'loss.advantage = "{chosen.advantage}": allowed {", ".join(BEYOND_SIBLINGS)} with {gate}, because it '
-            'compares siblings; leave it out, or set batch.gate = "release"'
+            'compares answers to one prompt; leave it out, or set batch.gate = "release"'
         )
 
 
@@ -383,7 +381,7 @@ def stale_data_is_corrected(config: Config) -> None:
     if resolve_loss(config).correction == "off" and config.schedule.bound > 0:
         raise ValueError(
             'loss.correction = "off": tokens up to schedule.max_staleness = '
-            f"{config.schedule.bound} steps old would count like fresh ones; take another correction"
+            f"{config.schedule.bound} steps old would count like fresh ones; set another loss.correction"
         )
 
 
@@ -392,7 +390,7 @@ def peer_networks_are_valid(config: Config) -> None:
         try:
             ipaddress.ip_network(network)
         except ValueError as error:
-            raise ValueError(f'serve.peer_networks = ["{network}"]: {error}; write it as 10.0.0.0/8') from error
+            raise ValueError(f'serve.peer_networks = ["{network}"]: {error}; write it like 10.0.0.0/8') from error
 
 
 CHECKS = (

@@ -62,9 +62,9 @@ def load(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise UserError(f"{file}: no secrets can be read there: {error}") from error
+        raise UserError(f"{file} cannot be read as a file of secrets: {error}") from error
     if is_open:
-        raise UserError(f"{file}: holds secrets and is open to others; chmod 600 it")
+        raise UserError(f"{file} holds secrets and is open to other users; run chmod 600 {file}")
     if not isinstance(found, dict):
-        raise UserError(f'{file}: holds no secrets; it looks like {{"weights.store": "s3://KEY:SECRET@bucket/run"}}')
+        raise UserError(f'{file} holds no secrets; write them like {{"weights.store": "s3://KEY:SECRET@bucket/run"}}')
     return found

@@ -11,7 +11,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 from rich.console import Console as RichConsole
@@ -48,11 +47,11 @@ class Console(Protocol):
         """Shows the results and possible next commands."""
         ...
 
-    def close(self) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
 
 
 def open_console(mode: str, num_steps: int, first_step: int = 0, file: TextIO | None = None) -> Console:
@@ -65,7 +64,7 @@ def open_console(mode: str, num_steps: int, first_step: int = 0, file: TextIO | 
     return PlainConsole(num_steps, file, quiet=mode == "quiet")
 
 
-class PlainConsole:
+class PlainConsole(Console):
     """Console that writes plain lines, for logs and pipes; with `quiet`, only alarms."""
 
     def __init__(self, num_steps: int, file: TextIO, *, quiet: bool = False, clock: Clock = time.monotonic):
@@ -94,17 +93,6 @@ class PlainConsole:
         if not self.quiet:
             for name, text in closing_lines(summary, folder):
                 self._print(f"{name:<10} {text}")
-
-    def close(self) -> None:
-        pass  # every line was flushed
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _print(self, text: str) -> None:
         """Prints a line. A line that cannot be written, as on a full disk, is lost; its figures are in the run's
@@ -174,7 +162,7 @@ def closing_lines(summary: Row, folder: str) -> list[tuple[str, str]]:
     words.append(("held-out", _from_to(summary.get("eval_first"), summary.get("eval_last"))))
     seconds, steps = summary.get("seconds"), summary.get("steps")
     if seconds is not None and steps is not None:
-        words.append(("time", f"{_steps(steps)} in {duration(seconds)}"))
+        words.append(("time", f"{steps} {'step' if steps == 1 else 'steps'} in {duration(seconds)}"))
     speed = [("samples_per_second", "samples/s"), ("tokens_per_second", "tokens/s")]
     words.append(("speed", ", ".join(f"{short(summary[key])} {unit}" for key, unit in speed if summary.get(key))))
     if failures := summary.get("failures"):
@@ -217,16 +205,12 @@ def _from_to(first: float | None, last: float | None) -> str:
     return f"{first:.3f} → {last:.3f}" if first is not None and last is not None else ""
 
 
-def _steps(steps: int) -> str:
-    return f"{steps} step" if steps == 1 else f"{steps} steps"
-
-
 REFRESH_PER_S = 4
 LINES_PER_HEADER = 20
 """Lines after which the header is repeated, so that the names of the columns stay on the screen."""
 
 
-class TerminalConsole:
+class TerminalConsole(Console):
     """Console on a terminal, drawn by rich: lines scroll above a progress bar with the latest reward."""
 
     def __init__(self, num_steps: int, first_step: int, file: TextIO, *, clock: Clock = time.monotonic):
@@ -278,14 +262,9 @@ class TerminalConsole:
         title, color = ("stopped", "yellow") if summary.get("finished") is False else ("done", "green")
         self.rich.print(Panel(table, title=title, title_align="left", border_style=color, expand=False))
 
-    def close(self) -> None:
-        self.progress.stop()
-
     def __enter__(self) -> Self:
         self.progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()

@@ -43,9 +43,9 @@ def read_rows(path: Path, trouble: Callable[[Row], str | None]) -> list[Row]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            problem = trouble(row) if isinstance(row, dict) else "not a JSON object"
+            problem = trouble(row) if isinstance(row, dict) else "it is not a JSON object"
         except (ValueError, RecursionError):
-            problem = "not JSON"
+            problem = "it is not JSON"
         if problem is None:
             rows.append(row)
         elif (path, number) not in _warned:
@@ -56,20 +56,20 @@ def read_rows(path: Path, trouble: Callable[[Row], str | None]) -> list[Row]:
 
 def _metrics_trouble(row: Row) -> str | None:
     if not _is_count(row.get("step")):
-        return "it has no step"
+        return f"its step is {row.get('step')!r}, not a whole number"
     if not _is_count(row.get("attempt", 1)):
-        return "its attempt is no number"
+        return f"its attempt is {row['attempt']!r}, not a whole number"
     for name, value in row.items():
         if name.startswith(FIGURES) and not isinstance(value, (int, float, type(None))):
-            return f"its {name} is no number"
+            return f"its {name} is {value!r}, not a number"
     return None
 
 
 def _event_trouble(row: Row) -> str | None:
     if not isinstance(row.get("event"), str):
-        return "it names no event"
+        return f"its event is {row.get('event')!r}, not a name"
     wrong = [name for name in ("attempt", "step") if name in row and not _is_count(row[name])]
-    return f"its {wrong[0]} is no number" if wrong else None
+    return f"its {wrong[0]} is {row[wrong[0]]!r}, not a whole number" if wrong else None
 
 
 def _is_count(value: object) -> bool:

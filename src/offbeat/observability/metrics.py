@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +54,20 @@ FIRST_STEPS, LAST_STEPS = 3, 10
 smaller, because learning is fastest at first."""
 
 
+ALARMS = {
+    "logprob_gap": "step {step}: log-probs of engine and trainer differ by {gap:.2g} on fresh tokens, over "
+    "loss.max_logprob_gap = {limit:g}",
+    "backup_failed": "the ledger was not copied to {target}: {error}",
+    "quarantine": "worker {worker} is shut out: {why}",
+    "evaluation_left_out": "the evaluation of step {step} is left out: it was not complete {waited_s:.0f} s after the "
+    "last step",
+    "set_aside": "worker {worker} gets no new work for {seconds:g} s: {why}",
+    "clamped": "step {step}: {share:.2%} of the tokens have a log-ratio beyond the clamp: the weights that "
+    "sampled them have little to do with those being trained",
+}
+"""Events that a person should act upon, with their texts on the console."""
+
+
 class Reporter:
     """Writes a row for each step to the run's folder, the console and the sinks."""
 
@@ -63,38 +78,20 @@ class Reporter:
 
     def event(self, kind: str, **fields: Any) -> None:
         self.folder.event(kind, **fields)
-        if kind == "logprob_gap":
-            self.console.alarm(
-                f"step {fields['step']}: engine and trainer disagree by {fields['gap']:.2g} about fresh tokens, "
-                f"over loss.max_logprob_gap = {fields['limit']:g}"
-            )
+        if kind in ALARMS:
+            self.console.alarm(ALARMS[kind].format(**fields))
         elif kind == "unused_weights":
-            self.console.alarm(f"reward.weights: no reward has given {', '.join(fields['names'])} so far")
-        elif kind == "backup_failed":
-            self.console.alarm(f"the ledger was not copied to {fields['target']}: {fields['error']}")
-        elif kind == "quarantine":
-            self.console.alarm(f"worker {fields['worker']} is shut out: {fields['why']}")
-        elif kind == "evaluation_left_out":
-            self.console.alarm(
-                f"the evaluation of step {fields['step']} is left out: it was not complete {fields['waited_s']:.0f} s "
-                "after the last step"
-            )
-        elif kind == "set_aside":
-            self.console.alarm(
-                f"worker {fields['worker']} is given nothing for {fields['seconds']:g} s: {fields['why']}"
-            )
-        elif kind == "clamped":
-            self.console.alarm(
-                f"step {fields['step']}: {fields['share']:.2%} of the tokens have a log-ratio beyond the clamp: what "
-                "they were sampled from has little to do with what is trained"
-            )
+            names = ", ".join(fields["names"])
+            self.console.alarm(f"reward.weights: no reward has returned {names} so far; check the spelling")
         elif kind == "resume":
             self.console.note(f"resumed at step {fields['step']} as version {fields['version']}")
 
     def stopping(self, why: str) -> None:
         """Reports a request to end the run before its last step."""
         self.event("stop", why=why)
-        self.console.note(f"stopping ({why}): finishing the step under way, then a checkpoint; once more to leave now")
+        self.console.note(
+            f"stopping ({why}): finishing this step, then saving a checkpoint; stop again to leave at once"
+        )
 
     def report(self, row: Mapping[str, Any]) -> None:
         """Handles a report: an event or a finished step."""
@@ -110,7 +107,7 @@ class Reporter:
         failures, self._num_failed = num_failed - self._num_failed, num_failed
         if failures == num_failed > 0:
             self.console.alarm(
-                f"step {row['step']}: {failures} samples failed and are left out; {self.folder.logs} says why"
+                f"step {row['step']}: {failures} samples failed and are not trained on; see {self.folder.logs}"
             )
         now_s = time.monotonic()
         seconds, self._last_s = now_s - self._last_s, now_s
@@ -132,10 +129,11 @@ class Reporter:
         """Writes, shows and returns the summary of the surviving history. `seconds` is the time of this attempt;
         `stopped_by` is None if the run finished."""
         rows = read_metrics(self.folder.metrics_file)
+        before = [row for row in rows if "reward" in row and row.get("attempt", 1) < self.folder.attempt]
         finished = stopped_by is None
         summary = {
             "run": str(self.folder.path),
-            **summarise(rows, seconds + _seconds_before(rows, self.folder.attempt), counts),
+            **summarise(rows, seconds + _sum(before, "seconds"), counts),
             "finished": finished,
             "stopped_by": stopped_by,
         }
@@ -153,7 +151,7 @@ class Reporter:
                 sink.log(row)
             except OSError as error:  # the run's own files already have the row
                 self.sinks.remove(sink)
-                self.console.alarm(f"log.sinks: {type(sink).__name__} gets no more rows: {error}")
+                self.console.alarm(f"log.sinks: {type(sink).__name__} failed and gets no more metrics: {error}")
 
     def _plot(self, rows: Sequence[Mapping[str, Any]]) -> None:
         from offbeat.observability.plot import plot_rewards
@@ -162,7 +160,7 @@ class Reporter:
         try:
             plot_rewards(rows, picture)
         except OSError as error:  # the run itself is safe on disk by now
-            self.console.alarm(f"{picture}: cannot be written: {error.strerror}")
+            self.console.alarm(f"{picture} cannot be written: {error.strerror}")
 
 
 def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) -> dict[str, Any]:
@@ -201,8 +199,8 @@ def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) 
 
 
 def _siblings_row(batch: Batch, num_siblings: int) -> dict[str, float]:
-    """Returns the shares of answers trained before any other sibling, or before all siblings, had a reward; and the
-    length of the latter relative to all answers, because short answers tend to be trained early."""
+    """Returns the shares of answers trained before any sibling had a reward (lone) and before every sibling had one
+    (early), and the mean length of early answers relative to all: short answers tend to be trained early."""
     num_here = Counter(group.prompt for group in batch.groups)
     num_known = np.array([num_here[group.prompt] + len(group.earlier) for group in batch.groups])
     lengths = np.array([member.trajectory.num_tokens for group in batch.groups for member in group.members])
@@ -238,11 +236,6 @@ def _weights_row(figures: PublishFigures | None) -> dict[str, Any]:
     }
 
 
-def _seconds_before(rows: Sequence[Mapping[str, Any]], attempt: int) -> float:
-    """Returns the total seconds of the surviving steps of attempts before `attempt`."""
-    return _sum([row for row in rows if "reward" in row and row.get("attempt", 1) < attempt], "seconds")
-
-
 def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts) -> dict[str, Any]:
     """Returns a run's summary from its surviving rows; `seconds` is the time of the whole run."""
     steps = [row for row in rows if "reward" in row]
@@ -254,7 +247,6 @@ def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts)
         rewards = [row["reward"] for row in part if row["reward"] is not None]
         return float(np.mean(rewards)) if rewards else None
 
-    trajectories = counts.trajectories
     return {
         "steps": steps[-1]["step"] if steps else 0,
         "seconds": seconds,
@@ -265,12 +257,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts)
         "samples_per_second": _sum(steps, "samples") / spent if spent else None,
         "tokens_per_second": _sum(steps, "tokens") / spent if spent else None,
         "max_staleness_trained": counts.max_staleness_trained,
-        "trajectories": {
-            "accepted": trajectories.accepted,
-            "trained": trajectories.trained,
-            "waiting": trajectories.waiting,
-            "dropped": trajectories.dropped,
-        },
+        "trajectories": {k: v for k, v in asdict(counts.trajectories).items() if k != "evaluated"},
         "versions": counts.num_versions,
         "failures": dict(counts.failed_tasks),
     }

@@ -20,11 +20,6 @@ def plot_rewards(rows: Sequence[Row], picture: Path, title: str = "") -> bool:
     is not installed."""
     if importlib.util.find_spec("matplotlib") is None or not any(row.get("reward") is not None for row in rows):
         return False
-    _draw(rows, picture, title)
-    return True
-
-
-def _draw(rows: Sequence[Row], picture: Path, title: str = "") -> None:
     from matplotlib.figure import Figure
 
     train = [(row["step"], row["reward"]) for row in rows if row.get("reward") is not None]
@@ -49,6 +44,7 @@ def _draw(rows: Sequence[Row], picture: Path, title: str = "") -> None:
     axes.spines["bottom"].set_color(GRID)
     axes.legend(frameon=False, labelcolor=INK, loc="lower right")
     figure.savefig(picture)
+    return True
 
 
 def smooth(values: Sequence[float]) -> list[float]:

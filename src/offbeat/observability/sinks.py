@@ -26,7 +26,7 @@ def check_sinks(names: Sequence[str]) -> None:
     """Raises if a sink's package is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise UserError(f'log.sinks = "{name}": its package is not installed; pip install "offbeat[{name}]"')
+            raise UserError(f'log.sinks = "{name}": its package is not installed; run pip install "offbeat[{name}]"')
 
 
 def open_sinks(names: Sequence[str], folder: Path, project: str, config: Mapping[str, Any]) -> list[Sink]:

@@ -164,4 +164,4 @@ def from_json(text: str, where: str = "plan") -> Plan:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         why = f"{key}: {first['msg']}" if key else first["msg"]
-        raise UserError(f"{where}: not a plan: {why}; offbeat plan --json writes one") from None
+        raise UserError(f"{where} is not a plan: {why}; give the output of offbeat plan --json") from None

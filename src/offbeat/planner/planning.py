@@ -84,12 +84,6 @@ def fastest_round(found: list[Round]) -> Round:
     return min(found, key=lambda each: (each.placing.tau_s, each.price_per_h))
 
 
-def cheapest_round(found: list[Round]) -> Round | None:
-    """Cheapest round whose placement does not lengthen its period; None if there is none."""
-    kept = [each for each in found if each.placing.tau_s <= each.solution.tau_s * (1 + ROUNDING)]
-    return min(kept, key=lambda each: each.price_per_h, default=None)
-
-
 COST_MODEL = "roofline with KV reads, 2"
 """Name of the cost model in certificates; its number rises with every change of a formula."""
 
@@ -106,7 +100,7 @@ def plan(
     (tokens/s). If no plan exists, raises a `UserError` with the reason and a remedy."""
     for name, value in (("budget", budget), ("throughput", throughput)):
         if value is not None and not (0 < value < math.inf):
-            raise UserError(f"{name} = {value:g}: allowed more than 0")
+            raise UserError(f"{name} is {value:g}; it must be a finite number above 0")
     constants = constants or Constants()
     problem = problem_of(inventory, workload, constants)
 
@@ -126,17 +120,17 @@ def plan(
 
 
 def _best_placed(placer: Placer, first: Result, solve: Solve, throughput: float | None) -> Round:
-    """Returns the best round: the cheapest if the user asked for a throughput, which allows no tolerance, else the
-    fastest."""
+    """Returns the fastest round or, if the user asked for a throughput, the cheapest whose placement keeps its
+    period."""
     if throughput is None:
         return fastest_round(rounds(placer, first, solve))
     found = rounds(placer, first, solve, ROUNDING)
-    kept = cheapest_round(found)
-    if kept is None:
+    kept = [each for each in found if each.placing.tau_s <= each.solution.tau_s * (1 + ROUNDING)]
+    if not kept:
         most = placer.problem.demand.tokens / min(each.placing.tau_s for each in found)
-        makes = f"on the links between their nodes the plans found make {most:,.0f} tokens/s at most"
-        raise UserError(f"no plan: throughput: {makes}; ask for that or less")
-    return kept
+        makes = f"over the links between their nodes, the plans found make at most {most:,.0f} tokens/s"
+        raise UserError(f"no plan: {makes}; ask for that throughput or less")
+    return min(kept, key=lambda each: each.price_per_h)
 
 
 def _why_none(problem: PlanningProblem, result: Result, budget: float | None, throughput: float | None) -> str:

@@ -39,9 +39,12 @@ def test_a_file_by_hand_may_name_a_few(tmp_path):
     "text, told",
     [
         ("[common]\ngem_share = 0.7\n", "common.gem_share: unknown constant; did you mean 'gemm_share'?"),
-        ("[common]\ngemm_share = 1.5\n", "common.gemm_share = 1.5: allowed a share above 0, up to 1"),
-        ("[of_accelerator.h20]\nswap_s = -1\n", "of_accelerator.h20.swap_s = -1: allowed seconds of 0 or more"),
-        ("common = 3\n", "common = 3: a table of constants is wanted"),
+        ("[common]\ngemm_share = 1.5\n", "common.gemm_share is 1.5; it must be a share above 0, up to 1"),
+        (
+            "[of_accelerator.h20]\nswap_s = -1\n",
+            "of_accelerator.h20.swap_s is -1; it must be a number of",
+        ),
+        ("common = 3\n", "common is 3; it must be a table of constants"),
         ("[common\n", "not valid TOML"),
     ],
 )

@@ -105,7 +105,7 @@ def test_own_figures_win_over_the_catalogue(cluster):
         ("nodes = 3", "nodes = 3\nprice = -1", "c.toml:9: classes.h20.price = -1: allowed 0 or more"),
         ("nodes = 3", 'nodes = "3"', 'c.toml:8: classes.h20.nodes = "3": wants a whole number, not text'),
         ("nodes = 3", "", "c.toml:6: classes.h20.nodes: is missing"),
-        ('"h20"', '"h2O"', "c.toml:7: classes.h20.accelerator 'h2O': is not in the catalogue; did you mean 'h20'?"),
+        ('"h20"', '"h2O"', "c.toml:7: classes.h20.accelerator 'h2O' is not in the catalogue; did you mean 'h20'?"),
         ("between_classes = 1.5", "", "h800 and h20 reach each other; add links.between_classes"),
         ("between_nodes = 5.0", "", "c.toml:11: nothing says how fast two nodes of h20 reach each other"),
         ("between_nodes = 5.0", "between_nodes = 3200", "is it in Gbit/s? then write 400"),
@@ -116,7 +116,7 @@ def test_own_figures_win_over_the_catalogue(cluster):
             "c.toml:12: links.between_node = 5.0: unknown key; did you mean between_nodes?",
         ),
         ("nodes = 3", "nodes = 3\nbandwidth_tb_s = 4000", "allowed 0.02 to 50; is it in GB/s, perhaps?"),
-        ("nodes = 3", "nodes = 3\nprice = 800", "not of a node; 8 at that price a node would be 100"),
+        ("nodes = 3", "nodes = 3\nprice = 800", "if that is the price of a node of 8 cards, write 100"),
         ("[links]", "[linkz]", "unknown section; did you mean links?"),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_mistake_is_one_line_with_its_place_and_remedy(refusal, before, after,
         ("h800 = { h800 = 6, h20 = 1 }", "is not square: the row of 'h20' is missing"),
         ("h800 = { h800 = 6 }\nh20 = { h800 = 1, h20 = 4 }", "is not square: the row of 'h800' lacks 'h20'"),
         ("h800 = { h800 = 6, h2o = 1 }", "there is no class 'h2o'; did you mean 'h20'?"),
-        ("h800 = { h800 = 6, h20 = 0 }\nh20 = { h800 = 1, h20 = 4 }", "allowed more than 0"),
+        ("h800 = { h800 = 6, h20 = 0 }\nh20 = { h800 = 1, h20 = 4 }", "is 0 GB/s; it must be above 0"),
     ],
 )
 def test_a_matrix_must_be_square_over_the_classes(refusal, rows, said):
@@ -138,10 +138,10 @@ def test_a_matrix_must_be_square_over_the_classes(refusal, rows, said):
 
 
 def test_a_class_without_price_or_accelerator_says_what_to_add(refusal):
-    assert "the catalogue knows none for h800-sxm; give $/h, or owned = true" in refusal(
+    assert "the catalogue has no price for h800-sxm; give $/h per accelerator, or owned = true" in refusal(
         TWO.replace("h800-hex", "h800")
     )
-    assert "accelerator is missing; give a name of the catalogue" in refusal("[classes.x]\nnodes = 1\nper_node = 2\n")
+    assert "accelerator is missing; give an accelerator" in refusal("[classes.x]\nnodes = 1\nper_node = 2\n")
     assert "memory_gb is missing" in refusal(OWN.replace("memory_gb = 24\n", ""))
     assert refusal("[classes]\n") == "c.toml:1: [classes]: allowed 1 or more"
 
@@ -187,11 +187,11 @@ def test_an_accelerator_that_the_file_lacks_becomes_a_class_by_its_defaults(clus
 @pytest.mark.parametrize(
     "add, remove, said",
     [
-        ({}, {"h800": 2}, "remove h800:2: there is 1 node of h800"),
-        ({}, {"h800": 1, "h20": 3}, "nothing would be left"),
+        ({}, {"h800": 2}, "remove h800:2: too many nodes; class h800 has 1"),
+        ({}, {"h800": 1, "h20": 3}, "no node would be left in the cluster"),
         ({"h21": 1}, {}, "neither a class nor an accelerator of the catalogue; did you mean 'h20'?"),
-        ({"h800-sxm": 1}, {}, "cannot fill in price; add it there"),
-        ({}, {"b200": 1}, "remove b200: there is none"),
+        ({"h800-sxm": 1}, {}, "no default for price; add the class to the file"),
+        ({}, {"b200": 1}, "remove b200: no class has this accelerator"),
     ],
 )
 def test_an_impossible_change_is_one_line(cluster, add, remove, said):
@@ -202,7 +202,7 @@ def test_an_impossible_change_is_one_line(cluster, add, remove, said):
 
 def test_a_new_class_asks_for_the_links_that_the_file_does_not_give(cluster):
     inventory = load_inventory(cluster(OWN))
-    with pytest.raises(UserError, match=r"cannot fill in links\.between_classes, links\.between_nodes"):
+    with pytest.raises(UserError, match=r"no default for links\.between_classes, links\.between_nodes"):
         changed(inventory, add={"h20": 2})
     with pytest.raises(UserError, match=r"give links\.between_nodes or classes\.mine\.between_nodes"):
         changed(inventory, add={"mine": 1})

@@ -137,10 +137,10 @@ def test_heads_follow_from_the_width_unless_they_are_told():
     "change, said",
     [
         ({"hidden_size": None}, "hidden_size is missing; is it a decoder's config.json?"),
-        ({"num_hidden_layers": "32"}, "num_hidden_layers = '32': wants a whole number, 1 or more"),
+        ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'; it must be a whole number, 1 or more"),
         ({"is_encoder_decoder": True}, "is not a decoder"),
         ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is not a decoder"),
-        ({"kv_lora_rank": 512}, "latent attention cannot be planned yet"),
+        ({"kv_lora_rank": 512}, "latent attention is not supported yet"),
         ({"num_attention_heads": 33}, "num_attention_heads = 33 does not divide hidden_size = 4096"),
         ({"num_experts": 8, "mlp_only_layers": [3]}, "only the first layers may be without experts"),
     ],
@@ -158,5 +158,5 @@ def test_an_unknown_name_or_file_is_one_line(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         model_shapes.read_config(tmp_path / "none.json")
     (tmp_path / "config.json").write_text("[")
-    with pytest.raises(UserError, match="is not JSON"):
+    with pytest.raises(UserError, match="is not valid JSON"):
         model_shapes.read_config(tmp_path)

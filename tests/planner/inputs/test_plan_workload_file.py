@@ -58,7 +58,7 @@ def test_cards_take_turns_unless_a_file_says_otherwise(workload):
 @pytest.mark.parametrize(
     "rules, told",
     [
-        ("colocate = true", "rules.colocate = true: cards take turns only where generation waits; set max_staleness"),
+        ("colocate = true", "rules.colocate = true: cards take turns only if generation waits; set max_staleness"),
         ('colocate = "no"', 'rules.colocate = "no": wants true or false'),
     ],
 )
@@ -128,9 +128,9 @@ def test_a_run_is_read_by_whoever_can(workload):
             "hidden = 64",
             "[model]: num_layers, num_heads, num_kv_heads, ffn, vocab is missing",
         ),
-        ('name = "Qwen/Qwen2.5-7B"', 'config = "no.json"', "no.json: cannot be read"),
+        ('name = "Qwen/Qwen2.5-7B"', 'config = "no.json"', "no.json cannot be read"),
         ("sigma = 0.8\n", "", "w.toml:11: [answer]: has longest + median; give tokens, or median + sigma + longest"),
-        ("tokens = 500", "edges = [0, 5]\ncounts = [1, 2]", "[prompt]: 2 edges for 2 counts"),
+        ("tokens = 500", "edges = [0, 5]\ncounts = [1, 2]", "[prompt]: there are 2 edges and 2 counts"),
         ("[prompt]\ntokens = 500", "[rules]\nwaste = 1.0", "rules.waste = 1.0: allowed 0 or more and less than 1"),
         ("[prompt]\ntokens = 500", '[rules]\nkv = "stail"', 'did you mean "stale"?'),
     ],

@@ -60,13 +60,13 @@ def test_stages_of_different_classes_stand_in_the_gangs_order_with_a_tensor_para
     fabric = fabric_of(cluster({"a": 2, "b": 1}))
     stages = lay_gang(fabric, gang({"b": 1, "a": 2}, tp=4, pp=2, dp=2, layers=(8, 20)), ["a-0", "a-1", "b-0"])
     assert stages == ((Group("b-0", 0, 4), Group("b-0", 4, 4)), (Group("a-0", 0, 8), Group("a-1", 0, 8)))
-    with pytest.raises(UserError, match="16 cards of a are no 3 groups that stay in a node"):
+    with pytest.raises(UserError, match="16 cards of a do not make 3 groups inside nodes"):
         lay_gang(fabric, gang({"a": 2, "b": 1}, tp=4, pp=2, dp=3), ["a-0", "a-1", "b-0"])
 
 
 def test_a_shape_that_its_nodes_cannot_hold_is_refused():
     fabric = fabric_of(cluster({"a": 1}))
-    with pytest.raises(UserError, match="needs 3 groups of 4 cards, its nodes hold 2"):
+    with pytest.raises(UserError, match="needs 3 groups of 4 cards, but its nodes have 2"):
         lay_gang(fabric, gang({"a": 1}, 4, 1, 3), ["a-0"])
     with pytest.raises(UserError, match="tp 3 does not divide the 8 cards of a-0"):
         lay_gang(fabric, gang({"a": 1}, 3, 1, 2), ["a-0"])

@@ -108,16 +108,16 @@ def test_a_certificate_that_proves_nothing_is_refused():
     plan = fastest(golden())
     for empty in ((), (Multipliers(-1.0, -1.0, 0.0),), (Multipliers(1.0, 0.0, 0.0),)):
         broken = check(golden(), plan.solution, replace(plan.certificate, prices=empty))
-        assert "certificate: nothing rules gang A x 2 out" in broken
+        assert "certificate: its proof does not rule out gang A x 2" in broken
 
 
 def test_a_certificate_of_other_columns_is_refused():
     plan = fastest(golden())
     broken = check(replace(golden(), fixed_price_per_h=1.0), plan.solution, plan.certificate)
-    assert "certificate: it speaks of other columns" in broken
+    assert any("it proves another problem" in line for line in broken)
 
 
 def test_a_certificate_that_forbids_its_own_plan_is_refused():
     plan = fastest(golden())
     broken = check(golden(), plan.solution, replace(plan.certificate, tau_lo_s=40.0))
-    assert any("said to be impossible" in line for line in broken)
+    assert any("claims that no period is below 40 s" in line for line in broken)

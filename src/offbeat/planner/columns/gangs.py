@@ -338,7 +338,7 @@ def _too_large(classes: Sequence[MachineClass], workload: Workload, constants: C
             for tp in tensor_parallels(workload, machines)
         )
     if not needs:
-        return "the cluster has no nodes: give a class num_nodes of 1 or more"
+        return "the cluster has no nodes; give at least one class 1 node or more"
     least = min(needs, key=lambda name: needs[name])
-    remedy = f"{needs[least] / 1e9:.1f} GB per accelerator would do on class {least}, or more nodes"
-    return f"model {workload.model.name}: no gang has memory enough to train it; {remedy}"
+    remedy = f"class {least} would need {needs[least] / 1e9:.1f} GB per accelerator, or more nodes"
+    return f"model {workload.model.name}: no class of machines has enough memory to train it; {remedy}"

@@ -162,7 +162,7 @@ def _too_large(inventory: Inventory, workload: Workload, constants: Constants) -
         needs[name] = min(rollout_bytes(workload, figures, tp) for tp in degrees)
     least = min(needs, key=lambda name: needs[name])
     return (
-        f"model {workload.model.name}: no class has memory enough to generate with it; "
-        f"{needs[least] / 1e9:.1f} GB per accelerator would do on class {least}, "
-        f"which has {inventory.classes[least].accelerator.memory_bytes / 1e9:.1f} GB"
+        f"model {workload.model.name}: no class of machines has enough memory to generate with it; class {least} has "
+        f"{inventory.classes[least].accelerator.memory_bytes / 1e9:.1f} GB per accelerator and would need "
+        f"{needs[least] / 1e9:.1f} GB"
     )

@@ -119,9 +119,9 @@ def read(path: Path) -> Measured:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; name a file of measurements") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}; give a file of measurements") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: is not text; name a file of measurements") from None
+        raise UserError(f"{path} is not UTF-8 text; give a file of measurements, one JSON object per line") from None
     machines: dict[str, MeasuredMachine] = {}
     measurements: list[Measurement] = []
     for number, line in enumerate(lines, 1):
@@ -134,7 +134,7 @@ def read(path: Path) -> Measured:
         else:
             measurements.append(Measurement(**values))
     if not measurements:
-        raise UserError(f"{path}: holds no measurement; offbeat calibrate --measure makes some")
+        raise UserError(f"{path} has no measurements; make some with offbeat calibrate --measure")
     return Measured(machines, measurements)
 
 
@@ -142,13 +142,13 @@ def _checked(where: str, line: str) -> dict[str, Any]:
     try:
         values = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{where}: not valid JSON: {error}") from None
+        raise UserError(f"{where}: the line is not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise UserError(f"{where}: each line must be one JSON object")
+        raise UserError(f'{where}: the line is not a JSON object, such as {{"kind": "decode", ...}}')
     if "kind" not in values:
-        raise UserError(f"{where}: kind is missing")
+        raise UserError(f"{where}: the field kind is missing; allowed {', '.join((*TIMED, MACHINE))}")
     if values["kind"] not in (*TIMED, MACHINE):
-        raise UserError(f"{where}: kind = {values['kind']!r}; {suggest(str(values['kind']), (*TIMED, MACHINE))}")
+        raise UserError(f"{where}: unknown kind {values['kind']!r}; {suggest(str(values['kind']), (*TIMED, MACHINE))}")
     is_machine = values["kind"] == MACHINE
     positive = ("tflops", "memory_gb", "bandwidth_tb_s") if is_machine else ("seconds",)
     known = fields(MeasuredMachine if is_machine else Measurement)
@@ -158,7 +158,7 @@ def _checked(where: str, line: str) -> dict[str, Any]:
             raise UserError(f"{where}: unknown field {name!r}; {suggest(name, names)}")
     for name in ("accelerator", *positive):
         if name not in values:
-            raise UserError(f"{where}: {name} is missing")
+            raise UserError(f"{where}: the field {name} is missing; lines of kind {values['kind']} need it")
     for name, value in values.items():
         _check(where, name, value, is_positive=name in positive)
     return values
@@ -166,15 +166,15 @@ def _checked(where: str, line: str) -> dict[str, Any]:
 
 def _check(where: str, name: str, value: Any, is_positive: bool) -> None:
     if name == "versions":
-        is_right, wanted = isinstance(value, dict), "a table"
+        is_right, wanted = isinstance(value, dict), "a JSON object"
     elif name in TEXTS:
         is_right, wanted = isinstance(value, str), "text"
     else:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_right = is_number and (value > 0 if is_positive else value >= 0) and value < MOST
-        wanted = "numbers above 0" if is_positive else "numbers of 0 or more"
+        wanted = "a number above 0" if is_positive else "a number of 0 or more"
     if not is_right:
-        raise UserError(f"{where}: {name} = {value!r}: allowed {wanted}")
+        raise UserError(f"{where}: {name} is {value!r}; it must be {wanted}")
 
 
 RIDGES = np.geomspace(0.25, 4.0, 33)
@@ -221,7 +221,7 @@ def fit(
         found.setdefault((one.accelerator, one.kind), []).append(one)
     for (name, kind), rows in found.items():
         if name not in cards:
-            raise UserError(f"measurements of accelerator {name!r}; {suggest(name, cards)}")
+            raise UserError(f"the measurements name an unknown accelerator {name!r}; {suggest(name, cards)}")
         figures, error = KINDS[kind](rows, model, cards[name])
         if "kv_read_share" in figures:
             _check_kv_share(figures["kv_read_share"], least_kv_share, cards[name])
@@ -311,8 +311,8 @@ def _fit_train(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     largest = max(map(size, rows))
     smaller = [one for one in rows if size(one) < largest]
     if not smaller:
-        why = "at least two are wanted of either, so that one can be held out"
-        raise UserError(f"train on {card.name}: one gang and one number of tokens, {largest:g}: {why}")
+        why = "measure at least two numbers of either, so that one can be held out"
+        raise UserError(f"train on {card.name}: all gangs have the same size and the same number of tokens; {why}")
     folds = [(smaller, [one for one in rows if size(one) == largest])]
     (slope,) = _solve(rows, terms).weights
     share = _below_peak(_share(slope, "training_share", card), "train", card)
@@ -325,7 +325,7 @@ def _fit_link(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
         return np.array([(1.0, one / card.link_bytes_per_s) for one in sent])
 
     if not card.link_bytes_per_s:
-        raise UserError(f"link on {card.name}: no link_gb_s is known for this machine, so there is no peak")
+        raise UserError(f"link on {card.name}: link_gb_s is unknown; add it to the {MACHINE} line of this accelerator")
     folds = _folds(rows, "num_bytes", card)
     latency_s, slope = _solve(rows, terms).weights
     share = _below_peak(_share(slope, "link_share", card), "link", card)
@@ -353,7 +353,7 @@ def _folds(rows: Rows, name: str, card: Accelerator) -> list[tuple[Rows, Rows]]:
     """Pairs of kept and held-out measurements, one for each value of the field `name`."""
     values = sorted({getattr(one, name) for one in rows})
     if len(values) < 3:
-        why = f"{len(values)} different {name} measured: at least 3 are wanted, so that one can be held out"
+        why = f"measure 3 or more different values of {name}, not {len(values)}, so that one can be held out"
         raise UserError(f"{rows[0].kind} on {card.name}: {why}")
     at = attrgetter(name)
     return [([one for one in rows if at(one) != value], [one for one in rows if at(one) == value]) for value in values]
@@ -373,22 +373,22 @@ def _held_out(
 def _check_kv_share(share: float, least: float, card: Accelerator) -> None:
     if not least <= share <= MAX_KV_SHARE:
         raise UserError(
-            f"decode on {card.name}: reading keys and values at {share:.2f} of the memory's bandwidth: allowed "
-            f"{least:g} to {MAX_KV_SHARE:g}; were answers preempted, or is this another model's shape?"
+            f"decode on {card.name}: keys and values were read at {share:.2f} times the memory's bandwidth, not "
+            f"{least:g} to {MAX_KV_SHARE:g} times; check that --model is right and that no answers were preempted"
         )
 
 
 def _share(slope: float, name: str, card: Accelerator) -> float:
     """Share of the peak, which is the inverse of the fitted slope (measured seconds over seconds at the peak)."""
     if not slope > 0:
-        raise UserError(f"measurements on {card.name} do not tell {name}: vary what it depends on over a wider range")
+        raise UserError(f"the measurements on {card.name} do not determine {name}; measure a wider range of sizes")
     return float(1 / slope)
 
 
 def _below_peak(share: float, kind: str, card: Accelerator) -> float:
     if share > MAX_SHARE:
         raise UserError(
-            f"{kind} on {card.name}: {share:.2f} of the card's peak: allowed up to {MAX_SHARE:g}; "
-            "is it another card, or another model's shape?"
+            f"{kind} on {card.name}: the measurements reach {share:.2f} times the card's peak, more than {MAX_SHARE:g} "
+            "times; check the accelerator's name and --model"
         )
     return min(1.0, share)

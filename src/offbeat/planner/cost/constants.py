@@ -117,12 +117,12 @@ def load(path: Path) -> Constants:
         text = path.read_text()
         document = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
-        remedy = "name a file of constants, such as one that calibration wrote"
-        raise UserError(f"{path}: {error.strerror}; {remedy}") from None
+        remedy = "give a file of constants, such as offbeat calibrate writes"
+        raise UserError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
     except ValueError as error:
-        raise UserError(f"{path}: not valid {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}") from None
+        raise UserError(f"{path} is not valid {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}") from None
     if not isinstance(document, dict):
-        raise UserError(f"{path}: a table with common, of_accelerator, sources or errors is wanted")
+        raise UserError(f"{path} must hold a table with the keys common, of_accelerator, sources or errors")
     common = _figures(path, "common", document.get("common", {}))
     tables = document.get("of_accelerator", {})
     known = {name: _figures(path, f"of_accelerator.{name}", table) for name, table in tables.items()}
@@ -133,15 +133,15 @@ def load(path: Path) -> Constants:
 
 def _figures(path: Path, where: str, table: Any) -> dict[str, float]:
     if not isinstance(table, dict):
-        raise UserError(f"{path}: {where} = {table!r}: a table of constants is wanted")
+        raise UserError(f"{path}: {where} is {table!r}; it must be a table of constants")
     for name, value in table.items():
         if name not in NAMES:
             raise UserError(f"{path}: {where}.{name}: unknown constant; {suggest(name, NAMES)}")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not _is_allowed(name, value):
             share = f"a share above 0, up to {_largest(name):g}"
-            allowed = share if name.endswith("_share") else "seconds of 0 or more"
-            raise UserError(f"{path}: {where}.{name} = {value!r}: allowed {allowed}")
+            allowed = share if name.endswith("_share") else "a number of seconds, 0 or more"
+            raise UserError(f"{path}: {where}.{name} is {value!r}; it must be {allowed}")
     return {name: float(value) for name, value in table.items()}
 
 

@@ -128,7 +128,7 @@ def entry(name: str) -> Entry:
     plain = _plain(name)
     found = _aliases().get(plain)
     if found is None:
-        raise UserError(f"accelerator {name!r}: is not in the catalogue; {suggest(plain, _aliases())}")
+        raise UserError(f"accelerator {name!r} is not in the catalogue; {suggest(plain, _aliases())}")
     return _entries()[found]
 
 

@@ -112,7 +112,7 @@ def _pairs(links: Links, classes: Mapping[str, MachineClass], origin: ValueOrigi
                 known = [*classes, *(zone for zone in zones if zone not in classes)]
                 raise UserError(f"{what}: no class or zone {name!r}; {suggest(name, known)}")
         if frozenset(table.between) in said:
-            raise UserError(f"{what}: is given twice")
+            raise UserError(f"{what}: this pair is given twice; keep one of the two")
         said.add(frozenset(table.between))
         rank = sum(name in classes for name in table.between)
         link = Link(table.gb_s * GIGA, table.latency_ms / 1e3, table.shared)
@@ -130,7 +130,7 @@ def _measured(
     """GB/s by pair of classes, from the measured matrix; the rate of the slower direction counts."""
     if links.matrix is not None and links.matrix_file is not None:
         where = origin.before(("links", "matrix_file"))
-        raise UserError(f"{where}links.matrix_file: [links.matrix] is there too; keep one")
+        raise UserError(f"{where}links.matrix_file and [links.matrix] are both given; keep one of them")
     if links.matrix is not None:
         where, rows = f"{origin.before(('links', 'matrix'))}[links.matrix]", links.matrix
     elif links.matrix_file is not None:
@@ -154,14 +154,14 @@ def _read_matrix(file: pathlib.Path, what: str) -> dict[str, dict[str, float]]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"{what} = {show(str(file))}: cannot be read: {reason}") from error
     if not lines:
-        raise UserError(f"{file}: is empty; its first row and column should be names of classes")
+        raise UserError(f"{file} is empty; it must be a CSV file whose first row and first column name the classes")
     names = [name.strip() for name in lines[0][1:]]
     rows: dict[str, dict[str, float]] = {}
     for number, (name, *cells) in enumerate(lines[1:], 2):
         try:
             rows[name.strip()] = dict(zip(names, map(float, cells), strict=True))
         except ValueError:
-            raise UserError(f"{file}:{number}: wants {len(names)} numbers in GB/s after {name!r}") from None
+            raise UserError(f"{file}:{number}: the row of {name!r} must have {len(names)} numbers, in GB/s") from None
     return rows
 
 
@@ -171,12 +171,12 @@ def _check_square(where: str, rows: Rows, classes: Mapping[str, MachineClass]) -
             raise UserError(f"{where}: there is no class {name!r}; {suggest(name, classes)}")
     for one in classes:
         if one not in rows:
-            raise UserError(f"{where}: is not square: the row of {one!r} is missing")
+            raise UserError(f"{where} is not square: the row of {one!r} is missing; add it")
         for other in classes:
             if other not in rows[one]:
-                raise UserError(f"{where}: is not square: the row of {one!r} lacks {other!r}")
+                raise UserError(f"{where} is not square: the row of {one!r} lacks {other!r}; add it")
             if not rows[one][other] > 0:
-                raise UserError(f"{where}: {one!r} to {other!r} = {rows[one][other]:g}: allowed more than 0, in GB/s")
+                raise UserError(f"{where}: {one!r} to {other!r} is {rows[one][other]:g} GB/s; it must be above 0")
 
 
 def _missing(one: str, other: str, kind: str, origin: ValueOrigin) -> UserError:
@@ -189,7 +189,7 @@ def _check(key: Pair, link: Link, classes: Mapping[str, MachineClass], kind: str
     """Refuses a rate that is too low, too high between zones, or above what a node can send: its network cards share
     the buses of its accelerators."""
     gb_s, who = link.bytes_per_s / GIGA, " and ".join(sorted(key))
-    say = f"{origin.before(('links',))}the link of {who}, {gb_s:g} GB/s"
+    say = f"{origin.before(('links',))}the rate between nodes of {who}, {gb_s:g} GB/s"
     if gb_s < LEAST_GB_S:
         raise UserError(f"{say}: allowed {LEAST_GB_S:g} or more; is it in TB/s, perhaps?")
     buses = {name: classes[name].per_node * classes[name].accelerator.host_bytes_per_s / GIGA for name in key}
@@ -286,7 +286,7 @@ def _accelerator(name: str, table: ClassTable, origin: ValueOrigin, assumptions:
     missing = [key for key in needed if getattr(table, key) is None]
     if missing:
         says = "accelerator is missing" if len(missing) == len(needed) else f"{', '.join(missing)} is missing"
-        remedy = f"give a name of the catalogue, or {', '.join(needed)}"
+        remedy = f"give an accelerator of the catalogue, or {', '.join(needed)}"
         raise UserError(f"{origin.before(place)}[classes.{name}]: {says}; {remedy}")
     if table.host_gb_s is None:
         own["host_bytes_per_s"] = HOST_GB_S * GIGA
@@ -299,17 +299,17 @@ def _price(name: str, table: ClassTable, card: Accelerator, origin: ValueOrigin,
     place: Path = ("classes", name, "price")
     if table.price is not None:
         if table.price > MOST_PER_ACCELERATOR_H:
-            what = f"classes.{name}.price = {show(table.price)}: is the $/h of one accelerator, not of a node"
-            each = f"{table.per_node} at that price a node would be {table.price / table.per_node:.4g}"
+            what = f"classes.{name}.price = {show(table.price)}: allowed up to {MOST_PER_ACCELERATOR_H:g} $/h per card"
+            each = f"if that is the price of a node of {table.per_node} cards, write {table.price / table.per_node:.4g}"
             raise UserError(f"{origin.before(place)}{what}; {each}")
         return table.price
     if table.owned:
-        assumptions.append(f"{name}: owned, so it costs nothing; classes.{name}.price would say otherwise")
+        assumptions.append(f"{name}: owned, so it counts as free; set classes.{name}.price to count a price")
         return 0.0
     if card.price_per_h is None:
-        known = f"the catalogue knows none for {card.name}" if table.accelerator else "it is no accelerator we know"
-        what = f"{origin.before(place)}classes.{name}.price: is missing"
-        raise UserError(f"{what}, and {known}; give $/h, or owned = true")
+        known = f"has no price for {card.name}" if table.accelerator else "does not have this accelerator"
+        what = f"{origin.before(place)}classes.{name}.price is missing"
+        raise UserError(f"{what}, and the catalogue {known}; give $/h per accelerator, or owned = true")
     low, high = hardware.entry(card.name).price_range or (card.price_per_h, card.price_per_h)
     span = f", the middle of {low:g} to {high:g}" if low < high else ""
     assumptions.append(f"{name}: ${card.price_per_h:g}/h per accelerator from the catalogue{span}")

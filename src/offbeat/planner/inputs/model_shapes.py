@@ -77,7 +77,7 @@ def known_model(name: str) -> ModelShape:
     tables = _known()
     found = max((one for one in tables if plain == one or plain.startswith(f"{one}-")), key=len, default=None)
     if found is None:
-        raise UserError(f"{name!r}: unknown model; {suggest(plain, tables)} (or give its config.json)")
+        raise UserError(f"{name!r}: unknown model; {suggest(plain, tables)} (or give the path of its config.json)")
     return ModelShape(name=name, **{"head_dim": HEAD_DIM, **tables[found]})
 
 
@@ -93,11 +93,11 @@ def read_config(path: pathlib.Path | str) -> ModelShape:
     try:
         config = json.loads(file.read_text("utf-8"))
     except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+        raise UserError(f"{file} cannot be read: {error.strerror}; give a model's config.json") from error
     except ValueError as error:
-        raise UserError(f"{file}: is not JSON") from error
+        raise UserError(f"{file} is not valid JSON; give a model's config.json") from error
     if not isinstance(config, dict):
-        raise UserError(f"{file}: is not a model's config.json")
+        raise UserError(f"{file} is not a model's config.json: it holds no JSON object")
     return from_config(config, str(file))
 
 
@@ -107,9 +107,9 @@ def from_config(config: Mapping[str, Any], file: str = "config.json") -> ModelSh
     architectures = config.get("architectures") or [""]
     if inner.get("is_encoder_decoder") or any(str(architectures[0]).endswith(word) for word in NOT_A_DECODER):
         kind = architectures[0] or "an encoder-decoder"
-        raise UserError(f"{file}: {kind} is not a decoder; only those can be planned")
+        raise UserError(f"{file}: {kind} is not a decoder; only decoders are supported")
     if inner.get("kv_lora_rank"):
-        raise UserError(f"{file}: kv_lora_rank = {inner['kv_lora_rank']}: latent attention cannot be planned yet")
+        raise UserError(f"{file}: kv_lora_rank = {inner['kv_lora_rank']}: latent attention is not supported yet")
     hidden, num_heads = _whole(inner, "hidden_size", file), _whole(inner, "num_attention_heads", file)
     if not inner.get("head_dim") and hidden % num_heads:
         why = f"head_dim is missing, and num_attention_heads = {num_heads} does not divide hidden_size = {hidden}"
@@ -134,7 +134,7 @@ def _feed_forward(config: Mapping[str, Any], file: str) -> dict[str, int]:
         return {"ffn": dense}
     ffn = int(config.get("moe_intermediate_size") or dense)
     if (config.get("decoder_sparse_step") or 1) != 1 or (config.get("moe_layer_freq") or 1) != 1:
-        why = "experts in some layers only (decoder_sparse_step, moe_layer_freq) cannot be planned yet"
+        why = "experts in some layers only (decoder_sparse_step, moe_layer_freq) are not supported yet"
         raise UserError(f"{file}: {why}")
     alone = list(config.get("mlp_only_layers") or range(config.get("first_k_dense_replace") or 0))
     if alone != list(range(len(alone))):
@@ -158,5 +158,5 @@ def _whole(config: Mapping[str, Any], key: str, file: str) -> int:
     if value is None:
         raise UserError(f"{file}: {key} is missing; is it a decoder's config.json?")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{file}: {key} = {value!r}: wants a whole number, 1 or more")
+        raise UserError(f"{file}: {key} is {value!r}; it must be a whole number, 1 or more")
     return value

@@ -53,17 +53,16 @@ def _added(inventory: Inventory, name: str, num_nodes: int) -> Inventory:
 def _removed(inventory: Inventory, name: str, num_nodes: int) -> Inventory:
     found = _find(inventory, name, "remove")
     if found is None:
-        raise UserError(f"remove {name}: there is none; {suggest(name, inventory.classes)}")
+        raise UserError(f"remove {name}: no class has this accelerator; {suggest(name, inventory.classes)}")
     machines = inventory.classes[found]
     left = machines.num_nodes - num_nodes
     if left < 0:
-        there = "is 1 node" if machines.num_nodes == 1 else f"are {machines.num_nodes} nodes"
-        raise UserError(f"remove {name}:{num_nodes}: there {there} of {found}")
+        raise UserError(f"remove {name}:{num_nodes}: too many nodes; class {found} has {machines.num_nodes}")
     if left:
         return _with(inventory, dataclasses.replace(machines, num_nodes=left))
     classes = {other: kept for other, kept in inventory.classes.items() if other != found}
     if not classes:
-        raise UserError(f"remove {name}:{num_nodes}: nothing would be left")
+        raise UserError(f"remove {name}:{num_nodes}: no node would be left in the cluster")
     links = {pair: link for pair, link in inventory.links.items() if found not in pair}
     return dataclasses.replace(inventory, classes=classes, links=links)
 
@@ -79,7 +78,7 @@ def _find(inventory: Inventory, name: str, verb: str) -> str | None:
     wanted = hardware.accelerator(name).name
     having = [one for one, machines in inventory.classes.items() if machines.accelerator.name == wanted]
     if len(having) > 1:
-        raise UserError(f"{verb} {name}: several classes have it; name one of {', '.join(having)}")
+        raise UserError(f"{verb} {name}: several classes have this accelerator; name one of {', '.join(having)}")
     return having[0] if having else None
 
 
@@ -96,8 +95,8 @@ def _with_new_class(inventory: Inventory, name: str, num_nodes: int) -> Inventor
     missing = [f"links.between_{kind}" for kind, link in needed.items() if link is None]
     keys = [*missing, *(["classes.*.zone"] if len(zones) > 1 else []), *(["price"] if card.price_per_h is None else [])]
     if keys or card.price_per_h is None:
-        lacks = f"the cluster's file has no such class and cannot fill in {', '.join(keys)}"
-        raise UserError(f"add {name}: {lacks}; add it there")
+        lacks = f"the cluster's file has no such class, and no default for {', '.join(keys)}"
+        raise UserError(f"add {name}: {lacks}; add the class to the file")
     new = MachineClass(name, card, PER_NODE, num_nodes, card.price_per_h, zone=next(iter(zones)))
     links = {**inventory.links}
     links.update({frozenset((name, other)): inventory.default_links["classes"] for other in inventory.classes})

@@ -155,11 +155,11 @@ def log_normal(median: float, sigma: float, cap: float, quantile: float = QUANTI
 def histogram(edges: Sequence[float], counts: Sequence[float], quantile: float = QUANTILE) -> LengthStatistics:
     """Lengths given as counts of bins between rising edges; within a bin they are uniform."""
     if len(edges) != len(counts) + 1:
-        raise UserError(f"{len(edges)} edges for {len(counts)} counts: there must be one edge more")
+        raise UserError(f"there are {len(edges)} edges and {len(counts)} counts; give one more edge than counts")
     if any(low >= high for low, high in itertools.pairwise(edges)) or edges[0] < 0:
-        raise UserError("edges: must rise, from 0 or more")
+        raise UserError("edges must rise, and the first edge must be 0 or more")
     if min(counts) < 0 or sum(counts) <= 0:
-        raise UserError("counts: must be 0 or more, and not all 0")
+        raise UserError("counts must all be 0 or more, and at least one must be above 0")
     shares = np.array(counts, float) / sum(counts)
     low, high = np.array(edges[:-1], float), np.array(edges[1:], float)
     longest = float(high[np.flatnonzero(shares)[-1]])
@@ -176,7 +176,7 @@ def histogram(edges: Sequence[float], counts: Sequence[float], quantile: float =
 def from_samples(lengths: Sequence[int], quantile: float = QUANTILE, cap: float = math.inf) -> LengthStatistics:
     """Observed lengths, such as those of a finished run, cut to `cap`; the tail is one of them."""
     if not len(lengths):
-        raise UserError("no lengths: nothing was observed yet")
+        raise UserError("there are no lengths to take statistics of; a run has some once it has trained a step")
     tokens = np.minimum(np.array(lengths, float), cap)
     tail = float(np.quantile(tokens, quantile, method="inverted_cdf"))
     longest = float(tokens.max()) if math.isinf(cap) else cap

@@ -114,7 +114,7 @@ def load_workload(path: pathlib.Path | str, read_run: RunReader | None = None) -
     algorithm, rules, reward = file.algorithm, file.rules, file.reward
     if rules.colocate and rules.max_staleness:
         where, remedy = origin.before(("rules", "colocate")), "set max_staleness = 0, or leave colocate out"
-        raise UserError(f"{where}rules.colocate = true: cards take turns only where generation waits; {remedy}")
+        raise UserError(f"{where}rules.colocate = true: cards take turns only if generation waits; {remedy}")
     tables = {"prompt": file.prompt, "answer": file.answer}
     runs = {name: table.run for name, table in tables.items() if table.run is not None}
     return Workload(
@@ -143,7 +143,7 @@ def _model(table: ModelTable, origin: ValueOrigin) -> ModelShape:
     numbers = {key: value for key in (*NUMBERS, *MORE_NUMBERS) if (value := getattr(table, key)) is not None}
     where = f"{origin.before(('model',))}[model]"
     if table.config is not None and numbers:
-        raise UserError(f"{where}: config and {next(iter(numbers))} are both there; keep config, or the numbers")
+        raise UserError(f"{where}: config and {next(iter(numbers))} are both given; keep either config or the numbers")
     if table.config is not None:
         shape = model_shapes.read_config(pathlib.Path(origin.file or "").parent / table.config)
         shape = dataclasses.replace(shape, name=table.name or shape.name)
@@ -166,9 +166,10 @@ def _from_numbers(name: str, numbers: dict[str, int], where: str) -> ModelShape:
     if numbers.get("dense_layers") and "dense_ffn" not in numbers:
         missing.append("dense_ffn")
     if missing:
-        raise UserError(f"{where}: {', '.join(missing)} is missing")
+        raise UserError(f"{where}: {', '.join(missing)} is missing; give it a value")
     if "head_dim" not in numbers and numbers["hidden"] % numbers["num_heads"]:
-        raise UserError(f"{where}: head_dim is missing, and num_heads does not divide hidden")
+        why = f"num_heads = {numbers['num_heads']} does not divide hidden = {numbers['hidden']}"
+        raise UserError(f"{where}: head_dim is missing, and {why}")
     if numbers["num_heads"] % numbers["num_kv_heads"]:
         why = f"num_kv_heads = {numbers['num_kv_heads']} does not divide num_heads = {numbers['num_heads']}"
         raise UserError(f"{where}: {why}")
@@ -199,7 +200,7 @@ def _by_form(name: Literal["prompt", "answer"], table: LengthsTable, read_run: R
         return workload.histogram(table.edges, table.counts, table.quantile)
     if table.run is not None:
         if read_run is None:
-            raise UserError(f"run = {show(table.run)}: runs cannot be read here; give a law or a histogram")
+            raise UserError(f"run = {show(table.run)}: runs cannot be read here; give tokens, or edges and counts")
         cap = {} if table.longest is None else {"cap": table.longest}
         return workload.from_samples(read_run(table.run, name), table.quantile, **cap)
     assert table.longest is not None

@@ -98,7 +98,7 @@ def lay_gang(fabric: NodeFabric, gang: Gang, names: Sequence[str]) -> Stages:
     if num_groups != gang.pp * gang.dp:
         raise UserError(
             f"gang {gang.name}: pp {gang.pp} x dp {gang.dp} needs {gang.pp * gang.dp} groups of {gang.tp} cards, "
-            f"its nodes hold {num_groups}"
+            f"but its nodes have {num_groups}"
         )
     if not gang.batch_shares:
         row = [group for of_class in groups.values() for group in of_class]
@@ -107,7 +107,7 @@ def lay_gang(fabric: NodeFabric, gang: Gang, names: Sequence[str]) -> Stages:
     for offer, of_class in groups.items():
         num_pipelines, rest = divmod(len(of_class), gang.pp)
         if rest:
-            raise UserError(f"gang {gang.name}: {len(of_class)} groups of {offer} are no whole pipelines of {gang.pp}")
+            raise UserError(f"gang {gang.name}: {len(of_class)} groups of {offer} do not fill pipelines of {gang.pp}")
         for i, stage in enumerate(stages):
             stage += of_class[i * num_pipelines : (i + 1) * num_pipelines]
     return tuple(map(tuple, stages))
@@ -119,5 +119,5 @@ def _class_stage(fabric: NodeFabric, gang: Gang, offer: str, names: Sequence[str
     num_cards = sum(node.per_node for node in nodes)
     tp, rest = divmod(num_cards, gang.dp)
     if rest or not tp or any(node.per_node % tp for node in nodes):
-        raise UserError(f"gang {gang.name}: {num_cards} cards of {offer} are no {gang.dp} groups that stay in a node")
+        raise UserError(f"gang {gang.name}: {num_cards} cards of {offer} do not make {gang.dp} groups inside nodes")
     return tuple(Group(node.name, first, tp) for node in nodes for first in range(0, node.per_node, tp))

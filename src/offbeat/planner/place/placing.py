@@ -60,7 +60,7 @@ def _in_order(members: Members, training: Counts, rollout: Counts) -> dict[str, 
     side_of: dict[str, str] = {}
     for offer, names in members.items():
         first, then = training.get(offer, 0), rollout.get(offer, 0)
-        assert first + then <= len(names), f"{first} + {then} of {len(names)} nodes of {offer}"
+        assert first + then <= len(names), f"bug: {first} + {then} of {len(names)} nodes of {offer} are in use"
         side_of |= dict(zip(names, ["train"] * first + ["roll"] * then + ["idle"] * len(names), strict=False))
     return side_of
 
@@ -210,7 +210,7 @@ def places_of(
         nodes = [fabric.nodes[name] for name in in_order(among) if fabric.nodes[name].offer == offer]
         packed = pack(sizes, {name: solution.replicas[name] for name in sizes}, nodes)
         if packed is None:
-            raise UserError(f"class {offer}: the replicas of the plan do not fit its {len(nodes)} nodes")
+            raise UserError(f"class {offer}: the plan's replicas do not fit on the {len(nodes)} nodes that they have")
         places += packed
     return places
 

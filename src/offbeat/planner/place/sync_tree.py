@@ -22,9 +22,8 @@ from offbeat.planner.cost.sync_time import CHUNK_BYTES, fan_out, one_tree_s, two
 from offbeat.planner.place.nodes import NodeFabric, by_class, class_and_number
 
 Senders = Mapping[str, tuple[str, ...]]
-"""Senders of each receiver. If a receiver has several, its n-th sender sends the n-th share of all chunks. A sender
-with as many senders itself needs only its own n-th share for that. A node that passes one share on to two others fills
-its port once."""
+"""Senders of each receiver, by the receiver's name. If there are several, the n-th sends the n-th share of all chunks.
+A sender that has as many senders itself needs only its own n-th share for that."""
 
 
 def hops_of(senders: Senders) -> Iterator[tuple[str, str]]:

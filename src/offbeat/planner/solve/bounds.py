@@ -53,7 +53,7 @@ def excess(view: View, tau_s: float | Floats, prices: Multipliers, budget: int |
     supply = (view.free_nodes[gangs] * np.maximum(nodes - prices.mu * view.node_price, 0.0)).sum(axis=1)
     money: Floats = np.zeros(len(gangs))
     if prices.mu:
-        assert budget is not None, "money has a price and no limit"
+        assert budget is not None, f"bug: the dual price of money is {prices.mu:g} without a budget"
         money = np.asarray(prices.mu * (budget - view.fixed_price - view.gang_price[gangs]), dtype=float)
     demand = prices.nu * view.demand_tokens
     # The margin grows with the terms, because large terms that cancel leave large rounding errors.

@@ -30,7 +30,7 @@ def check(
     columns = {column.name: column for column in problem.rollout}
     gangs = {gang.name: gang for gang in problem.gangs}
     unknown = [
-        f"names: no {kind} is called {name!r}"
+        f"names: the input files give no {kind} called {name!r}"
         for kind, names, known in (
             ("gang", [solution.gang], gangs),
             ("rollout column", solution.replicas, columns),
@@ -41,7 +41,7 @@ def check(
     ]
     counts = [*solution.replicas.values(), *solution.nodes.values()]
     if unknown or any(type(count) is not int or count < 0 for count in counts):
-        return unknown or ["counts: replicas and nodes are whole numbers, 0 or more"]
+        return unknown or ["counts: numbers of replicas and nodes must be whole numbers, 0 or more"]
     gang, tau = gangs[solution.gang], Fraction(solution.tau_s)
     used = [(columns[name], count) for name, count in solution.replicas.items() if count]
     broken = [
@@ -59,9 +59,10 @@ def check(
 def _gang_row(problem: PlanningProblem, gang: Gang, tau: Fraction) -> list[str]:
     demand, broken = problem.demand, []
     if Fraction(gang.period_s) > tau:
-        broken.append(f"gang: {gang.name} takes {gang.period_s:g} s of a period of {float(tau):g} s")
+        broken.append(f"gang: {gang.name} takes {gang.period_s:g} s, more than the period of {float(tau):g} s")
     if demand.reward_rate is not None and demand.trajectories > Fraction(demand.reward_rate) * tau:
-        broken.append(f"reward: {demand.trajectories} trajectories a period at {demand.reward_rate:g} a second")
+        rate = f"{demand.reward_rate:g} trajectories/s"
+        broken.append(f"reward: {rate} are too few for {demand.trajectories} in a period of {float(tau):g} s")
     return broken
 
 
@@ -86,7 +87,7 @@ def _tokens(problem: PlanningProblem, gang: Gang, tau: Fraction, column: Rollout
 def _token_row(problem: PlanningProblem, gang: Gang, tau: Fraction, used: Used) -> list[str]:
     total = sum((_tokens(problem, gang, tau, column) * count for column, count in used), Fraction(0))
     wanted = Fraction(problem.demand.tokens)
-    return [] if total >= wanted else [f"tokens: {float(total):g} a period, {float(wanted):g} wanted"]
+    return [] if total >= wanted else [f"tokens: {float(total):g} per period, but {float(wanted):g} are needed"]
 
 
 def _hardware_rows(problem: PlanningProblem, gang: Gang, solution: Solution, used: Used) -> list[str]:
@@ -94,7 +95,7 @@ def _hardware_rows(problem: PlanningProblem, gang: Gang, solution: Solution, use
     for name, offer in problem.offers.items():
         rented, trained = solution.nodes.get(name, 0), gang.nodes.get(name, 0)
         if rented + trained > offer.num_nodes:
-            broken.append(f"hardware: {rented + trained} nodes of {name}, {offer.num_nodes} on offer")
+            broken.append(f"hardware: {rented + trained} nodes of {name} are used, but {offer.num_nodes} are on offer")
         for is_home, num in ((False, rented), (True, 0 if problem.demand.bound else trained)):
             sizes = [
                 size
@@ -104,14 +105,14 @@ def _hardware_rows(problem: PlanningProblem, gang: Gang, solution: Solution, use
             ]
             if not _fits(sorted(sizes, reverse=True), [offer.per_node] * num):
                 nodes = f"{num} nodes of {name}{' that train' if is_home else ''}"
-                broken.append(f"hardware: {sum(sizes)} accelerators' replicas do not fit {nodes}")
+                broken.append(f"hardware: replicas with {sum(sizes)} accelerators do not fit on {nodes}")
     return broken
 
 
 def _memory_rows(gang: Gang, used: Used) -> list[str]:
     """Checks that cards which take turns have room for the gang's state."""
     return [
-        f"memory: {column.name} leaves {column.room_bytes / 1e9:g} GB a card, the gang keeps {kept / 1e9:g} GB there"
+        f"memory: {column.name} leaves {column.room_bytes / 1e9:g} GB a card, but the gang keeps {kept / 1e9:g} GB"
         for column, _ in used
         if column.room_bytes is not None and (kept := gang.kept_bytes.get(column.offer, 0.0)) > column.room_bytes
     ]
@@ -137,7 +138,7 @@ def _in_flight_row(problem: PlanningProblem, used: Used) -> list[str]:
     waiting = Fraction(demand.queue) if demand.bound else Fraction(0)
     if under_way + waiting <= cap:
         return []
-    return [f"in flight: {under_way} trajectories and {float(waiting):g} queued, {float(cap):g} allowed"]
+    return [f"in flight: {under_way} trajectories and {float(waiting):g} queued, but only {float(cap):g} are allowed"]
 
 
 def _age_rows(problem: PlanningProblem, gang: Gang, tau: Fraction, used: Used) -> list[str]:
@@ -150,7 +151,7 @@ def _age_rows(problem: PlanningProblem, gang: Gang, tau: Fraction, used: Used) -
             window = tau - _lost_s(problem, gang, column)
         tail = Fraction(demand.tail_tokens) * Fraction(column.token_s)
         if tail > window:
-            takes = f"takes {float(tail):g} s for the tail, {float(window):g} s are left"
+            takes = f"takes {float(tail):g} s for {demand.tail_tokens:g} tokens, but only {float(window):g} s are left"
             broken.append(f"age window: {column.name} {takes}")
     return broken
 
@@ -161,7 +162,7 @@ def _budget_row(problem: PlanningProblem, gang: Gang, solution: Solution, budget
     price += _money(problem.fixed_price_per_h)
     if budget is None or price <= _money(budget):
         return []
-    return [f"budget: {price / 1e6:g} $/h of {budget:g}"]
+    return [f"budget: the plan costs {price / 1e6:g} $/h, more than {budget:g} $/h"]
 
 
 def _money(price: float) -> int:
@@ -172,13 +173,15 @@ def _certificate_rows(problem: PlanningProblem, solution: Solution, certificate:
     broken = []
     found = hashlib.sha256(json.dumps({**asdict(problem), **OLD}, sort_keys=True).encode()).hexdigest()
     if found != certificate.columns_sha256:
-        broken.append("certificate: it speaks of other columns")
+        broken.append("certificate: it proves another problem; were the cluster, workload or constants changed?")
     if certificate.tau_lo_s > solution.tau_s:
-        broken.append(f"certificate: the plan's {solution.tau_s:g} s are said to be impossible")
+        claims = f"it claims that no period is below {certificate.tau_lo_s:g} s"
+        broken.append(f"certificate: {claims}, but the plan's is {solution.tau_s:g} s")
     if certificate.price_cap is None and solution.tau_s > certificate.tau_lo_s * (1 + certificate.gap) * (1 + 1e-9):
-        broken.append(f"certificate: {solution.tau_s:g} s is farther from {certificate.tau_lo_s:g} s than its gap says")
+        period = f"the plan's period of {solution.tau_s:g} s"
+        broken.append(f"certificate: {period} is above the bound of {certificate.tau_lo_s:g} s by more than the gap")
     left = unproven(problem, certificate) - {*certificate.by_solver}
-    return broken + [f"certificate: nothing rules gang {name} out" for name in left]
+    return broken + [f"certificate: its proof does not rule out gang {name}" for name in left]
 
 
 def unproven(problem: PlanningProblem, certificate: Certificate) -> set[str]:

@@ -311,7 +311,7 @@ def fastest(problem: PlanningProblem, budget: float | None = None, gap: float = 
     certificate = certify(search.view, search.pool, tau_lo_s, cap, gap=tau_s / tau_lo_s - 1)
     last = Search(search.view, max(gap, PRICE_GAP), solver)
     cheap, _ = cheapest_counts(last, tau_s, cap, counts)
-    assert cheap is not None, "the plan that was there is gone"
+    assert cheap is not None, "bug: the search lost a plan that it had found"
     if headroom := problem.demand.headroom:
         price = search.view.price(cheap)
         last, cheap = roomy_counts(last, tau_s, price, [cheap, counts], headroom) or (last, cheap)

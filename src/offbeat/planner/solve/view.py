@@ -415,7 +415,7 @@ def restore(view: View, counts: ColumnCounts, tau_s: float) -> Solution:
                     shape = view.columns[j][member].name
                     placed[shape] = placed.get(shape, 0) + int(count)
             start = end
-        assert left == 0, f"{left} nodes of {names} are promised that no one offers"
+        assert left == 0, f"bug: the plan uses {left} nodes of {names} more than are on offer"
     return Solution(tau_s, gang.name, placed, rented)
 
 
@@ -425,13 +425,13 @@ def _check(problem: PlanningProblem) -> None:
         ("gang", [gang.name for gang in problem.gangs]),
     ):
         if len(set(names)) < len(names):
-            raise ValueError(f"two {kind}s are called {max(names, key=names.count)!r}")
+            raise ValueError(f"problem: two {kind}s are called {max(names, key=names.count)!r}; names must be unique")
     for name, offer in problem.offers.items():
         sizes = sorted({column.num_accelerators for column in problem.rollout if column.offer == name})
         for small, large in itertools.pairwise([*sizes, offer.per_node]):
             if large % small:
-                why = f"{small} accelerators a replica do not divide {large}, so nodes would be torn"
-                raise ValueError(f"{name}: {why}")
+                why = f"replicas of {small} accelerators do not divide {large}, so one could cross nodes"
+                raise ValueError(f"class {name}: {why}")
 
 
 def _columns_of(problem: PlanningProblem, offer: str, *, is_home: bool = False) -> list[RolloutColumn]:
