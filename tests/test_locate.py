@@ -59,7 +59,7 @@ def test_arguments_are_those_that_the_parameters_name():
 def test_a_parameter_that_nobody_fills_is_a_mistake():
     assert "did you mean 'response'?" in refusal(accepted_arguments, lambda respones: 0, OFFERED, "f")
     assert "positional-only" in refusal(accepted_arguments, lambda response, /: 0, OFFERED, "f")
-    assert "takes none of" in refusal(accepted_arguments, lambda: 0, OFFERED, "f")
+    assert "must include at least one of" in refusal(accepted_arguments, lambda: 0, OFFERED, "f")
 
 
 def test_async_functions_and_objects_are_recognised():

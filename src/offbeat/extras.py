@@ -21,8 +21,8 @@ def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
 
 @contextmanager
 def hidden(package: str) -> Iterator[None]:
-    """Makes imports of `package` fail within the block, unless it is already loaded, so that libraries that would
-    import it only if it is installed do not load it."""
+    """Makes imports of `package` fail within the block, so that libraries take it for not installed; does nothing if it
+    is already loaded."""
     if package in sys.modules:
         yield
         return

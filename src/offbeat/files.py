@@ -26,7 +26,7 @@ REMEDIES = {
     errno.EACCES: "give yourself the right to write there",
     errno.EPERM: "give yourself the right to write there",
     errno.EFBIG: "free space, or raise the limit on the size of files (ulimit -f)",
-    errno.EIO: "see that its disk works",
+    errno.EIO: "check that its disk works",
 }
 """Remedies for a file that cannot be written, by error number."""
 MASKS = {"private": 0o077, "group": 0o027, "everyone": 0o022}
@@ -44,7 +44,7 @@ def cannot_write(path: Path | str, error: OSError, then: str = "then --resume th
 
 def remedy(error: Exception) -> str:
     """Returns the remedy for a disk error. Some libraries lose the error number; then the disk is probably full."""
-    return REMEDIES.get(getattr(error, "errno", None) or errno.ENOSPC, "correct that")
+    return REMEDIES.get(getattr(error, "errno", None) or errno.ENOSPC, "correct the cause")
 
 
 def disk_trouble(error: BaseException, then: str = "then --resume the run") -> DiskError | None:
@@ -70,7 +70,7 @@ def readable_by(who: str) -> Iterator[None]:
     of several threads may overlap: the strictest mask applies, and the last block to end restores the original one."""
     global _mask_before
     with _masks_lock:
-        before = os.umask(_strictest([*_masks_held, MASKS[who]]))
+        before = os.umask(reduce(or_, _masks_held, MASKS[who]))
         if not _masks_held:
             _mask_before = before
         _masks_held.append(MASKS[who])
@@ -79,11 +79,7 @@ def readable_by(who: str) -> Iterator[None]:
     finally:
         with _masks_lock:
             _masks_held.remove(MASKS[who])
-            os.umask(_strictest(_masks_held) if _masks_held else _mask_before)
-
-
-def _strictest(masks: list[int]) -> int:
-    return reduce(or_, masks)
+            os.umask(reduce(or_, _masks_held) if _masks_held else _mask_before)
 
 
 def make_folder(path: Path) -> None:

@@ -45,17 +45,19 @@ def accepted_arguments(function: Function, offered: Sequence[str], label: str) -
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise UserError(f"{label}: its parameters cannot be read ({error}); wrap it in a def") from error
+        raise UserError(
+            f"{label}: its parameters cannot be read ({error}); wrap it in a function defined with def"
+        ) from error
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return tuple(offered)
     for p in parameters:
         if p.kind is p.POSITIONAL_ONLY:
             raise UserError(f"{label}: parameter {p.name!r} is positional-only; arguments are passed by keyword")
         if p.name not in offered and p.default is p.empty and p.kind is not p.VAR_POSITIONAL:
-            raise UserError(f"{label}: nothing is passed as {p.name!r}; {suggest(p.name, offered)}")
+            raise UserError(f"{label}: no argument is passed for parameter {p.name!r}; {suggest(p.name, offered)}")
     accepted = {p.name for p in parameters}
     if not accepted & set(offered):
-        raise UserError(f"{label}: takes none of {', '.join(offered)}")
+        raise UserError(f"{label}: its parameters must include at least one of {', '.join(offered)}")
     return tuple(name for name in offered if name in accepted)
 
 

@@ -45,7 +45,7 @@ class RangeError(OffbeatError, ValueError):
     """The requested range cannot be sent; `status` is the HTTP status to answer with."""
 
     def __init__(self, status: int, why: str):
-        super().__init__(f"Range: {why}")
+        super().__init__(f"the Range header {why}")
         self.status = status
 
 
@@ -61,11 +61,11 @@ def byte_range(header: str | None, num_bytes: int) -> tuple[int, int] | None:
         return None
     first, last = found.groups()
     if max(len(first), len(last)) > MAX_DIGITS:
-        raise RangeError(400, f"a number of more than {MAX_DIGITS} digits")
+        raise RangeError(400, f"has a number of more than {MAX_DIGITS} digits")
     if not first:
         start, stop = max(num_bytes - int(last), 0), num_bytes
     else:
         start, stop = int(first), min(int(last) + 1, num_bytes) if last else num_bytes
     if start >= stop:
-        raise RangeError(416, f"{found.group(0)}: there are {num_bytes} bytes")
+        raise RangeError(416, f"asks for {found.group(0)}, but the file has {num_bytes} bytes")
     return start, stop

@@ -25,7 +25,7 @@ def suggest(word: str, choices: Iterable[str]) -> str:
     if near := nearest(word, names):
         return f"did you mean {near!r}?"
     if not names:
-        return "there are none"
+        return "there are no others"
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return f"allowed {', '.join(names[:MAX_LISTED])}{more}"
 

@@ -124,22 +124,22 @@ class Trajectory:
     def finish(self, end: End) -> None:
         """Ends the trajectory without further tokens, for example if it already has `max_new_tokens`."""
         if self.end is not None:
-            raise SegmentError(f"task {self.task}: already ended by {self.end.value}")
+            raise SegmentError(f"the trajectory of task {self.task} already ended by {self.end.value}")
         self.end = end
 
     def _check(self, segment: Segment) -> None:
         def refuse(why: str) -> SegmentError:
-            return SegmentError(f"task {self.task}, segment at {segment.start}: {why}")
+            return SegmentError(f"task {self.task}, segment at position {segment.start}: {why}")
 
         count = len(segment.tokens)
         if self.end is not None:
             raise refuse(f"the trajectory already ended by {self.end.value}")
         if segment.tokens.ndim != 1 or count == 0:
-            raise refuse(f"tokens of shape {segment.tokens.shape}; allowed one dimension and at least one token")
+            raise refuse(f"its tokens have shape {segment.tokens.shape}; allowed one dimension and at least one token")
         if segment.start != self.num_tokens:
-            raise refuse(f"must start at {self.num_tokens}, where the one before it ended")
+            raise refuse(f"it must start at {self.num_tokens}, where the previous segment ended")
         if segment.end > self.max_new_tokens:
-            raise refuse(f"ends at {segment.end}, past max_new_tokens = {self.max_new_tokens}")
+            raise refuse(f"it ends at {segment.end}, past max_new_tokens = {self.max_new_tokens}")
         if int(segment.tokens.min()) < 0:
             raise refuse(f"token {int(segment.tokens.min())} is negative")
         if segment.arrays and (problem := _arrays_problem(segment.arrays, count)):
@@ -151,19 +151,19 @@ class Trajectory:
     def _sampled_problem(self, segment: Segment) -> str | None:
         logprobs, version, kv_version = segment.logprobs, segment.version, segment.kv_version
         if logprobs is None or logprobs.shape != segment.tokens.shape:
-            have = "none" if logprobs is None else str(len(logprobs))
-            return f"{have} log-probs for {len(segment.tokens)} tokens"
+            have = "no" if logprobs is None else str(len(logprobs))
+            return f"it has {have} log-probs for {len(segment.tokens)} tokens; each sampled token needs one"
         if not np.isfinite(logprobs).all():
-            return "a log-prob is not finite"
+            return "one of its log-probs is not finite"
         if float(logprobs.max()) > LOGPROB_TOLERANCE:
-            return f"log-prob {float(logprobs.max()):.4g} is positive"
+            return f"log-prob {float(logprobs.max()):.4g} is positive; log-probs must be at most 0"
         if version is None or kv_version is None:
-            return "sampled tokens need version and kv_version"
+            return f"sampled tokens need a version and a kv_version, but these are {version} and {kv_version}"
         if kv_version > version:
             return f"kv_version {kv_version} is newer than version {version}"
         before = next((s.version for s in reversed(self.segments) if s.version is not None), version)
         if before - version > self.max_version_drop:
-            return f"version {version} after {before}: may drop by at most {self.max_version_drop}"
+            return f"its version {version} follows version {before}; it may be lower by at most {self.max_version_drop}"
         return None
 
     @property
@@ -243,24 +243,26 @@ class Trajectory:
 
 def _given_problem(segment: Segment) -> str | None:
     if segment.logprobs is not None or segment.version is not None or segment.kv_version is not None:
-        return "given tokens have no log-probs and no version"
+        return "given tokens must have no log-probs, version or kv_version"
     return None
 
 
 def _arrays_problem(arrays: Mapping[str, np.ndarray], count: int) -> str | None:
     """Returns why a segment of `count` tokens cannot have these arrays; None if it can."""
     if len(arrays) > MAX_ARRAYS:
-        return f"{len(arrays)} arrays; allowed {MAX_ARRAYS}"
+        return f"it has {len(arrays)} arrays; allowed {MAX_ARRAYS}"
     for name, array in arrays.items():
         if re.fullmatch(ARRAY_NAME, name) is None:
-            return f"array {name[:40]!r}: a name has up to 32 small letters, digits and '_', a letter first"
+            return f"array name {name[:40]!r}: allowed up to 32 lower-case letters, digits and '_', a letter first"
         if array.dtype.kind not in ARRAY_KINDS or array.itemsize > 8 or array.dtype.str.startswith(">"):
-            return f"array {name!r}: {array.dtype.str[:20]}; allowed are little-endian numbers of up to 8 bytes"
+            return f"array {name!r} has dtype {array.dtype.str[:20]}; allowed little-endian numbers of up to 8 bytes"
         if array.ndim == 0 or len(array) != count:
-            return f"array {name!r} has {len(array) if array.ndim else 'no'} rows for {count} tokens"
+            return (
+                f"array {name!r} has {len(array) if array.ndim else 'no'} rows for {count} tokens; each token needs one"
+            )
     num_bytes = sum(array.nbytes for array in arrays.values())
     if num_bytes > MAX_ARRAY_BYTES * count:
-        return f"arrays of {num_bytes} bytes for {count} tokens; allowed {MAX_ARRAY_BYTES} for each"
+        return f"its arrays take {num_bytes} bytes for {count} tokens; allowed {MAX_ARRAY_BYTES} bytes per token"
     return None
 
 
@@ -393,8 +395,10 @@ def reward_problem(rewards: Sequence[Reward]) -> str | None:
 def total_problem(rewards: Sequence[Reward]) -> str | None:
     """Like `reward_problem`, but also checks the weighted sum."""
     earned = total(rewards)
-    return reward_problem(rewards) or (None if abs(earned) <= MAX_REWARD else f"they add up to {_too_large(earned)}")
+    return reward_problem(rewards) or (
+        None if abs(earned) <= MAX_REWARD else f"the weighted sum is {_too_large(earned)}"
+    )
 
 
 def _too_large(value: float) -> str:
-    return f"{float(value)!r}, no finite number of at most {MAX_REWARD:g} in size"
+    return f"{float(value)!r}; allowed -{MAX_REWARD:g} to {MAX_REWARD:g}"

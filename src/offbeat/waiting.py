@@ -107,7 +107,7 @@ async def run_to_end(work: Coroutine[Any, Any, None], within_s: float) -> None:
             log.warning("gave up waiting for %s after %.0f s", task.get_coro(), within_s)
             task.cancel()
         elif not task.cancelled() and (error := task.exception()):
-            log.warning("failed while being stopped: %s", error)
+            log.warning("%s failed while being stopped: %s", task.get_coro(), error)
         raise
 
 

@@ -287,5 +287,5 @@ def test_a_damaged_ledger_does_not_hold_and_what_is_none_is_told(offbeat):
     assert "the file is damaged" in out
 
     file.write_bytes(b"\xff" * 100 + whole[100:])
-    told = "ledger.sqlite: cannot be used as a ledger: file is not a database; restore it from a backup"
+    told = "ledger.sqlite cannot be used as a ledger: file is not a database; restore the file from a backup"
     assert offbeat.fails("ledger", "verify", ".") == told

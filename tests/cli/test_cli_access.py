@@ -72,7 +72,7 @@ def test_a_revoked_worker_is_revoked(folder, capsys):
     "words, told",
     [
         (("token", "{nowhere}"), "holds no ledger"),
-        (("token", "{run}", "--minutes", "0"), "minutes = 0"),
+        (("token", "{run}", "--minutes", "0"), "minutes is 0"),
         (("token", "{run}", "--role", "admin"), "invalid choice"),
         (("token", "{run}", "--json"), "--json goes with offbeat worker list"),
         (("list", "{run}", "--role", "trainer"), "--role goes with offbeat worker token"),

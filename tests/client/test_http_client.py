@@ -160,13 +160,13 @@ def test_errors_are_those_of_the_coordinator(tmp_path):
                 with pytest.raises(Forbidden, match="not by thief"):
                     await thief.submit(trajectory, first.fence)
                 await worker.submit(trajectory, first.fence)
-                with pytest.raises(Conflict, match="another trajectory"):
+                with pytest.raises(Conflict, match="a different trajectory"):
                     await worker.submit(answer(first, tokens=(9,)), first.fence)
                 with pytest.raises(Refused, match="version 7, which was never published"):
                     await worker.submit(answer(second, number=7), second.fence)
-                with pytest.raises(Fenced, match="cannot fail"):
+                with pytest.raises(Fenced, match="can no longer fail"):
                     await worker.fail(first.id, first.fence, "too late")
-                with pytest.raises(Unknown, match="never issued"):
+                with pytest.raises(Unknown, match="does not exist"):
                     await worker.fail(10**9, 1, "no such task")
                 await worker.fail(second.id, second.fence, "out of memory " * 1000)
 
@@ -204,7 +204,7 @@ def test_a_used_token_is_the_users_to_mend(tmp_path):
         async def scenario():
             async with remote(run, token, "first"):
                 connection = Connection(run.server.url)
-                with pytest.raises(UserError, match="already used, by first; ask for another"):
+                with pytest.raises(UserError, match="already used by worker first; ask for another"):
                     await join(connection, token, "second")
                 await connection.close()
 
@@ -236,7 +236,7 @@ def test_a_restarted_worker_keeps_its_name_until_it_is_revoked(tmp_path):
         assert run.ledger.num_leased() == {"box": 1}
         run.ask(run.coordinator.call(run.coordinator.ledger.move_worker, "box", WorkerState.REVOKED, "sold"))
         time.sleep(KNOWN_S)
-        with pytest.raises(UserError, match="worker box: revoked: sold"):
+        with pytest.raises(UserError, match="worker box was revoked: sold"):
             asyncio.run(second())
 
 

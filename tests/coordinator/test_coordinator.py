@@ -202,7 +202,7 @@ def test_a_token_that_the_model_does_not_have_is_refused(tmp_path):
             task = (await made.lease("w", 1, 0, SOON_S)).tasks[0]
             bad = task.new_trajectory()
             bad.append(Segment(0, np.array([999_999]), logprobs=np.array([-1.0]), version=0, kv_version=0), End.STOP)
-            with pytest.raises(LedgerError, match="token 999999 is none of the model's"):
+            with pytest.raises(LedgerError, match="token id 999999 is not below the vocabulary size"):
                 await made.submit("w", bad, task.fence)
 
     asyncio.run(scenario())
@@ -292,7 +292,7 @@ def test_a_worker_whose_answers_fail_the_audit_is_shut_out_and_the_tokens_count_
             (worker,) = await made.call(made.ledger.list_workers)
             count = sum(found.num_tokens for found in off)
             assert (worker.state, worker.num_compared, worker.num_off) == (WorkerState.QUARANTINED, count, count)
-            assert worker.reason == f"{count} of the latest {count} log-probs compared are off by more than 0.5"
+            assert worker.reason == f"{count} of its latest {count} audited log-probs are off by more than 0.5"
             assert [row["event"] for row in told] == ["quarantine"]
             counts = await made.call(made.ledger.counts)
             assert counts.tokens.masked["audit"] > 0

@@ -91,10 +91,10 @@ def test_a_step_without_a_judge_ends_with_how_to_start_one(tmp_path):
     async def scenario():
         async with coordinator(tmp_path, **NOBODY_HERE) as made:
             await generate(made, 100)
-            with pytest.raises(DeadlineError, match=r"reward\.processes = 0: start one with offbeat worker --role"):
+            with pytest.raises(DeadlineError, match=r"reward\.processes is 0: start offbeat worker --role"):
                 await made.claim(0, 0.1)
             await made.rewards.lease("j", 1, SOON_S)
-            with pytest.raises(DeadlineError, match=r"rewards asked for: 1 with j"):
+            with pytest.raises(DeadlineError, match=r"samples being judged: 1 with j"):
                 await made.claim(0, 0.1)
 
     asyncio.run(scenario())
@@ -152,12 +152,12 @@ def test_what_a_judge_held_when_it_left_another_gets_at_once(tmp_path):
 @pytest.mark.parametrize(
     "told, why",
     [
-        (RewardResult(math.nan, rewards=(Reward(math.nan),)), "nan, no finite number"),
+        (RewardResult(math.nan, rewards=(Reward(math.nan),)), "nan; allowed -1e"),
         (RewardResult(math.inf, rewards=(Reward(1.0), Reward(math.inf, "style"))), "'style' is inf"),
         (RewardResult(1e200, rewards=(Reward(1.0), Reward(1e200, "b"))), "'b' is 1e\\+200"),
         (RewardResult(-1.5e6, rewards=(Reward(-1.5e6),)), "'reward' is -1500000.0"),
         (RewardResult(0.0, rewards=()), "sent no reward"),
-        (RewardResult(1.0, rewards=(Reward(1.0, position=2),)), "stands at 2 of 2 tokens"),
+        (RewardResult(1.0, rewards=(Reward(1.0, position=2),)), "at position 2 of an answer of 2 tokens"),
     ],
 )
 def test_a_result_that_is_no_reward_fails_its_sample_alone_and_is_never_a_value(tmp_path, told, why):
@@ -188,7 +188,7 @@ def test_an_answer_with_too_few_results_is_refused_and_may_be_given_again(tmp_pa
         async with coordinator(tmp_path, **NOBODY_HERE) as made:
             await generate(made, 1)
             lease = await made.rewards.lease("j", 1, SOON_S)
-            with pytest.raises(Refused, match="0 results for 1 samples"):
+            with pytest.raises(Refused, match="has 1 samples, but 0 results were sent"):
                 await made.rewards.submit("j", lease.ticket, [])
             await made.rewards.submit("j", lease.ticket, [GOOD])
 
@@ -258,7 +258,7 @@ def test_a_reward_from_python_stays_here_and_says_so(tmp_path):
 
     async def scenario():
         async with coordinator(tmp_path, own) as made:
-            with pytest.raises(Refused, match=r"reward own was handed in from Python and cannot leave its process"):
+            with pytest.raises(Refused, match=r"reward own is a Python object"):
                 await made.rewards.lease("j", 1, SOON_S)
             await generate(made, 100)
             assert len((await made.claim(0, SOON_S)).groups) == 2
@@ -268,7 +268,7 @@ def test_a_reward_from_python_stays_here_and_says_so(tmp_path):
 
 def test_a_reward_from_python_with_judges_elsewhere_alone_is_refused_before_training(tmp_path):
     async def scenario():
-        with pytest.raises(UserError, match=r"reward\.processes = 0: allowed 1 or more, because reward <lambda> was"):
+        with pytest.raises(UserError, match=r"reward\.processes is 0; it must be at least 1, because reward <lambda>"):
             async with coordinator(tmp_path, lambda response: 1.0, **NOBODY_HERE):
                 pass
 

@@ -111,7 +111,7 @@ def test_a_disk_full_to_the_last_byte_stops_the_run_with_one_line_and_it_goes_on
     status, errors = train(folder, "--resume", "runs/a", "--run.steps=3")
     assert (errors.count("\n"), errors.startswith("offbeat: ")) == (1, True), errors
     assert status in (1, 2)
-    assert re.search(r"disk is full|No space left|see that its disk works and has space", errors), errors
+    assert re.search(r"disk is full|No space left|check that its disk works and has free space", errors), errors
 
     ballast.unlink()
     assert_goes_on(folder, "--run.steps=3")
@@ -212,7 +212,9 @@ def test_a_version_that_does_not_fit_is_told_and_leaves_nothing_behind(tmp_path)
 def test_a_ledger_that_cannot_grow_says_so_and_is_as_it_was_before(tmp_path):
     version = Version(0, 0, None, "digest", Path("x" * 100_000))
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
-        told = r"ledger\.sqlite: .*; (free space on its disk|see that its disk works and has space), then --resume the"
+        told = (
+            r"ledger\.sqlite: .*; (free space on its disk|check that its disk works and has free space), then --resume"
+        )
         with no_file_over(50_000), pytest.raises(LedgerError, match=told), ledger.naming_damage():
             ledger.publish(version)
         assert ledger.latest_version() is None

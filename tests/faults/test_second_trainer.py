@@ -48,7 +48,7 @@ def test_one_without_a_checkpoint_is_sent_away_and_one_told_to_begin_from_scratc
         _, errors = refused.communicate(timeout=WITHIN_S)
         assert refused.returncode == 2
         assert errors.count("\n") == 1
-        assert "this trainer has no checkpoint; start it with the folder of the one before (trainer on " in errors
+        assert "this trainer has no checkpoint; start it with the folder of the previous trainer (trainer on " in errors
         assert "--from-scratch" in errors
         with Ledger(run.run / "ledger.sqlite", read_only=True) as ledger:
             step = ledger.latest_version().step
@@ -58,7 +58,7 @@ def test_one_without_a_checkpoint_is_sent_away_and_one_told_to_begin_from_scratc
         daring = second("--from-scratch")
         told = run.finish(status=1)  # its own trainer was replaced, and to start it again would replace the other
         assert "trainer: ended with status 3" in told
-        assert "another trainer has taken over: second on " in told
+        assert "another trainer has taken over this run: second on " in told
         with Ledger(run.run / "ledger.sqlite", read_only=True) as ledger:
             assert ledger.report().num_abandoned_versions > 0
             assert ledger.verify().violations == ()

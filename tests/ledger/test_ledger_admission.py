@@ -23,16 +23,16 @@ def test_a_source_may_skip_problems_but_never_repeat_one(ledger: Ledger):
     (group,) = new_groups(ledger, 1)
     ledger.admit([replace(group, source_ordinal=4)])
     assert ledger.cursor().drawn == {"sums": 5}
-    with pytest.raises(Refused, match="'sums': 4 was drawn already; the next is 5"):
+    with pytest.raises(Refused, match="prompt 4 of 'sums' was drawn already; the next is 5"):
         ledger.admit([replace(group, ordinal=1, source_ordinal=4)])
 
 
 def test_ordinals_are_drawn_without_a_gap_and_only_once(ledger: Ledger):
     groups = new_groups(ledger, 2)
-    with pytest.raises(Refused, match="next ordinal to draw is 0"):
+    with pytest.raises(Refused, match="next ordinal to admit is 0"):
         ledger.admit(groups[1:])
     ledger.admit(groups)
-    with pytest.raises(Refused, match="next ordinal to draw is 2"):
+    with pytest.raises(Refused, match="next ordinal to admit is 2"):
         ledger.admit(groups)
 
 
@@ -62,15 +62,15 @@ def test_seeds_are_the_same_on_every_machine():
 
 
 def test_groups_may_not_require_a_version_that_is_not_there(ledger: Ledger):
-    with pytest.raises(Refused, match="version 9 is not published"):
+    with pytest.raises(Refused, match="version 9 was never published"):
         ledger.admit(new_groups(ledger, 1, require_version=9))
 
 
 def test_an_evaluation_needs_a_version_and_admits_each_prompt_once(ledger: Ledger):
-    with pytest.raises(Refused, match="needs the version that it judges"):
+    with pytest.raises(Refused, match="must name the version to evaluate"):
         ledger.admit(eval_groups(1, require_version=None))
     ledger.admit(eval_groups(2))
-    with pytest.raises(Refused, match="group 0 was admitted already"):
+    with pytest.raises(Refused, match="group 0 of step 0 was admitted already"):
         ledger.admit(eval_groups(1))
     assert ledger.cursor() == Cursor(0, {})
 
@@ -86,7 +86,7 @@ def test_a_problem_comes_back_as_it_was(ledger: Ledger):
 
 def test_a_problem_that_cannot_be_stored_is_refused_by_name(ledger: Ledger):
     (group,) = new_groups(ledger, 1)
-    with pytest.raises(Refused, match="group 0 of 'sums': its problem is not JSON"):
+    with pytest.raises(Refused, match="prompt 0 of source 'sums' cannot be stored as JSON"):
         ledger.admit([replace(group, problem={"info": object()})])
 
 

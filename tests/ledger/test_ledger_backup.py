@@ -191,7 +191,7 @@ def test_a_file_that_is_gone_for_good_is_named(ledger: Ledger, tmp_path: Path):
     digest = next(iter(ledger.blobs.all()))
     body = ledger.blobs.read(digest)
     ledger.blobs.path(digest).unlink()
-    with pytest.raises(LedgerError, match=f"{digest.hex()}: cannot be read"):
+    with pytest.raises(LedgerError, match=f"{digest.hex()} cannot be read"):
         ledger.backup(tmp_path / "to")
     assert not (tmp_path / "to" / "ledger.sqlite").exists()
     ledger.blobs.write(digest, body)
@@ -204,7 +204,7 @@ def test_a_folder_where_a_run_goes_on_is_no_target(ledger: Ledger, tmp_path: Pat
 
 
 def test_a_target_that_nobody_knows_is_a_mistake_of_the_user(ledger: Ledger):
-    with pytest.raises(UserError, match="nowhere://x: cannot be used as a target"):
+    with pytest.raises(UserError, match="nowhere://x cannot be used"):
         ledger.backup("nowhere://x")
 
 

@@ -93,7 +93,7 @@ def test_a_step_can_be_claimed_ahead_of_its_version_once_the_one_before_is_chose
     ]
     with pytest.raises(Refused, match="step 2 cannot be claimed: the latest version is of step 0"):
         claim(ledger, 2, 1, 1, in_order=False)
-    with pytest.raises(Refused, match="must be of step 2"):
+    with pytest.raises(Refused, match="needs a version of step 2"):
         ledger.commit(1, version(1, 2, 0))
     ledger.commit(0, version(1, 1, 0))
     same = claim(ledger, 1, 1, 1, in_order=False)

@@ -74,7 +74,7 @@ def test_failed_attempts_that_were_only_counted_become_rows(old):
 def test_an_upgrade_that_breaks_leaves_the_old_ledger(old, monkeypatch):
     broken = {OLD_SCHEMA: migrations.TO_SCHEMA_6 + "INSERT INTO nowhere VALUES (1);"}
     monkeypatch.setattr(migrations, "MIGRATIONS", broken)
-    with pytest.raises(UserError, match=r"cannot be upgraded to schema \d+: no such table: nowhere; the file is as it"):
+    with pytest.raises(UserError, match=r"cannot be upgraded to schema \d+: no such table: nowhere; the file was not"):
         upgrade(old)
     assert rows(old, "SELECT value FROM meta WHERE key = 'schema'") == [(str(OLD_SCHEMA),)]
     monkeypatch.undo()
@@ -85,7 +85,9 @@ def test_an_upgrade_that_breaks_leaves_the_old_ledger(old, monkeypatch):
 
 @pytest.mark.parametrize("read_only", [True, False])
 def test_whoever_opens_an_old_ledger_without_its_run_is_told_to_resume(old, read_only):
-    with pytest.raises(UserError, match=r"older Offbeat \(schema 5; this one reads \d+\); resume the run once, which"):
+    with pytest.raises(
+        UserError, match=r"older Offbeat \(schema 5; this one reads \d+\); resume the run once to upgrade"
+    ):
         Ledger(old, read_only=read_only)
     assert is_old(old)
 

@@ -50,9 +50,9 @@ def test_a_partial_again_changes_nothing_and_another_one_is_a_conflict(overlappi
     task = begin(overlapping)
     partial = hand_back(overlapping, task, 0)
     assert send(overlapping, partial) is Outcome.REPEATED
-    with pytest.raises(Conflict, match="another trajectory is stored already under fence 1"):
+    with pytest.raises(Conflict, match="a different trajectory is already stored for lease 1"):
         send(overlapping, answer(task, [0], salt="other", end=None))
-    with pytest.raises(Conflict, match="under fence 1"):
+    with pytest.raises(Conflict, match="stored for lease 1"):
         send(overlapping, answer(task, [0]))
     overlapping.lease("v", 1, 0)
     assert send(overlapping, partial) is Outcome.REPEATED, "also when somebody carries it on"
@@ -71,7 +71,7 @@ def test_whatever_follows_a_partial_must_begin_with_it(overlapping: Ledger):
     again = overlapping.lease("w", 1, 0)[0]
     for end in (None, End.STOP):
         elsewhere = answer(replace(again, prefix=None), [0, 0], salt="elsewhere", end=end)
-        with pytest.raises(Refused, match="does not begin with the partial that it was to continue"):
+        with pytest.raises(Refused, match="does not begin with the partial that it should continue"):
             send(overlapping, elsewhere, fence=2)
     assert send(overlapping, answer(again, [0]), fence=2) is Outcome.STORED
 
@@ -118,7 +118,7 @@ def test_a_partial_for_a_task_that_has_ended_is_discarded(overlapping: Ledger):
     for fence in (1, 2):
         overlapping.fail("w", task.id, fence, "engine")
         overlapping.lease("w", 1, 0)
-    with pytest.raises(Fenced, match=r"has ended \(failed\), a partial cannot be continued"):
+    with pytest.raises(Fenced, match=r"has ended \(failed\), so its partial"):
         send(overlapping, answer(task, [0], end=None), fence=2)
 
 

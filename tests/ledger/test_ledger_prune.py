@@ -80,7 +80,9 @@ def test_a_checkpoint_whose_batch_was_pruned_is_refused_before_anything_changes(
         full_step(ledger, step)
     ledger.prune(2)
     before = ledger.counts()
-    with pytest.raises(UserError, match=r"trained up to step 1 is pruned, .* take one of step 2 or later"):
+    with pytest.raises(
+        UserError, match=r"trained up to step 1 were pruned, .* resume from a checkpoint of step 2 or later"
+    ):
         ledger.reconcile(1, None)
     assert ledger.counts() == before
 
@@ -140,7 +142,7 @@ def test_what_was_pruned_is_told_apart_from_what_is_missing(ledger: Ledger):
         full_step(ledger, step)
     ledger.prune(1)
     ledger.bodies = bodies.Bodies(ledger.execute, ledger.blobs)
-    with pytest.raises(LedgerError, match="its trajectory was pruned"):
+    with pytest.raises(LedgerError, match=r"the trajectory of task . was pruned"):
         claim(ledger, 0, 2, 0)
     query = "SELECT pruned, COUNT(*), COUNT(digest) FROM trajectories GROUP BY pruned"
     assert ledger.execute(query).fetchall() == [(0, 4, 4), (1, 4, 4)]

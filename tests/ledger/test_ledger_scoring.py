@@ -63,10 +63,10 @@ def test_a_reward_survives_to_the_last_bit(ledger: Ledger):
         (Scored(0, [Reward(math.nan, "style")]), "'style' is nan"),
         (Scored(0, [Reward(1.0), Reward(math.inf)]), "'reward' is inf"),
         (Scored(0, [Reward(1e200, "style")]), "'style' is 1e+200"),
-        (Scored(0, [Reward(6e5), Reward(6e5, "style")]), "they add up to 1200000.0"),
-        (Scored(0, [Reward(2.0, weight=-1e6)]), "they add up to -2000000.0"),
-        (Scored(0, []), "returned nothing"),
-        (Scored(0), "returned nothing"),
+        (Scored(0, [Reward(6e5), Reward(6e5, "style")]), "the weighted sum is 1200000.0"),
+        (Scored(0, [Reward(2.0, weight=-1e6)]), "the weighted sum is -2000000.0"),
+        (Scored(0, []), "returned no reward"),
+        (Scored(0), "returned no reward"),
     ],
 )
 def test_what_is_no_reward_makes_a_failed_member_and_never_a_zero(ledger: Ledger, result: Scored, detail: str):

@@ -36,7 +36,7 @@ def test_the_same_trajectory_twice_in_one_call_is_stored_once(ledger: Ledger, ta
 
 def test_another_trajectory_for_an_answered_task_is_a_conflict(ledger: Ledger, task):
     ledger.submit([handed(answer(task, [0]))])
-    with pytest.raises(Conflict, match=f"task {task.id}: another trajectory"):
+    with pytest.raises(Conflict, match=f"a different trajectory is already stored for lease . of task {task.id}"):
         send(ledger, answer(task, [0], salt="other"), "w")
 
 
@@ -45,7 +45,7 @@ def test_one_bad_trajectory_is_refused_alone(ledger: Ledger, task):
     bad = answer(replace(other, prompt=np.array([9])), [0])
     refused, stored = ledger.submit([handed(bad), handed(answer(task, [0]))])
     assert isinstance(refused, Refused)
-    assert "its prompt is not the one that was issued" in str(refused)
+    assert "its prompt differs from the one that was issued" in str(refused)
     assert stored is Outcome.STORED
     (waiting,) = ledger.unscored(9)
     assert waiting.task == task.id
@@ -53,13 +53,13 @@ def test_one_bad_trajectory_is_refused_alone(ledger: Ledger, task):
 
 
 def test_a_task_that_was_never_issued_is_unknown(ledger: Ledger, task):
-    with pytest.raises(Unknown, match="task 99: never issued"):
+    with pytest.raises(Unknown, match="task 99 does not exist"):
         send(ledger, answer(replace(task, id=99), [0]), "w")
 
 
 def test_a_trajectory_of_another_length_limit_is_refused(ledger: Ledger, task):
     longer = replace(task, sampling=replace_length(task.sampling, 9))
-    with pytest.raises(Refused, match="max_new_tokens = 9, issued with 8"):
+    with pytest.raises(Refused, match="max_new_tokens is 9, but the task has 8"):
         send(ledger, answer(longer, [0]), "w")
 
 
@@ -78,18 +78,18 @@ def test_given_tokens_in_a_task_that_has_none_are_refused(ledger: Ledger, task, 
         origin = {"origin": Origin.GIVEN} if is_given else {"logprobs": -np.ones(2), "version": 0, "kv_version": 0}
         words.append(Segment(start=given_at, tokens=np.array([5, STOP]), **origin))
     words.finish(End.STOP)
-    with pytest.raises(Refused, match=f"tokens at {start} are given; the task allows only sampled ones"):
+    with pytest.raises(Refused, match=f"its tokens at position {start} are not sampled"):
         send(ledger, words, "w")
 
 
 def test_a_stop_without_a_stop_token_at_the_end_is_refused(ledger: Ledger, task):
-    with pytest.raises(Refused, match="ended by stop, but its last token 7 is no stop token"):
+    with pytest.raises(Refused, match="ended by a stop token, but its last token, 7, is not one"):
         send(ledger, of_tokens(task, [STOP, 7], End.STOP), "w")
     assert send(ledger, of_tokens(task, [7, STOP], End.STOP), "w") is Outcome.STORED
 
 
 def test_an_end_by_length_before_the_limit_is_refused(ledger: Ledger, task):
-    with pytest.raises(Refused, match="ended by length after 7 of 8 tokens"):
+    with pytest.raises(Refused, match="ended by length, but has 7 of 8 tokens"):
         send(ledger, of_tokens(task, [5] * 7, End.LENGTH), "w")
     assert send(ledger, of_tokens(task, [5] * 8, End.LENGTH), "w") is Outcome.STORED
 
@@ -107,7 +107,7 @@ def test_keys_and_values_of_older_weights_are_refused_beyond_the_lag_that_a_run_
             ledger.admit(new_groups(ledger, 1, require_version=None))
             task = ledger.lease("w", 1, 1)[0]
             (found,) = ledger.submit([handed(of_tokens(task, [STOP], End.STOP, number=1, kv_version=0))])
-            assert found == outcome or "lag 1 versions behind; allowed 0" in str(found)
+            assert found == outcome or "KV cache is 1 versions older than its weights; allowed 0" in str(found)
 
 
 def of_tokens(task, tokens: list[int], end: End | None, number: int = 0, kv_version: int | None = None) -> Trajectory:
@@ -128,7 +128,7 @@ def test_a_version_of_another_step_than_required_is_refused(ledger: Ledger):
     full_step(ledger, 0)
     ledger.admit(new_groups(ledger, 1, require_version=1))
     (task,) = ledger.lease("w", 1, 1)
-    with pytest.raises(Refused, match="version 0 of step 0; the task requires step 1"):
+    with pytest.raises(Refused, match="version 0 of step 0, but the task requires step 1"):
         send(ledger, answer(task, [0]), "w")
 
 
@@ -141,14 +141,14 @@ def test_an_abandoned_version_is_refused(ledger: Ledger):
     ledger.admit(new_groups(ledger, 1, require_version=None))
     (task,) = ledger.lease("w", 1, 1)
     ledger.reconcile(0, 0)
-    with pytest.raises(Refused, match="version 1, which is abandoned"):
+    with pytest.raises(Refused, match="version 1, which a resume has abandoned"):
         send(ledger, answer(task, [1]), "w")
 
 
 def test_a_lease_belongs_to_one_worker_under_one_fence(ledger: Ledger, task):
     with pytest.raises(Forbidden, match="leased by w, not by thief"):
         send(ledger, answer(task, [0]), "thief")
-    with pytest.raises(Forbidden, match="fence 2 was never given, the latest is 1"):
+    with pytest.raises(Forbidden, match=r"lease 2 of task . was never granted; the latest is lease 1"):
         send(ledger, answer(task, [0]), fence=2)
     assert send(ledger, answer(task, [0])) is Outcome.STORED
 
@@ -156,7 +156,7 @@ def test_a_lease_belongs_to_one_worker_under_one_fence(ledger: Ledger, task):
 def test_what_was_stored_belongs_to_the_worker_that_handed_it_in(ledger: Ledger, task):
     trajectory = answer(task, [0])
     send(ledger, trajectory)
-    with pytest.raises(Forbidden, match="fence 1 was leased by w, not by thief"):
+    with pytest.raises(Forbidden, match="lease 1 of task 1 belongs to w, not to thief"):
         send(ledger, trajectory, "thief")
     assert send(ledger, trajectory) is Outcome.REPEATED
 
@@ -173,10 +173,10 @@ def test_a_fence_that_is_over_is_told_so(ledger: Ledger, task):
     ledger.release()
     again = ledger.lease("other", 1, 0)[0]
     assert (again.id, again.fence) == (task.id, 2)
-    with pytest.raises(Fenced, match="fence 1 is over, the task was leased again as 2"):
+    with pytest.raises(Fenced, match=r"lease 1 of task . is over: the task was leased again .lease 2."):
         send(ledger, answer(task, [0]))
     assert send(ledger, answer(again, [0]), "other", 2) is Outcome.STORED
-    with pytest.raises(Fenced, match="fence 1 is over"):
+    with pytest.raises(Fenced, match="lease 1 of task 1 is over"):
         send(ledger, answer(task, [0]))
 
 
@@ -205,7 +205,7 @@ def test_a_trajectory_that_nobody_could_train_any_more_is_refused(tmp_path):
             score_all(ledger)
             assert claim(ledger, step, 1, 9, in_order=False) is not None
             ledger.commit(step, version(step + 1, step + 1, step))
-        with pytest.raises(Refused, match="of step 0, and the run is at step 2: too old for max_staleness = 1"):
+        with pytest.raises(Refused, match="of step 0, but the run is at step 2: too old for max_staleness = 1"):
             send(ledger, answer(slow, [0]))
         assert send(ledger, answer(mixed, [0, 1])) is Outcome.STORED, "one token may still be trained"
         assert ledger.verify().violations == ()
@@ -250,5 +250,5 @@ def replace_length(sampling, max_new_tokens: int):
 def test_a_worker_cannot_allow_itself_to_go_back_in_versions(ledger: Ledger, task):
     trajectory = answer(task, [0])
     trajectory.max_version_drop = 1
-    with pytest.raises(Refused, match="max_version_drop = 1; allowed 0"):
+    with pytest.raises(Refused, match="max_version_drop is 1; it must be 0"):
         send(ledger, trajectory, "w")

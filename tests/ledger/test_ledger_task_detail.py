@@ -140,8 +140,8 @@ def test_what_was_pruned_is_told_without_its_tokens(ledger: Ledger):
 
 
 def test_a_task_that_was_never_issued_is_told_so(ledger: Ledger):
-    with pytest.raises(Unknown, match="task 1: there are none yet"):
+    with pytest.raises(Unknown, match="task 1 does not exist; this run has no tasks yet"):
         ledger.task_detail(1)
     ledger.admit(new_groups(ledger, 1, size=2))
-    with pytest.raises(Unknown, match="task 9: there are 1 to 2"):
+    with pytest.raises(Unknown, match="task 9 does not exist; this run has tasks 1 to 2"):
         ledger.task_detail(9)

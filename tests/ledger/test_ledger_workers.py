@@ -68,7 +68,7 @@ def test_a_token_becomes_a_worker_that_its_secret_finds(ledger):
 def test_a_token_is_used_once_and_says_who_used_it(ledger):
     token = ledger.issue_token(Role.ROLLOUT, MINUTES)
     redeem(ledger, token, "first")
-    with pytest.raises(Forbidden, match="already used, by first"):
+    with pytest.raises(Forbidden, match="already used by worker first"):
         redeem(ledger, token, "second")
     assert [worker.name for worker in ledger.list_workers()] == ["first"]
 
@@ -86,7 +86,7 @@ def test_a_token_used_again_with_the_same_secret_is_the_same_worker(timed, clock
 
 def test_a_secret_is_one_workers(ledger):
     first = join(ledger)
-    with pytest.raises(Forbidden, match="secret: already that of w; draw a new one"):
+    with pytest.raises(Forbidden, match="secret already belongs to worker w; join with a newly drawn secret"):
         redeem(ledger, ledger.issue_token(Role.ROLLOUT, MINUTES), "second", secret=first.secret)
     assert [worker.name for worker in ledger.list_workers()] == ["w"]
 

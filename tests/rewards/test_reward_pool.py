@@ -132,8 +132,8 @@ def test_slow_samples_each_have_the_whole_deadline(tmp_path):
         ("bad_part", "value: the reward returned nan as 'right'; return a finite number"),
         ("no_parts", "value: the reward returned an empty dict; return a number, or numbers by name"),
         ("big", "raised: OverflowError: int too large to convert to float"),
-        ("value 1e200", "value: 'reward' is 1e+200, no finite number of at most 1e+06 in size"),
-        ("value -1000002", "value: 'reward' is -1000002.0, no finite number of at most 1e+06 in size"),
+        ("value 1e200", "value: 'reward' is 1e+200; allowed -1e+06 to 1e+06"),
+        ("value -1000002", "value: 'reward' is -1000002.0; allowed -1e+06 to 1e+06"),
     ],
 )
 def test_what_is_no_finite_number_is_an_error_that_names_it(tmp_path, response, error):
@@ -250,7 +250,7 @@ def test_check_finds_what_is_wrong_before_training(tmp_path):
     assert "no such reward; did you mean 'number'?" in complaint("nubmer")
     assert "has no function 'obay'; did you mean 'obey'?" in complaint(f"{FILE}:obay")
     assert "SyntaxError: expected ':' (broken.py:1)" in complaint(f"{broken}:judge")
-    assert "nothing is passed as 'solution'" in complaint(f"{FILE}:judge_without_asking")
+    assert "no argument is passed for parameter 'solution'" in complaint(f"{FILE}:judge_without_asking")
     assert "a first try failed, raised: ValueError" in complaint(OBEY, trial="raise x")
 
 

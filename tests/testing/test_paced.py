@@ -227,11 +227,11 @@ def test_an_engine_that_cannot_split_refuses_to_load_under_requests():
 @pytest.mark.parametrize(
     "settings, why",
     [
-        ({"num_slots": 0}, "num_slots = 0: allowed 1 or more"),
-        ({"base_s": -1.0}, "base_s = -1.0"),
+        ({"num_slots": 0}, "num_slots is 0; it must be at least 1"),
+        ({"base_s": -1.0}, "base_s is -1.0"),
         ({"base_s": 0.0, "per_row_s": 0.0}, "a step must take time"),
-        ({"speed": 0.0}, "speed = 0.0"),
-        ({"load_s": float("nan")}, "load_s = nan"),
+        ({"speed": 0.0}, "speed is 0.0"),
+        ({"load_s": float("nan")}, "load_s is nan"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, why):

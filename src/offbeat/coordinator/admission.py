@@ -162,19 +162,16 @@ class Drawing:
                 return
             self._may_draw = False
             try:
-                await self._draw(replace(self._pace, over_provision=over_provision))
+                pace = replace(self._pace, over_provision=over_provision)
+                if count := admit(await self._call(self.ledger.admission_state), pace):
+                    version = await self._call(self.ledger.latest_version)
+                    cursor = await self._call(self.ledger.cursor)
+                    required = version.number if self._requires_version else None
+                    groups = await asyncio.to_thread(self.issuer.draw, cursor, count, required)
+                    await self._call(self.ledger.admit, groups)
             except BaseException:
                 self._may_draw = True
                 raise
-
-    async def _draw(self, pace: AdmissionTarget) -> None:
-        count = admit(await self._call(self.ledger.admission_state), pace)
-        if count:
-            version = await self._call(self.ledger.latest_version)
-            cursor = await self._call(self.ledger.cursor)
-            required = version.number if self._requires_version else None
-            groups = await asyncio.to_thread(self.issuer.draw, cursor, count, required)
-            await self._call(self.ledger.admit, groups)
 
     async def open_evaluation(self, version: Version) -> None:
         """Opens the evaluation of the version's step if it is due and was not opened before."""
@@ -355,8 +352,7 @@ class OverProvisionController(Provisioning):
         if self._choices_s > UNRATIONED_S and self._rounds_s * MAX_SHARE < self._choice_s:
             return
         prompt_tokens = self._num_prompt_tokens / max(self._num_prompts, 1)
-        setting = replace(self._control.setting, slots=num_slots or None, prompt_tokens=prompt_tokens)
-        self._control.setting = setting
+        self._control.setting = replace(self._control.setting, slots=num_slots or None, prompt_tokens=prompt_tokens)
         update_s = median(self._updates_s) if self._updates_s else 0.0
         carried = [Survivor(max(step - group.first_step, 1), group.num_tokens, group.ended) for group in survivors]
         decision = self._control.decide(carried, update_s)

@@ -370,7 +370,9 @@ class Coordinator:
         size = self.settings.vocab_size
         highest = max((int(segment.tokens.max()) for segment in trajectory.segments), default=0)
         if size is not None and highest >= size:
-            raise Refused(f"task {trajectory.task}: token {highest} is none of the model's {size}")
+            raise Refused(
+                f"trajectory of task {trajectory.task}: token id {highest} is not below the vocabulary size {size}"
+            )
 
     async def fail(self, worker: str, task: int, fence: int, reason: str) -> None:
         """Records a failed task, which counts against the task and the worker. Sets aside a worker that fails most of
@@ -488,7 +490,7 @@ class Coordinator:
         try:
             self.rewards.scorer.stop_if_failing()
             if self.only_worker in (aside := self.fitness.aside()):
-                raise RunStopped(f"{aside[self.only_worker]}; correct it, then --resume the run")
+                raise RunStopped(f"{aside[self.only_worker]}; correct the cause, then --resume the run")
         except RunStopped as error:
             self._background.fail(error)
             raise
@@ -520,7 +522,7 @@ class Coordinator:
             if is_believable(found):
                 continue
             num_tokens, num_off = (sum(numbers) for numbers in zip(*found, strict=True))
-            why = f"{num_off} of the latest {num_tokens} log-probs compared are off by more than {OFF_GAP:g}"
+            why = f"{num_off} of its latest {num_tokens} audited log-probs are off by more than {OFF_GAP:g}"
             await self.call(self.ledger.move_worker, worker, WorkerState.QUARANTINED, why)
             await self.leave(worker)
             self.on_report({"event": "quarantine", "worker": worker, "why": why})
@@ -565,7 +567,8 @@ class Coordinator:
     async def _announce(self, version: Version) -> None:
         await self._drawing.open_evaluation(version)
         self._newest = version.number
-        await self._begin_round(version)
+        survivors = await self._share(self.ledger.survivors) if self._provisioning.wants_survivors else []
+        self._provisioning.began(version.step, self.presence.total_slots(self.settings.lease_ttl_s), survivors)
         self.rounds.notify()
         self._notify_all()
         self._versions.notify()
@@ -573,11 +576,6 @@ class Coordinator:
         if self._garbage.is_due(version.number):
             needed = await self.call(self.ledger.versions_needed, self._checkpointed_step)
             self._background.spawn(self._garbage.pieces(needed, await self.call(self.ledger.signers)))
-
-    async def _begin_round(self, version: Version) -> None:
-        slots = self.presence.total_slots(self.settings.lease_ttl_s)
-        survivors = await self._share(self.ledger.survivors) if self._provisioning.wants_survivors else []
-        self._provisioning.began(version.step, slots, survivors)
 
     async def evaluation(self, step: int) -> EvalRound:
         """Waits for the evaluation of `step` to be complete, without a deadline, and returns it."""
@@ -587,5 +585,5 @@ class Coordinator:
             return found if found is not None and found.is_complete else None
 
         found = await self._progress.first(check)
-        assert found is not None, "there is no deadline"
+        assert found is not None, "a wait without a deadline returned None; this is a bug"
         return found

@@ -74,8 +74,7 @@ class Presence:
         return any(self._slots[name] and name != worker for name in self.present(within_s))
 
     def total_slots(self, within_s: float) -> int:
-        since_s = self._clock() - within_s
-        return sum(self._slots[worker] for worker, heard_s in self._heard.items() if heard_s >= since_s)
+        return sum(self._slots[worker] for worker in self.present(within_s))
 
 
 MAX_SLEEP_S = 1.0

@@ -61,7 +61,7 @@ class LedgerMaintenance:
         try:
             made = await asyncio.to_thread(self.ledger.backup, target)  # uses a connection of its own
         except Exception as error:  # noqa: BLE001  # each store raises its own errors; no failed backup may end the run
-            log.warning("the ledger was not copied to %s: %s", target, error)
+            log.warning("the ledger could not be backed up to %s; the run continues: %s", target, error)
             self._report({"event": "backup_failed", "step": step, "target": target, "error": str(error)})
         else:
             self._report({"event": "backup", "step": step, "target": target, "bytes": made.num_bytes})
@@ -98,4 +98,4 @@ class WeightGarbageCollector:
             try:
                 await asyncio.to_thread(collect, self._pieces, needed, opened)
             except (OffbeatError, OSError) as error:
-                log.warning("unneeded weights were not deleted: %s", error)
+                log.warning("unneeded weights could not be deleted; a later version tries again: %s", error)

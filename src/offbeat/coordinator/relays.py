@@ -26,7 +26,7 @@ from offbeat.ledger.errors import Refused
 from offbeat.weights.relay_tree import ROOT, RelayNode, RelayTree
 
 SILENT_S = 60.0
-"""A worker that was not heard for longer may be gone, and is no longer used as a relay."""
+"""Silence after which a worker is no longer used as a relay, because it may be gone."""
 NUMBER_BYTES = 32
 ON_THIS_MACHINE = " on the coordinator's machine"
 """Suffix for the site of workers with a loopback address: only workers on the same machine can reach that address."""
@@ -71,11 +71,11 @@ def site_of(
     calls_from = _address(seen)
     own = calls_from if not host else _address(host)
     if own is None and host:
-        raise Refused(f"peer address {host!r}: not an IP address")
+        raise Refused(f"peer address {host!r} is not an IP address")
     if own is not None and own != calls_from and not any(own in ipaddress.ip_network(net) for net in networks):
         raise Refused(
-            f"peer address {host}: this worker calls from {seen}; allow such addresses with serve.peer_networks, "
-            f"or serve at an address that the coordinator sees"
+            f"peer address {host} differs from {seen}, from which this worker calls; add its network to "
+            "serve.peer_networks, or serve pieces at the address that the coordinator sees"
         )
     is_local = own is not None and own.is_loopback
     name = site + ON_THIS_MACHINE * is_local if site else ""

@@ -112,16 +112,15 @@ class PendingRewards:
         number = self._number(ticket)
         batch = self._out.get(number)
         if batch is None:
-            raise Fenced(f"ticket {ticket}: over; its samples were answered, or went to another judge")
+            raise Fenced(f"reward ticket {ticket} is over: its samples were answered or went to another judge")
         if batch.judge != judge:
-            raise Forbidden(f"ticket {ticket}: not {judge}'s")
+            raise Forbidden(f"reward ticket {ticket} was issued to another judge, not to {judge}")
         return batch
 
     def answer(self, judge: str, ticket: str) -> RewardBatch:
         """Ends a ticket whose samples have been answered; returns its batch."""
-        batch = self.find(judge, ticket)
-        self._end(self._number(ticket))
-        return batch
+        self.find(judge, ticket)
+        return self._end(self._number(ticket))
 
     def leave(self, judge: str) -> int:
         """Requeues the samples that `judge` holds; returns their number."""
@@ -141,7 +140,9 @@ class PendingRewards:
         name, _, digits = ticket.partition("-")
         known = name == self._name and digits.isascii() and digits.isdecimal() and len(digits) < 20
         if not known or not 1 <= int(digits) <= self._num_issued:
-            raise Unknown(f"ticket {ticket[:64]!r}: never issued, or by a coordinator that has been restarted")
+            raise Unknown(
+                f"reward ticket {ticket[:64]!r} was never issued, or was issued before the coordinator restarted"
+            )
         return int(digits)
 
     def _end(self, number: int) -> RewardBatch:
@@ -221,8 +222,7 @@ class Scorer:
         return self.shaping.weighted(rewards)
 
     def take_unseen(self) -> list[str]:
-        """Returns weighted parts that no reward has returned so far. Empty before the first reward, and after the first
-        non-empty answer."""
+        """Returns, once, the weighted parts that no reward has returned so far; empty before the first reward."""
         if not self._has_seen_some:
             return []
         unseen, self._unseen = sorted(self._unseen), set()
@@ -236,7 +236,7 @@ class Scorer:
     def stop_if_failing(self) -> None:
         """Raises `RunStopped` if too many of the latest rewards failed."""
         if reason := self.watch.verdict():
-            raise RunStopped(f"{reason}; correct it (see {self.log_path}), then --resume the run")
+            raise RunStopped(f"{reason}; correct the cause (see {self.log_path}), then --resume the run")
 
 
 def admissible(sample: Unscored, result: RewardResult) -> RewardResult:
@@ -245,10 +245,11 @@ def admissible(sample: Unscored, result: RewardResult) -> RewardResult:
         return result
     num_tokens = len(sample.response_tokens)
     if problem := reward_problem(result.rewards):
-        return RewardResult(error=f"value: the judge sent {problem}")
+        return RewardResult(error=f"value: the reward {problem}")
     for reward in result.rewards:
         if not -1 <= reward.position < num_tokens:
-            return RewardResult(error=f"value: {reward.name!r} stands at {reward.position} of {num_tokens} tokens")
+            place = f"at position {reward.position} of an answer of {num_tokens} tokens"
+            return RewardResult(error=f"value: the reward {reward.name!r} is {place}")
     return result if result.rewards else RewardResult(error="value: the judge sent no reward")
 
 
@@ -286,10 +287,7 @@ class RewardQueue:
         self._specs = {name: spec for name, spec in rewards.items() if isinstance(spec, str)}
         self._stay_here = sorted(rewards.keys() - self._specs.keys())
         if self._stay_here and not pool.num_processes:
-            raise UserError(
-                f"reward.processes = 0: allowed 1 or more, because {_cannot_leave(self._stay_here)} and no other "
-                "process could judge"
-            )
+            raise UserError(f"reward.processes is 0; it must be at least 1, because {_cannot_leave(self._stay_here)}")
         self._feed_now, self._store_now = asyncio.Event(), asyncio.Event()
         self._waiting = Notifier()
         self._heard: dict[str, float] = {}
@@ -330,7 +328,7 @@ class RewardQueue:
         """Leases samples of one reward as soon as there are any. Returns an empty lease after `wait_s`, or at once if
         `capacity` is 0."""
         if self._stay_here and not self._specs:
-            raise Refused(f"{_cannot_leave(self._stay_here)}; put it in a file and write file.py:function")
+            raise Refused(f"{_cannot_leave(self._stay_here)}; put it in a file and name it as file.py:function")
         self._heard[judge] = self._clock()
 
         async def check() -> RewardLease | None:
@@ -350,12 +348,12 @@ class RewardQueue:
         self._heard[judge] = self._clock()
         samples = self.pending.find(judge, ticket).samples
         if len(results) != len(samples):
-            raise Refused(f"ticket {ticket}: {len(results)} results for {len(samples)} samples")
+            raise Refused(f"reward ticket {ticket} has {len(samples)} samples, but {len(results)} results were sent")
         found = [admissible(sample, result) for sample, result in zip(samples, results, strict=True)]
         await self._answer(judge, ticket, found)
         for index, (sent, accepted) in enumerate(zip(results, found, strict=True)):
             if accepted is not sent:
-                raise Refused(f"ticket {ticket}: result {index} counts as failed: {accepted.error}")
+                raise Refused(f"reward ticket {ticket}: result {index} is stored as failed: {accepted.error}")
 
     def leave(self, judge: str) -> None:
         """Requeues the samples that a judge holds."""
@@ -377,9 +375,9 @@ class RewardQueue:
     def describe_waits(self) -> str:
         """Describes which judges hold how many samples, for error messages."""
         if not self.pool.num_processes and not self.present():
-            return "no judge is there, and reward.processes = 0: start one with offbeat worker --role reward --join URL"
+            return "no judge is present and reward.processes is 0: start offbeat worker --role reward --join URL"
         out = [f"{count} with {judge or 'reward.processes'}" for judge, count in sorted(self.pending.held.items())]
-        return f"rewards asked for: {', '.join(out) or 'none'}"
+        return f"samples being judged: {', '.join(out) or 'none'}"
 
     # --- the queue ---
 
@@ -462,4 +460,4 @@ class RewardQueue:
 
 
 def _cannot_leave(rewards: Sequence[str]) -> str:
-    return f"reward {', '.join(rewards)} was handed in from Python and cannot leave its process"
+    return f"reward {', '.join(rewards)} is a Python object, which only the coordinator's own processes can call"

@@ -44,7 +44,12 @@ class _Call:
     def fail(self, error: BaseException) -> None:
         """Fails every caller that has no answer yet with `error`."""
         for answer in self._answers:
-            _resolve(answer, error if isinstance(error, Exception) else LedgerError(f"the writer ended: {error!r}"))
+            _resolve(
+                answer,
+                error
+                if isinstance(error, Exception)
+                else LedgerError(f"the ledger's writer ended before it made this call: {error!r}"),
+            )
 
 
 class _Submit(_Call):
@@ -64,7 +69,7 @@ def _resolve(answer: asyncio.Future[Any], result: Any) -> None:
     if answer.done():
         return  # the caller has gone
     if isinstance(result, StopIteration):  # a future cannot hold StopIteration
-        answer.set_exception(RuntimeError(f"a ledger call raised {result!r}"))
+        answer.set_exception(RuntimeError(f"a ledger call raised {result!r}; this is a bug"))
     elif isinstance(result, Exception):
         answer.set_exception(result)
     else:

@@ -105,7 +105,7 @@ class Batches(Versions):
             is_ahead = newest is not None and newest.step + 1 == step and _living_batch(self, newest.step) is not None
             if newest is None or (newest.step != step and not is_ahead):
                 at = "no version is published" if newest is None else f"the latest version is of step {newest.step}"
-                raise Refused(f"step {step} cannot be claimed: {at}")
+                raise Refused(f"the batch of step {step} cannot be claimed: {at}")
             return _choose(self, step, None if is_ahead else newest.number, in_order)
         if found["state"] == BatchState.CLAIMED and newest is not None and newest.step == step:
             self.execute("UPDATE batches SET from_version = ? WHERE id = ?", (newest.number, found["id"]))
@@ -119,7 +119,7 @@ class Batches(Versions):
         `compared` holds the audit's result for each segment. A repeated commit changes nothing."""
         batch = _living_batch(self, step)
         if batch is None:
-            raise Unknown(f"step {step}: nothing was claimed for it")
+            raise Unknown(f"step {step} cannot be committed: no batch was claimed for it")
         if batch["to_version"] is not None:
             if batch["to_version"] == version.number and versions.is_recorded(self, version):
                 return
@@ -127,11 +127,11 @@ class Batches(Versions):
         parent = versions.living_parent(self, version)
         if parent.step != step or version.step != step + 1:
             raise Refused(
-                f"commit of step {step}: version {version.number} must be of step {step + 1}, with a parent of step "
-                f"{step}; it is of step {version.step}, its parent of step {parent.step}"
+                f"version {version.number} is of step {version.step} with a parent of step {parent.step}; a commit of "
+                f"step {step} needs a version of step {step + 1} with a parent of step {step}"
             )
         if versions.is_recorded(self, version):
-            raise Conflict(f"version {version.number} is published already, and not by this commit")
+            raise Conflict(f"version {version.number} was already published by another call; commit under a new number")
         mark_trained(self, batch["id"])
         _leave_out(self, batch["id"], audited)
         _compare(self, batch["id"], compared)
@@ -169,13 +169,13 @@ class Batches(Versions):
         known = 0 if newest is None else newest.generation
         if generation < known:
             raise RunStopped(
-                f"another trainer has taken over: {newest} (generation {known}, this one has {generation}); end one of "
-                "the two"
+                f"another trainer has taken over this run: {newest} (generation {known}; this one has {generation}); "
+                "end one of the two"
             )
         if generation > known:
             raise RunStopped(
-                f"{self.path}: has no trainer of generation {generation}, only up to {known}, so it is not the ledger "
-                "that this trainer began with; start the trainer again"
+                f"ledger {self.path} knows trainers up to generation {known}, but this one has {generation}: it is not "
+                "the ledger that this trainer began with; start the trainer again"
             )
 
     @transactional
@@ -199,7 +199,7 @@ def _living_batch(db: Database, step: int) -> dict[str, Any] | None:
 
 def _choose(db: Database, step: int, from_version: int | None, in_order: bool) -> Batch | None:
     count, max_staleness = db.terms.groups_per_step, db.terms.max_staleness
-    assert count is not None, "LedgerTerms.groups_per_step is needed to claim a batch"
+    assert count is not None, "LedgerTerms.groups_per_step is None, but a claim needs it; this is a bug"
     oldest = oldest_trainable_step(step, max_staleness)
     if not _may_change(db, count, oldest):
         return None
@@ -359,7 +359,7 @@ def _leave_out(db: Database, batch: int, tasks: Sequence[int]) -> None:
                WHERE batch = ? AND task IN (SELECT value FROM json_each(?))"""
     found = db.execute(query, (batch, array(unique))).rowcount
     if found != len(unique):
-        raise Refused(f"audit of tasks {unique}: not all of them are in this batch")
+        raise Refused(f"the audit left out tasks {unique}, but only {found} of these {len(unique)} are in the batch")
     if found:
         sum_up(db, batch)
 
@@ -370,9 +370,12 @@ def _compare(db: Database, batch: int, compared: Sequence[ComparedSegment]) -> N
                AND num_tokens >= ? AND task IN (SELECT task FROM batch_members WHERE batch = ?)"""
     for task, start, num_tokens, num_off in compared:
         if not 0 <= num_off <= num_tokens:
-            raise Refused(f"audit of task {task}: {num_off} of {num_tokens} tokens are off")
+            raise Refused(f"the audit of task {task} reports {num_off} of {num_tokens} tokens as off; allowed 0 to all")
         if db.execute(query, (num_tokens, num_off, task, start, num_tokens, batch)).rowcount != 1:
-            raise Refused(f"audit of task {task}: no segment of {num_tokens} tokens begins at {start} in this batch")
+            raise Refused(
+                f"the audit of task {task} names a segment of {num_tokens} tokens at position {start}, which the "
+                "batch does not have"
+            )
 
 
 def sum_up(db: Database, batch: int) -> None:
@@ -399,7 +402,7 @@ def mark_trained(db: Database, batch: int) -> None:
 
 @dataclass(frozen=True)
 class TrainerRecord:
-    """One start of a trainer, with the step of its latest durable checkpoint."""
+    """One start of a trainer."""
 
     generation: int
     name: str
@@ -432,8 +435,8 @@ def why_not_from_scratch(before: TrainerRecord | None, arrival: Arrival, step: i
         return None
     last = "" if before.checkpoint_step is None else f", which has a checkpoint of step {before.checkpoint_step}"
     return (
-        f"the run is at step {step}, and this trainer has no checkpoint; start it with the folder of the one before "
-        f"({before}){last}, or with --from-scratch to undo all steps"
+        f"the run is at step {step}, but this trainer has no checkpoint; start it with the folder of the previous "
+        f"trainer ({before}){last}, or with --from-scratch to undo all steps"
     )
 
 

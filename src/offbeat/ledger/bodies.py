@@ -8,7 +8,6 @@ arrays are read-only, so a cached trajectory never differs from the stored one.
 from __future__ import annotations
 
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from sqlite3 import Cursor
 
 from blake3 import blake3
 
-from offbeat.files import cannot_write, fsync_folder
+from offbeat.files import cannot_write, fsync_file, fsync_folder
 from offbeat.ledger.errors import Damaged, LedgerError
 from offbeat.trajectory import Trajectory
 
@@ -79,7 +78,7 @@ class Bodies:
                    WHERE seq IN (SELECT value FROM json_each(?))"""
         for seq, task, digest, body, is_pruned in self._execute(query, (json.dumps(wanted),)):
             if is_pruned:
-                raise LedgerError(f"task {task}: its trajectory was pruned")
+                raise LedgerError(f"the trajectory of task {task} was pruned, so its tokens are no longer stored")
             found[seq] = Trajectory.restore(read(self._blobs, digest, body))
         return found
 
@@ -113,32 +112,29 @@ class Blobs:
     def write(self, digest: bytes, body: bytes) -> None:
         path = self.path(digest)
         try:
-            self._write(path, body)
+            if not path.parent.is_dir():
+                path.parent.mkdir(parents=True)
+                fsync_folder(self.folder.parent)
+                fsync_folder(self.folder)
+            if not path.exists():
+                unfinished = path.with_name(path.name + UNFINISHED)
+                unfinished.write_bytes(body)
+                fsync_file(unfinished)
+                unfinished.replace(path)
+            fsync_folder(path.parent)  # also for an existing file: the process that renamed it may have died here
         except OSError as error:
             raise Damaged(str(cannot_write(path, error))) from error
-
-    def _write(self, path: Path, body: bytes) -> None:
-        if not path.parent.is_dir():
-            path.parent.mkdir(parents=True)
-            fsync_folder(self.folder.parent)
-            fsync_folder(self.folder)
-        if not path.exists():
-            unfinished = path.with_name(path.name + UNFINISHED)
-            with unfinished.open("wb") as file:
-                file.write(body)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
-        fsync_folder(path.parent)  # also for an existing file: the process that renamed it may have died here
 
     def read(self, digest: bytes) -> bytes:
         path = self.path(digest)
         try:
             body = path.read_bytes()
         except OSError as error:
-            raise LedgerError(f"{path}: cannot be read ({error.strerror}); restore it from a backup") from error
+            raise LedgerError(
+                f"trajectory file {path} cannot be read ({error.strerror}); restore it from a backup"
+            ) from error
         if blake3(body).digest() != digest:
-            raise LedgerError(f"{path}: damaged, its digest differs; restore it from a backup")
+            raise LedgerError(f"trajectory file {path} is damaged: its digest differs; restore it from a backup")
         return body
 
     def all(self) -> Iterator[bytes]:

@@ -42,13 +42,13 @@ NETWORK_FILE_SYSTEMS = {
 
 REMEDIES = {
     "FULL": "free space on its disk",
-    "IOERR": "see that its disk works and has space",
-    "CORRUPT": "restore it from a backup (offbeat ledger verify lists the damage)",
-    "NOTADB": "restore it from a backup",
-    "BUSY": "end the process that holds it",
-    "LOCKED": "end the process that holds it",
-    "READONLY": "make it writable",
-    "CANTOPEN": "see that its folder can be written and has space",
+    "IOERR": "check that its disk works and has free space",
+    "CORRUPT": "restore the file from a backup (offbeat ledger verify lists the damage)",
+    "NOTADB": "restore the file from a backup",
+    "BUSY": "end the other process that uses the file",
+    "LOCKED": "end the other process that uses the file",
+    "READONLY": "make the file writable",
+    "CANTOPEN": "check that its folder is writable and its disk has free space",
 }
 """Remedy for each kind of file error, by the first word of SQLite's error name after `SQLITE_`."""
 
@@ -142,7 +142,7 @@ class Database:
         except sqlite3.DatabaseError as error:
             if (remedy := _remedy(error)) is None:
                 raise
-            raise Damaged(f"{self.path}: {error}; {remedy}, then --resume the run") from error
+            raise Damaged(f"ledger {self.path}: {error}; {remedy}, then --resume the run") from error
 
     def insert(self, into: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """Inserts rows into `into`, given as "table (columns)". One statement inserts many rows, because starting a
@@ -166,8 +166,8 @@ class Database:
             self.connection.set_progress_handler(None, 0)
         if found:
             raise UserError(
-                f"{self.path}: is damaged ({' '.join(found[0].split())}); restore it from a backup, then --resume "
-                "(offbeat ledger verify shows more)"
+                f"ledger {self.path} is damaged ({' '.join(found[0].split())}); restore it from a backup, then "
+                "--resume the run (offbeat ledger verify lists the damage)"
             )
 
 
@@ -198,10 +198,11 @@ def _connect(path: Path, read_only: bool, must_exist: bool) -> sqlite3.Connectio
     kind = network_file_system(path)
     if kind is not None:
         raise UserError(
-            f"{path}: lies on a network file system ({kind}), where SQLite can lose data; set run.dir local"
+            f"ledger {path} is on a network file system ({kind}), on which SQLite can lose data; set run.dir to a "
+            "folder on a local disk"
         )
     if must_exist and not path.exists():
-        raise UserError(f"{path}: no ledger here")
+        raise UserError(f"ledger {path} does not exist; check the path of the run's folder")
     try:
         # One thread at a time uses the connection, not always the one that opened it.
         connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
@@ -212,7 +213,7 @@ def _connect(path: Path, read_only: bool, must_exist: bool) -> sqlite3.Connectio
             raise
     except sqlite3.DatabaseError as error:
         remedy = _remedy(error)
-        raise UserError(f"{path}: cannot be used as a ledger: {error}{f'; {remedy}' if remedy else ''}") from error
+        raise UserError(f"{path} cannot be used as a ledger: {error}{f'; {remedy}' if remedy else ''}") from error
     return connection
 
 
@@ -223,14 +224,18 @@ def _remedy(error: sqlite3.DatabaseError) -> str | None:
 def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool, must_exist: bool) -> None:
     found = _schema_of(connection, path)
     if found is None and must_exist:
-        raise NoLedger(f"{path}: holds no ledger")
+        raise NoLedger(f"{path} is empty: it contains no ledger")
     if found is not None and found > SCHEMA:
-        raise UserError(f"{path}: written by a newer Offbeat (schema {found}; this one reads {SCHEMA}); upgrade")
+        raise UserError(
+            f"{path} was written by a newer Offbeat (schema {found}; this one reads {SCHEMA}); upgrade Offbeat"
+        )
     if found is not None and found < SCHEMA:
         from offbeat.ledger.migrations import MIGRATIONS  # here, because it imports this module
 
-        remedy = "resume the run once, which upgrades it" if found in MIGRATIONS else "finish the run with it"
-        raise UserError(f"{path}: written by an older Offbeat (schema {found}; this one reads {SCHEMA}); {remedy}")
+        remedy = (
+            "resume the run once to upgrade the file" if found in MIGRATIONS else "finish the run with that version"
+        )
+        raise UserError(f"{path} was written by an older Offbeat (schema {found}; this one reads {SCHEMA}); {remedy}")
     connection.execute("PRAGMA foreign_keys = ON")
     if read_only:
         connection.execute("PRAGMA query_only = ON")
@@ -247,7 +252,7 @@ def _schema_of(connection: sqlite3.Connection, path: Path) -> int | None:
     if not tables:
         return None
     if "meta" not in tables:
-        raise UserError(f"{path}: an SQLite file, but no ledger of Offbeat")
+        raise UserError(f"{path} is an SQLite file, but not a ledger of Offbeat; check the path")
     return int(connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()[0])
 
 

@@ -10,7 +10,7 @@ class LedgerError(OffbeatError):
 
 
 class Damaged(LedgerError, DiskError):
-    """The file cannot be read or written, for example because the disk is full; calls fail until that is fixed."""
+    """The ledger's file cannot be read or written, for example on a full disk; calls fail until that is fixed."""
 
 
 class NoLedger(UserError):
@@ -18,7 +18,7 @@ class NoLedger(UserError):
 
 
 class Unknown(LedgerError, LookupError):
-    """A task, group, batch, version or worker that the ledger does not have."""
+    """The ledger has no such task, group, batch, version or worker."""
 
 
 class Refused(LedgerError, ValueError):

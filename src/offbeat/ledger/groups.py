@@ -65,18 +65,20 @@ class Groups(Versions):
             number = row["require_version"]
             if number is not None:
                 if number not in known or known[number].is_abandoned:
-                    raise Refused(f"group {row['ordinal']}: version {number} is not published, or abandoned")
+                    raise Refused(f"group {row['ordinal']}: version {number} was never published or is abandoned")
                 row["require_step"] = known[number].step
             if row["purpose"] == Purpose.EVAL:
                 row["eval"] = _eval_round(self, row)
                 continue
             if row["ordinal"] != next_ordinal:
-                raise Refused(f"group {row['ordinal']}: the next ordinal to draw is {next_ordinal}")
+                raise Refused(f"group {row['ordinal']} cannot be admitted: the next ordinal to admit is {next_ordinal}")
             source, source_ordinal, sibling = this = DrawCursor(row["source"], row["source_ordinal"], row["sibling"])
             if sibling and this._replace(sibling=sibling - 1) != last:
-                raise Refused(f"group {row['ordinal']}: sibling {sibling} does not follow sibling {sibling - 1}")
+                raise Refused(
+                    f"group {row['ordinal']}: sibling {sibling} does not follow sibling {sibling - 1} directly"
+                )
             if not sibling and source_ordinal < drawn.get(source, 0):
-                raise Refused(f"source {source!r}: {source_ordinal} was drawn already; the next is {drawn[source]}")
+                raise Refused(f"prompt {source_ordinal} of {source!r} was drawn already; the next is {drawn[source]}")
             next_ordinal, drawn[source], last = next_ordinal + 1, source_ordinal + 1, this
         self.executemany(
             "INSERT INTO sources VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET drawn = excluded.drawn", drawn.items()
@@ -86,25 +88,19 @@ class Groups(Versions):
 
 def _row(group: NewGroup) -> dict[str, Any]:
     if group.size < 1 or len(group.prompt_tokens) == 0:
-        raise Refused(f"group {group.ordinal}: a group has at least one member and one prompt token")
+        raise Refused(f"group {group.ordinal}: it must have at least one member and one prompt token")
     try:
         problem = json.dumps(group.problem, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise Refused(f"group {group.ordinal} of {group.source!r}: its problem is not JSON: {error}") from error
+        raise Refused(
+            f"prompt {group.source_ordinal} of source {group.source!r} cannot be stored as JSON: {error}"
+        ) from error
+    unchanged = ("ordinal", "source", "source_ordinal", "sibling", "seed", "size", "require_version", "reward")
     return {
+        **{name: getattr(group, name) for name in unchanged},
+        **dict.fromkeys(("eval", "reissue_of", "require_step")),
         "purpose": Purpose(group.purpose).value,
-        "eval": None,
-        "ordinal": group.ordinal,
         "retry": 0,
-        "reissue_of": None,
-        "source": group.source,
-        "source_ordinal": group.source_ordinal,
-        "sibling": group.sibling,
-        "seed": group.seed,
-        "size": group.size,
-        "require_step": None,
-        "require_version": group.require_version,
-        "reward": group.reward,
         "sampling": msgspec.json.encode(group.sampling).decode(),
         "prompt": np.asarray(group.prompt_tokens, np.int32).tobytes(),
         "problem": problem,
@@ -115,7 +111,7 @@ def _eval_round(db: Database, row: dict[str, Any]) -> int:
     """Returns the id of the evaluation round of the group's step; opens the round for its first group."""
     step = row["require_step"]
     if step is None:
-        raise Refused(f"evaluation group {row['ordinal']}: needs the version that it judges")
+        raise Refused(f"evaluation group {row['ordinal']} has no require_version; it must name the version to evaluate")
     found = db.execute("SELECT id FROM evals WHERE step = ? AND abandoned = 0", (step,)).fetchone()
     if found is None:
         return int(
@@ -123,7 +119,7 @@ def _eval_round(db: Database, row: dict[str, Any]) -> int:
         )
     taken = "SELECT 1 FROM groups WHERE eval = ? AND ordinal = ?"
     if db.execute(taken, (found[0], row["ordinal"])).fetchone():
-        raise Refused(f"evaluation of step {step}: group {row['ordinal']} was admitted already")
+        raise Refused(f"evaluation group {row['ordinal']} of step {step} was admitted already")
     return int(found[0])
 
 

@@ -50,7 +50,7 @@ class LeaseRequest:
     total_slots: int | None = None
     """Slots of all active workers together; None: no other worker is active."""
     only_eval: bool = False
-    """Whether only evaluation tasks are leased."""
+    """Whether to lease only evaluation tasks."""
     skips_failed: bool = False
     """Whether to skip tasks whose last attempt this worker failed."""
 
@@ -167,13 +167,13 @@ class Leasing(Groups):
         failures that count. `counts` is False for a worker that is set aside."""
         row = self.execute("SELECT state, worker, fence, failed_fence FROM tasks WHERE id = ?", (task,)).fetchone()
         if row is None:
-            raise Unknown(f"task {task}: never issued")
+            raise Unknown(f"task {task} does not exist in this run")
         state = TaskState(row[0])
         check_lease(task, worker, fence, holder=row[1], newest=row[2])
         if state in (TaskState.FAILED, TaskState.DROPPED) or fence == row[3]:
             return state  # the failure was reported before, or the task has ended
         if state not in (TaskState.OPEN, TaskState.LEASED):
-            raise Fenced(f"task {task}: cannot fail, its trajectory is stored ({state.value})")
+            raise Fenced(f"task {task} can no longer fail: its trajectory is stored (state {state.value})")
         _fail(self, [task], reason, detail, counts=counts)
         return TaskState(self.execute("SELECT state FROM tasks WHERE id = ?", (task,)).fetchone()[0])
 
@@ -365,11 +365,11 @@ def sampling_of(text: str) -> Sampling:
 def check_lease(task: int, worker: str, fence: int, *, holder: str | None, newest: int) -> None:
     """Raises unless the task's latest lease belongs to `worker` under `fence`; `holder` and `newest` describe it."""
     if fence < newest:
-        raise Fenced(f"task {task}: fence {fence} is over, the task was leased again as {newest}")
+        raise Fenced(f"lease {fence} of task {task} is over: the task was leased again (lease {newest})")
     if fence > newest:
-        raise Forbidden(f"task {task}: fence {fence} was never given, the latest is {newest}")
+        raise Forbidden(f"lease {fence} of task {task} was never granted; the latest is lease {newest}")
     if worker != holder:
-        raise Forbidden(f"task {task}: leased by {holder}, not by {worker}")
+        raise Forbidden(f"task {task} was leased by {holder}, not by {worker}")
 
 
 def _fail(db: Database, tasks: Sequence[int], reason: str, detail: str | None, *, counts: bool) -> None:

@@ -13,7 +13,7 @@ resume from an older checkpoint, whose batch has lost its bytes, is refused.
 
 from __future__ import annotations
 
-import os
+import shutil
 import sqlite3
 import tempfile
 from collections import Counter
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from offbeat.errors import UserError
 from offbeat.extras import import_extra
-from offbeat.files import fsync_folder
+from offbeat.files import fsync_file, fsync_folder
 from offbeat.ledger.bodies import FOLDER, UNFINISHED, Blobs
 from offbeat.ledger.database import Database
 from offbeat.ledger.errors import LedgerError
@@ -76,8 +76,7 @@ def _snapshot(path: Path, copy: Path, progress: Callable[[int, int, int], Any] |
         source.backup(made, pages=PAGES, progress=progress, sleep=PAUSE_S)
         made.execute("PRAGMA journal_mode = DELETE")  # a WAL would add a second file
         named = {digest for (digest,) in made.execute(NAMED)}
-    with copy.open("rb") as file:
-        os.fsync(file.fileno())
+    fsync_file(copy)
     return named
 
 
@@ -99,7 +98,9 @@ class Folder:
         self._folder, self._blobs = folder, Blobs(folder / FOLDER)
         journal = folder / f"{LEDGER}-wal"
         if journal.exists() and journal.stat().st_size:
-            raise UserError(f"{folder}: a ledger in use; give an empty folder or one of backups")
+            raise UserError(
+                f"backup folder {folder} holds a ledger in use; give an empty folder or one of earlier backups"
+            )
 
     def blobs(self) -> set[bytes]:
         return set(self._blobs.all())
@@ -109,11 +110,8 @@ class Folder:
 
     def take(self, ledger: Path) -> None:
         unfinished = self._folder / f"{LEDGER}{UNFINISHED}"
-        with ledger.open("rb") as source, unfinished.open("wb") as file:
-            while piece := source.read(1 << 20):
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
+        shutil.copyfile(ledger, unfinished)
+        fsync_file(unfinished)
         unfinished.replace(self._folder / LEDGER)
         fsync_folder(self._folder)
 
@@ -129,7 +127,7 @@ class Remote:
         try:
             self._files, self._root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
-            raise UserError(f"{shown(url)}: cannot be used as a target: {error}") from error
+            raise UserError(f"backup target {shown(url)} cannot be used: {error}") from error
 
     def blobs(self) -> set[bytes]:
         return {bytes.fromhex(name) for name in self._names()}

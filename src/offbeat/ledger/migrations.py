@@ -12,6 +12,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from offbeat.errors import UserError
@@ -36,7 +37,7 @@ CREATE TABLE segments (
     FOREIGN KEY (task, trajectory_index) REFERENCES trajectories (task, trajectory_index)
 ) WITHOUT ROWID;
 CREATE INDEX segments_compared ON segments (worker, task, start, num_compared, num_off) WHERE num_compared > 0;
--- As `partials.handed_in`: the first partial that already had the segment, since the last one that was wasted.
+-- As `partials.contributors`: the first partial that already had the segment, since the last one that was wasted.
 INSERT INTO segments (task, trajectory_index, start, num_tokens, version, worker)
 SELECT s.task, s.trajectory_index, s.start, s.num_tokens, s.version, COALESCE((
     SELECT p.worker FROM partials p WHERE p.task = s.task AND p.state <> 'wasted' AND p.num_sampled_tokens >= s.sampled
@@ -112,11 +113,8 @@ def is_old(path: Path) -> bool:
     """Whether `upgrade` has to run before the ledger at `path` can be opened."""
     if not path.is_file():
         return False
-    connection = sqlite3.connect(path)
-    try:
+    with closing(sqlite3.connect(path)) as connection:
         return _schema(connection) in MIGRATIONS
-    finally:
-        connection.close()
 
 
 def upgrade(path: Path) -> None:
@@ -135,11 +133,13 @@ def upgrade(path: Path) -> None:
         steps = "".join(MIGRATIONS[schema] for schema in range(found, SCHEMA))
         connection.executescript(f"BEGIN IMMEDIATE; {steps} UPDATE meta SET value = '{SCHEMA}' WHERE key = 'schema';")
         broken = connection.execute("PRAGMA foreign_key_check").fetchone()
-        assert broken is None, f"{path}: table {broken[0]} refers to a missing row of {broken[2]}"
+        assert broken is None, f"{path}: after the upgrade, table {broken[0]} refers to a missing row of {broken[2]}"
         connection.execute("COMMIT")
         log.info("%s: upgraded from schema %d to %d; the old file is %s", path, found, SCHEMA, kept)
     except (sqlite3.DatabaseError, OSError) as error:
-        raise UserError(f"{path}: cannot be upgraded to schema {SCHEMA}: {error}; the file is as it was") from error
+        raise UserError(
+            f"ledger {path} cannot be upgraded to schema {SCHEMA}: {error}; the file was not changed"
+        ) from error
     finally:
         connection.close()  # also rolls back an uncommitted transaction
 
@@ -157,11 +157,8 @@ def _keep_copy(connection: sqlite3.Connection, path: Path) -> Path:
     kept = path.with_name(f"{path.name}.before-schema-{SCHEMA}")
     draft = kept.with_name(f"{kept.name}.part")
     draft.unlink(missing_ok=True)
-    copy = sqlite3.connect(draft)
-    try:
+    with closing(sqlite3.connect(draft)) as copy:
         connection.backup(copy)
-    finally:
-        copy.close()
     shutil.copymode(path, draft)
     fsync_file(draft)
     os.replace(draft, kept)

@@ -139,8 +139,7 @@ class Cursor:
 
 @dataclass(frozen=True, kw_only=True)
 class NewGroup:
-    """A group to admit. `ordinal` numbers training groups without gaps, and evaluation groups within the evaluation
-    round of `require_version`'s step."""
+    """A group to admit. `ordinal` numbers training groups without gaps; each evaluation numbers its groups from 0."""
 
     ordinal: int
     source: str
@@ -169,7 +168,7 @@ class Unscored:
     response_tokens: np.ndarray
     end: End
     seq: int
-    """Number in order of acceptance; pass the last one seen as `after` to get only newer trajectories."""
+    """Position in the order of acceptance; pass it to `unscored` as `after` to get only later trajectories."""
 
 
 @dataclass(frozen=True)
@@ -345,7 +344,7 @@ def derive_seed(seed: int, *path: object) -> int:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A trainer that begins, as it introduces itself to the ledger."""
+    """What a starting trainer tells the ledger about itself."""
 
     name: str = "trainer"
     host: str = ""

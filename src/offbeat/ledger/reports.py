@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -18,14 +18,7 @@ import numpy as np
 from offbeat.ledger import bodies, versions, workers
 from offbeat.ledger.database import Database, array
 from offbeat.ledger.errors import Unknown
-from offbeat.ledger.records import (
-    Counts,
-    EvalGroup,
-    EvalRound,
-    GroupState,
-    TokenCounts,
-    TrajectoryCounts,
-)
+from offbeat.ledger.records import Counts, EvalGroup, EvalRound, GroupState, TokenCounts, TrajectoryCounts
 from offbeat.ledger.versions import Versions
 from offbeat.rules.groups import trained_staleness
 from offbeat.trajectory import Reward, Trajectory
@@ -90,12 +83,12 @@ class TokenRun:
     start: int
     num_tokens: int
     version: int | None
-    """None: given, not sampled."""
+    """Version that sampled the tokens; None: the tokens were given."""
     step: int | None
     """Step of `version`."""
     is_abandoned: bool = False
     staleness: int | None = None
-    """None: masked, or not claimed yet."""
+    """Staleness in its batch; None: masked, or not claimed yet."""
 
 
 @dataclass(frozen=True)
@@ -204,8 +197,7 @@ class Reports(Versions):
         one of `ORDERS`."""
         query = f"{ROWS} WHERE (:step IS NULL OR b.step = :step) AND j.seq > :after {ORDERS[order]} LIMIT :limit"
         found = self.execute(query, {"step": step, "limit": limit, "after": after})
-        names = [column.name for column in fields(TrajectoryRow)]
-        return [TrajectoryRow(**dict(zip(names, (*row[:-1], bool(row[-1])), strict=True))) for row in found]
+        return [TrajectoryRow(*row[:-1], bool(row[-1])) for row in found]
 
     def walk_trajectories(self, step: int | None = None) -> Iterator[tuple[TrajectoryRow, Trajectory | None]]:
         """Yields the trajectories of `step`, or all if None, in order of acceptance. Loads them in slices; a pruned
@@ -231,7 +223,8 @@ class Reports(Versions):
         row = self.execute(query, (task,)).fetchone()
         if row is None:
             (last,) = self.execute("SELECT MAX(id) FROM tasks").fetchone()
-            raise Unknown(f"task {task}: there are 1 to {last}" if last else f"task {task}: there are none yet")
+            known = f"tasks 1 to {last}" if last else "no tasks yet"
+            raise Unknown(f"task {task} does not exist; this run has {known}")
         prompt, problem, seq, digest, is_pruned, value, parts, error, step, max_staleness = row[9:]
         trajectory = None if digest is None or is_pruned else self.bodies.load([(seq, digest)])[seq]
         if digest is None:

@@ -28,6 +28,8 @@ from offbeat.ledger.groups import drop, reissue
 from offbeat.ledger.records import Arrival, Drop, Purpose, Reconciled
 from offbeat.weights.version import Version
 
+SAME_RUN = "give the ledger and a checkpoint of the same run"
+
 
 class Resuming(Batches):
     @transactional
@@ -46,14 +48,14 @@ def _reconcile(db: Batches, step: int, version: int | None, arrival: Arrival) ->
     newest = db.latest_version()
     if newest is None:
         if step > 0:
-            raise UserError(f"{db.path}: empty, but the checkpoint is of step {step}; they are not of the same run")
+            raise UserError(f"ledger {db.path} is empty, but the checkpoint is of step {step}; {SAME_RUN}")
         return Reconciled(step=0, parent=None, replays_batch=False)
     if newest.step < step:
         return _complete(db, step, version, newest)
     if step == 0 and version is None:
         why = why_not_from_scratch(latest_trainer(db), arrival, newest.step)
         if why is not None:
-            raise UserError(f"{db.path}: {why}")
+            raise UserError(f"ledger {db.path}: {why}")
     _check_checkpoint(db, step, version)
     _check_pruned(db, step)
     abandoned = [
@@ -65,7 +67,7 @@ def _reconcile(db: Batches, step: int, version: int | None, arrival: Arrival) ->
     partials.waste_abandoned(db, Drop.ABANDONED)
     num_reissued = _drop_abandoned_groups(db)
     _reset_first_step(db, step)
-    _abandon_evals_after(db, step)
+    db.execute("UPDATE evals SET abandoned = 1 WHERE step > ? AND abandoned = 0", (step,))
     parent = versions.living_at(db, step)
     assert parent is not None
     return Reconciled(
@@ -85,8 +87,8 @@ def _complete(db: Batches, step: int, version: int | None, newest: Version) -> R
         _check_checkpoint(db, step, version)
     if step != newest.step + 1 or claimed is None:
         raise UserError(
-            f"{db.path}: knows this run up to step {newest.step}, but the checkpoint is of step {step}; resume from "
-            f"one of step {newest.step} or less, or restore the ledger that belongs to it"
+            f"ledger {db.path} ends at step {newest.step}, but the checkpoint is of step {step}; resume from a "
+            f"checkpoint of step {newest.step} or earlier, or restore the ledger that belongs to this checkpoint"
         )
     mark_trained(db, claimed[0])
     return Reconciled(step=step, parent=newest.number, replays_batch=False, completed_step=newest.step)
@@ -96,20 +98,25 @@ def _check_checkpoint(db: Batches, step: int, number: int | None) -> None:
     """Raises unless the checkpoint belongs to the surviving history."""
     if number is None:
         if versions.living_at(db, step) is None:
-            raise UserError(f"{db.path}: has no version of step {step}, which the checkpoint is of")
+            raise UserError(f"ledger {db.path} has no version of step {step}, the checkpoint's step; {SAME_RUN}")
         return
     found = versions.find(db, number)
     if found is None:
-        raise UserError(f"{db.path}: has no version {number}, which the checkpoint of step {step} names")
+        raise UserError(
+            f"ledger {db.path} has no version {number}, the version of the checkpoint of step {step}; {SAME_RUN}"
+        )
     version, is_abandoned = found
     if version.step != step:
-        raise UserError(f"{db.path}: version {number} is of step {version.step}, but the checkpoint says step {step}")
+        raise UserError(
+            f"version {number} is of step {version.step} in ledger {db.path}, but of step {step} in the checkpoint; "
+            f"{SAME_RUN}"
+        )
     if is_abandoned:
         newest = db.latest_version()
         assert newest is not None
         raise UserError(
-            f"{db.path}: the checkpoint of step {step} belongs to a history that an earlier resume left behind "
-            f"(version {number}); the run stands at step {newest.step}: resume from a checkpoint of that history"
+            f"ledger {db.path}: the checkpoint of step {step} is of version {number}, which an earlier resume "
+            f"abandoned; the run is at step {newest.step}: resume from a checkpoint saved after that resume"
         )
 
 
@@ -120,8 +127,8 @@ def _check_pruned(db: Database, step: int) -> None:
     (pruned,) = db.execute(query, (step,)).fetchone()
     if pruned is not None:
         raise UserError(
-            f"{db.path}: what was trained up to step {pruned} is pruned, so the checkpoint of step {step} cannot be "
-            f"resumed from; take one of step {pruned + 1} or later"
+            f"ledger {db.path}: the trajectories trained up to step {pruned} were pruned, so the checkpoint of step "
+            f"{step} cannot be resumed; resume from a checkpoint of step {pruned + 1} or later"
         )
 
 
@@ -174,7 +181,3 @@ def _reset_first_step(db: Database, step: int) -> None:
            WHERE (state = 'open' OR state = 'ready') AND first_step > :step""",
         {"step": step},
     )
-
-
-def _abandon_evals_after(db: Database, step: int) -> None:
-    db.execute("UPDATE evals SET abandoned = 1 WHERE step > ? AND abandoned = 0", (step,))

@@ -54,7 +54,7 @@ class Rewards(Database):
         stored: dict[int, Scored] = {}
         for result in results:
             if result.task not in known:
-                raise Unknown(f"task {result.task}: never issued")
+                raise Unknown(f"task {result.task} does not exist in this run")
             if known[result.task][0] == TaskState.ACCEPTED:
                 stored.setdefault(result.task, result)
         errors = {task: error_of(result) for task, result in stored.items()}
@@ -82,9 +82,9 @@ def error_of(result: Scored) -> str | None:
     if result.error is not None:
         return result.error
     if not result.rewards:
-        return "the reward returned nothing"
+        return "the reward function returned no reward"
     problem = total_problem(result.rewards)
-    return None if problem is None else f"the rewards: {problem}"
+    return None if problem is None else f"invalid rewards: {problem}"
 
 
 def _parts(rewards: Sequence[Reward]) -> str:

@@ -97,7 +97,7 @@ class SubmissionValidator:
         number = trajectory.task
         task = self.issued.get(number)
         if task is None:
-            raise Unknown(f"task {number}: never issued")
+            raise Unknown(f"task {number} does not exist in this run")
         body = trajectory.encode()
         digest = blake3(body).digest()
         earlier = self.fresh.get(number)
@@ -109,12 +109,12 @@ class SubmissionValidator:
             return _again(submission, digest, task.partial_worker, task.partial_digest)
         check_lease(number, worker, fence, holder=task.worker, newest=task.fence)
         if task.digest is not None:
-            raise Fenced(f"task {number}: has ended, its trajectory came under fence {task.ended_fence}")
+            raise Fenced(f"task {number} has ended: its trajectory was submitted under lease {task.ended_fence}")
         is_late, is_partial = task.state in ENDED, trajectory.end is None
         if is_late and is_partial:
-            raise Fenced(f"task {number}: has ended ({task.state}), a partial cannot be continued")
+            raise Fenced(f"task {number} has ended ({task.state}), so its partial trajectory is no longer needed")
         if problem := self._problem(trajectory, task, is_late):
-            raise Refused(f"task {number}: {problem}")
+            raise Refused(f"trajectory of task {number}: {problem}")
         outcome = Outcome.PARTIAL if is_partial else Outcome.LATE if is_late else Outcome.STORED
         self.fresh[number] = Fresh(submission, body, digest, outcome)
         return outcome
@@ -122,29 +122,29 @@ class SubmissionValidator:
     def _problem(self, trajectory: Trajectory, task: Issued, is_late: bool) -> str | None:
         """Returns why a trajectory may not be stored; None if it may."""
         if trajectory.index != 0:
-            return f"trajectory index {trajectory.index}; allowed 0, a task has one trajectory"
+            return f"its index is {trajectory.index}; it must be 0, because a task has one trajectory"
         if trajectory.max_version_drop != 0:
-            return f"max_version_drop = {trajectory.max_version_drop}; allowed 0, versions only rise"
+            return f"its max_version_drop is {trajectory.max_version_drop}; it must be 0, because versions only rise"
         if trajectory.prompt.tobytes() != task.prompt:
-            return "its prompt is not the one that was issued"
+            return "its prompt differs from the one that was issued"
         sampling = sampling_of(task.sampling)
         if trajectory.max_new_tokens != sampling.max_new_tokens:
-            return f"max_new_tokens = {trajectory.max_new_tokens}, issued with {sampling.max_new_tokens}"
+            return f"its max_new_tokens is {trajectory.max_new_tokens}, but the task has {sampling.max_new_tokens}"
         if problem := _end_problem(trajectory, sampling):
             return problem
         if task.partial_state == "kept" and not is_late and not self._continues(trajectory, task):
-            return "does not begin with the partial that it was to continue"
+            return "it does not begin with the partial that it should continue"
         numbers: list[int] = []
         for segment in trajectory.segments:
             if segment.origin is not Origin.SAMPLED:
-                return f"tokens at {segment.start} are given; the task allows only sampled ones"
+                return f"its tokens at position {segment.start} are not sampled; the task allows only sampled tokens"
             if segment.version is None or segment.version not in self.known:
-                return f"sampled from version {segment.version}, which was never published"
+                return f"it was sampled from version {segment.version}, which was never published"
             if (lag := segment.version - (segment.kv_version or 0)) > self.db.terms.max_kv_lag:
-                return f"its keys and values lag {lag} versions behind; allowed {self.db.terms.max_kv_lag}"
+                return f"its KV cache is {lag} versions older than its weights; allowed {self.db.terms.max_kv_lag}"
             numbers.append(segment.version)
         if not numbers:
-            return "holds no sampled token"
+            return "it has no sampled token"
         return None if is_late else self._age_problem(numbers, task.require_step)  # a late one is never trained
 
     def _continues(self, trajectory: Trajectory, task: Issued) -> bool:
@@ -157,17 +157,18 @@ class SubmissionValidator:
                 return None
             number, newest = numbers[-1], self.known[numbers[-1]]
             if newest.is_abandoned:
-                return f"sampled from version {number}, which is abandoned"
+                return f"it was sampled from version {number}, which a resume has abandoned"
             return (
-                f"sampled from version {number} of step {newest.step}, and the run is at step {self.step}: too old for "
-                f"max_staleness = {self.db.terms.max_staleness}"
+                f"it was sampled from version {number} of step {newest.step}, but the run is at step {self.step}: "
+                f"too old for max_staleness = {self.db.terms.max_staleness}"
             )
         for number in numbers:
             version = self.known[number]
             if version.is_abandoned:
-                return f"sampled from version {number}, which is abandoned"
+                return f"it was sampled from version {number}, which a resume has abandoned"
             if version.step != require_step:
-                return f"sampled from version {number} of step {version.step}; the task requires step {require_step}"
+                at_step = f"version {number} of step {version.step}"
+                return f"it was sampled from {at_step}, but the task requires step {require_step}"
         return None
 
 
@@ -176,9 +177,9 @@ def _end_problem(trajectory: Trajectory, sampling: Sampling) -> str | None:
     if trajectory.end is End.STOP and trajectory.num_tokens:
         last = int(trajectory.segments[-1].tokens[-1])
         if last not in sampling.stop_token_ids:
-            return f"ended by stop, but its last token {last} is no stop token"
+            return f"it claims to have ended by a stop token, but its last token, {last}, is not one"
     if trajectory.end is End.LENGTH and trajectory.num_tokens < sampling.max_new_tokens:
-        return f"ended by length after {trajectory.num_tokens} of {sampling.max_new_tokens} tokens"
+        return f"it claims to have ended by length, but has {trajectory.num_tokens} of {sampling.max_new_tokens} tokens"
     return None
 
 
@@ -206,8 +207,11 @@ class Submissions(Database):
                 whole.append((fresh, task))
         if whole:
             _store(self, whole)
-        for fresh, task in unfinished:
-            _store_partial(self, fresh, task)
+        for (submission, body, digest, _), task in unfinished:
+            partials.keep(self, *submission, body, digest)
+            if task.state == "leased":
+                self.execute("UPDATE tasks SET state = 'open' WHERE id = ?", (task.task,))
+                self.execute("UPDATE groups SET num_open = num_open + 1 WHERE id = ?", (task.group,))
         return outcomes
 
 
@@ -216,9 +220,9 @@ def _again(submission: Submission, digest: bytes, worker: str | None, stored: by
     the first."""
     task, fence = submission.trajectory.task, submission.fence
     if worker != submission.worker:
-        raise Forbidden(f"task {task}: fence {fence} was leased by {worker}, not by {submission.worker}")
+        raise Forbidden(f"lease {fence} of task {task} belongs to {worker}, not to {submission.worker}")
     if stored != digest:
-        raise Conflict(f"task {task}: another trajectory is stored already under fence {fence}")
+        raise Conflict(f"a different trajectory is already stored for lease {fence} of task {task}")
     return Outcome.REPEATED
 
 
@@ -257,11 +261,3 @@ def _store(db: Database, fresh: Sequence[tuple[Fresh, Issued]]) -> None:
     continued = [issued.task for _, issued in fresh if issued.partial_state == "kept"]
     if continued:
         partials.mark_continued(db, continued)
-
-
-def _store_partial(db: Database, fresh: Fresh, issued: Issued) -> None:
-    trajectory, worker, fence = fresh.submission
-    partials.keep(db, trajectory, worker, fence, fresh.body, fresh.digest)
-    if issued.state == "leased":
-        db.execute("UPDATE tasks SET state = 'open' WHERE id = ?", (issued.task,))
-        db.execute("UPDATE groups SET num_open = num_open + 1 WHERE id = ?", (issued.group,))

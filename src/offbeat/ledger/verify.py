@@ -25,8 +25,7 @@ from offbeat.trajectory import Trajectory
 
 
 class Rule(NamedTuple):
-    """An invariant of the tables. No rule trusts a stored sum: sums are compared with the rows that they add up. In the
-    messages, a surviving batch is one that no resume has undone."""
+    """An invariant of the tables. Rules trust no stored sum, but compare it with the rows that it adds up."""
 
     message: str
     """Format string for the columns of an offending row."""
@@ -36,14 +35,14 @@ class Rule(NamedTuple):
 
 TASKS = (
     Rule(
-        "task {0} is {1}, but has {2} trajectories",
+        "task {0} is in state {1}, but has {2} trajectories",
         """SELECT t.id, t.state, COUNT(j.task) AS n FROM tasks t LEFT JOIN trajectories j ON j.task = t.id
            GROUP BY t.id HAVING n > 1 OR (t.state IN ('open', 'leased') AND n > 0)
                OR (t.state IN ('accepted', 'scored') AND n = 0)
                OR (t.state = 'failed' AND t.reason = 'reward' AND n = 0)""",
     ),
     Rule(
-        "task {0} is {1} ({2}), which does not agree with its stored reward {3} or its error {4}",
+        "task {0} is in state {1} (reason {2}), which contradicts its stored reward ({3}) or reward error ({4})",
         """SELECT t.id, t.state, t.reason, r.value, r.error FROM tasks t LEFT JOIN rewards r ON r.task = t.id
            WHERE (t.state = 'scored') <> (r.value IS NOT NULL)
                OR (t.state = 'failed' AND t.reason = 'reward') <> (r.error IS NOT NULL)""",
@@ -71,13 +70,13 @@ GROUPS = (
            GROUP BY g.id HAVING n <> g.size OR MIN(t.member) <> 0 OR MAX(t.member) <> g.size - 1""",
     ),
     Rule(
-        "group {0}: its sums (open {1}, scored {2}, failed {3}) are not those of its tasks",
+        "group {0} counts {1} open, {2} scored and {3} failed tasks, but the states of its tasks give other counts",
         """SELECT g.id, g.num_open, g.num_scored, g.num_failed FROM groups g JOIN tasks t ON t.group_id = g.id
            GROUP BY g.id HAVING g.num_open <> SUM(t.state = 'open') OR g.num_scored <> SUM(t.state = 'scored')
                OR g.num_failed <> SUM(t.state = 'failed')""",
     ),
     Rule(
-        "group {0}: its sums ({1} trajectories, {2} tokens) are not those of its trajectories ({3}, {4})",
+        "group {0} counts {1} trajectories with {2} tokens, but {3} with {4} tokens are stored",
         """SELECT g.id, g.num_trajectories, g.num_sampled_tokens, COUNT(j.task) AS n,
                   COALESCE(SUM(j.num_sampled_tokens), 0) AS tokens
            FROM groups g JOIN tasks t ON t.group_id = g.id LEFT JOIN trajectories j ON j.task = t.id
@@ -98,13 +97,13 @@ GROUPS = (
                OR (g.state NOT IN ('claimed', 'trained') AND g.batch IS NOT NULL)""",
     ),
     Rule(
-        "group {0} serves {1}, but is {2}",
+        "group {0} has purpose {1}, but is in state {2}, which that purpose never reaches",
         """SELECT id, purpose, state FROM groups
            WHERE (purpose = 'eval' AND state IN ('ready', 'claimed', 'trained'))
                OR (purpose = 'train' AND state = 'evaluated')""",
     ),
     Rule(
-        "ordinal {0} has {1} groups that are alive or trained",
+        "ordinal {0} has {1} groups that are not dropped; allowed 1",
         """SELECT ordinal, COUNT(*) FROM groups WHERE purpose = 'train' AND state <> 'dropped'
            GROUP BY ordinal HAVING COUNT(*) > 1""",
     ),
@@ -115,12 +114,12 @@ GROUPS = (
                AND (g.reason <> 'failed' OR g.retry = 0) AND n.id IS NULL""",
     ),
     Rule(
-        "group {0} (ordinal {1}) was dropped for want of a signal, but its prompt was issued again as group {2}",
+        "group {0} (ordinal {1}) was dropped for equal rewards, but its prompt was issued again as group {2}",
         "SELECT g.id, g.ordinal, n.id FROM groups g JOIN groups n ON n.reissue_of = g.id WHERE g.reason = 'no_signal'",
     ),
     Rule(
-        "group {0} serves {1} and was dropped for want of a signal, but its {2} rewards lie {3} apart, or a member has "
-        "not ended",
+        "group {0} (purpose {1}) was dropped for equal rewards, but its {2} rewards differ by {3}, a member has not "
+        "ended, or the group is not for training",
         f"""SELECT g.id, g.purpose, g.num_scored, MAX(r.value) - MIN(r.value) AS spread FROM groups g
             JOIN tasks t ON t.group_id = g.id LEFT JOIN rewards r ON r.task = t.id AND t.state = 'scored'
             WHERE g.reason = 'no_signal' GROUP BY g.id
@@ -128,11 +127,11 @@ GROUPS = (
                 OR g.num_scored + g.num_failed <> g.size""",
     ),
     Rule(
-        "group {0} re-issues group {1}, which is {2}",
+        "group {0} re-issues group {1}, which is {2}, not dropped",
         """SELECT n.id, g.id, g.state FROM groups n JOIN groups g ON g.id = n.reissue_of WHERE g.state <> 'dropped'""",
     ),
     Rule(
-        "group {0} re-issues group {1} with another prompt, ordinal or size",
+        "group {0} re-issues group {1}, but differs from it in prompt, ordinal, size, retry count or seed",
         """SELECT n.id, g.id FROM groups n JOIN groups g ON g.id = n.reissue_of
            WHERE (n.ordinal, n.source, n.source_ordinal, n.sibling, n.size, n.prompt, n.problem, n.reward, n.sampling)
                <> (g.ordinal, g.source, g.source_ordinal, g.sibling, g.size, g.prompt, g.problem, g.reward, g.sampling)
@@ -140,7 +139,7 @@ GROUPS = (
                OR (g.reason = 'abandoned' AND n.seed <> g.seed)""",
     ),
     Rule(
-        "group {0} requires step {1}, but version {2}, which is of step {3} or abandoned",
+        "group {0} requires step {1}, but is bound to version {2}, which is of step {3} or abandoned",
         """SELECT g.id, g.require_step, v.number, v.step FROM groups g JOIN versions v ON v.number = g.require_version
            WHERE v.step IS NOT g.require_step OR (v.abandoned = 1 AND g.state IN ('open', 'ready', 'claimed'))""",
     ),
@@ -150,30 +149,30 @@ GROUPS = (
            WHERE purpose = 'train' AND reissue_of IS NULL HAVING n <> next""",
     ),
     Rule(
-        "prompt {1} of {0!r}: its {2} groups are not siblings 0 to {2} - 1, drawn one after the other with one prompt",
+        "the {2} groups of prompt {1} of source {0!r} are not siblings 0 to {2} - 1, drawn one after another",
         """SELECT source, source_ordinal, COUNT(*) AS n FROM groups WHERE purpose = 'train' AND reissue_of IS NULL
            GROUP BY source, source_ordinal HAVING MIN(sibling) <> 0 OR MAX(sibling) <> n - 1
                OR MIN(ordinal - sibling) <> MAX(ordinal - sibling) OR COUNT(DISTINCT prompt) > 1""",
     ),
     Rule(
-        "the cursor says that {1} were drawn from {0!r}, but the groups say {2}",
+        "the cursor counts {1} prompts drawn from source {0!r}, but its groups show {2}",
         """SELECT s.name, s.drawn, COALESCE(MAX(g.source_ordinal) + 1, 0) AS seen FROM sources s
            LEFT JOIN groups g ON g.source = s.name AND g.purpose = 'train' GROUP BY s.name HAVING s.drawn <> seen""",
     ),
     Rule(
-        "source {0!r} was drawn from, but the cursor does not know it",
+        "groups were drawn from source {0!r}, but the cursor has no entry for it",
         "SELECT DISTINCT source FROM groups WHERE purpose = 'train' AND source NOT IN (SELECT name FROM sources)",
     ),
 )
 
 BATCHES = (
     Rule(
-        "task {0} is in {1} surviving batches",
+        "task {0} is in {1} batches that were not undone; allowed 1",
         """SELECT m.task, COUNT(*) FROM batch_members m JOIN batches b ON b.id = m.batch
            WHERE b.state <> 'undone' GROUP BY m.task HAVING COUNT(*) > 1""",
     ),
     Rule(
-        "task {0} is in the batch of step {1}, but is no scored member of its groups",
+        "task {0} is in the batch of step {1}, but is not a scored task of the batch's groups",
         """SELECT m.task, b.step FROM batch_members m JOIN batches b ON b.id = m.batch JOIN tasks t ON t.id = m.task
            JOIN groups g ON g.id = t.group_id
            WHERE b.state <> 'undone' AND (g.batch IS NOT b.id OR t.state <> 'scored')""",
@@ -186,7 +185,7 @@ BATCHES = (
     ),
     Rule(
         "task {0} in the batch of step {1}: {2} tokens count as trained or audited, {3} as stale, {4} as abandoned, "
-        "but by their versions and the bound {5} it must be {6}, {7} and {8}",
+        "but their versions and max_staleness {5} give {6}, {7} and {8}",
         """SELECT m.task, b.step, m.num_trained_tokens + m.num_audit_tokens AS taken, m.num_stale_tokens,
                   m.num_abandoned_tokens, b.bound,
                   SUM(s.num_tokens * (v.abandoned = 0 AND b.step - v.step BETWEEN 0 AND b.bound)) AS may_train,
@@ -203,18 +202,18 @@ BATCHES = (
            WHERE r.seq > b.last_reward""",
     ),
     Rule(
-        "the batch of step {0}: its sums are not those of its members",
+        "the token counts of the batch of step {0} differ from the sums over its members",
         """SELECT b.step FROM batches b JOIN batch_members m ON m.batch = b.id GROUP BY b.id
            HAVING b.num_trained_tokens <> SUM(m.num_trained_tokens) OR b.num_stale_tokens <> SUM(m.num_stale_tokens)
                OR b.num_abandoned_tokens <> SUM(m.num_abandoned_tokens)
                OR b.num_audit_tokens <> SUM(m.num_audit_tokens)""",
     ),
     Rule(
-        "the batch of step {0} trained tokens of staleness {1}, above its bound {2}",
+        "the batch of step {0} trained tokens of staleness {1}, above its max_staleness {2}",
         "SELECT step, max_staleness, bound FROM batches WHERE max_staleness > bound",
     ),
     Rule(
-        "the batch of step {0}: the oldest token trained is of staleness {1}, not {2}",
+        "the oldest trained token of the batch of step {0} has staleness {1}, but the batch records {2}",
         """SELECT b.step, COALESCE(MAX(b.step - v.step), 0) AS oldest, b.max_staleness FROM batches b
            LEFT JOIN batch_members m ON m.batch = b.id AND m.num_trained_tokens > 0
            LEFT JOIN segments s ON s.task = m.task LEFT JOIN versions v ON v.number = s.version
@@ -227,22 +226,23 @@ BATCHES = (
            WHERE b.state <> 'undone' AND (v.step <> b.step OR v.abandoned = 1)""",
     ),
     Rule(
-        "the batch of step {0} gave version {1}, which is of step {2}, has the parent {3}, or is abandoned",
+        "the batch of step {0} produced version {1} (step {2}, parent {3}), whose step or parent is wrong or which is "
+        "abandoned",
         """SELECT b.step, v.number, v.step, v.parent FROM batches b JOIN versions v ON v.number = b.to_version
            WHERE b.state <> 'undone' AND (v.step <> b.step + 1 OR v.parent <> b.from_version OR v.abandoned = 1)""",
     ),
     Rule(
-        "the batch of step {0} is {1}, but a later step was claimed, and not ahead of its version",
+        "the batch of step {0} is {1} and not complete, but a later step was claimed from its own version",
         """SELECT step, state FROM batches WHERE state <> 'undone' AND (state <> 'trained' OR to_version IS NULL)
            AND step < (SELECT MAX(step) FROM batches WHERE state <> 'undone' AND from_version IS NOT NULL)""",
     ),
     Rule(
-        "step {0} follows {1}: the steps between them have no batch",
+        "steps {1} and {0} have batches, but the steps between them have none",
         """SELECT step, before FROM (SELECT step, LAG(step) OVER (ORDER BY step) AS before FROM batches
            WHERE state <> 'undone') WHERE step <> before + 1""",
     ),
     Rule(
-        "the batch of step {0} holds no group",
+        "the batch of step {0} contains no group",
         """SELECT b.step FROM batches b LEFT JOIN groups g ON g.batch = b.id
            WHERE b.state <> 'undone' AND g.id IS NULL""",
     ),
@@ -250,27 +250,27 @@ BATCHES = (
 
 VERSIONS = (
     Rule(
-        "version {0} of step {1} cannot follow its parent {2} of step {3}",
+        "version {0} of step {1} has parent {2} of step {3}, which is of the wrong step or abandoned",
         """SELECT v.number, v.step, p.number, p.step FROM versions v JOIN versions p ON p.number = v.parent
            WHERE v.step - p.step NOT IN (0, 1) OR (v.abandoned = 0 AND p.abandoned = 1)""",
     ),
     Rule(
-        "version {0} has no parent, but is not the first",
+        "version {0} has no parent, but is not the run's first version",
         "SELECT number FROM versions WHERE parent IS NULL AND number > (SELECT MIN(number) FROM versions)",
     ),
     Rule(
-        "versions {0} and {1} are both alive at step {2}, with different weights",
+        "versions {0} and {1} of step {2} have different weights, but neither is abandoned",
         """SELECT MIN(number), MAX(number), step FROM versions WHERE abandoned = 0
            GROUP BY step HAVING COUNT(DISTINCT digest) > 1""",
     ),
     Rule(
-        "version {0} of step {1} is alive after version {2} of the later step {3}",
+        "version {0} of step {1} is not abandoned, but follows version {2} of the later step {3}",
         """SELECT number, step, before, before_step FROM (
                SELECT number, step, LAG(number) OVER line AS before, LAG(step) OVER line AS before_step
                FROM versions WHERE abandoned = 0 WINDOW line AS (ORDER BY number)) WHERE step < before_step""",
     ),
     Rule(
-        "task {0} names version {1}, which was never published",
+        "task {0} was sampled from version {1}, which was never published",
         """SELECT s.task, s.version FROM segments s LEFT JOIN versions v ON v.number = s.version
            WHERE s.version IS NOT NULL AND v.number IS NULL""",
     ),
@@ -292,7 +292,7 @@ TRAJECTORIES = (
            GROUP BY j.seq HAVING j.num_tokens <> n OR j.num_sampled_tokens <> sampled""",
     ),
     Rule(
-        "the segment of task {0} at position {1} is said to be handed in by {2}, who handed in nothing of that length",
+        "the segment of task {0} at position {1} is recorded for worker {2}, which submitted nothing of that length",
         """SELECT s.task, s.start, s.worker FROM segments s JOIN trajectories j
                ON j.task = s.task AND j.trajectory_index = s.trajectory_index
            WHERE s.worker <> j.worker AND NOT EXISTS (
@@ -300,7 +300,7 @@ TRAJECTORIES = (
                AND p.num_sampled_tokens >= s.num_tokens)""",
     ),
     Rule(
-        "the segments of task {0} leave a gap or overlap at position {1}",
+        "the segments of task {0} have a gap or an overlap before position {1}",
         """SELECT task, start FROM (SELECT task, start, COALESCE(LAG(start + num_tokens) OVER (
                PARTITION BY task, trajectory_index ORDER BY start), 0) AS ought FROM segments) WHERE start <> ought""",
     ),
@@ -308,7 +308,7 @@ TRAJECTORIES = (
 
 PRUNED = (
     Rule(
-        "group {0}: {1} of its trajectories count as pruned, but {2} are",
+        "group {0} counts {1} pruned trajectories, but {2} are pruned",
         """SELECT g.id, g.num_pruned, COALESCE(SUM(j.pruned), 0) AS n
            FROM groups g JOIN tasks t ON t.group_id = g.id LEFT JOIN trajectories j ON j.task = t.id
            GROUP BY g.id HAVING g.num_pruned <> n""",
@@ -323,27 +323,27 @@ PRUNED = (
 
 PARTIALS = (
     Rule(
-        "task {0} is {1}, but a beginning of its trajectory is kept",
+        "task {0} is {1}, but a partial of its trajectory is still kept",
         """SELECT t.id, t.state FROM partials p JOIN tasks t ON t.id = p.task
            WHERE p.state = 'kept' AND t.state NOT IN ('open', 'leased')""",
     ),
     Rule(
-        "task {0} has a beginning that nothing continues",
+        "task {0} has a partial marked as continued, but no later partial or trajectory continues it",
         """SELECT p.task FROM partials p WHERE p.state = 'continued'
            AND NOT EXISTS (SELECT 1 FROM partials n WHERE n.task = p.task AND n.seq > p.seq)
            AND NOT EXISTS (SELECT 1 FROM trajectories j WHERE j.task = p.task)""",
     ),
     Rule(
-        "task {0} has a beginning that is kept and ends in version {1}, which is abandoned",
+        "the kept partial of task {0} ends in version {1}, which is abandoned",
         """SELECT p.task, p.last_version FROM partials p JOIN versions v ON v.number = p.last_version
            WHERE p.state = 'kept' AND v.abandoned = 1""",
     ),
     Rule(
-        "task {0} has {1} failures, but {2} leases",
+        "task {0} counts {1} failed attempts, but was leased only {2} times",
         "SELECT id, num_failures, fence FROM tasks WHERE num_failures > fence",
     ),
     Rule(
-        "task {0} counts {1} failed attempts, but {2} are stored that were not forgiven",
+        "task {0} counts {1} failed attempts, but {2} failures that count against it are stored",
         """SELECT t.id, t.num_failures, COUNT(f.task) AS n FROM tasks t
            LEFT JOIN failures f ON f.task = t.id AND f.forgiven = 0 GROUP BY t.id HAVING t.num_failures <> n""",
     ),
@@ -391,34 +391,34 @@ def _damage(db: Database) -> tuple[str, ...]:
 
 
 def _broken_references(db: Database) -> list[str]:
-    missing = [
-        f"table {table}, row {row}: refers to a row of {parent} that is not there"
-        for table, row, parent, _ in db.execute("PRAGMA foreign_key_check")
-    ]
-    return _shortened(missing)
+    return _shortened(
+        [
+            f"table {table}, row {row or 'unknown'}: it refers to a missing row of table {parent}"
+            for table, row, parent, _ in db.execute("PRAGMA foreign_key_check")
+        ]
+    )
 
 
 def _broken_rules(db: Database) -> list[str]:
-    found: list[str] = []
-    for rule in RULES:
-        found += _shortened([rule.message.format(*row) for row in db.execute(rule.query)])
-    return found
+    broken = ([rule.message.format(*row) for row in db.execute(rule.query)] for rule in RULES)
+    return [message for found in broken for message in _shortened(found)]
 
 
 def _broken_seeds(db: Database) -> list[str]:
     query = "SELECT t.id, t.seed, g.seed, t.member FROM tasks t JOIN groups g ON g.id = t.group_id"
-    wrong = [
-        f"task {task}: its seed does not follow from its group's"
-        for task, seed, group_seed, member in db.execute(query)
-        if seed != derive_seed(group_seed, member)
-    ]
-    return _shortened(wrong)
+    return _shortened(
+        [
+            f"the seed of task {task} is not the one derived from the seed of its group"
+            for task, seed, group_seed, member in db.execute(query)
+            if seed != derive_seed(group_seed, member)
+        ]
+    )
 
 
 def _changed_rewards(db: Database) -> list[str]:
     query = "SELECT task, value, parts, error, digest FROM rewards"
     changed = [
-        f"the reward of task {row[0]} is not the one that was stored: its digest differs"
+        f"the reward of task {row[0]} was changed after it was stored: its digest differs"
         for *row, digest in db.execute(query)
         if reward_digest(*row) != digest
     ]
@@ -433,7 +433,7 @@ def _broken_bodies(db: Database) -> Iterator[str]:
         try:
             body = read(db.blobs, digest, row_body)
             if blake3(body).digest() != digest:
-                yield f"the trajectory of task {task} is not the one that was accepted: its digest differs"
+                yield f"the trajectory of task {task} was changed after it was accepted: its digest differs"
                 continue
             trajectory = Trajectory.decode(body)
         except (OffbeatError, ValueError, KeyError) as error:
@@ -442,7 +442,7 @@ def _broken_bodies(db: Database) -> Iterator[str]:
         segments = db.execute("SELECT start, num_tokens, version FROM segments WHERE task = ? ORDER BY start", (task,))
         stored = (task, ended_by, num_tokens, num_sampled, prompt, segments.fetchall())
         if stored != _facts(trajectory):
-            yield f"the trajectory of task {task} is not what the tables say of it"
+            yield f"the trajectory of task {task} differs from the tables in its tokens, versions, prompt or end"
 
 
 def _broken_partials(db: Database) -> Iterator[str]:
@@ -456,13 +456,13 @@ def _broken_partials(db: Database) -> Iterator[str]:
             yield f"the partial of task {task} cannot be read: {error}"
             continue
         if blake3(body).digest() != digest:
-            yield f"the partial of task {task} is not the one that was handed in: its digest differs"
+            yield f"the partial of task {task} was changed after it was submitted: its digest differs"
             continue
         trajectory = Trajectory.decode(body)
         versions = [s.version for s in trajectory.segments if s.version is not None]
         stored = (task, num_sampled, first, last, None)
         if stored != (trajectory.task, trajectory.sampled_mask.sum(), versions[0], versions[-1], trajectory.end):
-            yield f"the partial of task {task} is not what the tables say of it"
+            yield f"the partial of task {task} differs from the tables in its task, tokens, versions or end"
 
 
 def _facts(trajectory: Trajectory) -> tuple[object, ...]:

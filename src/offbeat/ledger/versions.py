@@ -45,7 +45,7 @@ class Versions(Database):
         """Returns a published version, abandoned or not; raises `Unknown` if it was never published."""
         found = find(self, number)
         if found is None:
-            raise Unknown(f"version {number}: never published")
+            raise Unknown(f"version {number} was never published in this run")
         return found[0]
 
     def versions_in_use(self) -> list[int]:
@@ -79,7 +79,7 @@ class Versions(Database):
             return
         if version.parent is None:
             if self.execute("SELECT 1 FROM versions LIMIT 1").fetchone():
-                raise Refused(f"version {version.number}: only a run's first version has no parent")
+                raise Refused(f"version {version.number} has no parent; only a run's first version may have none")
         else:
             _check_step(self, version)
         record(self, version)
@@ -131,7 +131,7 @@ def _check_step(db: Versions, version: Version) -> None:
     if version.step != parent.step + 1 or owed is None:
         raise Refused(
             f"version {version.number} of step {version.step} cannot follow version {parent.number} of step "
-            f"{parent.step} without a batch: commit the batch of step {parent.step}"
+            f"{parent.step}, because no trained batch lies between them; commit the batch of step {parent.step}"
         )
 
 
@@ -139,14 +139,17 @@ def living_parent(db: Versions, version: Version) -> Version:
     """Returns the parent of a new version; raises `Refused` if the parent is abandoned or not of the latest step."""
     found = None if version.parent is None else find(db, version.parent)
     if found is None:
-        raise Refused(f"version {version.number}: its parent {version.parent} was never published")
+        raise Refused(f"version {version.number} names parent {version.parent}, which was never published")
     parent, is_abandoned = found
     newest = db.latest_version()
     if is_abandoned:
-        raise Refused(f"version {version.number}: its parent {version.parent} is abandoned")
+        raise Refused(f"version {version.number} names parent {version.parent}, which a resume has abandoned")
     if newest is None or parent.step != newest.step:
         newest_is = "none" if newest is None else f"{newest.number} of step {newest.step}"
-        raise Refused(f"version {version.number}: its parent {version.parent} is not the latest, which is {newest_is}")
+        raise Refused(
+            f"version {version.number} names parent {version.parent}, which is not of the latest step; the latest "
+            f"version is {newest_is}"
+        )
     return parent
 
 
@@ -159,7 +162,7 @@ def is_recorded(db: Database, version: Version) -> bool:
     if any(getattr(stored, name) != getattr(version, name) for name in ("step", "parent", "digest", "manifest")):
         raise Conflict(
             f"version {version.number} was published as step {stored.step}, parent {stored.parent}, digest "
-            f"{stored.digest}; a number is never reused"
+            f"{stored.digest}; publish different weights under a new number"
         )
     return True
 
@@ -168,7 +171,7 @@ def record(db: Versions, version: Version) -> None:
     """Stores a new version, completes the batch that produced it, and binds the open groups of its step to it."""
     smallest = db.next_version_number()
     if version.number < smallest:
-        raise Refused(f"version {version.number}: numbers only grow, the next is {smallest}")
+        raise Refused(f"version number {version.number} is too low; numbers only grow, and the next is {smallest}")
     db.execute(
         f"INSERT INTO versions ({COLUMNS}, published_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
         (*_row(db, version), db.wall_clock()),

@@ -94,7 +94,9 @@ class Workers(Database):
     def issue_token(self, role: Role, minutes: float) -> str:
         """Returns a new token with which one worker may join within `minutes`; stores only its hash."""
         if not 0 < minutes <= MAX_MINUTES:
-            raise UserError(f"minutes = {minutes:g}: a join token lives more than 0 and at most {MAX_MINUTES} minutes")
+            raise UserError(
+                f"minutes is {minutes:g}; a join token must be valid for more than 0 and at most {MAX_MINUTES}"
+            )
         token, now = secrets.token_urlsafe(SECRET_BYTES), self.wall_clock()
         self.execute(
             "INSERT INTO join_tokens (hash, role, issued_at, expires_at) VALUES (?, ?, ?, ?)",
@@ -104,11 +106,8 @@ class Workers(Database):
 
     def is_token(self, token: str) -> bool:
         """Whether this join token was ever issued, even if it is used or expired."""
-        return bool(
-            self.execute("SELECT EXISTS (SELECT 1 FROM join_tokens WHERE hash = ?)", (secret_hash(token),)).fetchone()[
-                0
-            ]
-        )
+        query = "SELECT EXISTS (SELECT 1 FROM join_tokens WHERE hash = ?)"
+        return bool(self.execute(query, (secret_hash(token),)).fetchone()[0])
 
     @transactional
     def redeem(self, token: str, name: str, capabilities: Mapping[str, Any], hashed_secret: bytes) -> JoinedWorker:
@@ -118,18 +117,18 @@ class Workers(Database):
             "SELECT role, expires_at, used_by FROM join_tokens WHERE hash = ?", (secret_hash(token),)
         ).fetchone()
         if found is None:
-            raise Forbidden("join token: never issued for this run")
+            raise Forbidden("this join token was never issued for this run")
         role, expires_at, used_by = found
         owner = self.execute("SELECT name FROM workers WHERE secret_hash = ?", (hashed_secret,)).fetchone()
         if used_by is not None:
             if owner == (used_by,):
                 return JoinedWorker(name=used_by, role=Role(role))
-            raise Forbidden(f"join token: already used, by {used_by}")
+            raise Forbidden(f"this join token was already used by worker {used_by}")
         if owner is not None:
-            raise Forbidden(f"secret: already that of {owner[0]}; draw a new one")
+            raise Forbidden(f"this secret already belongs to worker {owner[0]}; join with a newly drawn secret")
         now = self.wall_clock()
         if now >= expires_at:
-            raise Forbidden("join token: expired")
+            raise Forbidden("this join token has expired")
         name = _free_name(self, name)
         self.execute(
             "INSERT INTO workers (name, role, secret_hash, state, capabilities, joined_at) VALUES (?, ?, ?, ?, ?, ?)",
@@ -156,7 +155,7 @@ class Workers(Database):
         """Changes a worker's state to `state` if `MOVES` allows it; returns the resulting state."""
         found = self.execute("SELECT state FROM workers WHERE name = ?", (name,)).fetchone()
         if found is None:
-            raise Unknown(f"worker {name}: never joined")
+            raise Unknown(f"worker {name} has never joined this run")
         now = WorkerState(found[0])
         if state not in MOVES[now]:
             return now
@@ -249,7 +248,7 @@ def _free_name(db: Database, wanted: str) -> str:
     """Returns `wanted`, or the first free one of `wanted-2`, `wanted-3` and so on. A name that ever held a task is
     taken, even if it was that of an in-process engine that never joined, because tasks store their worker's name."""
     if NAME.fullmatch(wanted) is None:
-        raise UserError(f"worker name {wanted!r}: allowed are up to 63 letters, digits, '.', '_' and '-'")
+        raise UserError(f"worker name {wanted!r}: use 1 to 63 letters, digits, '.', '_' and '-', letter or digit first")
     query = """SELECT EXISTS (SELECT 1 FROM workers WHERE name = :name)
                       OR EXISTS (SELECT 1 FROM tasks WHERE worker = :name)"""
     name, number = wanted, 1

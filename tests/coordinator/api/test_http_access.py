@@ -104,7 +104,7 @@ def test_a_join_is_small_once_decompressed_too(run, unchanged):
     body = wire.compress(huge)
     assert len(body) < 1000
     response = run.post_bytes("/v1/join", body, token, **{"Content-Encoding": "zstd"})
-    assert (response.status, "once decompressed" in response.error) == (413, True)
+    assert (response.status, "after decompression" in response.error) == (413, True)
     assert run.post_bytes("/v1/join", huge, token).status == 413
     assert join(run, token).status == 201
 

@@ -144,7 +144,7 @@ def test_what_the_coordinator_itself_refuses_is_raised_at_once(run):
     async def scenario():
         async with over(run, Line(), secret=secret) as (proxy, made):
             worker = RemoteWorker(made, run.folder)
-            with pytest.raises(Forbidden, match="never given"):
+            with pytest.raises(Forbidden, match="never granted"):
                 await worker.submit(answer(task), task.fence + 1)
             with pytest.raises(Refused, match="never published"):
                 await worker.submit(answer(task, number=99), task.fence)

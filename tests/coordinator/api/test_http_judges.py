@@ -92,9 +92,12 @@ def test_a_failure_keeps_its_kind(run, judge):
 @pytest.mark.parametrize(
     "result, why",
     [
-        (wire.ResultBody(rewards=[wire.RewardBody(value=math.nan, name="r", position=-1)]), "no finite number"),
-        (wire.ResultBody(rewards=[wire.RewardBody(value=-math.inf, name="r", position=-1)]), "no finite number"),
-        (wire.ResultBody(rewards=[wire.RewardBody(value=1.0, name="r", position=3)]), "stands at 3 of 3 tokens"),
+        (wire.ResultBody(rewards=[wire.RewardBody(value=math.nan, name="r", position=-1)]), "allowed -1e"),
+        (wire.ResultBody(rewards=[wire.RewardBody(value=-math.inf, name="r", position=-1)]), "allowed -1e"),
+        (
+            wire.ResultBody(rewards=[wire.RewardBody(value=1.0, name="r", position=3)]),
+            "at position 3 of an answer of 3 tokens",
+        ),
         (wire.ResultBody(), "sent no reward"),
     ],
 )

@@ -144,7 +144,7 @@ def test_a_piece_is_taken_once_it_is_what_its_name_says(run, trainer, away):
     asked = wire.MissingCall(pieces=[digest])
     assert run.post("/v1/pieces/missing", asked, trainer).record(wire.Missing).pieces == [digest]
     response = put(run, trainer, f"/v1/pieces/{digest}", b"another piece")
-    assert (response.status, "not what was sent" in response.error) == (400, True)
+    assert (response.status, "damaged on the way" in response.error) == (400, True)
     assert put(run, trainer, f"/v1/pieces/{digest}", data).status == 201
     assert put(run, trainer, f"/v1/pieces/{digest}", data).status == 201
     assert run.post("/v1/pieces/missing", asked, trainer).record(wire.Missing).pieces == []
@@ -191,7 +191,7 @@ def test_an_adapter_counts_once_what_it_stands_on_is_here(run, trainer, worker, 
     version = away.write(1, 0, 0)
     put_pieces(run, trainer, away, version)
     response = put_manifest(run, trainer, version, away.sealed(version))
-    assert (response.status, "the manifest of its base was never sent" in response.error) == (422, True)
+    assert (response.status, "the base manifest of version" in response.error) == (422, True)
 
     async def send() -> None:
         async with connected(run, trainer) as ours:
@@ -213,7 +213,7 @@ def test_no_version_is_published_without_its_manifest_and_pieces(run, trainer, a
     put_pieces(run, trainer, away, version)
     assert put_manifest(run, trainer, version, away.sealed(version)).status == 201
     other = wire.PublishCall(version=replace(version, digest="0" * 64))
-    assert "another step, parent or digest" in run.post("/v1/publish", other, trainer).error
+    assert "differs from its manifest in step, parent or digest" in run.post("/v1/publish", other, trainer).error
     store = FolderStore(run.weights.folder)
     gone = away.manifest(version).pieces[0].digest
     store.delete([gone], [])

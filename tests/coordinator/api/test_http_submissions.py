@@ -55,7 +55,7 @@ def test_the_same_again_is_200_and_changes_nothing(run, worker, task):
 def test_another_trajectory_for_the_same_lease_is_a_conflict(run, worker, task):
     assert run.submit(answer(task), task.fence, worker).status == 201
     response = run.submit(answer(task, tokens=(9,)), task.fence, worker)
-    assert (response.status, "another trajectory" in response.error) == (409, True)
+    assert (response.status, "a different trajectory" in response.error) == (409, True)
     assert run.ledger.verify().violations == ()
 
 
@@ -117,7 +117,7 @@ def test_numbers_beyond_any_task_are_404(run, worker, task, number, unchanged):
 def test_the_path_and_the_body_must_name_the_same_task(run, worker, unchanged_pair):
     first, second = unchanged_pair
     response = run.put(first.id, first.fence, answer(second).encode(), worker)
-    assert (response.status, "the path names task" in response.error) == (400, True)
+    assert (response.status, "the URL names task" in response.error) == (400, True)
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ def test_six_answers_of_three_tokens_stay_as_small_as_they_are(run, worker):
         body = wire.compress(forged(answer(task), segment={"arrays": {"x": huge}}))
         assert len(body) < 10_000
         response = run.put(task.id, task.fence, body, worker, **{"Content-Encoding": "zstd"})
-        assert (response.status, "once decompressed" in response.error) == (413, True)
+        assert (response.status, "after decompression" in response.error) == (413, True)
     assert run.server.state.bodies.held_bytes == 0
     assert sum(file.stat().st_size for file in run.folder.iterdir() if file.is_file()) < sizes + 10**6
     assert (

@@ -31,7 +31,7 @@ def test_every_call_of_a_trainer_that_was_replaced_is_refused_by_name_whatever_i
     headers = {} if generation is None else {wire.GENERATION: generation}
     answer = run.send(route.method, path, b"", headers, run.secret("first", Role.TRAINER))
     assert answer.status == 410
-    assert "another trainer has taken over: second on host of second, since " in answer.error
+    assert "another trainer has taken over this run: second on host of second, since " in answer.error
     assert run.content() == before
     assert run.reports == []
 
@@ -51,7 +51,7 @@ def test_a_trainer_that_waits_for_a_batch_learns_at_once_that_another_has_begun(
         waiting = asyncio.create_task(first.claim(0, SOON_S))
         await asyncio.sleep(0.2)
         await second.reconcile(0, 0)
-        with pytest.raises(RunStopped, match="another trainer has taken over: second"):
+        with pytest.raises(RunStopped, match="another trainer has taken over this run: second"):
             await asyncio.wait_for(waiting, SOON_S / 4)
         with pytest.raises(RunStopped):
             await first.commit(0, live.version_on_disk(1, 1, 0))
@@ -67,7 +67,7 @@ def test_what_a_trainer_did_wrong_is_its_users_to_mend(tmp_path):
     async def scenario(live: LiveRun) -> None:
         connection = Connection(live.server.url, live.secret("t", Role.TRAINER))
         try:
-            with pytest.raises(UserError, match="knows this run up to step 0, but the checkpoint is of step 7"):
+            with pytest.raises(UserError, match="ends at step 0, but the checkpoint is of step 7"):
                 await RemoteTrainer(connection).reconcile(7, 7)
         finally:
             await connection.close()

@@ -42,32 +42,36 @@ class Access:
         often, or its role is not in `roles`."""
         worker = self.identify(request)
         if wait_s := self._calls.take(worker.name):
-            raise Refusal(429, f"worker {worker.name}: too many calls", retry_after_s=wait_s)
+            raise Refusal(
+                429, f"worker {worker.name} makes too many calls; wait before the next one", retry_after_s=wait_s
+            )
         if worker.state is WorkerState.QUARANTINED:
-            raise Refusal(403, f"worker {worker.name}: quarantined: {worker.reason or 'no reason given'}")
+            raise Refusal(403, f"worker {worker.name} is quarantined: {worker.reason or 'no reason given'}")
         if worker.role not in roles:
             allowed = " or ".join(sorted(role.value for role in roles))
-            raise Refusal(403, f"worker {worker.name}: joined as {worker.role.value}; this is for {allowed}")
+            raise Refusal(403, f"worker {worker.name} joined as {worker.role.value}; this call is only for {allowed}")
         return worker
 
     def admit_stranger(self, request: Request) -> str:
         """Returns the join token of a newcomer; refuses unknown tokens and too many attempts per second."""
         if wait_s := self._joins.take(address(request)):
-            raise Refusal(429, "too many attempts to join", retry_after_s=wait_s)
+            raise Refusal(
+                429, "too many attempts to join from this address; wait before the next one", retry_after_s=wait_s
+            )
         token = _bearer(request, "a join token")
         with self.reader.naming_damage():
             is_issued = self.reader.is_token(token)
         if not is_issued:
-            raise Refusal(401, f"join token: never issued for this run; {HOW_TO_JOIN}")
+            raise Refusal(401, f"this join token was never issued for this run; {HOW_TO_JOIN}")
         return token
 
     def identify(self, request: Request) -> WorkerRecord:
         secret = _bearer(request, "the secret that a worker joined with")
         worker = self._worker_of(secret)
         if worker is None:
-            raise Refusal(401, "Authorization: an unknown secret; join again with a new token")
+            raise Refusal(401, "the secret in the Authorization header is unknown; join again with a new join token")
         if worker.state is WorkerState.REVOKED:
-            raise Refusal(401, f"worker {worker.name}: revoked: {worker.reason or 'no reason given'}")
+            raise Refusal(401, f"worker {worker.name} was revoked: {worker.reason or 'no reason given'}")
         return worker
 
     def refresh(self) -> None:
@@ -96,9 +100,11 @@ def _bearer(request: Request, what: str) -> str:
     """Returns the bearer secret of a request; `what` names the secret in errors."""
     scheme, _, shown = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not shown:
-        raise Refusal(401, f"Authorization: missing; {what} is needed")
+        raise Refusal(401, f"the Authorization header is missing; it must hold {what}")
     if len(shown) > MAX_SECRET_CHARACTERS:
-        raise Refusal(401, f"Authorization: longer than {MAX_SECRET_CHARACTERS} characters; {what} is needed")
+        raise Refusal(
+            401, f"the Authorization header is longer than {MAX_SECRET_CHARACTERS} characters; it must hold {what}"
+        )
     return shown
 
 

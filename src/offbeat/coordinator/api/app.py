@@ -12,6 +12,7 @@ because the router would take as long as the rest of the call.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
 from starlette.applications import Starlette
@@ -40,10 +41,10 @@ class App:
         self._routed = Starlette(exception_handlers={HTTPException: _unrouted})
         self._direct: dict[tuple[str, str], Endpoint] = {}
         for route in (*worker_routes.ROUTES, *worker_routes.JUDGE_ROUTES, *trainer_routes.ROUTES):
-            self._add(api, route.method, route.path, _guarded(api, route))
-        self._add(api, "POST", "/v1/join", _join(api))
-        self._add(api, "GET", "/healthz", _health(api))
-        self._add(api, "GET", "/metrics", _metrics(api))
+            self._add(api, route.method, route.path, partial(_admitted, api, route))
+        self._add(api, "POST", "/v1/join", partial(worker_routes.join, api))
+        self._add(api, "GET", "/healthz", partial(_health, api))
+        self._add(api, "GET", "/metrics", partial(_metrics, api))
         self._submit = self._direct.pop(("PUT", worker_routes.SUBMIT_PATH))
 
     def _add(self, api: ApiState, method: str, path: str, inner: Endpoint) -> None:
@@ -70,30 +71,19 @@ class App:
         return self._direct.get((method, path))
 
 
-def _guarded(api: ApiState, route: Route) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
-        api.check_open()
-        worker = api.access.admit(request, route.roles)
-        prove(request)
-        return await route.handler(api, worker, request)
-
-    return endpoint
-
-
-def _join(api: ApiState) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
-        api.check_open()
-        return await worker_routes.join(api, request)
-
-    return endpoint
+async def _admitted(api: ApiState, route: Route, request: Request) -> Response:
+    worker = api.access.admit(request, route.roles)
+    prove(request)
+    return await route.handler(api, worker, request)
 
 
 def _counted(api: ApiState, path: str, inner: Endpoint) -> Endpoint:
-    """Wraps `inner` to turn its errors into responses and to count its calls."""
+    """Wraps `inner` to refuse calls while the server is not open, to turn errors into responses and to count calls."""
 
     async def endpoint(request: Request) -> Response:
         start_s = api.clock()
         try:
+            api.check_open()
             response = await inner(request)
         except ClientDisconnect:
             response = Response(status_code=GONE)
@@ -109,26 +99,18 @@ def _counted(api: ApiState, path: str, inner: Endpoint) -> Endpoint:
     return endpoint
 
 
-def _health(api: ApiState) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
-        api.check_open()
-        return Response(msgspec.json.encode({"state": api.server_state.value}), media_type=errors.JSON)
-
-    return endpoint
+async def _health(api: ApiState, request: Request) -> Response:
+    return Response(msgspec.json.encode({"state": api.server_state.value}), media_type=errors.JSON)
 
 
-def _metrics(api: ApiState) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
-        api.check_open()
-        if api.served.behind_proxy or not is_loopback(address(request)):
-            api.access.admit(request, worker_routes.ANYONE)
-        ledger = api.coordinator.ledger
-        counts = await api.coordinator.call(ledger.counts)
-        leased = await api.coordinator.call(ledger.num_leased)
-        page = metrics.text(counts, leased, api.figures, api.coordinator.presence.figures)
-        return Response(page, media_type=metrics.CONTENT_TYPE)
-
-    return endpoint
+async def _metrics(api: ApiState, request: Request) -> Response:
+    if api.served.behind_proxy or not is_loopback(address(request)):
+        api.access.admit(request, worker_routes.ANYONE)
+    ledger = api.coordinator.ledger
+    counts = await api.coordinator.call(ledger.counts)
+    leased = await api.coordinator.call(ledger.num_leased)
+    page = metrics.text(counts, leased, api.figures, api.coordinator.presence.figures)
+    return Response(page, media_type=metrics.CONTENT_TYPE)
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:

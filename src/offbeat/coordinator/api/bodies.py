@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from offbeat.client import wire
-from offbeat.coordinator.api.errors import Refusal, damaged
+from offbeat.coordinator.api.errors import Refusal
 from offbeat.coordinator.api.limits import ServerSettings
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ LARGE_BYTES = 256 * 1024
 SMALL_BYTES = 1024
 """Answers up to this size are not compressed."""
 HELD = "offbeat.held_bytes"
-"""Key under which a request's scope holds the bytes that the request takes of the memory budget."""
+"""Scope key for the number of bytes of the memory budget that a request uses."""
 
 
 class BodyReader:
@@ -51,7 +51,7 @@ class BodyReader:
         digest = needed_digest(request)
         encoding = request.headers.get("content-encoding", "identity")
         if encoding not in ("identity", wire.ZSTD):
-            raise Refusal(415, f"Content-Encoding: {encoding[:40]!r}; allowed {wire.ZSTD} or none")
+            raise Refusal(415, f"the Content-Encoding is {encoding[:40]!r}; allowed {wire.ZSTD} or none")
         data = await self._receive(request, min(limit_bytes, self.settings.max_body_bytes))
         await _check_digest(data, digest)
         limit_bytes = min(limit_bytes, self.settings.max_decompressed_bytes)
@@ -77,7 +77,9 @@ class BodyReader:
         self.held_bytes -= request.scope.pop(HELD, 0)
 
     async def _receive(self, request: Request, limit_bytes: int) -> bytes:
-        refuse_large(request, limit_bytes)
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit_bytes:
+            raise _too_large(limit_bytes)
         parts: list[bytes] = []
         size, more = 0, True
         try:
@@ -88,17 +90,20 @@ class BodyReader:
                         raise ClientDisconnect
                     part, more = message.get("body", b""), message.get("more_body", False)
                     if size + len(part) > limit_bytes:
-                        raise too_large(limit_bytes)
+                        raise _too_large(limit_bytes)
                     self._hold(request, len(part))
                     size += len(part)
                     parts.append(part)
         except TimeoutError:
-            raise Refusal(408, f"the body took longer than {self.settings.body_within_s:g} s", close=True) from None
+            why = f"the body took longer than {self.settings.body_within_s:g} s to arrive"
+            raise Refusal(408, why, close=True) from None
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _hold(self, request: Request, num_bytes: int) -> None:
         if self.held_bytes + num_bytes > self.settings.max_held_bytes:
-            raise Refusal(503, "too many bodies at once", retry_after_s=1.0)
+            raise Refusal(
+                503, "the coordinator holds too many request bodies at once; try again later", retry_after_s=1.0
+            )
         self.held_bytes += num_bytes
         request.scope[HELD] = request.scope.get(HELD, 0) + num_bytes
 
@@ -106,7 +111,7 @@ class BodyReader:
         """Reserves memory budget for the decompressed body; returns its size in bytes."""
         size = wire.decompressed_size(data)
         if size > limit_bytes:
-            raise _too_large_inside(limit_bytes)
+            raise _too_large(limit_bytes, " after decompression")
         self._hold(request, size)
         return size
 
@@ -117,20 +122,17 @@ def needed_digest(request: Request) -> bytes:
     if digest is None:
         raise Refusal(
             400,
-            f"{wire.CONTENT_DIGEST}: missing; every body comes with its blake3 digest; use the same version of Offbeat",
+            f"the {wire.CONTENT_DIGEST} header is missing; use the same version of Offbeat as the coordinator",
             kind=wire.DAMAGED,
         )
     return digest
 
 
 async def _check_digest(data: bytes, digest: bytes) -> None:
-    """Refuses a damaged body, before it is decompressed or decoded."""
-    if await _on_bytes(data, _digest) != digest:
-        raise damaged()
-
-
-def _digest(data: bytes) -> bytes:
-    return blake3(data).digest()
+    """Refuses a damaged body, before it is decompressed or decoded; the caller then sends it again."""
+    if await _on_bytes(data, lambda body: blake3(body).digest()) != digest:
+        why = f"the body was damaged on the way: it does not match its {wire.CONTENT_DIGEST} header"
+        raise Refusal(400, why, kind=wire.DAMAGED)
 
 
 async def _on_bytes(data: bytes, work: Callable[[bytes], T]) -> T:
@@ -141,29 +143,18 @@ async def _on_bytes(data: bytes, work: Callable[[bytes], T]) -> T:
 def _decompressed(data: bytes, limit_bytes: int, form: Callable[[bytes], T]) -> T:
     found = wire.decompress(data, limit_bytes)
     if found is None:
-        raise _too_large_inside(limit_bytes)
+        raise _too_large(limit_bytes, " after decompression")
     return form(found)
-
-
-def _too_large_inside(limit_bytes: int) -> Refusal:
-    return Refusal(413, f"the body is more than {limit_bytes} bytes once decompressed")
 
 
 def check_type(request: Request, allowed: str) -> None:
     found = request.headers.get("content-type", "")
     if found != allowed and found.partition(";")[0].strip().lower() != allowed:
-        raise Refusal(415, f"Content-Type: {found[:40]!r}; allowed {allowed}")
+        raise Refusal(415, f"the Content-Type is {found[:40]!r}; allowed {allowed}")
 
 
-def refuse_large(request: Request, limit_bytes: int) -> None:
-    """Refuses a body whose Content-Length exceeds `limit_bytes`, before any of it is read."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit_bytes:
-        raise too_large(limit_bytes)
-
-
-def too_large(limit_bytes: int) -> Refusal:
-    return Refusal(413, f"the body is more than {limit_bytes} bytes")
+def _too_large(limit_bytes: int, when: str = "") -> Refusal:
+    return Refusal(413, f"the body is larger than {limit_bytes} bytes{when}")
 
 
 async def reply(request: Request, record: Any, status: int = 200) -> Response:

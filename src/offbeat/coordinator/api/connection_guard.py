@@ -21,8 +21,8 @@ from offbeat.coordinator.api.limits import ServerSettings
 
 CONNECTION = "offbeat.connection"
 """Key under which a request's scope holds its connection."""
-TOO_SLOW = b'{"error":"the head of the request took too long"}'
-TOO_LONG = b'{"error":"the head of the request is too long"}'
+TOO_SLOW = b'{"error":"the request line and headers took too long to arrive"}'
+TOO_LONG = b'{"error":"the request line and headers are too long"}'
 
 
 class OneWrite:
@@ -109,7 +109,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_request, self._num_head_bytes = True, 0
         if may_be_long and self._head_bytes() > self.limits.max_head_bytes:
             self._hang_up(b"431 Request Header Fields Too Large", TOO_LONG)
-            raise ValueError("a head too long, which came in one piece")  # stops the parser
+            raise ValueError("the request line and headers are too long")  # stops the parser
         super().on_headers_complete()
 
     def _head_bytes(self) -> int:
@@ -146,15 +146,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete:  # no other answer is being sent
-            lines = (
-                b"HTTP/1.1 " + status,
-                b"content-type: application/json",
-                b"content-length: %d" % len(body),
-                b"connection: close",
-                b"",
-                body,
-            )
-            self.transport.write(b"\r\n".join(lines))
+            head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            self.transport.write(head % (status, len(body)) + body)
         self.transport.close()
 
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 import msgspec
 from starlette.responses import Response
 
-from offbeat.client.wire import CONTENT_DIGEST, DAMAGED
 from offbeat.errors import DeadlineError, OffbeatError, RunOver, RunStopped, UserError
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, LedgerError, Refused, Unknown
 from offbeat.trajectory import SegmentError
@@ -43,13 +42,7 @@ class Refusal(OffbeatError):
     """Error with which a call is refused, including the HTTP status to send."""
 
     def __init__(
-        self,
-        status: int,
-        why: str,
-        *,
-        retry_after_s: float | None = None,
-        close: bool = False,
-        kind: str | None = None,
+        self, status: int, why: str, *, retry_after_s: float | None = None, close: bool = False, kind: str | None = None
     ):
         super().__init__(why)
         self.status, self.retry_after_s, self.close, self.kind = status, retry_after_s, close, kind
@@ -65,19 +58,14 @@ class Refusal(OffbeatError):
         return found
 
 
-def damaged(what: str = "body") -> Refusal:
-    """Returns the refusal of a body that was damaged in transit, upon which the caller sends the body again."""
-    return Refusal(400, f"{CONTENT_DIGEST}: the {what} is not what was sent", kind=DAMAGED)
-
-
 def answer(error: Exception) -> Response:
     if isinstance(error, Refusal):
         return refuse(error.status, str(error), kind=error.kind, headers=error.headers())
     for kind in type(error).__mro__:
         if kind in STATUS:
             return refuse(STATUS[kind], str(error), kind=kind.__name__)
-    log.error("a call failed", exc_info=error)
-    return refuse(500, "internal error; see the coordinator's log")
+    log.error("an API call failed unexpectedly; this is a bug", exc_info=error)
+    return refuse(500, "the coordinator failed unexpectedly; see its log")
 
 
 def refuse(status: int, why: str, *, kind: str | None = None, headers: Mapping[str, str] | None = None) -> Response:

@@ -55,17 +55,19 @@ class Address:
     def check(self) -> None:
         """Raises `UserError` if secrets would be sent unencrypted, or if the certificate does not work."""
         if (self.certificate is None) != (self.key is None):
-            raise UserError("serve.certificate and serve.key: give both or neither")
+            raise UserError("only one of serve.certificate and serve.key is set; set both or neither")
         if not self.has_tls and not self.behind_proxy and not is_this_machine(self.host):
             raise UserError(
-                f"serve.host = {self.host!r}: reachable from other machines, where secrets need TLS; give "
-                "serve.certificate and serve.key, or set serve.behind_proxy if a proxy ends TLS, or listen on 127.0.0.1"
+                f"serve.host = {self.host!r} is reachable from other machines, so TLS is needed; set serve.certificate "
+                "and serve.key, or serve.behind_proxy if a proxy ends TLS, or listen on 127.0.0.1"
             )
         if self.certificate is not None and self.key is not None:
             try:
                 ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.certificate, self.key)
             except (OSError, ssl.SSLError) as error:
-                raise UserError(f"serve.certificate = {self.certificate}, serve.key = {self.key}: {error}") from error
+                raise UserError(
+                    f"serve.certificate = {self.certificate} and serve.key = {self.key} cannot be used: {error}"
+                ) from error
 
 
 class HttpServer:
@@ -159,5 +161,5 @@ def _bind(address: Address) -> socket.socket:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"serve.host = {address.host!r}, serve.port = {address.port}: cannot listen there: {reason}; choose "
-            "another, or port 0 for any"
+            "another address, or port 0 for any free port"
         ) from error

@@ -142,12 +142,12 @@ class Route:
 
 
 def not_open(state: ServerState) -> Refusal:
-    return Refusal(503, f"the coordinator is {state.value}", retry_after_s=COME_BACK_S)
+    return Refusal(503, f"the coordinator is {state.value}; try again in a moment", retry_after_s=COME_BACK_S)
 
 
 def coordinate(request: Request, name: str) -> int:
     """Returns the number in path parameter `name`; raises `Unknown` if it is not a valid number."""
     text = request.path_params[name]
     if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS) or int(text) > MAX_COORDINATE:
-        raise Unknown(f"{name} {text[:40]!r}: there is none")
+        raise Unknown(f"{name} {text[:40]!r} does not exist; it must be a number from 0 to {MAX_COORDINATE}")
     return int(text)

@@ -49,7 +49,7 @@ class Weights:
     def _version(self, number: int) -> Version:
         version = self._published(number)
         if version is None:
-            raise Unknown(f"version {number}: never published")
+            raise Unknown(f"version {number} was never published in this run")
         return version
 
     async def files(self, number: int) -> list[WeightFile]:
@@ -57,36 +57,36 @@ class Weights:
         found = await asyncio.to_thread(lambda: sorted(self._version(number).path.glob("*")))
         files = [path for path in found if path.is_file() and FILE.fullmatch(path.name)]
         if not files:
-            raise Unknown(f"version {number}: its weights are no longer kept")
+            raise Unknown(f"the weights of version {number} are no longer kept; load a newer version")
         return [WeightFile(path.name, path.stat().st_size) for path in files]
 
     def find_file(self, number: int, name: str) -> tuple[Path, int]:
         """Returns the path and size in bytes of one file of a published version."""
         if FILE.fullmatch(name) is None:
-            raise Unknown(f"file {name[:80]!r}: not the name of a file of weights")
+            raise Unknown(f"{name[:80]!r} is not a valid name of a weight file")
         path = self._version(number).path / name
         try:
             return path, path.stat().st_size
         except FileNotFoundError:
-            raise Unknown(f"version {number}: has no file {name}") from None
+            raise Unknown(f"version {number} has no file {name}") from None
 
     async def manifest(self, number: int, digest: str | None = None) -> bytes:
         """Returns the sealed manifest of a published version. `digest` selects another manifest of the version: the
         delta manifest of an anchor, or the manifest of an adapter's base."""
         version = self._version(number)
         if not version.manifest:
-            raise Unknown(f"version {number}: published as a whole file, without a manifest")
+            raise Unknown(f"version {number} was published as whole files, without a manifest; download its files")
         try:
             return await asyncio.to_thread(self.store.get_manifest, number, checked(digest or version.manifest))
         except PieceMissing:
-            raise Unknown(f"version {number}: its manifest is no longer kept") from None
+            raise Unknown(f"the manifest of version {number} is no longer kept; load a newer version") from None
         except PieceDamaged as error:
             raise Unknown(f"version {number}: {error}") from error
 
     async def piece_size(self, digest: str) -> int:
         size = await asyncio.to_thread(self.store.size, checked(digest))
         if size is None:
-            raise Unknown(f"piece {digest}: not here")
+            raise Unknown(f"piece {digest} is not stored here")
         return size
 
     async def piece_bytes(self, digest: str, start: int, stop: int) -> AsyncIterator[bytes]:
@@ -114,7 +114,7 @@ class Weights:
         await self._check_whole(self._opened(sealed, number, checked(digest)))
         known = self._published(number)
         if known is not None and known.manifest != digest and not await self._is_here(number, digest):
-            raise Conflict(f"version {number}: already published, and not with this manifest")
+            raise Conflict(f"version {number} was already published with another manifest")
         await self._write(self.store.sync)
         await self._write(self.store.put_manifest, number, digest, sealed)
 
@@ -125,32 +125,32 @@ class Weights:
         elif (known := self._published(version.number)) is not None:  # published again; the ledger compares the two
             return replace(version, path=known.path)
         elif not await asyncio.to_thread(self.folder.path(version.number).is_dir):
-            raise Refused(f"version {version.number}: its weights were never sent")
+            raise Refused(f"version {version.number} cannot be published: its weights were never sent")
         return replace(version, path=self.folder.path(version.number))
 
     async def _check_manifest(self, version: Version) -> None:
         try:
             sealed = await asyncio.to_thread(self.store.get_manifest, version.number, version.manifest)
         except (PieceMissing, PieceDamaged) as error:
-            raise Refused(f"version {version.number}: its manifest was never sent: {error}") from error
+            raise Refused(f"the manifest of version {version.number} was never sent: {error}") from error
         manifest = self._opened(sealed, version.number, version.manifest)
         named = (version.step, version.parent, version.digest)
         if (manifest.step, manifest.parent, manifest.digest) != named:
-            raise Refused(f"version {version.number}: its manifest names another step, parent or digest")
+            raise Refused(f"version {version.number} differs from its manifest in step, parent or digest")
         await self._check_whole(manifest)
 
     async def _check_whole(self, manifest: Manifest) -> None:
         """Raises `Refused` unless all pieces and manifests that `manifest` names are stored."""
         missing = await self.missing([piece.digest for piece in manifest.pieces])
         if missing:
-            raise Refused(f"version {manifest.number}: {len(missing)} pieces were never sent, such as {missing[0]}")
+            raise Refused(f"{len(missing)} pieces of version {manifest.number} were never sent, such as {missing[0]}")
         if manifest.delta is not None and not await self._is_here(manifest.number, manifest.delta):
-            raise Refused(f"version {manifest.number}: its delta manifest was never sent")
+            raise Refused(f"the delta manifest of version {manifest.number} was never sent")
         base = manifest.base
         if base is None or base.manifest is None or base.number != manifest.number:
             return
         if not await self._is_here(base.number, base.manifest):
-            raise Refused(f"version {manifest.number}: the manifest of its base was never sent")
+            raise Refused(f"the base manifest of version {manifest.number} was never sent")
 
     async def _is_here(self, number: int, digest: str) -> bool:
         return (number, digest) in await asyncio.to_thread(self.store.list_manifests)
@@ -162,7 +162,7 @@ class Weights:
         except ManifestError as error:
             raise Refusal(400, f"version {number}: {error}") from error
         if manifest.number != number or manifest_digest(data) != digest:
-            raise Refusal(400, f"version {number}: the manifest is that of version {manifest.number}, or was changed")
+            raise Refusal(400, f"the manifest sent for version {number} is not the one that the request names")
         return manifest
 
     async def _write(self, function: Callable[..., None], *args: object) -> None:
@@ -178,7 +178,7 @@ async def file_bytes(path: Path, start: int, stop: int) -> AsyncIterator[bytes]:
         while start < stop:
             chunk = await asyncio.to_thread(os.pread, file.fileno(), min(CHUNK_BYTES, stop - start), start)
             if not chunk:
-                raise OSError(f"{path}: ends at {start}, not at {stop}")
+                raise OSError(f"{path} ends at byte {start}, but its bytes up to {stop} were requested")
             start += len(chunk)
             yield chunk
 
@@ -186,5 +186,5 @@ async def file_bytes(path: Path, start: int, stop: int) -> AsyncIterator[bytes]:
 def checked(digest: str) -> str:
     """Returns `digest` if it has the form of a piece's name, else raises `Unknown`."""
     if DIGEST.fullmatch(digest) is None:
-        raise Unknown(f"piece {digest[:80]!r}: not the name of a piece")
+        raise Unknown(f"{digest[:80]!r} is not a digest; it must have 64 hexadecimal digits in lower case")
     return digest

@@ -31,7 +31,7 @@ async def submit(api: ApiState, worker: WorkerRecord, request: Request) -> Respo
     task, fence = coordinate(request, "task"), coordinate(request, "fence")
     trajectory = await api.bodies.read(request, api.max_trajectory_bytes, wire.trajectory)
     if trajectory.task != task:
-        raise Refusal(400, f"the path names task {task}, the body task {trajectory.task}")
+        raise Refusal(400, f"the URL names task {task}, but the body is a trajectory of task {trajectory.task}")
     outcome = await api.coordinator.submit(worker.name, trajectory, fence)
     return await reply(request, wire.Submitted(outcome), 200 if outcome is Outcome.REPEATED else 201)
 

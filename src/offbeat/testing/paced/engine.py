@@ -57,7 +57,7 @@ class PacedEngine:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ):
         self.settings, self.worker = settings or PacedSettings(), worker
-        self._capabilities = Capabilities(
+        self.capabilities = Capabilities(
             fingerprint=FINGERPRINT,
             num_slots=self.settings.num_slots,
             max_context_tokens=self.settings.max_context_tokens,
@@ -75,10 +75,6 @@ class PacedEngine:
         self._ended: EngineDied | None = None
 
     @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
     def version(self) -> int | None:
         return self._paced.version
 
@@ -90,7 +86,7 @@ class PacedEngine:
     async def generate(self, request: Request) -> Generation:
         self._check(request)
         if request.id in self._answers:
-            raise EngineError(f"engine {self.worker}: a request {request.id} is already running")
+            raise EngineError(f"engine {self.worker}: request {request.id} is already running")
         try:
             generation: Generation = await self._ask(Submit(request), request.id)
         except asyncio.CancelledError:
@@ -184,15 +180,11 @@ class PacedEngine:
 
     def _check(self, request: Request) -> None:
         """Refuses a request that cannot run, before it reaches the batch."""
-        sampling = request.sampling
-
-        def refuse(why: str) -> EngineError:
-            return EngineError(f"engine {self.worker}, request {request.id}: {why}")
-
-        if problem := problem_of(request, self.version, self.capabilities):
-            raise refuse(problem)
-        if len(set(sampling.stop_token_ids)) >= self.settings.vocab_size:
-            raise refuse(f"{len(sampling.stop_token_ids)} stop tokens leave none of {self.settings.vocab_size} tokens")
+        problem = problem_of(request, self.version, self.capabilities)
+        if not problem and len(set(request.sampling.stop_token_ids)) >= self.settings.vocab_size:
+            problem = f"its stop tokens cover the whole vocabulary of {self.settings.vocab_size} tokens; leave out one"
+        if problem:
+            raise EngineError(f"engine {self.worker}, request {request.id}: {problem}")
 
 
 Outcome = tuple[object, Generation | None]
@@ -279,12 +271,9 @@ class PacedClock:
         """Returns the time of the next event if no further command comes; None if there is none."""
         if self._loading is not None:
             return self._loading[0]
-        step, at_s = self._next_step(), None
-        if step is not None:
-            at_s = self._time_of(step)
-        elif self._commands:
-            at_s = max(self._start_s, self._commands[0][0])
-        return at_s
+        if (step := self._next_step()) is not None:
+            return self._time_of(step)
+        return max(self._start_s, self._commands[0][0]) if self._commands else None
 
     def advance(self, now_s: float) -> list[Outcome]:
         """Carries out all events up to `now_s`; returns the answers for waiting callers."""

@@ -67,14 +67,16 @@ class PacedSettings:
     def __post_init__(self) -> None:
         for name, least in (("num_slots", 1), ("max_context_tokens", 2), ("vocab_size", 2)):
             if getattr(self, name) < least:
-                raise UserError(f"paced engine: {name} = {getattr(self, name)}: allowed {least} or more")
+                raise UserError(f"paced engine: {name} is {getattr(self, name)}; it must be at least {least}")
         for name in ("base_s", "per_row_s", "prefill_s", "load_s"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise UserError(f"paced engine: {name} = {getattr(self, name)}: allowed 0 or more")
+                raise UserError(f"paced engine: {name} is {getattr(self, name)}; it must be finite and at least 0")
         if self.base_s + self.per_row_s <= 0:
-            raise UserError("paced engine: base_s = per_row_s = 0: a step must take time; raise one of them")
+            raise UserError(
+                "paced engine: base_s and per_row_s are both 0, but a step must take time; set one of them above 0"
+            )
         if not 0 < self.speed < math.inf:
-            raise UserError(f"paced engine: speed = {self.speed}: allowed above 0")
+            raise UserError(f"paced engine: speed is {self.speed}; it must be finite and above 0")
 
     def step_s(self, num_rows: int) -> float:
         return (self.base_s + self.per_row_s * num_rows) / self.speed
