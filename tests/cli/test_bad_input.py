@@ -84,9 +84,12 @@ def test_a_model_that_is_not_there_is_told(offbeat):
 @pytest.mark.parametrize(
     "text, told",
     [
-        ("", "task.path = 'data.jsonl': its file has no row; every row is a prompt to train on"),
-        ('{"prompt": "1+1="}\n\n{"prompt": "1+', "data.jsonl:3: not a line of JSON: Input data was truncated"),
-        ('{"prompt": "1+1="}\n{"promt": "2+1="}\n', "data.jsonl:2: there is no column 'prompt'; did you mean 'promt'?"),
+        ("", "task.path = 'data.jsonl': it has no row; every row is a prompt to train on"),
+        ('{"prompt": "1+1="}\n\n{"prompt": "1+', "data.jsonl:3: this line is not JSON: Input data was truncated"),
+        (
+            '{"prompt": "1+1="}\n{"promt": "2+1="}\n',
+            "data.jsonl:2: the row has no column 'prompt'; did you mean 'promt'?",
+        ),
     ],
     ids=["empty", "malformed", "no column"],
 )
@@ -101,10 +104,19 @@ def test_a_wrong_data_file_is_told_by_its_line(offbeat, text, told):
     "function, told",
     [
         ("rasing", r"task\.reward = 'rewards\.py:rasing': .* has no function 'rasing'; did you mean 'raising'\?"),
-        ("raising", r"reward .*: a first try failed, raised: ValueError: no egg, no hen \(rewards\.py:6\); see (.*)"),
-        ("hanging", r"reward .*: a first try failed, timeout: no reward within 1 s \(reward\.timeout_s\); see (.*)"),
-        ("nan", r"reward .*: a first try failed, value: the reward returned nan; return a finite number; see (.*)"),
-        ("text", r"reward .*: a first try failed, value: the reward returned 'good', a str; .*; see (.*)"),
+        (
+            "raising",
+            r"reward .*: its trial on one sample failed: raised: ValueError: no egg, .* \(rewards\.py:6\); see (.*)",
+        ),
+        (
+            "hanging",
+            r"reward .*: its trial on one sample failed: timeout: no reward within 1 s \(reward\.timeout_s\); see (.*)",
+        ),
+        (
+            "nan",
+            r"reward .*: its trial on one sample failed: value: the reward returned nan; .* number; see (.*)",
+        ),
+        ("text", r"reward .*: its trial on one sample failed: value: the reward returned 'good', a str; .*; see (.*)"),
     ],
     ids=["missing", "raising", "hanging", "NaN", "text"],
 )
@@ -258,12 +270,12 @@ def test_an_export_that_cannot_be_is_told(offbeat):
     run, taken = offbeat.folder / "run", offbeat.folder / "taken"
     taken.mkdir()
     (taken / "thesis.tex").touch()
-    assert offbeat.fails("export", "run", "out") == "run: no such run"
-    assert offbeat.fails("export", "taken", "out") == "taken: holds no run (it has no config.json)"
+    assert offbeat.fails("export", "run", "out") == "run: there is no such run"
+    assert offbeat.fails("export", "taken", "out") == "taken: holds no run (it has no config.json); give a run's folder"
     run.mkdir()
     (run / "config.json").write_text("{}")
     assert offbeat.fails("export", "run", "out") == "run: has published no weights yet; train at least one step first"
-    told = "taken: is there already; name a new folder or remove it first"
+    told = "taken: exists already and is not an empty folder; name a new folder or remove it first"
     assert offbeat.fails("export", "run", "taken") == told
     assert [file.name for file in taken.iterdir()] == ["thesis.tex"]
 

@@ -141,7 +141,7 @@ def test_rows_are_as_many_as_fit_into_a_gpus_memory(monkeypatch):
     row_bytes = 1040 * kv_bytes_per_token(shape)
     monkeypatch.setattr(measure, "memory_bytes", lambda device: (2 * 20 * row_bytes, 0))
     assert measure._fitting_rows((1, 4, 16, 32), 1024, shape, gpu) == 16
-    with pytest.raises(UserError, match="20 answers of 1024 tokens fit into memory; take a smaller model"):
+    with pytest.raises(UserError, match="only 20 answers of 1024 tokens fit in memory; use a smaller model"):
         measure._fitting_rows((1, 16, 32), 1024, shape, gpu)
 
 

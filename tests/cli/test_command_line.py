@@ -99,12 +99,12 @@ def test_a_wrong_file_is_refused(refused, text, told):
         (["train", "a.toml", "b.toml"], "b.toml: offbeat train takes no further argument"),
         (["train", "--name", "a/b"], '--run.name = "a/b": allowed letters'),
         (["train", "--resume"], "runs: has no run to resume; start one without --resume"),
-        (["train", "--resume", "runs/a"], "runs/a: no such run"),
+        (["train", "--resume", "runs/a"], "runs/a: there is no such run"),
         (["train", "--from-scratch"], "--from-scratch goes only with --resume"),
         (["eval"], "offbeat eval: the following arguments are required: MODEL"),
         (["eval", "nowhere"], "model.path = 'nowhere': no such folder"),
         (["eval", "offbeat-tiny", "--prompts", "0"], "--eval.prompts = 0: allowed 1 or more"),
-        (["export", "runs/a", "out"], "runs/a: no such run"),
+        (["export", "runs/a", "out"], "runs/a: there is no such run"),
         (["model", "smollm", "out"], "unknown model smollm; did you mean 'smollm2'?"),
         (["ledger", "verify", "runs/a"], "runs/a holds no ledger"),
     ],
@@ -122,7 +122,7 @@ def test_resuming_with_a_changed_fixed_key_is_refused(refused):
 
 def test_a_name_in_use_is_refused(refused):
     begin("a").close()
-    assert "this run exists; go on with it by --resume runs/a" in refused("train", "--name", "a")
+    assert "this run exists; continue it with --resume runs/a" in refused("train", "--name", "a")
 
 
 def test_a_resumed_run_brings_its_own_configuration(capsys):

@@ -114,7 +114,7 @@ def test_this_machine_can_run_the_demo_and_the_doctor_does_not_import_torch_itse
 def test_a_torch_that_crashes_is_a_line_and_takes_nothing_along(torch):
     torch("crashing")
     said = told()
-    assert (about(said, "torch")["told"], about(said, "torch")["level"]) == ("it crashed: SIGSEGV", "stops")
+    assert (about(said, "torch")["told"], about(said, "torch")["level"]) == ("the check crashed: SIGSEGV", "stops")
     assert "984,384 parameters" in about(said, "model")["told"]
     assert [change for change in said["changes"] if change.startswith("torch: ")]
     assert sum(finding["level"] == "stops" for finding in said["findings"]) == 1
@@ -127,8 +127,8 @@ def test_what_hangs_is_a_line_after_its_deadline_and_is_gone(torch, tmp_path):
     python.write_text('#!/bin/sh\necho "$$ " >> "$HANGS"\nsleep 600 &\necho "$! " >> "$HANGS"\nwait\n')
     python.chmod(0o755)
     said = told("--within=15", f"--engine.python={python}")
-    assert about(said, "torch")["told"] == "no answer within 15 s"
-    assert about(said, "engines")["told"] == "no answer within 15 s"
+    assert about(said, "torch")["told"] == "the check gave no answer within 15 s"
+    assert about(said, "engines")["told"] == "the check gave no answer within 15 s"
     assert about(said, "fsync")
     pids = hanging(tmp_path, 3)
     assert not any(map(is_alive, pids))
@@ -224,7 +224,7 @@ def test_a_sink_that_is_missing_is_told_once_as_a_package(monkeypatch):
 def test_a_python_that_is_none_is_told(torch, path):
     torch("missing")
     said = told(f"--engine.python={path}", "--rollout.engine=vllm", "--rollout.workers=1")
-    assert about(said, "engines")["told"].startswith(f'engine.python = "{path}": no program')
+    assert about(said, "engines")["told"].startswith(f'engine.python = "{path}": no such program')
     assert about(said, "engines")["level"] == "stops"
 
 
@@ -297,7 +297,7 @@ def test_a_server_that_a_worker_has_paused_stays_paused(torch):
     vllm.answers["/is_paused"] = {"is_paused": True}
     with vllm.serving() as url:
         said = told("--engine-url", url)
-    assert about(said, "server")["told"].startswith(f"{url}: is paused: a worker loads weights")
+    assert about(said, "server")["told"].startswith(f"{url}: the server is paused; a worker loads weights")
     assert vllm.sent == []
 
 

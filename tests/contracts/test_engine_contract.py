@@ -287,7 +287,7 @@ def test_a_way_with_kv_that_an_engine_does_not_have_is_refused(served):
             if mode in engine.capabilities.kv_modes:
                 assert (await engine.generate(request)).finish is Finish.LENGTH
             else:
-                with pytest.raises(EngineError, match=f"kv = {mode.value}: .* can do "):
+                with pytest.raises(EngineError, match=f"kv = {mode.value}: .* supports "):
                     await engine.generate(request)
 
     with_engine(served, scenario)

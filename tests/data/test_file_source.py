@@ -121,16 +121,16 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped_and_lines_still_counted(t
 @pytest.mark.parametrize(
     "text, complaint",
     [
-        ('{"prompt": "a"}\n{"prompt": \n', ":2: not a line of JSON: "),
-        ('{"prompt": "a"}\n\n[1]\n', ":3: a JSON list; every line must be an object"),
-        ('{"prompt": "a"}\n{"promt": "b"}\n', ":2: there is no column 'prompt'; did you mean 'promt'?"),
+        ('{"prompt": "a"}\n{"prompt": \n', ":2: this line is not JSON: "),
+        ('{"prompt": "a"}\n\n[1]\n', ":3: this line is a JSON list; it must be an object"),
+        ('{"prompt": "a"}\n{"promt": "b"}\n', ":2: the row has no column 'prompt'; did you mean 'promt'?"),
         ('{"prompt": 5}\n', ":1: prompt is 5, a int; a prompt must be text"),
         ('{"prompt": null}\n', ":1: prompt is None, a NoneType"),
         ('{"prompt": ""}\n', ":1: prompt is empty"),
         ('{"prompt": [{"role": "user"}]}\n', ":1: prompt is a list; for chat messages set task.messages = 'prompt'"),
-        ("\n\n", "its file has no row"),
-        ("", "its file has no row"),
-        ('{"prompt": "\xff"}\n', ":1: not a line of JSON"),
+        ("\n\n", "it has no row"),
+        ("", "it has no row"),
+        ('{"prompt": "\xff"}\n', ":1: this line is not JSON"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_one_line_with_its_place(tmp_path, text, complaint):
@@ -183,4 +183,4 @@ def test_columns_become_plain_facts(tmp_path):
 
 def test_a_share_that_leaves_nothing_to_train_on_is_refused(tmp_path):
     same = [{"prompt": "question 1"}] * 4
-    assert "leaves no row" in refusal(jsonl_source, tmp_path, *same, held_out=0.9999)
+    assert "holds out all" in refusal(jsonl_source, tmp_path, *same, held_out=0.9999)

@@ -51,14 +51,14 @@ def test_a_data_set_judges_its_own_answers_after_a_journey_through_json(dataset)
 
 
 def test_the_gym_reward_refuses_other_problems():
-    with pytest.raises(ValueError, match="problems of reasoning-gym only"):
+    with pytest.raises(ValueError, match="only problems of reasoning-gym"):
         load_reward("gym")("1+1=", "2", {})
 
 
 def test_what_is_wrong_is_said_in_one_line():
     assert "did you mean 'chain_sum'?" in refusal("chainsum")
     assert "did you mean 'max_terms'?" in refusal("chain_sum", {"max_term": 3})
-    assert "Offbeat sets it itself" in refusal("chain_sum", {"seed": 3})
+    assert "Offbeat sets this option itself" in refusal("chain_sum", {"seed": 3})
     assert "task.options of 'chain_sum': refused by reasoning-gym" in refusal("chain_sum", {"min_terms": -1})
     assert "task.options of 'chain_sum': refused by reasoning-gym" in refusal("chain_sum", {"min_terms": "two"})
 

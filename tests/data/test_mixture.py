@@ -49,7 +49,7 @@ def test_two_sources_come_in_turn_by_weight():
 
 
 def test_counts_of_a_source_that_is_gone_are_refused():
-    with pytest.raises(OffbeatError, match="drawn from old"):
+    with pytest.raises(OffbeatError, match="drawn prompts from old"):
         mixture_of(1).next({"old": 3})
 
 
@@ -63,7 +63,7 @@ def test_held_out_problems_are_shared_out_by_weight_and_stay_the_same():
 def test_sources_have_names_and_seeds_of_their_own():
     mixture = build_mixture([ArithmeticTask(), ArithmeticTask(), ArithmeticTask(reward="exact")], seed=7)
     assert list(mixture.members) == ["arithmetic", "arithmetic-2", "arithmetic-3"]
-    assert [mixture.reward_of(name) for name in mixture.members] == ["number", "number", "exact"]
+    assert [member.reward for member in mixture.members.values()] == ["number", "number", "exact"]
     assert mixture.rewards == {"number": "number", "exact": "exact"}
     posed = {tuple(member.problem(i).prompt for i in range(20)) for member in mixture.members.values()}
     assert len(posed) == 3
@@ -92,7 +92,7 @@ def test_a_reward_from_python_judges_all(tmp_path):
 
     mixture = build_mixture([ArithmeticTask(), ArithmeticTask(reward="exact")], seed=0, reward=judge)
     assert mixture.rewards == {"judge": judge}
-    assert mixture.reward_of("arithmetic-2") == "judge"
+    assert mixture.members["arithmetic-2"].reward == "judge"
 
 
 def test_a_source_without_a_reward_wants_one(tmp_path):

@@ -79,7 +79,7 @@ def test_a_worker_that_is_told_of_a_server_joins_and_waits_for_it(terminals: Ter
     serving: Path = terminals.folder / "runs" / "swarm" / "serve.json"
     terminals.until("the coordinator listens", serving.is_file)
     terminals.start(JOIN.replace(":8000", ":9"))
-    waits = "engine http://127.0.0.1:9: waiting for it to answer"
+    waits = "engine http://127.0.0.1:9: waiting for the server to answer"
     terminals.until("the worker waits for its engine", lambda: waits in terminals.screen())
 
 

@@ -138,8 +138,8 @@ def test_requests_share_a_prefix_within_one_load_and_a_refilled_one_with_nobody(
     ("spans", "told"),
     [
         ([Span("0-a", 0, 2)], "end at token 2 of 3"),
-        ([Span("0-a", 1, 3)], "gap at token 0"),
-        ([Span("0-a", 0, 2), Span("0-a", 1, 3)], "gap at token 2"),
+        ([Span("0-a", 1, 3)], "do not continue at token 0"),
+        ([Span("0-a", 0, 2), Span("0-a", 1, 3)], "do not continue at token 2"),
         ([], "end at token 0 of 3"),
     ],
 )

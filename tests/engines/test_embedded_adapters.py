@@ -103,7 +103,8 @@ def test_an_adapter_on_another_base_is_refused_and_changes_nothing(published):
     version, model = published.write(0), adapted(seed=7)
     own, before = weights_digest(base_tensors(model)), weights_digest(state_tensors(model))
     with pytest.raises(
-        EngineError, match=rf"version 0: its base is {published.base[:12]}, but model.path has {own[:12]}"
+        EngineError,
+        match=rf"version 0: its adapter needs the base {published.base[:12]}, but model.path has {own[:12]}",
     ):
         stage(model, version, own)
     assert weights_digest(state_tensors(model)) == before
@@ -127,21 +128,21 @@ def test_a_base_that_came_with_an_adapter_takes_the_place_of_the_models_own(publ
 def test_whole_models_and_adapters_are_not_taken_for_one_another(published, tmp_path):
     tiny_model().save_pretrained(tmp_path / "whole")
     whole = Version(3, step=0, parent=None, digest="", path=tmp_path / "whole")
-    with pytest.raises(EngineError, match="version 3: is no adapter, but the model was loaded with one"):
+    with pytest.raises(EngineError, match="version 3: is not an adapter, but the model was loaded with one"):
         stage(adapted(), whole, published.base)
-    with pytest.raises(EngineError, match="version 0: is an adapter, but the model was loaded without any"):
+    with pytest.raises(EngineError, match="version 0: is an adapter, but the model was loaded without one"):
         stage(tiny_model(), published.write(0))
 
 
 def test_an_adapter_of_another_rank_is_refused(published):
     model = tiny_model()
     attach(model, Lora(rank=2, alpha=4.0))
-    with pytest.raises(EngineError, match=r"version 0: .*lora_A.* has shape \(4, 64\), the model \(2, 64\)"):
+    with pytest.raises(EngineError, match=r"version 0: .*lora_A.* has shape \(4, 64\), in the model \(2, 64\)"):
         stage(model, published.write(0), published.base)
 
 
 def test_an_adapter_that_is_to_be_multiplied_by_something_else_is_refused(published):
     model = tiny_model()
     attach(model, Lora(rank=4, alpha=4.0))
-    with pytest.raises(EngineError, match=r"version 0: its adapter is multiplied by 2, the model's by 1"):
+    with pytest.raises(EngineError, match=r"version 0: its adapter has the scale 2, but the model's has 1"):
         stage(model, published.write(0), published.base)

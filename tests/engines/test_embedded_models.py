@@ -140,7 +140,7 @@ def test_a_context_longer_than_the_models_positions_is_refused_with_figures():
 def test_a_context_in_which_positions_would_be_coded_by_the_longest_row_is_refused():
     rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     model = tiny_model("phi3", original_max_position_embeddings=32, rope_scaling=rope)
-    with pytest.raises(UserError, match=r"max_context_tokens = 33, but Phi3ForCausalLM \(phi3\) takes 32"):
+    with pytest.raises(UserError, match=r"max_context_tokens = 33, but Phi3ForCausalLM \(phi3\) takes at most 32"):
         EmbeddedEngine(model, num_slots=2, max_context_tokens=33)
     answers(model, [ask(tokens(0, 20), max_new_tokens=12)], max_context_tokens=32)
 

@@ -112,7 +112,7 @@ def test_it_is_given_the_named_gpu_and_those_after_it(device, seen, told):
 
 
 def test_more_gpus_than_may_be_seen_are_refused():
-    with pytest.raises(UserError, match=r'^model\.device = "cuda:1": CUDA_VISIBLE_DEVICES = 4,5 has no 2$'):
+    with pytest.raises(UserError, match=r'^model\.device = "cuda:1": CUDA_VISIBLE_DEVICES = 4,5 has no GPU 2$'):
         environment(configured(model__device="cuda:1", engine__tensor_parallel=2), {"CUDA_VISIBLE_DEVICES": "4,5"})
 
 
@@ -153,7 +153,7 @@ def test_an_interpreter_without_the_engine_is_refused_by_name():
 
 @pytest.mark.parametrize(
     "python, why",
-    [("/no/such/python", "No such file or directory"), ("/bin/false", "cannot be used: no output")],
+    [("/no/such/python", "No such file or directory"), ("/bin/false", "this Python cannot run the engine: no output")],
 )
 def test_an_interpreter_that_is_none_is_refused_by_name(python, why):
     with pytest.raises(UserError, match=rf'^engine\.python = "{python}": {why}'):

@@ -17,7 +17,7 @@ from offbeat.engines.process.lifecycle import ServerEngines
 from offbeat.engines.protocol import EngineDied
 from offbeat.errors import UserError
 
-NO_VLLM = "/version: 404"
+NO_VLLM = "/version: the server answered with status 404"
 
 
 def stand_in_for_python(folder: Path) -> str:
@@ -90,7 +90,7 @@ def test_one_that_dies_again_and_again_is_given_up(tmp_path, monkeypatch):
                 assert not any(is_alive(pid) for pid in processes(tmp_path))
             with pytest.raises(UserError, match=NO_VLLM):
                 await engines.open()
-            with pytest.raises(UserError, match=r"^the engine died again and again and is given up: it hangs$"):
+            with pytest.raises(UserError, match=r"^the engine died too often and is not restarted: it hangs$"):
                 await engines.dispose(EngineDied("it hangs"))
         finally:
             await engines.close()
@@ -146,6 +146,6 @@ def test_a_server_of_someone_else_is_waited_for_told_of_once_and_left_alone(tmp_
 
     asyncio.run(run())
     waiting, dead = capsys.readouterr().out.splitlines()
-    assert waiting.startswith(f"worker w: engine {url}: waiting for it to answer: {url}/health: ")
+    assert waiting.startswith(f"worker w: engine {url}: waiting for the server to answer: {url}/health: ")
     assert dead == f"worker w: engine {url}: dead: it hangs"
     until(lambda: not any(is_alive(pid) for pid in processes(tmp_path)), "the stand-in to end")

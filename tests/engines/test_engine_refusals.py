@@ -19,8 +19,8 @@ ONE_PROCESS = (
         ([], ONE_PROCESS),
         (
             ["--rollout.workers=2", "--engine.url=http://there:8000"],
-            'engine.url = "http://there:8000": one server serves one worker, and rollout.workers = 2; set it to 1, or '
-            "leave engine.url out, so that each starts its own",
+            'engine.url = "http://there:8000": one server serves one worker, and rollout.workers = 2; set that to 1, '
+            "or leave engine.url out, so that each worker starts its own",
         ),
     ],
 )

@@ -53,7 +53,7 @@ def test_an_answer_that_is_not_json_is_quoted(body):
             with pytest.raises(EngineError) as error:
                 await server.get("/version")
             told = str(error.value)
-            assert told.startswith(f"{server.url}/version: not JSON: ")
+            assert told.startswith(f"{server.url}/version: the server's answer is not JSON: ")
             assert len(told) < 400
             assert not isinstance(error.value, ServerAway | ServerRefused)
 
@@ -89,7 +89,7 @@ def test_a_refusal_names_the_server_the_status_and_what_it_said(body, told):
             for path, call in (("/health", server.get("/health")), ("/events", all_events(server))):
                 with pytest.raises(ServerRefused) as error:
                     await call
-                assert str(error.value) == f"{server.url}{path}: 503: {told}"
+                assert str(error.value) == f"{server.url}{path}: the server answered with status 503: {told}"
                 assert error.value.status == 503
 
     asyncio.run(run())
@@ -103,7 +103,10 @@ def test_a_redirection_is_not_followed_because_a_post_would_arrive_as_something_
             for path, call in (("/pause", server.post("/pause")), ("/events", all_events(server))):
                 with pytest.raises(ServerRefused) as error:
                     await call
-                assert str(error.value) == f"{server.url}{path}: 302: it redirects to http://elsewhere:1/pause"
+                assert (
+                    str(error.value)
+                    == f"{server.url}{path}: the server answered with status 302: a redirect to http://elsewhere:1/pause"
+                )
             assert len(visits.calls) == 2
 
     asyncio.run(run())
@@ -139,7 +142,7 @@ def test_a_deadline_that_passes_is_named_with_the_server_and_the_call_is_given_u
         async with served(hang) as (server, visits):
             with pytest.raises(ServerAway) as error:
                 await server.get("/health", within_s=0.1)
-            assert str(error.value) == f"{server.url}/health: no answer within 0.1 s"
+            assert str(error.value) == f"{server.url}/health: the server gave no answer within 0.1 s"
             await visits.was_left.wait()
 
     asyncio.run(run())
@@ -315,7 +318,7 @@ def test_once_closed_it_is_away_for_good_and_what_was_under_way_ends():
                 with pytest.raises(ServerAway, match=server.url):
                     await call
             for call in (server.get("/x"), all_events(server)):
-                with pytest.raises(ServerAway, match=": closed"):
+                with pytest.raises(ServerAway, match="client of the server is closed"):
                     await call
             await server.close()
 

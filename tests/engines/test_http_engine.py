@@ -51,7 +51,7 @@ def test_what_streams_in_becomes_a_segment_of_the_version_that_is_loaded():
 def test_a_request_that_runs_already_or_cannot_be_done_is_refused_and_never_sent():
     async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
-        with pytest.raises(EngineError, match="engine w: a request a is already running"):
+        with pytest.raises(EngineError, match="engine w: a request with id a is already running"):
             await engine.generate(request("a"))
         with pytest.raises(EngineError, match="engine w, request b: kv = stale"):
             await engine.generate(request("b", KvMode.STALE))
@@ -104,9 +104,9 @@ def test_a_server_that_is_well_and_never_answers_fails_the_request_after_some_tr
             else:
                 errors = {"breaks off": AWAY, "refuses": ServerRefused("500: no", 500)}
                 server.drop("a", errors.get(how))
-        said = {"aborts": "aborted by the server itself", "breaks off": "the line is down", "refuses": "500: no"}
+        said = {"aborts": "the server itself ended the call", "breaks off": "the line is down", "refuses": "500: no"}
         with pytest.raises(
-            EngineError, match=f"^engine w, request a: .*{said.get(how, 'ended without a reason')}"
+            EngineError, match=f"^engine w, request a: .*{said.get(how, 'ended without a finish reason')}"
         ) as e:
             await answer
         assert not isinstance(e.value, EngineDied)

@@ -30,7 +30,7 @@ def test_without_adapters_a_server_takes_none():
     ("keys", "machine", "told"),
     [
         ({"model__lora_rank": 600}, CPU, 'model.lora_rank = 600: allowed up to 512 with rollout.engine = "vllm"'),
-        ({"model__dtype": "float32"}, GPU, 'model.dtype = "float32": allowed "bfloat16" where vLLM on a GPU'),
+        ({"model__dtype": "float32"}, GPU, 'model.dtype = "float32": allowed "bfloat16" for adapters'),
     ],
 )
 def test_adapters_that_vllm_has_no_arithmetic_for_are_refused(keys, machine, told):

@@ -76,7 +76,7 @@ def test_an_event_without_an_end_is_refused_before_memory_is_full(monkeypatch):
 
     async def run():
         async with served(flood) as (server, visits):
-            with pytest.raises(EngineError, match=f"{server.url}/events: an event of more than 100000 bytes"):
+            with pytest.raises(EngineError, match=f"{server.url}/events: the server sent an event over 100000 bytes"):
                 await all_events(server)
             await visits.was_left.wait()
 
@@ -110,7 +110,7 @@ def test_an_event_cut_off_by_a_connection_that_ends_is_never_taken_for_a_whole_o
         async with saying(head + b"data: 1\n\ndata: 23") as server:
             events = server.events("/events", None)
             assert await anext(events) == b"1"
-            with pytest.raises(ServerAway, match="broke off in the middle of an event: data: 23"):
+            with pytest.raises(ServerAway, match="broke off inside an event: data: 23"):
                 await anext(events)
         async with saying(head + b"data: 1\n\ndata: 23\n\n") as server:
             assert await all_events(server) == [b"1", b"23"]

@@ -275,7 +275,9 @@ def test_tokens_of_weights_that_nobody_here_loaded_end_every_request():
         await server.sample("a", 2)
         server.end("a")
         for ended in (answer, other):
-            with pytest.raises(EngineDied, match=r"engine w \(scripted 1.0\): tokens of weights labelled 'theirs'"):
+            with pytest.raises(
+                EngineDied, match=r"engine w \(scripted 1.0\): it sent tokens of weights labelled 'theirs'"
+            ):
                 await ended
 
     play(scenario)

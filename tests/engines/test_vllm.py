@@ -99,9 +99,9 @@ def test_a_server_with_a_gpu_may_split_prompts_and_one_without_may_take_them_who
             "start it with --enable-scale-out",
         ),
         (server(**ON_CPU), "on a CPU would keep the output layer of old weights.*leave out engine.url"),
-        (server(**SPLITTING), "on a CPU ends when it splits the prompt.*start it with --no-enable-chunked-prefill"),
-        ([{"asked": "GET /version", "json": {"release": "1"}}], "not as vLLM does"),
-        ([{"asked": "GET /version", "json": ["0.26"]}], "not as vLLM does"),
+        (server(**SPLITTING), "on a CPU crashes when it splits the prompt.*start it with --no-enable-chunked-prefill"),
+        ([{"asked": "GET /version", "json": {"release": "1"}}], "not like vLLM"),
+        ([{"asked": "GET /version", "json": ["0.26"]}], "not like vLLM"),
     ],
 )
 def test_a_server_that_cannot_be_worked_with_is_refused_with_its_remedy(exchanges, told):
@@ -158,7 +158,7 @@ def test_an_answer_that_simply_ends_has_no_last_chunk():
     ("events", "error", "told"),
     [
         ([event(1, logprob=-9999.0)], EngineError, "no log-prob for a sampled token"),
-        ([event(1, finish="repetition")], EngineError, "ended by 'repetition'"),
+        ([event(1, finish="repetition")], EngineError, "unknown finish reason 'repetition'"),
         ([{"error": {"message": "the engine is dead"}}], ServerRefused, "the engine is dead"),
         (['{"choices": [{"token_ids": "x"}]}'], EngineError, "token_ids"),
         (["{nonsense"], EngineError, "nonsense"),
@@ -201,6 +201,6 @@ def test_a_version_that_is_deleted_after_it_was_staged_is_read_all_the_same(tmp_
 
 def test_a_version_that_is_gone_before_it_is_staged_is_refused_and_leaves_nothing(tmp_path):
     version = Version(7, step=7, parent=None, digest="d", path=tmp_path / "7")
-    with pytest.raises(EngineError, match=r"version 7: cannot be read from .*No such file"):
+    with pytest.raises(EngineError, match=r"version 7: its files cannot be read from .*No such file"):
         asyncio.run(FromPath().stage(version))
     assert list(tmp_path.iterdir()) == []

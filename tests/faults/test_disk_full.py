@@ -195,7 +195,7 @@ def test_a_role_on_a_full_disk_is_not_started_again_and_the_run_goes_on_later(tm
     words = (*QUICK, "--run.steps=2", "--rollout.workers=1")
     fails = {"LD_PRELOAD": str(shim), "DISK_FAILS": f"{errno.ENOSPC} 4 checkpoints"}
     status, errors = train(tmp_path, *words, **fails)
-    told = r"offbeat: trainer: ended with status 3: offbeat: cannot write the checkpoint of step 1 .*; free space .*\n"
+    told = r"offbeat: trainer: ended with status 3 and is not restarted: .*cannot write the .*; free space .*\n"
     assert (status, bool(re.fullmatch(told, errors))) == (1, True), errors
     assert train(tmp_path, *words, "--resume") == (0, "")
     for log in (tmp_path / "runs" / "a" / "logs").iterdir():

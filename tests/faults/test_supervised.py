@@ -72,7 +72,7 @@ def test_what_the_user_must_mend_ends_the_run_with_one_line(tmp_path):
     shutil.rmtree(model)
     run.kill("trainer")
     told = run.finish(status=1)
-    line = r"offbeat: trainer: ended with status 2: offbeat: model\.path = '.*': no such folder; .*trainer\.log\)\n"
+    line = r"offbeat: trainer: ended with status 2 and is not restarted: .*: model\.path = .*trainer\.log\)\n"
     assert re.fullmatch(line, told), told
     starts = [row for row in run.diary() if row["process"] == "trainer" and row["event"] == "started"]
     assert len(starts) == 2, "it was started again in vain"

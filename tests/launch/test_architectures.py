@@ -105,7 +105,7 @@ def test_a_run_beyond_the_length_where_positions_are_coded_anew_is_refused(tmp_p
     folder = saved("phi3", tmp_path / "model", **limits)
     rollout = {"max_prompt_tokens": 60, "max_new_tokens": 8, "engine": "vllm"}
     config = Config.model_validate({"model": {"path": str(folder)}, "rollout": rollout})
-    with pytest.raises(UserError, match=r"= 60 \+ 8: .* has a window of 64 tokens, from which on .*longrope"):
+    with pytest.raises(UserError, match=r"= 60 \+ 8: .* has a window of 64 tokens \(longrope"):
         load_tokens(config)
 
 
@@ -113,9 +113,7 @@ def test_a_worker_tells_that_its_model_generates_slowly_and_why(tmp_path, capsys
     folder, rollout = saved("lfm2", tmp_path / "model"), {"max_prompt_tokens": 16, "max_new_tokens": 8}
     engines = OwnEngine(Config.model_validate({"model": {"path": str(folder)}, "rollout": rollout}), "w")
     asyncio.run(engines.close())
-    told = (
-        "worker w: engine: the model has layers beside attention that mix tokens: every step computes its answers anew"
-    )
+    told = "worker w: engine: the model has layers beside attention that mix tokens: every step computes all"
     assert told in capsys.readouterr().out
 
 

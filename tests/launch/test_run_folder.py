@@ -51,7 +51,7 @@ def test_runs_without_a_name_in_the_same_second_get_folders_of_their_own(tmp_pat
 
 def test_a_name_in_use_is_refused_with_the_way_to_go_on(tmp_path):
     begin(tmp_path).close()
-    with pytest.raises(UserError, match=r"a: this run exists; go on with it by --resume .*a, or choose another"):
+    with pytest.raises(UserError, match=r"a: this run exists; continue it with --resume .*a, or choose another"):
         RunFolder.create(config(tmp_path, "--run.name=a"))
 
 
@@ -233,9 +233,9 @@ def test_logs_and_warnings_go_to_the_runs_folder_while_it_is_open(tmp_path):
 
 def test_spans_are_timed_and_traced(tmp_path):
     with begin(tmp_path) as folder:
-        with folder.span("train", step=1):
+        with folder.trace.span("train", step=1):
             pass
-        assert folder.spans_since_last()["train"] >= 0
+        assert folder.trace.spans_since_last()["train"] >= 0
         folder.metrics({"step": 2})
         assert '"train"' in (folder.path / "trace.json").read_text()
 

@@ -26,7 +26,7 @@ def test_peers_beyond_this_machine_are_asked_only_where_keys_may_cross_in_the_cl
     assert caplog.messages == []
     with caplog.at_level(logging.WARNING):
         assert usable([FAR, NEAR], allow_plain=False) == {"http://127.0.0.1:7000": "near"}
-    assert caplog.messages == ["1 peers are not used: keys would cross the network in the clear; see --allow-plain"]
+    assert caplog.messages == ["1 peers are not used, because keys would be sent unencrypted; --allow-plain allows it"]
 
 
 @pytest.mark.parametrize("host", ["evil.example", "10.0.0.1/x?", "user@10.0.0.1", "", "10.0.0.1\n"])

@@ -59,9 +59,9 @@ def sample_std(rewards, groups):
 
 WRONG = {
     "one number": (lambda rewards, groups: 0.5, NUMBERS, "of shape ()"),
-    "words": (lambda rewards, groups: ["good"] * len(rewards), NUMBERS, "one number per answer is wanted"),
+    "words": (lambda rewards, groups: ["good"] * len(rewards), NUMBERS, "return one number per answer"),
     "an error": (lambda rewards, groups: rewards[100], NUMBERS, "IndexError"),
-    "NaN for one": (sample_std, NUMBERS, "1 of 10 are NaN"),
+    "NaN for one": (sample_std, NUMBERS, "1 of 10 advantages are NaN"),
     "groups by position": (by_position, ORDER, "answers come in any order"),
     "ids as numbers": (lambda rewards, groups: group_centred(rewards, groups) * groups, ORDER, "ids are labels"),
     "no baseline": (lambda rewards, groups: rewards, EQUAL, "subtract a mean"),

@@ -121,7 +121,7 @@ class Issuer:
             source_ordinal=source_ordinal,
             prompt_tokens=self.renderer.tokens(source, problem, source_ordinal),
             problem=problem_record(problem),
-            reward=self.mixture.reward_of(source.name),
+            reward=source.reward,
             **fields,
         )
 

@@ -50,19 +50,12 @@ def last_number(text: str) -> str | None:
 class Arithmetic:
     """Source of the problems that this module describes; a problem depends only on `seed` and its ordinal."""
 
+    name = "arithmetic"
     default_reward = "number"
     chat = False
 
-    def __init__(
-        self,
-        seed: int = 0,
-        level: int = 2,
-        tail: float = 0.0,
-        tail_median: int = 6,
-        tail_sigma: float = 0.8,
-        name: str = "arithmetic",
-    ):
-        self.seed, self.level, self.name = seed, level, name
+    def __init__(self, seed: int = 0, level: int = 2, tail: float = 0.0, tail_median: int = 6, tail_sigma: float = 0.8):
+        self.seed, self.level = seed, level
         self.tail, self.tail_median, self.tail_sigma = tail, tail_median, tail_sigma
 
     def problem(self, ordinal: int) -> Problem:

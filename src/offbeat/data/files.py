@@ -92,9 +92,11 @@ class JsonLines:
         try:
             row = msgspec.json.decode(text.strip().removeprefix(BYTE_ORDER_MARK))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{self.path}:{line}: not a line of JSON: {error}") from error
+            raise UserError(f"{self.path}:{line}: this line is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise UserError(f"{self.path}:{line}: a JSON {type(row).__name__}; every line must be an object, {{...}}")
+            raise UserError(
+                f"{self.path}:{line}: this line is a JSON {type(row).__name__}; it must be an object, {{...}}"
+            )
         return row
 
 
@@ -184,14 +186,14 @@ class FileSource:
         self._needed = [self._column] + ([answer] if answer not in (None, DEFAULT_ANSWER) else [])
         hashes = np.array([_hash(self._prompt_of(row, i)) for i, row in enumerate(rows.scan(self._needed))], np.uint64)
         if not len(hashes):
-            raise UserError(f"task.path = {str(rows.path)!r}: its file has no row; every row is a prompt to train on")
+            raise UserError(f"task.path = {str(rows.path)!r}: it has no row; every row is a prompt to train on")
         is_held_out = _choose_held_out(hashes, held_out)
         self._train = np.flatnonzero(~is_held_out)
         # Held-out rows are sorted by hash, so that the first ones are a fair sample; equal prompts count once.
         _, first = np.unique(hashes, return_index=True)
         self._held_out = first[is_held_out[first]]
         if not len(self._train):
-            raise UserError(f"task.held_out = {held_out:g}: leaves no row of {name} to train on, of {len(hashes)}")
+            raise UserError(f"task.held_out = {held_out:g}: holds out all {len(hashes)} rows of {name}; lower it")
         self._order = lru_cache(maxsize=2)(self._make_order)  # a step may use two epochs
 
     def problem(self, ordinal: int) -> Problem:
@@ -216,7 +218,7 @@ class FileSource:
         where = self.rows.where(index)
         for column in self._needed:
             if column not in row:
-                raise UserError(f"{where}: there is no column {column!r}; {suggest(column, row)}")
+                raise UserError(f"{where}: the row has no column {column!r}; {suggest(column, row)}")
         value, place = row[self._column], f"{where}: {self._column}"
         if isinstance(value, list) and not self._is_messages:
             raise UserError(f"{place} is a list; for chat messages set task.messages = {self._column!r}")

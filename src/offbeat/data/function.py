@@ -23,23 +23,17 @@ class FunctionSource:
 
     default_reward: str | None = None
 
-    def __init__(
-        self,
-        function: str | Callable[..., Any],
-        seed: int = 0,
-        chat: bool | None = None,
-        name: str | None = None,
-    ):
+    def __init__(self, function: str | Callable[..., Any], seed: int = 0, chat: bool | None = None):
         self.seed, self.chat = seed, chat
         self._label = function if isinstance(function, str) else getattr(function, "__name__", "function")
         self._function = locate(function, "task.path") if isinstance(function, str) else function
         self._arguments = accepted_arguments(self._function, ("ordinal", "seed", "held_out"), f"task {self._label}")
-        self.name = name or self._label.rpartition(":")[2]
+        self.name = self._label.rpartition(":")[2]
 
     def problem(self, ordinal: int) -> Problem:
         problem = self._ask(ordinal, held_out=False)
         if problem is None:
-            raise UserError(f"task {self._label}: no problem {ordinal}; it must have one for every ordinal")
+            raise UserError(f"task {self._label}: it returned None for problem {ordinal}; each ordinal needs one")
         return problem
 
     def held_out(self, count: int) -> list[Problem]:
@@ -55,7 +49,7 @@ class FunctionSource:
         try:
             found = self._function(**{name: offered[name] for name in self._arguments})
         except Exception as error:
-            raise UserError(f"{place}: {one_line(error)}") from error
+            raise UserError(f"{place}: the function raised {one_line(error)}") from error
         return None if found is None else _problem(found, place)
 
 
@@ -63,10 +57,10 @@ def _problem(found: Any, place: str) -> Problem:
     if isinstance(found, Problem):
         return found
     if not isinstance(found, Mapping):
-        raise UserError(f"{place}: got {found!r:.60}, a {type(found).__name__}; return a dict with prompt")
+        raise UserError(f"{place}: the result is {found!r:.60}, a {type(found).__name__}; return a dict with prompt")
     for key in found:
         if key not in KEYS:
-            raise UserError(f"{place}: unknown key {key!r}; {suggest(str(key), KEYS)}")
+            raise UserError(f"{place}: the function returned an unknown key {key!r}; {suggest(str(key), KEYS)}")
     prompt, info = found.get("prompt"), found.get("info", {})
     if not isinstance(info, Mapping):
         raise UserError(f"{place}: info is {info!r:.60}, a {type(info).__name__}; return a dict")

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import zlib
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from offbeat.data.prompts import Problem
@@ -40,19 +40,12 @@ class Gym:
 
     default_reward = "gym"
 
-    def __init__(
-        self,
-        dataset: str,
-        options: Mapping[str, Any] | None = None,
-        seed: int = 0,
-        chat: bool | None = None,
-        name: str | None = None,
-    ):
-        self.dataset, self.options = dataset, dict(options or {})
-        self.chat, self.name = chat, name or dataset
+    def __init__(self, dataset: str, options: Mapping[str, Any] | None = None, seed: int = 0, chat: bool | None = None):
+        self.dataset = self.name = dataset
+        self.options, self.chat = dict(options or {}), chat
         self._first_seed = zlib.crc32(f"{seed}".encode()) % NUM_TRAIN_SEEDS
         _check_options(dataset, self.options)
-        self._chunk = lru_cache(maxsize=8)(self._make_chunk)
+        self._chunk = lru_cache(maxsize=8)(partial(_make, dataset, self.options))
         self._chunk(0)
 
     def problem(self, ordinal: int) -> Problem:
@@ -61,7 +54,7 @@ class Gym:
             problem = self._pose(NUM_HELD_OUT_SEEDS + position)
             if not is_held_out(str(problem.prompt)):
                 return problem
-        raise UserError(f"task.name = {self.dataset!r}: with these options it has hardly a question to train on")
+        raise UserError(f"task.name = {self.dataset!r}: these task.options leave it too few different questions")
 
     def held_out(self, count: int) -> list[Problem]:
         drawn: dict[str, Problem] = {}
@@ -81,9 +74,6 @@ class Gym:
         info = {"dataset": self.dataset, "options": self.options, "entry": _to_plain(entry)}
         return Problem(question, answer=None if answer is None else str(answer), info=info)
 
-    def _make_chunk(self, first_seed: int) -> Any:
-        return _make(self.dataset, self.options, first_seed)
-
 
 def is_held_out(question: str) -> bool:
     return zlib.crc32(question.encode()) % HELD_OUT_IN == 0
@@ -92,7 +82,7 @@ def is_held_out(question: str) -> bool:
 def judge(question: str, answer: str, info: Mapping[str, Any]) -> float:
     """Returns the data set's own score of an answer to a problem of `Gym`; `info` is the problem's."""
     if "entry" not in info:
-        raise ValueError("the reward 'gym' judges problems of reasoning-gym only, and this is none")
+        raise ValueError("the reward 'gym' judges only problems of reasoning-gym, and this one has another source")
     dataset = _judging(info["dataset"], json.dumps(info["options"], sort_keys=True))
     return dataset.score_answer(answer, {"question": question, **_from_plain(info["entry"])})
 
@@ -119,7 +109,7 @@ def _check_options(dataset: str, options: Mapping[str, Any]) -> None:
     fields = [field.name for field in dataclasses.fields(known[dataset][1]) if field.name not in ("seed", "size")]
     for option in options:
         if option in ("seed", "size"):
-            raise UserError(f"task.options.{option} of {dataset!r}: Offbeat sets it itself; see run.seed")
+            raise UserError(f"task.options.{option} of {dataset!r}: Offbeat sets this option itself; leave it out")
         if option not in fields:
             raise UserError(f"task.options.{option}: {dataset!r} has no such option; {suggest(option, fields)}")
 
@@ -135,7 +125,7 @@ def _to_plain(value: Any) -> Any:
         return {"map": [[_to_plain(key), _to_plain(item)] for key, item in value.items()]}
     if value is None or isinstance(value, str | int | float):
         return value
-    raise UserError(f"a problem of reasoning-gym holds a {type(value).__name__}, which its reward cannot be sent")
+    raise UserError(f"a problem of reasoning-gym holds a {type(value).__name__}, which cannot be sent to its reward")
 
 
 def _from_plain(value: Any) -> Any:

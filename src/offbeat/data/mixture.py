@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.config.schema import AnyTask, ArithmeticTask, FileTask, FunctionTask, GymTask
+from offbeat.config.schema import AnyTask, ArithmeticTask, FunctionTask, GymTask
 from offbeat.data.arithmetic import Arithmetic
 from offbeat.data.files import DatasetRows, FileSource, open_file
 from offbeat.data.function import FunctionSource
@@ -27,7 +27,7 @@ SEED_STEP = 1_000_003
 
 @dataclass(frozen=True)
 class WeightedSource:
-    """A source with its settings in a mixture; implements `PromptSource` itself."""
+    """A source with its settings in a mixture."""
 
     source: PromptSource
     name: str
@@ -38,18 +38,11 @@ class WeightedSource:
     """System message for the source's prompts; None: no system message."""
 
     @property
-    def default_reward(self) -> str | None:
-        return self.source.default_reward
-
-    @property
     def chat(self) -> bool | None:
         return self.source.chat
 
     def problem(self, ordinal: int) -> Problem:
         return self.source.problem(ordinal)
-
-    def held_out(self, count: int) -> list[Problem]:
-        return self.source.held_out(count)
 
 
 class Mixture:
@@ -59,7 +52,7 @@ class Mixture:
     def __init__(self, members: Sequence[WeightedSource], rewards: Mapping[str, RewardSpec]):
         assert members, "a mixture needs a source"
         self.members = {member.name: member for member in members}
-        assert len(self.members) == len(members), [member.name for member in members]
+        assert len(self.members) == len(members), f"sources of the same name: {[member.name for member in members]}"
         self.rewards = dict(rewards)
         self._total_weight = sum(member.weight for member in members)
         self._held_out: dict[int, list[tuple[WeightedSource, Problem]]] = {}
@@ -69,7 +62,8 @@ class Mixture:
         so far."""
         if strangers := drawn.keys() - self.members.keys():
             raise OffbeatError(
-                f"the run has drawn from {', '.join(sorted(strangers))}, which its configuration no longer names"
+                f"task: the run has drawn prompts from {', '.join(sorted(strangers))}, which its configuration no "
+                "longer has; restore that task, or start a new run"
             )
         num_drawn = 1 + sum(drawn.values())
 
@@ -79,10 +73,6 @@ class Mixture:
         member = max(self.members.values(), key=deficit)
         return member, drawn.get(member.name, 0)
 
-    def reward_of(self, name: str) -> str:
-        """Returns the name of the reward that scores the problems of source `name`."""
-        return self.members[name].reward
-
     def held_out(self, count: int) -> list[tuple[WeightedSource, Problem]]:
         """Returns up to `count` problems that training never draws, divided among the sources by weight; always the
         same ones."""
@@ -91,7 +81,7 @@ class Mixture:
             for _ in range(count):
                 shares[self.next(shares)[0].name] += 1
             members = self.members.values()
-            self._held_out[count] = [(m, problem) for m in members for problem in m.held_out(shares[m.name])]
+            self._held_out[count] = [(m, problem) for m in members for problem in m.source.held_out(shares[m.name])]
         return self._held_out[count]
 
 
@@ -120,10 +110,6 @@ def _build_source(task: AnyTask, seed: int) -> PromptSource:
         return Gym(task.name, task.options, seed, task.chat)
     if isinstance(task, FunctionTask):
         return FunctionSource(task.path, seed, task.chat)
-    return _build_rows(task, seed)
-
-
-def _build_rows(task: FileTask, seed: int) -> PromptSource:
     return FileSource(
         DatasetRows(task.path, task.split) if task.source == "dataset" else open_file(task.path),
         name=Path(task.path).stem if task.source == "file" else Path(task.path).name,

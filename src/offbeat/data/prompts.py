@@ -65,7 +65,7 @@ class Renderer:
             ids = self._chat(_with_system(messages, source.system), place)
         elif source.system is not None:
             raise UserError(
-                f"task.system of {source.name}: needs a chat template and task.chat; its prompts are plain text"
+                f"task.system of {source.name}: it needs task.chat and a chat template; these prompts are plain text"
             )
         else:
             ids = self._raw(str(problem.prompt))
@@ -96,7 +96,7 @@ class Renderer:
 
     def _check_length(self, length: int, place: str) -> None:
         if length == 0:
-            raise UserError(f"{place}: its prompt has no token")
+            raise UserError(f"{place}: its prompt is empty; a prompt needs at least one token")
         if length > self.max_prompt_tokens:
             raise UserError(
                 f"{place}: its prompt has {length} tokens, over rollout.max_prompt_tokens = {self.max_prompt_tokens}; "
@@ -105,7 +105,7 @@ class Renderer:
         if self.window_tokens is not None and length + self.max_new_tokens > self.window_tokens:
             raise UserError(
                 f"{place}: its prompt has {length} tokens, which with rollout.max_new_tokens = {self.max_new_tokens} "
-                f"is over the model's window of {self.window_tokens}; lower that or leave the problem out"
+                f"is over the model's window of {self.window_tokens}; lower max_new_tokens or leave the problem out"
             )
 
 
@@ -195,4 +195,4 @@ def prompt_text(value: Any, place: str) -> str:
     if isinstance(value, str) and value:
         return value
     kind = "empty" if value == "" else f"{value!r:.60}, a {type(value).__name__}"
-    raise UserError(f"{place} is {kind}; a prompt must be text")
+    raise UserError(f"{place} is {kind}; a prompt must be text, and not empty")

@@ -69,7 +69,7 @@ class CachedPrefixes:
 
     def add(self, prefix: CachedPrefix) -> None:
         assert prefix.slot not in self._prefixes, f"slot {prefix.slot} already holds a prefix"
-        assert len(prefix.tokens) >= prefix.num_prompt, f"slot {prefix.slot} does not hold a whole prompt"
+        assert len(prefix.tokens) >= prefix.num_prompt, f"slot {prefix.slot} holds only part of a prompt"
         self._prefixes[prefix.slot] = prefix
         self._slots.setdefault(prefix.key, set()).add(prefix.slot)
 

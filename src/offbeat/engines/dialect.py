@@ -132,4 +132,4 @@ def read_event(server: Server, path: str, decoder: msgspec.json.Decoder[T], even
     try:
         return decoder.decode(event)
     except NOT_JSON as error:
-        raise EngineError(f"{server.url}{path}: {error}: {event[:300]!r}") from error
+        raise EngineError(f"{server.url}{path}: the server sent a malformed event: {error}: {event[:300]!r}") from error

@@ -35,7 +35,7 @@ class ServerAway(EngineError):
     def __init__(self, message: str, *, is_refused: bool = False, is_cut: bool = False):
         super().__init__(message)
         self.is_refused = is_refused
-        """Whether nothing listens at its address."""
+        """Whether nothing listens at the server's address."""
         self.is_cut = is_cut
         """Whether an open connection broke."""
 
@@ -56,7 +56,7 @@ class Server:
         self.url = url.rstrip("/")
         self._base = "http://localhost" if url.startswith(UNIX) else self.url
         if api_key and not (api_key.isascii() and api_key.isprintable()):
-            raise UserError(f"{self.url}: the engine's key holds characters that cannot be sent, such as a line break")
+            raise UserError(f"{self.url}: the engine's key has characters that HTTP cannot send, such as a line break")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
@@ -87,11 +87,11 @@ class Server:
                         if line.startswith(b"data:"):
                             yield line[5:].strip()
                     if lines.num_bytes_left > MAX_LINE_BYTES:
-                        raise EngineError(f"{self.url}{path}: an event of more than {MAX_LINE_BYTES} bytes")
+                        raise EngineError(f"{self.url}{path}: the server sent an event over {MAX_LINE_BYTES} bytes")
         except (aiohttp.ClientError, OSError) as error:
             raise self._away(path, error) from error
         if left := lines.left.strip():  # without a length, the end of a stream and a broken connection look the same
-            raise ServerAway(f"{self.url}{path}: broke off in the middle of an event: {_quote(left)}")
+            raise ServerAway(f"{self.url}{path}: the server's answer broke off inside an event: {_quote(left)}")
 
     async def close(self) -> None:
         self._is_closed = True
@@ -103,7 +103,7 @@ class Server:
         try:
             return msgspec.json.decode(answer) if answer else None
         except NOT_JSON as error:
-            raise EngineError(f"{self.url}{path}: not JSON: {_quote(answer)}") from error
+            raise EngineError(f"{self.url}{path}: the server's answer is not JSON: {_quote(answer)}") from error
 
     async def _fetch(self, method: str, path: str, query: Mapping[str, str], body: Any, within_s: float) -> bytes:
         """Makes a call, and repeats it once if the connection broke before the answer: the server may close an idle
@@ -123,7 +123,7 @@ class Server:
         except aiohttp.ClientError as error:  # includes its own connection timeout
             raise self._away(path, error) from error
         except TimeoutError as error:
-            raise ServerAway(f"{self.url}{path}: no answer within {within_s:g} s") from error
+            raise ServerAway(f"{self.url}{path}: the server gave no answer within {within_s:g} s") from error
         except OSError as error:
             raise self._away(path, error) from error
         if answer.status >= 300:
@@ -137,7 +137,7 @@ class Server:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._is_closed:
-            raise ServerAway(f"{self.url}: closed")
+            raise ServerAway(f"{self.url}: this client of the server is closed")
         if self._session is None:
             limits: dict[str, Any] = {"limit": 0, "keepalive_timeout": KEEPALIVE_S}
             path = self.url.removeprefix(UNIX) if self.url.startswith(UNIX) else None
@@ -148,7 +148,7 @@ class Server:
         return self._session
 
     def _away(self, path: str, error: BaseException) -> ServerAway:
-        why = " ".join(str(error).split()) or "broke off"
+        why = " ".join(str(error).split()) or "the connection broke off"
         if isinstance(error, aiohttp.ClientConnectorError):
             is_refused, is_cut = isinstance(error.os_error, NO_LISTENER), False
         else:
@@ -157,8 +157,8 @@ class Server:
 
     def _refused(self, path: str, answer: aiohttp.ClientResponse, content: bytes) -> ServerRefused:
         where = answer.headers.get("Location")
-        why = f"it redirects to {where}" if where else _quote(content) or "no reason given"
-        return ServerRefused(f"{self.url}{path}: {answer.status}: {why}", answer.status)
+        why = f"a redirect to {where}" if where else _quote(content) or "no reason given"
+        return ServerRefused(f"{self.url}{path}: the server answered with status {answer.status}: {why}", answer.status)
 
 
 class Lines:
@@ -197,7 +197,7 @@ def _check(url: str) -> None:
     if parts.username is not None or parts.password is not None:
         raise UserError(f"the URL of the engine at {parts.hostname} holds a name or password; give the key separately")
     if not is_address or parts.query or parts.fragment:
-        raise UserError(f"{url}: an engine's URL is http:// or https:// and a host, without ? or #")
+        raise UserError(f"{url}: not the URL of an engine; write http:// or https:// and a host, without ? or #")
 
 
 def _quote(content: bytes) -> str:

@@ -103,7 +103,7 @@ class HttpEngine:
         if problem := problem_of(request, self.version, self.capabilities):
             raise EngineError(f"engine {self.worker}, request {request.id}: {problem}")
         if request.id in self._running:
-            raise EngineError(f"engine {self.worker}: a request {request.id} is already running")
+            raise EngineError(f"engine {self.worker}: a request with id {request.id} is already running")
         running = self._running[request.id] = ActiveRequest(request, self.worker, self.facts.fingerprint)
         carrying = asyncio.ensure_future(self._carry(running))
         try:
@@ -134,7 +134,7 @@ class HttpEngine:
                     return finish
                 if not (running.is_moving or running.is_aborted) and running.num_tokens == num_before:
                     await asyncio.sleep(ABORTED_PAUSE_S)  # a server that shuts down still answers for a moment
-                    raise ServerAway("aborted by the server itself")
+                    raise ServerAway("the server itself ended the call, without a request to abort it")
                 running.is_moving = False
             except (ServerAway, ServerRefused) as error:
                 if isinstance(error, ServerRefused) and error.status < 500:
@@ -167,12 +167,12 @@ class HttpEngine:
             raise self._die(str(error)) from error
         finally:
             self._changes.notify()
-        raise ServerAway(f"request {running.request.id}: the answer ended without a reason")
+        raise ServerAway(f"request {running.request.id}: the server's answer ended without a finish reason")
 
     async def _check_label(self, loaded: LoadedVersion) -> None:
         """Raises `EngineDied` if the server no longer serves `loaded`; not needed if answers have spans."""
         if self.facts.has_labels and not self.facts.has_spans and (label := await self.dialect.label()) != loaded.label:
-            raise EngineDied(f"the label of its weights changed from {loaded.label!r} to {label!r}")
+            raise EngineDied(f"the label of its weights changed from {loaded.label!r} to {label!r} without a load")
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         self._raise_if_ended()
@@ -222,7 +222,7 @@ class HttpEngine:
             with self._deadly():
                 yield
         except asyncio.CancelledError:
-            self._die("a load was cut short")
+            self._die("a load was cancelled, so its weights are unknown")
             raise
         finally:
             self._is_loading = False
@@ -302,7 +302,7 @@ class HttpEngine:
         elif self.health.state is State.STALE:
             self._die(f"its weights are not those loaded last: {self.health.why}")
         elif quiet_s > STUCK_AFTER_S:
-            self._die(f"no token for {quiet_s:.0f} s, with requests inside")
+            self._die(f"it sent no token for {quiet_s:.0f} s, although it has requests")
 
     @contextmanager
     def _deadly(self) -> Iterator[None]:
@@ -370,6 +370,10 @@ class ActiveRequest:
     """For each entry of `_loaded`, the oldest version among the call's keys and values."""
 
     @property
+    def _label(self) -> str:
+        return f"engine {self.worker}, request {self.request.id}"
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens sampled by ended calls."""
         return sum(len(segment.tokens) for segment in self.segments)
@@ -417,7 +421,7 @@ class ActiveRequest:
 
     def take(self, chunk: Chunk) -> None:
         if len(chunk.tokens) != len(chunk.logprobs):
-            raise EngineError(f"{len(chunk.tokens)} tokens came with {len(chunk.logprobs)} log-probs")
+            raise EngineError(f"{self._label}: {len(chunk.tokens)} tokens came with {len(chunk.logprobs)} log-probs")
         self._tokens.extend(chunk.tokens)
         self._logprobs.extend(chunk.logprobs)
         if chunk.spans:
@@ -453,18 +457,18 @@ class ActiveRequest:
 
     def _spans_of(self, num_tokens: int, *, has_spans: bool) -> tuple[Span, ...]:
         if not has_spans:
-            assert len(self._loaded) == 1, "no call stays inside a server without spans while weights change"
+            assert len(self._loaded) == 1, f"the server changed weights during a call: {self._loaded}"
             return (Span(self._loaded[0].label, 0, num_tokens),)
         known = [loaded.label for loaded in self._loaded]
         at = 0
         for span in self._spans:
             if span.label not in known:
-                raise EngineDied(f"tokens of weights labelled {span.label!r}, which this worker did not load")
+                raise EngineDied(f"it sent tokens of weights labelled {span.label!r}, which this worker did not load")
             if span.start != at or span.end <= at:
-                raise EngineError(f"the server's spans {self._spans} have a gap at token {at}")
+                raise EngineError(f"{self._label}: the server's spans {self._spans} do not continue at token {at}")
             at = span.end
         if at != num_tokens:
-            raise EngineError(f"the server's spans end at token {at} of {num_tokens}")
+            raise EngineError(f"{self._label}: the server's spans end at token {at} of {num_tokens}")
         return self._spans
 
     def _segment(self, span: Span, tokens: np.ndarray, logprobs: np.ndarray) -> Segment:

@@ -167,15 +167,15 @@ def problem_of(request: Request, version: int | None, capabilities: Capabilities
     if version is None:
         return "no version is loaded yet; call load first"
     if not 0 <= request.position < num_tokens:
-        return f"{num_tokens} tokens with {request.position} of them sampled before: the prompt is empty"
+        return f"its prompt is empty: {request.position} of its {num_tokens} tokens belong to the response"
     if sampling.max_new_tokens < 1:
         return f"max_new_tokens = {sampling.max_new_tokens}: allowed 1 or more"
     if num_tokens + sampling.max_new_tokens > max_context_tokens:
         return (
-            f"{num_tokens} tokens and max_new_tokens = {sampling.max_new_tokens} need "
-            f"{num_tokens + sampling.max_new_tokens} of the context's {max_context_tokens} tokens"
+            f"{num_tokens} tokens and max_new_tokens = {sampling.max_new_tokens} make "
+            f"{num_tokens + sampling.max_new_tokens}; the engine's context holds {max_context_tokens} tokens"
         )
     if request.kv not in capabilities.kv_modes:
         allowed = ", ".join(sorted(capabilities.kv_modes))
-        return f"kv = {request.kv.value}: {capabilities.fingerprint} can do {allowed}"
+        return f"kv = {request.kv.value}: the engine ({capabilities.fingerprint}) supports {allowed}"
     return None

@@ -64,9 +64,10 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
             runtime.coordinator.note_checkpoint(saved["step"])
         served = _served(folder, runtime)
         server = await stack.enter_async_context(_serving(served, _address(config, folder.path)))
-        near = server
+        near = server  # for processes on this machine, which need no certificate
         if server.address.has_tls or not server.address.is_loopback:
-            near = await stack.enter_async_context(_serving(served, _near_address(folder.path)))
+            loopback = Address(port=_port_before(folder.path, "near_url"))
+            near = await stack.enter_async_context(_serving(served, loopback))
         _announce(folder, server.url, near.url, runtime)
         is_finished = await _until_over(folder, runtime, stopping)
         summary = runtime.reporter.finish(
@@ -113,11 +114,6 @@ def _address(config: Config, run: Path) -> Address:
     )
 
 
-def _near_address(run: Path) -> Address:
-    """Returns a loopback address for processes on this machine, where no certificate is needed."""
-    return Address(port=_port_before(run, "near_url"))
-
-
 def _port_before(run: Path, which: str) -> int:
     """Returns the port at which the run was last served; 0 (any port) if it never was.
 
@@ -141,18 +137,15 @@ def _announce(folder: RunFolder, url: str, near_url: str, runtime: CoordinatorRu
     if descriptor is not None:
         with open(int(descriptor), "w") as pipe:
             print(json.dumps({"url": near_url, "run": str(folder.path)}), file=pipe)
-    runtime.console.note(f"serving {url}; workers join with: {_how_to_join(folder.path, url)}")
+    how = f"OFFBEAT_TOKEN=$(offbeat worker token {folder.path}) offbeat worker --join {url}"
+    runtime.console.note(f"serving {url}; workers join with: {how}")
     if not folder.config.reward.processes:
         how = f"OFFBEAT_TOKEN=$(offbeat worker token {folder.path} --role reward) offbeat worker --role reward"
         runtime.console.note(f"reward.processes = 0: judges join with: {how} --join {url}{_own_rewards(folder.config)}")
 
 
-def _how_to_join(run: Path, url: str) -> str:
-    return f"OFFBEAT_TOKEN=$(offbeat worker token {run}) offbeat worker --join {url}"
-
-
 def _own_rewards(config: Config) -> str:
-    """Returns the options by which the owner of a judge's machine allows the run's rewards that are code."""
+    """Returns the command-line options by which a judge's owner allows those rewards of the run that are code."""
     own = {number: task.reward for number, task in enumerate(config.task) if task.reward and ":" in task.reward}
     key = "task" if len(config.task) == 1 else "task.{}"
     return "".join(f" --{key.format(number)}.reward {reward}" for number, reward in own.items())

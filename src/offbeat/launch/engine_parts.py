@@ -29,7 +29,7 @@ class Engines(Protocol):
         ...
 
     async def wait_exited(self) -> EngineDied:
-        """Waits until the engine is found dead by other signs than its own errors; returns the error to raise."""
+        """Waits until the engine is dead, even if no call of it fails; returns the error to raise."""
         ...
 
     async def dispose(self, error: EngineDied) -> None:
@@ -51,7 +51,7 @@ class OwnEngine:
     def __init__(self, config: Config, name: str):
         self.name, self._engine = name, make_engine(config, name)
         if why := getattr(self._engine, "obstacle", None):
-            self.log(f'the model {why}: every step computes its answers anew; rollout.engine = "vllm" is faster')
+            self.log(f'the model {why}: every step computes all its answers anew; rollout.engine = "vllm" is faster')
 
     async def open(self) -> Engine:
         return self._engine
@@ -98,7 +98,7 @@ class HasAdapterBase:
         if self._checked != digest and not self._is_on_disk(digest):
             model = self._config.model.path
             self._engines.log(
-                f"{model} cannot be shown to hold the base of the adapters, {digest[:12]}; it is served all the same"
+                f"model.path = {model!r}: not known to be the base of the adapters ({digest[:12]}); it is served anyway"
             )
         self._checked = digest
         return True  # a server uses only model.path; the trainer's audit detects a wrong base
@@ -123,14 +123,14 @@ def check_engine(config: Config, num_workers: int | None) -> None:
         )
     if url is not None and num_workers is not None and num_workers > 1:
         raise UserError(
-            f'engine.url = "{url}": one server serves one worker, and rollout.workers = {num_workers}; set it to 1, or '
-            "leave engine.url out, so that each starts its own"
+            f'engine.url = "{url}": one server serves one worker, and rollout.workers = {num_workers}; set that to 1, '
+            "or leave engine.url out, so that each worker starts its own"
         )
 
 
 def make_engine(config: Config, name: str) -> Engine:
     """Makes an engine in this process, which serves nothing before its first load."""
-    assert config.rollout.engine not in SERVED, "see engines_of"
+    assert config.rollout.engine not in SERVED, f"{config.rollout.engine} runs as a server; use engines_of"
     if config.rollout.engine == "paced":
         return _paced(config, name)
     from offbeat.launch import model_parts

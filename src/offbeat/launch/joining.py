@@ -99,7 +99,9 @@ def own_config(invitation: Invitation, sent: Mapping[str, Any], overrides: Seque
     """Returns the configuration `sent` by the coordinator, without the keys that this machine decides (unless it trusts
     the coordinator), and with `overrides`."""
     file = invitation.folder / f"{invitation.role.value}-{CONFIG}"
-    kept = _secrets(invitation.secrets_file) if invitation.secrets_file is not None else {}
+    if (given := invitation.secrets_file) is not None and not given.is_file():
+        raise UserError(f"--secrets-file {given}: there is no such file")
+    kept = {} if given is None else secrets.load(given)
     words = [*(f"--{key}={value}" for key, value in kept.items() if isinstance(value, str)), *overrides]
 
     def read(data: Mapping[str, Any]) -> Config:
@@ -109,12 +111,6 @@ def own_config(invitation: Invitation, sent: Mapping[str, Any], overrides: Seque
     if invitation.trusts_coordinator:
         return read(sent)
     return with_local_keys(sent, typed_keys(words), invitation.role.value, read)
-
-
-def _secrets(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise UserError(f"--secrets-file {file}: no such file")
-    return secrets.load(file)
 
 
 async def _membership(invitation: Invitation, connection: Connection) -> Membership:
@@ -129,14 +125,14 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
             if not _over_file(invitation).exists():
                 raise
             raise RunOver(
-                f"{known.worker}: run {known.run} was over when this left it, and is not served any more"
+                f"{known.worker}: run {known.run} was over when {known.worker} left it, and is no longer served"
             ) from error
     token = saved.read_token(invitation.token_file)
     secret = saved.own_secret(invitation.folder / f"{invitation.role.value}-{KEY}", token)
     member = await join(connection, token, invitation.name, secret=secret)
     if member.credentials.role is not invitation.role:
         raise UserError(
-            f"{saved.TOKEN_VARIABLE}: the token is for a {member.credentials.role.value}, not for a "
+            f"{saved.TOKEN_VARIABLE}: the token is for the role {member.credentials.role.value}, not "
             f"{invitation.role.value}; offbeat worker token RUN --role {invitation.role.value} gives one"
         )
     saved.save(file, member.credentials)

@@ -95,7 +95,7 @@ class Judge:
         for result in results:
             if result.error is not None and result.error.startswith(NOT_LOADED):
                 why = result.error.removeprefix(NOT_LOADED).strip()
-                raise UserError(f"{why}; this judge must find the run's rewards on its own machine")
+                raise UserError(f"{why}; the run's rewards must be installed on the machine of this judge")
         with suppress(Fenced, Unknown):  # too late, or the coordinator restarted: another judge gets them
             await self.client.submit_rewards(lease.ticket, results)
 

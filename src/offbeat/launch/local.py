@@ -19,7 +19,6 @@ import torch
 
 from offbeat.client.in_process import InProcessTrainer, InProcessWorker
 from offbeat.config.schema import Config
-from offbeat.data.mixture import Mixture
 from offbeat.engines.protocol import KvMode
 from offbeat.errors import OffbeatError
 from offbeat.files import disk_trouble
@@ -36,7 +35,6 @@ from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.observability.metrics import step_row
 from offbeat.observability.sinks import check_sinks
-from offbeat.rewards.pool import RewardPool
 from offbeat.trainer.checkpoint import Checkpoints
 from offbeat.trainer.trainer import StepReport, Trainer
 from offbeat.weights.publish import Publisher
@@ -71,18 +69,6 @@ def train(
             raise cause from (error if isinstance(error, OSError) else None)
 
 
-async def _run(folder: RunFolder, reward: Callable[..., Any] | None, *, from_scratch: bool) -> dict[str, Any]:
-    async with AsyncExitStack() as stack:
-        mixture = wiring.make_mixture(folder.config, reward)
-        pool = await wiring.open_pool(folder.config, mixture, folder.logs / "rewards.log")
-        stack.push_async_callback(pool.close)
-        if folder.config.log.console != "quiet":
-            print(f"run {folder.path}: {folder.config.model.path}; loading", flush=True)
-        with stopping.interruptible():
-            pass
-        return await run(folder, mixture, pool, from_scratch=from_scratch)
-
-
 def _cause(error: BaseException) -> BaseException:
     """Returns the first error of an exception group, which explains the others; else the error itself."""
     return _cause(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
@@ -91,10 +77,16 @@ def _cause(error: BaseException) -> BaseException:
 WORKER = "local"
 
 
-async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool, *, from_scratch: bool = False) -> dict[str, Any]:
-    """Trains until the run ends and returns the run's summary; see `train` for `from_scratch`."""
-    config, start_s = folder.config, time.monotonic()
+async def _run(folder: RunFolder, reward: Callable[..., Any] | None, *, from_scratch: bool) -> dict[str, Any]:
+    """Trains until the run ends and returns the run's summary; see `train` for the parameters."""
+    config = folder.config
     async with AsyncExitStack() as stack:
+        mixture = wiring.make_mixture(config, reward)
+        pool = await wiring.open_pool(config, mixture, folder.logs / "rewards.log")
+        stack.push_async_callback(pool.close)
+        if config.log.console != "quiet":
+            print(f"run {folder.path}: {config.model.path}; loading", flush=True)
+        start_s = time.monotonic()
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         with interruptible():
             model_parts.prepare_torch(config)
@@ -111,7 +103,7 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool, *, from_scr
         num_siblings = config.batch.siblings
 
         async def on_step(report: StepReport) -> None:
-            await client.report(step_row(report, folder.spans_since_last(), num_siblings))
+            await client.report(step_row(report, folder.trace.spans_since_last(), num_siblings))
 
         trainer = Trainer(
             client,
@@ -120,7 +112,7 @@ async def run(folder: RunFolder, mixture: Mixture, pool: RewardPool, *, from_scr
             Checkpoints(folder.checkpoints, config.checkpoint.keep, adapter),
             replace(model_parts.trainer_settings(config), num_witnesses=0),  # the only worker is trusted
             reference=reference,
-            span=folder.span,
+            span=folder.trace.span,
             event=reporter.event,
             on_step=on_step,
         )

@@ -28,7 +28,7 @@ from offbeat.model.devices import be_deterministic, pick_device, pick_dtype
 from offbeat.model.loading import load_model
 from offbeat.model.lora import AdapterDisabled, Lora, base_tensors, describe, load_adapted
 from offbeat.trainer import attention
-from offbeat.trainer.advantages import ADVANTAGES, Advantage, GaeSettings, group_normalised
+from offbeat.trainer.advantages import ADVANTAGES, GaeSettings, group_normalised
 from offbeat.trainer.losses import (
     DIVERGENCES,
     POLICY_LOSSES,
@@ -52,11 +52,6 @@ are not trained on. Engines of another precision differ by hundredths; a gap of 
 model."""
 
 
-def load_advantage(spec: str) -> Advantage:
-    """Returns a built-in advantage by its name, or the user's own function."""
-    return ADVANTAGES[spec] if spec in ADVANTAGES else locate(spec, "loss.advantage")
-
-
 def load_loss(spec: str) -> PolicyLoss:
     """Returns the user's own loss, wrapped to check its result."""
     function = locate(spec, "loss.name")
@@ -68,7 +63,7 @@ def load_loss(spec: str) -> PolicyLoss:
         if not isinstance(found, Tensor) or found.shape != tokens.mask.shape:
             shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise UserError(
-                f"loss.name = {spec!r}: returned {shape}; wanted a tensor of shape {tuple(tokens.mask.shape)}"
+                f"loss.name = {spec!r}: the loss returned {shape}; return a tensor of shape {tuple(tokens.mask.shape)}"
             )
         return TokenLoss(found, torch.zeros_like(tokens.mask))
 
@@ -178,10 +173,11 @@ def trainer_settings(config: Config) -> TrainerSettings:
 def step_settings(config: Config) -> StepSettings:
     loss, chosen = config.loss, resolve_loss(config)
     uses_gae = chosen.advantage == "gae"
+    advantage = group_normalised if uses_gae else ADVANTAGES.get(chosen.advantage)
     return StepSettings(
         updates_per_step=config.batch.updates_per_step,
         tokens_per_microbatch=config.batch.tokens_per_microbatch,
-        advantage=load_advantage(chosen.advantage) if not uses_gae else group_normalised,
+        advantage=advantage or locate(chosen.advantage, "loss.advantage"),
         recalls_siblings=config.batch.gate == "release",
         gae=GaeSettings(loss.gamma, loss.gae_lambda, loss.value_coef) if uses_gae else None,
         policy_loss=load_loss(loss.name) if loss.is_own else POLICY_LOSSES[chosen.policy],

@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
@@ -124,7 +124,7 @@ class RunFolder:
             stack.enter_context(readable_by(config.run.access))  # for all files made during the run
             self._metrics = Appender(path / METRICS)
             self._events = Appender(path / EVENTS)
-            self._trace = Trace(path / TRACE)
+            self.trace = Trace(path / TRACE)
             events = read_events(path / EVENTS)
             self._last_events = {event["event"]: event for event in events}
             self.attempt = max((event.get("attempt", 0) for event in events), default=0) + 1
@@ -143,11 +143,11 @@ class RunFolder:
             with readable_by(config.run.access):
                 make_folder(path)
         except OSError as error:
-            raise UserError(f"run.dir = {show(config.run.dir)}: {path} cannot be made: {error.strerror}") from error
+            raise UserError(f"run.dir = {show(config.run.dir)}: {path} cannot be created: {error.strerror}") from error
         refuse_used(path)
         with _owned(path) as lock:
             refuse_used(path)  # again, under the lock
-            config = _named(config, path)
+            config = _renamed(config, path.resolve().name)
             # First, because a folder without config.json is not a run and its name could not be used again.
             _write_config(path, config, "then start it again")
             folder = cls(path, config, lock)
@@ -158,11 +158,13 @@ class RunFolder:
     def open(cls, path: Path, config: Config | None = None) -> Self:
         """Opens a run's folder to resume it. `config` may differ from config.json in free keys; None: use
         config.json."""
+        from offbeat.ledger.migrations import upgrade
+
         stored_config(path)
         with _owned(path) as lock:
             stored = stored_config(path)
             config = check_resumable(path, config or load(path / CONFIG))
-            _upgrade_ledger(path)
+            upgrade(path / LEDGER)
             if (ledger := _existing_ledger(path)) is not None:
                 with ledger:
                     ledger.check_pages(CHECK_WITHIN_S)
@@ -200,7 +202,7 @@ class RunFolder:
         """Appends a step's row to metrics.jsonl; numbers that are not finite become null."""
         assert "step" in row, f"a metrics row without its step: {row}"
         self._metrics.line(json.dumps(plain({**row, "attempt": self.attempt})))
-        self._trace.flush()
+        self.trace.flush()
 
     def event(self, kind: str, **fields: Any) -> None:
         """Appends an event to events.jsonl, with wall-clock time and seconds since the start of this attempt."""
@@ -214,14 +216,6 @@ class RunFolder:
         """Returns the latest event of `kind` in any attempt; None if there is none."""
         return self._last_events.get(kind)
 
-    def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
-        """Times a block for trace.json and `spans_since_last`."""
-        return self._trace.span(name, **details)
-
-    def spans_since_last(self) -> dict[str, float]:
-        """Returns the total seconds, by name, of spans that ended since the last call."""
-        return self._trace.spans_since_last()
-
     def summary(self, summary: dict[str, Any]) -> None:
         """Writes summary.json, replacing an earlier one."""
         _replace(self.path / SUMMARY, plain(summary))
@@ -231,7 +225,7 @@ class RunFolder:
         with ExitStack() as stack:
             stack.callback(self._access.close)
             stack.callback(self._lock.release)
-            for file in (self._metrics, self._events, self._trace):
+            for file in (self._metrics, self._events, self.trace):
                 stack.callback(file.close)
             stack.callback(_stop_logging, self._handler)
             _current_run.set(self._before)
@@ -275,19 +269,19 @@ def refuse_used(path: Path) -> None:
     if (path / CONFIG).is_file():
         begun = (path / LEDGER, path / METRICS, path / SUMMARY)
         if any(file.is_file() and file.stat().st_size for file in begun):
-            raise UserError(f"{path}: this run exists; go on with it by --resume {path}, or choose another run.name")
+            raise UserError(f"{path}: this run exists; continue it with --resume {path}, or choose another run.name")
     elif path.is_dir() and any(entry.name != LOCK for entry in path.iterdir()):
-        raise UserError(f"{path}: is there already and holds no run; choose another run.name or run.dir")
+        raise UserError(f"{path}: exists already and holds no run; choose another run.name or run.dir")
 
 
 def stored_config(path: Path) -> dict[str, Any]:
     """Reads a run's config.json and puts its secrets back in."""
     if not path.is_dir():
-        raise UserError(f"{path}: no such run{_runs_beside(path)}")
+        raise UserError(f"{path}: there is no such run{_runs_beside(path)}")
     try:
         stored = json.loads((path / CONFIG).read_text())
     except FileNotFoundError:
-        raise UserError(f"{path}: holds no run (it has no {CONFIG})") from None
+        raise UserError(f"{path}: holds no run (it has no {CONFIG}); give a run's folder") from None
     except ValueError as error:
         raise UserError(f"{path / CONFIG}: is damaged ({error}); restore it or start a new run") from error
     if not isinstance(stored, dict):
@@ -302,7 +296,7 @@ def check_resumable(path: Path, config: Config) -> Config:
     is_own_name = config.run.name in (None, path.name, path.resolve().name)
     changes = fixed_changes(stored, _renamed(config, _name_in(stored)) if is_own_name else config)
     _refuse_changes(changes, f"the run {path} has", "leave it as it was")
-    config = _named(config, path)
+    config = _renamed(config, path.resolve().name)
     rules = _rules_in_ledger(path)
     if rules is not None:  # the ledger decides, even if config.json was edited
         changes = fixed_changes(rules, _renamed(config, _name_in(rules)))
@@ -328,12 +322,6 @@ def _rules_in_ledger(path: Path) -> dict[str, Any] | None:
         return None
     with ledger:
         return ledger.recorded_fixed_keys()
-
-
-def _upgrade_ledger(path: Path) -> None:
-    from offbeat.ledger.migrations import upgrade
-
-    upgrade(path / LEDGER)
 
 
 def _existing_ledger(path: Path) -> Ledger | None:
@@ -407,10 +395,6 @@ def _owned(path: Path) -> Iterator[FolderLock]:
     except BaseException:
         lock.release()
         raise
-
-
-def _named(config: Config, path: Path) -> Config:
-    return _renamed(config, path.resolve().name)
 
 
 def _renamed(config: Config, name: str | None) -> Config:

@@ -139,7 +139,7 @@ class Supervisor:
             if verdict is RestartVerdict.DONE or not child.keeps_going:
                 return
             if verdict is RestartVerdict.GIVE_UP:
-                raise RunStopped(f"{child.name}: ended with status {status}: {_last_line(child)}")
+                raise RunStopped(f"{child.name}: ended with status {status} and is not restarted: {_last_line(child)}")
             await asyncio.sleep(pause_s)
             if not child.keeps_going:
                 return

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -90,7 +91,7 @@ def load_tokens(config: Config) -> TokenLimits:
         ) from error
     window, vocab_size = context_window(model), int(model.get_text_config().vocab_size)
     rollout = config.rollout
-    beyond = ", from which on it codes positions by the longest row beside (longrope)" * (
+    beyond = " (longrope: with more, results depend on the other rows of a batch)" * (
         window in switching_lengths(model.get_text_config())
     )
     if rollout.max_prompt_tokens + rollout.max_new_tokens > window:
@@ -101,48 +102,29 @@ def load_tokens(config: Config) -> TokenLimits:
     return TokenLimits(tokenizer, window, stop_token_ids(path, tokenizer), vocab_size)
 
 
-def train_sampling(config: Config, tokens: TokenLimits) -> Sampling:
-    return Sampling(
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        stop_token_ids=tokens.stop_token_ids,
-    )
-
-
-def eval_plan(config: Config, tokens: TokenLimits) -> EvalPlan:
-    return EvalPlan(
-        every=config.eval.every,
-        num_prompts=config.eval.prompts,
-        num_samples=config.eval.samples,
-        sampling=Sampling(
-            max_new_tokens=config.rollout.max_new_tokens,
-            temperature=config.eval.temperature,
-            top_p=config.eval.top_p,
-            stop_token_ids=tokens.stop_token_ids,
-        ),
-    )
-
-
-def make_renderer(config: Config, tokens: TokenLimits) -> Renderer:
-    return Renderer(
-        tokens.tokenizer,
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-        max_new_tokens=config.rollout.max_new_tokens,
-        window_tokens=tokens.window_tokens,
-    )
-
-
 def make_issuer(config: Config, mixture: Mixture, tokens: TokenLimits) -> Issuer:
-    plan = eval_plan(config, tokens)
-    if plan.every and not mixture.held_out(plan.num_prompts):
-        plan = replace(plan, every=0)
+    rollout, evaluation = config.rollout, config.eval
+    sampling = Sampling(
+        max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, stop_token_ids=tokens.stop_token_ids
+    )
+    plan = EvalPlan(
+        every=evaluation.every if evaluation.every and mixture.held_out(evaluation.prompts) else 0,
+        num_prompts=evaluation.prompts,
+        num_samples=evaluation.samples,
+        sampling=msgspec.structs.replace(sampling, temperature=evaluation.temperature, top_p=evaluation.top_p),
+    )
     return Issuer(
         mixture,
-        make_renderer(config, tokens),
+        Renderer(
+            tokens.tokenizer,
+            max_prompt_tokens=rollout.max_prompt_tokens,
+            max_new_tokens=rollout.max_new_tokens,
+            window_tokens=tokens.window_tokens,
+        ),
         seed=config.run.seed,
         group_size=config.batch.members,
         num_siblings=config.batch.siblings,
-        sampling=train_sampling(config, tokens),
+        sampling=sampling,
         eval_plan=plan,
     )
 

@@ -50,7 +50,7 @@ class Site:
 def read_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise UserError(f"--peer-address {text!r}: allowed is HOST:PORT, as others of the site reach it; port 0: any")
+        raise UserError(f"--peer-address {text!r}: write HOST:PORT, where the site's workers reach it; port 0: any")
     return host.strip("[]"), int(port)
 
 
@@ -119,7 +119,7 @@ def usable(peers: Sequence[wire.Peer], *, allow_plain: bool) -> dict[str, str]:
     near = [peer for peer in peers if allow_plain or is_loopback(peer.host)]
     if len(near) < len(peers):
         num_left = len(peers) - len(near)
-        log.warning("%d peers are not used: keys would cross the network in the clear; see --allow-plain", num_left)
+        log.warning("%d peers are not used, because keys would be sent unencrypted; --allow-plain allows it", num_left)
     return {peer_url(peer.host, peer.port): peer.key for peer in near}
 
 
@@ -244,7 +244,7 @@ class WorkerSupervisor:
                 raise gone.result()
             if not working.done():
                 why = self.stopping.why
-                print(f"worker {worker.name}: stopping ({why}): handing back what is unfinished", flush=True)
+                print(f"worker {worker.name}: stopping ({why}): handing back unfinished work", flush=True)
                 await worker.drain()
             await working
         finally:

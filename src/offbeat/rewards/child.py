@@ -228,7 +228,7 @@ def _unpickle(name: str, data: bytes) -> Function:
     try:
         return pickle.loads(data)
     except Exception as error:
-        raise UserError(f"reward {name}: cannot be rebuilt in a process of its own: {one_line(error)}") from error
+        raise UserError(f"reward {name}: cannot be unpickled in the reward process: {one_line(error)}") from error
 
 
 def _die_with(parent: int) -> None:

@@ -116,7 +116,7 @@ class RewardPool:
         for name in self._queues:
             (result,) = await self.score(name, [(trials or {}).get(name, TRIAL)])
             if result.error is not None:
-                raise UserError(f"reward {name}: a first try failed, {result.error}; see {self.log_path}")
+                raise UserError(f"reward {name}: its trial on one sample failed: {result.error}; see {self.log_path}")
             parts |= {reward.name for reward in result.rewards}
         return parts
 

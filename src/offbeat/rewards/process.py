@@ -90,7 +90,7 @@ EXIT_S = 5.0
 
 @dataclass(frozen=True)
 class ProcessOutcome:
-    """What came of a message to a process, besides the answers."""
+    """Result of one message to a process, besides the answers."""
 
     unanswered: tuple[int, ...] = ()
     """Indices of samples that the process handed back, or had not answered when it hung or died."""

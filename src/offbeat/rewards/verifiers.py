@@ -38,7 +38,7 @@ def exact(response: str, answer: str | None) -> float:
 def number(response: str, answer: str | None) -> float:
     wanted = last_number(_known(answer, "number"))
     if wanted is None:
-        raise ValueError(f"the answer {answer!r} holds no number")
+        raise ValueError(f"the reward 'number' needs a number in the answer, and {answer!r} holds none")
     return float(last_number(response) == wanted)
 
 
@@ -59,7 +59,7 @@ def load_math() -> Function:
     # math-verify hides errors of its parser, such as a wrong version: then every answer would count as wrong.
     half = math_verify.parse(r"$\frac{1}{2}$", parsing_timeout=None)
     if not math_verify.verify(half, math_verify.parse("0.5", parsing_timeout=None), timeout_seconds=None):
-        raise UserError("the reward 'math': math-verify cannot read LaTeX here: pip install 'offbeat[math]'")
+        raise UserError("the reward 'math': math-verify cannot read LaTeX here; run pip install 'offbeat[math]'")
 
     def math(response: str, answer: str | None) -> float:
         text = _known(answer, "math")

@@ -37,7 +37,7 @@ class Setup(msgspec.Struct, tag=True):
 
 
 class RewardsLoaded(msgspec.Struct):
-    """What a process found out about one reward function."""
+    """Properties of one reward function, as a process found them."""
 
     arguments: tuple[str, ...]
     is_async: bool

@@ -20,13 +20,11 @@ from offbeat.rewards.pool import FailureWatch, RewardInput, RewardPool, Shaping
 from offbeat.trajectory import total, total_problem
 
 
-def evaluate(config: Config, *, reward: Callable[..., Any] | None = None, log: Path | None = None) -> dict[str, float]:
+def evaluate(config: Config, *, reward: Callable[..., Any] | None = None) -> dict[str, float]:
     """Returns mean@k and pass@k of `model.path`; section `eval` sets prompts, samples, temperature and top_p.
 
-    `reward` replaces the tasks' rewards. If `log` is None, rewards log to a temporary file, which is kept unless empty.
+    `reward` replaces the tasks' rewards. Rewards log to a temporary file, which is kept unless it is empty.
     """
-    if log is not None:
-        return stopping.run(_evaluate(config, reward, log))
     descriptor, name = tempfile.mkstemp(prefix="offbeat-eval-", suffix=".log")
     os.close(descriptor)
     try:
@@ -57,7 +55,7 @@ async def _evaluate(config: Config, reward: Callable[..., Any] | None, log: Path
             *(_judge(group, engine, pool, wiring.make_shaping(config), tokens, watch) for group in groups)
         )
     if reason := watch.verdict():
-        raise OffbeatError(f"{reason}; fix it (see {log})")
+        raise OffbeatError(f"{reason}; fix the reward (see {log})")
     figures = eval_figures(EvalRound(step=0, is_abandoned=False, groups=tuple(judged)))
     figures.pop("eval_step")
     figures["eval_failed"] = sum(group.num_failed for group in judged)

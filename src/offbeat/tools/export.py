@@ -44,7 +44,7 @@ def export_run(run: Path, folder: Path, *, adapter_alone: bool = False) -> int:
     stored_config(run)
     folder = folder.expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: is there already; name a new folder or remove it first")
+        raise UserError(f"{folder}: exists already and is not an empty folder; name a new folder or remove it first")
     version, signers = _latest_version(run)
     with tempfile.TemporaryDirectory(prefix="offbeat-export-") as scratch:
         here = _whole(run, version, signers, Path(scratch))

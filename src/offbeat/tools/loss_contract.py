@@ -30,7 +30,7 @@ FAR = (20.0, 100.0)
 GROUPS = np.array([7, 3, 7, 11, 3, 7, 5, 11, 3, 7])
 REWARDS = np.array([1.0, 0.0, 0.25, 0.5, 1.0, 0.0, 0.7, -0.5, 0.3, 0.1])
 EQUAL = (0.0, 0.1, 1 / 3, 1e6 + 0.1)
-"""Rewards for whole groups: rounding may make their mean differ from each of them."""
+"""Rewards that all answers of a group get in turn; rounding may make the mean differ from the reward."""
 
 
 class Mark(StrEnum):
@@ -64,7 +64,7 @@ def kind_of(function: Callable[..., Any], spec: str) -> str:
 
 
 def _run(*checks: tuple[str, Mark, Callable[[], None]]) -> list[ContractFinding]:
-    """Runs checks of (description, mark if the property does not hold, function). Stops if the first one fails."""
+    """Runs checks, each (description, mark if it does not hold, function); stops if the first one fails."""
     findings: list[ContractFinding] = []
     for sentence, mark, check in checks:
         try:
@@ -109,8 +109,8 @@ class _LossTrial:
 
     def has_gradient(self) -> None:
         is_finite, is_there = self.whole[1].isfinite().all(), self.whole[1].any()
-        _require(is_finite, "it is NaN or infinite: a root or logarithm at 0, or a where() around one, does that")
-        _require(is_there, "it is 0 at every token: compute it from tokens.logprobs, without detach()")
+        _require(is_finite, "the gradient is NaN or infinite, as after a root or logarithm at 0, even inside where()")
+        _require(is_there, "the gradient is 0 at every token: compute the loss from tokens.logprobs, without detach()")
 
     def is_by_sequence(self) -> None:
         why = "micro-batches (batch.tokens_per_microbatch) would change it; use tokens.means and loss.aggregate instead"
@@ -150,12 +150,14 @@ class _LossTrial:
         for factor in (0.0, 3.0):
             found = self._cost(replace(self.tokens, advantages=factor * self.tokens.advantages), self.weights)[1]
             is_close = (found - factor * own).abs().max() <= CLOSE * max(factor, 1.0) * own.abs().max()
-            _require(is_close, f"not so at {factor:g} times the advantages, as of a regulariser")
+            _require(is_close, f"the gradient is not {factor:g} times as large with {factor:g} times the advantages")
 
     def points_right(self) -> None:
         fresh = replace(self.tokens, proximal=self.tokens.logprobs, behaviour=self.tokens.logprobs)
         wrong = (self._cost(fresh, self.weights)[1] * self.tokens.advantages >= 0)[self.tokens.mask]
-        _require(not wrong.any(), f"not so at {int(wrong.sum())} of {len(wrong)} tokens; is its sign right?")
+        _require(
+            not wrong.any(), f"{int(wrong.sum())} of {len(wrong)} tokens move the other way; is the loss's sign right?"
+        )
 
     def _cost(self, tokens: Tokens, weights: Tensor, where: str = "") -> tuple[Tensor, Tensor]:
         """Returns the losses of the trained tokens, with 0 for other tokens, and the gradient of their weighted sum."""
@@ -164,19 +166,19 @@ class _LossTrial:
         values, clipped = (found.loss, found.clipped) if isinstance(found, TokenLoss) else (found, leaf)
         kind = getattr(values, "dtype", type(values).__name__)
         _require(
-            isinstance(values, Tensor) and values.is_floating_point(), f"returned {kind}; a float tensor is wanted"
+            isinstance(values, Tensor) and values.is_floating_point(), f"it returned {kind}; return a float tensor"
         )
         for shape in (tuple(values.shape), tuple(clipped.shape)):
             is_right = shape == (len(leaf),)
-            _require(is_right, f"returned shape {shape} for {len(leaf)} tokens; sums are left to loss.aggregate")
+            _require(is_right, f"the loss returned shape {shape} for {len(leaf)} tokens; loss.aggregate adds them up")
         is_finite = values.detach().isfinite().all()
-        _require(is_finite, f"some of its {len(leaf)} values are NaN or infinite {where}".rstrip())
+        _require(is_finite, f"some of the {len(leaf)} losses are NaN or infinite {where}".rstrip())
         total = (values * weights * tokens.mask).sum()
         gradient = torch.autograd.grad(total, leaf, allow_unused=True)[0] if total.requires_grad else None
         return torch.where(tokens.mask, values.detach(), 0.0), torch.zeros_like(leaf) if gradient is None else gradient
 
     def _compare(self, tokens: Tokens, at: Tensor, where: str, why: str) -> None:
-        """Compares losses and gradient of `tokens`, those at the indices `at`, with the results for all tokens."""
+        """Compares losses and gradient of `tokens`, which are the tokens at indices `at`, with those of the whole."""
         for name, new, whole in zip(
             ("value", "gradient"), self._cost(tokens, self.weights[at]), self.whole, strict=True
         ):
@@ -215,14 +217,14 @@ def check_advantage(advantage: Callable[[np.ndarray, np.ndarray], Any]) -> list[
     def call(rewards: np.ndarray, groups: np.ndarray, where: str = "") -> np.ndarray:
         found = np.asarray(advantage(rewards.copy(), groups.copy()))
         is_right = np.issubdtype(found.dtype, np.number) and found.shape == rewards.shape
-        _require(is_right, f"returned {found.dtype} of shape {found.shape}; one number per answer is wanted")
+        _require(is_right, f"it returned {found.dtype} of shape {found.shape}; return one number per answer")
         num_wrong = int((~np.isfinite(found)).sum())
-        _require(not num_wrong, f"{num_wrong} of {len(found)} are NaN or infinite{where}")
+        _require(not num_wrong, f"{num_wrong} of {len(found)} advantages are NaN or infinite{where}")
         return found.astype(np.float64)
 
     def compare(found: np.ndarray, wanted: np.ndarray, why: str) -> None:
         at = int(np.abs(found - wanted).argmax())
-        text = f"one is {found[at]:.4g} then, and {wanted[at]:.4g} otherwise: {why}"
+        text = f"an advantage is {found[at]:.4g} then, and {wanted[at]:.4g} otherwise: {why}"
         _require(abs(found[at] - wanted[at]) <= CLOSE, text)
 
     def returns_numbers() -> None:
@@ -247,12 +249,12 @@ def check_advantage(advantage: Callable[[np.ndarray, np.ndarray], Any]) -> list[
         for value in EQUAL:
             largest = np.abs(call(np.full(len(GROUPS), value), GROUPS)).max()
             why = "subtract a mean, and do not divide rounding errors by each other"
-            _require(largest <= CLOSE, f"up to {largest:.4g} where all are {value:g}: {why}")
+            _require(largest <= CLOSE, f"advantages of up to {largest:.4g} where all rewards are {value:g}: {why}")
 
     def keeps_order() -> None:
         for own in (group == GROUPS for group in np.unique(GROUPS)):
             found = call(REWARDS, GROUPS)[own][np.argsort(REWARDS[own])]
-            text = f"rewards {np.sort(REWARDS[own])} give {found.round(3)}; is its sign right?"
+            text = f"rewards {np.sort(REWARDS[own])} give the advantages {found.round(3)}; is the sign right?"
             _require(not np.any(np.diff(found) < -CLOSE), text)
 
     return _run(

@@ -115,7 +115,7 @@ def _fitting_rows(rows: Sequence[int], context: int, shape: ModelShape, device: 
     most = KV_SHARE_OF_FREE * memory[0] / ((context + READ_BUCKET_TOKENS) * kv_bytes_per_token(shape))
     fitting = [num for num in rows if num <= most]
     if len(fitting) < 3:
-        raise UserError(f"{shape.name}: {most:.0f} answers of {context} tokens fit into memory; take a smaller model")
+        raise UserError(f"{shape.name}: only {most:.0f} answers of {context} tokens fit in memory; use a smaller model")
     return fitting[-1]
 
 
@@ -212,11 +212,11 @@ Figures = dict[str, float]
 
 
 def figures_of(device: torch.device, called: str | None, given: Figures) -> tuple[str, Figures]:
-    """Returns the accelerator's name and figures: those `given`; others from the catalogue or, for a CPU, measured.
-    `called` is the name the user gave, None to detect it."""
+    """Returns the accelerator's name and figures. Figures not `given` come from the catalogue or, for a CPU, are
+    measured. `called` is the name that the user gave; None: detect it."""
     if device.type == "cpu":
         if called is not None:
-            raise UserError(f"--accelerator {called}: there is no GPU here; a processor is called {CPU}")
+            raise UserError(f"--accelerator {called}: there is no GPU here; leave the option out to measure the {CPU}")
         return CPU, _measured_cpu(given) | given
     name = called or _plain(device_name(device))
     if hardware.is_known(name):

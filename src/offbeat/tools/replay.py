@@ -87,7 +87,7 @@ def replay(file: Path, device: str | None = None, model: str | None = None) -> S
     policy, reference = model_parts.make_policy(config)
     own = published_tensors(policy.model)
     if own.keys() != tensors.keys():
-        raise UserError(f"model.path = {config.model.path!r}: is not the model of {file}; name that with --model")
+        raise UserError(f"model.path = {config.model.path!r}: is not the model of {file}; name another with --model")
     load_published(policy, own, tensors)
     has_optimizer = _load_optimizer(config, policy, file, dump)
     repeated = repeat(policy, samples_of(dump.batch), model_parts.step_settings(config), dump.lr, reference)

@@ -264,7 +264,9 @@ def test_a_judge_that_cannot_load_the_reward_says_so_and_fails_no_sample(tmp_pat
             async with remote(run, "judge") as client:
                 made = Judge(client, 1, tmp_path / "rewards.log", own_code=["only_elsewhere.py:reward"])
                 try:
-                    with pytest.raises(UserError, match=r"there is no file only_elsewhere\.py.*on its own machine"):
+                    with pytest.raises(
+                        UserError, match=r"there is no file only_elsewhere\.py.*on the machine of this judge"
+                    ):
                         await made.run()
                 finally:
                     await made.close()

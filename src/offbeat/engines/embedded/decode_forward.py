@@ -93,7 +93,7 @@ def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Fo
             return forward
     frozen = [warning for warning in caught if _freezes_a_branch(warning)]
     if frozen or not agrees:
-        why = f"{frozen[0].filename}:{frozen[0].lineno}: {frozen[0].message}" if frozen else "it differs from the model"
+        why = f"{frozen[0].filename}:{frozen[0].lineno}: {frozen[0].message}" if frozen else "the recording differs"
         _warn(why)
         return forward
     return replay
@@ -102,7 +102,9 @@ def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Fo
 @cache
 def _warn(why: str) -> None:
     """Logs each reason only once per process, which may have many engines."""
-    log.warning("decode steps are not recorded, and so are slower: %s", " ".join(why.split())[:ERROR_CHARACTERS])
+    log.warning(
+        "embedded engine: steps cannot be recorded, so are slower: %s", " ".join(why.split())[:ERROR_CHARACTERS]
+    )
 
 
 def recorded_in_parts(model: PreTrainedModel, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:

@@ -54,22 +54,21 @@ class EmbeddedEngine:
         max_context_tokens: int,
         exact: bool = False,
         worker: str = "embedded",
-        fingerprint: str | None = None,
         version: int | None = None,
         base: str | None = None,
     ):
         if exact and num_slots < MIN_EXACT_ROWS:
             raise EngineError(
-                f"engine {worker}: num_slots = {num_slots}: allowed {MIN_EXACT_ROWS} or more with exact, because "
-                "with fewer rows a matrix product takes another path and results depend on their number"
+                f"engine {worker}: rollout.slots = {num_slots}: allowed {MIN_EXACT_ROWS} or more with run.exact, "
+                "because the results of smaller matrix products depend on their number of rows"
             )
         if num_slots < 1 or max_context_tokens < 2:
             raise EngineError(
-                f"engine {worker}: num_slots = {num_slots}, max_context_tokens = {max_context_tokens}: allowed 1 and 2 "
-                "or more"
+                f"engine {worker}: num_slots = {num_slots} must be at least 1, and max_context_tokens = "
+                f"{max_context_tokens} at least 2"
             )
         self.worker, self.base = worker, base
-        fingerprint = fingerprint or default_fingerprint(model, exact, num_slots)
+        fingerprint = default_fingerprint(model, exact, num_slots)
         self.capabilities = Capabilities(
             fingerprint=fingerprint,
             num_slots=num_slots,
@@ -110,7 +109,7 @@ class EmbeddedEngine:
         answer: Answer = asyncio.get_running_loop().create_future()
         with self._wake:
             if request.id in self._answers:
-                raise EngineError(f"engine {self.worker}: a request {request.id} is already running")
+                raise EngineError(f"engine {self.worker}: a request with id {request.id} is already running")
             self._post(lambda: self._stepper.submit(request))
             self._answers[request.id] = answer
         try:
@@ -146,7 +145,7 @@ class EmbeddedEngine:
             self._wake.notify()
         await asyncio.to_thread(self._thread.join, CLOSE_WITHIN_S)
         if self._thread.is_alive():
-            raise EngineError(f"engine {self.worker}: still busy {CLOSE_WITHIN_S:.0f} s after close")
+            raise EngineError(f"engine {self.worker}: its thread is still busy {CLOSE_WITHIN_S:.0f} s after close")
 
     async def _do(self, action: Callable[[], None]) -> None:
         """Runs an action in the engine's thread, between two steps, and waits until it is done."""
@@ -169,7 +168,7 @@ class EmbeddedEngine:
         if not problem:
             first, last = int(request.tokens.min()), int(request.tokens.max())
             if first < 0 or last >= self._vocab_size:
-                problem = f"token ids from {first} to {last}: allowed 0 to {self._vocab_size - 1}"
+                problem = f"its token ids range from {first} to {last}: allowed 0 to {self._vocab_size - 1}"
             elif not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
                 problem = f"{sampling}: allowed temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
         if problem:

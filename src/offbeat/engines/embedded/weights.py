@@ -50,7 +50,7 @@ def stage(model: PreTrainedModel, version: Version, base: str | None = None) -> 
     except (OSError, ValueError) as error:
         raise EngineError(f"version {version.number}: {version.path} cannot be read: {error}") from error
     if (base is None) != (wanted is None):
-        is_one, without = ("is an adapter", "without any") if base is None else ("is no adapter", "with one")
+        is_one, without = ("is an adapter", "without one") if base is None else ("is not an adapter", "with one")
         raise EngineError(
             f"version {version.number}: {is_one}, but the model was loaded {without}; give this worker the run's own "
             "model.lora_rank"
@@ -61,13 +61,13 @@ def stage(model: PreTrainedModel, version: Version, base: str | None = None) -> 
     config = json.loads((version.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     if (scale := config["lora_alpha"] / config["r"]) != scale_of(model):
         raise EngineError(
-            f"version {version.number}: its adapter is multiplied by {scale:g}, the model's by {scale_of(model):g}; "
+            f"version {version.number}: its adapter has the scale {scale:g}, but the model's has {scale_of(model):g}; "
             "give this worker the run's own model.lora_alpha"
         )
     if wanted != base:
         if version.base is None:
             raise EngineError(
-                f"version {version.number}: its base is {wanted[:12]}, but model.path has {base:.12}; "
+                f"version {version.number}: its adapter needs the base {wanted[:12]}, but model.path has {base:.12}; "
                 'give this worker the model that the run began with, or set weights.deltas = "always"'
             )
         pairs += _read(base_tensors(model), version, version.base)
@@ -84,7 +84,7 @@ def _read(state: Mapping[str, Tensor], version: Version, folder: Path) -> list[t
     """Returns pairs of a tensor of `state` and its replacement from the folder's safetensors files."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise EngineError(f"version {version.number}: no *.safetensors file in {folder}")
+        raise EngineError(f"version {version.number}: there is no *.safetensors file in {folder}")
     with ExitStack() as files:
         found: dict[str, Any] = {}
         for path in paths:
@@ -110,19 +110,17 @@ def _to_device(tensor: Tensor, own: Tensor) -> Tensor:
 def _check_names(version: Version, state: Mapping[str, Tensor], found: dict[str, Any], folder: Path) -> None:
     unknown = sorted(set(found) - set(state))
     if unknown:
-        raise EngineError(
-            f"version {version.number}: {unknown[0]} ({len(unknown)} in all) is not a tensor of the model"
-        )
+        raise EngineError(f"version {version.number}: the model has no tensor {unknown[0]} (missing: {len(unknown)})")
     covered = {_memory(state[name]) for name in found}
     missing = sorted(name for name, tensor in state.items() if _memory(tensor) not in covered)
     if missing:
-        raise EngineError(f"version {version.number}: {missing[0]} ({len(missing)} in all) is missing in {folder}")
+        raise EngineError(f"version {version.number}: {folder} has no tensor {missing[0]} (missing: {len(missing)})")
 
 
 def _check_tensor(version: Version, name: str, tensor: Tensor, stored: Any) -> None:
     shape, dtype = tuple(stored.get_shape()), DTYPES.get(stored.get_dtype())
     if shape != tuple(tensor.shape):
-        raise EngineError(f"version {version.number}: {name} has shape {shape}, the model {tuple(tensor.shape)}")
+        raise EngineError(f"version {version.number}: {name} has shape {shape}, in the model {tuple(tensor.shape)}")
     if dtype is None or torch.promote_types(dtype, tensor.dtype) != tensor.dtype:
         raise EngineError(
             f"version {version.number}: {name} is {stored.get_dtype()} and would be rounded to {tensor.dtype}; "

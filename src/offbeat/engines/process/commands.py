@@ -66,13 +66,13 @@ async def probe_interpreter(config: Config, environment: Mapping[str, str]) -> E
     try:
         printed, errors = await asyncio.wait_for(process.communicate(), PROBE_WITHIN_S)
     except TimeoutError as error:
-        raise UserError(f'engine.python = "{python}": did not import torch within {PROBE_WITHIN_S:g} s') from error
+        raise UserError(f'engine.python = "{python}": it did not import torch within {PROBE_WITHIN_S:g} s') from error
     finally:
         with suppress(ProcessLookupError):
             process.kill()
     if process.returncode:
         last = (errors.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
-        raise UserError(f'engine.python = "{python}": cannot be used: {last}')
+        raise UserError(f'engine.python = "{python}": this Python cannot run the engine: {last}')
     found = json.loads(printed)
     if not found["has"]:
         raise UserError(
@@ -118,7 +118,9 @@ def _devices(first: int, count: int, ours: Mapping[str, str]) -> str:
     seen = [name for name in ours.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     numbers = range(first, first + count)
     if seen and numbers[-1] >= len(seen):
-        raise UserError(f'model.device = "cuda:{first}": CUDA_VISIBLE_DEVICES = {",".join(seen)} has no {numbers[-1]}')
+        raise UserError(
+            f'model.device = "cuda:{first}": CUDA_VISIBLE_DEVICES = {",".join(seen)} has no GPU {numbers[-1]}'
+        )
     return ",".join(seen[number] if seen else str(number) for number in numbers)
 
 
@@ -176,7 +178,7 @@ def _lora(config: Config, machine: EngineMachine) -> dict[str, str]:
     if (largest := server_rank(rank)) is None:
         raise UserError(f'model.lora_rank = {rank}: allowed up to {RANKS[-1]} with rollout.engine = "vllm"')
     if machine.num_gpus and _dtype(config, machine) == "float32":
-        raise UserError('model.dtype = "float32": allowed "bfloat16" where vLLM on a GPU serves adapters')
+        raise UserError('model.dtype = "float32": allowed "bfloat16" for adapters (model.lora_rank) in vLLM on a GPU')
     # All calls use the same adapter, so one at a time is enough.
     return {"--max-lora-rank": str(largest), "--max-loras": "1", "--max-cpu-loras": str(NUM_KEPT)}
 

@@ -109,7 +109,7 @@ class ServerEngines:
     async def _pause(self, error: EngineError, status: int) -> None:
         verdict, pause_s = self._restarts.ended(status)
         if verdict is RestartVerdict.GIVE_UP:
-            raise UserError(f"the engine died again and again and is given up: {error}") from error
+            raise UserError(f"the engine died too often and is not restarted: {error}") from error
         await asyncio.sleep(pause_s)
 
     async def _make_server(self) -> EngineServer:
@@ -138,7 +138,7 @@ class ServerEngines:
                 except EngineError as error:
                     if time.monotonic() - logged_s >= LOG_EVERY_S:
                         logged_s = time.monotonic()
-                        self.log(f"waiting for it to answer: {error}")
+                        self.log(f"waiting for the server to answer: {error}")
                 await asyncio.sleep(CHECK_EVERY_S)
         finally:
             await server.close()

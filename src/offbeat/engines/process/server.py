@@ -70,7 +70,7 @@ class EngineServer:
 
     async def start(self) -> None:
         """Starts the server and returns once it answers; raises `ServerEnded` if it ends first or takes too long."""
-        assert self._guard is None, "stop it first"
+        assert self._guard is None, f"{self.name}: the server is already running; call stop first"
         endpoint = self._endpoint = self._new_endpoint()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
@@ -104,7 +104,7 @@ class EngineServer:
                 if is_ours:
                     return True
                 await self.stop()
-                raise ServerEnded(f"{self.name}: ended, because another process answers at {endpoint.url}", KILLED)
+                raise ServerEnded(f"{self.name}: stopped, because another process answers at {endpoint.url}", KILLED)
         await asyncio.wait({self._ended}, timeout=CHECK_EVERY_S)
         if self._ended.done():
             raise await self.ended()

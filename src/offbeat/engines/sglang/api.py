@@ -85,11 +85,11 @@ class SglangDialect:
 
     def _refuse_what_cannot_be_worked_with(self, info: Any) -> None:
         if not isinstance(info, dict) or not {"version", "max_req_input_len"} <= info.keys():
-            raise EngineError(f"{self.server.url}/server_info: not the answer of an SGLang server")
+            raise EngineError(f"{self.server.url}/server_info: not the answer of an SGLang server; check engine.url")
         if (num := info.get("tokenizer_worker_num", 1)) != 1:
             raise EngineError(
-                f"{self.server.url}: tokenizer_worker_num = {num}, and each has its own label for the weights; "
-                "start SGLang with --tokenizer-worker-num 1"
+                f"{self.server.url}: tokenizer_worker_num = {num}, and each of these processes has its own label for "
+                "the weights; start SGLang with --tokenizer-worker-num 1"
             )
         if (mode := info.get("disaggregation_mode") or "null") != "null":
             raise EngineError(
@@ -108,7 +108,9 @@ class SglangDialect:
         try:
             return msgspec.convert(answer, _Sampled).meta_info
         except msgspec.ValidationError as error:
-            raise EngineError(f"{self.server.url}{GENERATE}: {error}: {str(answer)[:300]}") from error
+            raise EngineError(
+                f"{self.server.url}{GENERATE}: not the answer of an SGLang server: {error}: {str(answer)[:300]}"
+            ) from error
 
     async def generate(self, call: Call) -> AsyncIterator[Chunk]:
         body = self._body(call)
@@ -131,8 +133,8 @@ class SglangDialect:
         sampling = call.sampling
         if not self._is_tempered and sampling.temperature not in (0.0, 1.0):
             raise EngineError(
-                f"{self.server.url}: log-probs are those before temperature, which temperature = "
-                f"{sampling.temperature:g} forbids; start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+                f"{self.server.url}: the server's log-probs are those before temperature, which forbids "
+                f"temperature = {sampling.temperature:g}; start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
             )
         return {
             "rid": _rid(call.id),
@@ -157,22 +159,22 @@ class SglangDialect:
     def _read(self, event: bytes, sampling: Sampling, num_before: int) -> Chunk:
         answer = read_event(self.server, GENERATE, _EVENT, event)
         if answer.error is not None:
-            raise ServerRefused(f"{self.server.url}{GENERATE}: {answer.error.message}", answer.error.code)
+            raise ServerRefused(f"{self.server.url}{GENERATE}: server error: {answer.error.message}", answer.error.code)
         meta, sampled = answer.meta_info, answer.meta_info.output_token_logprobs
         if self._is_incremental:
             # The last event after an abort may repeat earlier tokens; new ones come last.
             num_new = meta.completion_tokens - num_before
             if not 0 <= num_new <= len(sampled):
                 raise EngineError(
-                    f"{self.server.url}{GENERATE}: {len(sampled)} log-probs in an event that ends at token "
-                    f"{meta.completion_tokens}, after one that ended at {num_before}"
+                    f"{self.server.url}{GENERATE}: the server sent {len(sampled)} log-probs in an event that ends at "
+                    f"token {meta.completion_tokens}, after one that ended at {num_before}"
                 )
             sampled = sampled[len(sampled) - num_new :]
         else:
             sampled = sampled[num_before:]
         logprobs = [logprob for logprob, _, _ in sampled if logprob is not None]
         if len(logprobs) != len(sampled):
-            raise EngineError(f"{self.server.url}{GENERATE}: no log-prob for a sampled token")
+            raise EngineError(f"{self.server.url}{GENERATE}: the server sent no log-prob for a sampled token")
         finish = self._finish(meta.finish_reason, sampling, num_before + len(sampled))
         spans = tuple(span for span in meta.weight_versions or () if span.end > span.start)
         tokens = [token for _, token, _ in sampled]
@@ -184,14 +186,14 @@ class SglangDialect:
         if reason.type == "abort" and reason.status_code is None:
             return Finish.ABORT
         if reason.type == "abort":
-            raise ServerRefused(f"{self.server.url}{GENERATE}: {reason.message}", reason.status_code or 500)
+            raise ServerRefused(f"{self.server.url}{GENERATE}: error: {reason.message}", reason.status_code or 500)
         if reason.type == "stop" and reason.matched in sampling.stop_token_ids:
             return Finish.STOP
         if reason.type == "length" or (reason.type == "stop" and isinstance(reason.matched, int)):
             # Short of max_new_tokens, a limit of the server or an end token of the model does not end the request.
             return Finish.LENGTH if num_tokens >= sampling.max_new_tokens else Finish.ABORT
         # A token outside the vocabulary, caused by NaN, is reported as a stop too.
-        raise EngineError(f"{self.server.url}{GENERATE}: ended by {reason.type} {reason.matched!r}")
+        raise EngineError(f"{self.server.url}{GENERATE}: unknown finish reason: {reason.type} {reason.matched!r}")
 
     async def abort(self, ids: Sequence[str]) -> None:
         await asyncio.gather(*(self.server.post("/abort_request", {"rid": _rid(name)}) for name in ids))
@@ -231,7 +233,7 @@ class SglangDialect:
         }
         answer = await self.server.post("/update_weights_from_disk", body, within_s=LOAD_WITHIN_S)
         if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise EngineError(f"{self.server.url}/update_weights_from_disk: {str(answer)[:300]}")
+            raise EngineError(f"{self.server.url}/update_weights_from_disk: the load failed: {str(answer)[:300]}")
 
     async def resume(self) -> None:
         await self.server.post("/continue_generation", {"torch_empty_cache": False})
@@ -239,7 +241,7 @@ class SglangDialect:
     async def label(self) -> str:
         info = await self.server.get("/model_info", within_s=CHECK_WITHIN_S)
         if not isinstance(info, dict) or "weight_version" not in info:
-            raise EngineError(f"{self.server.url}/model_info: no weight_version; use a newer release of SGLang")
+            raise EngineError(f"{self.server.url}/model_info: the answer has no weight_version; use a newer SGLang")
         return str(info["weight_version"])
 
     async def check(self) -> None:

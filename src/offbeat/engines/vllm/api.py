@@ -70,11 +70,11 @@ class VllmDialect:
             config = info["vllm_config"]
             model_config = dict(config["model_config"])
         except (LookupError, TypeError, ValueError) as error:
-            raise EngineError(f"{self.server.url}: answers, but not as vLLM does; is it another server?") from error
+            raise EngineError(f"{self.server.url}: the server answers, but not like vLLM; check engine.url") from error
         if (mode := model_config.get("logprobs_mode")) != "processed_logprobs":
             raise EngineError(
-                f"{self.server.url}: log-probs are {mode}, before temperature; start vLLM with --logprobs-mode "
-                "processed_logprobs"
+                f"{self.server.url}: the server's log-probs are {mode}, before temperature; start vLLM with "
+                "--logprobs-mode processed_logprobs"
             )
         self._has_extension = EXTENSION in str(config.get("parallel_config"))
         self._refuse_split_prompts(config)
@@ -105,8 +105,8 @@ class VllmDialect:
     def _refuse_split_prompts(self, config: Mapping[str, Any]) -> None:
         if _is_on_cpu(config) and SPLITS.search(str(config.get("scheduler_config"))):
             raise EngineError(
-                f"{self.server.url}: vLLM on a CPU ends when it splits the prompt of a call with a seed; start it with "
-                f"{WHOLE_PROMPTS}"
+                f"{self.server.url}: vLLM on a CPU crashes when it splits the prompt of a call with a seed; start it "
+                f"with {WHOLE_PROMPTS}"
             )
 
     async def _wake(self) -> None:
@@ -118,7 +118,7 @@ class VllmDialect:
             if error.status != 404:
                 raise
             raise EngineError(
-                f"{self.server.url}: vLLM without its control calls; start it with VLLM_SERVER_DEV_MODE=1 in its "
+                f"{self.server.url}: this vLLM has no control calls; start it with VLLM_SERVER_DEV_MODE=1 in its "
                 "environment, where only this user can reach it"
             ) from error
 
@@ -139,7 +139,7 @@ class VllmDialect:
             if error.status != 403:
                 raise
             raise EngineError(
-                f"{self.server.url}: vLLM without its token interface; start it with --enable-scale-out"
+                f"{self.server.url}: this vLLM has no token interface; start it with --enable-scale-out"
             ) from error
         return bool(answer["choices"][0].get("weight_versions"))
 
@@ -186,19 +186,21 @@ class VllmDialect:
     def _read(self, event: bytes) -> Chunk | None:
         answer = read_event(self.server, GENERATE, _EVENT, event)
         if answer.error is not None:
-            raise ServerRefused(f"{self.server.url}{GENERATE}: {answer.error}", 500)
+            raise ServerRefused(f"{self.server.url}{GENERATE}: server error: {answer.error}", 500)
         if not answer.choices:
             return None
         choice = answer.choices[0]
         logprobs = [entry.logprob for entry in choice.logprobs.content] if choice.logprobs else []
         if logprobs and min(logprobs) < NO_LOGPROB:
-            raise EngineError(f"{self.server.url}{GENERATE}: no log-prob for a sampled token")
+            raise EngineError(f"{self.server.url}{GENERATE}: the server sent no log-prob for a sampled token")
         finish = None
         if choice.finish_reason is not None:
             try:
                 finish = Finish(choice.finish_reason)
             except ValueError as error:
-                raise EngineError(f"{self.server.url}{GENERATE}: ended by {choice.finish_reason!r}") from error
+                raise EngineError(
+                    f"{self.server.url}{GENERATE}: unknown finish reason {choice.finish_reason!r}"
+                ) from error
         return Chunk(choice.token_ids or (), logprobs, finish, tuple(choice.weight_versions or ()))
 
     async def abort(self, ids: Sequence[str]) -> None:

@@ -74,16 +74,16 @@ class LoraDialect(VllmDialect):
         lora = config.get("lora_config")
         wanted = f"start it with --enable-lora --max-lora-rank {server_rank(self.rank)} --max-cpu-loras {NUM_KEPT}"
         if not isinstance(lora, dict):
-            raise EngineError(f"{self.server.url}: vLLM without LoRA; {wanted} and {ALLOW}=1 in its environment")
+            raise EngineError(f"{self.server.url}: this vLLM has no LoRA; {wanted} and {ALLOW}=1 in its environment")
         if int(lora.get("max_lora_rank", 0)) < self.rank:
             raise EngineError(
-                f"{self.server.url}: takes adapters up to rank {lora.get('max_lora_rank')}, and model.lora_rank = "
-                f"{self.rank}; {wanted}"
+                f"{self.server.url}: this vLLM takes adapters up to rank {lora.get('max_lora_rank')}, and "
+                f"model.lora_rank = {self.rank}; {wanted}"
             )
         if lora.get("target_modules"):
             raise EngineError(
-                f"{self.server.url}: ignores the parts of an adapter outside {lora['target_modules']}; start it "
-                "without --lora-target-modules"
+                f"{self.server.url}: this vLLM ignores the parts of an adapter outside {lora['target_modules']}; "
+                "start it without --lora-target-modules"
             )
         if "float32" in str(lora.get("lora_dtype")) and "cpu" not in str(config.get("device_config")):
             raise EngineError(
@@ -128,11 +128,11 @@ class LoraDialect(VllmDialect):
         except ServerRefused as error:
             if error.status != 404:
                 raise
-            raise EngineDied(f"{self.server.url}{GENERATE}: the adapter that was loaded is gone: {error}") from error
+            raise EngineDied(f"{self.server.url}{GENERATE}: the server has lost its loaded adapter: {error}") from error
 
     def _name_of(self, call: Call) -> str:
-        assert self._served is not None, "nothing was loaded"
-        assert self._served.label == call.label, "a call made before a load and sent after it"
+        assert self._served is not None, "a call was sent before the first load"
+        assert self._served.label == call.label, f"a call for {call.label} was sent under {self._served.label}"
         return self._served.name
 
     async def stage(self, version: Version) -> None:
@@ -151,7 +151,7 @@ class LoraDialect(VllmDialect):
         self._staged = adapter
 
     async def _replace(self, version: Version, label: str) -> None:
-        assert self._staged is not None, "stage it first"
+        assert self._staged is not None, f"version {version.number} is loaded without being staged"
         before, self._served, self._staged = self._served, self._staged, None
         self._served.label = label
         await self._drop(before)
@@ -185,5 +185,5 @@ def _link_adapter(version: Version, folder: Path) -> None:
     except OSError as error:
         name = Path(error.filename or "").name
         raise EngineError(
-            f"version {version.number}: no adapter can be read from {version.path}: {name}: {error.strerror}"
+            f"version {version.number}: its adapter cannot be read from {version.path}: {name}: {error.strerror}"
         ) from error

@@ -40,11 +40,11 @@ class FromPath:
             self._linked = await asyncio.to_thread(_link, version.path.absolute())
         except OSError as error:
             raise EngineError(
-                f"version {version.number}: cannot be read from {version.path}: {error.strerror}"
+                f"version {version.number}: its files cannot be read from {version.path}: {error.strerror}"
             ) from error
 
     async def load(self, server: Server, version: Version) -> None:
-        assert self._linked is not None, "stage it first"
+        assert self._linked is not None, f"version {version.number} is loaded without being staged"
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._linked)}}
         try:
             await server.post("/collective_rpc", body, within_s=LOAD_WITHIN_S)
@@ -91,7 +91,7 @@ class FromGpu:
 
     async def load(self, server: Server, version: Version) -> None:
         if self._staged is None or self._staged[0] != version.number:
-            raise EngineError(f"{server.url}: version {version.number} is not in GPU memory; it was not staged")
+            raise EngineError(f"{server.url}: version {version.number} was not staged in GPU memory; this is a bug")
         _, tensors = self._staged
         if self._initialised is not server:
             await server.post("/init_weight_transfer_engine", {"init_info": {}}, within_s=UPDATE_WITHIN_S)

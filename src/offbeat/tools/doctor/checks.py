@@ -125,12 +125,12 @@ async def ask(command: Sequence[str], within_s: float, given: str = "", **option
             *command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, **options
         )
     except OSError as error:
-        raise ProbeFailed(f"{command[0]}: {error.strerror}") from error
+        raise ProbeFailed(f"{command[0]} cannot be started: {error.strerror}") from error
     try:
         async with asyncio.timeout(within_s):
             out, err = await process.communicate(given.encode())
     except TimeoutError:
-        raise ProbeFailed(f"no answer within {within_s:g} s") from None
+        raise ProbeFailed(f"the check gave no answer within {within_s:g} s") from None
     finally:
         with suppress(ProcessLookupError, PermissionError):  # the group may have ended already
             os.killpg(process.pid, signal.SIGKILL)
@@ -138,9 +138,9 @@ async def ask(command: Sequence[str], within_s: float, given: str = "", **option
             async with asyncio.timeout(END_WITHIN_S):
                 await process.wait()
     if process.returncode and process.returncode < 0:
-        raise ProbeFailed(f"it crashed: {signal.Signals(-process.returncode).name}")
+        raise ProbeFailed(f"the check crashed: {signal.Signals(-process.returncode).name}")
     lines = (err if process.returncode else out).decode(errors="replace").strip().splitlines()
-    last = lines[-1].strip() if lines else f"it ended with status {process.returncode}"
+    last = lines[-1].strip() if lines else f"the check ended with status {process.returncode}"
     if process.returncode:
         raise ProbeFailed(last[:300])
     return last
@@ -232,7 +232,7 @@ async def check_engines(config: Config, url: str, within_s: float) -> list[Findi
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     try:
         if program is None:
-            raise ProbeFailed(f'engine.python = "{python}": no program; give a path, such as ~/vllm/bin/python')
+            raise ProbeFailed(f'engine.python = "{python}": no such program; give a path, such as ~/vllm/bin/python')
         path = os.path.abspath(program)
         found = json.loads(await ask((path, "-c", FIND_ENGINES), within_s, cwd="/", env=environment))
     except (ProbeFailed, ValueError) as error:
@@ -269,7 +269,7 @@ def check_ports(config: Config) -> Iterator[Finding]:
     host, port = config.serve.host, config.serve.port
     if fault := _listen("127.0.0.1", 0):
         level = Level.STOPS if port or config.rollout.workers is not None else Level.WARNS
-        yield Finding("ports", f"none of 127.0.0.1: {fault}", level, "let processes listen on 127.0.0.1")
+        yield Finding("ports", f"nothing can listen on 127.0.0.1: {fault}", level, "let processes listen on 127.0.0.1")
     elif port and (fault := _listen(host, port)):
         text = f'serve.host = "{host}", serve.port = {port}: {fault}'
         yield Finding("ports", text, Level.STOPS, "--serve.port 0, or end the process that listens there")
@@ -296,7 +296,7 @@ def check_model(path: str) -> tuple[Finding, int]:
         parameters = sum(map(_num_elements, sorted(folder.glob("*.safetensors"))))
     except UserError as error:
         if HUB_ID.fullmatch(path):
-            return Finding("model", f"{path}: not here yet", Level.WARNS, f"hf download {path}"), 0
+            return Finding("model", f"{path}: not downloaded yet", Level.WARNS, f"hf download {path}"), 0
         return Finding("model", str(error), Level.STOPS), 0
     except (OSError, ValueError) as error:
         return Finding("model", f"{path}: {error}; copy it again", Level.STOPS), 0

@@ -190,7 +190,7 @@ async def _facts(url: str) -> Facts:
             if path == "/continue_generation":  # workers always send it, because SGLang does not report pauses
                 return None
             if path not in ("/generate", "/inference/v1/generate"):
-                raise EngineError(f"{self.url}: is paused: a worker loads weights, or died doing so; try again soon")
+                raise EngineError(f"{self.url}: the server is paused; a worker loads weights or died; try again soon")
             return await super().post(path, body, **options)
 
     server = ReadOnlyServer(url, api_key=os.environ.get(KEY_VARIABLE))
@@ -215,7 +215,7 @@ async def _dialect(server: Server) -> Dialect:
             raise UserError(f"{server.url}: no answer; start one, such as {START} ({error})") from error
         if isinstance(answer, dict) and key in answer:
             return dialect(server)
-    raise UserError(f"{server.url}: answers, but neither as vLLM nor as SGLang does")
+    raise UserError(f"{server.url}: the server answers, but neither as vLLM nor as SGLang does; check the URL")
 
 
 def compare_server(config: Config, url: str, facts: Facts) -> Iterator[Finding]:
