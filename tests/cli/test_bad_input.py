@@ -78,7 +78,7 @@ def test_a_model_that_is_not_there_is_told(offbeat):
     for command in ("train", "eval"):
         told = offbeat.fails(command, *(["--model.path=nowhere"] if command == "train" else ["nowhere"]))
         assert told.startswith("model.path = 'nowhere': no such folder; give a Hugging Face model folder or")
-    assert offbeat.fails("eval", "bare").startswith("model.path = 'bare': has no *.safetensors; save the model with")
+    assert offbeat.fails("eval", "bare").startswith("model.path = 'bare' has no *.safetensors; save the model with")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def refuses_to_begin(offbeat: Command, *words: str) -> str:
 
 def test_a_model_without_a_tokenizer_is_told(offbeat):
     shutil.copytree(TINY_FOLDER, offbeat.folder / "mute", ignore=shutil.ignore_patterns("tokenizer.json"))
-    told = "model.path = 'mute': has no tokenizer (tokenizer.json); copy the model's tokenizer files there, or name"
+    told = "model.path = 'mute' has no tokenizer (tokenizer.json); copy the model's tokenizer files there, or name"
     assert refuses_to_begin(offbeat, "--model.path=mute").startswith(told)
 
 

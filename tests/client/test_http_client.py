@@ -370,7 +370,7 @@ def test_a_file_that_holds_no_certificates_is_named(tmp_path):
 
 
 def test_secrets_do_not_cross_the_network_in_the_clear():
-    with pytest.raises(UserError, match="in the clear; use https"):
+    with pytest.raises(UserError, match="would be sent unencrypted; use https"):
         Connection("http://10.0.0.1:80")
     Connection("http://10.0.0.1:80", allow_plain=True)
     for url in ("http://localhost:1", "http://127.0.0.1:1", "http://[::1]:1", "https://10.0.0.1"):

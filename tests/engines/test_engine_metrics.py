@@ -177,9 +177,8 @@ class Told:
 
 
 def test_timings_are_what_was_done_between_two_looks():
-    engine, timings = Told(EngineMetrics(5, 50, 500, 40, 30, 2.0)), Timings()
-    assert timings.take() is None
-    timings.follow(engine)
+    engine = Told(EngineMetrics(5, 50, 500, 40, 30, 2.0))
+    timings = Timings(engine)
     assert timings.take() is None
     engine.metrics += EngineMetrics(2, 6, 90, 7, 100, 0.5)
     assert timings.take() == Timing(2, 6, 90, 7, 0.5)
@@ -187,8 +186,8 @@ def test_timings_are_what_was_done_between_two_looks():
 
 
 def test_what_is_done_without_a_step_is_told_with_the_next_one():
-    engine, timings = Told(EngineMetrics()), Timings()
-    timings.follow(engine)
+    engine = Told(EngineMetrics())
+    timings = Timings(engine)
     engine.metrics += EngineMetrics(num_prefilled_tokens=9, busy_seconds=1.0)
     assert timings.take() is None
     engine.metrics += EngineMetrics(1, 1, 9, 0, 0, 1.0)
@@ -210,8 +209,7 @@ def test_a_prefill_that_an_engine_does_not_tell_counts_as_none():
 def test_timings_of_a_paced_engine_add_up_to_its_time():
     async def scenario() -> list[Timing]:
         engine: PacedEngine = open_engine(prefill_s=0.25)
-        timings = Timings()
-        timings.follow(engine)
+        timings = Timings(engine)
         taken = []
         for length in (3, 7):
             await engine.generate(ask(8, max_new_tokens=length))

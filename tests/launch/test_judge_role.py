@@ -23,7 +23,7 @@ def test_a_judge_without_a_token_is_told_where_to_get_one(tmp_path, monkeypatch,
     monkeypatch.delenv("OFFBEAT_TOKEN", raising=False)
     words = ["--role", "reward", "--join", "http://127.0.0.1:9", "--dir", str(tmp_path)]
     assert main(["worker", *words]) == 2
-    assert "OFFBEAT_TOKEN: not set; put a join token there" in capsys.readouterr().err
+    assert "OFFBEAT_TOKEN is not set; set it to a join token" in capsys.readouterr().err
 
 
 def test_a_role_that_a_worker_cannot_have_is_refused(capsys):

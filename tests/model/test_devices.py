@@ -16,13 +16,13 @@ def test_cpu_is_always_there_and_has_a_name():
 
 @pytest.mark.parametrize("name", ["cuda:99", "mps:1", "cpu:1"])
 def test_a_device_that_is_not_there_is_refused_with_what_is(name):
-    with pytest.raises(UserError, match=r"where there are .*cpu"):
+    with pytest.raises(UserError, match=r"this machine has only .*cpu"):
         devices.pick_device(name)
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:-1", "tpu", ""])
 def test_a_name_that_is_no_device_is_refused_with_what_is_allowed(name):
-    with pytest.raises(UserError, match="allowed auto, cpu, cuda, cuda:N and mps"):
+    with pytest.raises(UserError, match="allowed are auto, cpu, cuda, cuda:N and mps"):
         devices.pick_device(name)
 
 
@@ -39,7 +39,6 @@ def test_cpu_needs_no_waiting_and_counts_no_memory():
     devices.synchronize(cpu)
     devices.empty_cache(cpu)
     assert devices.memory_bytes(cpu) is None
-    assert devices.peak_memory_bytes(cpu) is None
 
 
 def test_the_memory_of_a_gpu_is_free_and_total(monkeypatch):

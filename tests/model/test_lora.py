@@ -127,7 +127,7 @@ def test_a_missing_peft_is_told_in_one_line(monkeypatch):
 
 
 def test_an_output_layer_that_shares_its_weights_cannot_have_one():
-    with pytest.raises(UserError, match="shares its weights"):
+    with pytest.raises(UserError, match="shares the input layer's weights"):
         find_layers(make(tie_word_embeddings=True), ("lm_head",))
 
 

@@ -26,7 +26,7 @@ OWN = "does not let its attention be replaced"
         pytest.param("llama4_text", PATTERN, marks=pytest.mark.full),
         ("doge", PATTERN),
         ("falcon", OWN),
-        ("mamba", "does not take the positions of its tokens"),
+        ("mamba", "does not take position_ids"),
         ("deepseek_v32", "asks for indices in its attention"),
     ],
 )

@@ -119,7 +119,7 @@ def test_it_is_where_it_wants_to_be_within_eight_rounds_and_stays_there():
     assert min(run.factors[8:]) >= 2.0
     moves = [before != after for before, after in itertools.pairwise(run.factors[8:])]
     assert sum(moves) <= 2
-    assert run.controller.error < 0.15
+    assert np.abs(run.controller.corrections.by_factor).max() < 0.15
 
 
 def test_where_every_answer_is_as_long_as_the_next_and_rows_are_cheap_only_in_number_nothing_is_over_provisioned():
@@ -178,7 +178,10 @@ def test_once_it_has_left_one_only_far_worse_predictions_bring_it_back():
 
 
 def test_with_a_bound_of_zero_there_is_nothing_to_choose():
-    assert known(replace(ON_GPU, max_staleness=0)).decide().reason == "max_staleness = 0 leaves no room for more"
+    assert (
+        known(replace(ON_GPU, max_staleness=0)).decide().reason
+        == "max_staleness = 0 leaves no room for more groups in flight"
+    )
 
 
 def test_what_does_not_fit_into_the_room_for_keys_and_values_is_not_chosen():
@@ -202,7 +205,6 @@ def test_the_same_history_leads_to_the_same_decisions():
 
 def test_without_rounds_nothing_is_corrected():
     assert (PredictionErrors([1.0, 2.0, 3.0]).by_factor == 0).all()
-    assert PredictionErrors([1.0, 2.0, 3.0]).error == 0
 
 
 def test_an_error_that_is_the_same_everywhere_favours_nobody():
@@ -211,7 +213,6 @@ def test_an_error_that_is_the_same_everywhere_favours_nobody():
         corrections.note(index, tokens=80.0, seconds=1.0, predicted=100.0, predicted_s=1.0)
     assert corrections.by_factor == pytest.approx([math.log(0.8)] * 3, abs=0.02)
     assert np.ptp(corrections.by_factor) < 0.01
-    assert corrections.error == pytest.approx(0.2)
 
 
 def test_rounds_at_one_factor_are_taken_to_say_more_of_all_than_of_it():

@@ -50,10 +50,6 @@ def test_seconds_are_sums_over_the_steps():
     assert StepTime(1.0, 0.1, 0.01, 0.5).seconds(10, 40, 400, 6) == pytest.approx(10 + 4 + 4 + 3)
 
 
-def test_engines_that_share_the_rows_step_as_if_each_had_its_part():
-    assert GPU.spread(4).seconds(1, 64, 6400) == pytest.approx(GPU.seconds(1, 16, 1600))
-
-
 def test_exact_observations_give_the_figures_back():
     fit = fitted(varied(GPU, 40))
     assert figures(fit.model) == pytest.approx(figures(GPU), rel=0.02)

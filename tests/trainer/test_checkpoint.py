@@ -58,7 +58,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(UserError, match=r"rank0\.safetensors: is damaged; remove"):
+    with pytest.raises(UserError, match=r"rank0\.safetensors is damaged; remove"):
         checkpoints.load(1)
 
 
@@ -67,7 +67,7 @@ def test_a_damaged_manifest_is_refused_by_name(tmp_path):
     folder = checkpoints.save(1, 1, trained_policy().state())
     for text in ("", "{", "[]", "{}"):
         (folder / "manifest.json").write_text(text)
-        with pytest.raises(UserError, match=r"manifest\.json: is damaged; remove .*00000001 to resume from"):
+        with pytest.raises(UserError, match=r"manifest\.json is damaged; remove .*00000001 to resume from"):
             checkpoints.load(1)
 
 

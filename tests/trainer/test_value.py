@@ -133,5 +133,5 @@ def test_a_model_without_an_output_layer_is_refused():
         def get_output_embeddings(self):
             return None
 
-    with pytest.raises(UserError, match=r'^loss\.advantage = "gae": Bare has no output layer for a value head'):
+    with pytest.raises(UserError, match=r'^loss\.advantage = "gae": Bare has no output layer; choose another'):
         ValueHead(Bare())

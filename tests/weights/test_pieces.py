@@ -51,9 +51,9 @@ def test_an_empty_store_holds_nothing(store: PieceStore):
     assert (store.list_pieces(), store.list_manifests()) == ([], [])
     assert store.size(NOWHERE) is None
     for read in (lambda: store.get(NOWHERE), lambda: store.get(NOWHERE, 3, 5), lambda: store.get(NOWHERE, 0, 0)):
-        with pytest.raises(PieceMissing, match=f"{NOWHERE}: not there"):
+        with pytest.raises(PieceMissing, match=f"{NOWHERE}: no such (file|object) in the store"):
             read()
-    with pytest.raises(PieceMissing, match=f"00000003-{NOWHERE}.json: not there"):
+    with pytest.raises(PieceMissing, match=f"00000003-{NOWHERE}.json: no such (file|object) in the store"):
         store.get_manifest(3, NOWHERE)
     store.sync()
     store.delete([NOWHERE], [(3, NOWHERE)])
@@ -95,7 +95,7 @@ def test_a_part_that_ends_too_soon_is_told_from_a_piece_that_is_not_there(store:
 def test_a_spoilt_piece_is_refused_and_made_good_by_putting_it_again(store: PieceStore, spoil):
     digest, data = piece(1)
     overwrite(store, digest, spoil(data))
-    with pytest.raises(PieceDamaged, match=f"{digest}: damaged: its {len(spoil(data))} bytes have another digest"):
+    with pytest.raises(PieceDamaged, match=f"{digest}: its {len(spoil(data))} bytes do not match its name"):
         store.get(digest)
     store.put(digest, data)
     assert store.get(digest) == data
@@ -121,16 +121,16 @@ def test_the_same_manifest_again_changes_nothing_and_another_seal_is_refused(sto
     digest, sealed = sealed_manifest(1)
     store.put_manifest(3, digest, sealed)
     store.put_manifest(3, digest, sealed)
-    with pytest.raises(StoreError, match=r"sealed by another key before; give each run a store of its own"):
+    with pytest.raises(StoreError, match=r"this manifest exists, signed with another key; give each run its own store"):
         store.put_manifest(3, *sealed_manifest(1, SigningKey.generate()))
     assert store.get_manifest(3, digest) == sealed
 
 
 def test_a_manifest_under_a_name_that_is_not_its_own_or_with_a_broken_seal_is_refused(store: PieceStore):
     digest, sealed = sealed_manifest(1)
-    with pytest.raises(ManifestError, match="not the one that this name says"):
+    with pytest.raises(ManifestError, match="does not match this name or its own signature"):
         store.put_manifest(3, NOWHERE, sealed)
-    with pytest.raises(ManifestError, match="its seal is broken"):
+    with pytest.raises(ManifestError, match="or its own signature"):
         store.put_manifest(3, digest, sealed[:-10])
     assert store.list_manifests() == []
 
@@ -164,7 +164,7 @@ def test_what_is_no_name_reaches_no_file(store: PieceStore, name: str):
     for call in (store.get, store.size, lambda name: store.put(name, b""), lambda name: store.delete([name], [])):
         with pytest.raises(PieceMissing, match="not the name of a piece"):
             call(name)
-    with pytest.raises(PieceMissing, match="not the name of a manifest"):
+    with pytest.raises(PieceMissing, match="no manifest can have this name"):
         store.get_manifest(1, name)
 
 
@@ -214,7 +214,7 @@ def test_a_manifest_with_a_flipped_bit_is_refused_and_made_good_by_putting_it_ag
     spoilt = bytearray(sealed)
     spoilt[position] ^= 1
     path.write_bytes(spoilt)
-    with pytest.raises(PieceDamaged, match=f"00000012-{name}.json: damaged"):
+    with pytest.raises(PieceDamaged, match=f"00000012-{name}.json: the manifest does not match its name"):
         store.get_manifest(12, name)
     store.put_manifest(12, name, sealed)
     assert store.get_manifest(12, name) == sealed
@@ -306,7 +306,7 @@ def test_a_flush_that_fails_is_tried_again_by_the_next(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("offbeat.weights.piece_store.fsync_folder", broken)
-    with pytest.raises(StoreError, match=r"cannot be flushed: Input/output error; see that the disk works"):
+    with pytest.raises(StoreError, match=r"cannot be flushed: Input/output error; check that the disk works"):
         store.sync()
     monkeypatch.setattr("offbeat.weights.piece_store.fsync_folder", flushed.append)
     store.sync()

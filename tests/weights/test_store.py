@@ -31,7 +31,7 @@ def test_one_flipped_bit_is_refused(tmp_path):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(WeightsError, match="version 4: digest"):
+    with pytest.raises(WeightsError, match=r"version 4: .* has digest"):
         read(version)
 
 
@@ -75,5 +75,5 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path, num_bytes):
 
 @pytest.mark.parametrize(("number", "digest"), [(-1, "0" * 64), (0, "0" * 63), (0, "../" + "0" * 61), (0, "g" * 64)])
 def test_what_is_not_the_name_of_a_manifest_is_no_path(number: int, digest: str):
-    with pytest.raises(PieceMissing, match="not the name of a manifest"):
+    with pytest.raises(PieceMissing, match="no manifest can have this name"):
         manifest_path(number, digest)

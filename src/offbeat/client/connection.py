@@ -41,7 +41,7 @@ ERRORS: dict[int, type[OffbeatError]] = {
 }
 BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
 AGAIN = (408, 429)
-"""Statuses that are retried, besides 5xx. Only 504 is not: the coordinator has already waited, and names the cause."""
+"""Statuses that are retried, besides all 5xx but 504, with which the coordinator ends its own wait."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 15.0
 MAX_RETRY_AFTER_S = 60.0
 """Longest Retry-After that is obeyed, because the sender may not be a coordinator."""
@@ -85,11 +85,11 @@ class Connection:
         """Generation of the trainer, sent with every call; 0 before it has reconciled, and for other roles."""
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"{url!r}: not the URL of a coordinator; it looks like https://host:port")
+            raise UserError(f"{url!r}: not the URL of a coordinator, which looks like https://host:port")
         self.is_local = is_loopback(parts.hostname)
         if parts.scheme == "http" and not self.is_local and not allow_plain:
             raise UserError(
-                f"{url}: the secret would cross the network in the clear; use https, or --allow-plain within a private "
+                f"{url}: the worker's secret would be sent unencrypted; use https, or --allow-plain within a private "
                 "network"
             )
         self._tls = _tls(ca_file) if parts.scheme == "https" else True
@@ -124,7 +124,7 @@ class Connection:
             return wire.decode(data, answer)
         except wire.Malformed as error:
             raise OffbeatError(
-                f"{self.url}: an answer that cannot be read ({error}); use the same version of Offbeat"
+                f"{self.url}: its answer cannot be read ({error}); use the coordinator's version of Offbeat"
             ) from error
 
     async def send(
@@ -166,14 +166,12 @@ class Connection:
                 await retry.pause(_in_words(error))
 
     @contextlib.asynccontextmanager
-    async def open(
-        self, path: str, headers: Mapping[str, str], *, within_s: float = STREAM_WITHIN_S
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def open(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
         """Requests a file and yields the response; the caller reads the bytes and handles broken connections."""
-        async with self._good("GET", path, headers, None, within_s, self.retry(f"GET {path}")) as response:
+        async with self._good("GET", path, headers, None, STREAM_WITHIN_S, self.retry(f"GET {path}")) as response:
             if response.content_type != wire.OCTETS:
                 raise DamagedInTransit(
-                    f"{response.content_type} came in place of a file; something on the way answers for the coordinator"
+                    f"{response.content_type} came in place of a file; a proxy seems to answer for the coordinator"
                 )
             yield response
 
@@ -188,7 +186,7 @@ class Connection:
             except aiohttp.ClientConnectorCertificateError as error:  # a retry would not help
                 raise UserError(
                     f"{self.url}: its certificate cannot be verified ({error.certificate_error}); if it is your own, "
-                    "give the CA file that signed it"
+                    "give the CA file that signed it with --ca-file"
                 ) from error
             except BROKEN as error:
                 await retry.pause(_in_words(error))
@@ -215,11 +213,11 @@ class Connection:
         try:
             found = await _on_bytes(data, lambda data: wire.decompress(data, MAX_ANSWER_BYTES))
         except wire.Malformed as error:
-            raise OffbeatError(f"{self.url}: {what}: {error}; use the same version of Offbeat") from error
+            raise OffbeatError(f"{self.url}: {what}: {error}; use the coordinator's version of Offbeat") from error
         if found is None:
             raise OffbeatError(
-                f"{self.url}: {what}: an answer of more than {MAX_ANSWER_BYTES} bytes; make batches smaller, as "
-                "with batch.groups_per_step"
+                f"{self.url}: {what}: the answer has more than {MAX_ANSWER_BYTES} bytes; use smaller batches (lower "
+                "batch.groups_per_step)"
             )
         return found
 
@@ -271,7 +269,7 @@ class Retry:
         if self._patience_s is not None and waited_s + pause_s > self._patience_s:
             raise DeadlineError(f"{self._what}: not answered for {waited_s:.0f} s: {why}")
         level = logging.INFO if waited_s < WORTH_A_WARNING_S else logging.WARNING
-        log.log(level, "%s: %s; again in %.1f s", self._what, why, pause_s)
+        log.log(level, "%s: %s; trying again in %.1f s", self._what, why, pause_s)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         await asyncio.sleep(pause_s)
 
@@ -281,10 +279,10 @@ async def _check(response: aiohttp.ClientResponse, data: bytes) -> None:
     digest = wire.read_digest(response.headers, wire.CONTENT_DIGEST)
     if digest is None:
         raise DamagedInTransit(
-            f"{response.content_type} without a {wire.CONTENT_DIGEST}; something on the way answers for the coordinator"
+            f"an answer without a {wire.CONTENT_DIGEST} header came; a proxy seems to answer for the coordinator"
         )
     if wire.digest_header(digest) != await _on_bytes(data, wire.content_digest):
-        raise DamagedInTransit("the answer was damaged on its way")
+        raise DamagedInTransit(f"the answer does not match its {wire.CONTENT_DIGEST} header: it was damaged in transit")
 
 
 async def _on_bytes(data: bytes, work: Callable[[bytes], T]) -> T:
@@ -308,7 +306,7 @@ async def _read_error(response: aiohttp.ClientResponse) -> tuple[str, str | None
         data += part
         if len(data) > MAX_ERROR_BYTES:
             raise DamagedInTransit(
-                f"{response.content_type} of more than {MAX_ERROR_BYTES} bytes; no error of a coordinator is that long"
+                f"the error has more than {MAX_ERROR_BYTES} bytes; a proxy seems to answer for the coordinator"
             )
     await _check(response, data)
     try:
@@ -326,4 +324,4 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca_file)
     except (OSError, ssl.SSLError) as error:
-        raise UserError(f"{ca_file}: holds no certificates that can be read: {error}") from error
+        raise UserError(f"{ca_file}: the CA file holds no certificates that can be read: {error}") from error

@@ -36,13 +36,15 @@ def load(path: Path) -> Credentials | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        raise UserError(f"{path}: the worker's credentials cannot be read: {error.strerror}") from error
     if path.stat().st_mode & 0o077:
-        raise UserError(f"{path}: holds a secret and is open to others; chmod 600 it")
+        raise UserError(f"{path}: other users can read the secret in it; run chmod 600 {path}")
     try:
         return msgspec.json.decode(data, type=Credentials)
     except msgspec.DecodeError as error:
-        raise UserError(f"{path}: holds no credentials ({error}); delete it and join with a new token") from error
+        raise UserError(
+            f"{path}: holds no credentials ({error}); delete this file and join with a new token"
+        ) from error
 
 
 def save(path: Path, credentials: Credentials) -> None:
@@ -51,7 +53,7 @@ def save(path: Path, credentials: Credentials) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, msgspec.json.format(msgspec.json.encode(credentials)), mode=0o600)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+        raise UserError(f"{path}: the worker's credentials cannot be written: {error.strerror}") from error
 
 
 def own_secret(path: Path, token: str) -> str:
@@ -64,10 +66,10 @@ def own_secret(path: Path, token: str) -> str:
         return blake3(token.encode(), key=bytes.fromhex(path.read_text())).hexdigest()
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be used to join: {error.strerror}; check its owner, its permissions and its disk"
+            f"{path}: the key for joining cannot be read or written: {error.strerror}; check owner and permissions"
         ) from error
     except ValueError:  # the message could quote the key
-        raise UserError(f"{path}: not a key; delete it, and join with a new token") from None
+        raise UserError(f"{path}: holds no key for joining; delete this file, and join with a new token") from None
 
 
 def read_token(file: Path | None, environment: Mapping[str, str] = os.environ) -> str:
@@ -76,12 +78,12 @@ def read_token(file: Path | None, environment: Mapping[str, str] = os.environ) -
     if file is None:
         token = environment.get(TOKEN_VARIABLE, "").strip()
         if not token:
-            raise UserError(f"{TOKEN_VARIABLE}: not set; put a join token there (offbeat worker token RUN gives one)")
+            raise UserError(f"{TOKEN_VARIABLE} is not set; set it to a join token (offbeat worker token RUN gives one)")
         return token
     try:
         token = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: no join token can be read there: {error}") from error
+        raise UserError(f"{file}: the join token cannot be read from this file: {error}") from error
     if not token:
-        raise UserError(f"{file}: empty; put a join token there (offbeat worker token RUN gives one)")
+        raise UserError(f"{file} is empty; put a join token there (offbeat worker token RUN gives one)")
     return token

@@ -98,10 +98,6 @@ async def _append(connection: Connection, path: str, part: Path, have: int) -> N
         raise cannot_write(part, error, "then start the worker again") from error
 
 
-async def _nothing() -> None:
-    pass
-
-
 class CoordinatorReceiver(Receiver):
     """Receives the versions of a run from a remote coordinator."""
 
@@ -111,7 +107,7 @@ class CoordinatorReceiver(Receiver):
         folder: Path,
         *,
         sources: Sources | None = None,
-        before: Callable[[], Awaitable[object]] = _nothing,
+        before: Callable[[], Awaitable[object]] | None = None,
         has_base: Callable[[str], bool] = lambda digest: False,
         report: Callable[[ReceiveFigures], None] = lambda figures: None,
         arrived: Callable[[], None] = lambda: None,
@@ -133,7 +129,8 @@ class CoordinatorReceiver(Receiver):
     async def fetch(self, version: Version) -> Version:
         if version.manifest:
             self._signers.update(await self.coordinator.signers())
-            await self._before()
+            if self._before is not None:
+                await self._before()
         return await super().fetch(version)
 
 

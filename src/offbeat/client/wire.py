@@ -76,9 +76,9 @@ def decompressed_size(data: bytes) -> int:
     try:
         size = zstandard.get_frame_parameters(data).content_size
     except zstandard.ZstdError as error:
-        raise Malformed(f"not zstd: {error}") from error
+        raise Malformed(f"the body is not compressed with zstd: {error}") from error
     if size in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR):
-        raise Malformed("zstd: the frame does not declare its size")
+        raise Malformed("the zstd frame of the body does not declare its size")
     return size
 
 
@@ -89,7 +89,7 @@ def decompress(data: bytes, limit_bytes: int) -> bytes | None:
     try:
         return zstandard.ZstdDecompressor().decompress(data, max_output_size=max(size, 1), allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise Malformed(f"damaged zstd: {error}") from error
+        raise Malformed(f"the zstd frame of the body is damaged: {error}") from error
 
 
 T = TypeVar("T")
@@ -410,17 +410,17 @@ def _vector(data: memoryview, dtype: type) -> np.ndarray:
     try:
         return np.frombuffer(data, dtype)
     except ValueError as error:
-        raise Malformed(f"{len(data)} bytes are not a row of {np.dtype(dtype)}") from error
+        raise Malformed(f"{len(data)} bytes do not hold a whole number of {np.dtype(dtype)} values") from error
 
 
 def _array(wire: Any) -> np.ndarray:
     try:
         dtype, shape, data = str(wire["dtype"]), wire["shape"], wire["data"]
         if DTYPE.fullmatch(dtype) is None:
-            raise Malformed(f"an array of {dtype!r}; allowed are little-endian numbers and truth values")
+            raise Malformed(f"its dtype is {dtype!r}; allowed are little-endian numbers and booleans")
         return array_from_wire(dtype, shape, data)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise Malformed(f"an array that is none: {error}") from error
+        raise Malformed(f"an array cannot be decoded: {error}") from error
 
 
 # --- bytes ---
@@ -433,7 +433,7 @@ def _to_wire(value: Any) -> Any:
         return str(value)
     if isinstance(value, np.generic):
         return value.item()
-    raise NotImplementedError(f"{type(value).__name__} does not cross the wire")
+    raise NotImplementedError(f"a value of type {type(value).__name__} cannot be encoded; this is a bug")
 
 
 def _from_wire(kind: type, value: Any) -> Any:
@@ -441,7 +441,7 @@ def _from_wire(kind: type, value: Any) -> Any:
         return _array(value)
     if kind is Path:
         return Path(value)
-    raise NotImplementedError(f"{kind.__name__} does not cross the wire")
+    raise NotImplementedError(f"a value of type {kind.__name__} cannot be decoded; this is a bug")
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_wire)
@@ -460,5 +460,5 @@ def decode(data: bytes, kind: type[T]) -> T:
     try:
         found: T = decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Malformed(f"not a {kind.__name__.strip('_')}: {error}") from error
+        raise Malformed(f"the body cannot be decoded as {kind.__name__.strip('_')}: {error}") from error
     return found

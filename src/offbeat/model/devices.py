@@ -45,12 +45,12 @@ def pick_device(name: str = "auto") -> torch.device:
     match = DEVICE.fullmatch(name)
     if match is None:
         raise UserError(
-            f"model.device = {name!r}: allowed auto, cpu, cuda, cuda:N and mps; here are {', '.join(found)}"
+            f"model.device = {name!r}: allowed are auto, cpu, cuda, cuda:N and mps; this machine has {', '.join(found)}"
         )
     kind, index = match.group(1), int(match.group(2) or 0)
     exact = f"cuda:{index}" if kind == "cuda" else kind
     if exact not in found or (kind != "cuda" and index > 0):
-        raise UserError(f"model.device = {name!r}: not on this machine, where there are {', '.join(found)}")
+        raise UserError(f"model.device = {name!r}: this machine has only {', '.join(found)}")
     return torch.device(exact)
 
 
@@ -59,7 +59,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in DTYPES:
-        raise UserError(f"model.dtype = {name!r}: allowed auto, {', '.join(DTYPES)}")
+        raise UserError(f"model.dtype = {name!r}: allowed are auto, {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
@@ -109,11 +109,6 @@ def memory_bytes(device: torch.device) -> tuple[int, int] | None:
         total = torch.mps.recommended_max_memory()
         return max(0, total - torch.mps.driver_allocated_memory()), total
     return None
-
-
-def peak_memory_bytes(device: torch.device) -> int | None:
-    """Returns the peak memory of this process on the device; None for devices on which torch does not count it."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def _cpu_name() -> str:

@@ -51,14 +51,12 @@ def resolve(path: str | Path, *, need_weights: bool = True) -> Path:
     if not folder.exists():
         raise UserError(f"model.path = {str(path)!r}: no such folder; give a Hugging Face model folder or {TINY!r}")
     if not folder.is_dir():
-        raise UserError(
-            f"model.path = {str(path)!r}: is a file; give the folder that holds config.json and the weights"
-        )
+        raise UserError(f"model.path = {str(path)!r} is a file; give the folder that holds config.json and the weights")
     if need_weights and not (folder / "config.json").is_file():
-        raise UserError(f"model.path = {str(path)!r}: has no config.json, so it is not a Hugging Face model folder")
+        raise UserError(f"model.path = {str(path)!r} has no config.json; give the folder of a Hugging Face model")
     if need_weights and not _has_weights(folder):
         raise UserError(
-            f"model.path = {str(path)!r}: has no *.safetensors; save the model with save_pretrained() of transformers"
+            f"model.path = {str(path)!r} has no *.safetensors; save the model with save_pretrained() of transformers"
         )
     return folder
 
@@ -72,7 +70,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
 
     folder = resolve(path)
     logging.disable_progress_bar()  # the bar would garble the run's console
-    with _loading, _one_line(f"model.path = {str(path)!r}: transformers cannot load it"):
+    with _loading, _one_line(f"model.path = {str(path)!r}: transformers cannot load the model"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _turn_dropout_off(config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -92,7 +90,7 @@ def load_shape(path: str | Path) -> PreTrainedModel:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with _loading, _one_line(f"model.path = {str(path)!r}: transformers cannot load it"), torch.device("meta"):
+    with _loading, _one_line(f"model.path = {str(path)!r}: transformers cannot load the model"), torch.device("meta"):
         config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=False)
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
@@ -104,7 +102,7 @@ def load_tokenizer(path: str | Path, template: str | Path | None = None) -> PreT
     folder = resolve(path, need_weights=False)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(
-            f"model.path = {str(path)!r}: has no tokenizer (tokenizer.json); copy the model's tokenizer files there, "
+            f"model.path = {str(path)!r} has no tokenizer (tokenizer.json); copy the model's tokenizer files there, "
             "or name a folder that has them as model.tokenizer"
         )
     with _one_line(f"model.path = {str(path)!r}: transformers cannot load its tokenizer"):
@@ -148,7 +146,7 @@ def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tupl
     ids = [token for value in named for token in (value if isinstance(value, list) else [value]) if token is not None]
     if not ids:
         raise UserError(
-            f"model.path = {str(path)!r}: no stop token is named; set eos_token_id in its generation_config.json"
+            f"model.path = {str(path)!r} names no stop token; set eos_token_id in its generation_config.json"
         )
     return tuple(sorted(set(ids)))
 
@@ -169,7 +167,7 @@ def save_hf(
     logging.disable_progress_bar()
     folder = folder.expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: is there already; name a new folder or remove it first")
+        raise UserError(f"{folder} already exists; name a new folder or remove it first")
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.parent / f".{folder.name}.{os.getpid()}.draft"
     draft.mkdir()
@@ -213,13 +211,13 @@ def load_state(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
             missing.append(names[0])
         elif tensors[given[0]].shape != own.shape:
             shape = tuple(tensors[given[0]].shape)
-            raise OffbeatError(f"tensor {given[0]}: has shape {shape}, but the model wants {tuple(own.shape)}")
+            raise OffbeatError(f"tensor {given[0]} has shape {shape}, but the model's has {tuple(own.shape)}")
         else:
             pairs.append((own, tensors[given[0]]))
     unexpected = [name for name in tensors if name not in known]
     if missing or unexpected:
         wrong = [f"lack {_some(missing)}"] * bool(missing) + [f"hold unknown {_some(unexpected)}"] * bool(unexpected)
-        raise OffbeatError(f"tensors do not fit the model: they {' and '.join(wrong)}")
+        raise OffbeatError(f"the given tensors do not fit the model: they {' and '.join(wrong)}")
     with torch.no_grad():
         for own, tensor in pairs:
             own.copy_(tensor)
@@ -248,7 +246,7 @@ def _from_hub(hub_id: str, need_weights: bool) -> Path:
             return cached
     except LocalEntryNotFoundError:
         pass  # not downloaded yet
-    with _one_line(f"model.path = {hub_id!r}: no such folder here, and it cannot be had from the Hugging Face hub"):
+    with _one_line(f"model.path = {hub_id!r}: no such folder, and it cannot be downloaded from the Hugging Face hub"):
         return Path(snapshot_download(hub_id, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S))
 
 
@@ -286,7 +284,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(f"{file}: is not JSON ({error}); copy it again") from error
+        raise UserError(f"{file} is not valid JSON ({error}); copy or download the file again") from error
 
 
 def _some(names: Any) -> str:

@@ -87,17 +87,13 @@ def find_layers(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
         found = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not found:
             ends = sorted({_end(name) for name, module in linear.items() if module is not output})
-            raise UserError(f"model.lora_targets = {target!r}: no linear layer is named so; {suggest(target, ends)}")
+            raise UserError(f"model.lora_targets = {target!r}: no linear layer has this name; {suggest(target, ends)}")
         if any(linear[name] is output for name in found) and model.config.get_text_config().tie_word_embeddings:
             raise UserError(
-                f"model.lora_targets = {target!r}: the output layer shares its weights with the input's; leave it out"
+                f"model.lora_targets = {target!r}: the output layer shares the input layer's weights; leave it out"
             )
         chosen.update(found)
     return [name for name in linear if name in chosen]
-
-
-def is_adapted(model: nn.Module) -> bool:
-    return bool(_layers(model))
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -107,11 +103,10 @@ def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns the adapter's tensors (no copies), under peft's names; empty for a model without an adapter."""
-    halves = ("lora_A", "lora_B")
     return {
         f"{PREFIX}{name}.{half}.weight": getattr(layer, half)[NAME].weight.detach()
         for name, layer in _layers(model).items()
-        for half in halves
+        for half in ("lora_A", "lora_B")
     }
 
 
@@ -178,7 +173,7 @@ def merge(model: PreTrainedModel, adapter: Mapping[str, Tensor], config: Mapping
         assert isinstance(weight, Tensor)
         change = change.T if isinstance(layer, Conv1D) else change
         if change.shape != weight.shape:
-            raise OffbeatError(f"adapter {name}: is of shape {tuple(change.shape)}, its layer {tuple(weight.shape)}")
+            raise OffbeatError(f"adapter {name} has shape {tuple(change.shape)}, but its layer {tuple(weight.shape)}")
         weight.copy_(weight.float() + change.to(weight.device))
 
 

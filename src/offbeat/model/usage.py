@@ -83,7 +83,7 @@ def usage(model: PreTrainedModel) -> Usage:
 
 def _obstacle(model: PreTrainedModel, takes: Mapping[str, inspect.Parameter], seen: _Seen) -> str | None:
     if "position_ids" not in takes:
-        return "does not take the positions of its tokens"
+        return "does not take position_ids"
     if not model._can_set_attn_implementation():
         return "does not let its attention be replaced"
     takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())

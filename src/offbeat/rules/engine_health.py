@@ -88,17 +88,17 @@ class Health:
         elif self._state is not State.STALE:
             if label == self._label:
                 return self._move(State.HEALTHY, "")
-            self._why_stale = f"it serves weights called {label!r}, and {self._label!r} was loaded"
+            self._why_stale = f"it serves weights called {label!r}, but {self._label!r} was loaded"
         return self._move(State.STALE, self._why_stale)
 
     def refreshed(self, label: str) -> State:
         """Reports that the server has loaded a verified version under `label`."""
         if self._state is State.DEAD:
-            raise ValueError(f"{label!r} cannot have been loaded: the server is dead and has not answered since")
+            raise ValueError(f"weights {label!r} cannot be loaded: the server is dead and has not answered since")
         self._failing_since_s, self._label = None, label
         return self._move(State.HEALTHY, "")
 
     def _move(self, state: State, why: str) -> State:
-        assert state is self._state or state in MOVES[self._state], f"{self._state} to {state}"
+        assert state is self._state or state in MOVES[self._state], f"this is a bug: {self._state} to {state}"
         self._state, self._why = state, " ".join(why.split())
         return state

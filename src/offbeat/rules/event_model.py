@@ -257,7 +257,6 @@ class Outlook:
     """Time of a round and the update after it."""
     off_policy_share: float
     """Share of the delivered tokens that were generated in an earlier round."""
-    staleness_p50: int
     staleness_p95: int
     staleness_max: int
     reprefill_share: float
@@ -346,7 +345,6 @@ def _sum_up(setting: EventModelConfig, step_time: StepTime, factor: float, flows
         tokens_per_s=num_tokens / seconds,
         step_s=seconds / len(flows),
         off_policy_share=1 - float(shares[0]),
-        staleness_p50=int(np.searchsorted(shares, 0.5)),
         staleness_p95=int(np.searchsorted(shares, 0.95)),
         staleness_max=int(np.flatnonzero(by_age).max()),
         reprefill_share=step_time.prefill_s * float(sum(flow.num_prefilled_again[lane] for flow in flows)) / seconds,

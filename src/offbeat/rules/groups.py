@@ -29,6 +29,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +89,14 @@ def select(
     ready or the batch must wait for an unfinished group."""
     queue: list[Candidate] = []
     stale: list[int] = []
-    for candidate in sorted(candidates, key=_by_ordinal if in_order else _by_age):
+    for candidate in sorted(candidates, key=attrgetter("ordinal", "group") if in_order else _by_age):
         if candidate.require_step is not None and candidate.require_step > step:
             continue  # re-issued for a later step
         if _is_stale(candidate, step, max_staleness):
             stale.append(candidate.group)
         else:
             queue.append(candidate)
-    first_ones = itertools.takewhile(_is_ready, queue) if in_order else filter(_is_ready, queue)
+    first_ones = (itertools.takewhile if in_order else filter)(attrgetter("ready"), queue)
     take = list(itertools.islice(first_ones, count))
     if len(take) < count:
         waits_for = next((candidate.group for candidate in queue if not candidate.ready), None)
@@ -103,14 +104,6 @@ def select(
         waits_for = None if in_order else _last_chance(queue, take, oldest_trainable_step(step, max_staleness))
     is_whole = len(take) == count and waits_for is None
     return Selection(tuple(candidate.group for candidate in take) if is_whole else (), tuple(stale), waits_for)
-
-
-def _is_ready(candidate: Candidate) -> bool:
-    return candidate.ready
-
-
-def _by_ordinal(candidate: Candidate) -> tuple[int, int]:
-    return candidate.ordinal, candidate.group
 
 
 def _by_age(candidate: Candidate) -> tuple[float, int, int]:

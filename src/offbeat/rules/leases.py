@@ -116,10 +116,6 @@ class Leases:
             heapq.heappop(self._queue)
         return None
 
-    def oldest(self) -> Lease | None:
-        """Returns the lease that is checked first; None while nothing is leased."""
-        return self._deadlines[self._queue[0][1]][0] if self.next_deadline_s() is not None else None
-
     def _last_deadlines(self) -> dict[str, float]:
         """Returns the last deadline of each worker."""
         last_s: dict[str, float] = {}

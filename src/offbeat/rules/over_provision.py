@@ -15,7 +15,6 @@ for a small one that lasts; it never alternates between equally good factors.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -32,7 +31,6 @@ WIDTH = 0.4
 COMMON, OWN, NOISE = 0.2, 0.15, 0.3
 """Standard deviations of the log of measured over predicted rate: the part common to all factors, the part of one
 factor, and the noise of one round."""
-NUM_RECENT = 10
 
 
 class PredictionErrors:
@@ -49,13 +47,6 @@ class PredictionErrors:
         self._prior = COMMON**2 + OWN**2 * np.exp(-0.5 * ((logs[:, None] - logs) / WIDTH) ** 2)
         self._num_rounds = np.zeros(len(logs))
         self._tokens, self._expected = np.zeros(len(logs)), np.zeros(len(logs))
-        self._recent: deque[tuple[float, float]] = deque(maxlen=NUM_RECENT)
-
-    @property
-    def error(self) -> float:
-        """Relative error of the predicted tokens of all recent rounds together; 0 before the first round."""
-        tokens, expected = (sum(column) for column in zip((0.0, 0.0), *self._recent, strict=True))
-        return abs(tokens / expected - 1) if expected else 0.0
 
     @property
     def by_factor(self) -> np.ndarray:
@@ -71,7 +62,6 @@ class PredictionErrors:
 
         A round shorter than predicted counts less, in proportion, because short rounds come in series.
         """
-        self._recent.append((tokens, predicted * seconds))
         part = min(seconds / predicted_s, 1.0)
         for sums, value in ((self._num_rounds, part), (self._tokens, tokens), (self._expected, predicted * seconds)):
             sums *= FORGET
@@ -147,11 +137,6 @@ class OverProvision:
         """Tokens and seconds of rounds at factor 1 before the first prediction; recorded as measurements of factor 1
         once there is one."""
 
-    @property
-    def error(self) -> float:
-        """Relative error of the predicted tokens of all recent rounds together."""
-        return self.corrections.error
-
     def decide(self, survivors: Sequence[Survivor] = (), update_s: float | None = None) -> Decision:
         """Returns the factor for the round that begins, with its prediction. `survivors` are the groups that continue;
         `update_s`, if given, replaces the value in `setting`."""
@@ -185,7 +170,7 @@ class OverProvision:
 
     def _why_not(self) -> str | None:
         if len(self.factors) == 1:
-            return f"max_staleness = {self.setting.max_staleness} leaves no room for more"
+            return f"max_staleness = {self.setting.max_staleness} leaves no room for more groups in flight"
         if self.lengths.num_ended < MIN_ENDED:
             return f"too few answers have ended: {self.lengths.num_ended:.0f} of {MIN_ENDED}"
         if self.fit.model is None:
@@ -207,16 +192,16 @@ class OverProvision:
         best = int(np.flatnonzero(gains >= gains.max() - TIE)[0])
         if not allowed[self._index]:
             self._move(best)
-            return "the factor before would pass the bound or the room for keys and values"
+            return "the previous factor would exceed max_staleness or the KV cache"
         caution = 1 + EARLY / self._num_averaged
         if gains.max() < (caution * MIN_GAIN if self._index == 0 else KEEP_GAIN):
             self._move(0)
-            return f"over-provisioning would gain {max(gains.max(), 0):.1%}: too little"
+            return f"over-provisioning would gain too little: {max(gains.max(), 0):.1%}"
         leads = gains - gains[self._index]
         self._leads = np.maximum(0.0, self._leads + leads - IDLE_LEAD)
         if max(leads[best], self._leads[best]) >= caution * HYSTERESIS:
             self._move(best)
-            return f"{self.factors[best]:.2f} is predicted to gain {leads[best]:.1%}"
+            return f"factor {self.factors[best]:.2f} is predicted to gain {leads[best]:.1%}"
         return f"no other factor is predicted to gain {HYSTERESIS:.0%}"
 
     def _is_allowed(self, outlook: Outlook) -> bool:

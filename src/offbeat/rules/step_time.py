@@ -65,15 +65,6 @@ class StepTime:
         decode_s = self.base_s * num_steps + self.per_row_s * num_rows + self.per_token_s * num_context_tokens
         return decode_s + self.prefill_s * num_prefilled_tokens
 
-    def spread(self, num_engines: int) -> StepTime:
-        """Returns the model of `num_engines` such engines that share all rows evenly, treated as one engine."""
-        return StepTime(
-            self.base_s,
-            self.per_row_s / num_engines,
-            self.per_token_s / num_engines,
-            self.prefill_s / num_engines,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -231,13 +222,12 @@ class FleetFit:
         known = [model for model in models if model is not None]
         if not known:
             return None
-        mean = StepTime(
+        return StepTime(
             fmean(model.base_s for model in known),
             _at_once([model.per_row_s for model in known]),
             _at_once([model.per_token_s for model in known]),
             _at_once([model.prefill_s for model in known]),
         )
-        return mean.spread(len(known))
 
     @property
     def error(self) -> float:
@@ -247,6 +237,5 @@ class FleetFit:
 
 
 def _at_once(costs: Sequence[float]) -> float:
-    """Returns the harmonic mean of the engines' costs, because they pull work in proportion to their speed; 0 if a cost
-    is 0."""
-    return len(costs) / sum(1 / cost for cost in costs) if all(cost > 0 for cost in costs) else 0.0
+    """Returns the cost of all engines together, which pull work in proportion to their speed; 0 if a cost is 0."""
+    return 1 / sum(1 / cost for cost in costs) if all(cost > 0 for cost in costs) else 0.0

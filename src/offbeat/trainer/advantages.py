@@ -48,15 +48,15 @@ def credit(
     *,
     recalls_siblings: bool = False,
 ) -> Credit:
-    """Computes a batch's advantages: with `advantage`, one per answer, if `settings` is None; otherwise one per token,
-    from the value head's `values`. `recalls_siblings` adds the rewards of siblings outside the batch."""
+    """Computes a batch's advantages. If `settings` is None, `advantage` gives one per answer; otherwise GAE gives one
+    per token, from the value head's `values`. `recalls_siblings` adds the rewards of siblings outside the batch."""
     if settings is None:
         found = _checked(advantage, samples, recalls_siblings)
         by_token = tuple(np.full(s.num_tokens, a, np.float32) for s, a in zip(samples, found, strict=True))
         return Credit(by_token, None, float(np.mean(found != 0)) if len(found) else 0.0)
     estimates = []
     for sample, guessed in zip(samples, values, strict=True):
-        assert guessed is not None, "advantages from a value head need its values"
+        assert guessed is not None, "this is a bug: a sample has no values from the value head"
         earned = rewards_by_token(sample.num_tokens, sample.rewards or [(-1, sample.reward)])
         estimates.append(estimate(earned, guessed, sample.mask, settings.gamma, settings.lam))
     raw, returns = [a for a, _ in estimates], tuple(r for _, r in estimates)
@@ -76,7 +76,7 @@ def _checked(advantage: Advantage, samples: Sequence[Sample], recalls_siblings: 
     found = np.asarray(advantage(np.array(rewards, np.float64), np.array(prompts, np.int64)), np.float32)
     if found.shape != (len(rewards),):
         raise UserError(
-            f"loss.advantage: returned shape {found.shape} for {len(rewards)} answers; return one number for each"
+            f"loss.advantage returned shape {found.shape} for {len(rewards)} answers, not one number for each"
         )
     return found[: len(samples)]
 

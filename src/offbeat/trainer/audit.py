@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 
 class SegmentFinding(NamedTuple):
-    """Number of compared tokens of one segment, and the number of those that are off by more than `OFF_GAP`."""
+    """Audit of the segment of `sample` that begins at token `start`: `num_tokens` compared, `num_off` off by more than
+    `OFF_GAP`."""
 
     sample: int
     start: int
@@ -56,8 +57,9 @@ def audit(
 ) -> Findings:
     """Compares the samples' log-probs with the trainer's.
 
-    `now` holds the concatenated log-probs at the start of the step, for fresh tokens. `witnessed` holds for each sample
-    the log-probs of older tokens under their own version, NaN where not computed; None: none were computed.
+    `now` holds the trainer's log-probs of all tokens at the start of the step; those of fresh tokens are compared.
+    `witnessed` holds, for each sample, the log-probs of older tokens under their own version, NaN where not computed.
+    None: none were computed.
     """
     lengths = [sample.num_tokens for sample in samples]
     owner = np.repeat(np.arange(len(samples)), lengths)
@@ -103,7 +105,7 @@ def witness(
             with policy.weights_of(files[number]):
                 logprobs = _logprobs(policy, samples, chosen, tokens_per_microbatch)
         except (OSError, SafetensorError) as error:
-            log.warning("version %d cannot be read for an audit: %s", number, error)
+            log.warning("tokens of version %d are not audited, because its weights cannot be read: %s", number, error)
             continue
         for i, own in logprobs.items():
             is_of = _is_of(samples[i], number)
@@ -188,7 +190,7 @@ class Witnesses(WeightFolder):
             link_folder(version.path, self.path(version.number))
         except OSError as error:
             shutil.rmtree(self.path(version.number), ignore_errors=True)
-            log.warning("version %d is not kept for audits: %s", version.number, error)
+            log.warning("version %d cannot be kept for audits: %s", version.number, error)
 
     def file(self, number: int) -> Path | None:
         """Returns the file with a version's tensors; None if the version is not kept."""

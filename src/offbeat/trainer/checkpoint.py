@@ -96,7 +96,7 @@ class Checkpoints:
             return file.read_text()
         except OSError as error:
             raise OffbeatError(
-                f"{file}: cannot be written or read: {error.strerror}; fix that, then --resume"
+                f"{file}: cannot be read or written: {error.strerror}; check its permissions, then --resume the run"
             ) from error
 
     def steps(self) -> list[int]:
@@ -151,21 +151,21 @@ def _other_adapter(saved: dict[str, str] | None, now: dict[str, str] | None) -> 
         return None
     if saved is None or now is None:
         was, is_now = ("all weights", "an adapter") if saved is None else ("an adapter", "all weights")
-        return f"holds {was}, but {is_now} would be trained; set model.lora_rank back"
+        return f"the checkpoint holds {was}, but {is_now} would be trained; set model.lora_rank back"
     before, after = json.loads(saved["config"]), json.loads(now["config"])
     for key, name in (("r", "lora_rank"), ("lora_alpha", "lora_alpha"), ("target_modules", "lora_targets")):
         if before.get(key) != after.get(key):
-            return f"was trained with model.{name} = {before.get(key)}, which is {after.get(key)} now; set it back"
+            return f"the checkpoint has model.{name} = {before.get(key)}, the run {after.get(key)}; set it back"
     if saved["base"] != now["base"]:
         return (
-            f"its adapter belongs to a model with digest {saved['base'][:12]}, but model.path has {now['base'][:12]}; "
+            f"the adapter belongs to a model with digest {saved['base'][:12]}, but model.path has {now['base'][:12]}; "
             "use the model that the run began with, in the same dtype"
         )
-    return "holds another kind of adapter; use the Offbeat that wrote it"
+    return "the checkpoint's adapter has another configuration; use the Offbeat that wrote it"
 
 
 def _damaged(file: Path) -> UserError:
-    return UserError(f"{file}: is damaged; remove {file.parent} to resume from the checkpoint before it")
+    return UserError(f"{file} is damaged; remove {file.parent} to resume from the checkpoint before it")
 
 
 def _digest(file: Path) -> str:

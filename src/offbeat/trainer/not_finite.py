@@ -132,7 +132,7 @@ def save(folder: Path, dump: FailedStepDump, weights: Path) -> Path:
     try:
         link_folder(weights, weights_of(file))
     except OSError as error:
-        log.warning("%s: the weights were not kept: %s", file, error)
+        log.warning("%s: the weights of the failed step could not be kept: %s", file, error)
     write_atomic(file, zstandard.compress(msgspec.msgpack.encode(dump, enc_hook=_to_wire)))
     return file
 
@@ -146,19 +146,19 @@ def read(file: Path) -> FailedStepDump:
         packed = zstandard.decompress(file.read_bytes())
         form = msgspec.msgpack.decode(packed, type=dict)["format"]
         if form != FORMAT:
-            raise UserError(f"{file}: format {form}; this Offbeat reads format {FORMAT}")
+            raise UserError(f"{file} has format {form}; this Offbeat reads format {FORMAT}; use the one that wrote it")
         return msgspec.msgpack.decode(packed, type=FailedStepDump, dec_hook=_from_wire)
     except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}; give a file of a run's broken/") from error
+        raise UserError(f"{file}: cannot be read: {error.strerror}; give a .batch file of a run's broken/") from error
     except (zstandard.ZstdError, msgspec.MsgspecError, KeyError) as error:
-        raise UserError(f"{file}: holds no saved batch, or is damaged; give a file of a run's broken/") from error
+        raise UserError(f"{file} is damaged or no saved batch; give a .batch file of a run's broken/") from error
 
 
 def _to_wire(value: Any) -> Any:
-    assert isinstance(value, np.ndarray), f"a {type(value).__name__} in a batch"
+    assert isinstance(value, np.ndarray), f"this is a bug: a batch holds a {type(value).__name__}"
     return array_to_wire(value)
 
 
 def _from_wire(kind: type, value: Any) -> Any:
-    assert kind is np.ndarray, f"a {kind.__name__} in a batch"
+    assert kind is np.ndarray, f"this is a bug: a batch holds a {kind.__name__}"
     return array_from_wire(**value)

@@ -57,7 +57,7 @@ class Sample:
     def __post_init__(self) -> None:
         lengths = {len(self.response), len(self.logprobs), len(self.mask), len(self.ages)}
         assert len(lengths) == 1, f"group {self.group}: tokens, log-probs and mask disagree in length: {lengths}"
-        assert len(self.prompt) > 0, f"group {self.group}: a prompt needs a token to predict the first response from"
+        assert len(self.prompt) > 0, f"group {self.group}: the prompt is empty; it must have a token"
 
     @property
     def prompt_id(self) -> int:

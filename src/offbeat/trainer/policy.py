@@ -298,7 +298,9 @@ class ValueHead:
     def __init__(self, model: PreTrainedModel):
         output = model.get_output_embeddings()
         if output is None:
-            raise UserError(f'loss.advantage = "gae": {type(model).__name__} has no output layer for a value head')
+            raise UserError(
+                f'loss.advantage = "gae": {type(model).__name__} has no output layer; choose another advantage'
+            )
         self.linear = torch.nn.Linear(output.weight.shape[1], 1, device=output.weight.device)
         torch.nn.init.zeros_(self.linear.weight)
         torch.nn.init.zeros_(self.linear.bias)
@@ -320,7 +322,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     which would turn on dropout and router noise; here the model stays in evaluation mode."""
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
-        raise UserError(f"model.gradient_checkpointing = true: {kind_of(model)} has no layers for it; set it to false")
+        raise UserError(f"model.gradient_checkpointing = true: {kind_of(model)} does not support it; set it to false")
     for layer in layers:
         again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         layer.forward = again

@@ -364,7 +364,7 @@ def parts_of(samples: Sequence[Sample], count: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Totals:
-    """Denominators of an update; the totals of its parts can be added."""
+    """Denominators of an update."""
 
     num_tokens: int = 0
     num_sequences: int = 0
@@ -372,9 +372,6 @@ class Totals:
     @classmethod
     def of(cls, masks: Sequence[np.ndarray]) -> Self:
         return cls(sum(int(mask.sum()) for mask in masks), len(masks))
-
-    def __add__(self, other: Totals) -> Totals:
-        return Totals(self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences)
 
 
 def token_weights(

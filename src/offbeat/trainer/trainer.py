@@ -172,8 +172,7 @@ class Trainer:
                 if self.policy.num_updates == num_updates:
                     await self._save_start_of_step()
                 raise
-        self._watch_gap(metrics)
-        self._watch_clamp(metrics)
+        self._watch(metrics)
         with self.span("publish"):
             version = await self._write_version(self.step + 1, self.version.number)
             crash_here("version-written")
@@ -238,7 +237,7 @@ class Trainer:
         try:
             await self.save(keeps_all=True)
         except OffbeatError as problem:
-            log.warning("step %d: %s", self.step, problem)
+            log.warning("step %d: the state before the step cannot be saved: %s", self.step, problem)
 
     @asynccontextmanager
     async def _between_steps(self, stop: asyncio.Event) -> AsyncIterator[None]:
@@ -291,16 +290,18 @@ class Trainer:
         """Returns the weights file of an older version; None if it is not kept."""
         return None if self._witnesses is None else self._witnesses.file(number)
 
-    def _watch_gap(self, metrics: StepMetrics) -> None:
-        gap, settings = metrics.logprob_gap, self.settings
+    def _watch(self, metrics: StepMetrics) -> None:
+        """Warns if the log-probs of engine and trainer are too far apart."""
+        gap, share, settings = metrics.logprob_gap, metrics.clamped_share, self.settings
         if gap > settings.max_logprob_gap:
-            log.warning("step %d: log-prob gap %.3g is over loss.max_logprob_gap", self.step, gap)
+            log.warning(
+                "step %d: log-prob gap %.3g between engine and trainer is over loss.max_logprob_gap", self.step, gap
+            )
             self.event("logprob_gap", step=self.step, gap=gap, limit=settings.max_logprob_gap)
 
-    def _watch_clamp(self, metrics: StepMetrics) -> None:
-        share, is_audited = metrics.clamped_share, self.settings.step.max_sample_gap is not None
-        if is_audited and share > MAX_CLAMPED_SHARE:  # without audits (paced engine) tokens come from no weights
-            log.warning("step %d: %.2g of the tokens have a log-ratio beyond the clamp", self.step, share)
+        is_audited = settings.step.max_sample_gap is not None  # if not (paced engine), tokens come from no weights
+        if is_audited and share > MAX_CLAMPED_SHARE:
+            log.warning("step %d: %.2g %% of the tokens have a log-ratio beyond the clamp", self.step, 100 * share)
             self.event("clamped", step=self.step, share=share, limit=MAX_CLAMPED_SHARE)
 
 

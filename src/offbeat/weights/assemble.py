@@ -41,7 +41,7 @@ GetPiece = Callable[[str], bytes | memoryview]
 
 
 class AssemblyStep(NamedTuple):
-    """How one manifest of the chain changes a part; `piece` is the digest of the piece with its bytes."""
+    """Change of a part by one manifest of the chain; `piece` is the digest of the piece that holds its code."""
 
     piece: str
     part: Part
@@ -56,7 +56,7 @@ class Job:
     target: int
     """Offset of the part's first byte in the new file."""
     origin: int | None
-    """Offset of the part's first byte in the base; None: it does not depend on the base."""
+    """Offset of the part's first byte in the base; None: the part does not depend on the base."""
     steps: list[AssemblyStep]
     """Changes to apply, in order; empty: the part equals the base's."""
 
@@ -102,16 +102,19 @@ def _fill(folder: Path, chain: Sequence[Manifest], base: Path | None, piece: Get
 def _check_chain(chain: Sequence[Manifest], base: Path | None) -> None:
     if (chain[0].kind is Kind.DELTA) != (base is not None):
         raise WeightsError(
-            f"version {chain[0].number}: is {chain[0].kind.value} and was given {'a' if base else 'no'} base"
+            f"version {chain[0].number}: its kind is {chain[0].kind.value}, so it cannot be assembled "
+            f"{'with' if base else 'without'} a base; this is a bug"
         )
     for before, manifest in pairwise(chain):
         stands_on = manifest.base
         if manifest.kind is not Kind.DELTA or stands_on is None:
-            raise WeightsError(f"version {manifest.number}: is {manifest.kind.value} in the middle of a chain")
+            raise WeightsError(
+                f"version {manifest.number}: is {manifest.kind.value} in the middle of a chain of deltas"
+            )
         if (stands_on.number, stands_on.digest) != (before.number, before.digest):
             raise WeightsError(
-                f"version {manifest.number}: stands on version {stands_on.number} with digest {stands_on.digest[:12]}, "
-                f"not on version {before.number} with digest {before.digest[:12]}"
+                f"version {manifest.number}: holds changes to version {stands_on.number} with digest "
+                f"{stands_on.digest[:12]}, but the chain has version {before.number} with digest {before.digest[:12]}"
             )
 
 
@@ -126,7 +129,7 @@ def _assemble_file(
         try:
             origins = {} if old is None else file_layout(old)
         except (ValueError, KeyError, TypeError) as error:
-            raise WeightsError(f"version {version.number}: its base {base} cannot be read: {error}") from error
+            raise WeightsError(f"version {version.number}: its base in {base} cannot be read: {error}") from error
         jobs = list(_plan(chain, places, origins))
         new = files.enter_context(open(path, "wb"))
         new.truncate(max([len(head), *(place.stop for place in places.values())]))
@@ -163,7 +166,7 @@ def _plan(chain: Sequence[Manifest], places: dict[str, Stored], origins: dict[st
 
 def _unlike(version: Manifest, tensor: TensorEntry, where: str) -> WeightsError:
     return WeightsError(
-        f"version {version.number}: tensor {tensor.name}: stands on one of dtype {tensor.dtype} and shape "
+        f"version {version.number}: tensor {tensor.name} needs a base tensor of dtype {tensor.dtype} and shape "
         f"{tensor.shape}, which {where} does not have"
     )
 

@@ -90,16 +90,16 @@ class Streams:
 
     def next(self, num_bytes: int) -> np.ndarray:
         if len(self.view) < HEADER.size:
-            raise CodecError("a code that is cut short")
+            raise CodecError(f"the code is cut short: {len(self.view)} bytes remain, a header has {HEADER.size}")
         (header,) = HEADER.unpack_from(self.view)
         length, compressed = divmod(header, 2)
         rest = self.view[HEADER.size :]
         if length > len(rest):
-            raise CodecError("a code that is cut short")
+            raise CodecError(f"the code is cut short: {len(rest)} bytes remain, its next stream has {length}")
         stored, self.view = rest[:length], rest[length:]
         data = self._unpacked(stored, num_bytes) if compressed else stored
         if len(data) != num_bytes:
-            raise CodecError(f"a stream of {len(data)} bytes; it must have {num_bytes}")
+            raise CodecError(f"a stream of the code has {len(data)} bytes; it must have {num_bytes}")
         return np.frombuffer(data, np.uint8)
 
     def next_planes(self, num_items: int, item_bytes: int) -> np.ndarray:
@@ -108,17 +108,17 @@ class Streams:
 
     def _unpacked(self, stored: memoryview, num_bytes: int) -> bytes:
         if len(stored) >= num_bytes:
-            raise CodecError(f"a compressed stream of {len(stored)} bytes for {num_bytes}")
+            raise CodecError(f"a compressed stream has {len(stored)} bytes; it must have fewer than {num_bytes}")
         try:
             if zstandard.frame_content_size(stored) != num_bytes:  # else zstd allocates whatever is claimed
-                raise CodecError(f"a compressed stream that does not say it has {num_bytes} bytes")
+                raise CodecError(f"a compressed stream does not declare the size it must have, {num_bytes} bytes")
             return self.decompressor.decompress(stored, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise CodecError(f"a compressed stream is damaged: {error}") from error
 
     def end(self) -> None:
         if len(self.view):
-            raise CodecError(f"{len(self.view)} bytes too many")
+            raise CodecError(f"the code has {len(self.view)} bytes after its end")
 
 
 # The sparse code: positions of changed elements of two bytes, and their differences.
@@ -186,10 +186,10 @@ def decode_sparse(view: memoryview, old: np.ndarray) -> np.ndarray:
     old_items = items_of(old, 2)
     num_items = old_items.size
     if len(view) < SPARSE_HEADER.size:
-        raise CodecError(f"a sparse code of {len(view)} bytes is cut short")
+        raise CodecError(f"a sparse code has {len(view)} bytes; its header alone has {SPARSE_HEADER.size}")
     count, num_high, limit = SPARSE_HEADER.unpack_from(view)
     if count > num_items or not count <= num_high <= count + num_items // FILLER or not (count or limit):
-        raise CodecError(f"no sparse code of {num_items} elements: {count} changes, {num_high} bytes of gaps")
+        raise CodecError(f"a sparse code of {num_items} elements cannot have {count} changes in {num_high} bytes")
     num_low_bits, num_bit_bytes = _num_low_bits(count, num_items), -(-count // 8)
     near = _near(old_items, limit)
     streams = Streams(view[SPARSE_HEADER.size :])
@@ -203,7 +203,7 @@ def decode_sparse(view: memoryview, old: np.ndarray) -> np.ndarray:
 
     positions = _positions(high, low, num_low_bits, count)
     if count and positions[-1] >= num_items:
-        raise CodecError(f"a change at element {positions[-1]} of {num_items}")
+        raise CodecError(f"a sparse code changes element {positions[-1]} of a part with {num_items} elements")
     differences = np.ones(count, "<u2")
     differences[larger] = rest + np.uint16(2)
     differences ^= -negative  # -negative is all ones for a negative difference: xor, then adding 1, negates it
@@ -274,7 +274,7 @@ def _without_fillers(high: np.ndarray, count: int) -> np.ndarray:
     sums = np.cumsum(high, dtype=np.int64)
     ends = high != FILLER
     if np.count_nonzero(ends) != count or not ends[-1:].all():
-        raise CodecError(f"bytes of gaps that are not those of {count} changes")
+        raise CodecError(f"a sparse code announces {count} changes, but its bytes of gaps do not describe so many")
     return sums if count == high.size else sums[ends]
 
 
@@ -306,7 +306,7 @@ RAW, PLANES = b"\0", b"\1"
 
 def find_changes(new: np.ndarray, old: np.ndarray, dtype: str) -> SparseChanges:
     if ITEM_BYTES[dtype] != 2:
-        raise CodecError(f"changes of {dtype}: only types of two bytes have them")
+        raise CodecError(f"changes of dtype {dtype} cannot be listed; only types of two bytes have a sparse code")
     changes = _find_changes(new, old, new.size)
     assert changes is not None
     return changes
@@ -321,7 +321,7 @@ def encode(
     if old is None:
         return Coding.DENSE, _encode_dense(new, item_bytes)
     if old.size != new.size:
-        raise CodecError(f"a part of {new.size} bytes on a base of {old.size}")
+        raise CodecError(f"a part of {new.size} bytes cannot be coded against a base's part of {old.size} bytes")
     if item_bytes == 2:
         return _encode_pairs(new, old, changes)
     if np.array_equal(new, old):
@@ -334,18 +334,18 @@ def decode(coding: Coding, data: Any, old: np.ndarray | None, num_bytes: int, dt
     item_bytes = ITEM_BYTES[dtype]
     view = memoryview(data)
     if num_bytes % item_bytes:
-        raise CodecError(f"a part of {num_bytes} bytes holds no whole number of {dtype}")
+        raise CodecError(f"a part of {num_bytes} bytes does not hold a whole number of {dtype} elements")
     if coding is Coding.DENSE:
         return _decode_dense(view, num_bytes, item_bytes)
     if old is None or old.size != num_bytes:
-        found = "none" if old is None else f"one of {old.size}"
-        raise CodecError(f"coding {coding.value} wants a base of {num_bytes} bytes and has {found}")
+        found = "no base" if old is None else f"a base's part of {old.size}"
+        raise CodecError(f"coding {coding.value} needs a base's part of {num_bytes} bytes and was given {found}")
     if coding is Coding.SAME:
         if len(view):
-            raise CodecError(f"coding same has {len(view)} bytes; allowed none")
+            raise CodecError(f"a part with coding same has {len(view)} bytes of code; it must have none")
         return old
     if item_bytes != 2 and (coding is Coding.SPARSE or item_bytes != 4):
-        raise CodecError(f"coding {coding.value} is not made for {dtype}")
+        raise CodecError(f"coding {coding.value} does not exist for dtype {dtype}")
     return decode_sparse(view, old) if coding is Coding.SPARSE else _decode_shift(view, old, item_bytes)
 
 
@@ -418,10 +418,10 @@ def _decode_dense(view: memoryview, num_bytes: int, item_bytes: int) -> np.ndarr
     begin, rest = bytes(view[:1]), view[1:]
     if begin == RAW:
         if len(rest) != num_bytes:
-            raise CodecError(f"a dense code of {len(rest)} raw bytes for a part of {num_bytes}")
+            raise CodecError(f"a dense code has {len(rest)} raw bytes; its part has {num_bytes}")
         return np.frombuffer(rest, np.uint8)
     if begin != PLANES:
-        raise CodecError(f"a dense code begins with {begin!r}")
+        raise CodecError(f"a dense code begins with {begin!r}; it must begin with {RAW!r} or {PLANES!r}")
     streams = Streams(rest)
     items = streams.next_planes(num_bytes // item_bytes, item_bytes)
     streams.end()

@@ -71,10 +71,12 @@ def _read(store: PieceStore, times: Times, decode: Callable[[bytes], Manifest]) 
         except PieceMissing:
             continue  # deleted by another collection
         except PieceDamaged as error:
-            log.warning("version %d cannot be collected, nor anything that it may need: %s", entry[0], error)
+            log.warning(
+                "version %d and all it may need stay in the store; its manifest is damaged: %s", entry[0], error
+            )
             found.unreadable.add(entry[0])
         except ManifestError as error:
-            log.warning("version %d is left alone, with its pieces: %s", entry[0], error)
+            log.warning("version %d and its pieces stay in the store; its manifest is not trusted: %s", entry[0], error)
             try:
                 found.foreign.append(Manifest.decode(sealed.partition(b"\n")[0]))
             except ManifestError:

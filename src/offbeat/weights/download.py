@@ -55,7 +55,7 @@ class StoreSources:
             return self._store.get_manifest(number, digest)
         found = sorted(entry for entry in self._store.list_manifests() if entry[0] == number)
         if not found:
-            raise PieceMissing(f"version {number}: no manifest in the store")
+            raise PieceMissing(f"version {number}: the store has no manifest of it; it may have been deleted")
         # Two trainers may have published the same number. The caller repeats the call until it gets the right one.
         entry = self._anchor_deltas_last(found)[self._num_asked[number] % len(found)]
         self._num_asked[number] += 1
@@ -125,14 +125,14 @@ class PieceDownloader:
             except ManifestError as error:
                 if not left:
                     raise
-                log.warning("%s; asked again", error)
+                log.warning("%s; the manifest is requested again", error)
             else:
                 entry = number, manifest_digest(data)
                 await in_thread(self.store.put_manifest, *entry, sealed)
                 self.known()[entry] = found
                 self._arrived()
                 return found
-        raise AssertionError("the last attempt returns or raises")
+        raise AssertionError("this is a bug: the last attempt to get a manifest neither returned nor raised")
 
     async def pieces(self, chain: Sequence[Manifest]) -> Counter[str]:
         """Downloads the missing pieces of the manifests in `chain`; returns the bytes, by kind of manifest."""
@@ -242,12 +242,14 @@ def _check(data: bytes, number: int, version_digest: str | None, digest: str) ->
     """Decodes a manifest; raises `ManifestError` unless it is the requested one. `version_digest` None, or `digest` "",
     matches any."""
     if digest and manifest_digest(data) != digest:
-        raise ManifestError(f"version {number}: the manifest is {manifest_digest(data)[:12]}, not {digest[:12]}")
+        raise ManifestError(
+            f"version {number}: the manifest has digest {manifest_digest(data)[:12]}, not {digest[:12]}"
+        )
     found = Manifest.decode(data)
     if found.number != number:
-        raise ManifestError(f"version {number}: the manifest is that of version {found.number}")
+        raise ManifestError(f"version {number}: the manifest received is that of version {found.number}")
     if version_digest not in (None, found.digest):
-        raise ManifestError(f"version {number}: the manifest is that of another one of this number")
+        raise ManifestError(f"version {number}: the manifest received is of other weights, digest {found.digest[:12]}")
     return found
 
 

@@ -119,7 +119,7 @@ def dtype_name(name: str, tensor: Tensor) -> str:
     """Returns the safetensors name of a tensor's type; `name` is the tensor's, for errors."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in NAMES:
-        raise WeightsError(f"tensor {name} has dtype {dtype}; known are {', '.join(NAMES)}")
+        raise WeightsError(f"tensor {name} has dtype {dtype}, which cannot be published; allowed: {', '.join(NAMES)}")
     return NAMES[dtype]
 
 
@@ -276,7 +276,7 @@ def resume_from(number: int, folder: WeightFolder, store: PieceStore, trusted: s
             manifest = manifests.find(number, digest)
             found = BaseFile(manifest, file, file_layout(file), manifests.chain(manifest))
         except (OffbeatError, OSError, LookupError, ValueError, TypeError) as error:
-            log.info("version %d is no base for the next one, which will be full: %s", number, error)
+            log.info("the next version is published in full, because version %d cannot be its base: %s", number, error)
             return None
         files.pop_all()
         return found
@@ -294,7 +294,7 @@ def find_adapter_base(number: int, digest: str, store: PieceStore, trusted: str)
             if all(piece.digest in pieces for piece in manifests.find(base.number, digest).pieces):
                 return base
     except (OffbeatError, LookupError) as error:
-        log.info("the base of the adapters is published again: %s", error)
+        log.info("the adapters' base weights are published again, as the stored ones cannot be used: %s", error)
     return None
 
 
@@ -314,7 +314,7 @@ class _Manifests:
         found = [manifest for manifest in self.of(number) if manifest.digest == digest]
         if found:
             return max(found, key=lambda manifest: manifest.kind is Kind.FULL)  # an anchor before its delta
-        raise LookupError(f"no manifest of version {number} with digest {digest[:12]}")
+        raise LookupError(f"the store has no manifest of version {number} with digest {digest[:12]}")
 
     def chain(self, manifest: Manifest) -> Chain:
         sizes = []
@@ -322,5 +322,5 @@ class _Manifests:
             sizes.append(manifest.num_coded_bytes)
             manifest = self.find(manifest.base.number, manifest.base.digest)
         if manifest.kind is not Kind.FULL:
-            raise LookupError(f"version {manifest.number} is {manifest.kind.value}")
+            raise LookupError(f"version {manifest.number} begins a chain of deltas, but is not full")
         return Chain(manifest.num_coded_bytes, len(sizes), sum(sizes))

@@ -143,11 +143,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         try:
             found = msgspec.json.decode(data, type=Manifest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ManifestError(f"not a manifest: {error}") from error
+            raise ManifestError(f"the bytes of a manifest cannot be decoded: {error}") from error
         if problem := _problem(found):
             raise ManifestError(f"manifest of version {found.number}: {problem}")
         if found.encode() != data:
-            raise ManifestError(f"manifest of version {found.number}: not in its canonical form")
+            raise ManifestError(f"manifest of version {found.number}: its bytes are not in canonical form")
         return found
 
 
@@ -162,22 +162,22 @@ def tensors_digest(tensors: list[TensorEntry]) -> str:
 
 def _problem(manifest: Manifest) -> str | None:
     if (manifest.kind is Kind.FULL) != (manifest.base is None):
-        return f"kind {manifest.kind.value} {'with' if manifest.base else 'without'} a base"
+        return f"a version of kind {manifest.kind.value} must {'not ' if manifest.base else ''}have a base"
     if manifest.delta is not None and manifest.kind is not Kind.FULL:
-        return f"kind {manifest.kind.value} with a twin, which only a full version has"
+        return f"a version of kind {manifest.kind.value} must not name a delta manifest; only a full one may"
     if (manifest.kind is Kind.ADAPTER) != (manifest.adapter is not msgspec.UNSET):
-        has = "without" if manifest.adapter is msgspec.UNSET else "with"
-        return f"kind {manifest.kind.value} {has} the configuration of an adapter"
+        must = "must" if manifest.kind is Kind.ADAPTER else "must not"
+        return f"a version of kind {manifest.kind.value} {must} have an adapter's configuration"
     if manifest.base is not None and manifest.base.number >= manifest.number + (manifest.kind is Kind.ADAPTER):
-        return f"its base is version {manifest.base.number}, which is not older"
+        return f"its base is version {manifest.base.number}; a base must be an older version"
     if manifest.parent is not None and manifest.parent >= manifest.number:
-        return f"its parent is version {manifest.parent}, which is not older"
+        return f"its parent is version {manifest.parent}; a parent must be an older version"
     names = [tensor.name for tensor in manifest.tensors]
     if names != sorted(set(names)):
-        return "its tensors are not in the order of their names, or one is there twice"
+        return "its tensors are not sorted by name, or one is listed twice"
     for index, piece in enumerate(manifest.pieces):
         if piece.num_bytes > MAX_PIECE_BYTES:
-            return f"piece {index} has {piece.num_bytes} bytes; {MAX_PIECE_BYTES} are allowed"
+            return f"piece {index} has {piece.num_bytes} bytes; at most {MAX_PIECE_BYTES} are allowed"
     for tensor in manifest.tensors:
         if problem := _tensor_problem(tensor, manifest):
             return f"tensor {tensor.name!r}: {problem}"
@@ -185,28 +185,28 @@ def _problem(manifest: Manifest) -> str | None:
     if manifest.base is not None and isinstance(manifest.adapter, str):
         digest = adapter_digest(manifest.base.digest, digest, manifest.adapter)
     if digest != manifest.digest:
-        return f"its digest {manifest.digest[:12]} is not that of its tensors, {digest[:12]}"
+        return f"it states digest {manifest.digest[:12]}, but its content has digest {digest[:12]}"
     return None
 
 
 def _tensor_problem(tensor: TensorEntry, manifest: Manifest) -> str | None:
     if tensor.name == "__metadata__" or "\0" in tensor.name or "\n" in tensor.name:  # reserved by files and digests
-        return "a tensor cannot have this name"
+        return "this name is reserved, or contains a line break or a zero byte"
     if tensor.dtype not in ITEM_BYTES:
-        return f"dtype {tensor.dtype!r}; known are {', '.join(ITEM_BYTES)}"
+        return f"its dtype is {tensor.dtype!r}; allowed: {', '.join(ITEM_BYTES)}"
     num_parts = max(1, -(-tensor.num_bytes // PIECE_BYTES))
     if len(tensor.parts) != num_parts:
-        return f"{len(tensor.parts)} parts; its {tensor.num_bytes} bytes have {num_parts}"
+        return f"it is listed with {len(tensor.parts)} parts; a tensor of {tensor.num_bytes} bytes has {num_parts}"
     for part in tensor.parts:
         if part.coding is Coding.SAME:
             if (part.piece, part.start, part.num_bytes) != (0, 0, 0):
-                return "a part that is its base's has bytes of its own"
+                return "a part with coding same must have piece, start and num_bytes 0"
         elif part.piece >= len(manifest.pieces):
-            return f"a part lies in piece {part.piece} of {len(manifest.pieces)}"
+            return f"a part lies in piece {part.piece}, but there are only {len(manifest.pieces)} pieces"
         elif part.start + part.num_bytes > manifest.pieces[part.piece].num_bytes:
             return f"a part lies beyond the end of piece {part.piece}"
         if part.coding is not Coding.DENSE and manifest.kind is not Kind.DELTA:
-            return f"a part is coded as {part.coding.value} in a version of kind {manifest.kind.value}"
+            return f"a part has coding {part.coding.value}, which needs a base; kind {manifest.kind.value} has none"
     return None
 
 

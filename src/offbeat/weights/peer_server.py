@@ -99,7 +99,7 @@ class Guests:
                 self._hashes = frozenset(await self._ask())
             self._answered_s = self._clock()
         except (OffbeatError, OSError) as error:  # TimeoutError is an OSError
-            log.info("the keys of peers cannot be refreshed: %s: %s", type(error).__name__, error)
+            log.info("the coordinator did not give the keys of peers: %s: %s", type(error).__name__, error)
 
 
 class PeerServer:
@@ -143,7 +143,7 @@ class PeerServer:
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(
-                f"peers: cannot listen at {self.host}, port {self.port}: {reason}; choose another port, or 0 for any"
+                f"cannot listen for peers at {self.host}, port {self.port}: {reason}; choose another port, or 0 for any"
             ) from error
         self.host, self.port = self._listener.sockets[0].getsockname()[:2]
 
@@ -181,13 +181,13 @@ class PeerServer:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         if scheme != "Bearer" or not await self._admits(key):
-            return _refusal(401, "Authorization: not the key of a worker that may fetch here")
+            return _refusal(401, "the Authorization header has no key of a worker that may fetch from this peer")
         self._unproven.pop(request.protocol, None)
         found = PATH.fullmatch(request.path)
         if request.method != "GET" or found is None:
-            return _refusal(404, "there are /pieces/DIGEST and /manifests/NUMBER/DIGEST, to GET")
+            return _refusal(404, "this peer serves only GET /pieces/DIGEST and GET /manifests/NUMBER/DIGEST")
         if self._num_requests >= self._limits.max_requests:
-            return _refusal(429, "too many calls at a time")
+            return _refusal(429, f"this peer already has {self._num_requests} requests; ask again later")
         self._num_requests += 1
         try:
             return await self._find(request, found)
@@ -197,25 +197,25 @@ class PeerServer:
     async def _find(self, request: web.BaseRequest, found: re.Match[str]) -> web.StreamResponse:
         asked = request.query.get("wait_s", "0")
         if WAIT.fullmatch(asked) is None:
-            return _refusal(400, f"wait_s={asked[:20]}: not a number of seconds")
+            return _refusal(400, f"wait_s={asked[:20]}: must be a number of seconds below 10000, such as 2.5")
         wait_s = min(float(asked), self._limits.max_wait_s)
         wanted = _Wanted(found["piece"] or found["manifest"], int(found["number"]) if found["number"] else None)
         if not (is_here := await self._wait_for(wanted, wait_s)):
             if is_here is None:
                 come = {ARRIVED: str(await asyncio.to_thread(self._num_arrived))}
-                return _refusal(503, f"{wanted.digest}: on its way to us; ask again", come)
-            return _refusal(404, f"{wanted.digest}: not here")
+                return _refusal(503, f"{wanted.digest}: still on its way to this peer; ask again", come)
+            return _refusal(404, f"{wanted.digest}: this peer does not have it")
         try:
             await asyncio.wait_for(self._sending.acquire(), max(wait_s, 1.0))
         except TimeoutError:
-            return _refusal(429, "too many pieces are being sent; ask again")
+            return _refusal(429, f"this peer already sends {self._limits.max_sent} pieces; ask again")
         try:
             return await self._send(request, await asyncio.to_thread(wanted.read, self._store))
         except PieceMissing:  # deleted meanwhile
-            return _refusal(404, f"{wanted.digest}: not here any more")
+            return _refusal(404, f"{wanted.digest}: this peer has just deleted it")
         except (PieceDamaged, StoreError) as error:
-            log.warning("not sent to a peer: %s", error)
-            return _refusal(404, f"{wanted.digest}: cannot be read here")
+            log.warning("a peer asked for a piece that cannot be sent: %s", error)
+            return _refusal(404, f"{wanted.digest}: this peer cannot read it from its disk")
         finally:
             self._sending.release()
 

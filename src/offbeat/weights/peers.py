@@ -192,7 +192,7 @@ class PeerSlow(PeerFailed):
     """A transfer from a peer was broken off because it was too slow."""
 
     def __init__(self, bytes_per_s: float):
-        super().__init__(f"only {bytes_per_s:.0f} bytes/s")
+        super().__init__(f"the transfer was too slow, {bytes_per_s:.0f} bytes/s, and was broken off")
         self.bytes_per_s = bytes_per_s
 
 
@@ -293,15 +293,15 @@ class PeerSources:
             except (OffbeatError, *FAILURES) as error:
                 if url != ROOT and not isinstance(error, (PieceDamaged, *FAILURES)):
                     raise
-                log.info("%s: %s: %s: %s", what, url or "the root", type(error).__name__, error)
+                log.info("%s cannot be fetched from %s: %s: %s", what, url or "the root", type(error).__name__, error)
                 self._blame(url, error)
                 from_root = error if url == ROOT else from_root
-        assert from_root is not None, "the root is always asked"
+        assert from_root is not None, "this is a bug: the root was not asked"
         raise from_root
 
     def _blame(self, url: str, error: Exception) -> None:
         if isinstance(error, PieceDamaged):
-            log.warning("%s: sent other bytes than it was asked for", url or "the root")
+            log.warning("%s sent bytes that do not match the digest it was asked for", url or "the root")
             self._ranking.damaged(url)
         elif isinstance(error, PeerSlow):
             self._ranking.was_slow(url, error.bytes_per_s)
@@ -319,10 +319,10 @@ class PeerSources:
                 async for data in self._paced(url, response):
                     gathered += data
                     if len(gathered) > MAX_MANIFEST_BYTES:
-                        raise PeerFailed(f"sent more than {MAX_MANIFEST_BYTES} bytes")
+                        raise PeerFailed(f"the peer sent a manifest of more than {MAX_MANIFEST_BYTES} bytes")
             sealed = bytes(gathered)
         if not is_intact(digest, sealed):
-            raise PieceDamaged(f"version {number}: the manifest from {url or 'the root'} is not the one asked for")
+            raise PieceDamaged(f"version {number}: {url or 'the root'} sent a damaged manifest, or another one")
         self._ranking.gave(url, 0, 0.0)
         if len(self._gave_manifest) >= MAX_REMEMBERED:
             self._gave_manifest.clear()
@@ -338,7 +338,7 @@ class PeerSources:
             givers = piece.givers
             await in_thread(piece.clear)
             if givers <= {url}:
-                raise PieceDamaged(f"piece {piece.digest}: damaged, from {url or 'the root'}")
+                raise PieceDamaged(f"piece {piece.digest}: the bytes from {url or 'the root'} do not match this digest")
             for other in givers - {url, EARLIER, ROOT}:
                 self._ranking.failed(other)
 
@@ -369,20 +369,20 @@ class PeerSources:
         async with self._open(url, f"/pieces/{piece.digest}", span, end) as response:
             sent = response.headers.get("Content-Range")
             if span and sent != f"bytes {start}-{end - 1}/{end}":
-                raise PeerFailed(f"sent {sent} instead of {span['Range']}")
+                raise PeerFailed(f"the peer sent range {sent!r} when asked for {span['Range']!r}")
             start_s, gathered = self._clock(), bytearray()
             try:
                 async for data in self._paced(url, response):
                     gathered += data
                     if piece.have - start + len(gathered) > end - start:
                         gathered.clear()
-                        raise PeerFailed(f"sent more than the {end - start} bytes that it was asked for")
+                        raise PeerFailed(f"the peer sent more than the {end - start} bytes it was asked for")
                     if len(gathered) >= WRITE_BYTES:
                         await _add(piece, gathered)
             finally:
                 await _add(piece, gathered)  # even after an error
         if piece.have < end:
-            raise PeerFailed(f"ended after {piece.have} of {end} bytes")
+            raise PeerFailed(f"the peer's answer ended after {piece.have} of {end} bytes")
         return start_s
 
     async def _paced(self, url: str, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -420,7 +420,7 @@ class PeerSources:
                 if response.status != 503:
                     async with asyncio.timeout(patience.answer_within_s):
                         reason = await response.content.read(MAX_REASON_BYTES)
-                    raise PeerFailed(f"{response.status}: {reason.decode(errors='replace')}")
+                    raise PeerFailed(f"the peer answered {response.status}: {reason.decode(errors='replace')}")
                 waiting.hear(response.headers.get(ARRIVED, ""))
             await asyncio.sleep(AGAIN_S)
 
@@ -453,9 +453,9 @@ class _Waiting:
         if arrived != self._arrived:
             self._arrived, self._moved_s = arrived, now_s
         if now_s - self._moved_s > self._still_s:
-            raise PeerFailed(f"has received nothing more of the piece for {self._still_s:g} s")
+            raise PeerFailed(f"the peer itself has received nothing of the piece for {self._still_s:g} s")
         if now_s > self._end_s:
-            raise PeerFailed("has not received the piece in time")
+            raise PeerFailed("the peer itself has not received the piece in time")
 
 
 async def _add(piece: PartialPiece, gathered: bytearray) -> None:

@@ -44,7 +44,7 @@ LOCAL = re.compile(r"(?:file|local)://")
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space there"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "see who may write there"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "check who may write there"),
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in its way: move that, or give another folder"),
 }
 """Advice to the user, by the error number of the disk."""
@@ -247,21 +247,21 @@ def _naming(path: Path, done: str) -> Iterator[None]:
         yield
     except OSError as error:
         if done == "read" and isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            raise PieceMissing(f"{path}: not there") from error
-        remedy = REMEDIES.get(error.errno or 0, "see that the disk works")
+            raise PieceMissing(f"{path}: no such file in the store of weights") from error
+        remedy = REMEDIES.get(error.errno or 0, "check that the disk works")
         raise StoreError(f"{path}: cannot be {done}: {error.strerror or error}; {remedy}") from error
 
 
 def piece_path(digest: str) -> str:
     """Returns the path of a piece below a store's root."""
     if not DIGEST.fullmatch(digest):
-        raise PieceMissing(f"{digest[:80]!r}: not the name of a piece")
+        raise PieceMissing(f"{digest[:80]!r}: not the name of a piece, which is 64 hex digits")
     return f"{PIECES}/{digest[:2]}/{digest}"
 
 
 def manifest_path(number: int, digest: str) -> str:
     if number < 0 or not DIGEST.fullmatch(digest):
-        raise PieceMissing(f"{number}, {digest[:80]!r}: not the name of a manifest")
+        raise PieceMissing(f"version {number}, digest {digest[:80]!r}: no manifest can have this name")
     return f"{MANIFESTS}/{number:08d}-{digest}.json"
 
 
@@ -273,15 +273,15 @@ def entry_of(name: str) -> Entry | None:
 def checked(path: str, digest: str, data: bytes, start: int, stop: int | None) -> bytes:
     """Returns `data`, bytes read from a piece; raises if they are cut short, or if a whole piece has another digest."""
     if stop is not None and len(data) < stop - start:
-        raise PieceDamaged(f"{path}: cut short: it ends at byte {start + len(data)}, before byte {stop}")
+        raise PieceDamaged(f"{path}: the piece is cut short: it ends at byte {start + len(data)}, before byte {stop}")
     if start == 0 and stop is None and blake3(data, max_threads=blake3.AUTO).hexdigest() != digest:
-        raise PieceDamaged(f"{path}: damaged: its {len(data)} bytes have another digest; fetch or publish it again")
+        raise PieceDamaged(f"{path}: its {len(data)} bytes do not match its name; fetch or publish the piece again")
     return data
 
 
 def checked_manifest(path: str, digest: str, sealed: bytes) -> bytes:
     if not is_intact(digest, sealed):
-        raise PieceDamaged(f"{path}: damaged: its {len(sealed)} bytes have another digest; fetch or publish it again")
+        raise PieceDamaged(f"{path}: the manifest does not match its name or its signature; fetch or publish it again")
     return sealed
 
 
@@ -289,9 +289,9 @@ def check_new(path: str, digest: str, sealed: bytes, found: bytes | None = None)
     """Raises if the manifest does not match `digest`, or if `found`, already stored under its name, is intact but has
     another seal."""
     if not is_intact(digest, sealed):
-        raise ManifestError(f"{path}: the manifest is not the one that this name says, or its seal is broken")
+        raise ManifestError(f"{path}: the manifest to store there does not match this name or its own signature")
     if found is not None and found != sealed and is_intact(digest, found):
-        raise StoreError(f"{path}: sealed by another key before; give each run a store of its own")
+        raise StoreError(f"{path}: this manifest exists, signed with another key; give each run its own store")
 
 
 def is_intact(digest: str, sealed: bytes) -> bool:
@@ -317,7 +317,7 @@ PUT_AT = ("LastModified", "last_modified", "mtime", "updated", "created")
 """Keys under which stores report when an object was put."""
 FULL = ("insufficientstorage", "insufficient storage", "storagefull", "quotaexceeded", "(507)")
 """Words in the error messages of a full store."""
-PAST_END = "it is shorter"
+PAST_END = "the object is shorter"
 UNKNOWN_CALLER = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError"}
 
 T = TypeVar("T")
@@ -416,7 +416,7 @@ class RemoteStore:
         try:
             self._call(path, "written", send)
         except FileNotFoundError:
-            raise StoreError(f"{self._url_of(path)}: cannot be written: no such bucket or folder; make it") from None
+            raise StoreError(f"{self._url_of(path)}: cannot be written: no such bucket or folder; create it") from None
 
     def _read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         end = stop if stop is None else max(stop, start + 1)  # stores do not serve empty ranges
@@ -424,7 +424,7 @@ class RemoteStore:
             found = self._call(path, "read", lambda at: self._files.cat_file(at, start=start or None, end=end))
             return bytes(found) if end == stop else b""
         except FileNotFoundError:
-            raise PieceMissing(f"{self._url_of(path)}: not there") from None
+            raise PieceMissing(f"{self._url_of(path)}: no such object in the store of weights") from None
 
     def _find(self, folder: str) -> dict[str, dict[str, Any]]:
         """Returns fsspec's information about the objects in a folder, by the last part of their names."""
@@ -452,7 +452,7 @@ class RemoteStore:
             pause_s = min(FIRST_PAUSE_S * 2 ** (attempt - 1), MAX_PAUSE_S) * random.uniform(0.5, 1.0)
             if is_final or attempt == MAX_ATTEMPTS or time.monotonic() + pause_s >= deadline_s:
                 break
-            log.warning("%s: could not be %s (%s), tried again in %.1f s", self._url_of(path), done, reason, pause_s)
+            log.warning("%s: could not be %s (%s); trying again in %.1f s", self._url_of(path), done, reason, pause_s)
             time.sleep(pause_s)
         kind = PastEnd if remedy is PAST_END else StoreError
         raise kind(f"{self._url_of(path)}: cannot be {done}: {reason}; {remedy}")
@@ -481,19 +481,19 @@ def _within(limit_s: float, work: Callable[[], T]) -> T:
     except TimeoutError:
         if answer.done():  # the store's own timeout
             raise
-        raise TimeoutError(f"no answer within {limit_s:.0f} s") from None
+        raise TimeoutError(f"the store did not answer within {limit_s:.0f} s") from None
 
 
 def _remedy(error: BaseException) -> tuple[str, bool]:
     """Returns advice for the user, and whether retrying is pointless."""
     text = f"{error} {error.__cause__}".lower()
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(word in text for word in FULL):
-        return "make room there", True
+        return "free space in the store", True
     if isinstance(error, PermissionError) or type(error).__name__ in UNKNOWN_CALLER:
-        return "see to its credentials, and what they allow", True
+        return "check the store's credentials and what they allow", True
     if "(invalidrange)" in text or "(416)" in text:
         return PAST_END, True
-    return "see that it can be reached", False
+    return "check that the store can be reached", False
 
 
 def _options(fsspec: Any, url: str) -> dict[str, Any]:

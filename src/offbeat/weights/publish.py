@@ -94,7 +94,7 @@ class Publisher(WeightFolder):
     ):
         """With `adapter`, versions hold only the tensors of adapters. A `store` needs a `key` to sign manifests."""
         super().__init__(folder)
-        assert (store is None) == (key is None), "a store takes signed manifests"
+        assert (store is None) == (key is None), "this is a bug: a store and a signing key go together"
         self.store, self.key, self.anchoring, self.adapter = store, key, anchoring or Anchoring(), adapter
         self._has_deltas = adapter is None and self.anchoring.every > 0
         self.figures: PublishFigures | None = None
@@ -164,7 +164,7 @@ class Publisher(WeightFolder):
             _, places = _laid_out(tensors)
             packing = self._code(tensors, places, None, None)
             manifest = _described(places, packing, number=number, step=step, parent=None, kind=Kind.FULL)
-            assert manifest.digest == adapter.base, "the weights under the adapters have changed"
+            assert manifest.digest == adapter.base, "this is a bug: the base weights of the adapters have changed"
             self.store.sync()
             self._adapter_base = Base(number, adapter.base, self._put_manifest(manifest))
         return self._adapter_base

@@ -77,9 +77,13 @@ class VersionCache:
         try:
             status = _file_status(path)
             if self._verified.pop(path, None) != status and folder_digest(path) != digest:
-                raise ValueError("its digest is not the published one")
+                raise ValueError(f"the digest is not the published {digest[:12]}")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("%s: damaged on this disk, deleted: %s", weights_file(path), " ".join(str(error).split()))
+            log.warning(
+                "%s was damaged and is deleted: %s",
+                weights_file(path),
+                " ".join(str(error).split()),
+            )
             self.discard(path)
             return False
         self._verified[path] = status
@@ -168,7 +172,7 @@ class Receiver:
                 if isinstance(error, (OffbeatError, ConnectionError, TimeoutError)):
                     raise
                 raise OffbeatError(
-                    f"version {version.number}: cannot be written to {self.cache.folder}: {error.strerror or error}; "
+                    f"version {version.number} cannot be written to {self.cache.folder}: {error.strerror or error}; "
                     f"{remedy(error)}, then start the worker again"
                 ) from error
             return replace(version, path=path, base=base)
@@ -186,12 +190,12 @@ class Receiver:
         try:
             manifest = await self.downloads.manifest(version.number, version.digest, version.manifest)
             if manifest.step != version.step:
-                raise ManifestError(f"the manifest is that of step {manifest.step}, not {version.step}")
+                raise ManifestError(f"its manifest names step {manifest.step}, the coordinator step {version.step}")
             found = manifest.base if manifest.kind is Kind.ADAPTER else None
             if found is not None and not await in_thread(self._has_base, found.digest):
                 base = await self.downloads.manifest(found.number, found.digest, found.manifest or "")
         except UNAVAILABLE as error:
-            raise WeightsError(f"version {version.number}: no manifest that can be trusted: {error}") from error
+            raise WeightsError(f"version {version.number} has no manifest that can be trusted: {error}") from error
         crash_here("manifest-kept")
         base_path = None if base is None else await self._ensure(base.number, base.digest, base)
         return await self._ensure(manifest.number, manifest.digest, manifest), base_path
@@ -202,7 +206,7 @@ class Receiver:
         if await in_thread(self.cache.holds, path, digest):
             return path
         if manifest is None and self._copy is None:
-            raise OffbeatError(f"version {number}: published without a manifest; run the same Offbeat on all machines")
+            raise OffbeatError(f"version {number} was published without a manifest; run the same Offbeat everywhere")
         figures = ReceiveFigures(number)
         try:
             if manifest is None:
@@ -210,7 +214,7 @@ class Receiver:
             else:
                 await self._assemble_or_fetch(manifest, path, figures)
         except UNAVAILABLE as error:
-            raise WeightsError(f"version {number} cannot be had: {error}") from error
+            raise WeightsError(f"version {number} cannot be fetched: {error}") from error
         self.cache.mark_verified(path)
         crash_here("version-built")
         self._report(figures)
@@ -222,11 +226,11 @@ class Receiver:
         except UNAVAILABLE as error:
             if self._copy is None or manifest.kind is Kind.ADAPTER:
                 raise
-            log.warning("version %d: fetched as a whole file: %s", manifest.number, error)
+            log.warning("version %d is downloaded as whole files, not as changes: %s", manifest.number, error)
             try:
                 await self._fetch_files(manifest.digest, path, figures)
             except UNAVAILABLE as other:
-                raise WeightsError(f"{error}; nor as a whole file: {other}") from other
+                raise WeightsError(f"{error}; its whole files cannot be fetched either: {other}") from other
 
     async def _assemble(self, manifest: Manifest, path: Path, figures: ReceiveFigures) -> None:
         """Assembles a version from a base on this disk or, if that proves damaged, from the full version."""
@@ -236,7 +240,7 @@ class Receiver:
         except WeightsError as error:
             if base is None:
                 raise
-            log.warning("version %d: assembled anew without %s: %s", manifest.number, base.name, error)
+            log.warning("version %d is assembled again, without its base %s: %s", manifest.number, base.name, error)
             self.cache.invalidate(base)
         chain, _ = await self._chain(manifest, may_use_local=False)
         await self._apply(chain, None, path, figures)
@@ -296,8 +300,8 @@ class Receiver:
             if await in_thread(_put_in_place, draft, digest, path):
                 figures.fetch_s += time.monotonic() - started_s
                 return
-            log.warning("version %d: its whole files arrived damaged", figures.number)
-        raise WeightsError(f"it arrived damaged {MAX_ATTEMPTS} times")
+            log.warning("version %d: the downloaded files do not have the published digest", figures.number)
+        raise WeightsError(f"the files of version {figures.number} arrived damaged {MAX_ATTEMPTS} times")
 
     def _forget(self) -> None:
         """Deletes all but a few versions, the bases of adapters among these, and their pieces, which peers may want."""
@@ -322,7 +326,7 @@ def _put_in_place(draft: Path, digest: str, path: Path) -> bool:
     it."""
     try:
         if folder_digest(draft) != digest:
-            raise ValueError("another digest")
+            raise ValueError("the digest is not the published one")
     except (ValueError, KeyError, TypeError, FileNotFoundError):
         shutil.rmtree(draft)
         return False

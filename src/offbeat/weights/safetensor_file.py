@@ -93,10 +93,10 @@ def _header(view: memoryview) -> tuple[dict[str, Any], int]:
     """Returns a file's table of tensors, and the offset at which the tensors' bytes begin."""
     length = int.from_bytes(view[:8], "little")
     if not 0 < length <= min(MAX_HEADER_BYTES, len(view) - 8):
-        raise ValueError("it has no safetensors header")
+        raise ValueError("the file has no safetensors header")
     header = json.loads(bytes(view[8 : 8 + length]))
     if not isinstance(header, dict):
-        raise ValueError("its header is no table of tensors")
+        raise ValueError("the safetensors header is not a JSON object")
     return header, 8 + length
 
 
@@ -122,7 +122,7 @@ def read_at(file: BinaryIO, start: int, num_bytes: int) -> np.ndarray:
     while done < num_bytes:
         count = os.preadv(file.fileno(), [view[done:]], start + done)
         if not count:
-            raise OSError(errno.EIO, f"ends after {start + done} bytes", file.name)
+            raise OSError(errno.EIO, f"the file ends after {start + done} bytes, too early", file.name)
         done += count
     return data
 

@@ -54,12 +54,12 @@ class SigningKey:
             return SigningKey(bytes.fromhex(path.read_text(encoding="ascii").strip()))
         except OSError as error:
             raise UserError(
-                f"{path}: cannot hold the signing key: {error.strerror}; check its owner, its permissions and its disk"
+                f"{path}: the signing key cannot be read or written: {error.strerror}; check owner and permissions"
             ) from error
         except ValueError:  # not chained: its message could quote the key
             raise UserError(
-                f"{path}: not a signing key; restore it from a backup, or delete it to have a new one made, which "
-                "every worker must trust"
+                f"{path}: this file holds no signing key; restore it from a backup, or delete it to get a new key, "
+                "which every worker must trust"
             ) from None
 
     def sign(self, data: bytes) -> str:
@@ -87,11 +87,11 @@ def seal(manifest_bytes: bytes, key: SigningKey) -> bytes:
 
 def open_sealed(data: bytes, trusted: Collection[str]) -> bytes:
     """Returns the manifest's bytes; raises `ManifestError` unless one of the `trusted` keys signed them."""
-    assert not isinstance(trusted, str), "several keys, not the letters of one"
+    assert not isinstance(trusted, str), "this is a bug: `trusted` is one key instead of a collection of keys"
     key = signer(data)
     if key not in trusted:
         known = ", ".join(each[:12] for each in sorted(trusted)) or "none"
-        raise ManifestError(f"the manifest is signed by key {key[:12]}, which is not trusted; trusted: {known}")
+        raise ManifestError(f"the manifest is signed by key {key[:12]}, which is not trusted; trusted keys: {known}")
     return bytes(data).partition(b"\n")[0]
 
 
@@ -99,15 +99,15 @@ def signer(data: bytes) -> str:
     """Returns the key that signed a manifest, trusted or not; raises `ManifestError` if the signature is wrong."""
     lines = bytes(data).split(b"\n")
     if len(lines) != 3 or lines[2]:
-        raise ManifestError("not a sealed manifest, which has two lines; it may have been cut short")
+        raise ManifestError("a sealed manifest must be two whole lines; this one may have been cut short")
     try:
         found = msgspec.json.decode(lines[1], type=Seal)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ManifestError(f"not a sealed manifest: {error}") from error
+        raise ManifestError(f"the signature line of the manifest cannot be read: {error}") from error
     if msgspec.json.encode(found) != lines[1]:
-        raise ManifestError("not a sealed manifest: its second line is not in its canonical form")
+        raise ManifestError("the signature line of the manifest is not in canonical form")
     if not verify(found.key, lines[0], found.signature):
-        raise ManifestError(f"the manifest is not what key {found.key[:12]} has signed: it was changed since")
+        raise ManifestError(f"the manifest was changed after key {found.key[:12]} signed it")
     return found.key
 
 
@@ -119,5 +119,5 @@ def _hide(path: Path) -> None:
     """Makes a key file readable only by its owner: copying a folder may have changed its mode."""
     mode = path.stat().st_mode
     if mode & OTHERS:
-        log.warning("%s: others could read this signing key; from now on its owner alone can", path)
+        log.warning("%s: other users could read this signing key; now only its owner can", path)
         os.chmod(path, mode & 0o700)

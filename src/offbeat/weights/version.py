@@ -114,7 +114,7 @@ def base_digest(folder: Path) -> str | None:
     if not file.is_file():
         return None
     if not (found := file_metadata(file).get(BASE)):
-        raise ValueError("it does not name its base")
+        raise ValueError(f"{file}: the file's metadata does not name the adapter's base")
     return found
 
 
@@ -134,7 +134,7 @@ def verify(version: Version) -> None:
     """Raises `WeightsError` unless the version on disk is the one that was published."""
     file = weights_file(version.path)
     if not file.is_file():
-        raise WeightsError(f"version {version.number}: {file} is missing")
+        raise WeightsError(f"version {version.number}: its file {file} is missing")
     try:
         digest = folder_digest(version.path)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -142,7 +142,9 @@ def verify(version: Version) -> None:
             f"version {version.number}: {file} cannot be read: {' '.join(str(error).split())}"
         ) from error
     if digest != version.digest:
-        raise WeightsError(f"version {version.number}: digest {digest[:12]} is not the published {version.digest[:12]}")
+        raise WeightsError(
+            f"version {version.number}: {file} has digest {digest[:12]}, not the published {version.digest[:12]}"
+        )
 
 
 PIECE_BYTES = 16 * 1024 * 1024

@@ -56,12 +56,12 @@ class Spool:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock: int | None = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise UserError(f"spool {folder}: cannot be written: {error.strerror}; choose another folder") from error
+            raise UserError(f"spool folder {folder} cannot be written: {error.strerror}; choose another") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self.close()
-            raise UserError(f"spool {folder}: in use by another worker; give each worker its own folder") from error
+            raise UserError(f"spool folder {folder} is in use by another worker; give each worker its own") from error
         for draft in self.folder.glob(f".*{SUFFIX}.*.draft"):  # left by a writer that was killed
             draft.unlink(missing_ok=True)
 
@@ -102,7 +102,7 @@ def _read(path: Path) -> Unsent:
     start = len(MAGIC) + DIGEST_BYTES
     content = data[start:]
     if not data.startswith(MAGIC) or data[len(MAGIC) : start] != blake3(content).digest():
-        raise ValueError(f"its {len(data)} bytes are not what was written")
+        raise ValueError(f"its {len(data)} bytes do not match its digest")
     fence, body = msgspec.msgpack.decode(content, type=tuple[int, bytes])
     return Unsent(Trajectory.decode(body), fence)
 
@@ -159,7 +159,12 @@ class Outbox:
             try:
                 await asyncio.to_thread(self.spool.put, unsent)
             except OSError as error:  # still sent; lost only if the process is killed before
-                log.warning("worker %s: task %d cannot be spooled: %s", self.worker, unsent.trajectory.task, error)
+                log.warning(
+                    "worker %s: task %d cannot be written to the spool: %s",
+                    self.worker,
+                    unsent.trajectory.task,
+                    error,
+                )
         crash_here("spooled")
         await self._send(unsent)
 
@@ -168,7 +173,7 @@ class Outbox:
             try:
                 await self.client.submit(unsent.trajectory, unsent.fence)
             except REFUSALS as error:
-                log.warning("worker %s: discarded a refused trajectory: %s", self.worker, error)
+                log.warning("worker %s: a trajectory was refused and is discarded: %s", self.worker, error)
                 if isinstance(error, Refused):  # still leased to this worker; needs another attempt
                     await self._fail(unsent, str(error))
         crash_here("acknowledged")
@@ -181,4 +186,4 @@ class Outbox:
         try:
             await self.client.fail(unsent.trajectory.task, unsent.fence, reason)
         except REFUSALS as error:
-            log.info("worker %s: task not failed: %s", self.worker, error)
+            log.info("worker %s: a refused task could not be reported as failed: %s", self.worker, error)

@@ -166,7 +166,7 @@ class Worker:
         except TimeoutError as error:
             left = len(self.running) + len(self._outbox)
             log.warning(
-                "worker %s: left without an answer for %d trajectories after %g s",
+                "worker %s: leaving with %d trajectories not acknowledged after %g s",
                 self.name,
                 left,
                 self._drain_within_s,
@@ -240,8 +240,7 @@ class Worker:
 
     async def _report_timings(self) -> None:
         """Reports step times during rounds, from which the over-provision factor is chosen."""
-        timings = Timings()
-        timings.follow(self.engine)
+        timings = Timings(self.engine)
         while True:
             await self._changes.wait_for(lambda: self._rounds.is_under_way and self.running)
             found = []
@@ -352,7 +351,9 @@ class Worker:
         task, trajectory = running.task, running.trajectory
         num_before = trajectory.num_tokens
         if task.require_version not in (None, self.engine.version):
-            raise EngineError(f"task {task.id} requires version {task.require_version}, not {self.engine.version}")
+            raise EngineError(
+                f"task {task.id} requires version {task.require_version}; the engine has {self.engine.version}"
+            )
         while trajectory.num_tokens < trajectory.max_new_tokens:
             if not await self._may_begin(running):
                 return True  # hands the prefix to a worker with newer weights
@@ -396,7 +397,7 @@ class Worker:
         try:
             await self.client.fail(task.id, task.fence, reason)
         except REFUSALS as error:
-            log.warning("worker %s: %s", self.name, error)
+            log.warning("worker %s: the failure of task %d was refused: %s", self.name, task.id, error)
 
 
 class AbortReason(StrEnum):
@@ -473,7 +474,7 @@ def append(trajectory: Trajectory, generation: Generation) -> bool:
     if generation.finish is Finish.TURN or not generation.segments:
         raise EngineError(
             f"request {generation.id} ended by {generation.finish.value} with {len(generation.segments)} segments; "
-            "allowed stop or length, after a token"
+            "an engine must end it by stop or length, after at least one token"
         )
     *first, last = generation.segments
     for segment in first:
@@ -524,18 +525,11 @@ class Timings:
     seconds has no timings. If it does not report prefilled tokens, prefill time counts as step time.
     """
 
-    def __init__(self) -> None:
-        self._engine: Engine | None = None
-        self._before = EngineMetrics()
-
-    def follow(self, engine: Engine) -> None:
-        """Measures this engine from now on."""
+    def __init__(self, engine: Engine):
         self._engine, self._before = engine, engine.metrics
 
     def take(self) -> Timing | None:
         """Returns the work since the last timing; None if no step was taken or a needed metric is missing."""
-        if self._engine is None:
-            return None
         now = self._engine.metrics
         timing = timing_between(self._before, now)
         if timing is not None:
@@ -603,7 +597,7 @@ class VersionFetcher:
             if newest is None or newest.number <= version.number or self._num_failures[version.number] > MAX_FAILURES:
                 raise
             log.warning(
-                "worker %s: skipped version %d, replaced by %d: %s",
+                "worker %s: version %d is skipped, because version %d has replaced it: %s",
                 self.worker,
                 version.number,
                 newest.number,

@@ -224,7 +224,7 @@ def test_an_answer_beyond_all_measure_is_told_as_what_it_is(monkeypatch):
             finally:
                 await made.close()
 
-    with pytest.raises(OffbeatError, match=r"GET /v1/run: an answer of more than 1000 bytes; .*groups_per_step"):
+    with pytest.raises(OffbeatError, match=r"GET /v1/run: the answer has more than 1000 bytes; .*groups_per_step"):
         asyncio.run(scenario())
 
 
@@ -238,7 +238,7 @@ def test_an_answer_of_another_offbeat_is_told_as_what_it_is():
                 await made.close()
 
     for headers in ({}, {"Content_Encoding": "zstd"}):
-        with pytest.raises(OffbeatError, match="use the same version of Offbeat"):
+        with pytest.raises(OffbeatError, match="use the coordinator's version of Offbeat"):
             asyncio.run(scenario(**headers))
 
 
