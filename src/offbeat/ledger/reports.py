@@ -197,7 +197,7 @@ class Reports(Versions):
         one of `ORDERS`."""
         query = f"{ROWS} WHERE (:step IS NULL OR b.step = :step) AND j.seq > :after {ORDERS[order]} LIMIT :limit"
         found = self.execute(query, {"step": step, "limit": limit, "after": after})
-        return [TrajectoryRow(*values, is_pruned=bool(is_pruned)) for *values, is_pruned in found]
+        return [TrajectoryRow(*(*row[:-1], bool(row[-1]))) for row in found]
 
     def walk_trajectories(self, step: int | None = None) -> Iterator[tuple[TrajectoryRow, Trajectory | None]]:
         """Yields the trajectories of `step`, or all if None, in order of acceptance. Loads them in slices; a pruned
