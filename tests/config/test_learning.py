@@ -163,13 +163,13 @@ REFUSALS = {
     ),
     "exact overlap": (
         {**OVERLAP, "run.exact": True},
-        'schedule.mode = "overlap": allowed "alternate" with run.exact = true, because otherwise the '
+        'schedule.mode = "overlap": allowed only "alternate" with run.exact = true, because otherwise the '
         "order of training would depend on which worker was faster",
     ),
     "exact staleness": (
         {"schedule.max_staleness": 1, "run.exact": True},
-        "schedule.max_staleness = 1: allowed 0 with run.exact = true, or else the order of training would depend on "
-        "which worker was faster",
+        "schedule.max_staleness = 1: allowed only 0 with run.exact = true, or else the order of training would depend "
+        "on which worker was faster",
     ),
     "exact slots": (
         {"rollout.slots": 15, "run.exact": True},
@@ -178,8 +178,8 @@ REFUSALS = {
     ),
     "exact server": (
         {"rollout.engine": "vllm", "run.exact": True},
-        'rollout.engine = "vllm": allowed "embedded" with run.exact = true, because what a server samples depends on '
-        "what else it computes",
+        'rollout.engine = "vllm": allowed only "embedded" with run.exact = true, because what a server samples depends '
+        "on what else it computes",
     ),
     "stale keys": (
         {**OVERLAP, "rollout.kv": "stale", "rollout.engine": "paced"},

@@ -250,12 +250,12 @@ def schedule_holds_together(config: Config) -> None:
         )
     if config.run.exact and mode == "overlap":
         raise ValueError(
-            'schedule.mode = "overlap": allowed "alternate" with run.exact = true, because otherwise the '
+            'schedule.mode = "overlap": allowed only "alternate" with run.exact = true, because otherwise the '
             "order of training would depend on which worker was faster"
         )
     if config.run.exact and bound > 0:
         raise ValueError(
-            f"schedule.max_staleness = {bound}: allowed 0 with run.exact = true, or else the order of training "
+            f"schedule.max_staleness = {bound}: allowed only 0 with run.exact = true, or else the order of training "
             "would depend on which worker was faster"
         )
     if isinstance(factor, float) and factor > bound + 1:
@@ -280,8 +280,8 @@ def engine_can_do_it(config: Config) -> None:
         )
     if config.run.exact and rollout.engine in SERVED:
         raise ValueError(
-            f'rollout.engine = "{rollout.engine}": allowed "embedded" with run.exact = true, because what a server '
-            "samples depends on what else it computes"
+            f'rollout.engine = "{rollout.engine}": allowed only "embedded" with run.exact = true, because what a '
+            "server samples depends on what else it computes"
         )
     if rollout.kv == "stale":
         stale_kv_is_usable(config)
