@@ -167,7 +167,7 @@ def test_parquet_holds_texts_rewards_and_versions(run: Path, tmp_path: Path, cap
 @pytest.mark.parametrize(
     "words, line",
     [
-        (["99"], "task 99: there are 1 to 7"),
+        (["99"], "task 99 does not exist; this run has tasks 1 to 7"),
         (["x"], "invalid int value: 'x'"),
         (["--best", "0"], "--best is 0; it must be at least 1"),
         (["--best", "1", "--worst", "1"], "--best and --worst do not go together"),

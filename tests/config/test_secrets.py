@@ -120,5 +120,5 @@ def test_a_worker_adds_its_own_secrets_to_what_it_is_told(tmp_path):
     invitation = Invitation("http://x", Role.ROLLOUT, tmp_path, "w", secrets_file=file)
     assert own_config(invitation, data, []).weights.store == STORE
     assert "AKIA" not in (tmp_path / "rollout-config.json").read_text()
-    with pytest.raises(UserError, match=r"^--secrets-file .*none\.json: no such file$"):
+    with pytest.raises(UserError, match=r"^--secrets-file .*none\.json: there is no such file$"):
         own_config(Invitation("http://x", Role.ROLLOUT, tmp_path, "w", secrets_file=tmp_path / "none.json"), data, [])

@@ -72,7 +72,9 @@ def test_a_reward_may_say_where_it_was_earned_and_nowhere_else(tmp_path):
     assert {num_tokens > 3 for _, num_tokens in looks} == {True, False}
     for look, num_tokens in looks:
         if num_tokens > 3:
-            assert look.error == f"value: 'ended' stands at {num_tokens} of {num_tokens} tokens"
+            assert look.error == (
+                f"value: the reward 'ended' is at position {num_tokens} of an answer of {num_tokens} tokens"
+            )
         else:
             assert [(part.position, part.name) for part in look.rewards] == [(0, "begun"), (-1, "ended")]
 

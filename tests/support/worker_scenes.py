@@ -26,7 +26,7 @@ def open_engine(**settings) -> PacedEngine:
 def open_narrow_engine(**settings) -> PacedEngine:
     """An engine that promises more slots than it has, so that requests wait in it without a token."""
     engine = open_engine(num_slots=1, **settings)
-    engine._capabilities = replace(engine.capabilities, num_slots=4)
+    engine.capabilities = replace(engine.capabilities, num_slots=4)
     return engine
 
 
