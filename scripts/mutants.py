@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = Path("src/offbeat")
 WITHIN_S = 900.0
+NO_END = f"the tests do not end within {WITHIN_S:.0f} s"
 OTHER_TREES = (".git", ".venv*", ".cache", "runs", "results", "__pycache__", ".mypy_cache", ".hypothesis")
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -139,14 +140,30 @@ def near_tests(module: Path) -> list[str]:
     return [path for path in near if (ROOT / path).exists()][:1]
 
 
-def failures(where: Sequence[str], mutant: Mutant | None, jobs: int) -> set[str]:
-    """Runs tests in a copy of the tree, with a mutant in place; returns those that fail."""
+class Hunt:
+    """Runs tests against mutants. Tests that fail without any mutant are noted once and left out from then on."""
+
+    def __init__(self) -> None:
+        self._broken: set[str] = set()
+
+    def caught_by(self, mutant: Mutant, where: Sequence[str]) -> list[str]:
+        """Returns tests that fail because of the mutant, a few of them at most; empty if no test does."""
+        while failed := failures(where, mutant, self._broken):
+            if NO_END in failed or (real := failed - failures(sorted(failed), None)):
+                return sorted(failed if NO_END in failed else real)
+            self._broken |= failed
+        return []
+
+
+def failures(where: Sequence[str], mutant: Mutant | None, without: Iterable[str] = ()) -> set[str]:
+    """Runs tests in a copy of the tree, with a mutant in place, until a few have failed; returns these."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*OTHER_TREES), symlinks=True)
         if mutant is not None:
             (tree / SOURCE / mutant.module).write_text(mutant.text)
-        command = [sys.executable, "-m", "pytest", "-n", str(jobs), "-p", "no:cacheprovider", "-m", "not full", *where]
+        command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "-m", "not full", "--maxfail=5"]
+        command += [*where, *(f"--deselect={test}" for test in without)]
         paths = os.pathsep.join([str(tree / "src"), str(tree)])
         try:
             done = subprocess.run(
@@ -158,8 +175,8 @@ def failures(where: Sequence[str], mutant: Mutant | None, jobs: int) -> set[str]
                 timeout=WITHIN_S,
             )
         except subprocess.TimeoutExpired:
-            return {f"no end within {WITHIN_S:.0f} s"}
-    return set(re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE))
+            return {NO_END}
+    return set(re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE))
 
 
 def main() -> None:
@@ -171,12 +188,9 @@ def main() -> None:
     options = parser.parse_args()
     drawn = draw(options.seed, options.count)
     places = {mutant: ["tests"] if options.all else near_tests(mutant.module) for mutant in drawn}
-    everywhere = sorted({place for where in places.values() for place in where})
-    num_caught = 0
+    hunt, num_caught = Hunt(), 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        unchanged = failures(everywhere, None, 2)
-        for mutant, failed in zip(drawn, pool.map(lambda m: failures(places[m], m, 2), drawn), strict=True):
-            caught = sorted(failed - unchanged)
+        for mutant, caught in zip(drawn, pool.map(lambda m: hunt.caught_by(m, places[m]), drawn), strict=True):
             num_caught += bool(caught)
             print(f"{'caught' if caught else 'MISSED'}  {mutant}  {caught[0] if caught else ''}", flush=True)
     print(f"{num_caught} of {len(drawn)} caught")

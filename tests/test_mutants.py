@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from scripts.mutants import draw, mutants_of, near_tests
+import pytest
+
+from scripts.mutants import ROOT, SOURCE, Hunt, Mutant, draw, mutants_of, near_tests
 
 TEXT = """
 def f(a, b):
@@ -47,3 +49,13 @@ def test_a_seed_draws_the_same_changes_of_all_packages_and_each_has_tests_nearby
     assert all(near_tests(mutant.module) for mutant in drawn)
     for mutant in drawn:
         compile(mutant.text, str(mutant.module), "exec")
+
+
+@pytest.mark.full
+def test_a_break_is_caught_by_the_tests_that_it_fails_and_no_break_by_none():
+    module = Path("net.py")
+    text = (ROOT / SOURCE / module).read_text()
+    (broken,) = (mutant for mutant in mutants_of(module, text) if mutant.after == "start > stop")
+    caught = Hunt().caught_by(broken, near_tests(module))
+    assert caught == ["tests/test_net.py::test_a_range_names_the_bytes_that_the_standard_says"]
+    assert Hunt().caught_by(Mutant(module, "f", 1, "", "", text), near_tests(module)) == []
