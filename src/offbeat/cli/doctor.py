@@ -17,7 +17,8 @@ from offbeat.config import Config, from_dict, load, resolved
 from offbeat.errors import UserError
 
 WITHIN_S = 120.0
-"""Default deadline of each probe: importing torch from a cold disk takes long, and so do an engine's first answers."""
+"""Default limit of each probe in seconds: importing torch from a cold disk takes long, as do an engine's first
+answers."""
 COLOURS = {"!": "33", "x": "31", "-": "2"}
 
 
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _mistakes(config: Config) -> list[str]:
-    """Returns errors that `offbeat train` would raise, except those about the model, the run's name and the sinks."""
+    """Returns errors that `offbeat train` would raise, but none about the model, the run's name or the log sinks."""
     from offbeat.cli.preview import check
     from offbeat.launch.engine_parts import check_engine
     from offbeat.model.loading import TINY

@@ -1,4 +1,4 @@
-"""`offbeat ledger`: verifies a run's ledger, or summarises it."""
+"""`offbeat ledger`: verifies a run's ledger (the durable record of its work), or summarises it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _verify(ledger: Ledger) -> int:
-    """Prints each broken rule and the counts; returns exit status 1 if a rule is broken."""
+    """Prints each rule that the ledger breaks, then its counts; returns exit status 1 if a rule is broken, else 0."""
     from offbeat.ledger.records import Counts
 
     report = ledger.verify()

@@ -23,8 +23,8 @@ many, which gains nothing on idle cores and makes a step five to eight times slo
 
 
 def spin_briefly() -> None:
-    """Sets `SPIN_COUNT` for this process and its children, unless the user has set a value. Must be called before torch
-    is imported, which reads it once."""
+    """Limits the spinning of OpenMP threads to `SPIN_COUNT`, for this process and its children, unless the user has set
+    a value. Must be called before torch is imported, which reads it once."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
@@ -52,7 +52,7 @@ ACCESS = ("token", "list", "revoke")
 TAKES_OVERRIDES = ("train", "serve", "trainer", "worker", "eval", "doctor")
 ROLES = ("serve", "trainer", "worker")
 STOPPED = 3
-"""Exit status of a role that would fail for the same reason if it were restarted."""
+"""Exit status of a coordinator, trainer or worker that would fail for the same reason if it were restarted."""
 HELP_WORDS = ("-h", "--help", "help")
 
 

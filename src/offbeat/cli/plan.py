@@ -83,7 +83,7 @@ def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workloa
 
 
 def _draw(file: Path, inventory: Inventory, workload: Workload, constants: Constants) -> int:
-    """Draws cost against throughput into an HTML file; returns the number of plans drawn."""
+    """Draws price against throughput into an HTML file; returns the number of plans that use all classes together."""
     from offbeat.planner.report.frontier import frontier_page, homogeneous, mixed, split_by_class
 
     title = f"{workload.model.name}: cost against throughput"
@@ -98,7 +98,7 @@ def _draw(file: Path, inventory: Inventory, workload: Workload, constants: Const
 
 
 def _verify(file: Path, inventory: Inventory, workload: Workload, constants: Constants) -> int:
-    """Checks a saved plan and prints each broken rule; returns exit status 1 if a rule is broken."""
+    """Checks a saved plan and prints each rule that it breaks; returns exit status 1 if there is one, otherwise 0."""
     from offbeat.planner.plan import from_json
     from offbeat.planner.verifying import verify
 

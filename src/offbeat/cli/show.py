@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _chosen(arguments: argparse.Namespace) -> tuple[str, int]:
-    """Returns order and length of the list; raises `UserError` for options that do not go together."""
+    """Returns the list's order (latest, best or worst) and length; raises `UserError` for options that conflict."""
     given = {name: getattr(arguments, name) for name in ("last", "best", "worst")}
     asked = [name for name, value in given.items() if value is not None]
     lists = [f"--{name}" for name in asked] + (["--step"] if arguments.step is not None else [])
@@ -141,7 +141,7 @@ Words = Callable[[np.ndarray], str]
 """Decodes token ids to text."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
-"""Colours of versions, used in turn, so that successive versions differ."""
+"""Colours of the versions that generated a response, used in turn, so that successive versions differ."""
 
 
 TASK_FIELDS = (
@@ -226,7 +226,7 @@ def _response(detail: TaskDetail, words: Words) -> Text | str:
 
 
 def _pieces(trajectory: Trajectory, words: Words) -> list[str]:
-    """Returns the text of each segment; a character whose tokens lie in two segments goes to the second."""
+    """Returns the text of each segment of a trajectory; a character that two segments share goes to the second."""
     pieces, before = [], ""
     for segment in trajectory.segments:
         until = words(trajectory.tokens[: segment.end])
@@ -287,8 +287,8 @@ SLICE = 1000
 
 
 def export(ledger: Ledger, file: Path, words: Callable[[np.ndarray], str], step: int | None) -> int:
-    """Writes the trajectories of a step, or all if None, to a Parquet file; returns their number. The file appears
-    when it is complete."""
+    """Writes the trajectories of a step (None: of all steps) to a Parquet file; returns their number. The file appears
+    only when it is complete."""
     pyarrow = import_extra("pyarrow", "data", "--parquet")
     parquet = import_extra("pyarrow.parquet", "data", "--parquet")
     schema = _schema(pyarrow)

@@ -129,7 +129,7 @@ def _run_to_resume(file: str | None, overrides: list[str], resume: str) -> Path:
 
 
 def _of_section(section: str, overrides: list[str]) -> list[str]:
-    """Returns the overrides of one section, with their values."""
+    """Returns those command-line overrides that are of one section, such as `--run.name`, with their values."""
     kept: list[str] = []
     is_ours = False
     for word in overrides:

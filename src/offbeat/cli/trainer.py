@@ -43,7 +43,7 @@ def add_join_arguments(parser: Parser, what: str) -> None:
 
 
 def invitation_of(arguments: argparse.Namespace, role: Role, folder: Path, name: str) -> Invitation:
-    """Returns the `Invitation` for the arguments that `add_join_arguments` defines."""
+    """Returns the `Invitation` (how to join a run) for the arguments that `add_join_arguments` defines."""
     from offbeat.launch.joining import Invitation
 
     return Invitation(
@@ -86,7 +86,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def exit_status(what: str, stopped_by: str | None) -> int:
-    """Returns the exit status of a role that ended: 0, or 128 plus the signal's number if `stopped_by` names one."""
+    """Returns the exit status of a trainer or worker: 128 plus the signal's number if `stopped_by` names one, else
+    0."""
     if stopped_by is None or stopped_by not in signal.Signals.__members__:
         return 0
     print(f"offbeat: {what} stopped by {stopped_by}", file=sys.stderr)

@@ -24,14 +24,14 @@ class PlanStep:
     """Period, throughput and price of a step."""
 
     tau_s: float
-    """Period of a step on the chosen nodes and links."""
+    """Seconds from one step to the next (the period), on the chosen nodes and links."""
     tau_lo_s: float | None
-    """Lower bound on the period of any plan within the budget; None if the user asked for a throughput."""
+    """Lower bound on the period of any plan within the budget, in seconds; None if the user asked for a throughput."""
     tokens_per_s: float
     """Tokens generated per second, waste included."""
     price_per_h: float
     price_lo_per_h: float | None
-    """Lower bound on the price of a plan with this period; None unless the price was minimised."""
+    """Lower bound on the price per hour of any plan with this period; None unless the price was minimised."""
     price_per_million_tokens: float
 
 
@@ -75,7 +75,7 @@ class Pool:
     """Tokens per second of one replica while it generates."""
     token_s: float
     blocking_s: float
-    """Generation time lost at each new version; with bound 0 it includes training and the wait for the new version."""
+    """Generation time lost at each new version; with staleness bound 0, also during training and the wait for it."""
     places: tuple[Group, ...]
     price_per_million_tokens: float
     """Price of generation; 0 on the gang's nodes, whose price counts as training."""
@@ -86,7 +86,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Sync:
-    """Path of a version to the rollout nodes."""
+    """Path of a new version of the weights to the rollout nodes."""
 
     root: str
     num_bytes: float
@@ -104,7 +104,7 @@ class Staleness:
     in_flight: int
     in_flight_cap: int
     mean_age: float
-    """Expected staleness in versions."""
+    """Expected mean staleness of the training data, in versions."""
     tail_tokens: float
     tail_share: float
     """Share of answers longer than `tail_tokens`, which continue over several versions."""
@@ -112,12 +112,12 @@ class Staleness:
 
 @dataclass(frozen=True)
 class Placement:
-    """Time lost on the chosen nodes and links, compared with the best links, which the columns assume."""
+    """Times on the chosen nodes and links, beside the times assumed over the best links before nodes were chosen."""
 
     assumed_step_s: float
     """Time of the gang's step over the best links; on the chosen nodes it is `training.step_s`."""
     assumed_lags_s: Mapping[str, float]
-    """Time from a version's publication until all nodes of a class have it, by rollout class."""
+    """Seconds from a version's publication until all nodes of a class have it over the best links, by rollout class."""
     lags_s: Mapping[str, float]
     """Same as `assumed_lags_s`, but on the chosen links where these are slower."""
     gap: float | None

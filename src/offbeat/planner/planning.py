@@ -32,14 +32,14 @@ from offbeat.planner.solve.search import Result, cheapest, fastest
 from offbeat.planner.solve.view import MICRO
 
 MAX_ROUNDS = 3
-"""Largest number of further solves after the first."""
+"""How often, at most, the problem is solved again because the chosen nodes are slower than assumed."""
 TOLERANCE = 0.02
-"""Relative accuracy of the cost model."""
+"""Relative accuracy of the cost model: chosen nodes may be slower than assumed by this share."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """One solution with its placement."""
+    """One solution with its price and the nodes chosen for it."""
 
     solution: Solution
     price_per_h: float
@@ -50,11 +50,11 @@ Solve = Callable[[PlanningProblem], Result]
 
 
 def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -> list[Round]:
-    """Places `first`, the solution of the placer's problem, and solves again while the placement is too slow.
+    """Chooses nodes for `first`, then solves again while they are too slow; returns all solutions, each with its nodes.
 
-    Columns assume the best links. If a placement lengthens the period by more than the share `by`, the placed values
-    replace the gang's step, the lags of the classes, and the steps of other gangs that promise a shorter period. Values
-    only become slower, so the first solve's lower bound holds for every round."""
+    Columns (candidate gangs and replica shapes) assume the best links. If the chosen nodes lengthen the period by more
+    than the share `by`, their values replace the gang's step, the lags of the classes, and the steps of other gangs
+    that promise a shorter period. Values only become slower, so the first solve's lower bound holds for every round."""
     problem, result, found = placer.problem, first, list[Round]()
     while result.solution is not None:
         placing = placer.place(result.solution)
@@ -69,8 +69,8 @@ def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -
 
 
 def _rivals_slowed(placer: Placer, problem: PlanningProblem, tau_s: float, by: float) -> PlanningProblem:
-    """Gives every gang that promises less than the placed period `tau_s` its step on the best nodes. Otherwise each
-    round would try a similar gang that needs the same slow links."""
+    """Gives every gang that promises a period below `tau_s` its step time on the best real nodes, if that is longer.
+    Otherwise each round would try a similar gang that needs the same slow links."""
     if not placer.inventory.measured:
         return problem
     for gang in problem.gangs:
@@ -80,7 +80,7 @@ def _rivals_slowed(placer: Placer, problem: PlanningProblem, tau_s: float, by: f
 
 
 def fastest_round(found: list[Round]) -> Round:
-    """Round with the shortest placed period; the cheapest of several equally short ones."""
+    """Round with the shortest period on its chosen nodes; the cheapest of several equally short ones."""
     return min(found, key=lambda each: (each.placing.tau_s, each.price_per_h))
 
 
@@ -120,8 +120,8 @@ def plan(
 
 
 def _best_placed(placer: Placer, first: Result, solve: Solve, throughput: float | None) -> Round:
-    """Returns the fastest round or, if the user asked for a throughput, the cheapest whose placement keeps its
-    period."""
+    """Returns the fastest round (a solution with its nodes) or, if the user asked for a throughput, the cheapest one
+    whose chosen nodes keep its period."""
     if throughput is None:
         return fastest_round(rounds(placer, first, solve))
     found = rounds(placer, first, solve, ROUNDING)
@@ -186,7 +186,8 @@ def compose(
 
 
 def held_out_error(inventory: Inventory, constants: Constants) -> float | None:
-    """Largest mean error of the cost model over the accelerators on offer; None if one of them was never measured."""
+    """Largest mean relative error of the cost model on held-out measurements, over the accelerators on offer; None if
+    one of them was never measured."""
     errors = []
     for name in {machines.accelerator.name for machines in inventory.classes.values()}:
         known = [error.mean for key, error in constants.errors.items() if key.rpartition(".")[0] == name]

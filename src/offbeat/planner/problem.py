@@ -23,7 +23,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class RolloutColumn:
-    """One shape of rollout replica on one class, with its speed and delays."""
+    """One shape of rollout replica on one class of nodes, with its speed and delays."""
 
     name: str
     offer: str
@@ -33,9 +33,9 @@ class RolloutColumn:
     concurrency: int
     """Trajectories in flight in one replica."""
     tokens_per_s: float
-    """Tokens per second of one replica; the prefill of new prompts is already deducted."""
+    """Tokens per second of one replica; the time for the prefill of new prompts is already deducted."""
     token_s: float
-    """Time between two tokens of one trajectory."""
+    """Seconds between two tokens of one trajectory."""
     blocking_s: Mapping[str, float]
     """Seconds of generation lost at each new version, by the class that publishes it."""
     pp: int = 1
@@ -56,8 +56,8 @@ class RolloutColumn:
         return self.room_bytes is not None
 
     def fits_beside(self, gang: Gang) -> bool:
-        """Whether the replica's cards have room for the gang's state; always True for replicas on nodes of their
-        own."""
+        """Whether the replica's cards have room for the training state that `gang` keeps on them; always True for
+        replicas on nodes of their own."""
         return self.room_bytes is None or gang.kept_bytes.get(self.offer, 0.0) <= self.room_bytes
 
     def lag_from_s(self, root: str, over: Iterable[str] = ()) -> float:
@@ -69,7 +69,7 @@ class RolloutColumn:
 
 @dataclass(frozen=True)
 class Gang:
-    """A training gang on whole nodes."""
+    """A training gang: whole nodes that train together, with their parallelism and step time."""
 
     name: str
     nodes: Mapping[str, int]
@@ -78,7 +78,7 @@ class Gang:
     """Class that publishes the weights."""
     step_s: float
     publish_s: float
-    """Time that publishing adds to a step."""
+    """Seconds that publishing the weights adds to a step."""
     tp: int = 1
     pp: int = 1
     dp: int = 1
@@ -107,7 +107,7 @@ class Demand:
     queue: float = 0.0
     """Finished trajectories that should be waiting to be trained."""
     tail_tokens: float = 0.0
-    """Answer length that must fit into the age window; 0: no window.
+    """Length of a long answer that must be in time for training (fit into the age window); 0: no window.
 
     Step k starts after k periods and publishes version k + 1 after `Gang.period_s`. After the lag, replicas generate
     with that version for one period. The last step that may train on its answers is step k + 1 + `bound`. An answer
@@ -115,10 +115,10 @@ class Demand:
     answer begun at the end has one period less. The window is the longer time less `age_guard` periods. If training
     takes the whole period, that is `bound` - `age_guard` periods less the lag."""
     age_guard: float = 0.5
-    """Periods taken off the age window: 1 guarantees the bound for every answer of `tail_tokens` tokens, 1/2 for the
-    average one."""
+    """Periods taken off the age window: 1 guarantees the staleness bound for every answer of `tail_tokens` tokens, 1/2
+    for the average one."""
     lag_s: float = 0.0
-    """Seconds between a version's publication and training on its answers that all columns share: the time of the
+    """Seconds between an answer and training on it that are the same for all columns: the time to compute the
     reward."""
     reward_rate: float | None = None
     """Trajectories per second that the reward pool can score; None: no limit."""
@@ -142,10 +142,10 @@ class PlanningProblem:
 
 @dataclass(frozen=True)
 class Solution:
-    """A plan as counts, before placement; keys are the names of the problem's columns and offers."""
+    """A plan as counts, before concrete nodes are chosen; keys are the names of the problem's columns and offers."""
 
     tau_s: float
-    """Period of a step."""
+    """Seconds from one training step to the next (the period)."""
     gang: str
     replicas: Mapping[str, int]
     """Number of replicas by rollout column; columns without replicas are left out."""

@@ -25,7 +25,7 @@ ROUNDING = 1e-6
 
 
 def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Constants | None = None) -> list[str]:
-    """Returns one line per violation; an empty list if the plan is valid."""
+    """Checks a saved plan against its inputs: returns one line per violation, or an empty list if the plan is valid."""
     constants = constants or Constants()
     problem = problem_of(inventory, workload, constants)
     if broken := check(problem, saved.solution, saved.certificate, saved.budget):

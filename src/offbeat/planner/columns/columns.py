@@ -15,7 +15,7 @@ from offbeat.planner.inputs.workload import Workload
 from offbeat.planner.problem import Demand, Offer, PlanningProblem
 
 WORTH_A_DETOUR = 0.01
-"""Share of the direct lag that a relaying class must save to be considered."""
+"""Share of a version's direct lag that a detour through a relaying class must save to be considered."""
 
 
 def problem_of(
@@ -24,10 +24,11 @@ def problem_of(
     constants: Constants | None = None,
     known: Known | None = None,
 ) -> PlanningProblem:
-    """Returns offers, columns and demand. Raises a `UserError` with the memory needed if the model fits nowhere.
+    """Builds the planning problem: nodes on offer, columns (candidate gangs and replica shapes) and demand. Raises a
+    `UserError` with the memory needed if the model fits nowhere.
 
     `known` caches gangs between calls with the same workload and constants. Columns assume the best measured links, so
-    a bound proven for them holds for every choice of nodes."""
+    a lower bound proven for them holds for every choice of nodes."""
     constants = constants or Constants()
     inventory = at_best(inventory)
     offers = {
@@ -56,7 +57,7 @@ def problem_of(
 
 
 def demand_of(workload: Workload) -> Demand:
-    """Requirements of one training step."""
+    """Returns what one training step of this workload requires."""
     reward = workload.reward
     return Demand(
         trajectories=workload.trajectories_per_step,
@@ -72,8 +73,8 @@ def demand_of(workload: Workload) -> Demand:
 def lag_over_s(
     inventory: Inventory, workload: Workload, direct_s: Mapping[str, float], name: str
 ) -> dict[str, dict[str, float]]:
-    """Lags to the class `name` by publishing class, then by relaying class; only those clearly shorter than the direct
-    lags `direct_s`."""
+    """Seconds until the class `name` has a version relayed by a third class, by publishing class, then by relaying
+    class; only those clearly shorter than the direct lags `direct_s`."""
     num_nodes = inventory.classes[name].num_nodes
     found: dict[str, dict[str, float]] = {}
     for root, seconds in direct_s.items():

@@ -24,12 +24,12 @@ from offbeat.planner.problem import Gang
 MIN_GAIN = 0.02
 """A gang with more nodes is kept only if it is faster by more than this share: the accuracy of the cost model."""
 MIN_LEANER = 0.1
-"""A gang that is not faster is kept only if it needs less memory on shared cards by more than this share."""
+"""A gang that is not faster is kept only if its state takes less memory on shared cards, by more than this share."""
 
 
 def fastest_first_front(candidates: Iterable[Gang]) -> list[Gang]:
-    """Drops a gang if another is about as fast, takes no more nodes of any class and leaves replicas about as much
-    memory."""
+    """Returns the gangs worth keeping: drops one if another is about as fast, takes no more nodes of any class and
+    leaves replicas about as much memory."""
     best: dict[object, Gang] = {}
     for gang in candidates:
         key = gang.name if gang.kept_bytes else tuple(sorted(gang.nodes.items()))
@@ -44,14 +44,14 @@ def fastest_first_front(candidates: Iterable[Gang]) -> list[Gang]:
 
 
 def _is_as_small(one: Gang, other: Gang) -> bool:
-    """Whether `one` takes no more nodes of any class than `other`, and hardly more memory in the classes of `other`."""
+    """Whether `one` takes no more nodes of any class than `other`, and hardly more memory per card in its classes."""
     return all(other.nodes.get(name, 0) >= num for name, num in one.nodes.items()) and all(
         (1 - MIN_LEANER) * one.kept_bytes.get(name, 0.0) <= kept for name, kept in other.kept_bytes.items()
     )
 
 
 NODES_GROWTH = 1.1
-"""Ratio between neighbouring sizes of large gangs. A size in between would be faster by at most this ratio."""
+"""Ratio between neighbouring node counts of large gangs. A count in between would be faster by at most this ratio."""
 ZERO_STAGES = (1, 2, 3)
 
 
@@ -68,13 +68,13 @@ def kept_by_class(workload: Workload, splits: Mapping[str, tuple[int, float]], d
     """Bytes of training state on each card between two steps, by class; empty if replicas never share cards with
     training.
 
-    `splits` holds for each class its tensor parallelism, and the number of all layers divided by those on each card."""
+    `splits` has for each class its tensor parallelism, and the model's layers divided by those on each card."""
     shared = splits.items() if workload.may_share else ()
     return {name: kept_bytes(workload, tp, pp, dp, zero) for name, (tp, pp) in shared}
 
 
 def fabric_of(machines: MachineClass, inventory: Inventory) -> GangFabric:
-    """Links inside a class. A class of a single node may have no link between nodes."""
+    """Returns the links inside a class. If there is none between nodes, the rate between cards takes its place."""
     card_bytes_per_s = machines.accelerator.link_bytes_per_s
     link = inventory.links.get(frozenset((machines.name,)))
     return GangFabric(card_bytes_per_s, link.bytes_per_s if link else card_bytes_per_s, machines.per_node)
@@ -86,8 +86,8 @@ def max_replicas(workload: Workload) -> int:
 
 
 def split_layers(num_layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Layers of each stage in proportion to `speeds`, at least one per stage; minimises the time of the slowest
-    stage."""
+    """Number of layers of each pipeline stage, in proportion to `speeds` and at least one; minimises the time of the
+    slowest stage."""
     layers = [max(1, int(num_layers * speed / sum(speeds)) - 1) for speed in speeds]
     if sum(layers) > num_layers:
         layers = [1] * len(speeds)
@@ -98,8 +98,8 @@ def split_layers(num_layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def fits(workload: Workload, room_bytes: float, tp: int, pp: int, dp: int, num_layers: int) -> list[tuple[int, bool]]:
-    """Pairs (ZeRO stage, whether to recompute activations) that fit into `room_bytes`. Of ZeRO-1 and ZeRO-2 only the
-    first that fits is returned, because both take the same time."""
+    """Pairs (ZeRO stage, whether to recompute activations) with which training fits into `room_bytes` per card. Of
+    ZeRO-1 and ZeRO-2 only the first that fits is returned, because both take the same time."""
     share = num_layers / workload.model.num_layers
     found = []
     for recompute in (False, True):
@@ -114,8 +114,8 @@ def fits(workload: Workload, room_bytes: float, tp: int, pp: int, dp: int, num_l
 
 
 def cheapest(ways: Sequence[tuple[int, bool]]) -> tuple[int, bool]:
-    """Returns the preferred pair of `fits`. Recomputing (a third more arithmetic) is preferred to ZeRO-3, whose gathers
-    cost more on slow links."""
+    """Returns the preferred of the pairs that `fits` found. Recomputing (a third more arithmetic) is preferred to
+    ZeRO-3, whose gathers cost more on slow links."""
     return min(ways, key=lambda way: (way[0] == 3, way[1]))
 
 
@@ -124,7 +124,7 @@ MIXED_GROWTH = 2.0
 
 @dataclass(frozen=True)
 class GangPart:
-    """One class of a gang of two classes."""
+    """One of the two classes of nodes of a mixed gang."""
 
     machines: MachineClass
     figures: Efficiencies
@@ -146,13 +146,13 @@ def part_of(machines: MachineClass, inventory: Inventory, workload: Workload, co
 
 
 Parts = tuple[tuple[GangPart, int], tuple[GangPart, int]]
-"""Two classes, each with its number of nodes."""
+"""The two classes of nodes of a mixed gang, each with its number of nodes."""
 
 
 def mixed(
     one: MachineClass, other: MachineClass, inventory: Inventory, workload: Workload, constants: Constants
 ) -> Iterator[Gang]:
-    """Yields gangs of two classes, pipelined or replicated; nothing if the classes are in different zones."""
+    """Yields gangs of two classes, split by stages or by replicas; nothing if the classes are in different zones."""
     if one.zone != other.zone:
         return
     first, second = (part_of(machines, inventory, workload, constants) for machines in (one, other))
@@ -223,7 +223,7 @@ def replicated(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
 
 
 def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **shape: object) -> Gang:
-    """Builds the gang. The class with more cards publishes, because it has more links."""
+    """Builds a gang of two classes. The class with more cards publishes the weights, because it has more links."""
     root = max(parts, key=lambda part: part[0].machines.per_node * part[1])[0].machines
     label = " + ".join(f"{part.machines.name} x{nodes}" for part, nodes in parts)
     return Gang(
@@ -237,8 +237,8 @@ def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **sha
 
 
 def from_the_other(gang: Gang, inventory: Inventory, workload: Workload) -> Gang:
-    """Copy of a gang of two classes in which the other class publishes; that class may be nearer to the rollout
-    machines."""
+    """Copy of a gang of two classes in which the other class publishes the weights; that class may be nearer to the
+    rollout machines."""
     (root,) = gang.nodes.keys() - {gang.root}
     publish = publish_s(workload, inventory.classes[root])
     return replace(gang, name=f"{gang.name} from {root}", root=root, publish_s=publish)
@@ -248,14 +248,14 @@ PIPELINES = (1, 2, 4, 8, 16)
 
 
 Known = dict[tuple[object, ...], list[Gang]]
-"""Cache of gangs, keyed by their classes and the links among these, for one workload and its constants."""
+"""Cache of gangs for one workload and its constants, keyed by the gangs' classes and the links among these classes."""
 
 
 def gangs(
     inventory: Inventory, workload: Workload, constants: Constants, known: Known | None = None
 ) -> tuple[Gang, ...]:
-    """Returns gangs of one and of two classes, pruned to the fastest for their nodes; `known` caches results between
-    calls."""
+    """Returns training gangs on one or two classes of nodes, without those that another gang beats; `known` caches
+    results between calls."""
     known = {} if known is None else known
     classes = [machines for machines in inventory.classes.values() if machines.num_nodes > 0]
     alone: dict[str, list[Gang]] = {}
@@ -287,7 +287,7 @@ def _key(inventory: Inventory, *classes: MachineClass) -> tuple[object, ...]:
 
 
 def over_links(gang: Gang, inventory: Inventory, workload: Workload, constants: Constants) -> Gang:
-    """Copy of a gang with its step time over the links of `inventory`."""
+    """Copy of a gang whose step time is computed over the links of `inventory`."""
     parts = tuple((inventory.classes[name], num_nodes) for name, num_nodes in gang.nodes.items())
     if len(parts) == 1:
         same = _alone_on(*parts[0], inventory, workload, constants)
@@ -304,7 +304,7 @@ def over_links(gang: Gang, inventory: Inventory, workload: Workload, constants: 
 def _alone_on(
     machines: MachineClass, num_nodes: int, inventory: Inventory, workload: Workload, constants: Constants
 ) -> Iterator[Gang]:
-    """Yields a gang for every split of the cards of `num_nodes` nodes into tensor, pipeline and data parallelism."""
+    """Yields a gang for every split of `num_nodes` nodes into tensor, pipeline and data parallelism that fits."""
     figures, card = constants.of(machines.accelerator.name), machines.accelerator
     fabric = fabric_of(machines, inventory)
     num_cards = num_nodes * machines.per_node
@@ -327,8 +327,8 @@ def _alone_on(
 
 
 def _too_large(classes: Sequence[MachineClass], workload: Workload, constants: Constants) -> str:
-    """Error message with the memory per accelerator that would suffice, with all nodes of a class, ZeRO-3 and
-    recomputing."""
+    """Error message for a model that no gang can train: the memory per accelerator that would suffice, with all nodes
+    of a class, ZeRO-3 and recomputing."""
     needs = {}
     for machines in classes:
         num_cards = machines.num_accelerators

@@ -22,7 +22,7 @@ from offbeat.planner.problem import Gang, RolloutColumn
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 ROWS_GROWTH = 2**0.5
-"""Ratio between neighbouring numbers of answers in flight. Token rates of neighbours differ by at most this ratio."""
+"""Ratio of neighbouring numbers of answers in flight to try. Token rates of neighbours differ by at most this ratio."""
 FEW_CLASSES = 4
 """Up to this number of classes the grid of answers in flight is twice as fine, because the search has time for it."""
 
@@ -30,7 +30,7 @@ FEW_CLASSES = 4
 def rollout_columns(
     inventory: Inventory, workload: Workload, constants: Constants, roots: Sequence[str]
 ) -> tuple[RolloutColumn, ...]:
-    """Columns of all classes, on nodes rented for rollout; `roots` are the classes that may publish."""
+    """Replica shapes (columns) of all classes, on nodes rented for rollout; `roots`: classes that may publish."""
     growth = ROWS_GROWTH if len(inventory.classes) > FEW_CLASSES else ROWS_GROWTH**0.5
     columns = []
     for machines in inventory.classes.values():
@@ -45,9 +45,9 @@ def rollout_columns(
 def home_columns(
     inventory: Inventory, workload: Workload, constants: Constants, training: Sequence[Gang]
 ) -> tuple[RolloutColumn, ...]:
-    """Columns on the gang's own nodes, taking turns with training, that fit beside the state of at least one gang.
-    While a card trains, the engine holds nothing on it, so weights are loaded again afterwards; the gang's state stays
-    on the card."""
+    """Replica shapes (columns) on the gang's own nodes, taking turns with training; only those that fit beside the
+    state of at least one gang. While a card trains, the engine holds nothing on it, so weights are loaded again
+    afterwards; the gang's state stays on the card."""
     roots = sorted({gang.root for gang in training})
     found = []
     for name, machines in inventory.classes.items():
@@ -73,7 +73,7 @@ def class_columns(
     roots: Sequence[str],
     growth: float = ROWS_GROWTH,
 ) -> list[RolloutColumn]:
-    """All shapes on one class, including dominated ones."""
+    """All replica shapes (columns) on one class of nodes, even those that another shape beats."""
     found = []
     for tp in tensor_parallels(workload, machines):
         largest = min(max_rows(workload, machines.accelerator, figures, tp), in_flight_cap(workload))
@@ -104,7 +104,8 @@ def row_grid(largest: int, growth: float = ROWS_GROWTH) -> list[int]:
 def rollout_column(
     machines: MachineClass, workload: Workload, figures: Efficiencies, tp: int, rows: int, roots: Sequence[str]
 ) -> RolloutColumn:
-    """One replica shape with its speed. Each answer takes its mean number of steps, and a prefill stops all slots."""
+    """Builds one replica shape (column) with `rows` answers in flight and its predicted speed. Every answer counts with
+    the mean length, and the prefill of a prompt stops all running answers."""
     card = machines.accelerator
     busy_rows = max(1.0, rows * figures.busy_share)
     step_s = decode_step_s(workload.model, card, figures, tp, busy_rows, mean_context_tokens(workload))
@@ -129,7 +130,7 @@ def rollout_column(
 
 
 def undominated(columns: Sequence[RolloutColumn]) -> list[RolloutColumn]:
-    """Columns of one class that no other column beats."""
+    """Those columns (replica shapes) of one class that no other beats; of equal ones the first."""
     return [
         column
         for position, column in enumerate(columns)
@@ -142,7 +143,7 @@ def undominated(columns: Sequence[RolloutColumn]) -> list[RolloutColumn]:
 
 
 def _beats(one: RolloutColumn, other: RolloutColumn) -> bool:
-    """Whether the replicas of `one` that fit on the cards of `other` are at least as good in every respect."""
+    """Whether as many replicas of `one` as fit on the cards of a replica of `other` are as good in every respect."""
     if other.num_accelerators % one.num_accelerators:
         return False
     copies = other.num_accelerators // one.num_accelerators

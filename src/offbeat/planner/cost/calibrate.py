@@ -37,7 +37,7 @@ EMBEDDED = "embedded"
 """Name of the engine that `offbeat calibrate --measure` measures step by step."""
 TEXTS = ("kind", "accelerator", "engine", "model", "date")
 MOST = 1e30
-"""Upper limit of every number, to exclude infinity."""
+"""Upper limit of every number in a file of measurements, to exclude infinity."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Measurement:
     accelerator: str
     seconds: float
     rows: float = 0
-    """Number of rows of a decode step."""
+    """Number of answers that a decode step extends by one token."""
     context: float = 0
-    """Mean context of the rows of a decode step, in tokens."""
+    """Mean context of the answers of a decode step, in tokens."""
     tokens: float = 0
     """Number of tokens prefilled or trained."""
     sum_square_tokens: float = 0
@@ -181,8 +181,8 @@ RIDGES = np.geomspace(0.25, 4.0, 33)
 """Ratios `gemm_share` / `weight_read_share` that the fit tries. The ratio determines from which batch size on matmuls
 are compute-bound."""
 DECODE_FLOOR = (0.0, 1.0, 0.0)
-"""Smallest coefficients of the decode terms. Weights are assumed not to be read faster than at the memory's peak: below
-the ridge, only noise would distinguish reading them from overhead."""
+"""Smallest coefficients of the decode terms (overhead, matmuls, KV reads). Weights are assumed not to be read faster
+than at the memory's peak: in small batches, only noise would distinguish reading them from overhead."""
 MIN_KV_SHARE, MAX_KV_SHARE = 0.5, 2.0
 """Allowed range of the KV read share. A share outside the range means preempted answers or a wrong model shape, not a
 slow card. The embedded engine never preempts while it is measured, so the lower limit does not apply to it."""
@@ -195,7 +195,7 @@ clock boost and noise."""
 
 Rows = Sequence[Measurement]
 Terms = Callable[[Rows, float], np.ndarray]
-"""Computes a row of terms for each measurement, given the ridge ratio (unused by most kinds). A non-negative
+"""Computes a row of terms for each measurement, given a ratio of `RIDGES` (unused by most kinds). A non-negative
 combination of the terms predicts the seconds."""
 
 
@@ -231,7 +231,7 @@ def fit(
 
 
 def fit_file(measured: Measured, model: ModelShape) -> Constants:
-    """Fits the constants of every accelerator in a file; the result uses the accelerators' names in cluster files."""
+    """Fits the constants of every accelerator in a file; the result is keyed by their names in cluster files."""
     constants = Constants()
     for name in dict.fromkeys(one.accelerator for one in measured.measurements):
         card, machine = measured.card(name), measured.machines.get(name)
@@ -249,8 +249,8 @@ Fitted = tuple[dict[str, float], HeldOut]
 
 def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     def terms(rows: Rows, ridge: float) -> np.ndarray:
-        """Terms of a decode step: a constant for the overhead, matmuls at the memory's peak, and KV reads at the
-        peak."""
+        """Terms of a decode step: 1 for the overhead, seconds of matmuls at the memory's peak, and seconds of KV reads
+        at the peak."""
         table = []
         for one in rows:
             read_s = touched_parameters(model, one.rows) * model.bytes_per_weight / (one.tp * card.memory_bytes_per_s)
@@ -337,8 +337,8 @@ KINDS = {"decode": _fit_decode, "prefill": _fit_prefill, "train": _fit_train, "l
 
 
 def _solve(rows: Rows, terms: Terms, ridges: Iterable[float] = (1.0,), floor: Sequence[float] = ()) -> FittedConstants:
-    """Fits the coefficients of the terms by relative error, with the best of `ridges`. `floor` holds the smallest
-    allowed coefficients; empty: all 0."""
+    """Fits the coefficients of the terms by least relative error, with the best of the ratios `ridges`. `floor` holds
+    the smallest allowed coefficients; empty: all 0."""
     seconds = np.array([one.seconds for one in rows])
     found = []
     for ridge in ridges:
@@ -350,7 +350,8 @@ def _solve(rows: Rows, terms: Terms, ridges: Iterable[float] = (1.0,), floor: Se
 
 
 def _folds(rows: Rows, name: str, card: Accelerator) -> list[tuple[Rows, Rows]]:
-    """Pairs of kept and held-out measurements, one for each value of the field `name`."""
+    """Pairs (kept, held-out) of measurements: for each value of the field `name`, those with that value are held
+    out."""
     values = sorted({getattr(one, name) for one in rows})
     if len(values) < 3:
         why = f"measure 3 or more different values of {name}, not {len(values)}, so that one can be held out"

@@ -26,8 +26,8 @@ MIN_MICROBATCH_TOKENS = 4096
 
 
 def kv_bytes_per_row(workload: Workload, tp: int) -> float:
-    """Bytes of KV cache for one row on each card of a replica. If `tp` exceeds the number of KV heads, cards hold
-    copies."""
+    """Bytes of KV cache for one running answer (row) on each card of a replica. If `tp` exceeds the number of KV heads,
+    cards hold copies."""
     kv_bytes = kv_bytes_per_token(workload.model) / min(tp, workload.model.num_kv_heads)
     return KV_HEADROOM * mean_context_tokens(workload) * kv_bytes
 
@@ -43,18 +43,18 @@ def max_rows(workload: Workload, card: Accelerator, figures: Efficiencies, tp: i
 
 
 def spare_bytes(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, rows: int) -> float:
-    """Memory left on each card besides weights and running answers."""
+    """Bytes left on each card besides the weights and `rows` running answers."""
     taken = weight_bytes(workload.model) / tp + rows * kv_bytes_per_row(workload, tp)
     return usable_bytes(card, figures) - taken
 
 
 def rollout_bytes(workload: Workload, figures: Efficiencies, tp: int) -> float:
-    """Smallest memory of a card that holds a replica with one answer."""
+    """Bytes of memory that a card needs at least to hold its part of a replica with one answer."""
     return (weight_bytes(workload.model) / tp + kv_bytes_per_row(workload, tp)) / figures.memory_share
 
 
 def kept_bytes(workload: Workload, tp: int, pp: float, dp: int, zero: int) -> float:
-    """Training state on each card between two training steps: `state_bytes` without gradients."""
+    """Bytes of training state on each card between two training steps: `state_bytes` without gradients."""
     gradients = GRADIENT_BYTES * trained_parameters(workload) / (tp * pp) / (dp if zero >= 2 else 1)
     return state_bytes(workload, tp, pp, dp, zero) - gradients * (2 if workload.has_critic else 1)
 
@@ -74,13 +74,13 @@ def state_bytes(workload: Workload, tp: int, pp: float, dp: int, zero: int) -> f
 
 
 def microbatch_tokens(workload: Workload) -> float:
-    """Tokens of one forward and backward pass; the longest trajectory must fit in."""
+    """Tokens of one forward and backward pass (micro-batch); the longest trajectory must fit in."""
     return max(MIN_MICROBATCH_TOKENS, workload.prompt.longest + workload.answer.longest)
 
 
 def activation_bytes(workload: Workload, tp: int, pp: int, layers: float, *, recompute: bool) -> float:
-    """Activations on a card of the first stage, which holds one micro-batch per stage, plus the logits of the last
-    stage."""
+    """Bytes of activations on a card of the first pipeline stage, which holds as many micro-batches as there are
+    stages, plus the logits of the last stage."""
     model, tokens = workload.model, microbatch_tokens(workload)
     unit = model.hidden * tokens / tp
     logits = LOGIT_BYTES * model.vocab * LOSS_CHUNK_TOKENS / tp
@@ -92,7 +92,7 @@ def activation_bytes(workload: Workload, tp: int, pp: int, layers: float, *, rec
 def training_bytes(
     workload: Workload, tp: int, pp: int, dp: int, zero: int, *, recompute: bool, layer_share: float | None = None
 ) -> float:
-    """Memory of the fullest card of a gang; `layer_share` is the stage's share of all layers (None: an even split)."""
+    """Bytes on the fullest card of a gang; `layer_share` is its stage's share of all layers (None: an even split)."""
     share = 1 / pp if layer_share is None else layer_share
     activations = activation_bytes(workload, tp, pp, share * workload.model.num_layers, recompute=recompute)
     return state_bytes(workload, tp, 1 / share, dp, zero) + activations

@@ -25,8 +25,8 @@ def matmul_s(model: ModelShape, card: Accelerator, figures: Efficiencies, tp: in
 def attention_s(
     model: ModelShape, card: Accelerator, figures: Efficiencies, tp: int, rows: float, context_tokens: float
 ) -> float:
-    """Time to read keys and values. If `tp` exceeds the number of KV heads, heads are copied, so each card reads a
-    whole head."""
+    """Time of a decode step's attention: reading keys and values. If `tp` exceeds the number of KV heads, heads are
+    copied, so each card reads a whole head."""
     read_bytes = rows * context_tokens * kv_bytes_per_token(model) / min(tp, model.num_kv_heads)
     return read_bytes / (card.memory_bytes_per_s * figures.kv_read_share)
 
@@ -53,7 +53,7 @@ def decode_step_s(
 
 
 def ridge_rows(card: Accelerator, figures: Efficiencies, bytes_per_weight: int = 2) -> float:
-    """Number of rows above which the matmuls of a dense model are compute-bound."""
+    """Number of rows (answers decoded together) above which the matmuls of a dense model are compute-bound."""
     bytes_per_s = card.memory_bytes_per_s * figures.weight_read_share
     return card.flops * figures.gemm_share * bytes_per_weight / (2 * bytes_per_s)
 
@@ -70,7 +70,7 @@ def prefill_s(flop: float, card: Accelerator, figures: Efficiencies, tp: int) ->
 
 
 def prompt_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int) -> float:
-    """Prefill time per answer. A prompt is computed once for its whole group."""
+    """Prefill time of a prompt, per answer: a prompt is computed once for the whole group of its answers."""
     flop = prefill_flop(workload.model, workload.prompt.mean, workload.prompt.mean_square)
     return prefill_s(flop, card, figures, tp) / workload.group_size
 
@@ -93,7 +93,7 @@ def drain_s(workload: Workload, token_s: float) -> float:
 def update_s(
     workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, rows: float, token_s: float
 ) -> float:
-    """Time that the KV policy costs a replica at each version, without the transfer of the weights."""
+    """Time that a new version costs a replica by the KV policy, without the transfer of the weights."""
     if workload.kv is KvPolicy.REFILL:
         return refill_s(workload, card, figures, tp, rows)
     return drain_s(workload, token_s) if workload.kv is KvPolicy.FINISH else 0.0

@@ -16,17 +16,17 @@ from offbeat.planner.inputs.model_shapes import num_parameters, weight_bytes
 from offbeat.planner.inputs.workload import Workload
 
 CHUNK_BYTES = 16 * 2**20
-"""Size of a piece. A node passes a piece on only once it is complete."""
+"""Size in bytes of a piece of a version. A node passes a piece on only once it is complete."""
 MAX_FAN_OUT = 8
 MIN_TWO_TREES = 3
-"""Smallest number of nodes for which two different trees exist."""
+"""Smallest number of nodes for which `two_trees_s` has two different trees."""
 
 
 def relay_s(
     workload: Workload, inventory: Inventory, root: str, receiver: str, num_nodes: int, over: str | None = None
 ) -> float:
-    """Time to send a version to `num_nodes` nodes of the class `receiver`, directly or through a node of the class
-    `over`."""
+    """Seconds to send a version from the class `root` to `num_nodes` nodes of the class `receiver`, directly or through
+    a node of the class `over`."""
     if root == receiver and (num_nodes == 1 or frozenset((root,)) not in inventory.links):
         return 0.0  # a class of one node: nothing to send
     first = inventory.link(root, receiver) if over is None else _joined(inventory, root, over, receiver)
@@ -38,7 +38,7 @@ def relay_s(
 
 
 def _joined(inventory: Inventory, root: str, over: str, receiver: str) -> Link:
-    """Two links in series as one. The node between them passes a piece on only once it is complete."""
+    """Joins the links to and from the class `over` into one. Its node passes a piece on only once it is complete."""
     one, other = inventory.link(root, over), inventory.link(over, receiver)
     slow, fast = sorted((one.bytes_per_s, other.bytes_per_s))
     return Link(slow, one.latency_s + other.latency_s + CHUNK_BYTES / fast)
@@ -56,7 +56,7 @@ def fan_out(num_bytes: float, arriving: float, within: Link, num_nodes: int) -> 
 
 
 def _spread_s(num_bytes: float, arriving: float, within: Link, num_nodes: int, width: int) -> float:
-    """Time along one tree of fan-out `width`. A wider tree is shallower, but slower once a node's port is full."""
+    """Seconds along one tree of fan-out `width`. A wider tree is shallower, but slower once a node's port is full."""
     depth, covered, layer = 0, 1, 1
     while covered < num_nodes:
         layer *= width

@@ -90,7 +90,7 @@ class Inventory:
 
 
 def at_best(inventory: Inventory) -> Inventory:
-    """Returns the inventory in which the link between two classes is as fast as the best measured link between their
+    """Returns the inventory, but with each link between two classes as fast as the best measured link between their
     nodes."""
     if not inventory.measured:
         return inventory
@@ -157,7 +157,7 @@ def _entries() -> Mapping[str, Entry]:
 
 @functools.cache
 def _aliases() -> Mapping[str, str]:
-    """Catalogue names by name and by alias."""
+    """Name of each accelerator in the catalogue, by that name and by each alias."""
     return {alias: name for name, table in _tables().items() for alias in (name, *table.get("aliases", ()))}
 
 

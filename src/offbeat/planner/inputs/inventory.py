@@ -61,8 +61,8 @@ def resolve(
     origin: ValueOrigin,
     assumptions: list[str],
 ) -> tuple[dict[Pair, Link], dict[str, Link]]:
-    """Returns the link of every pair of classes that has one, and the default links. `own` holds the rates between two
-    nodes of one class in GB/s, by class."""
+    """Returns the link of every pair of classes that has one, and the default links for machines added later. `own`
+    holds the rates between two nodes of one class in GB/s, by class."""
     defaults = _defaults(links)
     pairs = _pairs(links, classes, origin)
     measured = _measured(links, classes, origin, assumptions)

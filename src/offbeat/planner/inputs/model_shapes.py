@@ -35,7 +35,7 @@ def body_parameters(shape: ModelShape) -> int:
 
 
 def active_body_parameters(shape: ModelShape) -> int:
-    """Matmul parameters of all layers that one token uses."""
+    """Matmul parameters of all layers, with only as many experts per layer as one token uses."""
     return _layers(shape, shape.experts_per_token + shape.num_shared_experts)
 
 

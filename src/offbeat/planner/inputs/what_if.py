@@ -68,8 +68,8 @@ def _removed(inventory: Inventory, name: str, num_nodes: int) -> Inventory:
 
 
 def _find(inventory: Inventory, name: str, verb: str) -> str | None:
-    """Class with this name or this accelerator; None if the catalogue has the accelerator but no class uses it. `verb`
-    is for errors."""
+    """Returns the class that has this name or this accelerator; None if the catalogue has the accelerator but no class
+    uses it. `verb` appears in errors."""
     if name in inventory.classes:
         return name
     if not hardware.is_known(name):

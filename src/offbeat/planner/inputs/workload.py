@@ -58,7 +58,7 @@ class LengthStatistics:
     mean: float
     mean_square: float
     tail: float
-    """Length (a quantile) that must fit into the age window; longer answers continue over several versions."""
+    """Length (a quantile) that must be in time for training (the age window); longer answers span several versions."""
     tail_share: float
     """Share of answers longer than `tail`; 0 if `tail` is the cap on lengths."""
     longest: float
@@ -101,13 +101,13 @@ class Workload:
     """Bytes of a weight update divided by the bytes of all trained weights."""
     reward: RewardMachines | None = None
     colocates: bool = True
-    """Whether cards may take turns between training and generation, with bound 0."""
+    """Whether cards may take turns between training and generation if the staleness bound is 0."""
     assumptions: tuple[str, ...] = ()
     """Assumptions behind the workload, one sentence each."""
 
     @property
     def may_share(self) -> bool:
-        """Whether replicas may use the gang's own nodes: only with bound 0, where generation waits for training."""
+        """Whether replicas may use the gang's own nodes: only if the staleness bound is 0, so that they take turns."""
         return self.colocates and self.bound == 0
 
     @cached_property
@@ -135,12 +135,12 @@ def constant(num_tokens: float) -> LengthStatistics:
 
 
 def uniform(shortest: float, longest: float, quantile: float = QUANTILE) -> LengthStatistics:
-    """Lengths spread evenly between `shortest` and `longest`."""
+    """Statistics of lengths spread evenly between `shortest` and `longest`."""
     return histogram([shortest, longest], [1.0], quantile)
 
 
 def log_normal(median: float, sigma: float, cap: float, quantile: float = QUANTILE) -> LengthStatistics:
-    """Log-normal lengths; longer ones are cut to `cap`."""
+    """Statistics of log-normal lengths; those above `cap` are cut to `cap`."""
     if sigma == 0:
         return constant(min(median, cap))
     normal, mu = NormalDist(), math.log(median)
@@ -153,7 +153,7 @@ def log_normal(median: float, sigma: float, cap: float, quantile: float = QUANTI
 
 
 def histogram(edges: Sequence[float], counts: Sequence[float], quantile: float = QUANTILE) -> LengthStatistics:
-    """Lengths given as counts of bins between rising edges; within a bin they are uniform."""
+    """Statistics of lengths given as counts of bins between rising edges; within a bin they are uniform."""
     if len(edges) != len(counts) + 1:
         raise UserError(f"there are {len(edges)} edges and {len(counts)} counts; give one more edge than counts")
     if any(low >= high for low, high in itertools.pairwise(edges)) or edges[0] < 0:
@@ -174,7 +174,7 @@ def histogram(edges: Sequence[float], counts: Sequence[float], quantile: float =
 
 
 def from_samples(lengths: Sequence[int], quantile: float = QUANTILE, cap: float = math.inf) -> LengthStatistics:
-    """Observed lengths, such as those of a finished run, cut to `cap`; the tail is one of them."""
+    """Statistics of observed lengths, as of a finished run, cut to `cap`; the tail is one of the lengths."""
     if not len(lengths):
         raise UserError("there are no lengths to take statistics of; a run has some once it has trained a step")
     tokens = np.minimum(np.array(lengths, float), cap)

@@ -1,7 +1,7 @@
-"""Groups of cards on nodes, from the shape of a gang or a rollout pool.
+"""Chooses the cards of each part of a training gang (nodes that train together) and of each rollout replica.
 
 Tensor parallelism communicates twice per layer, so its groups never leave a node. Pipeline stages communicate least, so
-they cross classes. The gradient rings of a stage run over neighbouring nodes.
+they may cross from one class of nodes to another. The gradient rings of a stage run over neighbouring nodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from offbeat.planner.problem import Gang
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring cards of one node."""
+    """Neighbouring cards of one node: `size` cards from the one with the number `first` on."""
 
     node: str
     first: int
@@ -36,10 +36,10 @@ Stages = tuple[tuple[Group, ...], ...]
 
 
 def pack(sizes: Mapping[str, int], counts: Mapping[str, int], nodes: Sequence[Node]) -> list[Placed] | None:
-    """Places each replica on one node, first fit and largest first; None if there is no room.
+    """Places each replica on the first node with room for it, the largest first; None if they do not all fit.
 
-    `sizes` (cards per replica) and `counts` (replicas) are by column. Sizes that are powers of two and divide a node
-    leave no gaps."""
+    `sizes` (cards per replica) and `counts` (number of replicas) are by column (replica shape). Sizes that are powers
+    of two and divide a node leave no gaps."""
     used = [0] * len(nodes)
     placed = []
     for column in sorted(counts, key=lambda name: (-sizes[name], name)):
@@ -55,7 +55,7 @@ def pack(sizes: Mapping[str, int], counts: Mapping[str, int], nodes: Sequence[No
 
 
 def ring_order(fabric: NodeFabric, names: Sequence[str]) -> tuple[str, ...]:
-    """Orders nodes in a ring with fast links: class by class, and always on to the node with the fastest link."""
+    """Orders nodes in a ring: next comes the node with the fastest link, of the same class as long as any is left."""
     if len(names) < 3:
         return tuple(names)
     left = sorted(names, key=lambda name: (fabric.nodes[name].zone, *class_and_number(name)))
@@ -74,17 +74,17 @@ def ring_order(fabric: NodeFabric, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def ring_bytes_per_s(fabric: NodeFabric, ring: Sequence[str]) -> float:
-    """Rate of the slowest link of a ring, which limits its all-reduce; infinite for a single node."""
+    """Bytes per second of the slowest link of a ring, which limits its all-reduce; infinite for a single node."""
     if len(ring) < 2:
         return float("inf")
     return min(fabric.bytes_per_s(one, other) for one, other in zip(ring, [*ring[1:], ring[0]], strict=True))
 
 
 def lay_gang(fabric: NodeFabric, gang: Gang, names: Sequence[str]) -> Stages:
-    """Lays out a gang on the nodes `names`, class by class and stage by stage, so that the ring of a stage is short.
+    """Returns the cards of each pipeline stage of a gang on the nodes `names`; a stage uses neighbouring nodes.
 
     If data parallelism crosses classes, each class holds whole pipelines; otherwise each class holds whole stages. If
-    each class holds one stage, the stages may differ in tensor parallelism."""
+    each class holds exactly one stage, the stages may differ in tensor parallelism."""
     if len(gang.nodes) == gang.pp > 1 and not gang.batch_shares:
         return tuple(_class_stage(fabric, gang, offer, names) for offer in gang.nodes)
     groups: dict[str, list[Group]] = {}
@@ -114,7 +114,8 @@ def lay_gang(fabric: NodeFabric, gang: Gang, names: Sequence[str]) -> Stages:
 
 
 def _class_stage(fabric: NodeFabric, gang: Gang, offer: str, names: Sequence[str]) -> tuple[Group, ...]:
-    """Uses all cards of a class as one pipeline stage, with one group per data-parallel replica."""
+    """Returns a pipeline stage on all cards of the class `offer` among `names`: one tensor-parallel group for each
+    data-parallel replica."""
     nodes = [fabric.nodes[name] for name in ring_order(fabric, [n for n in names if fabric.nodes[n].offer == offer])]
     num_cards = sum(node.per_node for node in nodes)
     tp, rest = divmod(num_cards, gang.dp)

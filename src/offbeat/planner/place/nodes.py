@@ -30,17 +30,17 @@ class NodeFabric:
     inventory: Inventory
     nodes: Mapping[str, Node]
     measured: Mapping[frozenset[str], float] = field(default_factory=dict)
-    """Measured bytes per second, by the names of two nodes."""
+    """Measured bytes per second between two nodes, by their names."""
     _ports: dict[tuple[str, bool], float] = field(default_factory=dict, repr=False, compare=False)
     """Cache of `port_bytes_per_s`."""
 
     @property
     def is_alike(self) -> bool:
-        """Whether nodes of a class are interchangeable."""
+        """Whether nodes of a class are interchangeable: True unless links between nodes were measured."""
         return not self.measured
 
     def link(self, one: str, other: str) -> Link:
-        """Link between the classes of two nodes."""
+        """Link between the classes of two nodes; a rate measured between the two nodes themselves is ignored."""
         return self.inventory.link(self.nodes[one].offer, self.nodes[other].offer)
 
     def bytes_per_s(self, one: str, other: str) -> float:
@@ -48,8 +48,8 @@ class NodeFabric:
         return self.link(one, other).bytes_per_s if known is None else known
 
     def port_bytes_per_s(self, name: str, is_near: bool) -> float:
-        """Largest rate at which a node sends to or receives from nodes of its class (`is_near`), or of all others: the
-        rate of its fastest such link."""
+        """Largest rate at which a node sends or receives: within its class if `is_near`, otherwise to and from all
+        other classes. It is the rate of its fastest such link, in bytes per second."""
         key = (name, is_near)
         if key not in self._ports:
             self._ports[key] = max(self._port_rates(name, is_near), default=0.0)

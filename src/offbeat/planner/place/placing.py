@@ -30,21 +30,21 @@ Counts = Mapping[str, int]
 Members = Mapping[str, list[str]]
 """Names of nodes by class."""
 Cost = Callable[[frozenset[str], frozenset[str]], Score]
-"""Cost of a choice, given its training nodes and its rollout nodes."""
+"""Returns the cost of a split of the nodes, given the names of the training nodes and of the rollout nodes."""
 MAX_TRIED = 300
 MAX_REFINED = 3_000
-"""Largest number of choices tried by exchanging nodes: with many nodes a single pass has thousands."""
+"""Largest number of exchanges of two nodes that `_refined` tries: with many nodes a single pass has thousands."""
 SEED = 0
 
 
 def split(
     fabric: NodeFabric, training: Counts, rollout: Counts, cost: Cost[Score]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Chooses the training and the rollout nodes of each class at a low cost; the other nodes stay idle.
+    """Chooses as many nodes per class as `training` and `rollout` ask for, at a low `cost`; the others stay idle.
 
     If there are few choices, all are tried. Otherwise each class is split so that little bandwidth lies between the
-    parts (Kernighan-Lin), or by the quality of its links. The better start is improved by passes of exchanges, in which
-    each node moves at most once and the best state is kept (Fiduccia-Mattheyses)."""
+    parts (Kernighan-Lin), or by the quality of its links. The better of the two is improved by passes of exchanges, in
+    which each node moves at most once and the best state is kept (Fiduccia-Mattheyses)."""
     members = by_class(fabric, fabric.nodes)
     if fabric.is_alike:
         return _sides(_in_order(members, training, rollout))
@@ -87,7 +87,8 @@ def _choices(members: Members, training: Counts, rollout: Counts) -> Iterator[di
 
 
 def _bisected(fabric: NodeFabric, members: Members, training: Counts, rollout: Counts) -> dict[str, str]:
-    """Sides of nodes such that the training nodes of each class have little bandwidth to the others."""
+    """Side of each node (train, roll or idle), such that in each class there is little bandwidth between the training
+    nodes and the others."""
     ordered = {}
     for offer, names in members.items():
         first = training.get(offer, 0)
@@ -100,8 +101,8 @@ def _bisected(fabric: NodeFabric, members: Members, training: Counts, rollout: C
 
 
 def _well_linked(fabric: NodeFabric, members: Members, training: Counts, rollout: Counts) -> dict[str, str]:
-    """Sides of nodes such that in each class the nodes with the best measured links train and those with the worst stay
-    idle."""
+    """Side of each node (train, roll or idle): in each class the nodes with the best measured links train and those
+    with the worst stay idle."""
     rates: dict[str, list[float]] = {}
     for pair, rate in fabric.measured.items():
         for name in pair:
@@ -129,29 +130,29 @@ def _refined(side_of: dict[str, str], members: Members, cost: Cost[Score]) -> di
 
 @dataclass(frozen=True)
 class Placing:
-    """The replicas of a plan on concrete nodes, with the step time, lags and period that this gives."""
+    """The gang and the replicas of a plan on concrete nodes, with the resulting step time, version lags and period."""
 
     places: list[Placed]
-    """Places of all replicas."""
+    """The cards of each replica."""
     stages: Stages
     tree: SyncTree
     assumed: Gang
-    """The gang with the step time that its column assumes."""
+    """The training gang with the step time that was assumed before placement."""
     columns: tuple[RolloutColumn, ...]
-    """The rollout columns before placement."""
+    """The rollout columns (replica shapes) with the lags that were assumed before placement."""
     step_s: float
-    """Time of the gang's step on these nodes."""
+    """Seconds of the gang's training step on these nodes."""
     lags_s: Mapping[str, float]
-    """Time until the last node of each rollout class has a version."""
+    """Seconds from a version's publication until the last node of a class has it, by rollout class."""
     problem: PlanningProblem
-    """The problem with the placed step and lags, where these are longer than assumed."""
+    """The planning problem with the step time and lags on these nodes, where these are longer than assumed."""
     tau_s: float
-    """Shortest period at which the solution holds on these nodes; never below the solution's own."""
+    """Shortest period in seconds at which the solution holds on these nodes; at least `Solution.tau_s`."""
 
 
 @dataclass(frozen=True)
 class Placer:
-    """Places solutions of `problem`, which has the original columns."""
+    """Chooses nodes for solutions of `problem`, whose columns have the times assumed before any placement."""
 
     inventory: Inventory
     workload: Workload
@@ -159,7 +160,7 @@ class Placer:
     problem: PlanningProblem
 
     def best_step_s(self, gang: Gang) -> float:
-        """Time of a gang's step on the best nodes for training, regardless of rollout."""
+        """Seconds of a gang's training step on the best nodes for it, as if rollout needed none of them."""
         fabric, best = fabric_of(self.inventory), at_best(self.inventory)
 
         def step_s(trains: frozenset[str], _: frozenset[str]) -> float:
@@ -202,7 +203,8 @@ class Placer:
 def places_of(
     fabric: NodeFabric, problem: PlanningProblem, solution: Solution, trains: frozenset[str], rolls: frozenset[str]
 ) -> list[Placed]:
-    """Places replicas on the nodes rented for them (`rolls`), or on the gang's own nodes (`trains`)."""
+    """Returns the cards of each replica: on nodes rented for rollout (`rolls`), or on the gang's own nodes (`trains`)
+    if the replica's column shares them."""
     places: list[Placed] = []
     for offer, (is_home, among) in itertools.product(problem.offers, ((False, rolls), (True, trains))):
         columns = {one.name: one for one in problem.rollout if one.offer == offer and one.is_home == is_home}
@@ -220,8 +222,8 @@ def generating_on(places: Sequence[Placed]) -> frozenset[str]:
 
 
 def root_of(fabric: NodeFabric, gang: Gang, trains: frozenset[str], rolls: frozenset[str]) -> str:
-    """Training node of the publishing class with the best links to the rollout nodes; the first node if all are
-    alike."""
+    """Returns the node that publishes versions: of the training nodes in the gang's publishing class, the one with the
+    best links to the rollout nodes; the first one if all are alike."""
     able = [name for name in in_order(trains) if fabric.nodes[name].offer == gang.root]
     if fabric.is_alike:
         return able[0]

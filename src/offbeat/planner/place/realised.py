@@ -1,8 +1,9 @@
 """Times of a placed plan: a gang's step over the links of its nodes, a version's lag to each class, and the period.
 
-The formulas are those of the columns, but over the links in use. Gradients go around a ring at the rate of its slowest
-link, activations go from each stage to the next, and a class has a version when its last node has it. Guarantee: no
-value is better than its column assumed, so bounds proven for the columns hold for placed plans.
+The formulas are those of the columns (candidate gangs and replica shapes), but over the links in use. Gradients go
+around a ring at the rate of its slowest link, activations go from each stage to the next, and a class has a version
+when its last node has it. Guarantee: no value is better than its column assumed, so bounds proven for the columns hold
+for placed plans.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Soluti
 from offbeat.planner.solve.check import check
 
 ROUNDING = 1e-9
-"""Relative rounding error of a value that was summed in another order."""
+"""Relative difference that counts as rounding: two values may be sums of the same terms in another order."""
 BISECTIONS = 40
 
 
 def step_s(
     fabric: NodeFabric, best: Inventory, stages: Stages, gang: Gang, workload: Workload, constants: Constants
 ) -> float:
-    """Time of a placed gang's step; `best` is the inventory with the links that the gang's column assumed."""
+    """Seconds of a gang's step on the cards in `stages`; `best` is the inventory with the links assumed before."""
     links = dict(best.links)
     for pair, rate in _slowest(fabric, stages).items():
         links[pair] = replace(links[pair], bytes_per_s=min(rate, links[pair].bytes_per_s))
@@ -54,7 +55,8 @@ def _slowest(fabric: NodeFabric, stages: Stages) -> dict[frozenset[str], float]:
 
 
 def load(fabric: NodeFabric, stage: Sequence[Group], following: Sequence[Group]) -> float:
-    """Seconds per byte from a stage to the next, at the busiest node or shared link; 0 if no byte leaves a node."""
+    """Seconds per byte sent from a pipeline stage to the `following` one, at the busiest node or shared link; 0 if no
+    byte leaves a node."""
     pairs = Counter((one.node, other.node) for one, other in zip(stage, following, strict=True))
     sent, received, shared = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
     for (one, other), count in pairs.items():
@@ -68,7 +70,7 @@ def load(fabric: NodeFabric, stage: Sequence[Group], following: Sequence[Group])
 
 
 def lags_s(fabric: NodeFabric, senders: Senders, num_bytes: float) -> dict[str, float]:
-    """Time until the last node of each class has a version."""
+    """Seconds from a version's publication until the last node of a class has it, by class."""
     found: dict[str, float] = {}
     for name, seconds in arrival_s(fabric, senders, num_bytes).items():
         offer = fabric.nodes[name].offer
@@ -79,8 +81,8 @@ def lags_s(fabric: NodeFabric, senders: Senders, num_bytes: float) -> dict[str, 
 def slowed(
     problem: PlanningProblem, gang: Gang, step_s: float, lags_s: Mapping[str, float], by: float = ROUNDING
 ) -> PlanningProblem:
-    """Returns the problem with the placed step and lags of a gang, where these are longer than assumed by more than the
-    share `by`. Returns the same object if nothing is longer."""
+    """Returns the problem with `step_s` for this gang and `lags_s` for the rollout classes, where these are longer than
+    assumed by more than the share `by`. Returns the same object if nothing is longer."""
     relays = {*gang.nodes, *lags_s} if problem.demand.bound else ()
 
     def is_worse(column: RolloutColumn) -> bool:
@@ -103,10 +105,10 @@ def slowed(
 
 
 def enough_s(problem: PlanningProblem, placed: PlanningProblem, solution: Solution) -> float:
-    """A period at which a solution of `problem` also holds in `placed`, whose step and lags are longer.
+    """A period in seconds at which a solution of `problem` also holds in `placed`, a copy with a longer step and lags.
 
-    With a bound above 0 it is the shortest such period, from the constraints of the gang and the age window. With bound
-    0 all times add up, so the increases of the gang's period and of the lag that grew most are added."""
+    With a staleness bound above 0 it is the shortest such period, from the constraints of the gang and the age window.
+    With bound 0 all times add up, so the increases of the gang's period and of the lag that grew most are added."""
     demand, tau_s, gang = placed.demand, solution.tau_s, placed.gang(solution)
     period_s, root = gang.period_s, gang.root
     slower = {column.name: column for column in placed.rollout if solution.replicas.get(column.name)}
@@ -122,7 +124,7 @@ def enough_s(problem: PlanningProblem, placed: PlanningProblem, solution: Soluti
 
 
 def period_s(problem: PlanningProblem, placed: PlanningProblem, solution: Solution) -> float:
-    """Shortest period at which every constraint of `placed` holds; never below the solution's own period."""
+    """Shortest period in seconds at which `solution` also holds in `placed`; never below `solution.tau_s`."""
     if placed is problem or not check(placed, solution):
         return solution.tau_s
     low_s, high_s = solution.tau_s, enough_s(problem, placed, solution)

@@ -1,4 +1,4 @@
-"""Sync tree: relays a version in chunks to every rollout node, with a lower bound on the time of any schedule.
+"""Sync tree: relays a version of the weights in chunks to every rollout node, and bounds the time of any schedule.
 
 A node has two ports, one to its class and one to all other classes. Hops from one node divide its port, and a slow hop
 leaves the rest of its share to the others. Hops over a shared link between two classes divide the link. Receivers pass
@@ -22,8 +22,8 @@ from offbeat.planner.cost.sync_time import CHUNK_BYTES, fan_out, one_tree_s, two
 from offbeat.planner.place.nodes import NodeFabric, by_class, class_and_number
 
 Senders = Mapping[str, tuple[str, ...]]
-"""Senders of each receiver, by the receiver's name. If there are several, the n-th sends the n-th share of all chunks.
-A sender that has as many senders itself needs only its own n-th share for that."""
+"""Senders of each receiver, by the receiver's name. If a receiver has several, the n-th sends it the n-th share of all
+chunks. A sender with equally many senders of its own can do that once it has the n-th share."""
 
 
 def hops_of(senders: Senders) -> Iterator[tuple[str, str]]:
@@ -32,7 +32,7 @@ def hops_of(senders: Senders) -> Iterator[tuple[str, str]]:
 
 
 def hop_rates(fabric: NodeFabric, senders: Senders) -> dict[tuple[str, str], float]:
-    """Bytes per second of every hop, after shared links and ports are divided among hops."""
+    """Bytes per second of every hop (sender, receiver), after shared links and ports are divided among hops."""
     hops = list(hops_of(senders))
     crossings = Counter((fabric.nodes[one].offer, fabric.nodes[other].offer) for one, other in hops)
     ports: dict[tuple[str, bool], dict[str, float]] = {}
@@ -60,8 +60,8 @@ def _divided(limits: Mapping[str, float], total: float) -> dict[str, float]:
 def arrival_s(
     fabric: NodeFabric, senders: Senders, num_bytes: float, chunk_bytes: float = CHUNK_BYTES
 ) -> dict[str, float]:
-    """Time at which each node has the whole version: all bytes at the lowest rate on its path, and one more chunk per
-    hop."""
+    """Seconds until each node has the whole version: all bytes at the lowest rate on the path from the root, and one
+    more chunk per hop."""
     rates = hop_rates(fabric, senders)
     least: dict[tuple[str, int], float] = {}
     """By node and share of chunks: the rate at which the whole version would arrive if all of it came like this
@@ -82,15 +82,15 @@ def arrival_s(
 
 
 def shares_in_order(senders: Senders) -> list[tuple[str, int]]:
-    """Every pair (receiver, share), ordered so that the shares which its sender needs come first."""
+    """All pairs (receiver, number of a share of the chunks); what a sender needs comes before what it sends."""
     shares = ((name, part) for name, several in senders.items() for part in range(len(several)))
     needs = {share: _held(senders, *share) for share in shares}
     return [share for share in TopologicalSorter(needs).static_order() if share in needs]
 
 
 def _held(senders: Senders, name: str, part: int) -> list[tuple[str, int]]:
-    """Shares that the sender must have to send this share: the same share if sender and receiver are split alike,
-    otherwise all shares of the sender."""
+    """Pairs (sender, share) that must have arrived before the share `part` can be sent to the node `name`: the same
+    share if sender and receiver have equally many senders, otherwise all shares of the sender."""
     sender = senders[name][part]
     num_parts = len(senders.get(sender, ())) or 1
     is_same = len(senders[name]) == num_parts > 1
@@ -98,7 +98,7 @@ def _held(senders: Senders, name: str, part: int) -> list[tuple[str, int]]:
 
 
 MAX_IMPROVED = 16
-"""Largest number of receivers for which a measured tree is improved by moves: one round costs this number cubed."""
+"""Largest number of receivers for which a tree over measured links is improved; one round costs this number cubed."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class SyncTree:
 
 
 def sync_tree(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: float) -> SyncTree:
-    """Builds the tree from `root` to all `receivers`; without receivers it is empty and takes no time."""
+    """Builds the tree that sends a version from `root` to all `receivers`; empty, in no time, without receivers."""
     senders = relay(fabric, root, receivers, num_bytes)
     if not senders:
         return SyncTree(root, {}, (), 0.0, 0.0)
@@ -135,7 +135,7 @@ def sync_tree(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes
 
 
 def relay(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: float) -> Senders:
-    """Chooses the senders of each receiver."""
+    """Chooses the nodes that send a version to each of `receivers`; the first copy comes from `root`."""
     wanted = sorted(set(receivers) - {root}, key=class_and_number)
     if not wanted:
         return {}
@@ -145,8 +145,8 @@ def relay(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: fl
 
 
 def lower_bound_s(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: float) -> float:
-    """Bytes divided by the least max-flow from the root to a receiver. Only one of several interchangeable receivers is
-    computed."""
+    """Seconds that any schedule takes at least: bytes divided by the least max-flow from the root to a receiver. Only
+    one of several interchangeable receivers is computed."""
     names = sorted(receivers, key=class_and_number)
     network = _network(fabric, [root, *names])
     asked = {fabric.nodes[name].offer if fabric.is_alike else name: name for name in names}
@@ -169,7 +169,7 @@ def _network(fabric: NodeFabric, names: Sequence[str]) -> nx.DiGraph:
 
 
 def _connect(network: nx.DiGraph, fabric: NodeFabric, senders: Sequence[str], receivers: Sequence[str]) -> None:
-    """Adds the links from one class to another: through one hub if nodes are interchangeable or the link is shared."""
+    """Adds to `network` the links between two classes: through one hub if nodes are alike or the link is shared."""
     one, other = fabric.nodes[senders[0]].offer, fabric.nodes[receivers[0]].offer
     link, is_near = fabric.inventory.link(one, other), one == other
     if not (fabric.is_alike or link.is_shared):
@@ -187,7 +187,7 @@ def _connect(network: nx.DiGraph, fabric: NodeFabric, senders: Sequence[str], re
 
 
 def _by_class(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes: float) -> Senders:
-    """Sends one copy into each class over the widest path, then along a tree inside the class."""
+    """Chooses senders so that one copy enters each class over the widest path, then spreads inside the class."""
     members, home = by_class(fabric, receivers), fabric.nodes[root].offer
     feeder, arriving = {home: root}, {home: math.inf}
     parents: dict[str, str] = {}
@@ -213,8 +213,8 @@ def _by_class(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes
 
 
 def _within(fabric: NodeFabric, line: Sequence[str], arriving: float, num_bytes: float) -> Senders:
-    """Senders from the first of interchangeable nodes to all others, along one tree, or two trees with half of the
-    chunks each."""
+    """Chooses senders among interchangeable nodes, from the first of `line` to all others: along one tree, or along two
+    trees with half of the chunks each."""
     transfer = num_bytes, arriving, fabric.link(line[0], line[1]), len(line)
     if two_trees_s(*transfer) < one_tree_s(*transfer):
         # An inner node of one tree is a leaf of the other: no port carries more than one version.
@@ -228,8 +228,8 @@ def _within(fabric: NodeFabric, line: Sequence[str], arriving: float, num_bytes:
 
 
 def _by_node(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes: float) -> dict[str, str]:
-    """Returns the better of two trees: one built with ports divided among their hops so far, the other with undivided
-    ports."""
+    """Returns the sender of each receiver in the better of two trees: while one is built, a node's rates are divided
+    among its hops so far; while the other is built, they are not."""
     trees = [_widest_first(fabric, root, receivers, divides) for divides in (True, False)]
     if len(receivers) <= MAX_IMPROVED:
         trees = [_improved(fabric, root, tree, num_bytes) for tree in trees]
@@ -237,7 +237,7 @@ def _by_node(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes:
 
 
 def _widest_first(fabric: NodeFabric, root: str, receivers: Sequence[str], divides: bool) -> dict[str, str]:
-    """Builds a tree by always adding the receiver that can be reached at the highest rate."""
+    """Builds a tree (sender by receiver) by always adding the receiver that can be reached at the highest rate."""
     parents: dict[str, str] = {}
     arriving, users = {root: math.inf}, Counter[tuple[str, bool]]()
     missing = set(receivers)
@@ -255,7 +255,7 @@ def _widest_first(fabric: NodeFabric, root: str, receivers: Sequence[str], divid
 
 
 def _improved(fabric: NodeFabric, root: str, best: dict[str, str], num_bytes: float) -> dict[str, str]:
-    """Moves subtrees to other senders as long as that lowers the cost."""
+    """Moves subtrees of `best` (sender by receiver) to other senders as long as that lowers `_cost`."""
     best_s = _cost(fabric, best, num_bytes)
     while True:
         pairs = ((name, near) for name in best for near in [root, *best] if near != best[name])
@@ -268,7 +268,7 @@ def _improved(fabric: NodeFabric, root: str, best: dict[str, str], num_bytes: fl
 
 
 def _cost(fabric: NodeFabric, parents: Mapping[str, str], num_bytes: float) -> tuple[float, float]:
-    """Arrival time of the last receiver, then the sum of all arrival times to break ties."""
+    """Cost of a tree: seconds until the last receiver has the version; then the sum over receivers, for ties."""
     senders = {name: (sender,) for name, sender in parents.items()}
     seconds = arrival_s(fabric, senders, num_bytes).values()
     return round(max(seconds), 9), round(sum(seconds), 9)

@@ -12,7 +12,7 @@ from offbeat.planner.solve.search import Result, cheapest, fastest
 
 MORE_BUDGET = 0.1
 BARELY = 1e-3
-"""Least gain that is reported; a smaller one is within the search's gap."""
+"""Least relative gain that is reported; a smaller one is within the search's gap (its tolerance)."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def _demanding(problem: PlanningProblem, **demand: Any) -> PlanningProblem:
 
 
 def without_cap(problem: PlanningProblem) -> PlanningProblem:
-    """The problem without its in-flight cap. A negative queue raises the cap to all trajectories that the machines can
-    hold."""
+    """Returns the problem without its cap on trajectories in flight: a negative `Demand.queue` raises the cap to all
+    trajectories that the machines can hold."""
     most = sum(
         offer.num_nodes * offer.per_node * max((c.concurrency for c in problem.rollout if c.offer == name), default=0)
         for name, offer in problem.offers.items()
@@ -71,7 +71,8 @@ def without_cap(problem: PlanningProblem) -> PlanningProblem:
 def explain(
     problem: PlanningProblem, result: Result, budget: float | None = None, relaxed: Iterable[Relaxation] | None = None
 ) -> list[Gain]:
-    """Gain in tokens/s from each of `relaxed` (None: all relaxations) over the plan of `result`, the largest first."""
+    """Relative gain in tokens/s of each of `relaxed` (None: all relaxations) over the plan of `result`, largest
+    first."""
     gains = []
     for each in relaxations(problem, budget) if relaxed is None else relaxed:
         other = fastest(each.problem, each.budget)
@@ -83,7 +84,7 @@ def explain(
 
 
 def savings(throughput: float, price_per_h: float, relaxed: Iterable[Relaxation]) -> list[Gain]:
-    """Saving from each relaxation over a plan of `price_per_h` at the same throughput, the largest first."""
+    """Relative saving from each relaxation over a plan of `price_per_h` at the same throughput, the largest first."""
     found = []
     for each in relaxed:
         other = cheapest(each.problem, throughput)
@@ -122,7 +123,7 @@ def infeasible_because(
 
 
 def _least_price(problem: PlanningProblem) -> Result:
-    """Cheapest plan with no limit on the period, found at a period so long that one replica suffices."""
+    """Finds the cheapest plan of any speed, at a period (seconds per step) so long that one replica suffices."""
     quick = fastest(problem)
     if quick.solution is None:
         return quick
@@ -148,7 +149,7 @@ def _single_changes(problem: PlanningProblem) -> Iterator[Relaxation]:
 TIGHT = 0.995
 """A constraint counts as binding if at least this share of its limit is used."""
 CROWDED = 0.9
-"""The in-flight cap counts as binding if at least this share is used, because whole replicas rarely fill it."""
+"""The cap on trajectories in flight counts as binding from this share on, because whole replicas rarely fill it."""
 
 
 def price_per_million(price_per_h: float, tokens_per_s: float) -> float:
@@ -165,8 +166,8 @@ def gang_price_per_h(problem: PlanningProblem, gang: Gang) -> float:
 
 
 def why_generates(problem: PlanningProblem, offer: str) -> str:
-    """Lowest price of a generated token on this class, beside those of other classes; token rates if everything is
-    free."""
+    """Text with the lowest price of a million generated tokens on the class `offer`, and on up to three other classes;
+    with tokens per second of a card if everything is free."""
     prices: dict[str, float] = {}
     rates: dict[str, float] = {}
     for column in problem.rollout:
@@ -180,8 +181,8 @@ def why_generates(problem: PlanningProblem, offer: str) -> str:
 
 
 def why_trains(problem: PlanningProblem, gang: Gang) -> str:
-    """Price of a trained token on this gang, beside the cheapest gang of each class; seconds per step if everything is
-    free."""
+    """Text with the price of a million trained tokens on this gang, and on the cheapest gang of up to three classes;
+    with seconds per step if everything is free."""
     cost: dict[str, float] = {}
     seconds: dict[str, float] = {}
     for other in problem.gangs:
@@ -206,7 +207,7 @@ def _beside(unit: str, figures: Mapping[str, str], own: str) -> str:
 def limit(
     problem: PlanningProblem, solution: Solution, price_per_h: float, budget: float | None, throughput: float | None
 ) -> str:
-    """Names the constraint that limits a plan, as a clause."""
+    """Names the constraint that limits a plan, as a clause such as "the reward pool limits it"."""
     demand = problem.demand
     gang = problem.gang(solution)
     columns = {column.name: column for column in problem.rollout}

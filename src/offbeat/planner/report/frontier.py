@@ -1,7 +1,7 @@
 """Price against throughput as an HTML page.
 
-It compares the best plans of an inventory, the plans of each class alone for the same price, and the split by class
-that AReaL-Hex evidently ran.
+It compares the best plans of an inventory, the plans of each class of nodes alone for the same price, and the split by
+class that AReaL-Hex (another system) evidently ran.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from offbeat.planner.solve.search import fastest, frontier
 
 NUM_POINTS = 12
 COPIES = 5.0
-"""Number of copies of the weights that cross the link between training and rollout. AReaL-Hex's published update times
-equal 4.2, 5.7 and 5.7 copies."""
+"""Number of copies of the weights that AReaL-Hex is taken to send over the link between training and rollout. Its
+published update times equal 4.2, 5.7 and 5.7 copies."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Point:
 
 
 def mixed(inventory: Inventory, workload: Workload, constants: Constants | None = None) -> list[Point]:
-    """Frontier of all classes together, the fastest plan first."""
+    """Price and throughput of the best plans on all classes of nodes together, the fastest plan first."""
     results = frontier(problem_of(inventory, workload, constants), NUM_POINTS)
     return [Point(result.price_per_h, result.tokens_per_s) for result in results]
 
@@ -42,8 +42,8 @@ def mixed(inventory: Inventory, workload: Workload, constants: Constants | None 
 def homogeneous(
     inventory: Inventory, workload: Workload, constants: Constants | None = None
 ) -> Mapping[str, list[Point]]:
-    """Frontier of each class alone, with as many nodes as the price of the inventory buys; an empty list if the model
-    does not fit."""
+    """Price and throughput of the best plans on each class of nodes alone, with as many nodes as the price of the whole
+    inventory buys; an empty list if the model does not fit."""
     money = sum(machines.node_price_per_h * machines.num_nodes for machines in inventory.classes.values())
     found: dict[str, list[Point]] = {}
     for name in inventory.classes:
@@ -66,10 +66,11 @@ def alone(inventory: Inventory, name: str, money_per_h: float) -> Inventory:
 
 
 def split_by_class(inventory: Inventory, workload: Workload, constants: Constants | None = None) -> Point | None:
-    """The plan that AReaL-Hex (arXiv 2511.00796) evidently ran; None if there is no such plan.
+    """Price and throughput of the plan that AReaL-Hex (arXiv 2511.00796) evidently ran; None if there is no such plan.
 
     The class with the most FLOPS per accelerator trains, all others generate, every machine is rented, and several
-    copies of the weights cross the link while generation waits. Shapes and concurrency are the best of our columns."""
+    copies of the weights cross the link while generation waits. Shapes and concurrency are the best that our search
+    finds."""
     trainer = max(inventory.classes, key=lambda name: inventory.classes[name].accelerator.flops)
     problem = problem_of(inventory, workload, constants)
     narrowed = dataclasses.replace(
@@ -91,7 +92,7 @@ def split_by_class(inventory: Inventory, workload: Workload, constants: Constant
 
 
 def _waiting(column: RolloutColumn, seconds: float) -> RolloutColumn:
-    """Copy of a column with `seconds` more blocking at each version."""
+    """Copy of a rollout column (replica shape) that loses `seconds` more of generation at each new version."""
     return dataclasses.replace(column, blocking_s={root: lost + seconds for root, lost in column.blocking_s.items()})
 
 
@@ -187,7 +188,7 @@ def figure(
 def _lines(
     points: Sequence[Point], fleets: Mapping[str, Sequence[Point]], split: Point | None
 ) -> dict[str, tuple[Sequence[Point], str]]:
-    """Points and colour of each line, by its name."""
+    """Points and colour of each line of the plot, by the line's name."""
     lines: dict[str, tuple[Sequence[Point], str]] = {"best mix": (points, MIXED_COLOUR)}
     for i, (name, fleet) in enumerate(fleets.items()):
         lines[f"{name} alone"] = (fleet, COLOURS[i % len(COLOURS)])
@@ -195,7 +196,7 @@ def _lines(
 
 
 def _path(places: Sequence[tuple[float, float]], colour: str) -> str:
-    """Step line through the points: a price buys at least the next cheaper plan."""
+    """SVG of a step line: between two prices it shows the throughput of the cheaper plan. Empty below two points."""
     (x, y), *rest = sorted(places) or [(0.0, 0.0)]
     steps = "".join(f"H{x}V{y}" for x, y in rest)
     return f'<path d="M{x} {y}{steps}" fill="none" stroke="{colour}" stroke-width="2"/>' if rest else ""

@@ -29,7 +29,7 @@ WIDTH = 100
 
 
 def format_plan(plan: Plan, gains: Sequence[str] = (), *, in_full: bool = False, width: int = WIDTH) -> str:
-    """The whole text of a plan. `gains` are the lines of `what_would_help`; `in_full` adds assumptions and places."""
+    """The whole text of a plan. `gains` are the lines of `what_would_help`; `in_full` adds assumptions and cards."""
     parts = [sentence(plan), _table(plan, width)]
     if gains:
         parts.append("\n".join(["What would it bring:", *(f"  {line}" for line in gains)]))
@@ -84,7 +84,7 @@ def _price(price: float) -> str:
 
 
 def _net(plan: Plan, pool: Pool) -> str:
-    """Tokens per second of the whole pool, after deducting the time lost to weight updates."""
+    """Tokens per second of all replicas of a pool, as text, after deducting the time lost to weight updates."""
     busy = max(plan.step.tau_s - pool.blocking_s, 0.0) / plan.step.tau_s
     return f"{pool.num_replicas * pool.tokens_per_s * busy:,.0f}"
 
@@ -121,7 +121,7 @@ def _facts(plan: Plan) -> list[str]:
 
 
 def _placement(plan: Plan) -> str:
-    """Sentence about the time that the placement costs, which step and gap include; empty if it costs none."""
+    """Sentence about the delays that the links of the chosen nodes cause; empty if there are none."""
     there, costs = plan.placement, []
     if plan.training.step_s > there.assumed_step_s:
         costs.append(f"training takes {plan.training.step_s:,.4g} s instead of {there.assumed_step_s:,.4g} s")
@@ -150,8 +150,8 @@ def what_would_help(
     *,
     nodes_alone: bool = False,
 ) -> list[str]:
-    """Returns a line for each relaxed limit, the most helpful first. With `nodes_alone`, only further nodes are tried.
-    Further nodes may form larger gangs."""
+    """Returns a line with the gain or saving from relaxing each limit of the plan, the largest first. With
+    `nodes_alone`, only one more node of each class is tried. Further nodes may form larger training gangs."""
     known: Known = {}
     problem = _as_placed(problem_of(inventory, workload, constants, known=known), plan)
     relaxed = [*_more_nodes(inventory, workload, plan, constants, known)]
@@ -185,8 +185,8 @@ def _more_nodes(
 
 
 def _as_placed(problem: PlanningProblem, plan: Plan) -> PlanningProblem:
-    """The problem with the step and lags of the plan's own placement; otherwise the cost of the placement would be
-    reported as a gain."""
+    """Returns the problem with the step time and version lags on the plan's chosen nodes; otherwise the delays of these
+    nodes would be reported as a gain."""
     for gang in problem.gangs:
         if gang.name == plan.solution.gang:
             return slowed(problem, gang, plan.training.step_s, plan.placement.lags_s)

@@ -36,8 +36,8 @@ class Multipliers:
 
 
 def worth(view: View, tau_s: float | Floats, prices: Multipliers, gangs: Ints) -> Floats:
-    """Array of gangs x classes: the most that a node of each class is worth at these prices, before its own price is
-    deducted."""
+    """Array of gangs x classes: the most that a node of each class is worth at these dual prices, before the price of
+    the node is deducted."""
     value = (prices.nu * view.tokens(tau_s, gangs) - prices.lam * view.concurrency) / view.accelerators
     starts = np.searchsorted(view.group, np.arange(len(view.per_node)))
     best = np.zeros((len(gangs), len(view.per_node)))
@@ -47,8 +47,8 @@ def worth(view: View, tau_s: float | Floats, prices: Multipliers, gangs: Ints) -
 
 
 def excess(view: View, tau_s: float | Floats, prices: Multipliers, budget: int | None, gangs: Ints) -> Floats:
-    """One number per gang; a positive one proves that the gang has no plan at the period `tau_s` for at most
-    `budget`."""
+    """One number per gang; a positive one proves that the gang has no plan at the period `tau_s` for at most `budget`
+    (millionths of $/h)."""
     nodes = worth(view, tau_s, prices, gangs)
     supply = (view.free_nodes[gangs] * np.maximum(nodes - prices.mu * view.node_price, 0.0)).sum(axis=1)
     money: Floats = np.zeros(len(gangs))
@@ -62,8 +62,8 @@ def excess(view: View, tau_s: float | Floats, prices: Multipliers, budget: int |
 
 
 def likely(view: View, tau_s: float, prices: Multipliers, gang: int) -> Ints:
-    """Indices of the few columns of each class whose accelerators are worth most at these prices; a guess, not a
-    proof."""
+    """Indices of the few columns (replica shapes) of each class whose accelerators are worth most at these dual prices;
+    a guess, not a proof."""
     tokens = view.tokens(tau_s, np.array([gang]))[0]
     value = np.where(tokens > 0, (prices.nu * tokens - prices.lam * view.concurrency) / view.accelerators, -np.inf)
     order = np.lexsort((-value, view.group))
@@ -74,8 +74,8 @@ def likely(view: View, tau_s: float, prices: Multipliers, gang: int) -> Ints:
 def shortest_periods(
     view: View, prices: Multipliers, budget: int | None, gangs: Ints, low_s: Floats, high_s: float
 ) -> Floats:
-    """For each gang a period below `high_s` up to which these prices prove that it has no plan; `low_s` if they prove
-    nothing. The worth of a node grows with the period, so a proof holds for every shorter period too."""
+    """For each gang a period below `high_s` up to which these dual prices prove that it has no plan; `low_s` if they
+    prove nothing. The worth of a node grows with the period, so a proof holds for every shorter period too."""
     lasting = excess(view, low_s, prices, budget, gangs) > 0
     low, mine = low_s.copy(), gangs[lasting]
     if not len(mine):
@@ -90,8 +90,8 @@ def shortest_periods(
 
 
 def least_prices(view: View, tau_s: float, prices: Multipliers, gangs: Ints) -> Floats:
-    """Lower bound on the price of each gang's plans at this period; infinite if the dual prices prove that there is
-    none."""
+    """Lower bound on the price of each gang's plans at this period, in millionths of $/h; infinite if the dual prices
+    prove that there is none."""
     nodes = worth(view, tau_s, prices, gangs)
     if not prices.mu:
         return np.where(excess(view, tau_s, prices, None, gangs) > 0, np.inf, 0.0)
@@ -101,7 +101,7 @@ def least_prices(view: View, tau_s: float, prices: Multipliers, gangs: Ints) -> 
 
 
 def most_tokens(view: View, tau_s: float, gang: int, budget: int | None) -> tuple[float, Multipliers]:
-    """Linear relaxation: the most tokens per period with this gang, and the dual prices that prove it."""
+    """Solves a linear relaxation: the most tokens per period with this gang, and the dual prices that prove it."""
     rows, room, cost, unit = _relaxation(view, tau_s, gang)
     if budget is not None:
         scale, money = _money(view)
@@ -129,8 +129,8 @@ def least_price(view: View, tau_s: float, gang: int) -> Multipliers | None:
 
 
 def least_in_flight(view: View, tau_s: float, gang: int, budget: int) -> tuple[float, Multipliers] | None:
-    """Linear relaxation: the fewest trajectories in flight with this gang, and the dual prices that prove it; None if
-    it is infeasible."""
+    """Solves a linear relaxation: the fewest trajectories in flight with this gang, and the dual prices that prove it;
+    None if it is infeasible."""
     rows, room, cost, unit = _relaxation(view, tau_s, gang)
     (scale, money), widest = _money(view), float(view.concurrency.max())
     left = (budget - view.fixed_price - view.gang_price[gang]) / scale
@@ -144,8 +144,8 @@ def least_in_flight(view: View, tau_s: float, gang: int, budget: int) -> tuple[f
 
 
 def _relaxation(view: View, tau_s: float, gang: int) -> tuple[Floats, Floats, Floats, float]:
-    """Linear relaxation of one gang: constraint rows (in-flight cap, then accelerators of each class), their right-hand
-    sides, the tokens of each variable, and the unit of these tokens."""
+    """Builds the linear relaxation of one gang: constraint rows (in-flight cap, then accelerators of each class), their
+    right-hand sides, the tokens of each variable, and the unit of these tokens."""
     num_y, num_n = len(view.columns), len(view.per_node)
     tokens = view.tokens(tau_s, np.array([gang]))[0]
     unit = float(max(tokens.max(initial=0.0), 1e-300))

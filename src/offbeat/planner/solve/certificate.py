@@ -31,7 +31,7 @@ class Certificate:
     """Relative gap between plan and bound: of the price if the user asked for a throughput, otherwise of the period."""
     prices: tuple[Multipliers, ...]
     by_solver: tuple[str, ...]
-    """Names of gangs that only the solver ruled out."""
+    """Names of gangs that only the solver ruled out; no dual prices prove it."""
     columns_sha256: str
     solver: str
     cost_model: str = "unstated"
@@ -45,8 +45,8 @@ OLD = {"spare_replicas": 0}
 
 
 def digest(problem: PlanningProblem) -> str:
-    """Hash of the whole problem, independent of the order of its keys. Uses `vars`, which makes no copies, unlike
-    `asdict`."""
+    """SHA-256 of the whole problem as hex digits, independent of the order of its keys. Uses `vars`, which makes no
+    copies, unlike `asdict`."""
     return hashlib.sha256(json.dumps({**vars(problem), **OLD}, default=vars, sort_keys=True).encode()).hexdigest()
 
 
@@ -71,7 +71,7 @@ def certify(view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap:
 
 
 def distance(certificate: Certificate, tau_s: float, price_per_h: float, *, is_for_price: bool) -> float:
-    """Relative distance of a plan from its bound: by price if `is_for_price`, otherwise by period."""
+    """Relative distance of a plan from its proven lower bound: by price if `is_for_price`, otherwise by period."""
     if not is_for_price:
         return max(tau_s / certificate.tau_lo_s - 1, 0.0)
     least = 0 if certificate.price_cap is None else certificate.price_cap + 1

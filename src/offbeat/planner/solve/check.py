@@ -26,7 +26,8 @@ Used = list[tuple[RolloutColumn, int]]
 def check(
     problem: PlanningProblem, solution: Solution, certificate: Certificate | None = None, budget: float | None = None
 ) -> list[str]:
-    """Returns one line per violated constraint; an empty list if all hold."""
+    """Checks a solution and its proof, if given: returns one line per violated constraint; an empty list if all
+    hold."""
     columns = {column.name: column for column in problem.rollout}
     gangs = {gang.name: gang for gang in problem.gangs}
     unknown = [
@@ -72,7 +73,7 @@ def _lost_s(problem: PlanningProblem, gang: Gang, column: RolloutColumn) -> Frac
 
 
 def _lag(problem: PlanningProblem, gang: Gang, column: RolloutColumn, classes: Iterable[str] = ()) -> Fraction:
-    """Lag of a version to the column's class, directly or relayed by one of `classes`, plus the time of the reward."""
+    """Seconds until the column's class has a version, directly or relayed by one of `classes`, and of the reward."""
     ways_s = [column.lag_s.get(gang.root, 0.0)]
     if problem.demand.bound:
         over_s = column.lag_over_s.get(gang.root, {})
@@ -110,7 +111,7 @@ def _hardware_rows(problem: PlanningProblem, gang: Gang, solution: Solution, use
 
 
 def _memory_rows(gang: Gang, used: Used) -> list[str]:
-    """Checks that cards which take turns have room for the gang's state."""
+    """Returns a line for each replica shape on the gang's cards that leaves too little memory for the gang's state."""
     return [
         f"memory: {column.name} leaves {column.room_bytes / 1e9:g} GB a card, but the gang keeps {kept / 1e9:g} GB"
         for column, _ in used
@@ -119,8 +120,8 @@ def _memory_rows(gang: Gang, used: Used) -> list[str]:
 
 
 def _fits(sizes: list[int], room: list[int]) -> bool:
-    """Whether replicas of `sizes`, largest first, fit into nodes with `room` free cards. First fit leaves no gaps if
-    the sizes divide one another."""
+    """Whether replicas of `sizes` cards, largest first, fit into nodes with `room` free cards. First fit leaves no gaps
+    if the sizes divide one another."""
     node = 0
     for size in sizes:
         while node < len(room) and room[node] < size:
@@ -213,16 +214,16 @@ def unproven(problem: PlanningProblem, certificate: Certificate) -> set[str]:
 
 
 _Place = tuple[str, bool]
-"""An offer, and True for nodes that train (home) or False for nodes rented for rollout."""
+"""Name of a class of nodes, and True for its nodes that train (home) or False for nodes rented for rollout."""
 _Worths = dict[_Place, Fraction]
 _Ladders = dict[_Place, tuple[list[Fraction], list[Fraction]]]
-"""For each place: ascending times to finish the tail, and the most that an accelerator is worth in columns that take no
-longer than each of these times."""
+"""For each place: ascending times that columns (replica shapes) need to finish a long answer, and the most that an
+accelerator is worth in columns that need no longer than each of these times."""
 
 
 def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, lam: Fraction) -> _Ladders:
-    """Worths at the prices `nu` of tokens and `lam` of trajectories in flight. With a bound above 0 they are the same
-    for all gangs with one root; with bound 0 they are for this gang and the columns that are in time with it."""
+    """What an accelerator is worth at the prices `nu` of tokens and `lam` of trajectories in flight. With a bound above
+    0 it is the same for all gangs with one root; with bound 0 it is for this gang and the columns in time with it."""
     values: dict[_Place, list[tuple[Fraction, Fraction]]] = {}
     for column in problem.rollout:
         needed = Fraction(0)
@@ -241,7 +242,7 @@ def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, 
 
 
 def _worths(problem: PlanningProblem, gang: Gang, tau: Fraction, ladders: _Ladders) -> _Worths:
-    """Most that an accelerator of each place is worth in columns that are in time with this gang."""
+    """Most that an accelerator of each place is worth in columns that finish a long answer in time with this gang."""
     demand = problem.demand
     left = (demand.bound + 1 - Fraction(demand.age_guard)) * tau - Fraction(gang.period_s)
     best = {(name, is_home): Fraction(0) for name in problem.offers for is_home in (False, True)}
@@ -255,7 +256,8 @@ def _worths(problem: PlanningProblem, gang: Gang, tau: Fraction, ladders: _Ladde
 def _supply(
     problem: PlanningProblem, gang: Gang, price_cap: int | None, worths: _Worths, lam: Fraction, mu: Fraction
 ) -> Fraction:
-    """Most that a plan with this gang can be worth. If the tokens demanded are worth more, the gang is ruled out."""
+    """Most that a plan with this gang can be worth at these dual prices. If the tokens demanded are worth more, the
+    gang is ruled out."""
     demand = problem.demand
     cap = demand.bound * demand.trajectories - Fraction(demand.queue) if demand.bound else Fraction(demand.trajectories)
     supply = lam * cap

@@ -54,7 +54,7 @@ def holds(view: View, counts: ColumnCounts, tau_s: float, budget: int | None = N
 
 
 def shortest_s(view: View, counts: ColumnCounts, tau_s: float) -> float:
-    """Shortest period at which a plan that holds at `tau_s` still holds: a closed form, rounded up to a float."""
+    """Shortest period in seconds at which a plan that holds at `tau_s` still holds, in closed form and rounded up."""
     s, used = counts.gang, np.flatnonzero(counts.replicas)
     opening_s = view.opening_s(counts)
     opens_s = max(float(view.period[s]), *(float(opening_s[j]) for j in used))
@@ -97,8 +97,8 @@ def quiet_stdout() -> Iterator[None]:
 
 
 TIGHTER = 1e-6
-"""Part of a replica by which demand is raised for a second try, if an answer meets demand only within the solver's
-tolerance."""
+"""Part of a replica by which demand is raised for a second try, if the solver's answer meets demand only within the
+solver's tolerance."""
 
 
 class Aim(StrEnum):
@@ -115,7 +115,7 @@ class Status(StrEnum):
     INFEASIBLE = "infeasible"
     """The solver proved that there is no plan."""
     UNKNOWN = "unknown"
-    """Time ran out, or an answer held only within the solver's tolerance."""
+    """Time ran out, or the solver's answer held only within its tolerance."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,8 @@ def solve(
 
 
 class _Builder:
-    """Builds one integer program. Its variables are, in this order, z, y by set of rates, and n."""
+    """Builds one integer program. Its variables are, in this order, z (1 for the chosen gang), y (replicas of each
+    column, by set of token rates) and n (nodes rented for rollout)."""
 
     def __init__(self, view: View, tau_s: float, gangs: list[int], aim: Aim, budget: int | None, among: Ints | None):
         self.view, self.gangs, self.aim, self.budget = view, np.array(gangs), aim, budget
@@ -207,7 +208,7 @@ class _Builder:
         of_set, self.rates_of = _alike(np.hstack([every, needs]))
         tokens, needs = every[of_set], needs[of_set]
         self.sets, self.columns = np.nonzero(tokens)
-        """Set of rates and column of each variable y."""
+        """Set of token rates, and column (replica shape), of each variable y."""
         self.tokens, self.needs = tokens[self.sets, self.columns], needs[self.sets, self.columns]
         self.num_z, self.num_y, self.num_n = len(gangs), len(self.columns), len(view.per_node)
         self.is_empty = self.num_y == 0 or view.in_flight_cap < 1
@@ -217,7 +218,7 @@ class _Builder:
             self.unit_price = float(max(view.node_price.max(), 1))
 
     def model(self, margin: float) -> LinearProgram:
-        """Returns the program; `margin` raises the demand, in replicas of the most productive column."""
+        """Returns the program; `margin` raises the demand by so many replicas of the most productive column."""
         view, size = self.view, self.num_z + self.num_y + self.num_n
         parts: list[tuple[Ints, Ints, Floats]] = []
         lower: list[float] = []
@@ -260,7 +261,7 @@ class _Builder:
                 row(np.append(y[here], gangs), np.append(values, -np.ones(len(gangs))), high=0.0)
 
     def _relays(self, row: Callable[..., None], y: Ints) -> None:
-        """Adds rows by which replicas that are in time only with a relay require a replica of a class that relays."""
+        """Adds constraints: replicas that are in time only with a relay require a replica of a class that relays."""
         view = self.view
         group = view.group[self.columns]
         late = np.stack([self.sets, group, self.needs], axis=1)

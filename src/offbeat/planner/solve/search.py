@@ -23,21 +23,21 @@ from offbeat.planner.solve.program import Aim, Solver, SolverOutcome, Status, hi
 from offbeat.planner.solve.view import MICRO, ColumnCounts, Floats, View, micros, restore, view_of
 
 TRIES = 3
-"""Largest number of integer programs for one gang if they run out of time, each at a period nearer to the gang's
-bound."""
+"""How often the integer program of one gang is tried if it runs out of time, each time at a period nearer to the gang's
+lower bound."""
 GUESSES = (0.5, 8.0, 64.0)
-"""Periods at which a gang's likely columns are tried before the whole program: distances above the gang's bound, in
-multiples of the gap."""
+"""Periods at which a gang is tried with its likely columns only, before all columns: distances above the gang's lower
+bound, in multiples of the gap."""
 TIGHT = 1e-5
-"""Relative tolerance of linear relaxations: one that raises a bound by less improves nothing."""
+"""Relative tolerance of linear relaxations: raising a bound by a smaller share counts as no improvement."""
 FRESH_ENOUGH = 0.01
 """Relative tolerance of the number of trajectories in flight; smaller differences in mean age do not matter."""
 WITHIN_S, FRESH_WITHIN_S = 5.0, 1.0
 """Time limits of an integer program, and of one that only lowers the trajectories in flight of a plan already found."""
 SHARES = (1.0, 0.5, 0.25)
-"""Shares of the wanted headroom that are tried, in this order."""
+"""Shares of the wanted headroom (surplus over the demand) that are tried, in this order."""
 NEARLY = 0.8
-"""A plan with this share of a headroom counts as having all of it."""
+"""A plan with this share of a wanted headroom (surplus over the demand) counts as having all of it."""
 HAIR = 1e-12
 """Relative difference between periods that is too small to matter to users; lifts a bound just above a period that was
 ruled out."""
@@ -66,8 +66,8 @@ class Search:
 
 
 def far_s(view: View) -> float:
-    """A period so long that one replica of any column suffices. A gang without a plan at this period has no plan at
-    all."""
+    """A period, in seconds, so long that one replica of any column suffices. A gang without a plan at this period has
+    no plan at all."""
     if not len(view.gangs) or not len(view.columns):
         return 1.0
     alone = view.blocking + view.demand_tokens / view.rate
@@ -196,8 +196,8 @@ def cheapest_counts(
 def roomy_counts(
     search: Search, tau_s: float, cap: int, plans: Sequence[ColumnCounts], headroom: float
 ) -> tuple[Search, ColumnCounts] | None:
-    """Returns the cheapest plan at this period with headroom for tokens and for long answers, and the search with the
-    demand raised accordingly. Only the gangs of `plans` are tried.
+    """Returns a search with raised demand, and its cheapest plan at this period, which has headroom (a surplus) for
+    tokens and for long answers. Only the gangs of `plans` are tried.
 
     If no plan within `cap` has all of `headroom`, less is tried: first smaller shares, then shares for tokens alone,
     then the headroom that `plans` already have. None if there is no headroom at all."""
@@ -221,8 +221,8 @@ def roomy_counts(
 
 
 def _with_its_own(search: Search, tau_s: float, plans: Sequence[ColumnCounts]) -> tuple[Search, ColumnCounts] | None:
-    """Plan with the most headroom, and a search whose demand for tokens is raised by that headroom; None if no plan has
-    any."""
+    """Returns a search whose demand for tokens is raised by the largest headroom (surplus of tokens) of `plans`, and
+    the plan that has it; None if no plan has any."""
     view = search.view
     best = max(plans, key=lambda plan: _headroom(view, tau_s, plan), default=None)
     if best is None or (had := _headroom(view, tau_s, best) * (1 - TIGHT)) <= 0:
@@ -246,8 +246,8 @@ def _roomy_counts(roomy: Search, tau_s: float, cap: int, gang: int) -> ColumnCou
 
 
 def freshest_counts(search: Search, tau_s: float, counts: ColumnCounts) -> ColumnCounts:
-    """Plan of the same gang, at no higher price, with the fewest trajectories in flight; `counts` itself if time runs
-    out."""
+    """Returns a plan of the same gang, at no higher price, with the fewest trajectories in flight; `counts` itself if
+    time runs out."""
     view, price = search.view, search.view.price(counts)
     relaxed = bounds.least_in_flight(view, tau_s, counts.gang, price)
     guides = (None,) if relaxed is None else (relaxed[1], None)
@@ -262,7 +262,7 @@ def freshest_counts(search: Search, tau_s: float, counts: ColumnCounts) -> Colum
 
 
 def tidied(view: View, tau_s: float, counts: ColumnCounts) -> ColumnCounts:
-    """Drops the least productive columns of a plan as long as most of its headroom stays."""
+    """Drops the least productive columns (replica shapes) of a plan as long as most of its surplus of tokens stays."""
     least = 1 + NEARLY * _headroom(view, tau_s, counts)
     tokens = view.tokens(tau_s, np.array([counts.gang]))[0]
     for j in sorted(np.flatnonzero(counts.replicas), key=lambda j: tokens[j] * counts.replicas[j]):
@@ -277,12 +277,12 @@ def tidied(view: View, tau_s: float, counts: ColumnCounts) -> ColumnCounts:
 
 GAP = 1e-4
 PRICE_GAP = 1e-3
-"""Relative gap of a price. Nodes are whole, and a tighter proof takes several times as long."""
+"""Relative gap to which a price is minimised. Nodes are whole, and a tighter proof takes several times as long."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a search."""
+    """Result of a search: the plan found, if any, and its proof."""
 
     status: Status
     solution: Solution | None = None
@@ -329,8 +329,8 @@ def cheapest(
 
 
 def frontier(problem: PlanningProblem, num: int) -> list[Result]:
-    """Returns at most `num` cheapest plans, from the shortest period to the longest that still saves money. Each plan
-    is cheaper than the one before."""
+    """Returns at most `num` plans, each the cheapest at its period, from the shortest period to the longest that still
+    saves money. Each plan is cheaper than the one before."""
     quick = fastest(problem, None, PRICE_GAP)
     if quick.solution is None:
         return []

@@ -27,7 +27,7 @@ Source = tuple[str, frozenset[str]]
 
 
 def relays_of(problem: PlanningProblem) -> frozenset[str]:
-    """Names of the classes that may relay versions; empty with bound 0."""
+    """Names of the classes that may relay versions; empty with staleness bound 0."""
     return _relays(problem.rollout if problem.demand.bound else ())
 
 
@@ -44,18 +44,18 @@ class Lags:
     """Seconds from a version's publication until each rollout column of a list has it."""
 
     direct_s: dict[str, Floats]
-    """One lag per column, by the class that publishes."""
+    """One lag per column in seconds, without a relay, by the class that publishes."""
     over_s: dict[tuple[str, str], Floats]
     """One lag per column, by publishing and relaying class; infinite if the relay does not help the column."""
 
     def of(self, root: str, over: Iterable[str] = ()) -> Floats:
-        """Returns `RolloutColumn.lag_from_s` of every column."""
+        """Seconds until each column has a version of `root`, directly or by the best relay of `over` (class names)."""
         ways_s = [self.over_s[root, name] for name in over if (root, name) in self.over_s]
         return np.minimum.reduce([self.direct_s[root], *ways_s])
 
     def every(self, source: Source, relays: Iterable[str]) -> Floats:
-        """Lags with 1 + len(relays) rows and a column per rollout column: row 0 relays within the gang's own classes,
-        each further row also through one class of `relays`."""
+        """Array of (1 + relays) x columns: lags in seconds if only the gang's own classes relay (first), or if one
+        class of `relays` does too."""
         root, own = source
         return np.array([self.of(root, over) for over in (own, *(own | {name} for name in relays))])
 
@@ -116,7 +116,7 @@ def efficient_gangs(
     columns: Sequence[Sequence[RolloutColumn]],
 ) -> tuple[tuple[Gang, ...], dict[str, str]]:
     """Returns the gangs that fit the offers and that no other gang beats in nodes, period, lags and kept bytes; and for
-    each beaten gang the name of one that beats it. A gang never beats one with more home nodes."""
+    each beaten gang the name of one that beats it. A gang never beats one with more nodes to share (home nodes)."""
     offered = {name: offer.num_nodes for name, offer in problem.offers.items()}
     fitting = [gang for gang in problem.gangs if all(num <= offered.get(name, 0) for name, num in gang.nodes.items())]
     relays = relays_of(problem)
@@ -146,7 +146,7 @@ def efficient_gangs(
 
 
 def _lost(columns: Sequence[RolloutColumn], sources: set[Source], relays: frozenset[str]) -> dict[Source, Floats]:
-    """Time that each source loses at the columns: blocking times that differ between sources, and all distinct lags."""
+    """Seconds that columns lose by each source: blocking times that differ between sources, and all distinct lags."""
     order, roots = list(sources), sorted({root for root, _ in sources})
     blocking = np.array([[one.blocking_s[root] for one in columns] for root in roots]).reshape(len(roots), -1)
     blocking = blocking[:, (blocking != blocking[:1]).any(axis=0)]
@@ -161,7 +161,7 @@ def _lost(columns: Sequence[RolloutColumn], sources: set[Source], relays: frozen
 
 
 ROUNDING = 1e-12
-"""Relative amount added to shortest periods, so that exact arithmetic agrees that a column is in time."""
+"""Relative amount added to shortest periods, so that exact arithmetic agrees that a column's answers are in time."""
 
 
 @dataclass(frozen=True)
@@ -174,21 +174,21 @@ class Windows:
     the end of the tail; first without a relay, then through each relaying class. Infinite if a gang leaves a column no
     memory."""
     source: Ints
-    """Index of each gang's source."""
+    """Index of each gang's source in `late_s`."""
     trained_s: Floats
-    """Training time of each gang that comes on top of `late_s`."""
+    """Seconds of training of each gang, which are added to `late_s`."""
     num_periods: float = 1.0
     """Length of the age window in periods."""
     stretch: float = 1.0
-    """Factor on the shortest periods; above 1, tails must be ready earlier."""
+    """Factor on the shortest periods; above 1, long answers must end earlier."""
 
     @cached_property
     def opens_s(self) -> Floats:
-        """Array of gangs x columns: shortest periods with the best relay."""
+        """Array of gangs x columns: shortest periods that leave time for a long answer, with the best relay."""
         return self._periods(self.late_s.min(axis=0)[self.source], self.trained_s)
 
     def ways_s(self, gangs: Ints) -> Floats:
-        """Array of (1 + relays) x gangs x columns: shortest periods without a relay, then with each relaying class."""
+        """Array of (1 + relays) x gangs x columns: same as `opens_s`, but without a relay, then with each relay."""
         return self._periods(self.late_s[:, self.source[gangs]], self.trained_s[gangs])
 
     def _periods(self, late_s: Floats, trained_s: Floats) -> Floats:
@@ -198,8 +198,8 @@ class Windows:
 def windows(
     problem: PlanningProblem, gangs: Sequence[Gang], columns: Sequence[Sequence[RolloutColumn]], overs: Sequence[str]
 ) -> tuple[Floats, Windows]:
-    """Returns, per gang and column, the seconds of a period without generation, and the shortest periods for the tail;
-    `overs` are the classes that may relay."""
+    """Returns, per gang and column, the seconds of a period without generation, and the shortest periods that leave
+    time for the tail (a long answer); `overs` are the classes that may relay."""
     demand = problem.demand
     relays = relays_of(problem)
     sources = [source_of(gang, relays) for gang in gangs]
@@ -222,8 +222,8 @@ def windows(
 
 
 def _taking_turns(gangs: Sequence[Gang], columns: Sequence[RolloutColumn], late_s: Floats | float) -> Windows:
-    """Windows with bound 0. Each gang is a source of its own, because its state may leave a column on its cards no
-    memory."""
+    """Returns the windows with staleness bound 0. Each gang is a source of its own, because its state may leave a
+    column on its cards no memory."""
     room = np.array([np.inf if column.room_bytes is None else column.room_bytes for column in columns])
     offers = sorted({column.offer for column in columns})
     kept = np.array([[gang.kept_bytes.get(name, 0.0) for name in offers] for gang in gangs], dtype=float)
@@ -256,7 +256,7 @@ class View:
     """Names of the offers in each merged class; home classes, which are not merged, come last."""
     is_home: NDArray[np.bool_]
     columns: tuple[tuple[RolloutColumn, ...], ...]
-    """For each column, its shape on every offer of the merged class."""
+    """For each column, the equal replica shapes on all offers of its merged class."""
     gangs: tuple[Gang, ...]
     beaten: Mapping[str, str]
     """Names of dropped gangs, each with the name of a gang that beats it in every respect."""
@@ -264,7 +264,7 @@ class View:
     num_nodes: Ints
     node_price: Ints
     group: Ints
-    """Index of each column's merged class, ascending."""
+    """Index of each column's merged class; columns are sorted by it."""
     accelerators: Ints
     concurrency: Ints
     rate: Floats
@@ -272,7 +272,7 @@ class View:
     """Array of gangs x columns: seconds of a period in which a column does not generate, including training if
     generation waits for it."""
     windows: Windows
-    """Shortest periods that leave time for each column's tail."""
+    """Shortest periods that leave time for each column's tail (a long answer)."""
     relays: Ints
     """Indices of the merged classes that may relay versions."""
     gang_nodes: Ints
@@ -280,7 +280,7 @@ class View:
     gang_price: Ints
     """Price of each gang's nodes, in millionths of $/h."""
     period: Floats
-    """Shortest period that each gang and the reward pool allow."""
+    """Shortest period in seconds that each gang and the reward pool allow."""
 
     @property
     def demand_tokens(self) -> float:
@@ -299,12 +299,12 @@ class View:
 
     @cached_property
     def free_nodes(self) -> Ints:
-        """Array of gangs x classes: nodes that a gang leaves to replicas, or brings as home nodes."""
+        """Array of gangs x classes: nodes that a gang leaves to replicas or, for home classes, shares with them."""
         return self.num_nodes - self.gang_nodes
 
     @cached_property
     def most_nodes(self) -> Ints:
-        """Largest number of nodes for replicas of each class, over all gangs."""
+        """Largest number of nodes that any gang leaves to replicas or shares with them, by class."""
         return self.free_nodes.max(axis=0, initial=0)
 
     def tokens(self, tau_s: float | Floats, gangs: slice | Ints = slice(None)) -> Floats:
@@ -316,15 +316,15 @@ class View:
         return np.where(self.windows.opens_s[gangs] <= tau, yielded, 0.0)
 
     def opening_s(self, counts: ColumnCounts) -> Floats:
-        """Shortest period that leaves time for each column's tail, if the gang's classes and those that generate in the
-        plan relay."""
+        """Shortest period that leaves time for each column's tail (a long answer), if versions are relayed by the
+        gang's classes and those that generate in the plan."""
         generates = np.isin(self.relays, self.group[np.array(counts.replicas) > 0])
         ways_s = self.windows.ways_s(np.array([counts.gang]))
         return ways_s[np.append(True, generates), 0].min(axis=0)
 
     def needs(self, tau_s: float, gangs: Ints) -> Ints:
-        """Array of gangs x columns: 0 if a column is in time without a relay, otherwise one bit per relay that brings
-        it in time."""
+        """Array of gangs x columns: 0 if a column's long answers are in time without a relay, otherwise one bit for
+        each relay with which they are."""
         in_time = self.windows.ways_s(gangs) <= tau_s
         bits = (in_time[1:] * (1 << np.arange(len(self.relays)))[:, None, None]).sum(axis=0)
         return np.where(in_time[0], 0, bits)
@@ -453,14 +453,15 @@ def _merged(problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]) -
 
 
 def _homes(problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Home classes. They are not merged, because a gang's state may differ between otherwise equal classes."""
+    """Returns the home classes (gangs' own nodes, shared with replicas). They are not merged, because a gang's state
+    may differ between otherwise equal classes."""
     return _sorted([[name] for name in sorted(problem.offers) if by_offer[name]], problem, by_offer, roots)
 
 
 def _sorted(
     groups: Iterable[list[str]], problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]
 ) -> tuple[tuple[str, ...], ...]:
-    """Sorts groups of classes by their numbers, never by their names."""
+    """Sorts groups of classes by price, size and speed, never by their names."""
 
     def order(names: list[str]) -> tuple[object, ...]:
         first, columns = problem.offers[names[0]], by_offer[names[0]]
