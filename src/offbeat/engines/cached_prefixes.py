@@ -35,7 +35,7 @@ class CachedPrefix:
     num_prompt: int
     """Number of tokens in the request's prompt."""
     kv_version: int
-    """Oldest version among the keys and values."""
+    """Number of the oldest version of the weights that computed any of the keys and values."""
     kv_lag: int = 0
     """Versions by which the keys and values may lag behind the version served; if 0, the next load drops them."""
 
@@ -45,7 +45,7 @@ class CachedPrefix:
 
     def num_usable(self, request: Request) -> int:
         """Returns how many cached tokens a request can reuse; 0 if its prompt or tokens differ. The request's last
-        token is never reused: it is always fed."""
+        token is never reused: a decode step always feeds it to the model."""
         num_tokens = min(len(self.tokens), len(request.tokens) - 1)
         if len(request.tokens) - request.position != self.num_prompt:
             return 0
@@ -53,7 +53,7 @@ class CachedPrefix:
 
 
 class CachedPrefixes:
-    """Cached prefixes, one per slot."""
+    """Prefixes cached in free slots, at most one per slot, in the order in which their requests were aborted."""
 
     def __init__(self) -> None:
         self._prefixes: dict[int, CachedPrefix] = {}
@@ -103,7 +103,7 @@ class CachedPrefixes:
         slots.add(target)
 
     def load(self, version: int) -> None:
-        """Drops the prefixes that lag too far behind a newly loaded version."""
+        """Drops the prefixes whose keys and values lag too far behind `version`, which was just loaded."""
         for prefix in list(self._prefixes.values()):
             if not (prefix.kv_lag and 0 <= version - prefix.kv_version <= prefix.kv_lag):
                 self.drop(prefix.slot)
@@ -123,7 +123,7 @@ class CachedPrefixes:
 
 
 def is_worth_reusing(num_cached: int, num_missing: int) -> bool:
-    """Whether reusing `num_cached` tokens and feeding `num_missing` one by one is cheaper than a prefill of all."""
+    """Whether reusing `num_cached` tokens and feeding the `num_missing` others one by one is cheaper than a prefill."""
     return num_missing * FED_COST <= num_cached
 
 

@@ -48,7 +48,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Call:
-    """One generation call to the server; a request that continues after a load makes another call."""
+    """One HTTP call that generates tokens; a request that continues after a load of weights makes another call."""
 
     id: str
     """Id of the call, unique on this server."""
@@ -56,13 +56,13 @@ class Call:
     seed: int
     sampling: Sampling
     salt: str
-    """The server shares cached prefixes only between calls with the same salt."""
+    """Any text; the server shares cached prefixes only between calls with the same salt."""
     label: str = ""
     """Label of the weights that must sample the answer."""
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Tokens `start` to `end` (exclusive) of an answer, which the weights with `label` sampled; the server's JSON."""
+    """Tokens `start` to `end` (exclusive) of an answer, sampled by the weights with `label`; decoded from JSON."""
 
     label: str = msgspec.field(name="version")
     start: int
@@ -88,7 +88,7 @@ class Dialect(Protocol):
     server (`ServerAway` if it did not answer)."""
 
     async def probe(self) -> Facts:
-        """Reads the server's properties; the error for an unsuitable server says how to start it instead."""
+        """Returns the server's properties; the error for an unsuitable server says how to start it instead."""
         ...
 
     def generate(self, call: Call) -> AsyncIterator[Chunk]:
@@ -110,8 +110,8 @@ class Dialect(Protocol):
         ...
 
     async def load(self, version: Version, label: str) -> None:
-        """Loads a version's weights and gives them `label`. The server must be paused, and must hold no call if it
-        reports no spans."""
+        """Loads a version's weights and gives them `label`. The server must be paused; if its answers do not say which
+        weights sampled each token, it must also have no open call."""
         ...
 
     async def resume(self) -> None: ...

@@ -14,14 +14,14 @@ from offbeat.engines.protocol import EngineError
 from offbeat.errors import UserError
 
 CALL_WITHIN_S = 30.0
-"""Default deadline, for calls that the server answers without work."""
+"""Default deadline of a call in seconds, for calls that the server answers without work."""
 CONNECT_WITHIN_S = 10.0
 MAX_LINE_BYTES = 64 * 2**20
-"""Longest event of a stream."""
+"""Largest size of one event of a stream."""
 UNIX = "unix:"
 """Prefix of the URL of a server at a Unix socket; the socket's path follows."""
 KEEPALIVE_S = 4.0
-"""Shorter than the keep-alive of common servers, so that no connection is reused while the server closes it."""
+"""Seconds to keep an idle connection: fewer than common servers do, so that none is reused while a server closes it."""
 MAX_QUOTED = 300
 NO_LISTENER = (ConnectionRefusedError, FileNotFoundError)
 """Errors raised when nothing listens at the port, and when the socket file is missing."""
@@ -49,7 +49,7 @@ class ServerRefused(EngineError):
 
 
 class Server:
-    """Client of one server; connections are opened on demand and kept. After `close` every call raises `ServerAway`."""
+    """Client of one server; opens connections on demand and keeps them. Once closed, every call raises `ServerAway`."""
 
     def __init__(self, url: str, *, api_key: str | None = None):
         _check(url)
@@ -75,7 +75,8 @@ class Server:
         return (await self._fetch("GET", path, {}, None, within_s)).decode(errors="replace")
 
     async def events(self, path: str, body: Any) -> AsyncIterator[bytes]:
-        """Yields the data of each server-sent event as it arrives. No deadline; the caller closes the iterator."""
+        """Sends a POST and yields the data of each server-sent event as it arrives. No deadline; the caller closes the
+        iterator."""
         lines = Lines()
         try:
             async with self._request("POST", path, {}, body) as answer:
@@ -131,7 +132,8 @@ class Server:
         return content
 
     def _request(self, method: str, path: str, query: Mapping[str, str], body: Any) -> Any:
-        """Returns a context manager that gives the answer. Redirects are not followed: a POST would become a GET."""
+        """Returns a context manager that sends the request and gives the answer. Does not follow redirects: a POST
+        would become a GET."""
         data = None if body is None else msgspec.json.encode(body)
         return self._open().request(method, self._base + path, params=query, data=data, allow_redirects=False)
 
@@ -182,7 +184,7 @@ class Lines:
 
     @property
     def left(self) -> bytes:
-        """The incomplete last line."""
+        """The bytes fed after the last line break: the start of an incomplete line."""
         return b"".join(self._begun)
 
 

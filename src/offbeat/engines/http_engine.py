@@ -43,15 +43,15 @@ from offbeat.weights.version import Version
 
 CHECK_EVERY_S = 5.0
 CHECK_AGAIN_S = 0.5
-"""Interval of health checks after a failure and during loads."""
+"""Seconds until the next health check after one that failed, or that was skipped because of a load."""
 DEAD_AFTER_S = 30.0
-"""Time of failing health checks after which the server is dead; a busy machine may delay answers for a while."""
+"""Seconds of failing health checks after which the server is dead; a busy machine may delay answers for a while."""
 STUCK_AFTER_S = 600.0
-"""Longest time without a token while the server has requests; after it the engine is dead."""
+"""Seconds without any token, while the server has requests, after which the engine is dead."""
 ABORT_WITHIN_S = 30.0
 ABORTED_PAUSE_S = 2.0
 MAX_BREAKS = 3
-"""Number of broken calls, with the server healthy each time, after which a request fails."""
+"""A request fails when this many of its calls have broken, with the server healthy each time."""
 
 
 class HttpEngine:
@@ -119,7 +119,7 @@ class HttpEngine:
             self._changes.notify()
 
     async def _carry(self, running: ActiveRequest) -> Finish:
-        """Sends a request until it is finished; after a load or a broken connection, sends the rest as a new call."""
+        """Sends a request, and after a load or a broken connection its rest as a new call; returns why it finished."""
         num_breaks = 0
         while running.over is None:
             await self._changes.wait_for(
@@ -170,7 +170,8 @@ class HttpEngine:
         raise ServerAway(f"request {running.request.id}: the server's answer ended without a finish reason")
 
     async def _check_label(self, loaded: LoadedVersion) -> None:
-        """Raises `EngineDied` if the server no longer serves `loaded`; not needed if answers have spans."""
+        """Raises `EngineDied` if the server's weights no longer have the label of `loaded`. Checks nothing if the
+        server has no labels, or if its answers themselves say which weights sampled each token."""
         if self.facts.has_labels and not self.facts.has_spans and (label := await self.dialect.label()) != loaded.label:
             raise EngineDied(f"the label of its weights changed from {loaded.label!r} to {label!r} without a load")
 
@@ -214,7 +215,7 @@ class HttpEngine:
 
     @asynccontextmanager
     async def _still(self) -> AsyncIterator[None]:
-        """Holds back new calls inside the block; a failure there leaves unknown weights, so it ends the engine."""
+        """Holds back new calls while the block loads weights; a failure there ends the engine (unknown weights)."""
         start_s = time.monotonic()
         self._is_loading = True
         self._meter.stand_still(True)
@@ -337,7 +338,7 @@ class HttpEngine:
 
 @dataclass(frozen=True)
 class LoadedVersion:
-    """Number of a loaded version, and the label that is unique to this load."""
+    """Number of a loaded version, and the label that the server's weights got, which is unique to this load."""
 
     number: int
     label: str
@@ -345,10 +346,10 @@ class LoadedVersion:
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """One request to a server: its tokens so far, with the version and KV version of each. Does no I/O.
+    """One request to a server: its tokens so far, with the versions of the weights and of the KV of each. Does no I/O.
 
-    A request may take several calls: a server without spans must hold no call during a load, so the request continues
-    afterwards with a new call.
+    A request may take several calls: if a server's answers do not say which weights sampled each token, its calls are
+    aborted for a load, and the request continues afterwards with a new call.
     """
 
     request: Request
@@ -367,7 +368,7 @@ class ActiveRequest:
     _loaded: list[LoadedVersion] = field(default_factory=list)
     """Weights that the server had during the current call, in order."""
     _kv: list[int] = field(default_factory=list)
-    """For each entry of `_loaded`, the oldest version among the call's keys and values."""
+    """For each entry of `_loaded`, the oldest version whose weights computed any of the call's keys and values."""
 
     @property
     def _label(self) -> str:
@@ -375,13 +376,13 @@ class ActiveRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens sampled by ended calls."""
+        """Number of tokens kept from calls that have ended; those of the current call are not counted."""
         return sum(len(segment.tokens) for segment in self.segments)
 
     @property
     def over(self) -> Finish | None:
         """Finish reason if the request has all its tokens, else None. Even an aborted or broken call may have sent the
-        last one."""
+        last token."""
         sampling = self.request.sampling
         if self.segments and self.segments[-1].tokens[-1] in sampling.stop_token_ids:
             return Finish.STOP
@@ -389,7 +390,7 @@ class ActiveRequest:
 
     @property
     def rest(self) -> Request:
-        """The request for the tokens that ended calls have not sampled yet."""
+        """The request to send next: it already has the tokens kept from ended calls, and asks only for the others."""
         if not self.num_tokens:
             return self.request
         request, sampled = self.request, np.concatenate([segment.tokens for segment in self.segments])
@@ -402,7 +403,8 @@ class ActiveRequest:
         )
 
     def begin(self, loaded: LoadedVersion, prefix: str) -> Call:
-        """Starts the next call, while `loaded` is served. `prefix` is unique to this engine on the server."""
+        """Returns the request's next call, to be sent while the server has `loaded`. `prefix` begins the call's id and
+        is unique to this engine on the server."""
         rest = self.rest
         self.num_calls += 1
         name = f"{prefix}-{rest.id}-{self.num_calls}"
@@ -434,13 +436,13 @@ class ActiveRequest:
         return bool(self._tokens) and request.kv is KvMode.STALE and 0 <= number - self._kv[-1] <= request.kv_lag
 
     def load(self, loaded: LoadedVersion, *, keeps_kv: bool) -> None:
-        """Records that `loaded` replaced the weights during the call."""
+        """Records that the server got the weights `loaded` during the call and, unless `keeps_kv`, dropped its KV."""
         self._loaded.append(loaded)
         self._kv.append(min(self._kv[-1], loaded.number) if keeps_kv else loaded.number)
 
     def end(self, *, has_spans: bool) -> None:
-        """Ends the call and turns its tokens into segments. Raises and drops the tokens if it is unknown which weights
-        sampled them."""
+        """Ends the call and turns its tokens into segments, each of one version. If the server's spans leave unknown
+        which weights sampled the tokens, raises an `EngineError` and drops the tokens."""
         tokens, logprobs = np.asarray(self._tokens, np.int32), np.asarray(self._logprobs, np.float32)
         try:
             if len(tokens):
@@ -485,7 +487,7 @@ class ActiveRequest:
 
 
 class MeteredCall:
-    """Counts the work of one call that the server is answering."""
+    """Estimates the server's work for one call from the chunks of its answer."""
 
     def __init__(self, call: Call):
         self.num_prompt, self.num_tokens = len(call.tokens), 0
@@ -493,7 +495,7 @@ class MeteredCall:
         """Whether the first token has come, which means that the prefill is over."""
 
     def take(self, chunk: Chunk) -> EngineMetrics:
-        """Returns the work behind one chunk of the answer."""
+        """Returns the work that the server did for one chunk of the answer."""
         num_new, num_before = len(chunk.tokens), self.num_prompt + self.num_tokens
         prefilled: int | None = 0
         resumed: int | None = 0

@@ -52,9 +52,9 @@ class KvMode(StrEnum):
     """Which keys and values a request's tokens may attend to."""
 
     SAME = "same"
-    """Only those of the version that samples; a cached prefix, such as that of an aborted request, may be reused."""
+    """Only those of the version that samples the token; cached ones, such as an aborted request's, may be reused."""
     REFILL = "refill"
-    """Only those computed for this request; no cached prefix is reused."""
+    """Only those of the version that samples the token, computed for this request; no cached ones are reused."""
     STALE = "stale"
     """Like `SAME`, but a running request keeps its keys and values across a load, within `Request.kv_lag`. Some engines
     also keep them for a request that was aborted before the load and resumed after it."""
@@ -76,14 +76,14 @@ class Request:
 
     @property
     def engine_seed(self) -> int:
-        """Seed for engines that take one per request; it differs for every continuation of a task."""
+        """Seed for engines that take one per request; requests that continue a response get others than the first."""
         digest = blake3(f"{self.seed}:{self.position}".encode()).digest(length=4)
         return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Result of a request: consecutive segments that start at the request's position."""
+    """Result of a request: consecutive segments (tokens of one version), which start at the request's position."""
 
     id: str
     segments: tuple[Segment, ...]
@@ -103,7 +103,7 @@ class Capabilities:
     """Whether a running generation continues across a load, with one segment per version."""
     kv_modes: frozenset[KvMode] = frozenset({KvMode.SAME, KvMode.REFILL})
     is_seeded: bool = True
-    """Whether the same request gets the same noise."""
+    """Whether seeds have an effect, so that the same request gets the same sampling noise."""
     exact: bool = False
     """Whether tokens and log-probs are bit-identical given the same weights, prompt and seed."""
 
@@ -114,7 +114,7 @@ class EngineMetrics:
 
     num_steps: int | None = 0
     num_rows: int | None = 0
-    """Sum of all steps' rows: one row per running request, plus padding rows."""
+    """Sum of the rows of all decode steps: in each step one row per running request, plus padding rows."""
     num_context_tokens: int | None = 0
     """Context tokens that the rows of all steps read, padding included."""
     num_prefilled_tokens: int | None = 0
@@ -122,7 +122,7 @@ class EngineMetrics:
     num_resumed_tokens: int | None = 0
     """Prefix tokens that needed no prefill because their keys and values were cached or copied."""
     busy_seconds: float | None = 0.0
-    """Time spent on steps and prefills."""
+    """Time spent on decode steps and prefills."""
 
     def __add__(self, other: EngineMetrics) -> EngineMetrics:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
@@ -137,12 +137,12 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int | None:
-        """Number of the version served; None before the first load."""
+        """Number of the version whose weights the engine has; None before the first load."""
         ...
 
     @property
     def seconds_still(self) -> float:
-        """Total time for which loads have stopped generation."""
+        """Total time, in seconds, for which loads of weights have stopped generation."""
         ...
 
     @property

@@ -30,7 +30,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def available_devices() -> list[str]:
-    """Returns the names of this machine's devices, best first."""
+    """Returns the names of this machine's devices, GPUs before the CPU, such as `cuda:0`, `cpu`."""
     found = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     if torch.backends.mps.is_available():
         found.append("mps")
@@ -55,7 +55,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Returns the dtype of published weights; `auto` is bfloat16, but float32 on a CPU, where bfloat16 is slow."""
+    """Returns the dtype of this name, for weights; `auto` is bfloat16, but float32 on a CPU, where bfloat16 is slow."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in DTYPES:
@@ -101,7 +101,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int] | None:
-    """Returns free and total memory of a GPU; None for a CPU."""
+    """Returns a GPU's free and total memory in bytes; None for a CPU."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free, total
@@ -135,7 +135,7 @@ def is_slow(tensor: Tensor) -> bool:
 
 
 def spare(model: M) -> M:
-    """Makes linear layers with slow weights multiply in float32 (see the module's docstring); returns the model."""
+    """Makes linear layers multiply in float32 where bfloat16 weights are slow (`is_slow`); returns the same model."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and is_slow(layer.weight):
             layer.forward = MethodType(_linear, layer)  # type: ignore[method-assign]

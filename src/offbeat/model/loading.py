@@ -41,8 +41,8 @@ _loading = threading.Lock()
 
 
 def resolve(path: str | Path, *, need_weights: bool = True) -> Path:
-    """Returns the folder of `offbeat-tiny`, a local folder or a Hugging Face id, downloaded if needed. Unless
-    `need_weights` is False, the folder must have a config.json and weights."""
+    """Returns the model's folder, where `path` is `offbeat-tiny` (included), a folder, or a Hugging Face id, downloaded
+    if needed. Unless `need_weights` is False, the folder must have a config.json and weights."""
     if str(path) == TINY:
         return TINY_FOLDER
     folder = Path(path).expanduser()
@@ -86,7 +86,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
 
 
 def load_shape(path: str | Path) -> PreTrainedModel:
-    """Builds the model without its weights, to inspect its layers."""
+    """Returns the model without memory for its weights (torch's `meta` device), to inspect its layers."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -96,7 +96,7 @@ def load_shape(path: str | Path) -> PreTrainedModel:
 
 
 def load_tokenizer(path: str | Path, template: str | Path | None = None) -> PreTrainedTokenizerBase:
-    """Loads the folder's tokenizer; `template` is a file with a chat template that replaces its own."""
+    """Loads a model's tokenizer; `template` is a file with a chat template that replaces the tokenizer's own."""
     from transformers import AutoTokenizer
 
     folder = resolve(path, need_weights=False)
@@ -125,7 +125,8 @@ def context_window(config: PretrainedConfig) -> int:
 
 
 def switching_lengths(config: PretrainedConfig) -> list[int]:
-    """Returns the lengths above which longrope codes positions differently, one for each kind of layer that uses it."""
+    """Returns the numbers of tokens above which longrope codes positions differently, one for each longrope setting in
+    `config`; empty without longrope."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type") == "longrope"]
     shorter = getattr(config, "original_max_position_embeddings", None)
@@ -197,7 +198,7 @@ def state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_state(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copies tensors into the model, each under any of its tied names, cast to the model's dtype.
+    """Copies tensors, by name, into the model, cast to its dtype; a tied tensor may be given under any of its names.
 
     All names and shapes are checked before the first tensor is written.
     """
@@ -224,7 +225,7 @@ def load_state(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
 
 
 def _tied_names(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
-    """Returns each tensor of the state once, with all its names, first the one under which transformers saves it."""
+    """Returns each of the model's tensors once, with all its names, first the one under which transformers saves it."""
     tied_targets = getattr(model, "all_tied_weights_keys", None) or {}
     names_by_tensor: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():  # the parameters themselves, for `id`
@@ -273,7 +274,7 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
 
 
 def _name_tokenizer_for_all(file: Path) -> None:
-    """Renames the generic tokenizer class as transformers before 5 called it, because engines still use those."""
+    """Gives a tokenizer file's generic class its name in transformers before 5, because engines still use those."""
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), encoding="utf-8")
 

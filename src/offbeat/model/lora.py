@@ -111,7 +111,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the frozen tensors (no copies), under their names in a model without adapters."""
+    """Returns an adapted model's frozen tensors (no copies), under their names in a model without adapters."""
     return {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in state_tensors(model).items()
@@ -141,7 +141,8 @@ class AdapterDisabled:
 
 
 def describe(model: PreTrainedModel, lora: Lora) -> str:
-    """Returns the text of peft's configuration file, without the base's path: equal adapters have equal text."""
+    """Returns the text of peft's configuration file for the model's adapter. It leaves out the path of the base model,
+    so that equal adapters have equal text."""
     layers = _layers(model)
     config = {
         "peft_type": "LORA",

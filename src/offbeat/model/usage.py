@@ -46,7 +46,7 @@ hundredths of their spread; a wrong layer moves them by a third or more."""
 
 @dataclass(frozen=True)
 class Usage:
-    """Ways in which a model can be run."""
+    """How a model can be run: whether its attention can be replaced, and which options it takes."""
 
     obstacle: str | None
     """Why attention cannot be replaced, as a clause to follow the model's name; None: it can be."""
@@ -57,12 +57,12 @@ class Usage:
 
     @property
     def packs(self) -> bool:
-        """Whether the model can be trained over packed rows."""
+        """Whether the model can be trained over packed rows (many samples in one row, without padding)."""
         return self.obstacle is None and self.hands_on
 
     @property
     def has_slots(self) -> bool:
-        """Whether the model can generate over KV slots."""
+        """Whether the embedded engine can run the model with cached keys and values, in one slot per request."""
         return self.obstacle is None
 
 
@@ -75,7 +75,7 @@ def window_of(module: nn.Module) -> int | None:
 
 @torch.no_grad()
 def usage(model: PreTrainedModel) -> Usage:
-    """Probes a model, and stores the window of each of its attention layers for `window_of`."""
+    """Finds by a probe how a model can be run; also stores the window of each attention layer for `window_of`."""
     takes, seen = inspect.signature(model.forward).parameters, _Seen()
     obstacle = _obstacle(model, takes, seen)
     return Usage(obstacle, seen.hands_on, "logits_to_keep" in takes)
@@ -109,7 +109,7 @@ def _obstacle(model: PreTrainedModel, takes: Mapping[str, inspect.Parameter], se
 
 @contextmanager
 def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Replaces a model's attention within the block; afterwards each part of the model gets its own back."""
+    """Makes a model use the attention named `implementation` within the block; afterwards it gets its own back."""
     parts = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
     before = [(config, config._attn_implementation) for config in parts.values()]
     try:
@@ -126,8 +126,8 @@ def max_distance(model: PreTrainedModel) -> float:
 
 
 def distance(found: Tensor, own: Tensor) -> float | None:
-    """Returns the distance between the log-probs of two tensors of logits, relative to the spread of those of `own`;
-    None if `own`, the model's, are not finite."""
+    """Returns how far the log-probs of logits `found` are from those of `own`, the model's own: the root mean square
+    difference, divided by the standard deviation of the latter. None if the latter are not finite."""
     one, other = found.float().log_softmax(-1), own.float().log_softmax(-1)
     if not bool(other.isfinite().all()):
         return None
@@ -136,7 +136,7 @@ def distance(found: Tensor, own: Tensor) -> float | None:
 
 
 def own_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Returns the logits for rows of tokens, computed with transformers' own attention."""
+    """Returns the logits for rows of tokens, computed with transformers' own `eager` attention, for comparison."""
     with attending(model, "eager"):
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
@@ -178,7 +178,7 @@ def probe_tokens(model: PreTrainedModel, count: int) -> list[int]:
 
 
 class _Seen:
-    """Attention function of the probe, and what it recorded of its arguments."""
+    """Attention function of the probe (`attend`, which returns zeros), and what it recorded of its arguments."""
 
     def __init__(self) -> None:
         self.asked: dict[nn.Module, object] = {}
@@ -214,8 +214,8 @@ def _attend(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, No
 def _pattern(
     *, mask_function: Callable[..., Tensor], device: torch.device, local_size: int | None = None, **_: Any
 ) -> Tensor:
-    """Mask function of the probe: returns a small tensor in place of the mask. If the mask is causal, or causal within
-    a window, the tensor's `offbeat_pattern` is None or the window."""
+    """Mask function of the probe: returns a small tensor in place of the mask. It has the attribute `offbeat_pattern`
+    only if the mask is causal (then None) or causal within a window (then the window's length)."""
     mask = torch.zeros((1, 1, 1, 1), device=device)
     reach = 4 if local_size is None else local_size
     at = torch.tensor(sorted({0, 1, reach - 1, reach, reach + 1, 2 * reach}), device=device)
@@ -232,7 +232,7 @@ def _pattern(
 
 
 def _differ(rows: Tensor) -> bool:
-    """Whether two rows differ by more than rounding."""
+    """Whether the two rows of the tensor differ by more than rounding can explain."""
     one, other = rows.float()
     return bool((one - other).norm() > (MIXED if rows.dtype in WIDE else MIXED_HALF) * one.norm())
 

@@ -35,9 +35,9 @@ class Credit:
 
     advantages: tuple[np.ndarray, ...]
     returns: tuple[np.ndarray, ...] | None
-    """Targets of the value head, in the same form; None without a value head."""
+    """Targets of the value head, as one array per sample, one number per response token; None without a value head."""
     signal_share: float
-    """Share of samples with an advantage other than 0."""
+    """Share of samples with an advantage other than 0 at any token."""
 
 
 def credit(
@@ -48,8 +48,8 @@ def credit(
     *,
     recalls_siblings: bool = False,
 ) -> Credit:
-    """Computes a batch's advantages. If `settings` is None, `advantage` gives one per answer; otherwise GAE gives one
-    per token, from the value head's `values`. `recalls_siblings` adds the rewards of siblings outside the batch."""
+    """Computes a batch's advantages: with `settings`, one per token by GAE from the value head's `values`; if None, one
+    per answer by `advantage`, to which `recalls_siblings` also passes answers to the same prompts outside the batch."""
     if settings is None:
         found = _checked(advantage, samples, recalls_siblings)
         by_token = tuple(np.full(s.num_tokens, a, np.float32) for s, a in zip(samples, found, strict=True))
@@ -65,8 +65,8 @@ def credit(
 
 
 def _checked(advantage: Advantage, samples: Sequence[Sample], recalls_siblings: bool) -> np.ndarray:
-    """Calls `advantage`, which may be the user's, and checks the shape of its result. With `recalls_siblings`, siblings
-    outside the batch are passed as further answers."""
+    """Returns the samples' advantages by `advantage`, which may be the user's function; checks the shape of its result.
+    With `recalls_siblings`, answers to the same prompts outside the batch are passed to it too."""
     rewards = [sample.reward for sample in samples]
     prompts = [sample.prompt_id for sample in samples]
     if recalls_siblings:
@@ -97,10 +97,10 @@ def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def siblings_normalised(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """(reward - mean of the other members) / (std + 1e-6), with the standard deviation of `group_normalised`.
+    """(reward - mean reward of the group's other members) / (std + 1e-6); std is the group's sample standard deviation.
 
-    The scale does not depend on how many members are known yet. GRPO's advantages would be halved with two members, and
-    the members known first are the short ones."""
+    The scale does not depend on how many members of the group are known yet. GRPO's advantages would be halved with two
+    members, and the members known first have short answers."""
     return _by_group(rewards, groups, lambda values: _normalised(values) * len(values) / (len(values) - 1))
 
 
@@ -141,7 +141,7 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def rewards_by_token(num_tokens: int, parts: Iterable[tuple[int, float]]) -> np.ndarray:
-    """Adds up reward parts, given as (position, value), by response token; position -1 is the last token."""
+    """Returns the reward at each response token: the sum of its `parts`, (position, value); -1 is the last token."""
     rewards = np.zeros(num_tokens, np.float64)
     for position, value in parts:
         if num_tokens:
@@ -154,8 +154,8 @@ def estimate(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the GAE advantages and returns of one response; both are 0 where a token is not trained on.
 
-    Only trained tokens are actions. Rewards at other tokens (given by an environment, or too old) are credited to the
-    trained token before them. The value after the last token is 0.
+    Only tokens in `mask`, which are trained on, are actions. Rewards at other tokens (given by an environment, or too
+    old) are credited to the trained token before them. The value after the last token is 0.
     """
     advantages, returns = np.zeros(len(rewards), np.float32), np.zeros(len(rewards), np.float32)
     carried, next_value, earned = 0.0, 0.0, 0.0
@@ -171,7 +171,7 @@ def estimate(
 
 
 def whitened(advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Normalises a batch's advantages to mean 0 and standard deviation 1 over the trained tokens."""
+    """Returns a batch's advantages, with mean 0 and standard deviation 1 over the tokens in `masks`; 0 elsewhere."""
     trained = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)]) if advantages else np.zeros(0)
     if len(trained) < 2 or np.ptp(trained) <= EQUAL_WITHIN:
         return [np.zeros_like(a) for a in advantages]

@@ -59,7 +59,8 @@ def packed_attention(
 
 
 def _gather(states: Tensor, table: Tensor, num_kv_heads: int) -> Tensor:
-    """Gathers a bucket, (samples, KV heads, heads per KV head, length, dim), from a row, (heads, row, dim)."""
+    """Returns the states of a bucket's sequences, (samples, KV heads, heads per KV head, length, dim), from those of
+    the whole row, (heads, row, dim); `table` holds the row positions, (samples, length)."""
     taken = states.index_select(1, table.reshape(-1)).unflatten(1, table.shape).transpose(0, 1)
     return taken.unflatten(1, (num_kv_heads, -1))
 
@@ -103,7 +104,8 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int 
 
 
 def _causal_bias(length: int, window: int | None, like: Tensor) -> Tensor:
-    """Returns a (length, length) bias for scores: 0 where a token may attend, minus infinity elsewhere."""
+    """Returns a (length, length) bias for scores: 0 where a token may attend (to itself and earlier tokens, within
+    `window` if it is not None), minus infinity elsewhere."""
     at = torch.arange(length, device=like.device)
     behind = at[:, None] - at[None, :]
     hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
@@ -114,7 +116,7 @@ AttentionInterface.register(NAME, packed_attention)
 
 
 def use_packed_attention(model: PreTrainedModel) -> Usage:
-    """Switches a model to packed rows if it supports them; returns how the model can be run."""
+    """Switches a model to attention over packed rows if it supports that; returns how the model can be run."""
     found = usage(model)
     if found.packs:
         model.set_attn_implementation(NAME)

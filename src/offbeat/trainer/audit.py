@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 
 class SegmentFinding(NamedTuple):
-    """Audit of the segment of `sample` that begins at token `start`: `num_tokens` compared, `num_off` off by more than
-    `OFF_GAP`."""
+    """Audit of one segment of a sample, by the sample's index and the segment's first token: `num_tokens` log-probs
+    were compared, and `num_off` of them differ from the trainer's by more than `OFF_GAP`."""
 
     sample: int
     start: int
@@ -44,7 +44,7 @@ class SegmentFinding(NamedTuple):
 
 @dataclass(frozen=True)
 class Findings:
-    """Result of an audit."""
+    """Result of an audit: which samples to leave out, and what was compared."""
 
     is_off: np.ndarray
     """True for each sample that must not be trained on."""
@@ -55,11 +55,11 @@ class Findings:
 def audit(
     samples: Sequence[Sample], now: np.ndarray, max_gap: float, witnessed: Sequence[np.ndarray | None] = ()
 ) -> Findings:
-    """Compares the samples' log-probs with the trainer's.
+    """Compares the log-probs that engines reported with the trainer's; `max_gap` bounds a sample's mean difference.
 
-    `now` holds the trainer's log-probs of all tokens at the start of the step; those of fresh tokens are compared.
-    `witnessed` holds, for each sample, the log-probs of older tokens under their own version, NaN where not computed.
-    None: none were computed.
+    `now` holds the trainer's log-probs of all tokens, concatenated, at the start of the step; those of fresh tokens,
+    sampled by the same weights, are compared. `witnessed` holds, for each sample, the log-probs of older tokens under
+    the weights that sampled them, NaN where not computed; None for a sample: none were computed.
     """
     lengths = [sample.num_tokens for sample in samples]
     owner = np.repeat(np.arange(len(samples)), lengths)
@@ -96,8 +96,8 @@ def witness(
     weights_of: Callable[[int], Path | None],
     tokens_per_microbatch: int,
 ) -> dict[int, np.ndarray]:
-    """Computes log-probs of about `share` of a batch's older tokens under the weights of their own version. Returns
-    them by sample, with NaN for all other tokens. `weights_of` returns a version's weights file, or None."""
+    """Returns log-probs of about `share` of a batch's older tokens, each under the version that sampled it, by sample
+    index; NaN for all other tokens. `weights_of` returns a version's weights file; None: not kept, so not compared."""
     found: dict[int, np.ndarray] = {}
     files = {number: file for number in _num_stale(samples) if (file := weights_of(number)) is not None}
     for number, chosen in choose(samples, share, files):
@@ -125,12 +125,13 @@ def _logprobs(
 
 
 def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object]) -> Iterator[tuple[int, list[int]]]:
-    """Yields versions among those `at_hand`, each with the samples whose tokens of that version to compare.
+    """Chooses what to audit: yields versions that are keys of `at_hand`, each with the indices of the samples whose
+    tokens of that version to compare.
 
-    All samples that are not proven are chosen, plus others that hold about `share` of the older tokens. The others come
-    from few versions, because each version has to be loaded. The choice is seeded by a hash of the batch: a resumed run
-    audits the same batch in the same way, and no worker can know whether its answer will be audited, because that
-    depends on the other answers in the batch.
+    All samples of unproven workers are chosen, plus others that hold about `share` of the older tokens; nothing if it
+    is 0. The others come from few versions, because each version has to be loaded. The choice is seeded by a hash of
+    the batch: a resumed run audits the same batch in the same way, and no worker can know whether its answer will be
+    audited, because that depends on the other answers in the batch.
     """
     num_stale = {number: count for number, count in _num_stale(samples).items() if number in at_hand}
     if not num_stale or share <= 0:
@@ -154,7 +155,7 @@ def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object
 
 
 def _num_stale(samples: Sequence[Sample]) -> dict[int, int]:
-    """Returns the number of older tokens that can be compared, by version."""
+    """Returns how many tokens of each older version the samples hold that can be compared, by version number."""
     known = [sample.version[sample.is_stale] for sample in samples if sample.version is not None]
     numbers, counts = np.unique(_joined(known, np.int64), return_counts=True)
     return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
@@ -171,8 +172,7 @@ def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 
 
 class Witnesses(WeightFolder):
-    """Keeps the trainer's latest `num_kept` versions for audits; a batch may hold tokens of any version within the
-    bound.
+    """Folder of the trainer's latest `num_kept` versions, with which audits compute older tokens' log-probs again.
 
     The files are hard links to published files, which cost disk space but no time. Audits skip a version that is
     missing.
@@ -193,6 +193,6 @@ class Witnesses(WeightFolder):
             log.warning("version %d cannot be kept for audits: %s", version.number, error)
 
     def file(self, number: int) -> Path | None:
-        """Returns the file with a version's tensors; None if the version is not kept."""
+        """Returns the file with the tensors of version `number`; None if the version is not kept."""
         file = weights_file(self.path(number))
         return file if file.is_file() else None

@@ -47,7 +47,7 @@ class CheckpointManifest:
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run, each in a folder of its own. `adapter` is the adapter that is trained, if any."""
 
     def __init__(self, folder: Path, keep: int = 2, adapter: Adapter | None = None):
         self.folder, self.keep = folder, keep
@@ -55,8 +55,8 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int, version: int, state: dict[str, Tensor], *, keeps_all: bool = False) -> Path:
-        """Writes a checkpoint and, unless `keeps_all`, deletes all but the latest `keep`. If the disk is full, the
-        draft is removed and earlier checkpoints stay intact."""
+        """Writes a checkpoint, returns its folder and, unless `keeps_all`, deletes all but the latest `self.keep`
+        checkpoints. If the disk is full, the draft is removed and earlier checkpoints stay intact."""
         final = self.folder / f"{step:08d}"
         draft = final.with_name(f".{final.name}.draft")
         try:
@@ -104,7 +104,7 @@ class Checkpoints:
         return sorted(int(f.parent.name) for f in self.folder.glob(f"[0-9]*/{MANIFEST}"))
 
     def load(self, step: int) -> tuple[CheckpointManifest, dict[str, Tensor]]:
-        """Reads a checkpoint and restores torch's random state."""
+        """Returns the manifest and tensors of the checkpoint of `step`, and restores torch's random state from it."""
         folder = self.folder / f"{step:08d}"
         try:
             manifest = CheckpointManifest(**json.loads((folder / MANIFEST).read_text()))
@@ -138,7 +138,7 @@ def _random_states() -> dict[str, Tensor]:
 
 
 def _restore_random(states: dict[str, Tensor]) -> None:
-    """Restores the random states of the devices that exist here; a run may resume with fewer GPUs."""
+    """Restores the random states of the devices that this machine has; a run may resume with fewer GPUs."""
     torch.set_rng_state(states[f"{RNG}cpu"])
     for i in range(torch.cuda.device_count()):
         if f"{RNG}cuda.{i}" in states:

@@ -50,12 +50,12 @@ class Tokens:
 
     @cached_property
     def log_ratio(self) -> Tensor:
-        """log r of each token (see the module's docstring), clamped."""
+        """log r of each token, clamped: its log-prob now minus that at the start of the step."""
         return (self.logprobs - self.proximal).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     @cached_property
     def log_importance(self) -> Tensor:
-        """log ρ of each token (see the module's docstring), clamped."""
+        """log ρ of each token, clamped: its log-prob at the start of the step minus that when it was sampled."""
         return (self.proximal - self.behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     @cached_property
@@ -68,7 +68,7 @@ class Tokens:
         return self._sums(values * self.mask) / self.num_trained
 
     def per_token(self, by_sequence: Tensor) -> Tensor:
-        """Returns for each token the value of its sequence."""
+        """Returns, for each token, the entry of `by_sequence` for the token's sequence."""
         return by_sequence[self.sequence]
 
     def _sums(self, values: Tensor) -> Tensor:
@@ -78,8 +78,8 @@ class Tokens:
 
 
 def clean(tokens: Tokens) -> tuple[Tokens, Tensor]:
-    """Zeroes all numbers of tokens that are not trained on. Trained tokens with a number that is not finite are masked
-    out too; the second result marks them, and the caller decides whether to stop."""
+    """Returns the tokens with all numbers set to 0 where they are not trained on. Trained tokens with NaN or infinity
+    are masked out too; the second result marks these, and the caller decides whether to stop."""
     given = [tokens.logprobs, tokens.proximal, tokens.behaviour, tokens.advantages]
     if tokens.reference is not None:
         given.append(tokens.reference)
@@ -104,9 +104,9 @@ class LossSettings:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    """Upper bound on r for tokens with a negative advantage; None: no bound."""
+    """Upper bound on the probability ratio r of tokens with a negative advantage; None: no bound."""
     ratio_max: float = 5.0
-    """Upper bound on r in CISPO (not a distance from 1)."""
+    """Upper bound on the probability ratio r itself (not on its distance from 1) in the CISPO loss."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 # through a weight. A rejected token has weight 0 and still counts in every denominator.
 
 VETO = 1e-4
-"""`sequence_mask` rejects a whole sequence if ρ of any of its tokens is below this."""
+"""`sequence_mask` rejects a whole sequence if ρ (importance ratio) of any of its trained tokens is below this."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class CorrectionSettings:
 
 @dataclass(frozen=True)
 class Correction:
-    """Weight of each token; `kept` is False where the token was rejected."""
+    """Weight by which each token's loss is multiplied; `kept` is False where a token was rejected (weight 0)."""
 
     weight: Tensor
     kept: Tensor
@@ -192,31 +192,31 @@ def off(tokens: Tokens, settings: CorrectionSettings) -> Correction:
 
 
 def decoupled(tokens: Tokens, settings: CorrectionSettings) -> Correction:
-    """Weight ρ: unbiased, but with full variance."""
+    """Weight ρ (probability at the step's start / when sampled), not truncated: unbiased, but with full variance."""
     return Correction(_importance(tokens), torch.ones_like(tokens.mask))
 
 
 def tis(tokens: Tokens, settings: CorrectionSettings) -> Correction:
-    """Truncated importance sampling: weight min(ρ, high)."""
+    """Truncated importance sampling: weight min(ρ, high), where ρ is the token's importance ratio."""
     return Correction(_importance(tokens).clamp(max=settings.high), torch.ones_like(tokens.mask))
 
 
 def icepop(tokens: Tokens, settings: CorrectionSettings) -> Correction:
-    """IcePop: weight ρ if it lies within [low, high]; other tokens are rejected."""
+    """IcePop: weight ρ (importance ratio) if it lies within [low, high]; other tokens are rejected."""
     importance = _importance(tokens)
     kept = (importance >= settings.low) & (importance <= settings.high)
     return Correction(importance * kept, kept)
 
 
 def sequence_tis(tokens: Tokens, settings: CorrectionSettings) -> Correction:
-    """Truncated importance sampling by sequence: weight min(ρ of the sequence, high)."""
+    """Truncated importance sampling by sequence: weight min(geometric mean of ρ over the sequence, high)."""
     weight = tokens.per_token(_sequence_importance(tokens)).clamp(max=settings.high)
     return Correction(weight, torch.ones_like(tokens.mask))
 
 
 def sequence_mask(tokens: Tokens, settings: CorrectionSettings) -> Correction:
-    """Weight min(ρ, high) for tokens of sequences whose own ρ lies within [low, high] and that have no token with ρ
-    below `VETO`; other sequences are rejected."""
+    """Weight min(ρ, high) for tokens of sequences whose geometric mean of ρ lies within [low, high] and that have no
+    token with ρ below `VETO`; other sequences are rejected."""
     importance, whole = _importance(tokens), _sequence_importance(tokens)
     vetoed = tokens.means(((importance < VETO) & tokens.mask).to(importance.dtype)) > 0
     kept = tokens.per_token((whole >= settings.low) & (whole <= settings.high) & ~vetoed)
@@ -252,8 +252,8 @@ Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Returns the value of k1 with the gradient of k2. On fresh tokens that is the divergence's gradient on average,
-    while k1's own gradient would be 0 on average."""
+    """Returns the KL estimate k1 (log-prob minus the reference's) with the gradient of k2. On fresh tokens that is the
+    KL divergence's gradient on average, while k1's own gradient would be 0 on average."""
     away = k2(logprobs, reference)
     return away - away.detach() - _x(logprobs, reference).detach()
 
@@ -268,7 +268,7 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def _x(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Returns x, bounded from above only, so that a policy far from its reference is still pulled back."""
+    """Returns x (reference log-prob minus log-prob), bounded only above; a far too likely token keeps a gradient."""
     return (reference - logprobs).clamp(max=MAX_LOG_RATIO)
 
 

@@ -45,15 +45,15 @@ class NotFinite(OffbeatError):
 
 @dataclass(frozen=True)
 class FailedStepDump:
-    """Content of a dump file."""
+    """Content of the dump of a failed step: what is needed to repeat it, and where NaN or infinity was found."""
 
     format: int
     batch: Batch
     version: int
-    """Version that the step began with."""
+    """Number of the version whose weights the step began with."""
     lr: float
     tensor: str
-    """`tensor`, `sample`, `token` and `num_updates` are those of `NotFinite`."""
+    """What is not finite, in words. `tensor`, `sample`, `token` and `num_updates` are those of the `NotFinite`."""
     sample: int | None
     token: int | None
     num_updates: int
@@ -61,12 +61,12 @@ class FailedStepDump:
 
     @property
     def members(self) -> list[Member]:
-        """Members of all groups; their indices are the samples' indices."""
+        """Members (answers) of all groups of the batch, in order, so that `sample` is an index into them."""
         return [member for group in self.batch.groups for member in group.members]
 
 
 class FailedStep:
-    """A step that ended with `NotFinite`; writes its dump and the message for users."""
+    """A training step that ended with `NotFinite`; writes the step's dump and composes the message for users."""
 
     def __init__(self, step: int, error: NotFinite, batch: Batch, version: Version, lr: float, config: dict[str, Any]):
         self.step, self.error, self.batch, self.version, self.lr, self.config = step, error, batch, version, lr, config
@@ -117,7 +117,7 @@ class FailedStep:
 
 
 def locate(error: NotFinite, batch: Batch) -> tuple[int | None, str]:
-    """Returns the task in which the error was found and the place in words; (None, "") if unknown."""
+    """Returns the id of the task (answer) in which the error was found, and its place in words; (None, ""): unknown."""
     if error.sample is None:
         return None, ""
     task = [member.task for group in batch.groups for member in group.members][error.sample]

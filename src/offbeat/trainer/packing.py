@@ -24,7 +24,7 @@ from offbeat.trajectory import Segment, Trajectory
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One trajectory as the loss sees it, in numpy arrays. The claim decides `mask`; training only narrows it."""
+    """One trajectory (prompt and answer) in numpy arrays, as the loss sees it. Training may only narrow `mask`."""
 
     group: int
     prompt: np.ndarray
@@ -36,19 +36,19 @@ class Sample:
     reward: float
     """Weighted sum of all reward parts."""
     staleness: np.ndarray | None = None
-    """Staleness of each token in steps, valid where `mask` is True; None: 0 everywhere."""
+    """Staleness of each response token in steps, valid where `mask` is True; None: 0 everywhere."""
     sampled: np.ndarray | None = None
     """True where a token was sampled, even if it is too old to be trained on; None: same as `mask`."""
     rewards: tuple[tuple[int, float], ...] = ()
     """Parts of the reward as (position, weighted value); empty: all of `reward` is at the last token."""
     segment: np.ndarray | None = None
-    """For each token, the start of its segment; None: there is one segment."""
+    """For each token, the response position at which its segment starts; None: there is one segment."""
     version: np.ndarray | None = None
-    """Version of each token; None: unknown, so that only fresh tokens can be audited."""
+    """Number of the version that sampled each token; None: unknown, so that only fresh tokens can be audited."""
     old_kv: np.ndarray | None = None
     """True where a token attended to keys and values of weights older than its own; None: nowhere."""
     siblings: int | None = None
-    """Prompt id shared by answers of one prompt that are claimed separately; None: use `group`."""
+    """Id of the prompt if its answers are claimed separately, in several groups; None: `group` serves as the id."""
     earlier: tuple[float, ...] = ()
     """Rewards of other answers to the same prompt that are not in the batch."""
     is_proven: bool = True
@@ -61,12 +61,12 @@ class Sample:
 
     @property
     def prompt_id(self) -> int:
-        """Id shared by all answers to one prompt, which share its tokens in a row and are compared with each other."""
+        """Id shared by all answers to a prompt: they share its tokens in a packed row and are compared in reward."""
         return self.group if self.siblings is None else self.siblings
 
     @property
     def ages(self) -> np.ndarray:
-        """Staleness of each token; -1 where it is not trained on."""
+        """Staleness of each response token in steps; -1 where a token is not trained on."""
         if self.staleness is None:
             return np.where(self.mask, 0, -1)
         return np.where(self.mask, self.staleness, -1)
@@ -87,13 +87,13 @@ class Sample:
 
     @property
     def starts(self) -> np.ndarray:
-        """For each token, the start of its segment."""
+        """For each response token, the response position at which its segment starts."""
         return np.zeros(self.num_tokens, np.int64) if self.segment is None else self.segment
 
     @property
     def counted(self) -> np.ndarray:
-        """True where a token counts in denominators. Tokens that are too old count too, so that leaving them out does
-        not raise the weight of the others."""
+        """True where a token counts in the loss's denominators. Sampled tokens that are too old to train on count too,
+        so that leaving them out does not raise the weight of the others."""
         return self.mask if self.sampled is None else self.sampled | self.mask
 
     @property
@@ -102,7 +102,7 @@ class Sample:
 
 
 def samples_of(batch: Batch) -> Sequence[Sample]:
-    """Returns the samples of a batch, in the order of the claim."""
+    """Returns the samples of a claimed batch: one for each member of each group, in the batch's order."""
     return [
         Sample(
             group=group.group,
@@ -127,7 +127,7 @@ def samples_of(batch: Batch) -> Sequence[Sample]:
 
 
 def _per_token(trajectory: Trajectory, values: Sequence[int | bool]) -> np.ndarray:
-    """Returns an array with each segment's value repeated for each of its tokens."""
+    """Returns an array with one entry per response token: the entry of `values` for the token's segment."""
     return np.repeat(values, [len(segment.tokens) for segment in trajectory.segments])
 
 
@@ -142,10 +142,11 @@ BUCKET_RATIO = 0.6
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where the sequences lie in a packed row, for attention."""
+    """Where the sequences (each a prompt and a response) lie in a packed row, so that attention can gather them."""
 
     buckets: tuple[Tensor, ...]
-    """For each bucket, a (samples, length) table of row positions; results of padding, on the right, are not read."""
+    """For each bucket (samples of similar length), a (samples, length) table of row positions, padded on the right;
+    results of padding are not read."""
     restore: Tensor
     """For each row position, the index of its result in the buckets' concatenated results."""
 
@@ -155,17 +156,17 @@ class Microbatch:
     """Samples packed into one row, with the indices that the loss needs."""
 
     samples: tuple[int, ...]
-    """Indices of the packed samples, in the order of their targets."""
+    """Indices of the packed samples in the batch, in the order in which `targets` holds their tokens."""
     tokens: Tensor
     positions: Tensor
     layout: RowLayout
     predict_from: Tensor
-    """Row positions whose logits are needed, each once."""
+    """Row positions whose logits are needed to predict `targets`, each once."""
     target_row: Tensor
     """For each target, the index in `predict_from` of the position that predicts it. The first targets of a group's
     members share one position, the prompt's last token."""
     targets: Tensor
-    """Response tokens of all samples, one after the other."""
+    """Tokens to predict: the response tokens of all packed samples, one sample after the other."""
 
     @property
     def num_tokens(self) -> int:

@@ -64,7 +64,7 @@ LossFunction = Callable[[Forward], Tensor]
 
 
 class Policy:
-    """One model and its optimizer on one device."""
+    """The model being trained and its optimizer, on one device."""
 
     def __init__(
         self,
@@ -102,12 +102,12 @@ class Policy:
         check_forward(model, self.usage)
 
     def use_threads(self) -> None:
-        """Lets torch use all threads from the calling thread; an embedded engine may have set a smaller number."""
+        """Lets torch use as many threads as when this policy was made; an embedded engine may have set fewer."""
         torch.set_num_threads(self.num_threads)
 
     @torch.no_grad()
     def logprobs(self, microbatch: Microbatch, model: PreTrainedModel | None = None) -> Tensor:
-        """Returns the targets' log-probs, without gradients, under this policy or a `model` of the same kind."""
+        """Returns the targets' log-probs, without gradients, under `model`, of the same kind, or under this policy."""
         return forward(model or self.model, microbatch, self.temperature, self.usage).logprobs
 
     @torch.no_grad()
@@ -116,7 +116,7 @@ class Policy:
         return forward(self.model, microbatch, self.temperature, self.usage, self.head)
 
     def forward_backward(self, microbatch: Microbatch, loss: LossFunction) -> Tensor:
-        """Accumulates the gradient of one micro-batch's loss; returns the targets' log-probs, detached."""
+        """Adds the gradient of one micro-batch's loss to the gradients; returns the targets' log-probs, detached."""
         found = forward(self.model, microbatch, self.temperature, self.usage, self.head)
         loss(found).backward()
         return found.logprobs.detach()
@@ -166,7 +166,7 @@ class Policy:
             self._round_into_model()
 
     def state(self) -> dict[str, Tensor]:
-        """Returns masters and optimizer moments by name, for a checkpoint."""
+        """Returns the masters (float32 weights) and the optimizer's state by name, for a checkpoint."""
         tensors = {}
         for name, master in zip(self.names, self.masters, strict=True):
             tensors[f"master.{name}"] = master.detach()
@@ -204,7 +204,7 @@ def _is_finite(gradient: Tensor | None) -> bool:
 
 
 def _add_to(master: Tensor) -> Callable[[Tensor], None]:
-    """Returns a hook that adds a parameter's gradient, in float32, to the gradient of `master`."""
+    """Returns a hook that moves a parameter's gradient, in float32, into the gradient of `master`, its float32 copy."""
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -242,14 +242,14 @@ def forward(
 
 
 class Outputs(NamedTuple):
-    """Outputs of a model at the positions `Microbatch.predict_from`."""
+    """Logits, and values of a value head if there is one, at the positions `Microbatch.predict_from`."""
 
     logits: Tensor
     values: Tensor | None
 
 
 def outputs(model: PreTrainedModel, microbatch: Microbatch, usage: Usage, head: ValueHead | None = None) -> Outputs:
-    """Runs the model over the packed row; if the model does not support that, over one row per sample."""
+    """Runs the model over a micro-batch's packed row or, if it cannot (`usage.packs`), over one row per sample."""
     if usage.packs:
         inputs = {
             "input_ids": microbatch.tokens[None],
@@ -280,7 +280,7 @@ def _at(
     head: ValueHead | None,
     cells: Tensor | slice,
 ) -> Outputs:
-    """Runs the model, selects `columns` of each row, flattens rows and columns, and returns the entries `cells`."""
+    """Returns the model's outputs at `columns` of each row, with rows and columns flattened and indexed by `cells`."""
     options = {"logits_to_keep": columns} if usage.picks_logits else {}
     logits = model(**inputs, **options, use_cache=False).logits
     values = None if head is None else head.values()
@@ -353,8 +353,8 @@ def check_forward(model: PreTrainedModel, usage: Usage) -> None:
 
 
 def _forward_backward(model: PreTrainedModel, batch: Microbatch, usage: Usage) -> Tensor:
-    """Returns the logits, after a backward pass that ends at the embedded tokens; no weight gets a gradient, which
-    would take memory."""
+    """Returns the logits of a forward pass, after a backward pass that ends at the embedded tokens: no weight gets a
+    gradient, which would take memory."""
     embedded: list[Tensor] = []
 
     def cut_graph(module: nn.Module, args: object, output: Tensor) -> Tensor:

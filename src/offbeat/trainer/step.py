@@ -65,7 +65,8 @@ class StepSettings:
     kl_coef: float = 0.0
     divergence: Divergence = k3
     max_sample_gap: float | None = None
-    """Mean absolute log-prob error of a sample's compared tokens above which it is not trained on; None: no audit."""
+    """Mean absolute log-prob error of a sample's compared tokens above which to leave the sample out; None: no
+    audit."""
     audit_share: float = 0.0
     """Share of older tokens whose log-probs are compared with those of their own version."""
 
@@ -78,8 +79,8 @@ def train_step(
     reference: PreTrainedModel | None = None,
     weights_of: Callable[[int], Path | None] = lambda number: None,
 ) -> StepMetrics:
-    """Trains on a batch. `reference` is the frozen initial model for a KL term. `weights_of` returns the weights file
-    of an older version, for audits, or None if it is not kept."""
+    """Trains the policy on a batch and returns the step's metrics. `reference` is the frozen initial model for a KL
+    term; None: no such term. `weights_of` returns the weights file of an older version, for audits; None: not kept."""
     policy.use_threads()
     parts = parts_of(samples, settings.updates_per_step)
     step = StepInProgress(policy, samples, settings, reference)
@@ -99,13 +100,13 @@ def train_step(
 
 
 BUCKET_ENDS = (0, 1, 2, 4, 8)
-"""Largest staleness of each bucket; the last bucket has no upper end."""
+"""Largest staleness, in steps, of each bucket of tokens but the last, which has no upper end."""
 BUCKET_NAMES = ("0", "1", "2", "3-4", "5-8", "9+")
 
 
 @dataclass(frozen=True)
 class StalenessMetrics:
-    """Metrics of one staleness bucket."""
+    """Metrics of one staleness bucket: the trained tokens whose staleness lies within a range of steps."""
 
     num_tokens: int
     ess: float
@@ -131,7 +132,7 @@ class StepMetrics:
     """Mean absolute difference between the log-probs of engine and trainer, over tokens sampled from the weights at the
     start of the step; NaN if there are no such tokens."""
     clamped_share: float
-    """Share of tokens with a log-ratio that was clamped at `MAX_LOG_RATIO`."""
+    """Share of tokens of which a log-ratio was clamped to plus or minus `MAX_LOG_RATIO`."""
     entropy: float
     """Entropy estimate: minus the mean of the log-probs that engines reported."""
     num_trained_tokens: int
@@ -141,13 +142,13 @@ class StepMetrics:
     """Share of samples whose advantage is not 0."""
     value_loss: float | None = None
     audited: tuple[int, ...] = ()
-    """Indices of samples left out because their log-probs do not fit their version."""
+    """Indices of samples left out because the log-probs that engines reported do not fit the versions reported."""
     compared: tuple[SegmentFinding, ...] = ()
-    """Segments whose log-probs were compared with those of their version."""
+    """Segments whose reported log-probs were compared with the trainer's under the same version."""
     by_staleness: dict[str, StalenessMetrics] = field(default_factory=dict)
 
     def row(self) -> dict[str, float]:
-        """Returns the step's metrics by name, without those that do not apply."""
+        """Returns the step's metrics by name as one flat row of numbers, without those that do not apply."""
         row = {**asdict(self), "audited": len(self.audited)}
         row["compared_tokens"] = sum(segment.num_tokens for segment in self.compared)
         row["off_tokens"] = sum(segment.num_off for segment in self.compared)
@@ -160,7 +161,7 @@ class StepMetrics:
 
 
 class StepInProgress:
-    """State shared by the micro-batches of a step."""
+    """A training step at work: what its micro-batches share, such as advantages and sums for the metrics."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class StepInProgress:
         self.sums = StepAccumulator()
 
     def begin(self, parts: Sequence[Sequence[int]]) -> None:
-        """Records the log-probs and values at the start of the step, if needed, and computes the advantages."""
+        """Computes the advantages and, for several updates or a value head, the log-probs and values at the start."""
         settings = self.settings
         if len(parts) > 1 or settings.gae is not None:
             self._record_start(parts)
@@ -189,7 +190,7 @@ class StepInProgress:
         )
 
     def _record_start(self, parts: Sequence[Sequence[int]]) -> None:
-        """Computes every sample's log-probs and values under the current policy."""
+        """Stores every sample's log-probs and, with a value head, values before the step's first update."""
         for part in parts:
             for batch in self._microbatches(part):
                 found = self.policy.infer(batch)
@@ -203,8 +204,8 @@ class StepInProgress:
                 raise NotFinite("the value head's guess", i, int(wrong[0]))
 
     def accumulate(self, part: Sequence[int], only: Sequence[int] | None = None) -> None:
-        """Accumulates the gradient of one update over the samples in `part`. `only` restricts it to the contribution of
-        these samples, with unchanged denominators."""
+        """Accumulates the gradient of one update from the samples in `part`. With `only`, just these samples of `part`
+        contribute, while the denominators stay those of the whole part."""
         settings, masks = self.settings, [self.samples[i].mask for i in part]
         counted = [self.samples[i].counted for i in part]
         totals = Totals.of(counted)
@@ -255,14 +256,15 @@ class StepInProgress:
         self._count(batch)
 
     def _measure(self, batch: Microbatch) -> None:
-        """Adds the metrics of samples without a gradient."""
+        """Adds samples without a gradient, whose advantage is 0, to the step's metrics; makes no backward pass."""
         start = self._start(batch)
         tokens = self._tokens(batch, self.policy.logprobs(batch) if start is None else start, None)
         self.sums.add(tokens, correct(tokens, self.settings.correction), None, self._fresh(batch))
         self._count(batch)
 
     def _tokens(self, batch: Microbatch, logprobs: Tensor, reference: Tensor | None) -> Tokens:
-        """Builds the tokens of a micro-batch, without samples that fail the audit; raises `NotFinite`."""
+        """Returns a micro-batch's tokens for the loss, masking samples that fail the audit. Raises `NotFinite` if a
+        trained token has NaN or infinity."""
         chosen = [self.samples[i] for i in batch.samples]
         start = self._start(batch)
         proximal = logprobs.detach() if start is None else start
@@ -309,14 +311,14 @@ class StepInProgress:
         raise NotFinite(what, sample, token)
 
     def _locate(self, batch: Microbatch, target: int) -> tuple[int, int]:
-        """Returns the sample index and the response token index of a micro-batch's target."""
+        """Returns the index of the sample, and of the token in its response, that a micro-batch's target belongs to."""
         ends = np.cumsum([self.samples[i].num_tokens for i in batch.samples])
         sample = batch.samples[int(np.searchsorted(ends, target, side="right"))]
         return sample, target - int(ends[batch.samples.index(sample)] - self.samples[sample].num_tokens)
 
     def _value_loss(self, batch: Microbatch, found: Forward, tokens: Tokens, totals: Totals) -> Tensor:
-        """PPO's value loss: half the larger of the squared errors with and without clipping, summed over the
-        micro-batch and divided by the number of tokens in the update."""
+        """Returns PPO's value loss: half the larger of the squared errors with and without clipping, summed over the
+        trained tokens of the micro-batch and divided by the number of tokens in the update."""
         assert self.settings.gae is not None
         assert self.credit.returns is not None
         assert found.values is not None
@@ -352,7 +354,7 @@ class StepInProgress:
 
 
 def parts_of(samples: Sequence[Sample], count: int) -> list[list[int]]:
-    """Splits a batch by whole groups, in order, into at most `count` parts of about equal size."""
+    """Splits a batch, in order, into up to `count` parts of about equally many whole groups; returns sample indices."""
     groups = [sample.group for sample in samples]
     ids = list(dict.fromkeys(groups))
     part_of = {group: i * count // len(ids) for i, group in enumerate(ids)}
@@ -364,7 +366,7 @@ def parts_of(samples: Sequence[Sample], count: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Totals:
-    """Denominators of an update."""
+    """Denominators of an update's loss: the numbers of tokens and sequences that count."""
 
     num_tokens: int = 0
     num_sequences: int = 0
@@ -425,8 +427,8 @@ class StepAccumulator:
     tokens. ρ is explained in `losses`."""
 
     def add(self, tokens: Tokens, correction: Correction, clipped: Tensor | None, fresh: Tensor) -> None:
-        """Adds the tokens of a micro-batch. `fresh` is True where the engine sampled with the weights at the start of
-        the step; `clipped` is None for samples without a gradient."""
+        """Adds a micro-batch's tokens to the sums. `clipped` is None if the tokens have no gradient. `fresh` is True
+        where the engine sampled with the weights at the start of the step."""
         mask = tokens.mask.to(torch.float32)
         log_importance = tokens.log_importance.detach()
         importance = log_importance.exp()

@@ -35,9 +35,9 @@ from offbeat.weights.version import Version
 log = logging.getLogger(__name__)
 
 MAX_CLAMPED_SHARE = 0.001
-"""Largest share of a step's tokens with a clamped log-ratio before a warning is logged; more cannot be chance."""
+"""Share of a step's tokens with a clamped log-ratio above which a warning is logged; so many cannot be chance."""
 REPORT_WITHIN_S = 60.0
-"""Longest time to try reporting a checkpoint to the coordinator."""
+"""Seconds for which to try to report a checkpoint to the coordinator."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class StepReport:
-    """A finished step, for metrics."""
+    """What is reported of a finished step: its batch, metrics and learning rate."""
 
     step: int
     batch: Batch
     metrics: StepMetrics
     lr: float
     weights: PublishFigures | None = None
-    """Cost of publishing the new version."""
+    """Bytes and seconds that publishing the new version took; None: unknown."""
 
 
 class Trainer:
@@ -97,7 +97,7 @@ class Trainer:
 
     async def start(self, *, from_scratch: bool = False) -> int:
         """Takes over the run from the latest checkpoint, or from the initial model if there is none, and publishes
-        these weights; returns the step. `from_scratch` allows undoing all steps; there must be no checkpoint."""
+        these weights; returns the next step. `from_scratch` allows undoing all steps; there must be no checkpoint."""
         steps = self.checkpoints.steps()
         if steps and from_scratch:
             raise UserError(
@@ -152,7 +152,7 @@ class Trainer:
                 await self.save()
 
     async def _make_step(self, batch: Batch) -> StepReport:
-        """Trains on a batch, publishes the new version and commits."""
+        """Trains on a batch, publishes the new version, and commits the step at the coordinator; returns its report."""
         assert self.version is not None
         lr, num_updates = self.settings.learning_rate(self.step), self.policy.num_updates
         with self.span("train"):
@@ -217,7 +217,8 @@ class Trainer:
                 await self.client.checkpointed(self.step)
 
     async def _stop_for(self, error: NotFinite, batch: Batch, lr: float) -> RunStopped:
-        """Dumps the batch, saves the state before the step, and returns the error that ends the run.
+        """Handles NaN or infinity: dumps the batch, saves the state before the step, and returns the error that ends
+        the run.
 
         If the step has already made an update, the policy is between two steps and no checkpoint is saved. If the dump
         or the checkpoint fails too, as on a full disk, the run still stops with `error` as its reason.
@@ -257,7 +258,7 @@ class Trainer:
                 await asyncio.shield(saving)
 
     async def _claim_unless(self, stop: asyncio.Event) -> Batch | None:
-        """Claims the step's batch; returns None if `stop` is set first."""
+        """Waits for the next step's batch and returns it; None if `stop` is set first."""
         if stop.is_set():
             return None
         claim, self._next_claim = self._next_claim, None

@@ -31,7 +31,8 @@ _short_mask: ContextVar[Tensor | None] = ContextVar("short_context", default=Non
 
 @contextmanager
 def short_context(mask: Tensor | None) -> Iterator[None]:
-    """Within the block, the last rows of a decode step use this mask and read only its length of context.
+    """Within the block, the last rows of a decode step, as many as `mask` has rows, use `mask` and read only as many
+    context tokens as it is long. None: all rows read the same context.
 
     The mask goes through a context variable, because models hand only one mask on to their attention.
     """
@@ -43,7 +44,7 @@ def short_context(mask: Tensor | None) -> Iterator[None]:
 
 
 def use_slot_attention(model: PreTrainedModel) -> Usage:
-    """Switches a model to slot attention if it supports that; returns how the model can be run."""
+    """Switches a model to attention over KV slots (`slot_attention`) if it can; returns how the model can be run."""
     found = usage(model)
     if found.has_slots:
         AttentionInterface.register(NAME, slot_attention)
@@ -77,7 +78,7 @@ def slot_attention(
 
 
 class _Scoring(NamedTuple):
-    """Attention parameters of a layer."""
+    """Parameters of a layer's attention scores; None: the layer does not use the parameter."""
 
     scale: float
     window: int | None
@@ -130,7 +131,7 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scor
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: _Scoring) -> Tensor:
-    """Attends with plain products; `query` is scaled and is (rows, KV heads, heads per KV head, ..., head dim)."""
+    """Attends by plain products; `query`, already scaled, is (rows, KV heads, heads per KV head, ..., head dim)."""
     scores = torch.matmul(query, key.transpose(-2, -1))
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
@@ -145,7 +146,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: _S
 
 
 def _windowed(mask: Tensor, window: int | None) -> Tensor:
-    """Returns the mask with tokens hidden that lie `window` or more behind the row's last visible token."""
+    """Returns the mask, also hiding tokens `window` or more behind a row's last visible token; None hides no more."""
     if window is None or window >= mask.shape[-1]:
         return mask
     index = torch.arange(mask.shape[-1], device=mask.device)
@@ -201,7 +202,7 @@ class KeyValueSlots:
         return 0
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], num_tokens: int) -> None:
-        """Copies the first `num_tokens` tokens of `sources[i]` to `targets[i]`, for all i at once."""
+        """Copies the KV of the first `num_tokens` tokens from slot `sources[i]` to slot `targets[i]`, all i at once."""
         if not self.keys:
             return
         device = self.keys[0].device

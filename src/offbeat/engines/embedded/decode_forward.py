@@ -35,13 +35,13 @@ _recording = threading.Lock()
 
 
 class DecodeForward:
-    """Runs a decode step of the first slots with the model itself. With two parts, the last rows read less context."""
+    """Decode step of the first KV slots, run by the model itself; with two parts, the last rows read less context."""
 
     def __init__(self, model: PreTrainedModel, num_parts: int = 1):
         self.model, self.num_parts = model, num_parts
 
     def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor, *rest: Tensor) -> Tensor:
-        """Returns the logits of each row's next token; the length of `mask` is the context read."""
+        """Returns the logits of each row's next token; `mask` is as long as the context read; `rest`: see `Forward`."""
         short, held = (None, rest) if self.num_parts == 1 else (rest[0], rest[1:])
         num_layers, (num_slots, _, context, _) = len(held) // 2, held[0].shape
         slots = KeyValueSlots(num_slots, context, keys=held[:num_layers], values=held[num_layers:])
@@ -58,7 +58,7 @@ class DecodeForward:
 
 
 class RecordedStep:
-    """A recording of `DecodeForward`. Weights are its inputs, so that no result of old weights is baked in."""
+    """A recording (traced graph) of `DecodeForward`. Weights are inputs to it, so they may change after recording."""
 
     def __init__(self, forward: DecodeForward, inputs: tuple[Tensor, ...]):
         from torch.nn.utils.stateless import _reparametrize_module  # the public functional_call refuses tracing
@@ -101,14 +101,15 @@ def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Fo
 
 @cache
 def _warn(why: str) -> None:
-    """Logs each reason only once per process, which may have many engines."""
+    """Logs why steps cannot be recorded, each reason only once per process, which may have many engines."""
     log.warning(
         "embedded engine: steps cannot be recorded, so are slower: %s", " ".join(why.split())[:ERROR_CHARACTERS]
     )
 
 
 def recorded_in_parts(model: PreTrainedModel, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
-    """Returns a recording of the step in two parts, made with `inputs` whose last row reads half the context."""
+    """Returns a recording of a decode step in two parts, made with `inputs` changed so that the last row reads only
+    half the context; without inputs of two or more rows, returns the step unrecorded."""
     forward = DecodeForward(model, num_parts=2)
     # Recording writes keys and values, so it gets copies of the slots.
     halved = [
@@ -122,7 +123,7 @@ def recorded_in_parts(model: PreTrainedModel, inputs: Sequence[tuple[Tensor, ...
 def inputs_of_all_sizes(
     model: PreTrainedModel, kv: KeyValueSlots, max_context_tokens: int, bucket_tokens: int
 ) -> list[tuple[Tensor, ...]]:
-    """Returns inputs with different numbers of rows and context lengths, for recording and comparing."""
+    """Returns made-up inputs of decode steps, with different numbers of rows and context lengths, for recording."""
     few, more, device = min(2, kv.num_slots), min(8, kv.num_slots), kv.keys[0].device
     vocab, inputs = model.config.get_text_config().vocab_size, []
     sizes = ((few, bucket_tokens), (1, bucket_tokens), (more, min(2 * bucket_tokens, kv.max_context_tokens)))
@@ -146,8 +147,8 @@ def _freezes_a_branch(warning: warnings.WarningMessage) -> bool:
 class Recomputed:
     """Decode step of a model whose attention cannot be replaced: computes every row from its first token on.
 
-    Nothing is cached, so the model's own state is always right; the cost grows with the length of the rows.
-    `picks_logits` computes only the logits needed, whose number then depends on the rows in the batch.
+    Nothing is cached, so the model's own state is always right; the cost grows with the length of the rows. With
+    `picks_logits`, logits are computed only at the positions that any row of the batch needs.
     """
 
     def __init__(self, model: PreTrainedModel, picks_logits: bool):

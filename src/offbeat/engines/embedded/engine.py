@@ -125,7 +125,7 @@ class EmbeddedEngine:
         await self._do(lambda: self._abort(ids))
 
     async def load(self, version: Version) -> None:
-        """Reads the files during generation, which then stops only while the weights are copied into place."""
+        """Reads a version's files during generation, which then stops only while the weights are copied into place."""
         if self._ended is not None:
             raise self._ended
         staged = await asyncio.to_thread(stage, self._stepper.model, version, self.base)
@@ -223,7 +223,7 @@ class EmbeddedEngine:
 
 
 def _resolve(outcomes: Sequence[tuple[Answer, object]]) -> None:
-    """Wakes waiting callers, with one call into each event loop."""
+    """Gives each waiting caller its outcome, a result or an error, with one call into each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Answer, object]]] = {}
     for answer, outcome in outcomes:
         by_loop.setdefault(answer.get_loop(), []).append((answer, outcome))
@@ -246,7 +246,7 @@ def _settle(outcomes: Sequence[tuple[Answer, object]]) -> None:
 
 
 def default_fingerprint(model: PreTrainedModel, exact: bool, num_slots: int) -> str:
-    """Returns everything that affects the rounding of results, as one text that is stored with every segment."""
+    """Returns, as one text, everything that affects the rounding of results; it is stored with every generation."""
     dtype = str(model.dtype).removeprefix("torch.")
     parts = [f"torch-{torch.__version__}", f"transformers-{transformers.__version__}", dtype, model.device.type]
     if exact:  # threads may split a large matrix product in a way that depends on its number of rows

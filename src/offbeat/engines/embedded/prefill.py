@@ -65,7 +65,8 @@ class CachedPrompts:
 PREFILL_TOKENS = 4096
 """Most tokens, padding included, in one batch of sequences: bounds its memory and the time that live slots wait."""
 MIN_EXACT_ROWS = 16
-"""Matrix products with fewer rows use other kernels, whose results depend on the number of rows and threads."""
+"""Multiple to which `exact` pads a sequence: matrix products with fewer rows use other kernels, whose results depend on
+the number of rows and threads."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Prefill:
         self._options = {"logits_to_keep": 1} if keeps_logits else {}
 
     def fill(self, wanted: Sequence[Wanted]) -> EngineMetrics:
-        """Fills slots; returns metrics with the numbers of tokens computed (prefilled) and copied (resumed)."""
+        """Fills slots; returns the numbers of tokens computed (prefilled) and copied from other slots (resumed)."""
         missing: list[Wanted] = []
         copies: list[tuple[int, Wanted]] = []
         for one in wanted:
@@ -126,7 +127,7 @@ class Prefill:
         return batches
 
     def compute(self, batch: Sequence[Wanted]) -> int:
-        """Computes a batch in one forward pass; returns the number of tokens, padding included."""
+        """Computes a batch's keys and values in one forward pass; returns the number of tokens, padding included."""
         longest = max(len(one.tokens) for one in batch)
         if self.exact:
             longest = round_up(longest, MIN_EXACT_ROWS)

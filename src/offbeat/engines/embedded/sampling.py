@@ -47,14 +47,14 @@ def uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifts in zeros (a logical shift), where torch's own operator repeats the sign bit."""
+    """Shifts int64 numbers right and fills with zeros (a logical shift); torch's own operator repeats the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @dataclass(frozen=True)
 class RowSampling:
-    """Sampling parameters, one entry per row. The flags say whether any row is greedy, or uses top-p, top-k or min-p:
-    both need slower code."""
+    """Sampling parameters, one entry per row. `any_greedy` says whether any row is greedy, `any_filtered` whether any
+    row uses top-p, top-k or min-p; if False, `draw` skips the work for these."""
 
     keys: torch.Tensor
     """Noise keys, see `noise_key`."""
@@ -75,8 +75,8 @@ def is_filtered(sampling: Sampling) -> bool:
 
 
 def draw(logits: torch.Tensor, rows: RowSampling, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws a token for each row; returns tokens and float32 log-probs. `logits` must be float32 and may be
-    overwritten."""
+    """Draws a token for each row of `logits`; returns the tokens and their float32 log-probs. `logits` must be float32
+    and may be overwritten; `noise` holds a number in [0, 1) for each row."""
     greedy_tokens = logits.argmax(-1) if rows.any_greedy else None
     temperature = rows.temperature
     if greedy_tokens is not None:
@@ -90,7 +90,7 @@ def draw(logits: torch.Tensor, rows: RowSampling, noise: torch.Tensor) -> tuple[
 
 
 def _inverse_cdf(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Returns the first token whose cumulative share of the row exceeds the noise; `probs` need not sum to one."""
+    """Returns, for each row, the first token whose cumulative share exceeds `noise`; `probs` need not sum to one."""
     shares = probs.cumsum(-1)
     target = noise.unsqueeze(1) * shares[:, -1:]  # noise is at most 1 - 2**-24, so the target lies below the sum
     tokens = torch.searchsorted(shares, target, right=True).squeeze(1)

@@ -48,9 +48,9 @@ from offbeat.rules.padding_split import exchanges, num_long_rows
 from offbeat.trajectory import Sampling, Segment
 
 READ_BUCKET_TOKENS = 16
-"""The context read is rounded up to a multiple of this, which keeps vector lanes full and shapes stable."""
+"""Multiple to which the number of context tokens read is rounded up; keeps vector registers full and shapes stable."""
 SMALL_STEP_FLOPS = 1e9
-"""Forward passes with less arithmetic run on one thread; several threads would mostly wait for one another."""
+"""Number of operations below which a forward pass runs on one thread; several would mostly wait for one another."""
 
 
 class Stepper:
@@ -119,7 +119,7 @@ class Stepper:
         return ended
 
     def load(self, number: int, staged: Staged) -> None:
-        """Swaps in the weights of version `number`; recomputes the KV of running requests that may not keep it."""
+        """Swaps in the weights of version `number`; recomputes the KV of running requests that may not keep old KV."""
         swap(staged)
         for slot, running in self.running.items():
             assert self.version is not None
@@ -151,7 +151,7 @@ class Stepper:
         return ended
 
     def _parts(self) -> list[tuple[int, int]]:
-        """Returns the one or two parts of the next step as (number of slots, context tokens that each reads)."""
+        """Returns the next step's one or two parts, long rows first: (number of slots, context tokens each reads)."""
         if self.exact:  # the context read decides how sums are split, so it must not depend on other rows
             return [(self.num_slots, round_up(self.max_context_tokens, READ_BUCKET_TOKENS))]
         num_rows = len(self.running)
@@ -161,7 +161,7 @@ class Stepper:
         return [(self.num_long, long), (num_rows - self.num_long, short)]
 
     def _decode(self, parts: Sequence[tuple[int, int]]) -> list[int]:
-        """Runs one decode step and stores each live row's next token; returns the slots that are done."""
+        """Runs one decode step and stores each live row's next token; returns the slots whose requests are complete."""
         num_rows, rows = sum(num for num, _ in parts), self.rows
         logits = self._next_logits(num_rows, parts)
         sampling = rows.sampling(num_rows, any_greedy=self.any_greedy, any_filtered=self.any_filtered)
@@ -194,8 +194,8 @@ class Stepper:
         return forward if self.exact else recorded(forward, self._decode_inputs())
 
     def _check(self) -> None:
-        """Raises a `UserError` if the logits computed here differ from those of the model's own code. Tries one row of
-        a few tokens and, with more than one slot, a row of one token beside it."""
+        """Raises a `UserError` if this engine's logits differ from those of the model's own code. Tries one row of a
+        few tokens and, with more than one slot, a row of one token beside it."""
         tokens = np.array(usage.probe_tokens(self.model, 7))
         prompts = [tokens[:6][: self.max_context_tokens - 1], tokens[6:]][: self.num_slots]
         slots, num_rows = range(len(prompts)), len(prompts)
@@ -260,7 +260,8 @@ class Stepper:
             self.metrics += self.prefill.fill(wanted)
 
     def _take_cached(self, request: Request) -> CachedPrefix | None:
-        """Returns a cached prefix for a request and removes it from the cache; None if a prefill is cheaper."""
+        """Returns a cached prefix for a request and removes it from the cache; None: there is none, or prefill is
+        cheaper."""
         assert self.version is not None
         prefix = self.cached.find(request, self.version)
         if prefix is None:
@@ -286,7 +287,7 @@ class Stepper:
         return self.num_steps + self.running[slot].step_offset
 
     def _num_tokens(self, slot: int) -> int:
-        """Number of known tokens of a live slot, given or sampled."""
+        """Number of tokens in a live slot so far: the request's own and those sampled since."""
         running = self.running[slot]
         return max(running.num_known, self._num_kept(slot) + 1)
 
@@ -356,7 +357,7 @@ class Stepper:
         return generations
 
     def _cache(self, slot: int, tokens: np.ndarray) -> None:
-        """Caches the keys and values of an aborted slot, so that the request can continue from them."""
+        """Lists an aborted slot's keys and values as cached, so that the request can resume from them."""
         running = self.running[slot]
         request, num_kept, num_prompt = running.request, self._num_kept(slot), running.num_prompt
         if request.kv is KvMode.REFILL or num_kept < num_prompt or not self.usage.has_slots:
@@ -365,7 +366,8 @@ class Stepper:
         self.cached.add(CachedPrefix(slot, tokens[:num_kept].copy(), num_prompt, running.kv_version, lag))
 
     def _count(self) -> None:
-        """Updates the host's summary of the live slots; called when the set or the order of live slots changes."""
+        """Updates what steps need to know of all live slots, such as whether any is greedy, so that they need not read
+        it from the device; called when the set or the order of live slots changes."""
         live = self.running.values()
         ways = {running.request.sampling for running in live}  # few distinct settings, even with many requests
         self.any_greedy, self.any_filtered = any(map(is_greedy, ways)), any(map(is_filtered, ways))
@@ -402,11 +404,11 @@ class SlotState:
     num_known: int
     """Number of tokens known when the slot was last filled."""
     step_offset: int
-    """Index of the token that a step feeds, minus the number of the step."""
+    """Index of the token that a step feeds, minus the number of the step: constant, because both grow by 1 per step."""
     open_start: int
     """Index, into prompt + response, of the first token of the segment being sampled."""
     kv_version: int
-    """Oldest version among the slot's keys and values."""
+    """Number of the oldest version of the weights that computed any of the slot's keys and values."""
     spans: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Finished segments as (start, end, version, KV version); start and end are indices into prompt + response."""
 
@@ -469,7 +471,7 @@ class SlotRows:
         self.clear(range(num_slots), [0] * num_slots)
 
     def clear(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        """Makes rows dead: steps leave them at `positions`, change no token before these, and never end them."""
+        """Marks rows as dead (no request): steps leave each at its position, change nothing before it, never end it."""
         rows = self.index(slots)
         self.ints[rows] = 0
         self.ints[rows, POSITION] = self.index(positions)
@@ -502,7 +504,7 @@ class SlotRows:
         self._show(rows, positions)
 
     def restart(self, slots: Sequence[int], positions: Sequence[int], known: Sequence[int]) -> None:
-        """Makes live rows feed again from `positions`, keeping their first `known` tokens as they are."""
+        """Sets live rows back to `positions`, so that steps feed from there again; their first `known` tokens stay."""
         rows = self.index(slots)
         self.ints[rows, POSITION] = self.index(positions)
         self.ints[rows, KNOWN] = self.index(known)
@@ -514,7 +516,7 @@ class SlotRows:
             tensor[target] = tensor[source]
 
     def read(self, slots: Sequence[int], num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Copies the first `num_tokens` tokens of rows, and their log-probs, to the host."""
+        """Returns the first `num_tokens` tokens of the slots' rows, and their log-probs, as arrays in CPU memory."""
         rows = self.index(slots)
         return self.tokens[rows, :num_tokens].cpu().numpy(), self.logprobs[rows, :num_tokens].cpu().numpy()
 
@@ -522,7 +524,7 @@ class SlotRows:
         return self.ints[:num_rows, POSITION]
 
     def response_positions(self, num_rows: int) -> torch.Tensor:
-        """Response position of each row's next token."""
+        """Returns the position in the response of the token that each row samples next."""
         return self.ints[:num_rows, POSITION] + 1 - self.ints[:num_rows, PROMPT]
 
     def sampling(self, num_rows: int, any_greedy: bool, any_filtered: bool) -> RowSampling:
@@ -571,7 +573,7 @@ class SlotRows:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def _show(self, rows: torch.Tensor, num_tokens: Sequence[int]) -> None:
-        """Unmasks the first `num_tokens` tokens of each row and masks the rest; `feed` then unmasks token by token."""
+        """Lets each row attend to its first `num_tokens` tokens only; `feed` then unmasks the others one by one."""
         hidden = torch.arange(self.mask.shape[1], device=self.device) >= self.index(num_tokens).unsqueeze(1)
         shown = torch.zeros(hidden.shape, dtype=self.mask.dtype, device=self.device)
         self.mask[rows] = shown.masked_fill_(hidden, -torch.inf)

@@ -43,8 +43,8 @@ class Staged:
 
 
 def stage(model: PreTrainedModel, version: Version, base: str | None = None) -> Staged:
-    """Prepares a version for `swap`; may run in any thread. `base` is the digest of the weights that the model's
-    adapters belong to; None for a model without adapters."""
+    """Reads and checks a version's tensors, so that `swap` only has to copy them; may run in any thread. `base` is the
+    digest of the weights that the model's adapters belong to; None for a model without adapters."""
     try:
         wanted = base_digest(version.path)
     except (OSError, ValueError) as error:
@@ -100,7 +100,7 @@ def _read(state: Mapping[str, Tensor], version: Version, folder: Path) -> list[t
 
 
 def _to_device(tensor: Tensor, own: Tensor) -> Tensor:
-    """Returns a copy of the tensor on the device of `own`; without room there, the tensor itself."""
+    """Returns the tensor moved to the device of `own`, or the tensor itself if that device's memory is full."""
     try:
         return tensor.to(own.device)
     except torch.OutOfMemoryError:

@@ -83,7 +83,8 @@ async def probe_interpreter(config: Config, environment: Mapping[str, str]) -> E
 
 
 def environment(config: Config, ours: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment for a server: `ours` without secrets and `UNWANTED`, plus the variables that it needs."""
+    """Returns a server's environment variables: `ours` (this process's) without Offbeat's own (OFFBEAT_...) and
+    `UNWANTED`, plus those that the server needs."""
     kept = {name: value for name, value in ours.items() if name not in UNWANTED and not name.startswith("OFFBEAT_")}
     # These turn usage reports off.
     kept.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
@@ -107,14 +108,15 @@ def environment(config: Config, ours: Mapping[str, str]) -> dict[str, str]:
 
 
 def suited(environment: Mapping[str, str], machine: EngineMachine) -> dict[str, str]:
-    """Returns the environment, with the folder of repairs for vLLM on CPUs added to PYTHONPATH if there is no GPU."""
+    """Returns `environment`; without a GPU, with the folder of repairs for vLLM on CPUs added to PYTHONPATH."""
     if machine.num_gpus:
         return dict(environment)
     return {**environment, "PYTHONPATH": os.pathsep.join((environment["PYTHONPATH"], str(ON_CPU_FOLDER)))}
 
 
 def _devices(first: int, count: int, ours: Mapping[str, str]) -> str:
-    """Returns CUDA_VISIBLE_DEVICES for `count` GPUs from index `first` on, among those that this process sees."""
+    """Returns CUDA_VISIBLE_DEVICES for `count` GPUs from index `first` on, among those that the variable in `ours`
+    lists; all of the machine's if it is not set there."""
     seen = [name for name in ours.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     numbers = range(first, first + count)
     if seen and numbers[-1] >= len(seen):
@@ -140,7 +142,8 @@ def uses_ipc(config: Config, machine: EngineMachine, *, sees_gpu: bool) -> bool:
 
 
 def command(config: Config, machine: EngineMachine, listen: Sequence[str], *, ipc: bool = False) -> list[str]:
-    """Returns the command line of the engine's server; `listen` holds the options of its endpoint."""
+    """Returns the command line of the engine's server. `listen` holds the options that say where it listens; with
+    `ipc`, vLLM is started to take weights through GPU memory."""
     words = _vllm(config, machine, ipc) if config.rollout.engine == "vllm" else _sglang(config, machine)
     return [machine.python, *words, *config.engine.arguments, *listen]
 

@@ -35,7 +35,7 @@ class Endpoint:
 
     url: str
     words: Sequence[str]
-    """Options that make the server listen here, for its command line."""
+    """Command-line options that make the server listen at `url`."""
     folder: str = ""
     """Folder to delete after the server has ended; "": none."""
     key: str | None = None

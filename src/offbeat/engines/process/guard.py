@@ -84,7 +84,7 @@ def _end_with_worker(server: subprocess.Popen[bytes]) -> None:
 
 
 def _clear(group: int) -> None:
-    """Kills processes that the server left behind, such as its workers after its front end crashed."""
+    """Kills processes of `group` that an ended server left behind, such as its workers after its front end crashed."""
     deadline_s = time.monotonic() + VANISH_WITHIN_S
     while time.monotonic() < deadline_s:
         try:

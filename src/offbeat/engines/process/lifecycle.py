@@ -34,12 +34,13 @@ LOG_EVERY_S = 60.0
 
 
 class ServerEngines:
-    """Implements `offbeat.launch.engine_parts.Engines` for vLLM and SGLang."""
+    """Implements `offbeat.launch.engine_parts.Engines` (opens a worker's engines) for vLLM and SGLang."""
 
     has_next = True
 
     def __init__(self, config: Config, name: str, folder: Path, log: Path | None = None):
-        """`folder` belongs to this worker. The server's output goes to `log`; None: to a file in `folder`."""
+        """`name` is the worker's name, and `folder` belongs to it alone. The server's output goes to `log`; None: to a
+        file in `folder`."""
         self.config, self.name, self.url = config, name, config.engine.url or ""
         self._folder, self._log_file = folder, log or folder / LOG
         self._server: EngineServer | None = None
@@ -128,7 +129,7 @@ class ServerEngines:
         )
 
     async def _find(self) -> None:
-        """Waits until the server at engine.url answers, and logs this every minute."""
+        """Waits until the server at engine.url answers; logs every minute that it is still waiting."""
         server, logged_s = Server(self.url, api_key=os.environ.get(KEY_VARIABLE)), -LOG_EVERY_S
         try:
             while True:

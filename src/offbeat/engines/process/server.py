@@ -45,7 +45,7 @@ class ServerEnded(EngineError):
 
 
 class EngineServer:
-    """A server that can be started again after `stop`, one process at a time. Call `stop` when done."""
+    """An engine's server: one process at a time, which can be started again after `stop`. Call `stop` when done."""
 
     def __init__(
         self,
@@ -58,7 +58,8 @@ class EngineServer:
         lock: Path,
         start_within_s: float,
     ):
-        """`name` appears in errors. Each start calls `new_endpoint`, and `command` with the endpoint's options."""
+        """`name` appears in errors. Each start calls `new_endpoint`, and then `command` with the endpoint's options,
+        for the command line to run. A server waits for `lock` until an earlier one is gone."""
         self.name, self.log, self.start_within_s = name, log, start_within_s
         self._command, self._environment, self._lock = command, dict(environment), lock
         self._new_endpoint = new_endpoint
@@ -148,7 +149,8 @@ class EngineServer:
             shutil.rmtree(self._endpoint.folder, ignore_errors=True)
 
     async def _watch(self, process: asyncio.subprocess.Process) -> int:
-        """Waits for the guard to end and returns the server's exit status; kills the server if the guard was killed."""
+        """Waits for the server's guard (`process`) to end; returns the server's exit status. Kills the server if its
+        guard was killed."""
         assert process.stdout is not None
         self._group = int(await process.stdout.readline() or 0)
         status = await process.stdout.readline()
@@ -166,7 +168,8 @@ class EngineServer:
 
 
 def error_line(text: str) -> str:
-    """Returns the last informative line that names an error; else the last that names one; else the last line."""
+    """Returns the last line of a log that names an error, preferably not a mere hint such as "see stack trace"; without
+    such a line, the last line."""
     lines = [PREFIX.sub("", line).strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
     errors = [line for line in lines if ERROR.search(line)]

@@ -31,7 +31,7 @@ from offbeat.weights.version import Version
 
 LAUNCHER = "offbeat_in_sglang"
 INSIDE_FOLDER = Path(__file__).parent / "inside"
-"""Name and folder of the module that starts a worker's own server."""
+"""Folder of the module `LAUNCHER`, which starts a worker's own server."""
 GENERATE = "/generate"
 REPEATED_STREAM_TOKENS = 512
 """Tokens per streamed event if each event repeats the whole answer so far."""
@@ -43,14 +43,15 @@ INFO_WITHIN_S = 120.0
 FLUSH_WITHIN_S = 10.0
 FLUSH_AGAIN_S = 0.1
 COOL = 0.5
-"""Temperature of a test sample: if log-probs are those after temperature, their differences are twice those at 1."""
+"""Temperature of a test call: log-probs after temperature differ from one another twice as much here as at 1."""
 NUM_COMPARED = 8
 MIN_SPREAD = 1e-2
-"""Below this spread, log-probs differ only by rounding, so comparing two temperatures shows nothing."""
+"""Spread (largest minus smallest) below which log-probs differ only by rounding, so that comparing them at two
+temperatures shows nothing."""
 
 
 class SglangDialect:
-    """Implements `offbeat.engines.dialect.Dialect`."""
+    """Implements `offbeat.engines.dialect.Dialect` for an SGLang server."""
 
     def __init__(self, server: Server):
         self.server = server
@@ -207,8 +208,8 @@ class SglangDialect:
             await self._flush()
 
     async def _flush(self) -> None:
-        """Drops all KV. A retracted request has freed its own, but not the prefix that it shared with others. The flush
-        option of the load call is not used: older servers end if it fails."""
+        """Makes the server drop all KV. A pause frees each request's own KV, but not that of prefixes that requests
+        share. The flush option of the load call is not used: older servers end if it fails."""
         deadline_s = time.monotonic() + FLUSH_WITHIN_S
         while True:
             try:
@@ -252,7 +253,8 @@ class SglangDialect:
 
 
 def _rid(name: str) -> str:
-    """Returns an id that is no prefix of any other: an abort ends every request whose id begins with its own."""
+    """Returns the id to send for a call. No such id is a prefix of another: an abort ends all calls whose ids begin
+    with the id that it names."""
     return f"{len(name)}:{name}"
 
 
@@ -283,7 +285,8 @@ class _Event(msgspec.Struct):
 
 
 class _Sample(msgspec.Struct):
-    """Answer to a test call: the likeliest log-probs for one token, and its spans."""
+    """Answer to a test call, which samples one token: the log-probs of the likeliest tokens in its place, and the
+    answer's spans (which weights sampled which tokens); None if the server reports none."""
 
     output_top_logprobs: Annotated[list[list[tuple[float | None, int, str | None]]], msgspec.Meta(min_length=1)]
     weight_versions: list[Span] | None = None

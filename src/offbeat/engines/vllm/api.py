@@ -26,9 +26,9 @@ from offbeat.weights.version import Version
 Transfer = FromGpu | FromPath
 EXTENSION = "offbeat_in_vllm.Extension"
 EXTENSION_FOLDER = Path(__file__).parent / "inside"
-"""Name and folder of the worker extension that servers are started with."""
+"""Folder of the worker extension `EXTENSION`, with which servers are started."""
 ON_CPU_FOLDER = EXTENSION_FOLDER / "on_cpu"
-"""Folder put on the path of a server's processes on a machine without a GPU."""
+"""Folder added to the PYTHONPATH of a server's processes on a machine without a GPU."""
 WHOLE_PROMPTS = "--no-enable-chunked-prefill"
 """Option needed without a GPU: vLLM on a CPU crashes when it splits the prompt of a call with a seed."""
 GENERATE = "/inference/v1/generate"
@@ -39,14 +39,14 @@ CHECK_WITHIN_S = 10.0
 INFO_WITHIN_S = 120.0
 """Deadline of calls during the probe; the first one makes the server inspect its whole machine."""
 NO_LOGPROB = -9998.0
-"""The server reports a log-prob below this if it has none."""
+"""Bound: a log-prob below it means that the server has no log-prob for the token."""
 TIED = re.compile(r"tie_word_embeddings['\"]?[:=] *[Tt]rue")
 SPLITS = re.compile(r"enable_chunked_prefill['\"]?[:=] *[Tt]rue")
 START_TIME = re.compile(r"^process_start_time_seconds ([0-9.e+]+)$", re.MULTILINE)
 
 
 class VllmDialect:
-    """Implements `offbeat.engines.dialect.Dialect`."""
+    """Implements `offbeat.engines.dialect.Dialect` for a vLLM server that loads whole models."""
 
     def __init__(self, server: Server, transfer: Transfer | None = None):
         self.server = server
@@ -95,7 +95,7 @@ class VllmDialect:
         )
 
     async def _refuse_weights(self, config: Mapping[str, Any]) -> None:
-        """Raises an `EngineError` if the server cannot load versions."""
+        """Raises an `EngineError` if a server with this `config` cannot load new versions of the weights correctly."""
         if _is_on_cpu(config) and TIED.search(str(config.get("model_config"))) and not self._has_extension:
             raise EngineError(
                 f"{self.server.url}: vLLM on a CPU would keep the output layer of old weights, because the model's "
@@ -180,7 +180,7 @@ class VllmDialect:
             yield last
 
     def _name_of(self, call: Call) -> str:
-        """Returns the model name that selects the weights for a call."""
+        """Returns the model name to send with a call, by which the server selects the weights."""
         return self._model
 
     def _read(self, event: bytes) -> Chunk | None:
