@@ -41,27 +41,27 @@ ERRORS: dict[int, type[OffbeatError]] = {
 }
 BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
 AGAIN = (408, 429)
-"""Statuses that are retried, besides all 5xx but 504, with which the coordinator ends its own wait."""
+"""HTTP statuses after which a call is retried, besides 5xx; but not 504, by which the coordinator ends its own wait."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 15.0
 MAX_RETRY_AFTER_S = 60.0
-"""Longest Retry-After that is obeyed, because the sender may not be a coordinator."""
+"""Longest Retry-After, in seconds, that is obeyed, because the sender may not be a coordinator."""
 WORTH_A_WARNING_S = 60.0
-"""Waiting time after which retries are logged as warnings; until then the coordinator may just be restarting."""
+"""Seconds of waiting after which retries are logged as warnings; until then the coordinator may just be restarting."""
 REQUEST_WITHIN_S = 60.0
-"""Time limit of a call, in addition to the wait that it asks for."""
+"""Seconds in which a call must be answered, in addition to the wait that it asks for."""
 STREAM_WITHIN_S = 3600.0
-"""Time limit of one transfer of a file or piece; a download then resumes where it stopped."""
+"""Seconds in which a file or piece must be transferred; after that, a download resumes where it stopped."""
 SILENCE_S = 60.0
 MAX_CONNECTIONS = 64
 IDLE_S = 30.0
-"""Idle time until a connection is closed; shorter than the server's, so that no call uses a closing connection."""
+"""Idle seconds until a connection is closed; fewer than the server's, so that no call uses a closing connection."""
 COMPRESS_FROM_BYTES = 1024
 MAX_ANSWER_BYTES = 16 * 1024**3
 """Largest decompressed answer; generous, because the coordinator is trusted and a batch may be large."""
 MAX_ERROR_BYTES = 64 * 1024
 """Longest error body that is read; anything longer, such as an HTML page, is not from a coordinator."""
 LARGE_BYTES = 256 * 1024
-"""Larger bodies are processed on another thread, because they would delay heartbeats."""
+"""Size in bytes above which bodies are processed on another thread, because they would delay heartbeats."""
 
 
 class DamagedInTransit(ConnectionError):
@@ -69,7 +69,7 @@ class DamagedInTransit(ConnectionError):
 
 
 class Connection:
-    """Makes calls to one URL; once `secret` is set, as one member of the run."""
+    """Makes calls to the coordinator at one URL; once `secret` is set, as one member of the run."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Connection:
     ):
         self.url, self.secret, self.patience_s = url.rstrip("/"), secret, patience_s
         self.generation = 0
-        """Generation of the trainer, sent with every call; 0 before it has reconciled, and for other roles."""
+        """Number of this trainer among the run's, sent with each call; 0 before it reconciles, and for other roles."""
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"{url!r}: not the URL of a coordinator, which looks like https://host:port")
@@ -179,7 +179,7 @@ class Connection:
     async def _good(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, within_s: float, retry: Retry
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a request until it succeeds, and yields the response with its body unread; raises final refusals."""
+        """Sends a request until it succeeds; yields the response with its body unread. Raises errors that are final."""
         while True:
             try:
                 response = await self._request(method, path, headers, body, within_s)
@@ -257,7 +257,7 @@ class Connection:
 
 
 class Retry:
-    """Pauses between attempts at one call; `pause` raises once `patience_s` is over (None: never)."""
+    """Pauses between attempts at one call; `pause` raises once `patience_s` seconds are over (None: never)."""
 
     def __init__(self, what: str, patience_s: float | None):
         self._what, self._patience_s = what, patience_s
@@ -300,7 +300,7 @@ def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:
 
 
 async def _read_error(response: aiohttp.ClientResponse) -> tuple[str, str | None]:
-    """Returns text and kind of the coordinator's error; raises `DamagedInTransit` if another program answered."""
+    """Returns text and kind of the error in a response; raises `DamagedInTransit` if it is not from the coordinator."""
     data = b""
     async for part in response.content.iter_any():
         data += part

@@ -17,7 +17,7 @@ TOKEN_VARIABLE = "OFFBEAT_TOKEN"
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """Identity and secret of a member. `repr` hides the secret."""
+    """Identity and secret of a member of a run (worker, judge or trainer). `repr` hides the secret."""
 
     url: str
     worker: str
@@ -48,7 +48,7 @@ def load(path: Path) -> Credentials | None:
 
 
 def save(path: Path, credentials: Credentials) -> None:
-    """Writes credentials to a file that only its owner can ever read."""
+    """Writes credentials to a file that no other user can read at any moment."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, msgspec.json.format(msgspec.json.encode(credentials)), mode=0o600)

@@ -33,18 +33,18 @@ from offbeat.weights.version import Version, verify
 T = TypeVar("T")
 
 POLL_S = 20.0
-"""Longest wait of one request; shorter than the timeouts of proxies."""
+"""Longest wait in seconds that one request asks for; shorter than the timeouts of proxies."""
 MAX_REASON = 4000
 """Most characters sent of a failure's reason; the rest is cut off."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """Result of joining a run."""
+    """Result of joining a run: the member's credentials and the run's configuration."""
 
     credentials: Credentials
     config: Mapping[str, Any]
-    """The run's resolved configuration."""
+    """The run's configuration, with all defaults filled in."""
 
 
 async def join(connection: Connection, token: str, name: str, secret: str | None = None) -> Membership:
@@ -61,7 +61,7 @@ async def join(connection: Connection, token: str, name: str, secret: str | None
 
 
 async def rejoin(connection: Connection, credentials: Credentials) -> Membership:
-    """Rejoins the run with saved credentials."""
+    """Rejoins a run with saved credentials, whose secret the connection uses from now on."""
     connection.secret = credentials.secret
     try:
         found = await connection.get("/v1/run", wire.RunInfo)
@@ -71,8 +71,8 @@ async def rejoin(connection: Connection, credentials: Credentials) -> Membership
 
 
 async def _poll(call: Callable[[float], Awaitable[T]], is_done: Callable[[T], object], wait_s: float) -> T:
-    """Repeats `call`, passing the seconds that it may wait, until `is_done(answer)` or until `wait_s` is over; returns
-    the last answer."""
+    """Repeats `call`, passing the seconds that it may wait, until `is_done(answer)` or for `wait_s` in all; returns the
+    last answer."""
     deadline_s = time.monotonic() + wait_s
     while True:
         left_s = max(deadline_s - time.monotonic(), 0.0)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class InProcessWorker:
-    """Implements `WorkerClient` by direct calls."""
+    """Implements `WorkerClient` by direct calls to a coordinator in the same process."""
 
     def __init__(self, coordinator: Coordinator, name: str):
         self._coordinator, self._name = coordinator, name
@@ -56,7 +56,7 @@ class InProcessWorker:
 
 
 class InProcessTrainer:
-    """Implements `TrainerClient` by direct calls, and adds the trainer's generation to each."""
+    """Implements `TrainerClient` by direct calls to a coordinator in this process; adds the trainer's generation."""
 
     def __init__(self, coordinator: Coordinator, name: str = "trainer"):
         self._coordinator, self._name = coordinator, name

@@ -19,7 +19,7 @@ from offbeat.weights.version import Version
 
 @dataclass(frozen=True)
 class LeaseResponse:
-    """Answer to a lease call: tasks to run, each with its fence, or a version to load, or neither."""
+    """Answer to a lease call: tasks to run, with their fences (lease numbers), or a version to load, or neither."""
 
     tasks: tuple[Task, ...] = ()
     version: Version | None = None
@@ -29,8 +29,8 @@ class LeaseResponse:
     is_over: bool = False
     """The run has ended: there are no further tasks."""
     round: int | None = None
-    """Round of the tasks without a required version, named by the version that began it; None: the tasks are not
-    stopped by the end of a round."""
+    """Round of generation of the tasks that require no version, named by the version that began it; None: the tasks are
+    not stopped by the end of a round."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class WorkerClient(Protocol):
     """Calls that a worker makes to its coordinator."""
 
     async def lease(self, capacity: int, have_version: int | None, wait_s: float) -> LeaseResponse:
-        """Leases up to `capacity` tasks, or returns a version to load, as soon as possible; neither after `wait_s`."""
+        """Leases up to `capacity` tasks, or returns a version to load, when there are any; neither after `wait_s`."""
         ...
 
     async def heartbeat(self, held: Sequence[tuple[int, int]]) -> Heartbeat:
-        """Renews the leases in `held`, given by task and fence. The first heartbeat of a worker's process releases all
-        other leases of the worker."""
+        """Renews the leases in `held`, pairs of task and fence (number of the lease). The first heartbeat of a worker's
+        process releases all other leases of the worker."""
         ...
 
     async def submit(self, trajectory: Trajectory, fence: int) -> Outcome:
@@ -75,23 +75,23 @@ class WorkerClient(Protocol):
         ...
 
     async def fail(self, task: int, fence: int, reason: str) -> None:
-        """Reports that a task failed; it is tried again until its attempts are used up."""
+        """Reports that a task failed under the lease `fence`; it is tried again until its attempts are used up."""
         ...
 
     async def give_back(self, leases: Sequence[tuple[int, int]]) -> None:
-        """Gives back tasks without new tokens, given by task and fence; does not count as an attempt."""
+        """Gives back tasks that got no new tokens, as pairs of task and fence; does not count as an attempt."""
         ...
 
     async def round_over(self, number: int, wait_s: float) -> bool:
-        """Waits up to `wait_s` for round `number` to end; returns whether it is over."""
+        """Waits up to `wait_s` seconds for the round `number` of generation to end; returns whether it is over."""
         ...
 
     async def timed(self, timings: Sequence[Timing]) -> None:
-        """Reports recent step times of the engine."""
+        """Reports how long recent steps of the engine took, and the work in them."""
         ...
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
-        """Waits until workers should serve another version than `have_version`, and returns it; None after `wait_s`."""
+        """Returns the version that workers should serve, once it is not `have_version`; None after `wait_s` seconds."""
         ...
 
     async def fetch(self, version: Version) -> Version:
@@ -99,7 +99,7 @@ class WorkerClient(Protocol):
         ...
 
     async def leave(self) -> None:
-        """Releases all leases of this worker; does not count as an attempt."""
+        """Leaves: releases all leases of this worker, which does not count as an attempt at their tasks."""
         ...
 
 
@@ -110,7 +110,7 @@ class TrainerClient(Protocol):
     async def reconcile(
         self, step: int, version: int | None, *, home: str = "", from_scratch: bool = False
     ) -> Reconciled:
-        """Takes over the run and brings the ledger to the checkpoint's step; must be the first call.
+        """Takes over the run as its trainer, and brings the ledger to the checkpoint's step; must be the first call.
 
         `step` and `version` are those of the checkpoint, `home` identifies the folder of checkpoints. With
         `from_scratch`, all training may be undone.
@@ -126,15 +126,16 @@ class TrainerClient(Protocol):
         ...
 
     async def claim(self, step: int, within_s: float) -> Batch:
-        """Returns the batch of `step`, the same one at every call; waits up to `within_s` until it is complete. The
-        batch of the following step may be claimed before the version of this step is committed."""
+        """Returns the batch of `step`, the same one at every call; waits up to `within_s` seconds until it is complete.
+        The batch of the following step may be claimed before the version of this step is committed."""
         ...
 
     async def commit(
         self, step: int, version: Version, audited: Sequence[int] = (), compared: Sequence[ComparedSegment] = ()
     ) -> None:
-        """Marks the batch of `step` as trained and announces the resulting version. `audited` are tasks that were not
-        trained on because of their log-probs; `compared` are the audit's results for segments."""
+        """Marks the batch of `step` as trained and announces the resulting version. `audited` are tasks that were left
+        out because their log-probs differ from the trainer's; `compared` are the results of comparing segments'
+        log-probs."""
         ...
 
     async def checkpointed(self, step: int) -> None:
@@ -150,14 +151,14 @@ class JudgeClient(Protocol):
     """Calls that a judge makes to its coordinator."""
 
     async def lease_rewards(self, capacity: int, wait_s: float) -> RewardLease:
-        """Leases up to `capacity` samples of one reward as soon as there are any; none after `wait_s`. A busy judge
-        calls with `capacity` = 0 from time to time, as a heartbeat."""
+        """Leases up to `capacity` samples of one reward as soon as there are any; none after `wait_s` seconds. A busy
+        judge calls with `capacity` = 0 from time to time, as a heartbeat."""
         ...
 
     async def submit_rewards(self, ticket: str, results: Sequence[RewardResult]) -> None:
-        """Submits the results of all samples of a ticket, in the same order; returns once they are on disk."""
+        """Submits results for all samples of the lease `ticket`, in the same order; returns once they are on disk."""
         ...
 
     async def leave(self) -> None:
-        """Returns all samples that are not answered yet; they do not count as failed."""
+        """Gives all samples that are not answered yet back to the coordinator; they do not count as failed."""
         ...

@@ -36,7 +36,7 @@ class CoordinatorSources:
         return (await self._connection.get("/v1/signers", wire.Signers)).keys
 
     async def peers(self, site: str, host: str, port: int, root_bytes_per_s: float | None) -> wire.SourceList:
-        """Returns the peers to ask before the root, for a worker that serves pieces at `host` and `port`.
+        """Returns the peers to ask before coordinator and store, for a worker that serves pieces at `host` and `port`.
 
         `port` = 0: the worker serves no pieces. `host` = "": its address is the one from which it calls.
         """
@@ -66,7 +66,7 @@ class CoordinatorSources:
 
 
 async def fill(connection: Connection, path: str, part: Path, num_bytes: int) -> None:
-    """Downloads the rest of file `part`, up to `num_bytes` in total; resumes whenever the connection breaks."""
+    """Downloads the rest of file `part`, until it has `num_bytes`; resumes whenever the connection breaks."""
     part.touch()
     retry = connection.retry(f"GET {path}")
     while (have := part.stat().st_size) != num_bytes:
@@ -99,7 +99,7 @@ async def _append(connection: Connection, path: str, part: Path, have: int) -> N
 
 
 class CoordinatorReceiver(Receiver):
-    """Receives the versions of a run from a remote coordinator."""
+    """Fetches the versions of a run onto this disk from a remote coordinator."""
 
     def __init__(
         self,
@@ -112,8 +112,8 @@ class CoordinatorReceiver(Receiver):
         report: Callable[[ReceiveFigures], None] = lambda figures: None,
         arrived: Callable[[], None] = lambda: None,
     ):
-        """Pieces come from `sources`; None: the coordinator. `before` is awaited before each version with a manifest.
-        The other arguments are those of `Receiver`."""
+        """Pieces come from `sources`; None: the coordinator. `before` is awaited before each fetch of a version with a
+        manifest. The other arguments are those of `Receiver`."""
         self.coordinator, self._before = CoordinatorSources(connection), before
         self._signers = set[str]()
         super().__init__(
@@ -135,9 +135,9 @@ class CoordinatorReceiver(Receiver):
 
 
 async def send_version(connection: Connection, store: PieceStore, number: int, digest: str, signer: str) -> None:
-    """Sends the manifest `digest` of version `number` to the coordinator, after everything that it names: an anchor's
-    delta, an adapter's base, and the pieces that the coordinator lacks. A repetition after a crash sends only what is
-    missing."""
+    """Sends version `number` to the coordinator, from `store`: first what the manifest with digest `digest` names (an
+    anchor's delta, an adapter's base, and the pieces that the coordinator lacks), then this manifest. A repetition
+    after a crash sends only what is missing."""
     sealed = await asyncio.to_thread(store.get_manifest, number, digest)
     manifest = Manifest.decode(open_sealed(sealed, [signer]))
     if manifest.delta is not None:

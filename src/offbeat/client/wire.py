@@ -41,9 +41,9 @@ ZSTD = "zstd"
 CONTENT_DIGEST = "Content-Digest"
 """Header with the digest of the body as sent."""
 DAMAGED = "Damaged"
-"""Kind of error that says that the body was damaged in transit; the caller retries."""
+"""Kind of an error answer which says that the call's body was damaged in transit; the caller retries."""
 GENERATION = "Offbeat-Generation"
-"""Header with the generation of the calling trainer; see `offbeat.ledger.batches`."""
+"""Header with the number of the calling trainer among those of the run; see `offbeat.ledger.batches`."""
 
 
 DIGEST = re.compile(r"(?:^|,)\s*blake3=:([A-Za-z0-9+/]{43}=):")
@@ -97,17 +97,17 @@ T = TypeVar("T")
 MSGPACK = "application/msgpack"
 OCTETS = "application/octet-stream"
 MAX_SEGMENTS = 2048
-"""Most segments in one trajectory; limited because each is checked against all earlier ones."""
+"""Most segments (runs of tokens of one origin) in one trajectory; each is checked against all earlier ones."""
 MAX_TIMINGS = 256
-"""Most step timings in one call."""
+"""Most timings of engine steps in one call."""
 MAX_HELD = 100_000
 """Most tasks that one call can name."""
 MAX_COMPARED = 1_000_000
-"""Most compared segments in one commit."""
+"""Most segments whose log-probs were compared in one commit."""
 MAX_SAMPLES = 4096
-"""Most results in one call; a coordinator never leases more samples than this."""
+"""Most results of samples in one call; a coordinator never leases more samples than this."""
 MAX_PROMPT_BYTES = 4 * 2**20
-"""Room for a million tokens of 4 bytes."""
+"""Limit on a prompt's bytes: room for a million tokens of 4 bytes."""
 MAX_SEGMENT_BYTES = 16 * 1024
 """Limit on the bytes of a segment without its tokens, log-probs and arrays."""
 DTYPE = re.compile(r"[<|][biuf][1248]|<f2")
@@ -116,15 +116,15 @@ Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
 Name = Annotated[str, Meta(max_length=256)]
 FileName = Annotated[str, Meta(max_length=200, pattern=r"\A[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*\Z")]
-"""Name that the receiver uses in a path: a single component that cannot leave the folder and is not hidden."""
+"""File name that the receiver uses in a path: a single component that cannot leave the folder and is not hidden."""
 Rate = Annotated[float, Meta(gt=0.0, le=1e15)]
 
 
 class WireCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Base class of the bodies of calls."""
+    """Base class of the bodies of calls to the coordinator."""
 
     max_bytes: ClassVar[int] = 64 * 1024
-    """Largest size, both as sent and decompressed."""
+    """Largest size in bytes, both as sent and decompressed."""
 
 
 class Join(WireCall):
@@ -147,7 +147,7 @@ class HeartbeatCall(WireCall):
     held: Annotated[list[tuple[Count, Count]], Meta(max_length=MAX_HELD)]
     life: Name = ""
     figures: Annotated[dict[Name, float], Meta(max_length=64)] = {}
-    """Totals since the worker's process started."""
+    """Totals, by name, of what the worker measured since its process started."""
 
 
 class FailCall(WireCall):
@@ -188,7 +188,7 @@ class RewardBody(WireCall):
 
 
 class ResultBody(WireCall):
-    """Parts of a sample's reward, or the reason why the reward failed."""
+    """Result for one sample: the parts of its reward, or the reason why the reward failed."""
 
     rewards: Annotated[list[RewardBody], Meta(max_length=1000)] = []
     error: Annotated[str, Meta(max_length=10_000)] | None = None
@@ -379,7 +379,7 @@ def trajectory(data: bytes) -> Trajectory:
 
 
 def reward_result(body: ResultBody) -> RewardResult:
-    """Converts a judge's result, which the coordinator must still validate."""
+    """Returns the reward result that a judge sent as `body`; the coordinator must still validate it."""
     if body.error is not None:
         return RewardResult(error=body.error)
     rewards = tuple(Reward(part.value, part.name, part.position) for part in body.rewards)

@@ -38,14 +38,14 @@ from offbeat.weights.version import WeightFolder
 
 ADDRESS = "serve.json"
 NUM_THREADS = 6
-"""Threads for large bodies and files. On a large machine asyncio would use 32, and each keeps the memory that its
-largest body needed."""
+"""Threads that process large HTTP bodies and files. On a large machine asyncio would use 32, and each keeps the memory
+that its largest body needed."""
 END_NOTICE_S = 15.0
 """Longest time that the server stays up for workers to learn, at their next call, that the run is over."""
 
 
 async def serve(folder: RunFolder) -> dict[str, Any]:
-    """Coordinates the run until it ends; returns the run's summary."""
+    """Serves the coordinator of a run until the run ends; returns the run's summary."""
     config, start_s = folder.config, time.monotonic()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
     async with AsyncExitStack() as stack:
@@ -103,7 +103,7 @@ async def _serving(served: ServedRun, address: Address) -> AsyncIterator[HttpSer
 
 
 def _address(config: Config, run: Path) -> Address:
-    """Returns the configured address. Port 0 becomes the run's previous port, where its workers expect it."""
+    """Returns the configured address to serve at. Port 0 becomes the run's previous port, where workers expect it."""
     wanted = config.serve
     return Address(
         host=wanted.host,
@@ -115,7 +115,7 @@ def _address(config: Config, run: Path) -> Address:
 
 
 def _port_before(run: Path, which: str) -> int:
-    """Returns the port at which the run was last served; 0 (any port) if it never was.
+    """Returns the run's last port, from the URL under `which` in serve.json; 0 (any port) if there is none.
 
     While the original of a copied run exists, the copy gets 0: the port belongs to the original and its workers.
     """
@@ -145,7 +145,7 @@ def _announce(folder: RunFolder, url: str, near_url: str, runtime: CoordinatorRu
 
 
 def _own_rewards(config: Config) -> str:
-    """Returns the command-line options by which a judge's owner allows those rewards of the run that are code."""
+    """Returns the options of `offbeat worker` that allow a judge to run those rewards of the run that are code."""
     own = {number: task.reward for number, task in enumerate(config.task) if task.reward and ":" in task.reward}
     key = "task" if len(config.task) == 1 else "task.{}"
     return "".join(f" --{key.format(number)}.reward {reward}" for number, reward in own.items())
@@ -173,14 +173,14 @@ async def _until_over(folder: RunFolder, runtime: CoordinatorRuntime, stopping: 
 
 
 def _first_to_evaluate(folder: RunFolder) -> int:
-    """Returns the step after the last evaluated one in the metrics; an earlier process may have died while
+    """Returns the step after the last one whose evaluation is in the metrics; an earlier process may have died while
     evaluating."""
     judged = [row["step"] for row in read_metrics(folder.metrics_file) if held_out(row) is not None]
     return max(judged, default=-1) + 1
 
 
 async def _let_workers_leave(runtime: CoordinatorRuntime, lease_s: float) -> None:
-    """Keeps answering until all recently heard workers and judges have left, for at most `END_NOTICE_S`."""
+    """Tells workers and judges for up to `END_NOTICE_S` that the run is over, until those heard recently have left."""
     runtime.coordinator.end()
     deadline_s = time.monotonic() + END_NOTICE_S
     while time.monotonic() < deadline_s:

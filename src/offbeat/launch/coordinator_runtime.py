@@ -30,7 +30,7 @@ from offbeat.weights.version import WeightFolder
 
 @dataclass(frozen=True)
 class Prepared:
-    """Parts that are built early, to find errors in prompts before anything is written."""
+    """Parts of a coordinator that are built early, to find errors in prompts before anything is written."""
 
     tokens: wiring.TokenLimits
     issuer: Issuer
@@ -90,7 +90,7 @@ def _record_fixed(folder: RunFolder, key: str, fact: str, value: Any) -> None:
 
 
 async def report_evaluations(config: Config, runtime: CoordinatorRuntime, first_step: int) -> None:
-    """Reports all evaluations from `first_step` on in order, each as soon as it is complete, without a time limit."""
+    """Reports all due evaluations from `first_step` on, each once it is complete, without a time limit."""
     plan = runtime.coordinator.issuer.eval_plan
     for step in range(first_step, config.run.steps + 1):
         if plan.is_due(step, config.run.steps):
@@ -100,7 +100,8 @@ async def report_evaluations(config: Config, runtime: CoordinatorRuntime, first_
 async def await_last_evaluation(
     config: Config, runtime: CoordinatorRuntime, judging: asyncio.Task[None], asked: asyncio.Task[Any]
 ) -> None:
-    """Waits, after the last step, until `judging` has reported its evaluation or a request to stop ends `asked`.
+    """Waits, after the last step, until the task `judging` has reported the last evaluation, or until the task `asked`
+    ends because the run was asked to stop.
 
     A lost worker or a missing reward must not keep a finished run from ending: after `rollout.deadline_s` the
     evaluation is left out and an event is reported.

@@ -25,11 +25,11 @@ class Engines(Protocol):
     """Whether another engine can follow a dead one."""
 
     async def open(self) -> Engine:
-        """Opens an engine, which serves nothing before its first load. Call `dispose` on a dead engine first."""
+        """Opens an engine, which serves nothing before its first weights. Call `dispose` on a dead engine first."""
         ...
 
     async def wait_exited(self) -> EngineDied:
-        """Waits until the engine is dead, even if no call of it fails; returns the error to raise."""
+        """Waits until the engine is dead, which no failed call may have shown yet; returns the error to raise."""
         ...
 
     async def dispose(self, error: EngineDied) -> None:
@@ -76,8 +76,8 @@ class OwnEngine:
 
 
 def engines_of(config: Config, name: str, folder: Path, log: Path | None = None) -> Engines:
-    """Returns the engines of worker `name`. The output of an engine's server goes to `log`; None: to a file in
-    `folder`, the worker's folder."""
+    """Returns the opener of engines for worker `name`. The output of an engine's server goes to file `log`; None: to a
+    file in `folder`, the worker's folder."""
     if config.rollout.engine in SERVED:
         from offbeat.engines.process.lifecycle import ServerEngines
 
@@ -104,7 +104,7 @@ class HasAdapterBase:
         return True  # a server uses only model.path; the trainer's audit detects a wrong base
 
     def _is_on_disk(self, digest: str) -> bool:
-        """Whether the model's files have this digest. The same base in another dtype has a different digest."""
+        """Returns whether the model's files have this digest. The same base in another dtype has a different digest."""
         from offbeat.weights.version import files_digest  # imported late: a dry run then does not wait for numpy
 
         try:
@@ -114,7 +114,7 @@ class HasAdapterBase:
 
 
 def check_engine(config: Config, num_workers: int | None) -> None:
-    """Refuses an engine that does not work with `num_workers` workers of one command; None: a single-process run."""
+    """Raises if the configured engine cannot have `num_workers` workers from one command; None: a one-process run."""
     engine, url = config.rollout.engine, config.engine.url
     if engine in SERVED and num_workers is None:
         raise UserError(
@@ -129,7 +129,7 @@ def check_engine(config: Config, num_workers: int | None) -> None:
 
 
 def make_engine(config: Config, name: str) -> Engine:
-    """Makes an engine in this process, which serves nothing before its first load."""
+    """Makes the configured engine in this process; it serves nothing before its first weights are loaded."""
     assert config.rollout.engine not in SERVED, f"{config.rollout.engine} runs as a server; use engines_of"
     if config.rollout.engine == "paced":
         return _paced(config, name)
@@ -160,6 +160,6 @@ def _paced(config: Config, name: str) -> Engine:
 
 
 def _vocab_size(config: Config) -> int:
-    """Reads the model's vocabulary size; the coordinator refuses larger token ids."""
+    """Returns the model's vocabulary size, from its config.json; the coordinator refuses larger token ids."""
     data = json.loads((resolve(config.model.path) / "config.json").read_text())
     return int(data.get("vocab_size") or data["text_config"]["vocab_size"])

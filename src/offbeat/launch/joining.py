@@ -30,9 +30,10 @@ from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role
 
 READY = "OFFBEAT_READY"
-"""Environment variable: file descriptor to which a coordinator writes its URL and run folder as a JSON line."""
+"""Environment variable with the number of the file descriptor to which a coordinator, once it is ready, writes its URL
+and run folder as a JSON line."""
 LOCAL_TOKEN_MINUTES = 5.0
-"""Lifetime of join tokens for child processes on this machine, which join at once."""
+"""Minutes for which join tokens for child processes on this machine, which join at once, are valid."""
 CREDENTIALS, KEY = "credentials.json", "joining.key"
 OVER = "over"
 """Suffix of the file that marks, in a member's folder, that it left because its run was over."""
@@ -50,9 +51,9 @@ class Invitation:
     token_file: Path | None = None
     ca_file: Path | None = None
     patience_s: float | None = None
-    """Longest time to retry while the coordinator does not answer; None: without a limit, by design."""
+    """Seconds for which to retry while the coordinator does not answer; None: without a limit, by design."""
     allow_plain: bool = False
-    """Whether the secret may be sent over a network without TLS."""
+    """Whether the member's secret may be sent over a network without TLS."""
     trusts_coordinator: bool = False
     """Whether the coordinator may choose programs, code and folders for this machine (`config.local_keys`)."""
     secrets_file: Path | None = None
@@ -71,14 +72,14 @@ class JoinedRun:
 
 
 def new_token(run: Path, role: str) -> str:
-    """Issues a join token for a child process on this machine."""
+    """Issues a join token, by which a child process on this machine can join the run in folder `run`."""
     with Ledger(run / "ledger.sqlite", must_exist=True) as ledger, ledger.naming_damage():
         return ledger.issue_token(Role(role), LOCAL_TOKEN_MINUTES)
 
 
 @asynccontextmanager
 async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncIterator[JoinedRun]:
-    """Joins or rejoins a run; `overrides` are configuration keys set on this machine's command line."""
+    """Joins or rejoins a run, and yields the membership; `overrides` are configuration keys from this command line."""
     connection = Connection(
         invitation.url,
         ca_file=invitation.ca_file,
@@ -146,8 +147,8 @@ def make_private(path: Path) -> None:
 
 
 def report_run_over(invitation: Invitation, member: JoinedRun, what: str) -> None:
-    """Prints that the run is over, and records it for a later start, when the run may no longer be served. `what` is
-    the kind of member to print."""
+    """Prints that the run is over, and records it for a later start of this member, when the run may no longer be
+    served. `what` is the kind of member, such as "worker"."""
     with suppress(OSError):
         _over_file(invitation).touch()
     print(f"{what} {member.worker}: run {member.run} is over; nothing is left to do", flush=True)
@@ -159,7 +160,7 @@ def _over_file(invitation: Invitation) -> Path:
 
 @contextmanager
 def own_folder(directory: str | None, name: str | None, url: str, lock_name: str = LOCK) -> Iterator[tuple[Path, str]]:
-    """Locks a folder for this member; yields the folder and the name to join with.
+    """Locks a folder for a member (worker, judge or trainer); yields the folder and the name to join with.
 
     If `directory` is None, the folder is in the user's cache and named after `name`, or after the machine if that is
     None. If it is in use, the first unused one with a number is taken, so that a restarted worker finds its own folder.

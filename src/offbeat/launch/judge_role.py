@@ -28,11 +28,11 @@ from offbeat.ledger.errors import Fenced, Unknown
 from offbeat.rewards.pool import RewardPool
 
 LEASE_WAIT_S = 300.0
-"""Longest wait for samples; the client splits it into several shorter calls."""
+"""Longest wait in seconds for samples to score; the client splits it into several shorter calls."""
 LEASE_WORK_S = 1.0
-"""Intended work per lease: short, so that little is lost if a judge dies, but long enough to save calls."""
+"""Seconds of work per lease: few, so that little is lost if a judge dies, but enough to save calls."""
 MAX_SAMPLES = 64
-"""Most samples in one lease. A process scores those of an async reward concurrently."""
+"""Most samples in one lease (loan of samples to score). A process scores those of an async reward concurrently."""
 LEAVE_WITHIN_S = 5.0
 REWARD = re.compile(r"task(\.\d+)?\.reward")
 NOT_LOADED = "start:"
@@ -43,7 +43,7 @@ class Judge:
     """Scores samples for one coordinator; `run` returns when the run is over."""
 
     def __init__(self, client: JudgeClient, processes: int, log_path: Path, own_code: Collection[str] | None):
-        """`own_code` are the rewards of the form module:function or file.py:function that may run here; None: all."""
+        """`own_code` names the rewards of the form module:function or file.py:function that may run here; None: all."""
         self.client, self.processes, self.log_path, self._own_code = client, processes, log_path, own_code
         self._pools: dict[tuple[str, float], RewardPool] = {}
 
@@ -79,7 +79,7 @@ class Judge:
             await asyncio.sleep(lease.ttl_s / 3)
 
     async def _score_leases(self) -> None:
-        """Leases, scores and submits, one lease after the other."""
+        """Leases samples, scores them and submits the rewards, one lease after the other, until the run is over."""
         capacity = 1
         while True:
             lease = await self.client.lease_rewards(capacity, LEASE_WAIT_S)
@@ -120,7 +120,7 @@ def next_capacity(num_samples: int, seconds: float) -> int:
 
 
 def rewards_in(overrides: Sequence[str]) -> set[str]:
-    """Returns the rewards named by command-line overrides."""
+    """Returns the rewards that command-line options such as --task.reward name."""
     return {text for key, text in typed_keys(overrides).items() if text and REWARD.fullmatch(key)}
 
 

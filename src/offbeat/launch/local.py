@@ -70,7 +70,7 @@ def train(
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Returns the first error of an exception group, which explains the others; else the error itself."""
+    """Returns the first error in an exception group, because it explains the others; returns any other error itself."""
     return _cause(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
@@ -141,7 +141,7 @@ async def _run(folder: RunFolder, reward: Callable[..., Any] | None, *, from_scr
 async def _work(
     config: Config, runtime: CoordinatorRuntime, worker: Worker, trainer: Trainer, stopping: Stopping
 ) -> None:
-    """Runs worker and trainer until the trainer is done, and reports evaluations; the first error ends all of them."""
+    """Runs worker and trainer until the trainer is done, and reports evaluations; the first error of any ends all."""
     async with asyncio.TaskGroup() as parts:
         working = parts.create_task(worker.run())
         judging = parts.create_task(report_evaluations(config, runtime, trainer.step))

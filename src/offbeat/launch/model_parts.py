@@ -47,13 +47,13 @@ from offbeat.weights.signing import SigningKey
 from offbeat.weights.version import Adapter, weights_digest
 
 MAX_SAMPLE_GAP = 1.0
-"""Largest mean gap, in nats, between an answer's log-probs and the trainer's for the same version; answers beyond it
-are not trained on. Engines of another precision differ by hundredths; a gap of 1 means another text or another
-model."""
+"""Largest mean difference, in nats, between the log-probs that came with an answer and the trainer's for the same
+weights; answers beyond it are not trained on. Engines of another precision differ by hundredths; 1 means another text
+or another model."""
 
 
 def load_loss(spec: str) -> PolicyLoss:
-    """Returns the user's own loss, wrapped to check its result."""
+    """Returns the user's own loss, named by `spec` (module:function), wrapped to check its result."""
     function = locate(spec, "loss.name")
 
     def loss(tokens: Tokens, settings: LossSettings) -> TokenLoss:
@@ -75,8 +75,8 @@ NUM_THREADS = torch.get_num_threads()
 
 
 def make_embedded(config: Config, name: str, version: int | None = None) -> EmbeddedEngine:
-    """Makes an engine with its own model. The engine serves the model as `version`; None: it serves nothing before its
-    first load."""
+    """Makes an engine with its own model in this process, which it serves as `version`; None: it serves nothing before
+    its first weights are loaded."""
     lora = _lora(config) if version is None else None  # a model served unchanged has no adapter
     model = _load(config, lora)
     context = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
@@ -92,7 +92,7 @@ def make_embedded(config: Config, name: str, version: int | None = None) -> Embe
 
 
 def _load(config: Config, lora: Lora | None) -> PreTrainedModel:
-    """Loads the model, with adapters unless `lora` is None."""
+    """Loads the configured model, with LoRA adapters unless `lora` is None."""
     device = pick_device(config.model.device)
     dtype = pick_dtype(config.model.dtype, device)
     if lora is None:
@@ -106,7 +106,7 @@ def _lora(config: Config) -> Lora | None:
 
 
 def make_adapter(config: Config, policy: Policy) -> Adapter | None:
-    """Returns the base and description that all versions of an adapter share; None without LoRA."""
+    """Returns what all adapter versions of a run share, their base and configuration; None without LoRA."""
     if (lora := _lora(config)) is None:
         return None
     base = weights_digest(base_tensors(policy.model))
@@ -114,7 +114,7 @@ def make_adapter(config: Config, policy: Policy) -> Adapter | None:
 
 
 def make_policy(config: Config) -> tuple[Policy, PreTrainedModel | None]:
-    """Makes the policy, and the frozen starting model as reference; None if the loss uses no reference."""
+    """Returns the policy to train, and the frozen starting model as reference; None if the loss uses no reference."""
     optimizer = config.optimizer
     policy = Policy(
         _load(config, _lora(config)),

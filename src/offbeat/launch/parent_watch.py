@@ -16,7 +16,7 @@ GRACE_S = 10.0
 
 
 def watch_parent() -> bool:
-    """Starts the watch in a child process if its supervisor asked for it; returns whether it did."""
+    """Makes this process end with its supervisor, if it was started by one that asks for it; returns whether it was."""
     descriptor = os.environ.pop(VARIABLE, None)
     if descriptor is None:
         return False

@@ -110,7 +110,7 @@ CHECK_WITHIN_S = 60.0
 LOGGERS = ("offbeat", "py.warnings")
 """Loggers whose records go to logs/; the root logger belongs to the calling program."""
 _current_run: ContextVar[Path | None] = ContextVar("current_run", default=None)
-"""Folder of the run whose code is running, for its log file; None in threads of torch or engines."""
+"""Folder of the run to which the current code belongs, for its log file; None in threads of torch or engines."""
 _open_logs: set[logging.Handler] = set()
 _logs_lock = threading.Lock()
 
@@ -156,8 +156,8 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path, config: Config | None = None) -> Self:
-        """Opens a run's folder to resume it. `config` may differ from config.json in free keys; None: use
-        config.json."""
+        """Opens a run's folder to resume it. `config` may differ from config.json in free keys (those that a resume may
+        change); None: use config.json."""
         from offbeat.ledger.migrations import upgrade
 
         stored_config(path)
@@ -244,7 +244,7 @@ class RunFolder:
 
 
 def _write_config(path: Path, config: Config, then: str = "then --resume the run") -> None:
-    """Writes the secrets to a file of their own, and then config.json without secrets, so that no secret is lost."""
+    """Writes the secrets to secrets.json, and then config.json without secrets, so that none is lost."""
     stated = resolved(config)
     with readable_by(config.run.access):
         try:
@@ -275,7 +275,7 @@ def refuse_used(path: Path) -> None:
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """Reads a run's config.json and puts its secrets back in."""
+    """Returns the content of config.json in run folder `path`, with its secrets put back in."""
     if not path.is_dir():
         raise UserError(f"{path}: there is no such run{_runs_beside(path)}")
     try:
@@ -290,8 +290,8 @@ def stored_config(path: Path) -> dict[str, Any]:
 
 
 def check_resumable(path: Path, config: Config) -> Config:
-    """Returns `config` with `run.name` set to the name of the folder, which may have been copied or moved. Raises if a
-    fixed key differs from config.json or from the ledger, or if the ledger is lost."""
+    """Returns `config` with `run.name` set to the name of the run's folder, which may have been copied or moved. Raises
+    if a key that is fixed for the run differs from config.json or from the ledger, or if the ledger is lost."""
     stored = stored_config(path)
     is_own_name = config.run.name in (None, path.name, path.resolve().name)
     changes = fixed_changes(stored, _renamed(config, _name_in(stored)) if is_own_name else config)
@@ -315,7 +315,7 @@ def _refuse_changes(changes: list[Change], whose: str, remedy: str) -> None:
 
 
 def _rules_in_ledger(path: Path) -> dict[str, Any] | None:
-    """Returns the fixed keys recorded in the run's ledger; None if there is no ledger, or it must be upgraded first."""
+    """Returns the run's fixed keys from its ledger; None if there is no ledger, or it must be upgraded first."""
     from offbeat.ledger.migrations import is_old
 
     if is_old(path / LEDGER) or (ledger := _existing_ledger(path)) is None:
@@ -342,7 +342,7 @@ def _existing_ledger(path: Path) -> Ledger | None:
 
 
 def refuse_in_use(path: Path) -> None:
-    """Raises if another process works in the folder: an early check, which `open` repeats."""
+    """Raises if another process works in a run's folder: an early check, which `RunFolder.open` repeats."""
     FolderLock(path / LOCK).release()
 
 
@@ -356,7 +356,7 @@ def newest(parent: Path) -> Path:
 
 
 def trained_lengths(folder: str, which: Literal["prompt", "answer"]) -> list[int]:
-    """Returns the token count of each training prompt or answer; pruned trajectories have only an answer's count."""
+    """Returns the token count of each training prompt or answer of a run; lacks the prompts of pruned trajectories."""
     file = Path(folder) / LEDGER
     if not file.is_file():
         raise UserError(f"run = {folder!r}: holds no ledger; give a run's folder")
@@ -388,7 +388,7 @@ def plain(value: Any) -> Any:
 
 @contextmanager
 def _owned(path: Path) -> Iterator[FolderLock]:
-    """Locks a folder; releases the lock only if the block fails."""
+    """Locks a folder and yields the lock; releases it only if the block fails."""
     lock = FolderLock(path / LOCK)
     try:
         yield lock
@@ -427,7 +427,7 @@ class _LogFile(logging.FileHandler):
         self.run = path.parent.parent
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Drops records of other runs in the same process."""
+        """Returns whether to keep a record: drops those of other runs in the same process."""
         return bool(super().filter(record)) and _current_run.get() in (None, self.run)
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -440,7 +440,7 @@ class _LogFile(logging.FileHandler):
 
 
 class _LogLines(logging.Formatter):
-    """Removes passwords from URLs, because libraries put such URLs into their messages."""
+    """Formatter that removes passwords from URLs, because libraries put such URLs into their messages."""
 
     def format(self, record: logging.LogRecord) -> str:
         return shown(super().format(record))

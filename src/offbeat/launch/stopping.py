@@ -39,7 +39,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Lets Ctrl-C interrupt code that never awaits, such as importing torch; asyncio would wait until it ends."""
+    """Within the block, Ctrl-C interrupts code that never awaits, such as importing torch; asyncio would wait."""
     if not _is_main_thread():
         yield
         return
@@ -60,8 +60,8 @@ def interruptible() -> Iterator[None]:
 
 
 class Stopping:
-    """Request to stop a run. The first request sets `requested`, and `why` to its reason, and calls
-    `on_request(why)`."""
+    """Holds whether a run is asked to stop. The first request sets the event `requested`, sets `why` to its reason, and
+    calls `on_request(why)`."""
 
     def __init__(self, on_request: Callable[[str], None] | None = None):
         self.requested = asyncio.Event()
@@ -70,7 +70,7 @@ class Stopping:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handles signals within the block; in other threads than the main one, only signals that `run` passes on."""
+        """Within the block, signals request a stop; outside the main thread, only signals that `run` passes on."""
         loop, thread_run = asyncio.get_running_loop(), _thread_run.get()
         if thread_run is not None:
             with thread_run.passing_on(self._on_signal):
@@ -120,7 +120,7 @@ class _ThreadRun(Generic[T]):
 
     @contextmanager
     def passing_on(self, handler: Handler) -> Iterator[None]:
-        """Within the block, signals call `handler` in the coroutine's loop; otherwise they cancel the coroutine."""
+        """Within the block, signals call `handler` in the coroutine's event loop; else they cancel the coroutine."""
         self._pass_on = handler
         try:
             yield
@@ -128,7 +128,7 @@ class _ThreadRun(Generic[T]):
             self._pass_on = None
 
     def _wait(self) -> None:
-        """Waits, without a limit, until the coroutine ends; an exception in this thread cancels the coroutine."""
+        """Waits, without a limit, until the coroutine ends; cancels it if this thread gets an exception."""
         try:
             while not self._ended.done():
                 try:
@@ -164,7 +164,7 @@ class _ThreadRun(Generic[T]):
         self._call(self._take, number)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls a function in the coroutine's loop. If the loop has not started yet, the coroutine will never begin."""
+        """Calls a function in the coroutine's event loop; before that loop starts, cancels the coroutine instead."""
         if self._loop is None:
             self._is_interrupted = True
             return
@@ -184,7 +184,7 @@ class _ThreadRun(Generic[T]):
 
 
 _thread_run: ContextVar[_ThreadRun[Any] | None] = ContextVar("thread_run", default=None)
-"""Set if `run` gave the current coroutine a thread of its own; passes signals on to it."""
+"""The `_ThreadRun` that runs the current code and passes signals on to it; None: `run` made no thread for it."""
 
 
 @contextmanager

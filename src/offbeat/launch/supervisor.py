@@ -32,21 +32,21 @@ from offbeat.rules.restarts import Restarts, RestartVerdict
 
 READY_WITHIN_S = 300.0
 END_WITHIN_S = 90.0
-"""Time that children get to end, after being asked to, before they are killed."""
+"""Seconds that child processes get to end, after being asked to, before they are killed."""
 END_FINISHED_WITHIN_S = 10.0
-"""Time that children get to end once the run is over and saved."""
+"""Seconds that child processes get to end once the run is over and saved."""
 LOG = "supervisor.jsonl"
 
 
 @dataclass(eq=False)
 class Child:
-    """One child of the supervisor: its command and its current process."""
+    """A child process of the supervisor: its command and its current process, which a restart replaces."""
 
     name: str
     arguments: Sequence[str]
     log: Path | None = None
     role: str | None = None
-    """Role of the child's join token; None: it needs no token."""
+    """Role for which the child gets a join token; None: it needs no token."""
     only_first: Sequence[str] = ()
     """Additional arguments for the first start only."""
     process: asyncio.subprocess.Process | None = None
@@ -114,9 +114,9 @@ class Supervisor:
             asked.cancel()
 
     async def _stop_when(self, stopping: Stopping) -> None:
-        """Passes a request to stop first to the trainer, which saves a checkpoint, and then to the coordinator, which
-        the trainer needs until it has ended. The trainer may take as long as its step takes; a second signal ends
-        everything at once."""
+        """Passes a request to stop on to the trainer, which saves a checkpoint, and after the trainer's end to the
+        coordinator, which the trainer needs until then. The trainer may take as long as its step takes; a second signal
+        ends everything at once."""
         await stopping.requested.wait()
         assert stopping.why is not None
         for child in (self.trainer, *self.workers):
@@ -128,7 +128,7 @@ class Supervisor:
         self.coordinator.send(signal.Signals[stopping.why])
 
     async def _keep(self, child: Child) -> None:
-        """Starts a child and restarts it until it is done; raises if it dies too often."""
+        """Starts a child unless it is running, and restarts it until it is done; raises if it dies too often."""
         if child.process is None:
             await self._start(child)
         while True:
@@ -242,7 +242,7 @@ def _line(descriptor: int) -> bytes:
 
 
 def _threads(config: Config) -> dict[str, str]:
-    """Returns environment variables that divide the cores among the processes; none if threads are configured."""
+    """Returns environment variables that divide the CPU cores among the processes; none if threads are configured."""
     if config.run.threads is not None or "OMP_NUM_THREADS" in os.environ:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ((config.rollout.workers or 0) + 1)))}

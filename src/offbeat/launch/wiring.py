@@ -40,8 +40,8 @@ def make_shaping(config: Config) -> Shaping:
 
 
 async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
-    """Opens the reward pool and tries each reward on one problem. With reward.processes = 0, nothing is tried here:
-    remote judges compute the rewards."""
+    """Opens the pool of processes that compute rewards, and tries each reward on one problem. With reward.processes =
+    0, nothing is tried here: judges on other machines compute the rewards."""
     pool = RewardPool(config.reward.processes, config.reward.timeout_s, mixture.rewards, log)
     if not config.reward.processes:
         return pool
@@ -58,7 +58,7 @@ async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
 
 
 def need_processes(config: Config, why: str) -> None:
-    """Refuses reward.processes = 0, for runs that no judge can join; `why` gives the reason."""
+    """Raises if reward.processes = 0, for runs that no judge can join; `why` gives the reason."""
     if not config.reward.processes:
         raise UserError(f"reward.processes = 0: allowed 1 or more here, because {why}")
 
@@ -170,8 +170,8 @@ def _rounds(config: Config) -> EventModelConfig:
 
 
 def publishes_pieces(config: Config, *, is_away: bool) -> bool:
-    """Whether the trainer publishes versions in pieces. A trainer on another machine than the coordinator (`is_away`)
-    always does, because it can send only pieces."""
+    """Returns whether the trainer publishes versions in pieces. A trainer on another machine than the coordinator
+    (`is_away`) always does, because it can send only pieces."""
     if is_away or config.weights.deltas != "auto":
         return is_away or config.weights.deltas == "always"
     serve = config.serve

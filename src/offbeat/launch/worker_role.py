@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Site:
-    """Network site of a worker that may exchange weights with other workers."""
+    """Where a worker is in the network, for exchanging weights with other workers."""
 
     name: str = ""
     """Name of the site, whose workers have a fast network between them; "": the worker uses no peers."""
@@ -64,8 +64,8 @@ async def receiving(
     *,
     allow_plain: bool = False,
 ) -> AsyncIterator[CoordinatorReceiver]:
-    """Yields a receiver of versions into `folder`, from peers of its site first, then from the run's store or the
-    coordinator. Within the block, serves the pieces to peers if the site has an address.
+    """Yields a receiver that fetches versions into `folder`, from peers of its site first, then from the run's store or
+    the coordinator. Within the block, serves the fetched pieces to peers if `site` has an address.
 
     `report` gets the costs of each version. `has_base(digest)`: whether this worker has the adapters' base model with
     that digest. `allow_plain`: whether keys may be sent over a network without TLS.
@@ -114,8 +114,8 @@ async def receiving(
 
 
 def usable(peers: Sequence[wire.Peer], *, allow_plain: bool) -> dict[str, str]:
-    """Returns the keys of the peers that may be asked, by URL. Peers use no TLS, so without `allow_plain` only loopback
-    addresses are allowed."""
+    """Returns, by URL, the keys to show to those peers that may be asked. Peers use no TLS, so without `allow_plain`
+    only loopback addresses are allowed."""
     near = [peer for peer in peers if allow_plain or is_loopback(peer.host)]
     if len(near) < len(peers):
         num_left = len(peers) - len(near)
@@ -124,7 +124,7 @@ def usable(peers: Sequence[wire.Peer], *, allow_plain: bool) -> dict[str, str]:
 
 
 def _own_host(bound: str) -> str:
-    """Returns the host to report; "" if the server listens on all addresses: the coordinator sees the right one."""
+    """Returns the host to report to the coordinator; "" (use the one it sees) if the server listens on all."""
     return "" if ipaddress.ip_address(bound).is_unspecified else bound
 
 
@@ -179,7 +179,7 @@ async def work(
 
 @dataclass
 class WorkerSupervisor:
-    """Runs a worker with one engine after another."""
+    """Runs a worker, with a new engine whenever an engine's server dies."""
 
     member: JoinedRun
     engines: Engines
@@ -226,13 +226,14 @@ class WorkerSupervisor:
         )
 
     async def _hand_over(self, worker: Worker, client: WorkerClient) -> None:
-        """Submits finished work, and then releases all leases by the first heartbeat of the new `client`."""
+        """Submits finished work, and then releases all leases (loans of tasks) by the new client's first heartbeat."""
         self.num_deaths += 1
         await worker.send_finished()
         await client.heartbeat([])
 
     async def _work(self, worker: Worker) -> None:
-        """Runs a worker until the run is over, or drains it when asked to stop; raises errors of worker and engine."""
+        """Runs a worker until the run is over or, after a request to stop, until it has handed back unfinished work;
+        raises the errors of worker and engine."""
         working = asyncio.ensure_future(worker.run())
         asked = asyncio.ensure_future(self.stopping.requested.wait())
         gone = asyncio.ensure_future(self.engines.wait_exited())

@@ -41,7 +41,7 @@ GetPiece = Callable[[str], bytes | memoryview]
 
 
 class AssemblyStep(NamedTuple):
-    """Change of a part by one manifest of the chain; `piece` is the digest of the piece that holds its code."""
+    """One manifest's change to a part (up to 16 MiB) of a tensor; `piece` is the digest of the piece with its code."""
 
     piece: str
     part: Part
@@ -49,7 +49,7 @@ class AssemblyStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """Steps that make one part of the new file."""
+    """Plan for one part (up to 16 MiB of a tensor) of the new file: where it lies, and the changes that make it."""
 
     tensor: TensorEntry
     index: int
@@ -66,8 +66,8 @@ class Job:
 
 
 def assemble(chain: Sequence[Manifest], base: Path | None, piece: GetPiece, final: Path) -> None:
-    """Assembles at `final` the folder of the chain's last version. `base` is the folder of the version that the first
-    manifest builds on; None if that one is full.
+    """Writes to the folder `final` the weights of the last version in `chain`. Each manifest of the chain builds on the
+    one before; `base` is the folder of the version that the first one builds on, None if the first is full.
 
     `base` is not hashed: the caller has verified it. `piece` returns the bytes of a piece by digest. It is called once
     for each piece, from any thread; its result is held until no part needs it, so a memory map is best. Raises
@@ -89,7 +89,7 @@ def assemble(chain: Sequence[Manifest], base: Path | None, piece: GetPiece, fina
 
 
 def _fill(folder: Path, chain: Sequence[Manifest], base: Path | None, piece: GetPiece) -> list[Path]:
-    """Writes the files of the chain's last version into a new folder; returns their paths."""
+    """Writes the files of the last version in `chain` into an empty folder; returns their paths."""
     version = chain[-1]
     if version.base is None or not isinstance(version.adapter, str):
         _assemble_file(chain, base, piece, folder / FILE_NAME)
@@ -139,7 +139,8 @@ def _assemble_file(
 
 
 def _plan(chain: Sequence[Manifest], places: dict[str, Stored], origins: dict[str, Stored]) -> Iterator[Job]:
-    """Yields one job for every part of the last version's tensors, in order."""
+    """Yields one job for each part of the last version's tensors, in order. `places` is the layout of the new file,
+    `origins` that of the base's file."""
     tensors = [{entry.name: entry for entry in manifest.tensors} for manifest in chain]
     for tensor in chain[-1].tensors:
         for index in range(len(tensor.parts)):
@@ -172,7 +173,7 @@ def _unlike(version: Manifest, tensor: TensorEntry, where: str) -> WeightsError:
 
 
 class _Pieces:
-    """Holds each piece from its first use to its last, so that it is read only once."""
+    """Reads each piece (a block of packed codes) at its first use and holds it until its last, to read it only once."""
 
     def __init__(self, get: GetPiece, jobs: Sequence[Job]):
         self._get = get
@@ -181,7 +182,7 @@ class _Pieces:
         self._held: dict[str, memoryview] = {}
 
     def take(self, step: AssemblyStep) -> memoryview:
-        """Returns the coded bytes for a step; must be called once for each step."""
+        """Returns the coded bytes for a step. Call it once for each step: after its last use, a piece is let go."""
         with self._locks[step.piece]:
             held = self._held.pop(step.piece, None)
             if held is None:
@@ -193,7 +194,7 @@ class _Pieces:
 
 
 def _write_part(number: int, old: BinaryIO | None, new: BinaryIO, pieces: _Pieces, job: Job) -> None:
-    """Writes one part of the new file; `number` is the version's, for errors."""
+    """Writes one part to `new`, made from the base's file `old` as `job` says; `number`: the version, for errors."""
     data, what = None, f"version {number}: tensor {job.tensor.name}: part {job.index}"
     if job.origin is not None:
         assert old is not None

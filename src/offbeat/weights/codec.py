@@ -29,10 +29,10 @@ from offbeat.weights.manifest import ITEM_BYTES, Coding
 # any other run of bytes, is a stream, compressed by zstd if that makes it smaller.
 
 HEADER = struct.Struct("<I")
-"""Header of a stream: twice its stored length, plus 1 if it is compressed."""
+"""Header of a stream (a run of bytes): twice its stored length in bytes, plus 1 if it is compressed."""
 ZSTD_PARAMETERS = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6)
-"""A tiny hash table, because the streams are noise and only Huffman codes help. With the usual 2^13 entries, chance
-matches made the exponents of bf16 weights 8 % larger and took five times as long (measured on 8 MiB)."""
+"""Compression with a tiny hash table, because in the noise of the streams only Huffman codes help. The usual 2^13
+entries made the exponents of bf16 weights 8 % larger, by chance matches, and took five times as long (8 MiB)."""
 MAX_WINDOW_BYTES = 1 << 24
 
 
@@ -51,7 +51,7 @@ def planes(items: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def joined(parts: list[np.ndarray]) -> np.ndarray:
-    """Returns the integers whose planes are `parts`."""
+    """Returns integers from their planes: `parts[0]` holds all their lowest bytes, `parts[1]` the next, and so on."""
     rows = np.empty((parts[0].size, len(parts)), np.uint8)
     for byte, plane in enumerate(parts):
         rows[:, byte] = plane
@@ -103,7 +103,7 @@ class Streams:
         return np.frombuffer(data, np.uint8)
 
     def next_planes(self, num_items: int, item_bytes: int) -> np.ndarray:
-        """Reads the `item_bytes` planes of `num_items` integers and returns the integers."""
+        """Reads `num_items` integers of `item_bytes` each, stored as one stream per byte position (planes)."""
         return joined([self.next(num_items) for _ in range(item_bytes)])
 
     def _unpacked(self, stored: memoryview, num_bytes: int) -> bytes:
@@ -130,20 +130,20 @@ class Streams:
 # are stored, without positions.
 
 SPARSE_HEADER = struct.Struct("<IIH")
-"""Number of changes with a position, bytes of their gaps, and the limit below which elements have no position."""
+"""Header of a sparse code: number of changes with a position, bytes of their gaps, and limit (see `_limit`)."""
 MEAN_GAP_BITS = 6
-"""Bits that the mean gap keeps after its low bits are split off."""
+"""Bits that the mean gap between changes keeps after its low bits, which are stored separately, are split off."""
 FILLER = 255
-"""A byte that stands for 255, to which the next byte is added."""
+"""Byte of a coded gap that stands for 255, to which the next byte is added; gaps of 255 or more need it."""
 MANY_LARGER = 0.25
-"""Share of changes larger than one from which a limit is considered. Weights with a normal spread have fewer such
-changes. Quantised weights and small learning rates give more, most of them near zero."""
+"""Share of changes by more than 1, as integers, from which a limit (see `_limit`) is considered. Weights with a normal
+spread have fewer such changes. Quantised weights and small learning rates give more, most of them near zero."""
 NEAR_QUANTILE = 0.75
-"""The limit is this quantile of the bases of the larger changes; few elements below it stay unchanged."""
+"""Quantile, of the old values (sign aside) that changed by more than 1, just above which `_limit` sets the limit."""
 MIN_NEAR_CHANGED = 0.6
-"""Smallest share of changed elements below the limit; with a smaller share, no limit is used."""
+"""Smallest share of changed elements among those below the limit (see `_limit`); with less, no limit is used."""
 SIZE_BITS = 0x7FFF
-"""All bits of an element but its sign."""
+"""Mask for all bits of a two-byte element but its sign."""
 
 
 class SparseChanges(NamedTuple):
@@ -156,7 +156,7 @@ class SparseChanges(NamedTuple):
 
 
 def encode_sparse(changes: SparseChanges, new: np.ndarray, old: np.ndarray) -> bytes:
-    """Codes `changes`, of which there is at least one, between the raw bytes `old` and `new`."""
+    """Returns the sparse code of `changes` (at least one), the differences between the raw bytes `old` and `new`."""
     new_items, old_items = items_of(new, 2), items_of(old, 2)
     sizes = np.abs(changes.differences.view("<i2")).view("<u2")  # right for -32768 too, whose abs() overflows to itself
     limit = _limit(changes, sizes, old_items)
@@ -216,7 +216,7 @@ def decode_sparse(view: memoryview, old: np.ndarray) -> np.ndarray:
 
 
 def _limit(changes: SparseChanges, sizes: np.ndarray, old_items: np.ndarray) -> int:
-    """Returns the limit: elements whose base is below it, sign aside, are stored without positions; 0: no limit."""
+    """Returns the limit: elements whose old value, sign aside, is below it are stored without positions; 0: none."""
     larger = changes.positions[sizes > 1]
     if larger.size < MANY_LARGER * sizes.size:
         return 0
@@ -226,12 +226,12 @@ def _limit(changes: SparseChanges, sizes: np.ndarray, old_items: np.ndarray) -> 
 
 
 def _near(old_items: np.ndarray, limit: int) -> np.ndarray:
-    """Returns the indices of elements whose base lies below the limit."""
+    """Returns the indices of elements whose old value, sign aside, is below the limit; none if the limit is 0."""
     return np.flatnonzero(old_items & SIZE_BITS < limit) if limit else np.empty(0, np.int64)
 
 
 def _num_low_bits(count: int, num_items: int) -> int:
-    """Returns how many low bits are split off each gap. Encoder and decoder derive it from the number of changes."""
+    """Returns how many low bits are split off each gap between changes, given the number of changes and elements."""
     return max(0, (num_items // max(count, 1)).bit_length() - MEAN_GAP_BITS)
 
 
@@ -253,7 +253,7 @@ def _positions(high: np.ndarray, low: np.ndarray, num_low_bits: int, count: int)
 
 
 def _with_fillers(gaps: np.ndarray) -> np.ndarray:
-    """Codes gaps as bytes; a gap of 255 or more is preceded by a `FILLER` for each 255 in it."""
+    """Codes each gap as one byte, with a `FILLER` byte before it for each 255 in the gap."""
     wide = np.flatnonzero(gaps >= FILLER)
     if not wide.size:
         return gaps.astype(np.uint8)
@@ -270,7 +270,7 @@ def _with_fillers(gaps: np.ndarray) -> np.ndarray:
 
 
 def _without_fillers(high: np.ndarray, count: int) -> np.ndarray:
-    """Returns the running sums of the gaps that `_with_fillers` coded."""
+    """Returns the running sums of the `count` gaps that `_with_fillers` coded as the bytes `high`."""
     sums = np.cumsum(high, dtype=np.int64)
     ends = high != FILLER
     if np.count_nonzero(ends) != count or not ends[-1:].all():
@@ -292,8 +292,8 @@ def _unpack_low_bits(packed: np.ndarray, num_low_bits: int, count: int) -> np.nd
 
 
 SPARSE_BELOW = 0.5
-"""Share of changed elements above which `sparse` is not tried: with normally spread updates `shift` is no larger by
-then, and faster."""
+"""Largest share of changed elements for which `sparse` is tried: above it, `shift` is faster and, with normally spread
+updates, no larger."""
 SURE_SHARE = 0.25
 """A sparse code of at most this share of the raw bytes is used without trying others: no dense code is so small."""
 BLOCK_ITEMS = 1 << 17
@@ -301,7 +301,7 @@ BLOCK_ITEMS = 1 << 17
 third of the time on two busy cores (measured with 1 % of elements changed)."""
 SAMPLE_ITEMS, NUM_SAMPLES = 8192, 4
 RAW, PLANES = b"\0", b"\1"
-"""First byte of a dense code: raw bytes follow, or planes."""
+"""First byte of a dense code: raw bytes follow, or planes (one stream per byte position of the elements)."""
 
 
 def find_changes(new: np.ndarray, old: np.ndarray, dtype: str) -> SparseChanges:
@@ -315,8 +315,8 @@ def find_changes(new: np.ndarray, old: np.ndarray, dtype: str) -> SparseChanges:
 def encode(
     new: np.ndarray, old: np.ndarray | None, dtype: str, changes: SparseChanges | None = None
 ) -> tuple[Coding, bytes]:
-    """Returns the smallest code of a part's raw bytes `new`. `old` is the same part of the base, None without a base;
-    `changes` are the changes between them, None if not yet known."""
+    """Chooses the smallest coding of a part's raw bytes `new`; returns it with the code. `old` is the same part of the
+    base, None without a base; `changes` are the changes between them, None if not yet known."""
     item_bytes = ITEM_BYTES[dtype]
     if old is None:
         return Coding.DENSE, _encode_dense(new, item_bytes)
@@ -330,7 +330,8 @@ def encode(
 
 
 def decode(coding: Coding, data: Any, old: np.ndarray | None, num_bytes: int, dtype: str) -> np.ndarray:
-    """Returns the `num_bytes` raw bytes of a part. `old` is the same part of the base; `same` returns `old` itself."""
+    """Returns the `num_bytes` raw bytes of a part from its code `data`. `old` is the same part of the base, None
+    without a base; coding `same` returns `old` itself."""
     item_bytes = ITEM_BYTES[dtype]
     view = memoryview(data)
     if num_bytes % item_bytes:
@@ -364,7 +365,7 @@ def _encode_pairs(new: np.ndarray, old: np.ndarray, changes: SparseChanges | Non
 
 
 def _find_changes(new: np.ndarray, old: np.ndarray, most: int) -> SparseChanges | None:
-    """Returns all changes, or None if there are more than `most`."""
+    """Returns all changes from `old` to `new`, raw bytes of a two-byte type; None if there are more than `most`."""
     new_items, old_items = items_of(new, 2), items_of(old, 2)
     positions, differences, count = [np.empty(0, np.int64)], [np.empty(0, np.uint16)], 0
     for start in range(0, new_items.size, BLOCK_ITEMS):
@@ -380,7 +381,7 @@ def _find_changes(new: np.ndarray, old: np.ndarray, most: int) -> SparseChanges 
 
 
 def _encode_whole(new: np.ndarray, old: np.ndarray, item_bytes: int) -> tuple[Coding, bytes]:
-    """Codes as `shift` or `dense`, whichever is smaller on a sample of the elements."""
+    """Returns the code of all elements as `shift` or `dense`, whichever is smaller on a sample of them."""
     if item_bytes not in (2, 4):
         return Coding.DENSE, _encode_dense(new, item_bytes)
     new_items, old_items = items_of(new, item_bytes), items_of(old, item_bytes)

@@ -23,7 +23,7 @@ from offbeat.weights.piece_store import Entry, PieceDamaged, PieceMissing, Piece
 log = logging.getLogger(__name__)
 
 EVERY = 10
-"""Versions from one collection to the next. Collections are rare because each one reads all manifests."""
+"""Number of versions from one collection to the next. Collections are rare because each one reads all manifests."""
 SPARED_S = 24 * 3600.0
 """Time for which pieces without a manifest are kept: longer than any publication takes. Half-published versions are
 rare, so keeping their pieces for a day costs little."""
@@ -32,8 +32,9 @@ rare, so keeping their pieces for a day costs little."""
 def collect(
     store: PieceStore, in_use: Collection[int], decode: Callable[[bytes], Manifest], spared_s: float = SPARED_S
 ) -> None:
-    """Deletes pieces and manifests that no longer serve a purpose. `in_use` are the versions in use; `decode` opens a
-    sealed manifest, or raises `ManifestError` if it is not ours."""
+    """Deletes the pieces and manifests that no kept version needs. `in_use` are the numbers of the versions in use;
+    `decode` opens a sealed (signed) manifest, or raises `ManifestError` if no trusted key signed it. `spared_s` is how
+    long a piece that no manifest names is kept, in seconds."""
     times = store.times()  # first, so that anything put later is left alone
     found = _read(store, times, decode)
     by_number: dict[int, list[Manifest | None]] = {number: [None] for number in found.unreadable}
@@ -53,7 +54,7 @@ def collect(
 
 
 class _Manifests(NamedTuple):
-    """The manifests in a store."""
+    """All manifests of a piece store, read once, by whether they can be trusted and read."""
 
     ours: dict[Entry, Manifest]
     foreign: list[Manifest]
@@ -85,8 +86,8 @@ def _read(store: PieceStore, times: Times, decode: Callable[[bytes], Manifest]) 
 
 
 def _numbers(manifests: Mapping[int, Sequence[Manifest | None]], in_use: Collection[int]) -> set[int]:
-    """Returns the versions in use, the newest, and all their bases. In `manifests`, by number, None stands for an
-    unreadable one."""
+    """Returns the numbers of the versions to keep: those in use, the newest, and all their bases. `manifests` maps a
+    version's number to its manifests, with None for an unreadable one."""
     readable = [number for number, found in manifests.items() if any(found)]
     ahead = {*in_use, max(manifests, default=0), max(readable, default=0)}
     kept: set[int] = set()
@@ -104,13 +105,15 @@ def _numbers(manifests: Mapping[int, Sequence[Manifest | None]], in_use: Collect
 
 
 def _is_anchor_delta(manifest: Manifest, others: Sequence[Manifest | None]) -> bool:
-    """Returns whether a manifest is an anchor's delta, whose base need not be kept: receivers can use the anchor."""
+    """Returns whether `manifest` is the delta of an anchor (a version also published in full), found in `others`. The
+    delta's base need not be kept, because receivers can use the full one."""
     deltas = {other.delta for other in others if other is not None and other.delta is not None}
     return bool(deltas) and manifest_digest(manifest.encode()) in deltas
 
 
 def _droppable(dropped: Mapping[Entry, Manifest], times: Times, before_s: float) -> list[str]:
-    """Returns the pieces last put before `before_s`, or before the latest of the dropped manifests that name them."""
+    """Returns the digests of pieces last put before `before_s`, or no later than the newest `dropped` manifest that
+    names them."""
     named_s: dict[str, float] = {}
     for entry, manifest in dropped.items():
         for piece in manifest.pieces:

@@ -34,14 +34,14 @@ class Sources(Protocol):
     and pieces named by their digests. `PieceMissing` means gone for good; any other error may be temporary."""
 
     async def manifest(self, number: int, digest: str) -> bytes:
-        """Returns the sealed manifest with a digest, or, if `digest` is "", one of the version with this number."""
+        """Returns the signed manifest with `digest`; if that is "", one of the manifests of version `number`."""
 
     async def piece(self, digest: str, num_bytes: int, into: Path) -> None:
         """Downloads a piece into the file `into`; resumes if part of it is there."""
 
 
 class StoreSources:
-    """A store that this machine can read directly, such as a shared folder or a bucket."""
+    """Source of versions in a store that this machine can read directly, such as a shared folder or a bucket."""
 
     def __init__(self, store: PieceStore):
         self._store = store
@@ -62,7 +62,7 @@ class StoreSources:
         return self._store.get_manifest(*entry)
 
     def _anchor_deltas_last(self, entries: list[Entry]) -> list[Entry]:
-        """Sorts the delta manifests of anchors last, because their bases may have been deleted."""
+        """Returns `entries`, with the deltas of anchors (full versions) last: their bases may have been deleted."""
         deltas = {self._delta_of(entry) for entry in entries} if len(entries) > 1 else set()
         return sorted(entries, key=lambda entry: entry[1] in deltas)
 
@@ -89,13 +89,13 @@ class StoreSources:
 log = logging.getLogger(__name__)
 
 NUM_PARALLEL = 4
-"""Pieces in flight: enough to fill a line with a long round trip, few enough for memory."""
+"""Pieces downloaded at a time: enough to fill a line with a long round trip, few enough for memory."""
 MAX_ATTEMPTS = 3
-"""Attempts to download content that arrives whole but wrong; after these, the network is not the cause."""
+"""Most attempts to download content that arrives whole but wrong; after these, the network is not the cause."""
 
 
 class PieceDownloader:
-    """Downloads manifests and pieces for one worker. Its store is a folder that no other worker writes to."""
+    """Downloads manifests and pieces for one worker into a store to which no other worker writes."""
 
     def __init__(self, folder: Path, sources: Sources, trusted: Collection[str], arrived: Callable[[], None]):
         """`trusted` are the keys whose manifests are accepted; `arrived` is called after each addition to the store."""
@@ -109,7 +109,8 @@ class PieceDownloader:
         return digest in self.expected
 
     async def manifest(self, number: int, version_digest: str, digest: str = "") -> Manifest:
-        """Returns a version's manifest, from this disk or a source; `digest` is the manifest's own, "" if unknown."""
+        """Returns the manifest of version `number`, from this disk or a source. `version_digest` is the digest of the
+        version, `digest` that of the manifest itself, "" if unknown."""
         here = [
             found
             for entry, found in (await in_thread(self.known)).items()
@@ -135,7 +136,7 @@ class PieceDownloader:
         raise AssertionError("this is a bug: the last attempt to get a manifest neither returned nor raised")
 
     async def pieces(self, chain: Sequence[Manifest]) -> Counter[str]:
-        """Downloads the missing pieces of the manifests in `chain`; returns the bytes, by kind of manifest."""
+        """Downloads the missing pieces of the manifests in `chain`; returns the bytes fetched, by kind of manifest."""
         wanted = {piece.digest: (piece, manifest) for manifest in chain for piece in manifest.pieces}
         missing = await in_thread(lambda: [entry for entry in wanted.values() if not self._has(entry[0])])
         self.expected = {piece.digest for piece, _ in missing}
@@ -175,7 +176,7 @@ class PieceDownloader:
         raise PieceDamaged(f"version {number}: piece {piece.digest} arrived damaged {MAX_ATTEMPTS} times")
 
     def num_bytes_arrived(self) -> int:
-        """Returns a number that changes as downloads progress: bytes of unfinished pieces, less their count."""
+        """Returns a number that changes as downloads progress: bytes of unfinished pieces, minus their number."""
         sizes = 0
         for digest in list(self.expected):
             with suppress(FileNotFoundError):
@@ -199,7 +200,7 @@ class PieceDownloader:
         return True
 
     def _has(self, piece: PieceEntry) -> bool:
-        """Returns whether the piece is here, intact; deletes a damaged one."""
+        """Returns whether the piece is on this disk and intact; deletes a damaged one."""
         try:
             return _is(self.store.get(piece.digest), piece)
         except PieceMissing:
@@ -216,7 +217,8 @@ class PieceDownloader:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
     def known(self) -> dict[Entry, Manifest]:
-        """Returns the trusted manifests on this disk, by number and digest. Read once; others are deleted."""
+        """Returns the trusted manifests on this disk, by version number and manifest digest. Reads the disk once and
+        deletes all other manifests there."""
         if self._known is None:
             self._known = {}
             for entry in self.store.list_manifests():
@@ -228,7 +230,7 @@ class PieceDownloader:
         return self._known
 
     def forget(self, manifests: Collection[Entry]) -> None:
-        """Deletes these manifests, every piece that no other manifest names, and unfinished downloads."""
+        """Deletes `manifests`, every piece that no remaining manifest names, and unfinished downloads."""
         for entry in manifests:
             self.known().pop(entry, None)
         wanted = {piece.digest for found in self.known().values() for piece in found.pieces}
@@ -239,8 +241,8 @@ class PieceDownloader:
 
 
 def _check(data: bytes, number: int, version_digest: str | None, digest: str) -> Manifest:
-    """Decodes a manifest; raises `ManifestError` unless it is the requested one. `version_digest` None, or `digest` "",
-    matches any."""
+    """Decodes the manifest `data`; raises `ManifestError` unless it is of version `number`, that version has
+    `version_digest` (None: any), and the manifest has `digest` ("": any)."""
     if digest and manifest_digest(data) != digest:
         raise ManifestError(
             f"version {number}: the manifest has digest {manifest_digest(data)[:12]}, not {digest[:12]}"

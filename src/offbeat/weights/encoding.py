@@ -57,7 +57,7 @@ DOUBLED_LIMITS = {
     **{"BF16": 0xFF00, "F16": 0xF800, "F32": 0xFF00_0000, "F64": 0xFFE0 << 48},
     **{"F8_E5M2": 0xF8, "F8_E4M3": 0xFE},
 }
-"""Smallest bits that are not finite, by safetensors type: those of infinity, or of NaN if the type has no infinity,
+"""By safetensors type, the smallest bits that are not finite: those of infinity, or of NaN if the type has no infinity,
 shifted left by one to drop the sign. Smaller bits are finite."""
 BLOCK_ITEMS = 1 << 16
 """Elements checked at a time: few enough for intermediate results to stay in the cache."""
@@ -82,7 +82,7 @@ NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class BaseTensor:
-    """A tensor of the base: its file, its offset there and its entry in the manifest."""
+    """A tensor of the base (the version to compare with): its file, its offset there and its manifest entry."""
 
     file: BinaryIO
     start: int
@@ -90,7 +90,7 @@ class BaseTensor:
 
 
 class RawPart(NamedTuple):
-    """A part of a tensor before coding."""
+    """A part (up to 16 MiB) of a tensor before coding."""
 
     name: str
     dtype: str
@@ -101,11 +101,11 @@ class RawPart(NamedTuple):
     target: int
     """Offset of the part's first byte in the whole file."""
     old: BaseTensor | None
-    """The base's tensor; None: code without a base."""
+    """The same tensor in the base; None: code the part without a base."""
 
 
 class EncodedPart(NamedTuple):
-    """A part after coding."""
+    """A part (up to 16 MiB) of a tensor after coding."""
 
     name: str
     coding: Coding
@@ -126,8 +126,8 @@ def dtype_name(name: str, tensor: Tensor) -> str:
 def cut(
     tensors: Mapping[str, Tensor], places: Mapping[str, Stored], olds: Mapping[str, BaseTensor]
 ) -> Iterator[RawPart]:
-    """Yields all parts, sorted by tensor name; copies only tensors that are not contiguous. `olds` are the base's
-    tensors."""
+    """Yields the parts (up to 16 MiB each) of all tensors, sorted by tensor name; copies only tensors that are not
+    contiguous. `places` is the layout of the new file; `olds` are the base's tensors, by name."""
     for name in sorted(tensors):
         data = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
         for position, start in enumerate(range(0, max(len(data), 1), PIECE_BYTES)):
@@ -136,8 +136,8 @@ def cut(
 
 
 class Coder:
-    """Codes parts and writes them to `file` unless it is None. Without `with_codes`, parts without a base get no code.
-    Thread-safe."""
+    """Codes parts of tensors, and writes their raw bytes to `file` unless it is None. Unless `with_codes` is set, parts
+    without a base are not coded. Thread-safe."""
 
     def __init__(self, file: BinaryIO | None, with_codes: bool):
         self.file, self.with_codes = file, with_codes
@@ -165,7 +165,7 @@ class Coder:
 
 
 def _on_host(data: Tensor) -> np.ndarray:
-    """Returns the same bytes if they are in host memory, else a copy."""
+    """Returns the bytes of `data` as an array: without a copy if they are in host memory, else as a copy."""
     if not data.is_cuda:
         return data.cpu().numpy()
     host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)  # faster than pageable memory
@@ -173,7 +173,7 @@ def _on_host(data: Tensor) -> np.ndarray:
 
 
 def _changes(part: RawPart, new: np.ndarray, old: np.ndarray) -> SparseChanges | None:
-    """Finds the changes of a part, on its device; None if its type does not have two bytes."""
+    """Finds, on the part's device, the elements of `new` that differ from `old`; None unless they have two bytes."""
     if ITEM_BYTES[part.dtype] != 2:
         return None
     if part.data.is_cuda:
@@ -183,24 +183,24 @@ def _changes(part: RawPart, new: np.ndarray, old: np.ndarray) -> SparseChanges |
 
 
 def _changed(new: np.ndarray, old: np.ndarray, dtype: str, changes: SparseChanges | None) -> np.ndarray:
-    """Returns the raw bytes of the changed elements."""
+    """Returns the raw bytes of the elements of `new` that differ from `old`; `changes`: where, None if unknown."""
     items = new.view(f"<u{ITEM_BYTES[dtype]}")
     found = items[items != old.view(items.dtype)] if changes is None else items.take(changes.positions)
     return found.view(np.uint8)
 
 
 class Packing:
-    """Packs codes one after the other into pieces, and records where each part lies."""
+    """Packs the codes of parts one after the other into pieces, and records where each part lies."""
 
     def __init__(self) -> None:
         self.parts: dict[str, list[Part]] = {}
         self.pieces: list[PieceEntry] = []
-        """Digests and sizes of the packed pieces; set by the caller, who stores them."""
+        """Digests and sizes of the packed pieces, in order; set by the caller, who stores the pieces."""
         self.num_bytes: dict[Coding, int] = dict.fromkeys(Coding, 0)
         self.num_items = self.num_changed = 0
 
     def pack(self, coded: Iterable[EncodedPart]) -> Iterator[bytes]:
-        """Yields the pieces; each has at most `PACK_BYTES`, unless it holds a single larger code."""
+        """Yields the bytes of each piece: at most `PACK_BYTES`, unless the piece holds a single larger code."""
         num_pieces, codes, num_bytes = 0, list[bytes](), 0
         for part in coded:
             if codes and num_bytes + len(part.data) > PACK_BYTES:
@@ -227,14 +227,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Chain:
-    """Sizes of an anchor and the deltas since, which a worker that joins late has to fetch."""
+    """Bytes of an anchor (a full version) and of the deltas since, which a worker that joins late has to fetch."""
 
     full_bytes: int
     num_deltas: int = 0
     delta_bytes: int = 0
 
     def is_long(self, anchoring: Anchoring) -> bool:
-        """Returns whether the next version should be an anchor."""
+        """Returns whether the deltas are so many or so large that the next version should be an anchor (in full)."""
         is_large = self.delta_bytes > anchoring.max_share * self.full_bytes
         return is_large or self.num_deltas + 1 >= anchoring.every
 
@@ -257,7 +257,7 @@ class BaseFile:
         return Base(self.manifest.number, self.manifest.digest)
 
     def like(self, tensors: Mapping[str, Stored]) -> dict[str, BaseTensor]:
-        """Returns the base's tensors that have the same dtype and shape in `tensors`, by name."""
+        """Returns, by name, those tensors of the base that have the same dtype and shape in `tensors`."""
         return {
             entry.name: BaseTensor(self.file, self.places[entry.name].start, entry)
             for entry in self.manifest.tensors
@@ -266,8 +266,8 @@ class BaseFile:
 
 
 def resume_from(number: int, folder: WeightFolder, store: PieceStore, trusted: str) -> BaseFile | None:
-    """Opens a version from an earlier process as a base; None unless its file and its chain of manifests are intact.
-    `trusted` is the signing key."""
+    """Opens version `number` from an earlier process as a base; None unless its file and its chain of manifests are
+    intact. `trusted` is the public key that must have signed the manifests."""
     with ExitStack() as files:
         try:
             file = files.enter_context(open(folder.path(number) / FILE_NAME, "rb"))
@@ -283,7 +283,7 @@ def resume_from(number: int, folder: WeightFolder, store: PieceStore, trusted: s
 
 
 def find_adapter_base(number: int, digest: str, store: PieceStore, trusted: str) -> Base | None:
-    """Returns the base of the adapter version `number`, if it has this digest and its pieces are still in the store."""
+    """Returns the base of adapter version `number`; None unless it has `digest` and all its pieces are in the store."""
     try:
         manifests = _Manifests(store, trusted)
         for manifest in manifests.of(number):
@@ -299,7 +299,7 @@ def find_adapter_base(number: int, digest: str, store: PieceStore, trusted: str)
 
 
 class _Manifests:
-    """The manifests in a store, which the key `trusted` must have signed."""
+    """Reads manifests from a store; refuses those that the key `trusted` has not signed."""
 
     def __init__(self, store: PieceStore, trusted: str):
         self._store, self._trusted, self._listed = store, trusted, store.list_manifests()
@@ -310,7 +310,7 @@ class _Manifests:
         return [Manifest.decode(data) for data in opened]
 
     def find(self, number: int, digest: str) -> Manifest:
-        """Returns the manifest of the version with a number and digest; raises LookupError if there is none."""
+        """Returns the manifest of version `number` whose weights have `digest`; raises LookupError if there is none."""
         found = [manifest for manifest in self.of(number) if manifest.digest == digest]
         if found:
             return max(found, key=lambda manifest: manifest.kind is Kind.FULL)  # an anchor before its delta

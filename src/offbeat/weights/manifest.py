@@ -65,8 +65,8 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: Digest
     """Digest of the decoded bytes."""
     piece: Count = 0
-    """Index of the piece that holds the part. `start` is its offset in the piece, `num_bytes` its coded length. All are
-    0 if the part is the same as the base's."""
+    """Index in the manifest's `pieces` of the piece that holds the part. `start` is the part's offset there in bytes,
+    `num_bytes` its coded length. All are 0 if the part is the same as the base's."""
     start: Count = 0
     num_bytes: Count = 0
 
@@ -91,7 +91,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return pieces.hexdigest()
 
     def part_bytes(self, index: int) -> int:
-        """Returns the decoded size of a part."""
+        """Returns the decoded size in bytes of part `index`."""
         return min(PIECE_BYTES, self.num_bytes - index * PIECE_BYTES)
 
 
@@ -102,10 +102,10 @@ class PieceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     number: Count
-    """Version number of the base. The base of adapters is not a version itself: it has the first adapter's number."""
+    """Version number of the base. An adapter's base is no version, and is stored under the first adapter's number."""
     digest: Digest
     manifest: Digest | None = None
-    """Digest of the base's manifest, only for adapters, because `number` does not identify their base."""
+    """Digest of the base's manifest, if this is the base of adapters, which `number` does not identify; else None."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -118,7 +118,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     kind: Kind
     base: Base | None = None
     delta: Digest | None = None
-    """Digest of an anchor's delta manifest: the same version as changes, for receivers with the version before."""
+    """Digest of an anchor's second manifest, the same version as changes to the one before; None: there is none."""
     tensors: list[TensorEntry]
     """Tensors, sorted by name."""
     pieces: list[PieceEntry]
@@ -127,12 +127,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tensors, uncoded."""
+        """Size in bytes of all tensors before coding."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def num_coded_bytes(self) -> int:
-        """Size of all pieces, which a receiver has to fetch."""
+        """Size in bytes of all pieces, which a receiver has to fetch."""
         return sum(piece.num_bytes for piece in self.pieces)
 
     def encode(self) -> bytes:
@@ -218,4 +218,4 @@ class Anchoring:
     every: int = 10
     """Versions from one anchor to the next. 1: each version is an anchor; 0: each is full, without deltas."""
     max_share: float = 0.5
-    """The next version is an anchor if the deltas since the last one exceed this share of a full copy."""
+    """Share of a full copy's bytes: if the deltas since the last anchor exceed it, the next version is an anchor."""

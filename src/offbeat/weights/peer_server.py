@@ -39,12 +39,12 @@ PATH = re.compile(r"/pieces/(?P<piece>[0-9a-f]{64})|/manifests/(?P<number>\d{1,1
 WAIT = re.compile(r"\d{1,4}(\.\d{1,3})?")
 WRITE_BYTES = 256 * 1024
 FRESH_S, STALE_S = 10.0, 60.0
-"""How long the coordinator's list of keys is used: normally, and while the coordinator cannot be reached."""
+"""Seconds for which the coordinator's list of accepted keys is used: normally, and while it cannot be reached."""
 ASK_EVERY_S, ASK_WITHIN_S = 1.0, 4.0
-"""The coordinator is asked for keys at most this often, however many unknown keys come, and must answer in this time.
-Callers wait a little longer."""
+"""Seconds from one request to the coordinator for accepted keys to the next, at least, and until it must answer. The
+peers whose keys are checked wait a little longer for their own answer."""
 ARRIVED = "Offbeat-Arrived"
-"""Header of a 503 answer; a change of its value means that downloads here make progress."""
+"""Header of a 503 answer ("not here yet"); a change of its value means that downloads here make progress."""
 STOP_WITHIN_S = 0.1
 """Time to finish answers when the server stops; 0 would mean no limit."""
 
@@ -52,23 +52,23 @@ STOP_WITHIN_S = 0.1
 @dataclass(frozen=True, kw_only=True)
 class PeerLimits:
     max_connections: int = 64
-    """Most connections; beyond that, those without a proven key are closed, oldest first."""
+    """Most connections; for one more, the oldest whose caller has not shown an accepted key is closed."""
     max_requests: int = 64
     """Most requests in progress or waiting at a time."""
     max_sent: int = 8
-    """Most pieces being sent at a time; each is in memory, with at most 32 MiB."""
+    """Most pieces being sent at a time; each is held in memory and has at most 32 MiB."""
     max_wait_s: float = 30.0
     """Longest wait for a piece, shorter than the time limits of proxies; callers then ask again."""
     unexpected_wait_s: float = 2.0
-    """Longest wait for a piece that is not expected."""
+    """Longest wait for a piece that this worker is neither downloading nor about to download."""
     check_every_s: float = 0.1
     """Interval at which a waiting request checks the store even without a `notify`."""
     silence_s: float = 30.0
-    """Longest time that a caller may stop reading an answer, or keep a connection open without a proven key."""
+    """Longest time that a caller may stop reading an answer, or stay connected without showing an accepted key."""
 
 
 class Guests:
-    """Decides which peers may fetch here; `ask` gets the hashes of their keys from the coordinator.
+    """Decides which peers (other workers) may fetch here; `ask` gets the hashes of their keys from the coordinator.
 
     The list is used for `FRESH_S`, so that a worker that left or was set aside is soon refused, and for `STALE_S` while
     the coordinator cannot be reached. An unknown key may be that of a new worker, so the coordinator is asked again.
@@ -103,7 +103,7 @@ class Guests:
 
 
 class PeerServer:
-    """HTTP server of one worker for its peers; call `notify` whenever something was added to the store."""
+    """HTTP server from which peers fetch a worker's pieces; call `notify` whenever something was added to `store`."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class PeerServer:
         self._sending = asyncio.Semaphore(self._limits.max_sent)
         self._arrivals = Notifier()
         self._unproven: dict[web.RequestHandler, None] = {}
-        """Connections without a proven key, oldest first."""
+        """Connections whose caller has not shown an accepted key, oldest first."""
 
     async def start(self) -> None:
         self._http = web.Server(
@@ -220,7 +220,7 @@ class PeerServer:
             self._sending.release()
 
     async def _wait_for(self, wanted: _Wanted, wait_s: float) -> bool | None:
-        """Returns whether it is here after at most `wait_s`; None if it is still on its way."""
+        """Waits up to `wait_s` for a piece or manifest; returns whether it is here, None if it is still on its way."""
         start_s = time.monotonic()
         while True:
             changed, is_expected = self._arrivals.changed, self._expects(wanted.digest)
@@ -235,7 +235,7 @@ class PeerServer:
                 await asyncio.wait_for(self._change(wanted.digest, changed), min(left_s, self._limits.check_every_s))
 
     async def _change(self, digest: str, changed: asyncio.Event) -> None:
-        """Waits for an arrival after which the piece `digest` is no longer expected, and so may be here."""
+        """Waits for a `notify` after which piece `digest` is no longer being downloaded, and so may be here."""
         await changed.wait()
         await self._arrivals.wait_for(lambda: not self._expects(digest))
 
@@ -275,12 +275,12 @@ class _Wanted(NamedTuple):
         return False
 
     def read(self, store: PieceStore) -> bytes:
-        """Returns all bytes, verified."""
+        """Returns all bytes of the piece or manifest, verified."""
         return store.get(self.digest) if self.number is None else store.get_manifest(self.number, self.digest)
 
 
 class _HangUp(asyncio.Protocol):
-    """Closes a connection at once, because there are too many."""
+    """Protocol that closes a new connection at once, for when too many are open."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()

@@ -35,19 +35,19 @@ from offbeat.weights.peer_server import ARRIVED
 from offbeat.weights.piece_store import PieceDamaged, is_intact
 
 ROOT = ""
-"""Name of the root, in place of a peer's address."""
+"""Stands for the root (the coordinator or its store) in place of a peer's address."""
 WEIGHT = 0.3
 """Weight of the latest value in moving averages."""
 FAR_SLOWER = 0.25
-"""Share of the best source's rate below which a source is asked after the others, even if those cross a slow link."""
+"""Share of the best source's rate below which a source is asked after the others, even if these cross slow links."""
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
-"""How long a peer is not asked after a first failure, and at most after repeated failures."""
+"""Seconds for which a peer rests (is asked last) after a first failure, and at most after repeated failures."""
 DAMAGED_REST_S = 300.0
-"""How long a peer is not asked after it sent wrong bytes."""
+"""Seconds for which a peer is not asked at all after it sent wrong bytes."""
 FORGOTTEN_AFTER_S = 60.0
-"""Age at which a measured rate is no longer used."""
+"""Age in seconds at which a measured rate is no longer used."""
 LEAST_BYTES = 64 * 1024
-"""Smallest transfer whose rate counts: smaller ones measure latency, not bandwidth."""
+"""Smallest transfer, in bytes, whose rate counts: smaller ones measure latency, not bandwidth."""
 LEAST_BYTES_PER_S = 4096.0
 """Lowest rate accepted from any peer, however slow the other sources are."""
 UNKNOWN_BYTES_PER_S = 64 * 1024.0
@@ -56,17 +56,17 @@ UNKNOWN_BYTES_PER_S = 64 * 1024.0
 
 @dataclass
 class SourceRecord:
-    """Measurements of one source."""
+    """Measured rate and failures of one source of weights, a peer or the root."""
 
     bytes_per_s: float | None = None
-    """Moving average of the rate; None: not measured."""
+    """Moving average of the transfer rate; None: not measured."""
     success: float = 1.0
-    """Moving average of successes, 1, and failures, 0."""
+    """Moving average over transfers, which count 1 if they succeed and 0 if they fail."""
     num_failures: int = 0
     """Consecutive failures."""
     rests_until_s: float = 0.0
     is_damaged: bool = False
-    """Whether the source rests because it sent wrong bytes."""
+    """Whether the source is not asked at present because it sent wrong bytes."""
     seen_s: float = 0.0
     """Time of the last measurement of the rate."""
 
@@ -74,9 +74,9 @@ class SourceRecord:
 class Ranking:
     """Decides the order in which sources are asked. Does no I/O; the clock is injected.
 
-    The coordinator's order, which spares slow links, is kept as long as it works. A peer that fails is not asked for a
-    while (it rests), longer each time, and longest after wrong bytes. A source far slower than another one, by its
-    moving averages of rate and success, comes after the others. No record is permanent. The root never rests.
+    The coordinator's order, which spares slow links, is kept as long as it works. A peer that fails rests for a while:
+    it is asked last or, after wrong bytes, not at all. It rests longer each time, and longest after wrong bytes. A
+    source far slower than another, by its averages of rate and success, comes after the others. The root never rests.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -126,14 +126,14 @@ class Ranking:
         self._rest(record, min(FIRST_REST_S * 2 ** min(record.num_failures - 1, 16), LONGEST_REST_S))
 
     def damaged(self, url: str) -> None:
-        """Records that a source sent wrong bytes, to which no other source contributed."""
+        """Records that a source sent wrong bytes, in content that came from no other source."""
         self.failed(url)
         record = self._record(url)
         record.is_damaged = True
         self._rest(record, DAMAGED_REST_S)
 
     def score(self, url: str) -> float | None:
-        """Returns the expected bytes per second; None: never measured, or too long ago."""
+        """Returns the bytes per second to expect from a source; None: never measured, or too long ago."""
         record = self._records[url]
         if record.bytes_per_s is None or self._clock() - record.seen_s > FORGOTTEN_AFTER_S:
             return None
@@ -157,7 +157,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NUM_AT_ONCE = 2
-"""Pieces in flight from the root. With one, the line would be idle between pieces; with more, each piece arrives later,
+"""Most pieces in flight from the root. With one, the line would be idle between pieces; with more, each arrives later,
 and peers wait longer for it. Peers have no such limit: they are asked even for pieces that are still on their way to
 them."""
 AGAIN_S = 0.05
@@ -167,7 +167,7 @@ MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 MAX_REMEMBERED = 1000
 WRITE_BYTES = 1024 * 1024
 EARLIER = "earlier"
-"""Stands for the unknown sources of bytes from an earlier attempt."""
+"""Stands in `PartialPiece.givers` for the unknown sources of bytes from an earlier attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +177,11 @@ class Patience:
     poll_s: float = 2.0
     """Longest time that a peer waits for a piece to reach it before it answers "not yet"."""
     answer_within_s: float = 5.0
-    """Longest silence of a peer: once `poll_s` has passed, or in the middle of a piece. Also the limit to connect."""
+    """Longest silence of a peer after `poll_s`, or in the middle of an answer. Also the time limit to connect."""
     still_s: float = 6.0
-    """Longest time that a peer may wait for a piece itself without progress."""
+    """Longest time without progress that a peer may itself wait for the piece."""
     slow_after_s: float = 3.0
-    """Time from which a transfer can be broken off as too slow."""
+    """Time since the start of a transfer from which it can be broken off as too slow."""
 
 
 class PeerFailed(OffbeatError):
@@ -197,7 +197,7 @@ class PeerSlow(PeerFailed):
 
 
 FAILURES = (PeerFailed, aiohttp.ClientError, TimeoutError, ConnectionError)
-"""Errors caused by a peer or the network; any other error, such as a full disk, is our own."""
+"""Errors caused by a peer or the network; any other error, such as a full disk, is this worker's own."""
 
 
 @dataclass
@@ -210,7 +210,7 @@ class PartialPiece:
     have: int = 0
     """Bytes in the file so far."""
     givers: set[str] = field(default_factory=set)
-    """Sources of the bytes in the file."""
+    """Sources of the bytes in the file: addresses of peers, `ROOT` or `EARLIER`."""
 
     def measure(self) -> None:
         """Sets `have` to the file's size; deletes a file that is too long."""
@@ -234,7 +234,7 @@ class PartialPiece:
 
 
 class PeerSources:
-    """Sources of one worker: its peers first, then the root."""
+    """Fetches weights for one worker: from its peers first, then from the root (the coordinator or its store)."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class PeerSources:
     ):
         self._root, self._patience = root, patience or Patience()
         self._keys: Mapping[str, str] = {}
-        """Keys by the peer's address."""
+        """The key to show to each peer, by the peer's address."""
         self._ranking, self._clock = Ranking(clock), clock
         self._turns = asyncio.Semaphore(num_at_once)
         self._session: aiohttp.ClientSession | None = None
@@ -262,7 +262,7 @@ class PeerSources:
 
     @property
     def root_bytes_per_s(self) -> float | None:
-        """Recent rate of the root; None: not measured."""
+        """Bytes per second to expect from the root, by recent transfers; None: not measured."""
         return self._ranking.score(ROOT)
 
     async def close(self) -> None:
@@ -285,7 +285,7 @@ class PeerSources:
         await self._from_first(f"piece {digest}", lambda url: self._piece(url, piece))
 
     async def _from_first(self, what: str, ask: Callable[[str], Awaitable[T]]) -> T:
-        """Returns the first good answer of the sources, asked in order; if there is none, raises the root's error."""
+        """Asks the sources in order with `ask(url)`; returns the first good answer, or else raises the root's error."""
         from_root: Exception | None = None
         for url in self._ranking.order():
             try:
@@ -330,7 +330,7 @@ class PeerSources:
         return sealed
 
     async def _piece(self, url: str, piece: PartialPiece) -> None:
-        """Completes a piece from one source; from its beginning, if bytes from other sources prove wrong."""
+        """Downloads the rest of a piece from one source; starts it again if bytes from other sources prove wrong."""
         while True:
             await self._fill(url, piece)
             if await in_thread(piece.is_right):
@@ -386,7 +386,7 @@ class PeerSources:
         return start_s
 
     async def _paced(self, url: str, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        """Yields the bytes of a peer's answer; raises `PeerSlow` if it is too slow."""
+        """Yields the bytes of a peer's answer as they come; raises `PeerSlow` if they come too slowly."""
         start_s, num_bytes = self._clock(), 0
         while True:
             async with asyncio.timeout(self._patience.answer_within_s):
@@ -403,7 +403,7 @@ class PeerSources:
     async def _open(
         self, url: str, path: str, headers: dict[str, str] | None = None, num_bytes: int = 0
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yields the peer's answer once it has the content of `num_bytes`; `PeerFailed` if that takes too long."""
+        """Yields the peer's answer once it has the content; raises `PeerFailed` if that takes long for `num_bytes`."""
         patience = self._patience
         waiting = _Waiting(
             self._clock,
@@ -425,7 +425,7 @@ class PeerSources:
             await asyncio.sleep(AGAIN_S)
 
     async def _ask(self, url: str, path: str, headers: dict[str, str]) -> aiohttp.ClientResponse:
-        """Makes one call and returns as soon as the headers of the answer are there."""
+        """Sends one request to a peer; returns the answer as soon as its headers are there."""
         patience = self._patience
         key = self._keys.get(url, "")  # none if the peer was removed meanwhile
         if self._session is None:
@@ -441,14 +441,14 @@ class PeerSources:
 
 
 class _Waiting:
-    """Limits the wait for a piece on its way to a peer: to `still_s` without progress, and to `within_s` in all."""
+    """Limits the wait for a piece on its way to a peer: `still_s` seconds without progress, `within_s` in all."""
 
     def __init__(self, clock: Callable[[], float], *, still_s: float, within_s: float):
         self._clock, self._still_s, self._end_s = clock, still_s, clock() + within_s
         self._arrived, self._moved_s = "", clock()
 
     def hear(self, arrived: str) -> None:
-        """Notes the peer's progress, `arrived`; raises `PeerFailed` once a limit is passed."""
+        """Notes `arrived`, which changes as the peer receives bytes; raises `PeerFailed` once a limit is passed."""
         now_s = self._clock()
         if arrived != self._arrived:
             self._arrived, self._moved_s = arrived, now_s

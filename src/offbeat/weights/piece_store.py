@@ -47,7 +47,7 @@ REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "check who may write there"),
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in its way: move that, or give another folder"),
 }
-"""Advice to the user, by the error number of the disk."""
+"""Advice to the user, by the error number (errno) of a disk error."""
 
 Entry = tuple[int, str]
 """A manifest's name: the version's number, and the manifest's own digest."""
@@ -87,10 +87,10 @@ class PieceStore(Protocol):
         """Returns the size of a piece in bytes; None: it is not in the store."""
 
     def put_manifest(self, number: int, digest: str, sealed: bytes) -> None:
-        """Stores a manifest, durable on return. The same bytes again change nothing; other bytes raise."""
+        """Stores a sealed (signed) manifest, durable on return. The same bytes again change nothing; others raise."""
 
     def get_manifest(self, number: int, digest: str) -> bytes:
-        """Returns a sealed manifest; the caller must check that its signer is trusted."""
+        """Returns a sealed (signed) manifest; the caller must check that its signer is trusted."""
 
     def list_manifests(self) -> list[Entry]: ...
 
@@ -102,7 +102,7 @@ class PieceStore(Protocol):
         """Deletes pieces, then manifests, so that an interrupted deletion can be repeated. Ignores missing ones."""
 
     def sweep(self, older_than_s: float) -> None:
-        """Removes unfinished files older than `older_than_s`, whose writers must be dead."""
+        """Removes unfinished files older than `older_than_s` seconds; their writers must be dead."""
 
 
 def open_store(location: str | Path) -> PieceStore:
@@ -241,8 +241,8 @@ class FolderStore:
 
 @contextmanager
 def _naming(path: Path, done: str) -> Iterator[None]:
-    """Turns errors of the disk into `PieceMissing`, or `StoreError` with file and remedy. `done` is a participle, such
-    as "read"."""
+    """Turns disk errors in the block into `PieceMissing`, or `StoreError` with file and remedy. `done` is what could
+    not be done, as a participle such as "read"."""
     try:
         yield
     except OSError as error:
@@ -271,7 +271,8 @@ def entry_of(name: str) -> Entry | None:
 
 
 def checked(path: str, digest: str, data: bytes, start: int, stop: int | None) -> bytes:
-    """Returns `data`, bytes read from a piece; raises if they are cut short, or if a whole piece has another digest."""
+    """Returns `data`, bytes `start` to `stop` of a piece; raises if it is cut short or, read whole, has another
+    digest."""
     if stop is not None and len(data) < stop - start:
         raise PieceDamaged(f"{path}: the piece is cut short: it ends at byte {start + len(data)}, before byte {stop}")
     if start == 0 and stop is None and blake3(data, max_threads=blake3.AUTO).hexdigest() != digest:
@@ -286,8 +287,8 @@ def checked_manifest(path: str, digest: str, sealed: bytes) -> bytes:
 
 
 def check_new(path: str, digest: str, sealed: bytes, found: bytes | None = None) -> None:
-    """Raises if the manifest does not match `digest`, or if `found`, already stored under its name, is intact but has
-    another seal."""
+    """Raises if the manifest `sealed` does not match `digest`, or if `found`, the one already stored under the same
+    name (None: none), is intact but differs, being signed with another key."""
     if not is_intact(digest, sealed):
         raise ManifestError(f"{path}: the manifest to store there does not match this name or its own signature")
     if found is not None and found != sealed and is_intact(digest, found):
@@ -440,7 +441,7 @@ class RemoteStore:
         return {path.rpartition("/")[2]: info for path, info in found.items()}
 
     def _call(self, path: str, done: str, work: Callable[[str], T]) -> T:
-        """Runs `work` on the object at `path`, with retries; raises only FileNotFoundError and `StoreError`."""
+        """Returns `work(full path of the object)`, with retries; raises only FileNotFoundError and `StoreError`."""
         deadline_s = time.monotonic() + self._within_s
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
@@ -466,7 +467,7 @@ class RemoteStore:
 
 
 def _within(limit_s: float, work: Callable[[], T]) -> T:
-    """Runs `work` in a thread of its own, abandoned at the time limit: few stores have time limits themselves."""
+    """Returns `work()`, run in a thread that is abandoned after `limit_s`: few stores have time limits themselves."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -485,7 +486,7 @@ def _within(limit_s: float, work: Callable[[], T]) -> T:
 
 
 def _remedy(error: BaseException) -> tuple[str, bool]:
-    """Returns advice for the user, and whether retrying is pointless."""
+    """Returns advice to the user about a store's error, and whether retrying is pointless."""
     text = f"{error} {error.__cause__}".lower()
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(word in text for word in FULL):
         return "free space in the store", True
@@ -513,7 +514,7 @@ def _secrets(url: str) -> list[str]:
 
 
 def _put_s(info: dict[str, Any]) -> float:
-    """Returns when an object was put; infinity if the store does not say, so that the object never counts as old."""
+    """Returns when an object was put, in seconds since the epoch; infinity, which never counts as old, if not known."""
     found = next((info[key] for key in PUT_AT if info.get(key)), math.inf)
     if isinstance(found, str):
         found = datetime.fromisoformat(found)

@@ -66,11 +66,11 @@ class PublishFigures:
     number: int
     kind: Kind
     num_bytes: int
-    """Size of all tensors, uncoded."""
+    """Size in bytes of all tensors before coding."""
     coded_bytes: Mapping[Coding, int]
-    """Bytes, by coding, that a receiver with the previous version has to fetch; empty without a store."""
+    """Coded bytes, by coding, that a receiver with the previous version has to fetch; empty without a store."""
     density: float | None
-    """Share of elements that differ from the base; None without a base."""
+    """Share of tensor elements that differ from the base; None without a base."""
     encode_s: float
     """Seconds to compare, hash, code and write, which happen together."""
     flush_s: float
@@ -82,7 +82,7 @@ class CannotPublish(WeightsError, DiskError):
 
 
 class Publisher(WeightFolder):
-    """Writes versions below one folder and, if there is one, into a store."""
+    """Writes each version as a whole file below one folder and, if there is a store, as pieces into the store."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Publisher(WeightFolder):
         """Cost of the latest version; None before the first."""
         self._base: BaseFile | None = None
         self._adapter_base: Base | None = None
-        """Base of the adapters; None until it is in the store."""
+        """Number and digests of the adapters' base weights; None until these are in the store."""
 
     def write(self, number: int, step: int, parent: int | None, tensors: Mapping[str, Tensor]) -> Version:
         """Writes a version and makes it durable; nobody else uses it until the caller adds its row to the ledger."""
@@ -154,7 +154,7 @@ class Publisher(WeightFolder):
         return Version(number, step, parent, manifest.digest, self.path(number), name)
 
     def _adapter_base_of(self, adapter: Adapter, number: int, step: int, parent: int | None) -> Base:
-        """Returns the base of the adapters; puts it into the store unless it is there."""
+        """Returns number and digests of the adapters' base weights; puts these into the store unless they are there."""
         if self.store is None or self.key is None:
             return Base(number, adapter.base)
         if self._adapter_base is None and parent is not None:
@@ -170,7 +170,7 @@ class Publisher(WeightFolder):
         return self._adapter_base
 
     def _base_of(self, parent: int | None) -> BaseFile | None:
-        """Returns the version to code the next one against; None: code it in full."""
+        """Returns the version to which the next one is coded as changes; None: code it in full."""
         if self.store is None or self.key is None or parent is None or not self._has_deltas:
             return None
         if self._base is None or self._base.manifest.number != parent:
@@ -179,7 +179,7 @@ class Publisher(WeightFolder):
 
     @contextmanager
     def _drafting(self, number: int, name: str) -> Iterator[tuple[Path, BinaryIO]]:
-        """Yields a new folder and an open file in it; deletes both on failure."""
+        """Yields a new draft folder for version `number` and an open file in it; deletes both on failure."""
         for left in self.folder.glob(f".{number:08d}.*.draft"):  # of a dead writer, or of one that races us and loses
             shutil.rmtree(left, ignore_errors=True)
         draft = self.folder / f".{number:08d}.{secrets.token_hex(4)}.draft"
@@ -192,7 +192,7 @@ class Publisher(WeightFolder):
     def _code(
         self, tensors: Mapping[str, Tensor], places: Mapping[str, Stored], base: BaseFile | None, file: BinaryIO | None
     ) -> Packing:
-        """Codes all parts in one pass, writes them to `file` unless it is None, and puts the pieces into the store."""
+        """Codes all tensors in one pass, writes them to `file` unless it is None, and stores the pieces."""
         packing, coder = Packing(), Coder(file, with_codes=self.store is not None)
         parts = cut(tensors, places, {} if base is None else base.like(places))
         with closing(in_parallel(coder.code, parts)) as coded:
@@ -210,14 +210,14 @@ class Publisher(WeightFolder):
         return PieceEntry(digest, len(piece))
 
     def _put_in_place(self, draft: Path, file: BinaryIO, final: Path) -> None:
-        """Makes the pieces and the whole file durable, then renames the draft to `final`."""
+        """Makes the pieces and the whole file durable, then renames the draft folder to `final`."""
         os.fsync(file.fileno())
         if self.store is not None:
             self.store.sync()
         put_in_place(draft, final)  # replaces the folder of a writer that died before it wrote its row
 
     def _put_manifest(self, manifest: Manifest) -> str:
-        """Signs a manifest and makes it durable in the store; returns its digest, "" without a store."""
+        """Signs a manifest and makes it durable in the store; returns the manifest's digest, "" without a store."""
         if self.store is None or self.key is None:
             return ""
         data = manifest.encode()
@@ -228,7 +228,7 @@ class Publisher(WeightFolder):
     def _keep_as_base(
         self, manifest: Manifest, file: BinaryIO, places: Mapping[str, Stored], base: BaseFile | None
     ) -> None:
-        """Keeps the version just published as the base of the next one. `base` is its own base; None if it is full."""
+        """Keeps the version just published as the base of the next one. `base` is its own base; None: it has none."""
         if self.store is None or not self._has_deltas:
             file.close()
             return

@@ -41,13 +41,13 @@ log = logging.getLogger(__name__)
 
 FOLDER = re.compile(r"\d{8,}-[0-9a-f]{16}")
 NUM_KEPT = 3
-"""Versions kept: the one being served, the one before, which engines may still read, and one more."""
+"""Versions kept on disk: the one being served, the one before, which engines may still read, and one more."""
 COPY = "copy"
-"""Key of `ReceiveFigures.num_bytes` for whole files, beside the kinds of manifests."""
+"""Key of `ReceiveFigures.num_bytes` for whole files; the other keys are kinds of manifests."""
 UNAVAILABLE = (PieceMissing, PieceDamaged, ManifestError, WeightsError)
 """Errors after which the version is fetched in another way; others, such as a broken connection, end the attempt."""
 Copy = Callable[[int, Path], Awaitable[None]]
-"""Downloads the files of the version with a number into a folder; resumes files that are partly there."""
+"""Function that downloads the files of a version, given its number, into a folder; resumes partial files."""
 
 
 class VersionCache:
@@ -134,13 +134,13 @@ class ReceiveFigures:
     num_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes downloaded, by the kind of manifest that they belong to, or under `COPY` for whole files."""
     num_applied: int = 0
-    """Number of manifests applied; 0: the version came as whole files."""
+    """Number of manifests from which the version was assembled; 0: it came as whole files."""
     fetch_s: float = 0.0
     apply_s: float = 0.0
 
 
 class Receiver:
-    """Fetches the versions of one worker onto its disk."""
+    """Fetches published versions onto the disk of one worker."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Receiver:
         self._lock = asyncio.Lock()
 
     async def fetch(self, version: Version) -> Version:
-        """Returns the same version, verified, with the path of its files on this disk; at once if they are here."""
+        """Fetches a version unless it is here; returns its record, with the path of its verified files on this disk."""
         async with self._lock:
             try:
                 path, base = await self._fetch(version)
@@ -183,7 +183,7 @@ class Receiver:
             await in_thread(self.cache.discard, self.cache.path_of(version.number, version.digest))
 
     async def _fetch(self, version: Version) -> tuple[Path, Path | None]:
-        """Returns the path of a version, and that of its base if it is an adapter whose base the engine lacks."""
+        """Fetches a version; returns its path, and that of its base if it is an adapter whose base the engine lacks."""
         if not version.manifest:
             return await self._ensure(version.number, version.digest, None), None
         base = None
@@ -201,7 +201,7 @@ class Receiver:
         return await self._ensure(manifest.number, manifest.digest, manifest), base_path
 
     async def _ensure(self, number: int, digest: str, manifest: Manifest | None) -> Path:
-        """Returns the path of a version; if it is not on this disk, it is assembled, or downloaded as whole files."""
+        """Returns the path of a version; if it is not on this disk, assembles it or downloads its whole files."""
         path = self.cache.path_of(number, digest)
         if await in_thread(self.cache.holds, path, digest):
             return path
@@ -246,8 +246,8 @@ class Receiver:
         await self._apply(chain, None, path, figures)
 
     async def _chain(self, manifest: Manifest, *, may_use_local: bool) -> tuple[list[Manifest], Path | None]:
-        """Returns the manifests to apply, in order, and the path of the local version that the first builds on; None if
-        the first is full."""
+        """Returns the manifests to apply, in order, and the path of the local version that the first builds on; None:
+        the first builds on none, as always without `may_use_local`."""
         oldest = min(await in_thread(self.cache.numbers), default=manifest.number) if may_use_local else None
         chain = [manifest]
         while chain[0].kind is Kind.DELTA and (base := chain[0].base) is not None:
@@ -260,8 +260,9 @@ class Receiver:
         return chain, None
 
     async def _chain_past_anchor(self, chain: list[Manifest], oldest: int) -> tuple[list[Manifest], Path | None]:
-        """Replaces the anchor that begins a chain by its delta manifest and the deltas before it, if these lead to a
-        local version with fewer bytes. Does not look for versions below `oldest`, the oldest one on this disk."""
+        """Replaces the anchor (full version) that begins a chain by its delta manifest and the deltas before it, if
+        these lead to a local version with fewer bytes. `oldest` is the oldest version on this disk, where the search
+        ends."""
         anchor, found = chain[0], chain[0]
         deltas: list[Manifest] = []
         while found.delta is not None or found.kind is Kind.DELTA:
@@ -304,7 +305,7 @@ class Receiver:
         raise WeightsError(f"the files of version {figures.number} arrived damaged {MAX_ATTEMPTS} times")
 
     def _forget(self) -> None:
-        """Deletes all but a few versions, the bases of adapters among these, and their pieces, which peers may want."""
+        """Deletes all versions, and their pieces, but the few to keep and the bases of adapters among these."""
         known = self.downloads.known()
         paths = {entry: self.cache.path_of(found.number, found.digest) for entry, found in known.items()}
         needs = {

@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 ROOT = ""
-"""Name of the root, which no receiver may have."""
+"""Name of the root (the coordinator or its store), which no receiver may have."""
 FAN_OUT = 2
-"""Most children of a relay. Links within a site are nearly always at least twice as fast as those between sites."""
+"""Most receivers that a relay should feed. Links within a site are nearly always at least twice as fast as others."""
 MUCH_FASTER = 2.0
-"""A receiver replaces the head of its site if its rate from the root is more than this many times the head's."""
+"""A receiver replaces its site's head (which fetches from the root) if it is more than this many times as fast."""
 WORTH_LEVELS = 2
-"""Fewest levels that a move must save. Each level delays a receiver by about the time of one piece."""
+"""Fewest levels of the tree that a move must save. Each level delays a receiver by about the time of one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RelayNode:
 
 
 class RelayTree:
-    """Relay tree over all receivers of a run; the caller adds and removes them."""
+    """Tree of which receiver (worker) fetches weights from which; the caller adds and removes receivers."""
 
     def __init__(self, fan_out: int = FAN_OUT):
         assert fan_out >= 1, fan_out
@@ -47,7 +47,7 @@ class RelayTree:
         self._site_of: dict[str, str] = {}
 
     def put(self, receiver: RelayNode) -> None:
-        """Adds a receiver, or updates the one with its name."""
+        """Adds a receiver, or updates the one of the same name."""
         assert receiver.name != ROOT
         if self._site_of.get(receiver.name, receiver.site) != receiver.site:
             self.remove(receiver.name)
@@ -107,8 +107,8 @@ class SiteTree:
         self.parents[name] = min(servers, key=lambda other: (tree.excess(other), *tree.nearness(other)), default=ROOT)
 
     def _step_down(self, name: str) -> None:
-        """Takes all children from a receiver. Another server swaps places with it: the farthest from the root or, for
-        the head, the one with the best rate from the root."""
+        """Takes all children from a receiver. If it had any, another one that can serve swaps places with it: the
+        farthest from the root or, for the head, the one with the best rate from the root."""
         tree = self._snapshot()
         others = [other for other in tree.depths if tree.fan_outs[other] and other != name]
         if not tree.children[name] or not others:
@@ -123,7 +123,7 @@ class SiteTree:
             self._attach(child)
 
     def _from_root(self, name: str) -> float:
-        """Returns a receiver's rate from the root; infinity if never measured."""
+        """Returns a receiver's rate from the root in bytes per second; infinity if never measured."""
         found = self.members[name].root_bytes_per_s
         return math.inf if found is None else found
 
@@ -132,7 +132,7 @@ class SiteTree:
         self.parents = {names.get(child, child): names.get(parent, parent) for child, parent in self.parents.items()}
 
     def _rebalance(self) -> None:
-        """Restores the guarantees after a change, in few moves."""
+        """Makes one receiver the head, relieves overloaded relays and shortens a needlessly long path, in few moves."""
         self._ensure_one_head()
         while move := self._snapshot().relief():
             self.parents.update([move])
@@ -162,7 +162,7 @@ class _Snapshot:
         for name, parent in parents.items():
             self.children[parent].append(name)
         self.depths: dict[str, int] = {}
-        """Depth of each receiver that reaches the root, nearest first."""
+        """Levels from the root to each receiver that reaches it, nearest first."""
         waiting = deque((name, 1) for name in self.children[ROOT])
         while waiting:
             name, depth = waiting.popleft()
@@ -170,7 +170,7 @@ class _Snapshot:
             waiting.extend((child, depth + 1) for child in self.children[name])
 
     def excess(self, name: str) -> float:
-        """Returns by how much one more child would exceed the fan-out, as a share of the fan-out."""
+        """Returns by how much one more child would exceed a receiver's fan-out (most children), as a share of it."""
         return max(len(self.children[name]) + 1 - self.fan_outs[name], 0) / self.fan_outs[name]
 
     def nearness(self, name: str) -> tuple[int, float]:
@@ -182,7 +182,7 @@ class _Snapshot:
         return sorted(found, key=self.nearness)
 
     def relief(self) -> tuple[str, str] | None:
-        """Returns a child of an overloaded relay and a relay with room for it; None: no such move."""
+        """Returns a child of an overloaded relay and another relay that has room for it; None: no such move."""
         crowded = [name for name in self.depths if len(self.children[name]) > self.fan_outs[name]]
         rooms = self.rooms()
         if not crowded or not rooms:

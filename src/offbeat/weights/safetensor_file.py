@@ -42,7 +42,7 @@ class Stored(NamedTuple):
 def lay_out(
     tensors: Iterable[tuple[str, str, list[int], int]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Stored]]:
-    """Returns header and layout of a new file; `tensors` gives name, dtype, shape and size in bytes of each tensor."""
+    """Returns header and tensors' places in a new file; `tensors` gives name, dtype, shape and bytes of each tensor."""
     end, entries = 0, {}
     for name, dtype, shape, num_bytes in sorted(tensors, key=lambda tensor: (-_alignment(*tensor[2:]), tensor[0])):
         entries[name] = Stored(dtype, shape, end, end + num_bytes)
@@ -61,7 +61,7 @@ def lay_out(
 
 
 def read_layout(view: memoryview) -> dict[str, Stored]:
-    """Reads the layout of a file; `view` must hold all of it."""
+    """Returns type, shape and place of each tensor in a file, by name; `view` must hold the whole file."""
     header, first = _header(view)
     header.pop("__metadata__", None)
     found = {}
@@ -74,7 +74,7 @@ def read_layout(view: memoryview) -> dict[str, Stored]:
 
 
 def file_layout(file: BinaryIO) -> dict[str, Stored]:
-    """Reads the layout of an open file."""
+    """Returns type, shape and place of each tensor in an open file, by name."""
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
         return read_layout(view)
 
@@ -90,7 +90,7 @@ def file_metadata(path: Path) -> dict[str, str]:
 
 
 def _header(view: memoryview) -> tuple[dict[str, Any], int]:
-    """Returns a file's table of tensors, and the offset at which the tensors' bytes begin."""
+    """Returns the header of the file in `view`, as a dict, and the offset at which the tensors' bytes begin."""
     length = int.from_bytes(view[:8], "little")
     if not 0 < length <= min(MAX_HEADER_BYTES, len(view) - 8):
         raise ValueError("the file has no safetensors header")
@@ -135,7 +135,7 @@ def write_at(file: BinaryIO, start: int, data: Any) -> None:
 
 
 def copy_at(source: BinaryIO, origin: int, target: BinaryIO, start: int, num_bytes: int) -> None:
-    """Copies bytes between files. The file system does it where it can, and may share blocks instead of copying."""
+    """Copies bytes from offset `origin` of one file to `start` of another; the file system may share blocks instead."""
     done = 0
     while done < num_bytes and hasattr(os, "copy_file_range"):  # only on Linux
         rest = num_bytes - done
@@ -155,7 +155,7 @@ def copy_at(source: BinaryIO, origin: int, target: BinaryIO, start: int, num_byt
 
 
 MAX_THREADS = 8
-"""Each thread holds a part and its code, about 50 MiB; more threads would mostly wait for memory or the disk."""
+"""Most threads of `in_parallel`. Each holds about 50 MiB; more would mostly wait for memory or the disk."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

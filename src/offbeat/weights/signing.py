@@ -86,7 +86,7 @@ def seal(manifest_bytes: bytes, key: SigningKey) -> bytes:
 
 
 def open_sealed(data: bytes, trusted: Collection[str]) -> bytes:
-    """Returns the manifest's bytes; raises `ManifestError` unless one of the `trusted` keys signed them."""
+    """Returns the manifest's bytes, without the seal; raises `ManifestError` unless a `trusted` key signed them."""
     assert not isinstance(trusted, str), "this is a bug: `trusted` is one key instead of a collection of keys"
     key = signer(data)
     if key not in trusted:
@@ -96,7 +96,7 @@ def open_sealed(data: bytes, trusted: Collection[str]) -> bytes:
 
 
 def signer(data: bytes) -> str:
-    """Returns the key that signed a manifest, trusted or not; raises `ManifestError` if the signature is wrong."""
+    """Returns the public key that signed a manifest, trusted or not; raises `ManifestError` if none did."""
     lines = bytes(data).split(b"\n")
     if len(lines) != 3 or lines[2]:
         raise ManifestError("a sealed manifest must be two whole lines; this one may have been cut short")

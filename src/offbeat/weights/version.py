@@ -48,13 +48,13 @@ ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json
 
 
 def weights_file(folder: Path) -> Path:
-    """Returns the path of the file with the tensors of a version, which may be an adapter."""
+    """Returns the path of the tensors' file in a version's folder: an adapter's if there is one, else a model's."""
     adapter = folder / ADAPTER_FILE
     return adapter if adapter.is_file() else folder / FILE_NAME
 
 
 class WeightFolder:
-    """A folder with one sub-folder per version, named by its number."""
+    """A folder with one sub-folder per version, named by the version's number."""
 
     def __init__(self, folder: Path):
         self.folder = folder.absolute()  # readers may have another working directory
@@ -71,7 +71,7 @@ class WeightFolder:
 
 
 def put_in_place(draft: Path, final: Path) -> None:
-    """Renames a finished draft to `final`, replacing a folder that is there."""
+    """Renames a finished draft folder to `final`, replacing a folder that is there."""
     try:
         replace_folder(draft, final)
     except OSError as error:
@@ -101,7 +101,7 @@ class Adapter:
     config: str
     """Content of the configuration file."""
     base_tensors: Callable[[], Mapping[str, Tensor]]
-    """Returns the base weights, for workers that lack them."""
+    """Function that returns the base weights, by name, for workers that lack them."""
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -131,7 +131,7 @@ class WeightsError(OffbeatError):
 
 
 def verify(version: Version) -> None:
-    """Raises `WeightsError` unless the version on disk is the one that was published."""
+    """Raises `WeightsError` unless the files of a version on disk have the digest that was published."""
     file = weights_file(version.path)
     if not file.is_file():
         raise WeightsError(f"version {version.number}: its file {file} is missing")
