@@ -2,10 +2,10 @@
 
 The next draw depends only on the ledger's cursor, so a restart neither skips nor repeats a problem.
 
-The over-provision factor is the ratio of groups in flight to groups that a step trains. It may be configured as a
-number. With "auto", it is chosen at every published version: from the trainer's idle time (`Depth`) if generation
-overlaps with training, or from the event model's predictions (`rules.over_provision`) in a run with rounds. The choice
-is not stored: it starts afresh after a restart.
+The over-provision factor is the ratio of groups in flight (drawn, but not yet trained or dropped) to groups that a step
+trains. It may be configured as a number. With "auto", it is chosen at every published version: from the trainer's idle
+time (`Depth`) if generation overlaps with training, or from the event model's predictions (`rules.over_provision`) in a
+run with rounds (generation stops once a batch is complete). The choice is not stored: it starts afresh after a restart.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EvalPlan:
 
 
 class Issuer:
-    """Draws groups for training and for evaluation."""
+    """Draws problems and makes groups of them (a prompt with answers to sample), for training and for evaluation."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ def problem_record(problem: Problem) -> Mapping[str, Any]:
 
 
 class Drawing:
-    """Draws groups into the ledger: for training as `pace` allows, for evaluation when a version is published.
+    """Draws groups into the ledger: for training, up to the limit `pace`; for evaluation, when a version is published.
 
     Guarantees: one draw runs at a time, from the ledger's own cursor, so that no prompt is skipped or drawn twice; the
     evaluation of a step is opened once. `call` runs a function on the ledger's thread.
@@ -156,7 +156,7 @@ class Drawing:
         self._may_draw = True
 
     async def draw(self, over_provision: float) -> None:
-        """Draws groups, so that up to `over_provision` times the groups of a step are in flight."""
+        """Draws more training groups, as long as at most `over_provision` times the groups of a step are in flight."""
         async with self._drawing:
             if not self._may_draw:
                 return
@@ -184,9 +184,9 @@ class Drawing:
 
 
 MAX_STILL = 0.05
-"""Share of a step's time for which the trainer may be idle before the depth rises."""
+"""Share of a step's time for which the trainer may be idle before `Depth` rises by one."""
 FIRST_PATIENCE, MAX_PATIENCE = 4, 128
-"""Steps without idle time before a smaller depth is tried: first value, and limit after failed trials."""
+"""Number of steps with a busy trainer before `Depth` falls by one: at first, and at most after failed trials."""
 
 
 class Depth:
@@ -217,10 +217,10 @@ class Depth:
 
 
 class Provisioning:
-    """Over-provision factor as configured. Subclasses choose a factor from the events that they are notified of."""
+    """Over-provision factor (groups in flight per group trained) of a fixed size. Subclasses choose it from events."""
 
     wants_survivors = False
-    """Whether `began` uses its argument `survivors`."""
+    """Whether `began` uses its argument `survivors` (groups that were begun and are not in a batch yet)."""
 
     def __init__(self, factor: float):
         self._factor = factor
@@ -235,7 +235,7 @@ class Provisioning:
         """Called when a trajectory, whole or partial, has been stored."""
 
     def timed(self, worker: str, timings: Sequence[Timing]) -> None:
-        """Called when a worker has reported step times of its engine."""
+        """Called when a worker has reported how long the decoding steps of its engine took."""
 
     def left(self, worker: str) -> None:
         """Called when a worker has left."""
@@ -250,12 +250,12 @@ class Provisioning:
         """Called after a step of `step_s` seconds, of which the trainer waited `still_s` for its batch."""
 
     def figures(self) -> dict[str, float]:
-        """Returns metrics for the step's row."""
+        """Returns figures to add to the metrics row of a training step."""
         return {"over_provision": self._factor}
 
 
 class Overlapped(Provisioning):
-    """Factor for generation that overlaps with training: 1 plus the steps by which workers should be ahead."""
+    """Factor if generation overlaps with training: 1 plus the steps by which workers should be ahead of the trainer."""
 
     def __init__(self, max_staleness: int):
         self._depth = Depth(max_staleness)
@@ -269,20 +269,21 @@ class Overlapped(Provisioning):
 
 
 MAX_TASKS = 100_000
-"""Largest number of tasks remembered; needed because failed tasks are not reported here and would accumulate."""
+"""Largest number of leased tasks that are remembered; otherwise failed ones, which are not reported, would pile up."""
 MAX_SHARE = 0.02
-"""Largest share of round time spent on choosing the factor, after the first `UNRATIONED_S`."""
+"""Largest share of the rounds' time for choosing the factor, once all choices together have taken `UNRATIONED_S`."""
 UNRATIONED_S = 1.0
-"""Total seconds of choosing without that limit, so that a run with few rounds finds its factor in time."""
+"""Seconds of choosing before `MAX_SHARE` limits it, so that a run with few rounds finds its factor in time."""
 NUM_UPDATES = 8
-"""Number of latest updates whose median duration predicts the next one's."""
+"""Number of latest updates (from a claimed batch to the next version) whose median duration predicts the next one's."""
 
 
 class OverProvisionController(Provisioning):
-    """Factor for work in rounds, chosen by the event model.
+    """Over-provision factor for a run in rounds, chosen by the event model (a simulation of the next rounds).
 
-    Lengths are learnt from trajectories, step times from workers' reports, and survivors from the ledger. A choice
-    takes tens of milliseconds, so several short rounds share one. `on_choice` gets every change with its reason.
+    The model gets answer lengths from trajectories, step times of engines from workers' reports, and groups begun but
+    not yet in a batch from the ledger. A choice takes tens of milliseconds, so several short rounds share one choice.
+    `on_choice` gets every change with its reason.
     """
 
     wants_survivors = True

@@ -38,7 +38,7 @@ from offbeat.weights.version import Version
 
 
 class PartialCounters:
-    """Counts partials that were handed back and resumed since the last `take`, for the run's metrics."""
+    """Counts the partials (unfinished trajectories) handed back, and the tokens resumed, since the last `take`."""
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(("partials", "partial_tokens", "resumed_tokens"), 0)
@@ -48,7 +48,7 @@ class PartialCounters:
         self._counts["partial_tokens"] += partial.num_tokens
 
     def handed_out(self, tasks: Iterable[Task]) -> None:
-        """Counts the tokens of resumed tasks for which an engine must rebuild the KV cache: prompt and prefix."""
+        """Counts the prompt and prefix tokens of resumed tasks, for which an engine must rebuild the KV cache."""
         resumed = [len(task.prompt) + task.prefix.num_tokens for task in tasks if task.prefix is not None]
         self._counts["resumed_tokens"] += sum(resumed)
 
@@ -78,11 +78,11 @@ class CurrentRound:
         self._changes.notify()
 
     async def current(self) -> int | None:
-        """Returns the current round; None between two rounds, and in a run without rounds."""
+        """Returns the version that began the current round; None between rounds, and in a run without rounds."""
         return await self._read(self._ledger.current_round) if self._ledger.terms.in_rounds else None
 
     async def is_over(self, number: int, wait_s: float) -> bool:
-        """Waits up to `wait_s` for a round to end; returns whether it is over."""
+        """Waits up to `wait_s` for round `number` to end; returns whether it is over."""
 
         async def check() -> bool | None:
             return await self.current() != number or None
@@ -90,11 +90,12 @@ class CurrentRound:
         return bool(await self._changes.first(check, time.monotonic() + wait_s))
 
     def may_join(self, worker: str, number: int | None, have_version: int | None) -> bool:
-        """Whether a worker may begin or resume tasks for training, and not only for evaluation.
+        """Whether a worker may begin or resume tasks for training, and not only for evaluation, in round `number`.
 
-        Between rounds no worker may. In a new round, a worker that still serves the version of its last round must
-        first load another. A worker that has loaded since then may join even if its version is not the newest:
-        otherwise a worker on a slow line, which receives every version too late, would never work.
+        Between rounds (`number` is None) no worker may; in a run without rounds, each may. In a new round, a worker
+        that still serves the version of its last round must first load another. A worker that has loaded since then may
+        join even if its version is not the newest: otherwise a worker on a slow line, which receives every version too
+        late, would never work.
         """
         if not self._ledger.terms.in_rounds:
             return True
@@ -119,7 +120,7 @@ class _Batch:
 
 
 class StepTimes:
-    """Times of a step's events on a monotonic clock, for the step's time split and the trainer's idle time."""
+    """Records when tasks are leased, submitted, claimed and committed, to find how long the parts of a step took."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -140,8 +141,8 @@ class StepTimes:
             self._claimed, self._next = self._next, _Batch()
 
     def committed(self, step: int) -> tuple[float, float] | None:
-        """Records a commit. Returns the trainer's idle time and the total time since the previous commit, in seconds;
-        None for the first commit."""
+        """Records the commit of `step`. Returns, in seconds, how long the trainer was idle since the previous commit,
+        and the total time since then; None for the first commit."""
         before_s, now_s = self._committed_s, self._clock()
         claimed_s = self._claimed_s.get(step, now_s)
         self._committed_s = now_s
@@ -149,7 +150,7 @@ class StepTimes:
         return None if before_s is None else (max(claimed_s - before_s, 0.0), now_s - before_s)
 
     def split(self) -> dict[str, float]:
-        """Returns the seconds for generating and then scoring the last claimed batch; empty if they are not known."""
+        """Returns how many seconds the last claimed batch took to generate and then to score; empty if not known."""
         found = self._claimed
         if found.first_lease_s is None or found.last_submit_s is None or found.claimed_s is None:
             return {}
@@ -172,7 +173,7 @@ FORGET_EVERY_S = 60.0
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """Settings of a run's coordinator. Groups per step and max staleness are in the ledger's terms."""
+    """Settings of a run's coordinator. Groups per step and max staleness are in `LedgerTerms`."""
 
     num_steps: int
     overlap: bool = False
@@ -212,7 +213,8 @@ class Coordinator:
         self._writer = Writer(ledger, self._background.fail)  # or callers would retry for ever and hide the cause
         self._share = self._writer.call
         self._progress, self._work, self._versions = Notifier(failure), Notifier(failure), Notifier(failure)
-        """Wake callers that wait for batches, evaluations and checkpoints; for tasks; for versions."""
+        """Wake callers that wait: `_progress` for batches, evaluations and checkpoints; `_work` for tasks; `_versions`
+        for versions."""
 
         self.times, self._partials = StepTimes(), PartialCounters()
         self._provisioning = provisioning_of(
@@ -241,11 +243,11 @@ class Coordinator:
         self._garbage = garbage or WeightGarbageCollector(None)
         self._maintenance = LedgerMaintenance(ledger, settings.keep, self.call, lambda row: self.on_report(row))
         self.only_worker = ""
-        """Worker of a single-process run; the run stops when it is set aside. "": the run may have several workers."""
+        """Only worker of a single-process run, which stops if the worker is set aside; "": the run may have several."""
         self._is_over = False
         self._checkpointed_step = -1
         self._newest: int | None = None
-        """Number of the version announced last."""
+        """Number of the version that workers were last told of; None before the first."""
 
     def _report_choice(self, decision: Decision) -> None:
         self.on_report({"event": "over_provision", "factor": decision.factor, "why": decision.reason})
@@ -263,7 +265,7 @@ class Coordinator:
         await self._writer.close()
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs a ledger call on the writer thread, in no shared transaction; the call may take long."""
+        """Runs a ledger call, which may take long, on the writer thread; other calls do not share its transaction."""
         return await self._writer.alone(function, *args, **kwargs)
 
     # --- workers ---
@@ -375,8 +377,8 @@ class Coordinator:
             )
 
     async def fail(self, worker: str, task: int, fence: int, reason: str) -> None:
-        """Records a failed task, which counts against the task and the worker. Sets aside a worker that fails most of
-        its tasks; while it is set aside, its failures count against neither."""
+        """Records that a worker failed a task, which counts against both. A worker that fails most of its tasks is set
+        aside (gets none for a while); meanwhile, its failures count against neither."""
         counts = not self.fitness.aside_s(worker)
         await self._share(self.ledger.fail, worker, task, fence, "engine", reason, counts=counts)
         self.rewards.scorer.num_failed += 1
@@ -439,11 +441,11 @@ class Coordinator:
             self.forget_silent()
 
     def present(self, within_s: float) -> list[str]:
-        """Returns workers and judges that made a call within the last `within_s` and have not left."""
+        """Returns the workers and judges that made a call within the last `within_s` seconds and have not left."""
         return sorted([*self.presence.present(within_s), *self.rewards.present(within_s)])
 
     async def _version_to_serve(self) -> Version | None:
-        """Returns the version that the first open task requires, perhaps an older one to evaluate; else the latest."""
+        """Returns the version that an idle worker should load: what the first open task requires, else the latest."""
         wanted = await self._writer.read(self.ledger.wanted_version)
         if wanted is None:
             return await self._writer.read(self.ledger.latest_version)
@@ -496,7 +498,7 @@ class Coordinator:
             raise
 
     def step_figures(self) -> dict[str, float]:
-        """Returns the counts of partials since the last call, and the metrics of over-provisioning."""
+        """Returns figures for a step's metrics row: partials since the last call, and those of over-provisioning."""
         return {**self._partials.take(), **self._provisioning.figures()}
 
     async def commit(
@@ -517,7 +519,7 @@ class Coordinator:
         await self._announce(version)
 
     async def _quarantine(self, tasks: Sequence[int]) -> None:
-        """Quarantines workers that generated a part of `tasks` and whose log-probs are no longer believable."""
+        """Quarantines workers that generated a part of `tasks`, if audits show that their log-probs are wrong."""
         for worker, found in (await self.call(self.ledger.audit_results, tasks)).items():
             if is_believable(found):
                 continue
@@ -553,8 +555,8 @@ class Coordinator:
         self._versions.notify()
 
     async def report(self, row: Mapping[str, Any], *, generation: int = 0) -> None:
-        """Reports `row`, which is an event, or a step's metrics to which the coordinator's figures are added. A row
-        that cannot be written ends the run: otherwise its sender would retry for ever, unnoticed."""
+        """Passes `row` to `on_report`: an event, or a step's metrics with the coordinator's figures added. A row that
+        cannot be written ends the run: otherwise its sender would retry for ever, unnoticed."""
         await self._share(self.ledger.check_generation, generation)
         if "event" not in row:
             row = {**row, "failures": self.rewards.scorer.num_failed, **self.step_figures(), **self.times.split()}
@@ -578,7 +580,7 @@ class Coordinator:
             self._background.spawn(self._garbage.pieces(needed, await self.call(self.ledger.signers)))
 
     async def evaluation(self, step: int) -> EvalRound:
-        """Waits for the evaluation of `step` to be complete, without a deadline, and returns it."""
+        """Returns the evaluation of `step` once it is complete; waits without a deadline."""
 
         async def check() -> EvalRound | None:
             found = await self.call(self.ledger.eval_round, step)

@@ -24,7 +24,7 @@ from offbeat.trajectory import Origin, Task, Trajectory
 
 
 class Presence:
-    """The workers that have called and not left, with their slots, figures and lives.
+    """The workers that have called and not left, with their slots (tasks that one can hold), figures and lives.
 
     A life is one process of a worker: a worker that was killed and restarted has a new life and has lost its tasks.
     """
@@ -40,7 +40,7 @@ class Presence:
         """Latest figures of each worker, which are totals over its life."""
 
     def has_restarted(self, worker: str, life: str) -> bool:
-        """Records a call and returns whether it is the first call from a new life of a known worker."""
+        """Records a call and returns whether it is a known worker's first call from a new life (process)."""
         self.hear(worker)
         before = self._lives.get(worker, life)
         self._lives[worker] = life
@@ -60,17 +60,17 @@ class Presence:
             known.pop(worker, None)
 
     def silent(self, for_s: float) -> list[str]:
-        """Returns workers that have not left but made no call for the last `for_s`."""
+        """Returns the workers that have not left but made no call for the last `for_s` seconds."""
         since_s = self._clock() - for_s
         return sorted(worker for worker, heard_s in self._heard.items() if heard_s < since_s)
 
     def present(self, within_s: float) -> list[str]:
-        """Returns workers that made a call within the last `within_s` and have not left."""
+        """Returns the workers that made a call within the last `within_s` seconds and have not left."""
         since_s = self._clock() - within_s
         return sorted(worker for worker, heard_s in self._heard.items() if heard_s >= since_s)
 
     def others(self, worker: str, within_s: float) -> bool:
-        """Whether another worker that has slots made a call within the last `within_s`."""
+        """Whether another worker that has slots made a call within the last `within_s` seconds."""
         return any(self._slots[name] and name != worker for name in self.present(within_s))
 
     def total_slots(self, within_s: float) -> int:
@@ -90,7 +90,7 @@ OTHERS_WITHIN_S = 60.0
 for tasks several times within this time."""
 
 MIN_SUSPECTS = 256
-"""Smallest number of remembered suspects at which the ledger is asked which of them still are suspects."""
+"""Once at least this many suspects (tasks whose worker vanished) are remembered, those that ended are forgotten."""
 
 
 class LeaseManager:
@@ -143,13 +143,13 @@ class LeaseManager:
         self.pace.reset_quiet_time(worker)
 
     def cleared(self, task: int) -> bool:
-        """Clears a task that was handed in whole; returns whether it was a suspect, so that another may be leased."""
+        """Clears a task that was handed in whole; returns whether it was a suspect (its worker had vanished)."""
         was_suspect = task in self._suspects
         self._suspects.discard(task)
         return was_suspect
 
     async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str) -> Heartbeat:
-        """Renews the leases in `held`, given by task and fence; the answer names those that are lost."""
+        """Renews the leases in `held`, given by task and fence; the answer names tasks that the worker lost."""
         if self._presence.has_restarted(worker, life):
             self.pace.forget(worker)
             self._on_restart(worker)
@@ -161,7 +161,7 @@ class LeaseManager:
         return Heartbeat(lost=tuple(task for task, _ in held if task not in known))
 
     async def give_back(self, worker: str, leases: Sequence[tuple[int, int]]) -> bool:
-        """Frees tasks that were not begun; returns whether `worker` really held any of them."""
+        """Frees tasks of `leases` (task, fence) that `worker` did not begin; returns whether it really held any."""
         held = [Lease(task, fence, worker) for task, fence in leases]
         self.leases.end(lease.task for lease in held if self.leases.is_held(lease))
         return bool(await self._share(self.ledger.give_back, held, untouched=True))
@@ -196,7 +196,7 @@ class LeaseManager:
                 self._on_free()
 
     async def _take_from_hoarders(self) -> None:
-        """Sets overdue workers aside and frees their tasks, unless no other worker could do the tasks."""
+        """Sets hoarders (workers that hold tasks for too long) aside and frees their tasks, if others can do these."""
         leased = await self._share(self.ledger.leased)  # by now, answers that waited for the disk are stored
         for worker, why in self.pace.overdue().items():
             if not self._presence.others(worker, max(self.leases.ttl_s, OTHERS_WITHIN_S)):

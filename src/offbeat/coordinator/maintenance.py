@@ -86,8 +86,8 @@ class WeightGarbageCollector:
         return self._pieces is not None and number % EVERY == 0
 
     async def pieces(self, needed: Collection[int], signers: Collection[str]) -> None:
-        """Deletes all versions except `needed`. Keeps manifests not signed by one of `signers`, the trainers of this
-        run: such manifests may belong to another run."""
+        """Deletes the stored pieces and manifests of all versions except `needed`. Keeps manifests not signed by one of
+        `signers`, the trainers of this run: such manifests may belong to another run."""
         if self._pieces is None:
             return
 

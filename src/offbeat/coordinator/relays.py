@@ -29,7 +29,7 @@ SILENT_S = 60.0
 """Silence after which a worker is no longer used as a relay, because it may be gone."""
 NUMBER_BYTES = 32
 ON_THIS_MACHINE = " on the coordinator's machine"
-"""Suffix for the site of workers with a loopback address: only workers on the same machine can reach that address."""
+"""Suffix for the site name of workers with a loopback address: only workers on this machine can reach that address."""
 
 Address = tuple[str, int]
 
@@ -99,7 +99,7 @@ class RelayAssignment:
         self._heard: dict[str, _Present] = {}
 
     def sources(self, worker: str, site: WorkerSite) -> list[PieceSource]:
-        """Returns the peers that `worker` asks for pieces, in this order, before it asks the root."""
+        """Returns the peers that `worker` asks for pieces, in this order, before the coordinator or the run's store."""
         self._forget_silent()
         if not site.site:
             self.leave(worker)
@@ -113,7 +113,7 @@ class RelayAssignment:
         return [PieceSource(other.site.address, _key(ours, other)) for other in line if other.site.address is not None]
 
     def guests(self, worker: str) -> list[str]:
-        """Returns the hashes of the keys with which other workers of its site may fetch from `worker`."""
+        """Returns the hashes of the keys with which the other workers at the site of `worker` may fetch from it."""
         self._forget_silent()
         ours = self._heard.get(worker)
         if ours is None or ours.site.address is None:

@@ -33,7 +33,7 @@ from offbeat.waiting import BackgroundTasks, Notifier
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """Samples that one judge holds under one ticket, all for the same reward function."""
+    """Samples that one judge (it computes rewards) holds under one ticket, all for the same reward function."""
 
     ticket: str
     judge: str
@@ -53,7 +53,7 @@ class PendingRewards:
     """
 
     def __init__(self, max_samples: int, sample_s: float, slack_s: float, clock: Callable[[], float]):
-        """A judge must answer a batch within `sample_s` for each sample that it then holds, plus `slack_s`."""
+        """A judge has `sample_s` seconds for each sample that it holds, plus `slack_s`, to answer a new batch."""
         self.max_samples, self.sample_s, self.slack_s, self._clock = max_samples, sample_s, slack_s, clock
         self._waiting: dict[str, deque[Unscored]] = {}
         self._out: dict[int, RewardBatch] = {}
@@ -89,8 +89,8 @@ class PendingRewards:
             self._waiting.setdefault(sample.reward, deque()).append(sample)
 
     def lease(self, judge: str, capacity: int, rewards: Collection[str], *, timed: bool = True) -> RewardBatch | None:
-        """Leases up to `capacity` waiting samples to `judge`, all for one of `rewards`: the one with the fewest leased
-        samples. Returns None if no such sample waits. With `timed` False, the batch has no deadline."""
+        """Leases up to `capacity` waiting samples to `judge`, all for the same reward: the one of `rewards` with the
+        fewest leased samples. Returns None if no sample waits for one. If not `timed`, the batch has no deadline."""
         ready = [reward for reward in self.rewards if reward in rewards]
         if not ready or capacity < 1:
             return None
@@ -154,8 +154,8 @@ class PendingRewards:
         return batch
 
     def _take_back(self, numbers: Sequence[int]) -> int:
-        """Puts batches, given by number, back at the front of the queue in their old order; returns how many
-        samples."""
+        """Puts batches, given by ticket number, back at the front of the queue in their old order; returns their number
+        of samples."""
         num_samples = 0
         for number in sorted(numbers, reverse=True):
             batch = self._end(number)
@@ -180,7 +180,7 @@ class Scorer:
         shaping: Shaping | None = None,
         untried: Collection[str] = (),
     ):
-        """`log_path` is named in errors; `untried` are the names of weighted parts that no reward has returned yet."""
+        """`log_path` is named in errors; `untried` are names of parts with a weight, not yet seen in a reward."""
         self.decode, self.watch, self.log_path, self.shaping = decode, watch, log_path, shaping or Shaping()
         self.num_failed = 0
         self._unseen, self._has_seen_some = set(untried), False
@@ -222,14 +222,14 @@ class Scorer:
         return self.shaping.weighted(rewards)
 
     def take_unseen(self) -> list[str]:
-        """Returns, once, the weighted parts that no reward has returned so far; empty before the first reward."""
+        """Returns, once, the names of weighted parts that no reward contained so far; empty before the first reward."""
         if not self._has_seen_some:
             return []
         unseen, self._unseen = sorted(self._unseen), set()
         return unseen
 
     def failed(self, reason: str) -> None:
-        """Counts a sample whose reward failed for any reason."""
+        """Counts a sample whose reward failed for the given reason."""
         self.num_failed += 1
         self.watch.record(failed=True, reason=reason)
 
@@ -261,7 +261,7 @@ that samples are left for them."""
 LOCAL = ""
 """Judge name of the local pool; no worker can have this name."""
 RESTART_S = 2.0
-"""Time to replace a hung process, added to reward.timeout_s for each sample."""
+"""Seconds to replace a hung reward process, added to reward.timeout_s for each sample."""
 SLACK_S = 20.0
 """Extra time per batch, for the network and for a judge that must first import the reward."""
 SILENT_S = 30.0
@@ -314,7 +314,7 @@ class RewardQueue:
         background.spawn(self._expire())
 
     def arrived(self) -> None:
-        """Notes that a trajectory was stored in the ledger."""
+        """Wakes the queue, because a trajectory was stored in the ledger."""
         self._feed_now.set()
 
     def end(self) -> None:
@@ -325,8 +325,8 @@ class RewardQueue:
     # --- remote judges ---
 
     async def lease(self, judge: str, capacity: int, wait_s: float) -> RewardLease:
-        """Leases samples of one reward as soon as there are any. Returns an empty lease after `wait_s`, or at once if
-        `capacity` is 0."""
+        """Leases samples, all for one reward function, to `judge` as soon as there are any. Returns an empty lease
+        after `wait_s`, or at once if `capacity` is 0."""
         if self._stay_here and not self._specs:
             raise Refused(f"{_cannot_leave(self._stay_here)}; put it in a file and name it as file.py:function")
         self._heard[judge] = self._clock()
@@ -343,8 +343,8 @@ class RewardQueue:
         return await self._waiting.first(check, time.monotonic() + wait_s) or RewardLease(ttl_s=SILENT_S)
 
     async def submit(self, judge: str, ticket: str, results: Sequence[RewardResult]) -> None:
-        """Accepts a judge's answer and returns once it is stored. An invalid result is stored as failed; then raises
-        `Refused`."""
+        """Stores a judge's results for the samples of `ticket` and returns once they are on disk. If a result is
+        invalid, it is stored as failed, and `Refused` is raised."""
         self._heard[judge] = self._clock()
         samples = self.pending.find(judge, ticket).samples
         if len(results) != len(samples):

@@ -24,7 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MAX_SHARED = 256
-"""Largest number of calls in one transaction, and of submissions; bounds the wait of the calls behind them."""
+"""Largest number of submissions, and of other calls, in one transaction; bounds how long later calls wait."""
 
 
 class _Call:

@@ -1,7 +1,7 @@
 """Batches: claiming the data of a step, committing it, and the trainers that may do so.
 
-Guarantees: a claim selects groups, checks the staleness bound against the step that is really trained from and stores
-the batch, all in one transaction. Claiming the same step again returns the same batch. A commit also records the new
+Guarantees: a claim selects groups, checks the staleness of their tokens at the step that trains them and stores the
+batch, all in one transaction. Claiming the same step again returns the same batch. A commit also records the new
 version; committing the same step again changes nothing. A token is never trained if it is staler than the bound, was
 given (not sampled), or was sampled from an abandoned version.
 
@@ -56,20 +56,21 @@ CROSS JOIN tasks t ON t.group_id = s.id CROSS JOIN rewards r ON r.task = t.id
 WHERE o.purpose = 'train' AND o.reissue_of IS NULL AND o.source = :source AND o.source_ordinal = :source_ordinal
     AND s.batch IS NOT :batch AND s.reason IS NOT 'abandoned' AND r.value IS NOT NULL AND r.seq <= :last_reward
 """
-"""Query for the rewards of a prompt's groups outside the batch that were stored before the batch was claimed."""
+"""Query for rewards of a prompt's groups outside the batch; only rewards stored before the batch was claimed."""
 
 
 class SiblingRewards(NamedTuple):
-    """Fields of `BatchGroup` about an answer's siblings; equal for all answers in the batch to the same prompt."""
+    """Fields of `BatchGroup` about an answer's siblings (other answers to its prompt); siblings in a batch share
+    them."""
 
     prompt: int
-    """Id of the first group drawn for the prompt."""
+    """Id of the first group drawn for the prompt, which identifies the prompt."""
     earlier: tuple[float, ...]
     """Sibling rewards stored before the claim, sorted by group ordinal so that the order of scoring does not matter."""
 
 
 def sibling_rewards(db: Database, batch: int) -> dict[int, SiblingRewards]:
-    """Returns the sibling rewards of a batch by group id, for groups of size 1 only."""
+    """Returns, by group id, the rewards of the siblings (same prompt) of each group of size 1 in a batch."""
     query = """SELECT g.source, g.source_ordinal, g.id, o.id
                FROM groups g CROSS JOIN groups o INDEXED BY groups_drawn ON o.purpose = 'train' AND o.reissue_of IS NULL
                    AND o.source = g.source AND o.source_ordinal = g.source_ordinal AND o.sibling = 0
@@ -85,7 +86,7 @@ def sibling_rewards(db: Database, batch: int) -> dict[int, SiblingRewards]:
 
 
 Piece = tuple[int, int, int, int | None]
-"""Segment of a scored member: group, task, number of tokens and version (None: given)."""
+"""Segment of a scored trajectory: group, task, number of tokens, and version that sampled it (None: given tokens)."""
 Pieces = dict[int, list[Piece]]
 """Segments by group."""
 P = ParamSpec("P")
@@ -97,8 +98,8 @@ class Batches(Versions):
     @transactional
     def claim(self, step: int, *, in_order: bool = True) -> Batch | None:
         """Returns the batch of `step`; None while too few groups are ready. A batch is chosen once and never changes.
-        `step` must be the latest version's step or, once that step has a batch, the step after it. `in_order`: see
-        `rules.groups.select`."""
+        `step` must be the latest version's step or, once that step has a batch, the step after it. Takes groups by
+        ordinal if `in_order`, else those begun first (`rules.groups.select`)."""
         newest = self.latest_version()
         found = _living_batch(self, step)
         if found is None:
@@ -115,8 +116,8 @@ class Batches(Versions):
     def commit(
         self, step: int, version: Version, audited: Sequence[int] = (), compared: Sequence[ComparedSegment] = ()
     ) -> None:
-        """Records that the batch of `step` was trained, without the `audited` tasks, and produced `version`.
-        `compared` holds the audit's result for each segment. A repeated commit changes nothing."""
+        """Records that the batch of `step` was trained and produced `version`. An audit left the `audited` tasks out of
+        the training; `compared` holds its result for each segment. A repeated commit changes nothing."""
         batch = _living_batch(self, step)
         if batch is None:
             raise Unknown(f"step {step} cannot be committed: no batch was claimed for it")
@@ -158,13 +159,13 @@ class Batches(Versions):
         return found
 
     def as_trainer(self, generation: int, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs `call` in one transaction for the trainer of `generation`; raises if another trainer has taken over."""
+        """Runs `call` in one transaction if `generation` is the latest trainer's; raises if another has taken over."""
         with self.transaction():
             self.check_generation(generation)
             return call(*args, **kwargs)
 
     def check_generation(self, generation: int) -> None:
-        """Raises unless `generation` is the latest trainer's; 0 is expected before the first trainer."""
+        """Raises unless `generation` (number of a trainer's start) is the latest trainer's; 0 before the first."""
         newest = latest_trainer(self)
         known = 0 if newest is None else newest.generation
         if generation < known:
@@ -342,7 +343,7 @@ def load(db: Database, batch: int) -> Batch:
 
 def _ages(db: Database, trajectories: Sequence[Trajectory], step: int, max_staleness: int) -> list[np.ndarray]:
     """Returns the staleness of each response token, -1 where the token may not be trained: one array per trajectory.
-    They are views of one large array, because most trajectories are short."""
+    The arrays are views of one large array, because most trajectories are short."""
     segments = [segment for trajectory in trajectories for segment in trajectory.segments]
     known = versions.lineage(db, {s.version for s in segments if s.version is not None})
     ages = {number: trained_staleness(version.living_step, step, max_staleness) for number, version in known.items()}
@@ -402,7 +403,7 @@ def mark_trained(db: Database, batch: int) -> None:
 
 @dataclass(frozen=True)
 class TrainerRecord:
-    """One start of a trainer."""
+    """One start of a trainer; a restart has a record, and a generation, of its own."""
 
     generation: int
     name: str

@@ -65,7 +65,7 @@ class Bodies:
             self._num_kept_bytes -= num_bytes
 
     def load(self, wanted: Sequence[tuple[int, bytes]]) -> dict[int, Trajectory]:
-        """Loads trajectories, given as pairs of `seq` and digest; returns them by `seq` in the same order."""
+        """Loads trajectories, given as pairs of `seq` (row number) and digest; returns them by `seq`, in order."""
         kept = [self._find(digest) for _, digest in wanted]
         others = self._read([seq for (seq, _), found in zip(wanted, kept, strict=True) if found is None])
         return {seq: found or others[seq] for (seq, _), found in zip(wanted, kept, strict=True)}

@@ -65,8 +65,8 @@ def transactional(method: Callable[Concatenate[D, P], R]) -> Callable[Concatenat
 
 
 class Database:
-    """Connection to the ledger's file, with transactions, the run's terms and a wall clock. All parts of `Ledger`
-    derive from this class."""
+    """Connection to the ledger's file, with transactions, the run's settings for the ledger (`terms`) and a wall clock.
+    All parts of `Ledger` derive from this class."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Database:
 
     @contextmanager
     def naming_damage(self) -> Iterator[None]:
-        """Turns SQLite's errors about the disk or file into `Damaged` with a remedy; query errors are bugs and pass."""
+        """Turns SQLite's errors about the disk or file into `Damaged` with a remedy; other errors pass unchanged."""
         try:
             yield
         except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
@@ -257,5 +257,5 @@ def _schema_of(connection: sqlite3.Connection, path: Path) -> int | None:
 
 
 def array(numbers: Iterable[int]) -> str:
-    """Encodes numbers for a query with `IN (SELECT value FROM json_each(?))`."""
+    """Encodes numbers as a JSON array, for a query with `IN (SELECT value FROM json_each(?))`."""
     return msgspec.json.encode(list(numbers)).decode()

@@ -36,7 +36,7 @@ COPIED = (
 
 class Groups(Versions):
     def cursor(self) -> Cursor:
-        """Returns the position in the data: the next ordinal, the number drawn from each source, and the last draw."""
+        """Returns the position in the data: next ordinal of a group, next prompt of each source, and the last draw."""
         query = """SELECT source, source_ordinal, sibling FROM groups WHERE purpose = 'train'
                    ORDER BY ordinal DESC LIMIT 1"""
         row = self.execute(query).fetchone()
@@ -139,7 +139,7 @@ def _insert(db: Database, rows: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def settle_groups(db: Database, groups: Iterable[int]) -> int:
-    """Ends groups whose members have all ended, or that can no longer reach `min_group`; returns the number dropped."""
+    """Ends groups whose members all ended, or too few of which can still be scored; returns the number dropped."""
     query = """SELECT id, purpose, size, num_scored, num_failed, retry FROM groups
                WHERE +state = 'open' AND id IN (SELECT value FROM json_each(?)) ORDER BY id"""  # + avoids state's index
     ended: list[tuple[str, float, int]] = []
@@ -161,7 +161,8 @@ def settle_groups(db: Database, groups: Iterable[int]) -> int:
 
 
 def _drop_without_signal(db: Database, groups: Sequence[int]) -> int:
-    """Drops groups without a signal. `groups` have just become ready. Returns the number dropped."""
+    """Drops those of `groups`, which just became ready, whose rewards are all equal, as far as `max_no_signal` allows;
+    returns how many."""
     query = """SELECT g.id, g.ordinal, g.require_step, (
                    SELECT MAX(r.value) - MIN(r.value) FROM tasks t CROSS JOIN rewards r ON r.task = t.id
                    WHERE t.group_id = g.id AND t.state = 'scored')
@@ -187,7 +188,7 @@ def _next_step(db: Database) -> int:
 
 
 def num_without_signal(db: Database, step: int) -> int:
-    """Returns how many groups without a signal were dropped while the batch of `step` was the next to be claimed."""
+    """Returns how many groups with equal rewards were dropped while the batch of `step` was the next to be claimed."""
     query = "SELECT COUNT(*) FROM groups WHERE dropped_at_step = ?"
     return int(db.execute(query, (step,)).fetchone()[0])
 
@@ -218,7 +219,7 @@ def drop(db: Database, groups: Sequence[int], reason: Drop, at_step: int | None 
 
 def reissue(db: Database, groups: Sequence[int], *, with_new_seed: bool, for_step: int | None = None) -> list[int]:
     """Admits the prompts of dropped groups again, as new groups with the same ordinals; returns the new groups' ids. If
-    a group required a step, the new one requires that step, or `for_step` if given, and waits for its version."""
+    a group required a step, the new one requires that step, or `for_step` if given, and waits for a version of it."""
     rows = []
     for group in groups:
         values = db.execute(f"SELECT {COPIED} FROM groups WHERE id = ?", (group,)).fetchone()

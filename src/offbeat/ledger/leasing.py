@@ -33,11 +33,11 @@ OPEN = """groups INDEXED BY groups_open
           WHERE state = 'open' AND num_open > 0 AND (require_step IS NULL OR require_version IS NOT NULL)"""
 """FROM and WHERE clauses for groups with a task that may be leased."""
 OPEN_EVAL = f"{OPEN} AND (purpose <> 'eval') < 1"
-"""Evaluation groups among `OPEN`; the condition is written so that the index returns them in order."""
+"""`OPEN` for evaluation groups only; the condition is written so that the index returns them in order."""
 TO_RETRY = "t.state = 'open' AND t.fence > 0 AND t.failed_fence = t.fence"
 """Condition for open tasks whose last attempt failed."""
 NUM_NEAR = 8
-"""Number of groups loaded first, plus one per task wanted; with hundreds open, the other groups seldom matter."""
+"""A lease first loads this many open groups, plus one per task wanted; the others, often hundreds, seldom matter."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class LeaseRequest:
     capacity: int
     have_version: int | None
     total_slots: int | None = None
-    """Slots of all active workers together; None: no other worker is active."""
+    """Number of tasks that all active workers can hold together; None: no other worker is active."""
     only_eval: bool = False
     """Whether to lease only evaluation tasks."""
     skips_failed: bool = False
@@ -77,8 +77,9 @@ class Leasing(Groups):
         only_eval: bool = False,
         skips_failed: bool = False,
     ) -> list[Task]:
-        """Leases open tasks that require `have_version` or no version, as many as `capacity` and pacing allow. In a run
-        with rounds, only evaluation tasks are leased between two rounds. Other parameters: see `LeaseRequest`."""
+        """Leases up to `capacity` open tasks that require `have_version` or no version; fewer, if the rest is the share
+        of other workers or could not be trained in time. In a run with rounds, only evaluation tasks are leased between
+        two rounds. Other parameters: see `LeaseRequest`."""
         only_eval = only_eval or (self.terms.in_rounds and is_batch_claimed(self))
         request = LeaseRequest(worker, capacity, have_version, total_slots, only_eval, skips_failed)
         if capacity <= 0:
@@ -109,7 +110,7 @@ class Leasing(Groups):
         return tasks
 
     def wanted_version(self) -> int | None:
-        """Returns the version that the first open task requires, which a worker without a task should load."""
+        """Returns the version that the first open task requires, which an idle worker should load; None: any."""
         return first_wanted(_open_groups(self, 1))
 
     def leased(self) -> list[Lease]:
@@ -131,8 +132,8 @@ class Leasing(Groups):
 
     @transactional
     def release(self, worker: str | None = None) -> int:
-        """Reopens the tasks leased by `worker`, or all leased tasks if None, and returns their number. Costs no
-        attempt."""
+        """Reopens the tasks leased by `worker`, or all leased tasks if None, and returns their number. No attempt
+        counts as failed."""
         query = "SELECT id, group_id FROM tasks WHERE state = 'leased' AND (? IS NULL OR worker = ?)"
         tasks = self.execute(query, (worker, worker)).fetchall()
         _reopen(self, tasks)
@@ -140,7 +141,7 @@ class Leasing(Groups):
 
     @transactional
     def give_back(self, leases: Sequence[Lease], *, untouched: bool = False) -> int:
-        """Reopens tasks that their workers no longer know and returns how many were still leased. Costs no attempt.
+        """Reopens the tasks of `leases` and returns how many were still leased. No attempt counts as failed.
         `untouched` says that the workers sampled no token under these leases and will submit none."""
         query = "SELECT id, group_id FROM tasks WHERE id = ? AND fence = ? AND worker = ? AND state = 'leased'"
         found = [row for lease in leases for row in self.execute(query, (lease.task, lease.fence, lease.worker))]
@@ -152,8 +153,8 @@ class Leasing(Groups):
 
     @transactional
     def lose(self, leases: Sequence[Lease]) -> int:
-        """Ends the leases of vanished workers and returns how many were still leased. For each worker, the task to
-        blame counts a failed attempt."""
+        """Ends the leases of vanished workers and returns how many were still leased. For each worker, one task may be
+        blamed (`offbeat.rules.leases.culprit`): its attempt counts as failed."""
         by_worker: dict[str, list[Lease]] = {}
         for lease in leases:
             by_worker.setdefault(lease.worker, []).append(lease)
@@ -179,8 +180,8 @@ class Leasing(Groups):
 
     @transactional
     def set_aside(self, worker: str, why: str, seconds: float) -> int:
-        """Records that `worker` gets no tasks for `seconds`, because it failed too many. Its earlier failures of
-        unfinished tasks no longer count; returns the number of these failures."""
+        """Records that `worker` gets no tasks for `seconds`, and `why`. Its earlier failures of unfinished tasks no
+        longer count; returns the number of these failures."""
         now = self.wall_clock()
         query = "INSERT INTO set_aside (worker, why, since, until) VALUES (?, ?, ?, ?)"
         self.execute(query, (worker, why, now, now + seconds))
@@ -195,8 +196,8 @@ class Leasing(Groups):
 def _assigned(
     db: Database, near: Sequence[OpenGroup], requester: Requester, next_step: int, request: LeaseRequest
 ) -> list[tuple[int, int]]:
-    """Returns pairs of group and number of tasks to lease. Tries the first groups, `near`, and loads the other groups,
-    the number of open tasks and the number of groups that may be begun only if the answer depends on them."""
+    """Returns the groups to lease from, each with a number of tasks. Looks at `near`, the first open groups, and loads
+    the other groups, or the totals that limit the answer, only if the answer depends on them."""
     is_all = len(near) < NUM_NEAR + requester.capacity
     num_open = sum(group.num_open for group in near)
     if not is_all and requester.share(num_open) < requester.capacity:
@@ -242,7 +243,7 @@ def _requester(db: Database, request: LeaseRequest, step: int | None) -> Request
 
 
 def _num_begin(db: Database, step: int | None, next_step: int) -> int | None:
-    """Returns how many groups pacing lets a worker begin with a version of `step`; None: any number."""
+    """Returns how many groups may be begun with a version of `step` and be trained in time; None: any number."""
     if step is None or db.terms.groups_per_step is None:
         return None
     begun: Counter[int] = Counter()
@@ -280,7 +281,7 @@ def _open_groups(db: Database, limit: int = -1, request: LeaseRequest | None = N
 
 
 def _away(db: Database, groups: Sequence[int], request: LeaseRequest) -> set[int]:
-    """Returns those of `groups` that have kept partials, all from workers other than the requesting one."""
+    """Returns those of `groups` that have kept partials (unfinished answers), but none from the requesting worker."""
     if not groups or request.is_alone:
         return set()
     query = """SELECT t.group_id, p.worker = ? FROM json_each(?) g
@@ -291,8 +292,9 @@ def _away(db: Database, groups: Sequence[int], request: LeaseRequest) -> set[int
 
 
 def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> tuple[list[Task], int | None]:
-    """Loads at most `count` open tasks of `group` that the worker may run, and the group's first step. Skips tasks
-    whose partial is newer than the worker's version; tasks whose partial came from another worker come last."""
+    """Loads at most `count` open tasks of `group` that the worker may run, and the group's `first_step` (of the version
+    that began it). Skips tasks whose partial is newer than the worker's version; tasks whose partial came from another
+    worker come last."""
 
     def found(which: str, limit: int) -> list[Any]:
         query = f"""SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.prompt, g.sampling, g.require_version,
@@ -333,8 +335,8 @@ def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> 
 
 
 def _forget_first_step(db: Database, groups: Iterable[int]) -> None:
-    """Clears `first_step` of groups without any sampled token, stored or still with a worker, so that any version may
-    begin them."""
+    """Clears `first_step` (step of the version that began a group) of groups that have no sampled token in the ledger
+    or with a worker, so that any version may begin them."""
     db.execute(
         """UPDATE groups SET first_step = NULL
            WHERE id IN (SELECT value FROM json_each(?)) AND +state = 'open' AND num_open = size AND NOT EXISTS (
@@ -363,7 +365,7 @@ def sampling_of(text: str) -> Sampling:
 
 
 def check_lease(task: int, worker: str, fence: int, *, holder: str | None, newest: int) -> None:
-    """Raises unless the task's latest lease belongs to `worker` under `fence`; `holder` and `newest` describe it."""
+    """Raises unless `worker` and `fence` are those of the task's latest lease, which are `holder` and `newest`."""
     if fence < newest:
         raise Fenced(f"lease {fence} of task {task} is over: the task was leased again (lease {newest})")
     if fence > newest:
@@ -399,6 +401,6 @@ def _fail(db: Database, tasks: Sequence[int], reason: str, detail: str | None, *
 
 
 def _reopen(db: Database, tasks: Sequence[tuple[int, int]]) -> None:
-    """Opens tasks, given as pairs of task and group. A task keeps its worker, which may submit until the next lease."""
+    """Opens leased tasks again, given as (task, group). The last worker may still submit until the next lease."""
     db.executemany("UPDATE tasks SET state = 'open' WHERE id = ?", [(task,) for task, _ in tasks])
     db.executemany("UPDATE groups SET num_open = num_open + 1 WHERE id = ?", [(group,) for _, group in tasks])

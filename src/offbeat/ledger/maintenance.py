@@ -6,9 +6,9 @@ first; then the target's ledger is replaced by a rename. So the target always ho
 the new one. To restore, copy the target's files back into a run's folder.
 
 Pruning deletes the bytes of trajectories that no resume needs. A resume from a durable checkpoint of step c trains the
-batches of step c and later again. So the bytes may go of trajectories that were trained in the surviving history before
-step c, or that ended without training before the commit that produced step c; their rows, digests and sums stay. A
-resume from an older checkpoint, whose batch has lost its bytes, is refused.
+batches of step c and later again. So pruning deletes the bytes of trajectories that were trained before step c, or that
+ended without training before the commit that produced step c; their rows, digests and sums stay. A resume from an older
+checkpoint, whose batch has lost its bytes, is refused.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BackupTarget(Protocol):
     def put_blob(self, digest: bytes, body: bytes) -> None: ...
 
     def take(self, ledger: Path) -> None:
-        """Replaces the copy of the ledger atomically."""
+        """Replaces the target's copy of the ledger by the file `ledger`, atomically."""
 
     def sweep(self, named: set[bytes]) -> None:
         """Removes all bodies whose digest is not in `named`."""
@@ -219,7 +219,7 @@ class Maintenance(Database):
 
 
 def _prune_slice(db: Database, before: int) -> Pruned:
-    """Deletes up to `SLICE` bodies of trajectories that no checkpoint of step `before` or later needs. Files of bodies
+    """Deletes up to `SLICE` bodies of trajectories that no resume from step `before` or later needs. Bodies in files
     are left to `sweep`."""
     rows = db.execute(PRUNABLE, {"before": before, "slice": SLICE}).fetchall()
     db.executemany("UPDATE trajectories SET body = NULL, pruned = 1 WHERE seq = ?", [(seq,) for seq, _, _ in rows])

@@ -19,7 +19,7 @@ from offbeat.trajectory import Trajectory
 
 
 def keep(db: Database, trajectory: Trajectory, worker: str, fence: int, body: bytes, digest: bytes) -> None:
-    """Stores `trajectory` as its task's partial and marks the partial that it continues."""
+    """Stores `trajectory` as its task's kept partial and marks the partial before it as continued."""
     mark_continued(db, [trajectory.task])
     sampled = [segment.version for segment in trajectory.segments if segment.version is not None]
     db.execute(
@@ -49,8 +49,8 @@ def mark_continued(db: Database, tasks: Iterable[int]) -> None:
 
 
 def contributors(db: Database, task: int) -> list[tuple[str, int]]:
-    """Returns the worker and the number of sampled tokens of each partial that a task's trajectory continues, in order,
-    starting after the last wasted partial. The numbers include the tokens of earlier partials."""
+    """Returns, for each partial that a task's trajectory continues, the worker that submitted it and the number of
+    sampled tokens up to its end. In order, without the last wasted partial and those before it."""
     query = """SELECT worker, num_sampled_tokens FROM partials WHERE task = :task AND state <> 'wasted'
                AND seq > (SELECT COALESCE(MAX(seq), 0) FROM partials WHERE task = :task AND state = 'wasted')
                ORDER BY seq"""
@@ -58,7 +58,7 @@ def contributors(db: Database, task: int) -> list[tuple[str, int]]:
 
 
 def rescue(db: Database, task: int) -> None:
-    """Marks the latest partial of a task as continued if it was wasted."""
+    """Marks a task's latest partial as continued, if it counted as wasted: its continuation has arrived after all."""
     db.execute(
         "UPDATE partials SET state = 'continued', reason = NULL "
         "WHERE state = 'wasted' AND seq = (SELECT MAX(seq) FROM partials WHERE task = ?)",
@@ -67,7 +67,7 @@ def rescue(db: Database, task: int) -> None:
 
 
 def begins_with(trajectory: Trajectory, digest: bytes) -> bool:
-    """Whether `trajectory` begins with the partial of `digest`, whose bytes are no longer stored."""
+    """Whether `trajectory` begins with the partial that has this digest; the partial's bytes are no longer stored."""
     for num_segments in range(1, len(trajectory.segments) + 1):
         beginning = replace(trajectory, segments=trajectory.segments[:num_segments], end=None)
         if blake3(beginning.encode()).digest() == digest:
@@ -85,8 +85,8 @@ def waste(db: Database, tasks: Iterable[int], reason: str) -> None:
 
 
 def waste_abandoned(db: Database, reason: str) -> None:
-    """Wastes kept partials with tokens of an abandoned version. Versions only rise along a trajectory, so the last one
-    is checked."""
+    """Marks kept partials with tokens of an abandoned version as wasted. Versions only rise along a trajectory, so each
+    partial's last version is checked."""
     db.execute(
         "UPDATE partials SET state = 'wasted', reason = ?, body = NULL WHERE state = 'kept' "
         "AND last_version IN (SELECT number FROM versions WHERE abandoned = 1)",

@@ -20,9 +20,9 @@ class LedgerTerms:
     groups_per_step: int | None = None
     """Number of groups in a batch, which also paces leases; None: leases are not paced and no batch can be claimed."""
     max_staleness: int = 0
-    """Largest staleness of a token that may be trained."""
+    """Largest staleness of a token that may be trained: steps from its version to the step that trains it."""
     max_kv_lag: int = 0
-    """Largest number of versions that a segment's KV cache may be older than its weights."""
+    """Largest number of versions by which a segment's KV cache may be older than the weights that sampled it."""
     min_group: int = 1
     """Smallest number of scored members with which a group can be trained."""
     max_no_signal: float = 0
@@ -63,7 +63,7 @@ class Drop(StrEnum):
     """Why a group was dropped."""
 
     FAILED = "failed"
-    """Too few members remained; re-issued once, with another seed."""
+    """So many members failed that too few are left to train on; re-issued once, with another seed."""
     STALE = "stale"
     """Every token is too stale to be trained; re-issued with the same seed."""
     ABANDONED = "abandoned"
@@ -73,7 +73,7 @@ class Drop(StrEnum):
 
 
 class TaskState(StrEnum):
-    """State of a task. A failed task without a trajectory failed in a worker; one with a trajectory, in its reward."""
+    """State of a task. A failed task failed in a worker if it has no trajectory, else in its reward."""
 
     OPEN = "open"
     LEASED = "leased"
@@ -119,7 +119,7 @@ WORKER_LOST = "lost"
 
 
 class DrawCursor(NamedTuple):
-    """Source of a group's prompt, its ordinal in the source, and the group's index among the groups of that prompt."""
+    """Position of a group in the data: source of its prompt, the prompt's ordinal there, and index among siblings."""
 
     source: str
     source_ordinal: int
@@ -184,7 +184,7 @@ class Scores(NamedTuple):
     """Effect of storing rewards."""
 
     num_tasks: int
-    """Number of tasks that waited for these rewards."""
+    """Number of tasks whose reward or failure was stored; the other results came for tasks that did not wait."""
     num_dropped: int
     """Number of groups dropped; others may be admitted in their place."""
 
@@ -227,7 +227,7 @@ class Batch:
     """Version to train from; None if the step was claimed before its version was published."""
     groups: tuple[BatchGroup, ...]
     num_no_signal: int = 0
-    """Number of groups without a signal that were dropped while this batch was the next to be claimed."""
+    """Number of groups dropped because of equal rewards while this batch was the next to be claimed."""
 
 
 class ComparedSegment(NamedTuple):
@@ -348,8 +348,8 @@ class Arrival:
 
     name: str = "trainer"
     host: str = ""
-    """Name of its machine, only shown to people."""
+    """Name of the trainer's machine, only shown to people."""
     home: str = ""
-    """Identity of its checkpoint folder, which survives a restart."""
+    """Identity of the trainer's checkpoint folder, which survives a restart."""
     from_scratch: bool = False
-    """Whether it may undo the whole run if it has no checkpoint."""
+    """Whether the trainer may undo the whole run if it has no checkpoint."""

@@ -88,7 +88,7 @@ class TokenRun:
     """Step of `version`."""
     is_abandoned: bool = False
     staleness: int | None = None
-    """Staleness in its batch; None: masked, or not claimed yet."""
+    """Staleness in its batch; None: not trained (masked), or not claimed yet."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Producer:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None if `seconds` is 0, for example after a single trajectory."""
+        """Sampled tokens per second; None if `seconds` is 0, for example after a single trajectory."""
         return self.num_tokens / self.seconds if self.seconds > 0 else None
 
 
@@ -193,8 +193,8 @@ class Reports(Versions):
     def list_trajectories(
         self, limit: int, order: str = "latest", step: int | None = None, after: int = 0
     ) -> list[TrajectoryRow]:
-        """Returns up to `limit` trajectories of `step`, or of all steps if None, with `seq` above `after`, sorted by
-        one of `ORDERS`."""
+        """Returns up to `limit` trajectories of `step`, or of all steps if None, with `seq` (number in order of
+        acceptance) above `after`, sorted by `order`, one of `ORDERS`."""
         query = f"{ROWS} WHERE (:step IS NULL OR b.step = :step) AND j.seq > :after {ORDERS[order]} LIMIT :limit"
         found = self.execute(query, {"step": step, "limit": limit, "after": after})
         return [TrajectoryRow(*(*row[:-1], bool(row[-1]))) for row in found]
@@ -380,7 +380,7 @@ def _segments(
 
 
 def _history(db: Database, task: int, group: int) -> tuple[Event, ...]:
-    """Returns the events of a task in order; events without a recorded time follow its admission."""
+    """Returns the events of a task in order; those without a recorded time come right after its admission."""
     state, ended_at, admitted_at, again, reissued = db.execute(
         "SELECT g.state, g.ended_at, g.admitted_at, g.reissue_of, (SELECT id FROM groups n WHERE n.reissue_of = g.id) "
         "FROM groups g WHERE g.id = ?",

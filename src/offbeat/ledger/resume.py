@@ -1,9 +1,10 @@
 """Resuming a trainer from a checkpoint that may be older than the ledger.
 
-Everything after the checkpoint's step is undone, so that the surviving history trains nothing twice and loses nothing:
+Everything after the checkpoint's step is undone, so that the history without the undone steps trains nothing twice and
+loses nothing:
 
 - Versions of later steps are abandoned: their numbers are not reused, and their tokens are never trained.
-- The batch trained from the checkpoint's step is claimed again: the trainer gets the same data.
+- The batch of the checkpoint's step is claimed again: the trainer gets the same data.
 - Later batches are undone. Groups that have only abandoned tokens, or that require an abandoned version, are dropped
   and re-issued with the same ordinal and seed for the same step; they wait until the step has a version again.
 
@@ -95,7 +96,7 @@ def _complete(db: Batches, step: int, version: int | None, newest: Version) -> R
 
 
 def _check_checkpoint(db: Batches, step: int, number: int | None) -> None:
-    """Raises unless the checkpoint belongs to the surviving history."""
+    """Raises unless the ledger has the checkpoint's version, at the same step and not abandoned by a resume."""
     if number is None:
         if versions.living_at(db, step) is None:
             raise UserError(f"ledger {db.path} has no version of step {step}, the checkpoint's step; {SAME_RUN}")
@@ -173,8 +174,8 @@ def _drop_abandoned_groups(db: Database) -> int:
 
 
 def _reset_first_step(db: Database, step: int) -> None:
-    """Resets `first_step` of groups that were begun only with abandoned versions. It becomes the checkpoint's step if a
-    task is leased or all tasks have ended, else NULL, so that any version may begin the group."""
+    """Resets `first_step` (step of the oldest version that began a group) if that version is abandoned: to `step`, the
+    checkpoint's, if a task is leased or all tasks have ended, else to NULL, so that any version may begin the group."""
     db.execute(
         """UPDATE groups SET first_step = IIF(state = 'open' AND NOT EXISTS (
                SELECT 1 FROM tasks WHERE group_id = groups.id AND state = 'leased'), NULL, :step)

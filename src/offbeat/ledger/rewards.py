@@ -46,7 +46,7 @@ class Rewards(Database):
 
     @transactional
     def score(self, results: Sequence[Scored]) -> Scores:
-        """Stores rewards and failures, and ends the groups whose last results these are."""
+        """Stores rewards and failures, and ends groups that have now all their results."""
         query = "SELECT id, state, group_id FROM tasks WHERE id IN (SELECT value FROM json_each(?))"
         known = {
             task: (state, group) for task, state, group in self.execute(query, (array([r.task for r in results]),))
@@ -70,7 +70,8 @@ class Rewards(Database):
 
 
 def _before_first(db: Database) -> int:
-    """Returns the `seq` just before the first waiting trajectory, which is found quickly through the open groups."""
+    """Returns the `seq` just before the first trajectory that waits for a reward; a huge number if none waits. The
+    search through the open groups is quick."""
     query = """SELECT MIN(j.seq) - 1 FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
                CROSS JOIN trajectories j ON j.task = t.id WHERE g.state = 'open' AND t.state = 'accepted'"""
     (before,) = db.execute(query).fetchone()
@@ -88,7 +89,7 @@ def error_of(result: Scored) -> str | None:
 
 
 def _parts(rewards: Sequence[Reward]) -> str:
-    """Encodes rewards as JSON, with numpy numbers, which reward functions may return, as plain ones."""
+    """Encodes rewards as JSON; numpy numbers, which reward functions may return, become plain numbers."""
     plain = [Reward(float(r.value), r.name, int(r.position), float(r.weight)) for r in rewards]
     return msgspec.json.encode(plain).decode()
 

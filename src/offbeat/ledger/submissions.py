@@ -92,7 +92,7 @@ class SubmissionValidator:
         self.fresh: dict[int, Fresh] = {}
 
     def take(self, submission: Submission) -> Outcome:
-        """Returns the outcome of a submission and adds the submission to `fresh` if it must be stored."""
+        """Returns the outcome of a submission and adds it to `fresh` if it must be stored; raises if it is refused."""
         trajectory, worker, fence = submission
         number = trajectory.task
         task = self.issued.get(number)
@@ -216,8 +216,8 @@ class Submissions(Database):
 
 
 def _again(submission: Submission, digest: bytes, worker: str | None, stored: bytes | None) -> Outcome:
-    """Returns the outcome of a second submission under the same fence. `worker` and `stored`, a digest, are those of
-    the first."""
+    """Returns `REPEATED` for a second submission under the same fence; raises if it differs from the first, which came
+    from `worker` and has the digest `stored`."""
     task, fence = submission.trajectory.task, submission.fence
     if worker != submission.worker:
         raise Forbidden(f"lease {fence} of task {task} belongs to {worker}, not to {submission.worker}")

@@ -92,21 +92,21 @@ def find(db: Database, number: int) -> tuple[Version, bool] | None:
 
 
 def living_at(db: Database, step: int) -> Version | None:
-    """Returns the newest living version of a step; None if the step has none."""
+    """Returns the newest version of a step that is not abandoned; None if the step has none."""
     query = f"SELECT {COLUMNS} FROM versions WHERE abandoned = 0 AND step = ? ORDER BY number DESC LIMIT 1"
     row = db.execute(query, (step,)).fetchone()
     return None if row is None else _version(db, row)
 
 
 def lineage(db: Database, numbers: Iterable[int]) -> dict[int, Lineage]:
-    """Returns the lineage of each version in `numbers`; unknown versions are left out."""
+    """Returns the step of each version in `numbers`, and whether it is abandoned; unknown versions are left out."""
     query = "SELECT number, step, abandoned FROM versions WHERE number IN (SELECT value FROM json_each(?))"
     rows = db.execute(query, (array(set(numbers)),))
     return {number: Lineage(step, bool(abandoned)) for number, step, abandoned in rows}
 
 
 def lineage_and_step(db: Database, numbers: Iterable[int]) -> tuple[dict[int, Lineage], int]:
-    """Returns the lineage of `numbers` and of the newest living version, and that version's step (0 without one)."""
+    """Returns the lineage of `numbers` and of the newest version not abandoned, and the latter's step (0: none)."""
     query = """SELECT number, step, abandoned FROM versions WHERE number IN (
                    SELECT value FROM json_each(?) UNION ALL SELECT * FROM (
                        SELECT number FROM versions NOT INDEXED WHERE abandoned = 0 ORDER BY number DESC LIMIT 1))"""
@@ -168,7 +168,7 @@ def is_recorded(db: Database, version: Version) -> bool:
 
 
 def record(db: Versions, version: Version) -> None:
-    """Stores a new version, completes the batch that produced it, and binds the open groups of its step to it."""
+    """Stores a new version, notes it in the batch that produced it, and assigns it to open groups of its step."""
     smallest = db.next_version_number()
     if version.number < smallest:
         raise Refused(f"version number {version.number} is too low; numbers only grow, and the next is {smallest}")
@@ -191,7 +191,7 @@ def record(db: Versions, version: Version) -> None:
 
 
 def _row(db: Database, version: Version) -> tuple[int, int, int | None, str, str, str]:
-    """Returns the values of `COLUMNS`. Paths inside the ledger's folder become relative, so that a run can be moved."""
+    """Returns a version's `COLUMNS`. A path inside the ledger's folder becomes relative, so that a run can be moved."""
     folder, path = db.path.parent.absolute(), version.path
     stored = f"{HERE}{path.relative_to(folder)}" if path.is_relative_to(folder) else str(path)
     return version.number, version.step, version.parent, version.digest, stored, version.manifest

@@ -188,8 +188,8 @@ class Workers(Database):
         return [_worker(row, leased.get(row[0], 0), compared.get(row[0], (0, 0))) for row in rows]
 
     def audit_results(self, tasks: Sequence[int]) -> dict[str, list[Compared]]:
-        """Returns the latest audit results, oldest first, of each worker that submitted an audited segment of `tasks`
-        and is neither quarantined nor revoked."""
+        """Returns each worker's latest audit results, oldest first; only workers that submitted an audited segment of
+        `tasks` and are neither quarantined nor revoked."""
         query = """SELECT DISTINCT s.worker FROM segments s JOIN workers w ON w.name = s.worker
                    WHERE s.task IN (SELECT value FROM json_each(?)) AND s.num_compared > 0
                    AND w.state IN ('active', 'left')"""
@@ -206,7 +206,7 @@ def new_secret() -> str:
 
 
 def unproven_tasks(db: Database, batch: int) -> set[int]:
-    """Returns the tasks of a batch that contain tokens of a worker whose honesty audits have not yet shown."""
+    """Returns the tasks of a batch with tokens of a worker that audits have not yet shown to be honest."""
     query = """SELECT s.worker, s.task FROM batch_members m CROSS JOIN segments s ON s.task = m.task
                WHERE m.batch = ? AND s.version IS NOT NULL"""
     tasks: dict[str, list[int]] = {}
@@ -223,7 +223,7 @@ def _latest_compared(db: Database, worker: str) -> list[Compared]:
 
 
 def num_compared(db: Database) -> dict[str, tuple[int, int]]:
-    """Returns, for each worker, how many of its tokens audits compared and how many of these are off."""
+    """Returns, by worker, how many of its log-probs audits have recomputed, and how many of these differ too much."""
     query = """SELECT worker, SUM(num_compared), SUM(num_off) FROM segments INDEXED BY segments_compared
                WHERE num_compared > 0 GROUP BY worker"""
     return {worker: (compared, off) for worker, compared, off in db.execute(query)}

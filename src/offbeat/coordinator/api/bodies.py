@@ -65,7 +65,7 @@ class BodyReader:
             raise Refusal(400, str(error)) from error
 
     async def octets(self, request: Request, limit_bytes: int, digest: bytes | None = None) -> bytes:
-        """Reads a body of raw bytes and checks it against `digest`, or against the request's header if None."""
+        """Reads a body of raw bytes and checks it against `digest`; None: the digest in the request's header."""
         check_type(request, wire.OCTETS)
         digest = digest or needed_digest(request)
         data = await self._receive(request, limit_bytes)
@@ -73,7 +73,7 @@ class BodyReader:
         return data
 
     def release(self, request: Request) -> None:
-        """Gives the memory budget of an answered request back."""
+        """Frees the bytes of the memory budget that an answered request used."""
         self.held_bytes -= request.scope.pop(HELD, 0)
 
     async def _receive(self, request: Request, limit_bytes: int) -> bytes:
@@ -168,6 +168,6 @@ async def reply(request: Request, record: Any, status: int = 200) -> Response:
 
 
 async def seal(response: Response) -> None:
-    """Adds a digest header, by which callers check that the answer is the coordinator's and undamaged."""
+    """Adds the digest of the body as a header, by which callers see that it came undamaged from the coordinator."""
     digest = await _on_bytes(bytes(response.body), wire.content_digest)
     response.raw_headers.append((wire.CONTENT_DIGEST.lower().encode(), digest.encode()))

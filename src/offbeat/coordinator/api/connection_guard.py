@@ -26,7 +26,7 @@ TOO_LONG = b'{"error":"the request line and headers are too long"}'
 
 
 class OneWrite:
-    """Transport that sends the head of an answer with the next write, or alone in the event loop's next iteration."""
+    """Transport that sends the head of an HTTP answer with the next write, or alone if none follows at once."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
         self._transport, self._loop, self._head = transport, loop, b""

@@ -63,7 +63,7 @@ def _worker_lines(workers: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
 
 
 def _by_state(name: str, counts: Any) -> Iterator[str]:
-    """Yields a line per state, or a line per reason for a state that is counted by reason."""
+    """Yields the lines of metric `name`: one per state, or one per reason if a state's count is split by reason."""
     yield f"# TYPE {name} gauge"
     for state, value in (asdict(counts) if is_dataclass(counts) else dict(counts)).items():  # type: ignore[arg-type]
         if isinstance(value, Mapping):

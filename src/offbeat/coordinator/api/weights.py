@@ -25,7 +25,7 @@ from offbeat.weights.signing import open_sealed
 from offbeat.weights.version import Version, WeightFolder
 
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""Allows no path separator and no leading dot: a name cannot point outside the version's folder or to a draft."""
+"""Allowed file names: without a path separator or leading dot, none leads out of the version's folder or to a draft."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_PIECE_BYTES = 32 * MIB
 MAX_MANIFEST_BYTES = 64 * MIB
@@ -71,8 +71,8 @@ class Weights:
             raise Unknown(f"version {number} has no file {name}") from None
 
     async def manifest(self, number: int, digest: str | None = None) -> bytes:
-        """Returns the sealed manifest of a published version. `digest` selects another manifest of the version: the
-        delta manifest of an anchor, or the manifest of an adapter's base."""
+        """Returns the sealed (signed) manifest of a published version. `digest` selects another manifest of the
+        version: its changes, if it was published in full and as changes, or the base weights of an adapter."""
         version = self._version(number)
         if not version.manifest:
             raise Unknown(f"version {number} was published as whole files, without a manifest; download its files")
@@ -119,7 +119,7 @@ class Weights:
         await self._write(self.store.put_manifest, number, digest, sealed)
 
     async def check_complete(self, version: Version) -> Version:
-        """Returns a version about to be published, with its local path; raises unless all its weights are stored."""
+        """Returns `version`, soon to be published, with its local path; raises unless all its weights are stored."""
         if version.manifest:
             await self._check_manifest(version)
         elif (known := self._published(version.number)) is not None:  # published again; the ledger compares the two

@@ -146,8 +146,8 @@ def _ranged(request: Request, size: int, read: Callable[[int, int], AsyncIterato
 
 
 async def join(api: ApiState, request: Request) -> Response:
-    """Makes a caller with a join token a member; every other call needs a secret. Repeated with the same token and
-    secret hash, for example after a lost answer, it returns the same worker."""
+    """Makes a caller with a join token a member of the run; all other calls need a member's secret. If the call is
+    repeated with the same token and secret hash, for example after a lost answer, it returns the same worker."""
     token = api.access.admit_stranger(request)
     call = await api.bodies.record(request, wire.Join)
     coordinator, run = api.coordinator, api.served
