@@ -12,7 +12,7 @@ from offbeat.errors import UserError
 
 
 def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
-    """Imports an optional module. If it is missing, the error names `needed_by` and the extra that installs it."""
+    """Imports an optional module. If it is missing, the error says what needs it and which extra of pip installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

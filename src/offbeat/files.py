@@ -18,7 +18,7 @@ from pathlib import Path
 from offbeat.errors import DiskError
 
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-"""Error numbers from file systems without hard links."""
+"""Numbers of the errors that file systems without hard links give."""
 REMEDIES = {
     errno.ENOSPC: "free space on its disk",
     errno.EDQUOT: "free space within your quota, or have it raised",
@@ -43,7 +43,7 @@ def cannot_write(path: Path | str, error: OSError, then: str = "then --resume th
 
 
 def remedy(error: Exception) -> str:
-    """Returns the remedy for a disk error. Some libraries lose the error number; then the disk is probably full."""
+    """Returns the remedy for a disk error, in words. An error that has lost its number counts as a full disk."""
     return REMEDIES.get(getattr(error, "errno", None) or errno.ENOSPC, "correct the cause")
 
 
@@ -56,7 +56,7 @@ def disk_trouble(error: BaseException, then: str = "then --resume the run") -> D
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds the file's name to an `OSError` in the block, because errors of writes do not have one."""
+    """Adds the name `path` to an `OSError` that the block raises, because errors of writes do not have a name."""
     try:
         yield
     except OSError as error:
@@ -144,7 +144,7 @@ def _link(draft: Path, path: Path) -> bool:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Hard-links `source` to `target`, which stays if `source` is deleted; copies the file if a link is impossible."""
+    """Makes `target` a hard link to `source`, which stays if `source` is deleted; a copy if a link is impossible."""
     try:
         os.link(source, target)
     except OSError as error:

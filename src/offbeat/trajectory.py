@@ -55,7 +55,7 @@ class Origin(StrEnum):
 
 
 class End(StrEnum):
-    """Why a trajectory ended; a partial has not ended."""
+    """Why a trajectory ended; an unfinished one, called partial, has not ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -115,7 +115,7 @@ class Trajectory:
         self.prompt = np.asarray(self.prompt, dtype=np.int32)
 
     def append(self, segment: Segment, end: End | None = None) -> None:
-        """Adds a segment; `end` must be given with the last segment."""
+        """Adds a segment; with the last one, `end` must say why the trajectory ends."""
         self._check(segment)
         self.segments = (*self.segments, segment)
         self.end = end
@@ -181,7 +181,7 @@ class Trajectory:
 
     @property
     def logprobs(self) -> np.ndarray:
-        """Log-prob of each response token under its own version; 0 for given tokens."""
+        """Log-prob of each response token under the version that sampled it; 0 for given tokens."""
         zeros = [s.logprobs if s.logprobs is not None else np.zeros(len(s.tokens), np.float32) for s in self.segments]
         return _concatenate(zeros, np.float32)
 
@@ -192,7 +192,7 @@ class Trajectory:
 
     @property
     def versions(self) -> np.ndarray:
-        """Version of each response token; -1 for given tokens."""
+        """Version that sampled each response token; -1 for given tokens."""
         runs = [np.full(len(s.tokens), -1 if s.version is None else s.version) for s in self.segments]
         return _concatenate(runs, np.int64)
 
@@ -300,7 +300,7 @@ class _ArrayWire(msgspec.Struct):
 
 
 class _SegmentWire(msgspec.Struct):
-    """Schema of `_segment_to_wire`."""
+    """A segment as msgpack, in the form that `_segment_to_wire` gives it."""
 
     start: int
     origin: Origin
@@ -349,7 +349,7 @@ def _segment_from_wire(wire: _SegmentWire) -> Segment:
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt that needs one trajectory. `prefix` is the partial to continue; None: start from the prompt."""
+    """A prompt that needs one trajectory. `prefix` is the unfinished one to continue; None: start from the prompt."""
 
     id: int
     group: int
@@ -371,7 +371,7 @@ class Task:
 
 
 class Reward(msgspec.Struct, frozen=True):
-    """A value earned at a position of the response; -1 is the last token."""
+    """A value that an answer earned at a token position of the response; position -1 is the last token."""
 
     value: float
     name: str = "reward"

@@ -21,7 +21,7 @@ FIXED_IF_EXACT: tuple[Path, ...] = (
     ("model", "device"),
     ("model", "gradient_checkpointing"),
 )
-"""Free keys that change how sums are split, and so their last bits; they are fixed in an exact run."""
+"""Keys that may change at a resume, except in an exact run: they change how sums are split, and so their last bits."""
 
 
 class Change(NamedTuple):
@@ -31,12 +31,13 @@ class Change(NamedTuple):
 
 
 def fixed_changes(old: Mapping[str, Any], new: Config) -> list[Change]:
-    """Returns changes to keys that are fixed for the life of a run; any such change forbids resuming it."""
+    """Returns changes from the stored configuration `old` to keys that are fixed for the life of a run; any such change
+    forbids resuming it."""
     return [change for place, change in _changes(old, new) if not _may_change(place, new)]
 
 
 def free_changes(old: Mapping[str, Any], new: Config) -> list[Change]:
-    """Returns changes to keys that may change when a run is resumed."""
+    """Returns changes from the stored configuration `old` to keys that may change when a run is resumed."""
     return [change for place, change in _changes(old, new) if _may_change(place, new)]
 
 

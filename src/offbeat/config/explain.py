@@ -58,14 +58,14 @@ LEADING_KEY = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+) = ")
 
 @dataclass
 class ValueOrigin:
-    """Where values came from: a file, with the line of each key, and the command line."""
+    """Where the values of a configuration came from: a file, with the line of each key, and the command line."""
 
     file: str | None = None
     lines: Mapping[Path, int] = field(default_factory=dict)
     typed: dict[Path, str] = field(default_factory=dict)
-    """Keys given on the command line, as typed, by place."""
+    """Keys given on the command line, as the user typed them, by their place in the configuration."""
     root: type[Section] = Config
-    """Model of the whole file."""
+    """Pydantic model of the whole file."""
 
     def line(self, place: Path) -> int | None:
         """Returns the line of a key, or of the nearest table around it; None: unknown."""
@@ -78,12 +78,12 @@ class ValueOrigin:
         return None
 
     def typed_at(self, place: Path) -> Path | None:
-        """Returns the place of a command-line key at, below or above `place`; None: there is none."""
+        """Returns the place of a command-line key that is `place`, or lies inside or around it; None: there is none."""
         shared = (p for p in self.typed if p[: len(place)] == place or place[: len(p)] == p)
         return next(shared, None)
 
     def before(self, place: Path) -> str:
-        """Returns the beginning of an error: file and line, "--" for the command line, or nothing."""
+        """Returns the beginning of an error message: file and line, "--" for the command line, or nothing."""
         if self.typed_at(place):
             return "--"
         if self.file is None:
@@ -93,7 +93,7 @@ class ValueOrigin:
 
 
 def explain(error: ValidationError, data: Mapping[str, Any], origin: ValueOrigin) -> UserError:
-    """Returns the error to raise for a configuration that did not validate."""
+    """Returns the error to raise for a configuration that did not validate, with its first mistake in one line."""
     mistakes = [_Mistake(item, data, origin) for item in error.errors(include_url=False)]
     found = list({mistake.place: mistake for mistake in mistakes}.values())  # a key with alternatives has several
     found.sort(key=lambda mistake: mistake.order)
@@ -119,7 +119,7 @@ class _Mistake:
 
     @property
     def order(self) -> tuple[bool, bool, int]:
-        """Sort key: the order in the file. Missing keys come last, because a misspelt key often explains them."""
+        """Sort key of a mistake: its line. Missing keys come last, because a misspelt key often explains them."""
         line = self.origin.line(self.place)
         return self.kind in ("missing", "union_tag_not_found"), line is None, line or 0
 

@@ -16,7 +16,7 @@ from offbeat.config.schema import AnyTask, Config, Section, TaskConfig
 from offbeat.spelling import nearest
 
 Path = tuple[str | int, ...]
-"""A key's place, such as ("task", 0, "level")."""
+"""Place of a key in a configuration, such as ("task", 0, "level")."""
 
 TOKEN = re.compile(
     r'"""(?:\\.|[^\\])*?"{3,5}'
@@ -78,7 +78,7 @@ class _Scanner:
         return (*path, count)
 
     def _inside(self, names: list[str]) -> Path:
-        """Returns the path of a table; the name of an array of tables means its latest table."""
+        """Returns the place of a table; the name of an array of tables means its latest table."""
         path: Path = ()
         for name in names:
             path = (*path, name)
@@ -135,7 +135,7 @@ TASK_MODELS: dict[str, type[TaskConfig]] = {
     for model in get_args(get_args(AnyTask)[0])
     for name in get_args(model.model_fields["source"].annotation)
 }
-"""Models of `task` tables, by `source`."""
+"""Pydantic models of `task` tables, by the table's `source`."""
 
 COMMON_KEYS = (
     *("run.name", "run.steps", "run.seed", "run.dir", "run.max_hours", "run.exact"),
@@ -152,7 +152,7 @@ COMMON_KEYS = (
 
 
 def model_at(place: Path, data: Mapping[str, Any], root: type[Section] = Config) -> type[Section] | None:
-    """Returns the model of the table at a place; None if there is no such table, or its `source` is unknown."""
+    """Returns the pydantic model of the table at a place; None if there is no such table or its `source` is unknown."""
     if root is Config and place and place[0] == "task":
         if len(place) != 2:
             return None
@@ -165,7 +165,7 @@ def model_at(place: Path, data: Mapping[str, Any], root: type[Section] = Config)
 
 
 def _step(annotation: Any, name: str | int) -> Any:
-    """Returns the annotation of a key in a section, a table of tables or a list of tables; None if there is none."""
+    """Returns the type of the key `name` in a section, a table of tables or a list of tables; None if there is none."""
     if section := _section(annotation):
         field = section.model_fields.get(str(name))
         return field.annotation if field else None
@@ -179,13 +179,13 @@ def _section(annotation: Any) -> type[Section] | None:
 
 
 def field_at(place: Path, data: Mapping[str, Any], root: type[Section] = Config) -> FieldInfo | None:
-    """Returns the field at a place; None if the place is not a key of a known table, such as an item of a list."""
+    """Returns the field of the key at a place; None if it is not a key of a known table, such as an item of a list."""
     model = model_at(place[:-1], data, root)
     return model.model_fields.get(str(place[-1])) if model else None
 
 
 def value_at(data: Any, place: Path) -> Any:
-    """Returns the value at a place, or MISSING."""
+    """Returns the value at a place in `data`, or MISSING if there is none."""
     for name in place:
         try:
             data = data[name]
@@ -233,8 +233,8 @@ def is_switch(key: str) -> bool:
 
 
 def leaves(data: Any, place: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yields place and value of every key, in order. A place has at most three names; lists other than that of tasks
-    are values."""
+    """Yields place and value of every key, in order. A place has at most three names: deeper tables, and lists other
+    than that of tasks, are values."""
     if isinstance(data, Mapping) and len(place) < 3:
         for name, value in data.items():
             yield from leaves(value, (*place, name))
@@ -254,7 +254,7 @@ def dotted(place: Path, data: Mapping[str, Any] | None = None) -> str:
 
 
 def known_keys(root: type[Section] = Config) -> list[str]:
-    """Returns every documented key, dotted; keys of tasks have no index."""
+    """Returns every documented key, dotted, such as `batch.group_size`; keys of tasks have no index."""
     keys: dict[str, None] = {}
     for name, field in root.model_fields.items():
         if is_hidden(field):

@@ -53,7 +53,7 @@ def from_dict(data: Mapping[str, Any], overrides: Mapping[str, Any] | None = Non
 
 
 def load_as(path: pathlib.Path | str, root: type[AnySection]) -> tuple[AnySection, ValueOrigin]:
-    """Loads a TOML file with another model, `root`, by the same rules; also returns where values came from."""
+    """Loads a TOML file by the same rules into another model, `root`; also returns where its values came from."""
     origin = ValueOrigin(root=root)
     data = _read(pathlib.Path(path), origin)
     try:
@@ -63,12 +63,12 @@ def load_as(path: pathlib.Path | str, root: type[AnySection]) -> tuple[AnySectio
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """Returns every key with its value, as plain JSON data."""
+    """Returns the value of every key of a configuration, including defaults, as plain JSON data."""
     return config.model_dump(mode="json")
 
 
 def typed_keys(overrides: Sequence[str]) -> dict[str, str | None]:
-    """Returns the dotted keys of a command line with their texts; None for a switch without a text."""
+    """Returns the dotted keys of a command line with the texts of their values; None for a switch without a text."""
     return {key.replace("-", "_"): text for key, text in _pairs(overrides)}
 
 
@@ -92,7 +92,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Returns dotted keys and their texts; None for a switch, which has no text."""
+    """Returns the dotted keys of a command line and the texts of their values; None for a switch without a text."""
     found: list[tuple[str, str | None]] = []
     for word in overrides:
         if word.startswith("--"):

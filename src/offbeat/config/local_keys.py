@@ -32,9 +32,9 @@ class LocalKey:
     what: str
     """What the coordinator would choose for this machine, in words for errors."""
     is_needed: Callable[[str, Config], bool]
-    """Whether a role with this configuration uses the key."""
+    """Whether a role (rollout or trainer) with this configuration uses the key."""
     is_harmless: Callable[[Any], bool] = lambda value: False
-    """Whether a value can be taken from the coordinator, because it refers to nothing on this machine."""
+    """Whether a value may be taken from the coordinator, because it refers to nothing on this machine."""
 
     @property
     def key(self) -> str:

@@ -39,14 +39,14 @@ REMOVED: dict[tuple[str, str], Removed] = {
 
 
 def removed_at(place: Path) -> Removed | None:
-    """Returns the removed key at `place`, such as ("optimizer", "eps") or ("task", 0, "tail_cap"), or None."""
+    """Returns the record of the removed key at `place`, such as ("optimizer", "eps"); None if it is no removed key."""
     names = [name for name in place if isinstance(name, str)]
     return REMOVED.get((names[0], names[1])) if len(names) == 2 else None
 
 
 def migrated(stored: Mapping[str, Any], file: str | None = None) -> dict[str, Any]:
-    """Returns a stored configuration without removed keys. If `file` is given, logs dropped values that were not the
-    default."""
+    """Returns a stored configuration without removed keys. If `file`, its name, is given, logs dropped values that were
+    not the default."""
     data = copy.deepcopy(dict(stored))
     for (section, key), removed in REMOVED.items():
         found = data.get(section)

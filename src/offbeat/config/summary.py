@@ -17,12 +17,12 @@ VERSIONS_ON_DISK = 2
 TRAJECTORY_BYTES_PER_TOKEN = 8
 """Bytes of a token id and its log-prob."""
 TRAJECTORY_BYTES = 500
-"""Bytes of a trajectory's other columns and index entries."""
+"""Bytes of a trajectory in the run's database besides its tokens: other columns and index entries."""
 
 
 def summarise(config: Config, num_parameters: int | None = None) -> list[str]:
-    """Returns lines about a step, the whole run, its evaluations, its checkpoints and the disk space that it needs.
-    `num_parameters` None: the model's size is unknown."""
+    """Returns lines of text about a step, the whole run, its evaluations, its checkpoints and the disk space that it
+    needs. `num_parameters` None: the model's size is unknown."""
     batch, steps = config.batch, config.run.steps
     groups = batch.groups_per_step
     samples = groups * batch.group_size
@@ -48,7 +48,7 @@ def summarise(config: Config, num_parameters: int | None = None) -> list[str]:
 
 
 def _learning(config: Config) -> str:
-    """Returns the line about the loss, with derived settings resolved."""
+    """Returns the line about the loss, with the values that its settings finally have."""
     chosen, loss = resolve_loss(config), config.loss
     held = {
         "clip": f"clip {chosen.clip_low:g} below and {chosen.clip_high:g} above",
@@ -114,8 +114,8 @@ def _checkpoints(config: Config) -> str:
 
 
 def disk_bytes(config: Config, num_parameters: int | None) -> dict[str, int]:
-    """Returns the most bytes of each kind of file. Leaves out weights and checkpoints if `num_parameters` is None, and
-    for adapters, which are small."""
+    """Returns the most bytes that a run's files take, by kind of file. Leaves out weights and checkpoints if
+    `num_parameters` is None, and for adapters, which are small."""
     num_samples = config.run.steps * config.batch.groups_per_step * config.batch.group_size
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     trajectories = num_samples * (TRAJECTORY_BYTES + TRAJECTORY_BYTES_PER_TOKEN * longest)

@@ -21,7 +21,7 @@ NUM_TERMS = {1: (2, 2), 2: (2, 3), 3: (2, 4), 4: (3, 5), 5: (4, 8)}
 """Smallest and largest number of terms of a sum, by level."""
 LARGEST_TERM = {1: 9, 2: 49, 3: 99, 4: 99, 5: 499}
 MAX_LINES = 40
-"""Number of entries of the longest multiplication table."""
+"""Number of entries of the longest multiplication table, which is the largest multiplier."""
 HELD_OUT_IN = 10
 """One problem out of this many is held out."""
 LAST_NUMBER = re.compile(r"(\d+)\s*$")
@@ -32,7 +32,7 @@ def is_held_out(prompt: str) -> bool:
 
 
 def worked_answer(prompt: str) -> str:
-    """Returns the full answer to a prompt, as used in pre-training."""
+    """Returns the full answer to a prompt, with its intermediate results, as used in pre-training."""
     left = prompt.rstrip("=")
     if "*" in left:
         factor, times = map(int, left.split("*"))
@@ -48,7 +48,7 @@ def last_number(text: str) -> str | None:
 
 
 class Arithmetic:
-    """Source of the problems that this module describes; a problem depends only on `seed` and its ordinal."""
+    """Source of sums and worked multiplications; a problem depends only on these arguments and its ordinal."""
 
     name = "arithmetic"
     default_reward = "number"
@@ -62,7 +62,7 @@ class Arithmetic:
         return self._draw(random.Random(f"{self.seed}:{ordinal}"), held_out=False)
 
     def held_out(self, count: int) -> list[Problem]:
-        """Returns the same problems for every seed, so that runs can be compared."""
+        """Returns up to `count` held-out problems, the same for every seed, so that runs can be compared."""
         rng = random.Random("held out")
         drawn: dict[str, Problem] = {}
         for _ in range(50 * count):  # low levels may have fewer than `count` held-out problems

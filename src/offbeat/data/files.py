@@ -31,12 +31,13 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Rows(Protocol):
-    """Rows by index. `scan` must be called first and reads and checks all rows; then `row` fetches any of them. Rows
-    are not kept as Python objects, so a few million are fine. A row that cannot be read raises `UserError`."""
+    """Rows of a file or dataset, by index. `scan` must be called first and reads and checks all rows; then `row`
+    fetches any of them. Rows are not kept as Python objects, so a few million are fine. A row that cannot be read
+    raises `UserError`."""
 
     @property
     def path(self) -> Path | str:
-        """File or dataset, as the user named it."""
+        """Path of the file or name of the dataset, as the user wrote it."""
         ...
 
     def scan(self, columns: Sequence[str]) -> Iterator[Row]:
@@ -46,7 +47,7 @@ class Rows(Protocol):
     def row(self, index: int) -> Row: ...
 
     def where(self, index: int) -> str:
-        """Returns the place of a row, for error messages."""
+        """Returns where the row at `index` is, such as file and line, for error messages."""
         ...
 
 
@@ -238,8 +239,8 @@ def permutation(size: int, key: str) -> np.ndarray:
 
 
 def _choose_held_out(hashes: np.ndarray, share: float) -> np.ndarray:
-    """Returns a mask of the held-out rows. If `share` is above 0 and not all prompts are equal, it contains at least
-    one prompt."""
+    """Returns a mask of the held-out rows, given the hashes of their prompts. If `share` is above 0 and not all prompts
+    are equal, at least one row is held out."""
     chosen = hashes < np.uint64(int(share * 2**64))
     if share > 0 and not chosen.any() and hashes.min() != hashes.max():
         chosen = hashes == hashes.min()

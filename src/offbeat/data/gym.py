@@ -36,7 +36,7 @@ MAX_TRIES = 60
 
 
 class Gym:
-    """Source of the problems of `dataset`; `options` are passed to the data set's configuration."""
+    """Source of the problems of the reasoning-gym data set `dataset`; `options` are passed to its configuration."""
 
     default_reward = "gym"
 
@@ -80,7 +80,7 @@ def is_held_out(question: str) -> bool:
 
 
 def judge(question: str, answer: str, info: Mapping[str, Any]) -> float:
-    """Returns the data set's own score of an answer to a problem of `Gym`; `info` is the problem's."""
+    """Returns the data set's own score of an answer to a problem of `Gym`; `info` is that of the problem."""
     if "entry" not in info:
         raise ValueError("the reward 'gym' judges only problems of reasoning-gym, and this one has another source")
     dataset = _judging(info["dataset"], json.dumps(info["options"], sort_keys=True))

@@ -22,7 +22,7 @@ from offbeat.errors import OffbeatError, UserError
 
 RewardSpec = str | Callable[..., Any]
 SEED_STEP = 1_000_003
-"""Distance between the seeds of a run's sources, so that two equal sources give different problems."""
+"""Distance between the seeds of a run's sources, so that two sources with equal settings give different problems."""
 
 
 @dataclass(frozen=True)

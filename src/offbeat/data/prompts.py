@@ -37,8 +37,8 @@ class Rendered(Protocol):
 
 
 class Renderer:
-    """Renders prompts with a transformers tokenizer. `template_hash` identifies the chat template; None: no
-    template."""
+    """Turns prompts into token ids with a transformers tokenizer. `template_hash` identifies the chat template; None:
+    no template."""
 
     def __init__(
         self,
@@ -129,13 +129,13 @@ class Problem:
     prompt: str | Sequence[Mapping[str, Any]]
     answer: str | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
-    """JSON-like facts for the reward."""
+    """JSON-like facts about the problem, for the reward."""
 
 
 class PromptSource(Protocol):
     @property
     def name(self) -> str:
-        """Unique within a run; stored with every group."""
+        """Name of the source, unique within a run; stored with every group."""
         ...
 
     @property
@@ -145,7 +145,7 @@ class PromptSource(Protocol):
 
     @property
     def chat(self) -> bool | None:
-        """Whether a text prompt goes through the chat template; None: if the model has one."""
+        """Whether a text prompt goes through the chat template; None: only if the model has one."""
         ...
 
     def problem(self, ordinal: int) -> Problem:

@@ -36,11 +36,11 @@ class Console(Protocol):
 
     def step(self, row: Row) -> None: ...
     def note(self, text: str) -> None:
-        """Shows something worth knowing."""
+        """Shows a text that is worth knowing."""
         ...
 
     def alarm(self, text: str) -> None:
-        """Shows something that a person should act upon."""
+        """Shows a text that a person should act upon."""
         ...
 
     def finish(self, summary: Row, folder: str) -> None:
@@ -106,7 +106,8 @@ class PlainConsole(Console):
 
 
 class LineDue:
-    """Decides which steps get a line: at most one per `every_s` seconds, besides evaluations and the last step."""
+    """Decides which steps the console shows: at most one per `every_s` seconds, besides evaluations and the last
+    step."""
 
     def __init__(self, num_steps: int, every_s: float, clock: Clock):
         self.num_steps, self.every_s, self.clock = num_steps, every_s, clock
@@ -147,7 +148,7 @@ def held_out(row: Row) -> float | None:
 
 
 def time_split(row: Row) -> str:
-    """Returns each stage's share of the step's seconds in percent, such as `62/1/30/5/2`; the last is other time."""
+    """Returns each stage's share of a step's time in percent, such as `62/1/30/5/2`; the last is the remaining time."""
     seconds = row.get("seconds")
     spent = [row.get(f"time_{stage}_s", 0.0) for stage in STAGES]
     if not seconds or not any(spent):
@@ -157,7 +158,7 @@ def time_split(row: Row) -> str:
 
 
 def closing_lines(summary: Row, folder: str) -> list[tuple[str, str]]:
-    """Returns the results as pairs of a name and a text; figures that the summary lacks are left out."""
+    """Returns a run's results as pairs of a name and a text; figures that the summary lacks are left out."""
     words = [("reward", _from_to(summary.get("reward_first"), summary.get("reward_last")))]
     words.append(("held-out", _from_to(summary.get("eval_first"), summary.get("eval_last"))))
     seconds, steps = summary.get("seconds"), summary.get("steps")
@@ -207,7 +208,7 @@ def _from_to(first: float | None, last: float | None) -> str:
 
 REFRESH_PER_S = 4
 LINES_PER_HEADER = 20
-"""Lines after which the header is repeated, so that the names of the columns stay on the screen."""
+"""Number of lines after which the header is repeated, so that the names of the columns stay on the screen."""
 
 
 class TerminalConsole(Console):

@@ -1,4 +1,4 @@
-"""Files of JSON lines, such as metrics and events: reading the rows of a run's surviving history.
+"""Reads a run's files of JSON lines: metrics, without the rows that a resume undid, and events.
 
 A row's `step` counts finished steps: the row of step 3 is about the third step and its weights; the row of step 0, if
 there is one, is an evaluation before training. After a resume from an older checkpoint, steps that are trained again
@@ -18,18 +18,18 @@ from typing import Any
 Row = dict[str, Any]
 
 FIGURES = ("reward", "seconds", "samples", "tokens", "eval_")
-"""Prefixes of the figures that the summary and the plot use, which must be numbers."""
+"""Prefixes of the names of the figures that the summary and the plot use, which must be numbers."""
 _warned: set[tuple[Path, int]] = set()
 """Files and line numbers already warned about: files are read more than once, and lines never change."""
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Returns the surviving rows of a metrics file, sorted by step; empty if the file is missing."""
+    """Returns the rows of a metrics file, one per step, without those that a resume undid; empty without a file."""
     return survivors(read_rows(path, _metrics_trouble))
 
 
 def read_events(path: Path) -> list[Row]:
-    """Returns the rows of an events file in their order; empty if the file is missing."""
+    """Returns the rows of an events file in the order of the file; empty if the file is missing."""
     return read_rows(path, _event_trouble)
 
 
@@ -77,7 +77,7 @@ def _is_count(value: object) -> bool:
 
 
 def survivors(rows: Iterable[Row]) -> list[Row]:
-    """Returns one row per step, sorted, without the rows that a later attempt undid.
+    """Returns one row per step, sorted by step, without the rows that a later attempt (a resume of the run) undid.
 
     An attempt undoes all earlier rows from the first step that it trains. An evaluation may come after its step, in a
     separate row; it undoes nothing and is merged into the row of its step.

@@ -94,15 +94,15 @@ class Reporter:
         )
 
     def report(self, row: Mapping[str, Any]) -> None:
-        """Handles a report: an event or a finished step."""
+        """Handles a report of the trainer, which is an event or the row of a finished step."""
         if EVENT in row:
             self.event(row[EVENT], **{key: value for key, value in row.items() if key != EVENT})
         else:
             self.step(row)
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Emits the row of a step (see `step_row`), with speeds added. `failures` in `row` counts those of the whole
-        run so far; the row that is emitted counts those since the previous step."""
+        """Writes, shows and sends the row of a step (see `step_row`), with speeds added. `failures` in `row` counts the
+        failed samples of the whole run so far; the row that is written counts those since the previous step."""
         num_failed = row["failures"]
         failures, self._num_failed = num_failed - self._num_failed, num_failed
         if failures == num_failed > 0:
@@ -126,8 +126,8 @@ class Reporter:
         self._emit({"step": finished.step, **{k: v for k, v in figures.items() if k != "eval_step"}})
 
     def finish(self, *, seconds: float, stopped_by: str | None, counts: Counts) -> dict[str, Any]:
-        """Writes, shows and returns the summary of the surviving history. `seconds` is the time of this attempt;
-        `stopped_by` is None if the run finished."""
+        """Writes, shows and returns the run's summary, without steps that a resume undid. `seconds` is the time since
+        the run was last started or resumed; `stopped_by` is None if the run finished."""
         rows = read_metrics(self.folder.metrics_file)
         before = [row for row in rows if "reward" in row and row.get("attempt", 1) < self.folder.attempt]
         finished = stopped_by is None
@@ -164,8 +164,8 @@ class Reporter:
 
 
 def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) -> dict[str, Any]:
-    """Returns the trainer's part of a step's row. `spans` holds seconds by part of the step; `num_siblings` is the
-    number of groups drawn for each prompt."""
+    """Returns the trainer's figures of a step, for its row in the metrics. `spans` holds seconds by part of the step;
+    `num_siblings` is the number of groups drawn for each prompt."""
     members = [member for group in report.batch.groups for member in group.members]
     rewards = np.array([member.reward for member in members])
     lengths = np.array([member.trajectory.num_tokens for member in members])
@@ -199,8 +199,8 @@ def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) 
 
 
 def _siblings_row(batch: Batch, num_siblings: int) -> dict[str, float]:
-    """Returns the shares of answers trained before any sibling had a reward (lone) and before every sibling had one
-    (early), and the mean length of early answers relative to all: short answers tend to be trained early."""
+    """Returns the share of answers trained before any sibling (another answer to the prompt) had a reward (lone), the
+    share trained before all had one (early), and the mean length of early answers relative to all."""
     num_here = Counter(group.prompt for group in batch.groups)
     num_known = np.array([num_here[group.prompt] + len(group.earlier) for group in batch.groups])
     lengths = np.array([member.trajectory.num_tokens for group in batch.groups for member in group.members])
@@ -212,7 +212,7 @@ def _siblings_row(batch: Batch, num_siblings: int) -> dict[str, float]:
 
 
 def _parts_row(members: Sequence[Member]) -> dict[str, float]:
-    """Returns the mean of each named part of the reward, before weighting; empty if there is only one part."""
+    """Returns the mean of each named part of the rewards, before weighting; empty if there is only one part."""
     values: dict[str, list[float]] = {}
     for member in members:
         own: dict[str, float] = {}
@@ -224,7 +224,7 @@ def _parts_row(members: Sequence[Member]) -> dict[str, float]:
 
 
 def _weights_row(figures: PublishFigures | None) -> dict[str, Any]:
-    """Returns the figures of publishing the step's version; empty if it was published as whole files."""
+    """Returns the figures of publishing a step's weights in pieces; empty if they were published as whole files."""
     if figures is None or not figures.coded_bytes:
         return {}
     return {
@@ -237,7 +237,8 @@ def _weights_row(figures: PublishFigures | None) -> dict[str, Any]:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts) -> dict[str, Any]:
-    """Returns a run's summary from its surviving rows; `seconds` is the time of the whole run."""
+    """Returns a run's summary from its metric rows, without those of steps that a resume undid; `seconds` is the time
+    of the whole run."""
     steps = [row for row in rows if "reward" in row]
     evals = [value for row in rows if (value := held_out(row)) is not None]
     spent = _sum(steps, "seconds")

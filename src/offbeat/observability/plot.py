@@ -16,8 +16,8 @@ NUM_WINDOWS = 25
 
 
 def plot_rewards(rows: Sequence[Row], picture: Path, title: str = "") -> bool:
-    """Plots the rewards in a run's surviving rows to the file `picture`. Returns False if there are none or matplotlib
-    is not installed."""
+    """Plots the rewards in a run's metric rows to the file `picture`. Returns False, without a plot, if the rows have
+    no reward or matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None or not any(row.get("reward") is not None for row in rows):
         return False
     from matplotlib.figure import Figure

@@ -22,15 +22,15 @@ from typing import Any
 from offbeat.files import Appender
 
 MAX_TRACE_BYTES = 64 << 20
-"""About half a million spans, which viewers can still open easily."""
+"""Default size limit of a trace: about half a million spans, which viewers can still open easily."""
 
 _lane: ContextVar[tuple[int, object] | None] = ContextVar("lane", default=None)
-"""Lane of the current span, and its owner (thread and task). A task that is started inside a span inherits this value;
-the owner shows that the task needs its own lane."""
+"""Lane (row in the viewer) of the current span, and its owner (thread and task). A task that is started inside a span
+inherits this value; the owner shows that the task needs its own lane."""
 
 
 class Trace:
-    """Records spans from any thread or asyncio task."""
+    """Records spans, which are named stretches of time, from any thread or asyncio task."""
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_TRACE_BYTES):
         self._file = Appender(path, buffered=True)
@@ -63,7 +63,7 @@ class Trace:
             self._ended(name, lane, start_s, end_s, details)
 
     def spans_since_last(self) -> dict[str, float]:
-        """Returns the total seconds, by name, of the spans that ended since the last call."""
+        """Returns the total seconds, by name, of the spans that ended since the last call of this method."""
         with self._lock:
             seconds, self._seconds = self._seconds, {}
         return seconds

@@ -49,7 +49,7 @@ SET_PARENT_DEATH_SIGNAL = 1
 
 
 class Pipes:
-    """The protocol's pipes and the log, on descriptors that user code rarely touches; restores standard streams."""
+    """A reward process's pipes to its pool, and its log, on descriptors that user code rarely touches."""
 
     def __init__(self) -> None:
         far = min(FAR, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
@@ -65,7 +65,7 @@ class Pipes:
         self.incoming, self.outgoing = os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
 
     def restore(self) -> None:
-        """Restores the standard streams after user code; ends the process if that changed our own descriptors."""
+        """Restores the standard streams after user code; ends the process if user code changed its pipes or its log."""
         try:
             is_whole = all(os.fstat(fd).st_ino == number for fd, number in self._watched)
         except OSError:
@@ -176,7 +176,7 @@ class RewardServer:
 
 
 class BadValue(ValueError):
-    """A reward function returned something that is not a reward."""
+    """A reward function returned a value that is not a reward."""
 
 
 def parts_of(value: Any) -> list[tuple[float, str, int]]:

@@ -60,7 +60,7 @@ class RewardResult:
 
 
 TRIAL = RewardInput(prompt="1+1=", response="2", answer="2")
-"""Default sample for `check`."""
+"""Sample on which `check` tries a reward by default."""
 
 
 @dataclass(eq=False)
@@ -74,7 +74,7 @@ class _Call:
 
 @dataclass(eq=False)
 class _Job:
-    """One sample of a call, at `index` of its batch."""
+    """One sample of a call of `score`, at `index` of the call's batch."""
 
     call: _Call
     index: int
@@ -85,7 +85,7 @@ class _Job:
 
 
 class RewardPool:
-    """Pool of reward processes, as the module describes. All methods must be called in one event loop."""
+    """Scores samples in several killable processes. All methods must be called in one event loop."""
 
     def __init__(self, processes: int, timeout_s: float, rewards: Mapping[str, RewardSpec], log_path: Path):
         self.num_processes, self.log_path = processes, log_path
@@ -104,8 +104,8 @@ class RewardPool:
         self._is_closed = False
 
     async def check(self, trials: Mapping[str, RewardInput] | None = None) -> set[str]:
-        """Loads every reward and runs it once, to find errors before training. `trials` maps rewards to samples, by
-        default `TRIAL`. Returns the names of all reward parts."""
+        """Loads every reward and tries it on one sample, to find errors before training: on that in `trials` under the
+        reward's name, or else on `TRIAL`. Returns the names of all reward parts."""
         try:
             self._ready.append(await self._start())
         except UserError:
@@ -174,7 +174,7 @@ class RewardPool:
         return await RewardProcess.start(self._setup, self._log, within_s=START_S)
 
     async def _judge(self, process: RewardProcess, name: str, jobs: Sequence[_Job]) -> bool:
-        """Has a process judge `jobs`; returns whether it survived."""
+        """Has a process judge the samples `jobs` with the reward `name`; returns whether the process survived."""
         arguments = process.rewards[name].arguments
         samples = [{argument: _plain(job.sample, argument) for argument in arguments} for job in jobs]
         self._num_running[name] += 1
@@ -188,8 +188,8 @@ class RewardPool:
         return outcome.error is None
 
     def _put_back(self, name: str, jobs: Sequence[_Job], outcome: ProcessOutcome) -> None:
-        """Queues unanswered samples again, in order. Fails the sample that brought the process down, and any that was
-        present at `MAX_LOSSES` losses."""
+        """Queues unanswered samples again, in order. The sample that brought the process down fails instead, as does
+        one that `MAX_LOSSES` lost processes left unanswered."""
         if outcome.error is not None:
             self._log.write(f"reward {name} {outcome.error}\n")
         again = []
@@ -204,7 +204,7 @@ class RewardPool:
         self._queues[name].extendleft(reversed(again))
 
     def _next_piece(self) -> tuple[str, list[_Job]]:
-        """Takes samples for one message, of the waiting reward that occupies the fewest processes; may return none."""
+        """Takes samples for one message to a process, perhaps none, of the waiting reward with the fewest processes."""
         name = min(self._waiting(), key=lambda name: self._num_running[name], default="")
         return name, self._take(name) if name else []
 
@@ -214,7 +214,7 @@ class RewardPool:
         return [name for name, queue in self._queues.items() if queue and self._num_running[name] < most]
 
     def _take(self, name: str) -> list[_Job]:
-        """Removes samples for one message from the queue, and drops those whose call has already ended."""
+        """Removes samples of one reward for one message from its queue; drops those whose call has already ended."""
         queue, jobs = self._queues[name], list[_Job]()
         size = min(MAX_PIECE, -(-len(queue) // self.num_processes))
         while queue and len(jobs) < size and not (jobs and queue[0].alone):
@@ -241,7 +241,7 @@ class RewardPool:
         self._news.set()
 
     def _slot_ended(self, slot: asyncio.Task[None]) -> None:
-        """Fails all calls if a slot ended because of a bug, so that no caller waits for ever."""
+        """Fails all calls if the task behind a process ended because of a bug, so that no caller waits for ever."""
         if not slot.cancelled() and (error := slot.exception()):
             self._is_closed = True
             self._give_up(error)
@@ -284,7 +284,8 @@ def _result(answer: RewardAnswer) -> RewardResult:
 WINDOW = 512
 """Number of latest rewards that `FailureWatch` counts: a few steps of a small run, to notice a broken reward soon."""
 MIN_COUNT = 64
-"""Fewest rewards for a verdict, or a full window if that is smaller: three failures among ten may be chance."""
+"""Fewest rewards for which `FailureWatch` may stop a run, or a full window if that is smaller: three failures among ten
+may be chance."""
 MAX_REASON_CHARS = 300
 
 
@@ -299,7 +300,7 @@ class FailureWatch:
         self.num_failed = 0
 
     def record(self, failed: bool, reason: str | None = None) -> None:
-        """Counts one reward; `reason` is the error of a failed one."""
+        """Counts one reward; `reason` is its error if it failed."""
         if len(self._latest) == self._latest.maxlen:
             self.num_failed -= self._latest[0] is not None
         self._latest.append((reason or "no reason given") if failed else None)

@@ -83,21 +83,21 @@ class RewardLog:
 
 
 GRACE_S = 2.0
-"""Added to deadlines that the process itself enforces, and to the time until a busy machine begins the work."""
+"""Seconds added to deadlines that the process itself enforces, and to the time until a busy machine begins the work."""
 EXIT_S = 5.0
 """Longest wait for a killed process to end; this takes milliseconds unless the machine is overloaded."""
 
 
 @dataclass(frozen=True)
 class ProcessOutcome:
-    """Result of one message to a process, besides the answers."""
+    """What became of one message to a reward process, besides its answers."""
 
     unanswered: tuple[int, ...] = ()
     """Indices of samples that the process handed back, or had not answered when it hung or died."""
     error: str | None = None
     """Why the process was lost; None if it is alive."""
     culprit: int | None = None
-    """Index of the sample that caused the loss; None if unknown."""
+    """Index of the sample that caused the loss of the process; None if unknown."""
 
 
 class _Pipes(asyncio.SubprocessProtocol):
@@ -190,7 +190,8 @@ class RewardProcess:
     async def judge(
         self, reward: str, samples: Sequence[dict[str, Any]], on_answer: Callable[[wire.RewardAnswer], None]
     ) -> ProcessOutcome:
-        """Has the process judge `samples`; calls `on_answer` with each answer as it arrives."""
+        """Has the process judge `samples` with `reward`; calls `on_answer` with each answer as it arrives. Returns
+        which samples have no answer, and why the process was lost, if it was."""
         unanswered = set(range(len(samples)))
         before, sent_s = self._progress.read(), time.monotonic()
         in_turn = not self.rewards[reward].is_async
@@ -215,7 +216,7 @@ class RewardProcess:
         )
 
     def _take_answers(self, unanswered: set[int], on_answer: Callable[[wire.RewardAnswer], None]) -> bool:
-        """Handles the answers received; returns whether the process is free again."""
+        """Passes the answers received to `on_answer`; returns whether the process is free again."""
         last = False
         while self._pipes.messages:
             message = self._pipes.messages.popleft()
@@ -269,15 +270,15 @@ class RewardProcess:
 
 
 def _culprit(unanswered: set[int], num_begun: int, in_turn: bool) -> int | None:
-    """Returns the index of the sample that a process worked on: the last one begun if `in_turn`, else the only one
-    left; None if unknown."""
+    """Returns the index of the sample that a lost process worked on: the last one begun if `in_turn`, else the only
+    unanswered one; None if unknown."""
     if in_turn:
         return num_begun - 1 if num_begun - 1 in unanswered else None
     return next(iter(unanswered)) if num_begun and len(unanswered) == 1 else None
 
 
 def _new_cell() -> IO[bytes]:
-    """Creates a file for `Progress`, in memory if possible: writing to a mapping on a full disk kills the process."""
+    """Creates the file for `Progress`, in memory if possible: writing to a mapping on a full disk kills the process."""
     if hasattr(os, "memfd_create"):
         cell: IO[bytes] = os.fdopen(os.memfd_create("offbeat"), "w+b", 0)
     else:
@@ -287,6 +288,7 @@ def _new_cell() -> IO[bytes]:
 
 
 def _environment() -> dict[str, str]:
-    """Returns our environment and import path, with one OpenMP thread by default, to leave the cores to training."""
+    """Returns the environment of a reward process: ours and our import path, with one OpenMP thread by default, to
+    leave the cores to training."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}

@@ -19,7 +19,7 @@ HEAD = struct.Struct("<4sI")
 MAX_BYTES = 1 << 28
 """Size limit of a frame from a process; answers are small."""
 HARMED = 86
-"""Exit status of a process whose reward closed or replaced the protocol's descriptors."""
+"""Exit status of a process whose reward closed or replaced the descriptors of its pipes or log."""
 ARGUMENTS = ("response", "answer", "prompt", "info", "tokens")
 """Parameters that a reward function may have."""
 
@@ -37,7 +37,7 @@ class Setup(msgspec.Struct, tag=True):
 
 
 class RewardsLoaded(msgspec.Struct):
-    """Properties of one reward function, as a process found them."""
+    """Properties of one reward function, as the process that loaded it found them."""
 
     arguments: tuple[str, ...]
     is_async: bool
@@ -71,7 +71,7 @@ class RewardAnswer(msgspec.Struct, array_like=True):
 
 
 class Answers(msgspec.Struct, tag=True):
-    """Message from a process to the pool. With `last` the process is free, and hands back samples without an answer."""
+    """Message from a process to the pool. If `last`, the process is free, and hands back samples without an answer."""
 
     answers: list[RewardAnswer]
     last: bool
@@ -135,7 +135,7 @@ class Moment(NamedTuple):
 
 
 class Progress:
-    """The shared cell, mapped from a file of `SIZE` bytes. The process calls `begin`, the pool `read`."""
+    """Memory shared by a process and its pool, mapped from a file. The process calls `begin`, the pool `read`."""
 
     SIZE = 16
 

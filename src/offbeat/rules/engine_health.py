@@ -27,7 +27,7 @@ class State(StrEnum):
     SUSPECT = "suspect"
     """Does not answer: it gets no new requests, but keeps its old ones."""
     DEAD = "dead"
-    """Given up, together with all its requests."""
+    """Given up by its worker, together with all its requests."""
     STALE = "stale"
     """Serves unknown weights; a version must be loaded first."""
 
@@ -43,7 +43,7 @@ weights under the same label. STALE to SUSPECT is missing because from SUSPECT a
 
 
 class Health:
-    """Health of one server."""
+    """Health of one engine server, according to the caller's reports."""
 
     def __init__(self, clock: Callable[[], float], dead_after_s: float = DEAD_AFTER_S):
         self._clock, self.dead_after_s = clock, dead_after_s
@@ -68,7 +68,7 @@ class Health:
         return self._state is State.HEALTHY
 
     def failed(self, why: str) -> State:
-        """Reports that a call got no answer."""
+        """Reports that a call to the server got no answer; returns the new state."""
         now_s = self._clock()
         if self._failing_since_s is None:
             self._failing_since_s = now_s
@@ -77,11 +77,11 @@ class Health:
         return self._move(State.SUSPECT if self._state is State.HEALTHY else self._state, why)
 
     def gone(self, why: str) -> State:
-        """Reports that the server is dead, for example because its process has exited."""
+        """Reports that the server is dead, for example because its process has exited; returns the new state."""
         return self._move(State.DEAD, why)
 
     def answered(self, label: str) -> State:
-        """Reports an answer, with the server's label for its weights."""
+        """Reports an answer, with the server's label for its weights; returns the new state."""
         self._failing_since_s = None
         if self._state is State.DEAD:
             self._why_stale = "it was dead and is back, with weights of unknown age"
@@ -92,7 +92,7 @@ class Health:
         return self._move(State.STALE, self._why_stale)
 
     def refreshed(self, label: str) -> State:
-        """Reports that the server has loaded a verified version under `label`."""
+        """Reports that the server has loaded a verified version under `label`; returns the new state."""
         if self._state is State.DEAD:
             raise ValueError(f"weights {label!r} cannot be loaded: the server is dead and has not answered since")
         self._failing_since_s, self._label = None, label

@@ -31,25 +31,25 @@ from offbeat.rules.step_time import StepTime
 
 @dataclass(frozen=True)
 class Flow:
-    """Totals of one round; each array has an entry per lane."""
+    """Totals of one simulated round; each array has an entry per lane (the simulation of one over-provision factor)."""
 
     num_steps: np.ndarray
     num_rows: np.ndarray
-    """Rows summed over the steps, which is the number of tokens generated."""
+    """Rows (running answers), summed over the decode steps, which is the number of tokens generated."""
     num_context_tokens: np.ndarray
-    """Tokens of context read, summed over the steps."""
+    """Tokens of context read from the KV cache, summed over the decode steps."""
     num_prefilled_tokens: np.ndarray
     num_prefilled_again: np.ndarray
     """Prefilled tokens of continued answers, included in `num_prefilled_tokens`."""
     peak_context_tokens: np.ndarray
-    """Largest number of tokens in flight at once."""
+    """Largest number of context tokens (of prompts and answers) that all running answers together have at once."""
     delivered_by_age: np.ndarray
     """Tokens of the batch, by lane and by the number of rounds since they were generated."""
 
 
 @dataclass(frozen=True, slots=True)
 class BurstRules:
-    """Settings shared by all rounds and lanes."""
+    """Settings that are the same for all simulated rounds and over-provision factors."""
 
     num_wanted: int
     """Number of groups in a batch."""
@@ -61,8 +61,9 @@ class BurstRules:
 
 
 class Bursts:
-    """Simulates rounds in all lanes. `num_alive` is the number of groups with which each lane begins a round. `have`,
-    `left` and `ages` are the tokens generated, the tokens left and the ages of the survivors before the first round."""
+    """Simulates rounds of generation in lanes, one per over-provision factor; in a round each lane is filled up to its
+    `num_alive` groups. Of the groups unfinished before the first round, `have` and `left` are the tokens of each answer
+    so far and still to come, and `ages` the rounds since they began."""
 
     def __init__(self, terms: BurstRules, num_alive: np.ndarray, have: np.ndarray, left: np.ndarray, ages: np.ndarray):
         self.terms, self._num_alive = terms, num_alive
@@ -79,7 +80,7 @@ class Bursts:
         self._round, self._num_fresh = 0, np.zeros(len(num_alive), np.int64)
 
     def play(self, fresh: np.ndarray) -> Flow:
-        """Simulates one round in every lane. `fresh` holds the answer lengths of the groups to begin, in order."""
+        """Simulates a round in every lane; `fresh` holds the answer lengths of groups to begin, in order."""
         self._admit(fresh)
         terms = self.terms
         starts = self._starts()
@@ -98,7 +99,7 @@ class Bursts:
         return Flow(last, made.sum(axis=(1, 2)), read, first + again, again, peak, delivered)
 
     def _admit(self, fresh: np.ndarray) -> None:
-        """Fills every lane up to its number of groups with its next fresh groups."""
+        """Begins new groups in every lane up to its number of groups; `fresh` holds the lengths of their answers."""
         is_free = ~self._is_alive
         wanted = np.maximum(self._num_alive - self._is_alive.sum(axis=1), 0)
         place = is_free.cumsum(axis=1)
@@ -111,8 +112,8 @@ class Bursts:
         self._num_fresh += wanted
 
     def _starts(self) -> np.ndarray:
-        """Returns the step before which each member gets a row: 0, or when a slot becomes free. Groups begun longest
-        ago get slots first."""
+        """Returns how many decode steps each answer waits for a slot of the engine; 0 if one is free at once. Groups
+        begun longest ago get slots first."""
         starts, slots = np.zeros(self._left.shape), self.terms.slots
         if slots is None:
             return starts
@@ -129,8 +130,8 @@ class Bursts:
         return starts
 
     def _last_step(self, ready_at: np.ndarray) -> np.ndarray:
-        """Returns the step after which each lane's batch is complete: enough groups are ready, including all that no
-        later batch could train in time."""
+        """Returns the decode step after which each lane's batch is complete: enough groups are ready (at steps
+        `ready_at`), including all that no later batch could train in time."""
         wanted, max_staleness = self.terms.num_wanted, self.terms.max_staleness
         last = np.partition(ready_at, wanted - 1, axis=1)[:, wanted - 1]
         begun = np.floor(self._begun)
@@ -144,7 +145,8 @@ class Bursts:
         return last
 
     def _take(self, is_ready: np.ndarray) -> np.ndarray:
-        """Removes the groups of the batch and makes all others one round older; returns the batch's tokens by age."""
+        """Removes the batch of each lane and makes all other tokens one round older; returns the batch's tokens by
+        age."""
         wanted = self.terms.num_wanted
         order = np.where(is_ready, self._begun, np.inf)
         is_taken = order <= np.partition(order, wanted - 1, axis=1)[:, wanted - 1, None]
@@ -161,10 +163,10 @@ class Bursts:
 
 
 def _context(before: np.ndarray, starts: np.ndarray, made: np.ndarray, pads: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns, for each lane, the total tokens of context read and the largest number in flight.
+    """Returns, for each lane, the tokens of context read in a round and the most that all running rows have at once.
 
-    A row has `before` tokens at its first step and grows by one with each step. A padded step reads rows × longest row,
-    separately for long and short rows; this split is chosen when the round begins.
+    A row (one answer) begins at step `starts` with `before` tokens and grows by one in each of `made` steps. A padded
+    step reads rows × longest row, separately for long and short rows; this split is chosen when the round begins.
     """
     num_lanes = len(before)
     runs = made > 0
@@ -179,8 +181,8 @@ def _context(before: np.ndarray, starts: np.ndarray, made: np.ndarray, pads: boo
 def _padded(
     before: np.ndarray, starts: np.ndarray, made: np.ndarray, some: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns, for each lane, the tokens read by the rows in the mask `some`, padded to their longest, and the largest
-    number of tokens that these rows have in flight."""
+    """Returns, for each lane and only for the rows in the mask `some`, the tokens read if each step pads its rows to
+    the longest, and the most tokens that these rows have at once; other arguments as for `_context`."""
     num_lanes = len(before)
     runs, made = some.reshape(num_lanes, -1), np.where(some, made, 0.0)
     ends = np.where(runs, (starts + made).reshape(num_lanes, -1), 0.0)
@@ -197,7 +199,7 @@ def _padded(
 
 
 def _num_not_begun(starts: np.ndarray, made: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Returns how many rows of each lane have not begun at the steps `at`."""
+    """Returns how many answers of each lane have not begun at the steps `at`; those with `made` 0 do not count."""
     if not starts.any():
         return np.zeros(at.shape)
     waits = np.sort(np.where(made > 0, starts, 0.0).reshape(len(at), -1), axis=1)
@@ -208,20 +210,20 @@ def _num_not_begun(starts: np.ndarray, made: np.ndarray, at: np.ndarray) -> np.n
 NUM_ROUNDS = 24
 """Rounds simulated per factor, which takes a few milliseconds. The controller also averages over versions."""
 SETTLING = 3
-"""The first 1/SETTLING of the rounds are not counted, because survivors still accumulate."""
+"""The first 1/SETTLING of the rounds are not counted, because unfinished groups still accumulate in them."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventModelConfig:
-    """Settings that do not change from round to round."""
+    """Settings of the simulation of generation, which are the same in every round."""
 
     groups_per_step: int
     group_size: int
     max_staleness: int
-    """The bound S: a batch waits for a group that was begun S steps ago."""
+    """Largest staleness of a trained token, in steps: a batch waits for a group that was begun this many steps ago."""
     prompt_tokens: float = 0
     slots: int | None = None
-    """Rows that can run at once; None: no limit."""
+    """Answers that the engine can generate at once; None: no limit."""
     max_context_tokens: float | None = None
     """Size of the KV cache in tokens; None: no limit."""
     gate: Literal["strict", "release"] = "strict"
@@ -237,10 +239,10 @@ class EventModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """An unfinished group that continues in the coming round."""
+    """A group that is unfinished at the end of a round and continues in the next one."""
 
     age: int
-    """Number of steps since it was begun; 1: in the previous round."""
+    """Number of training steps since the group was begun; 1: it was begun in the previous round."""
     num_tokens: tuple[int, ...]
     """Tokens of each member so far."""
     ended: tuple[bool, ...]
@@ -248,27 +250,28 @@ class Survivor:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Prediction for one factor, averaged over rounds."""
+    """Prediction for one over-provision factor (groups in flight divided by groups trained), averaged over rounds."""
 
     factor: float
     tokens_per_s: float
-    """Generated tokens per second; in the long run all of them are delivered."""
+    """Generated tokens per second; in the long run all of them get into a batch."""
     step_s: float
-    """Time of a round and the update after it."""
+    """Seconds of a round and of the update after it."""
     off_policy_share: float
-    """Share of the delivered tokens that were generated in an earlier round."""
+    """Share of a batch's tokens that were generated in an earlier round than that of the batch."""
     staleness_p95: int
     staleness_max: int
     reprefill_share: float
     """Share of the time spent on prefilling continued answers again."""
     mean_rows: float
     max_context_tokens: float
-    """Largest number of tokens in flight in any round."""
+    """Largest number of context tokens that all running answers together have at once, in any round."""
 
 
 @dataclass(frozen=True)
 class _Answers:
-    """Initial survivors (`have`, `left` and `ages` as in `Bursts`), and answer lengths of fresh groups in order."""
+    """Unfinished groups (`have`, `left` and `ages` as in `Bursts`), and answer lengths of new groups (`fresh`), in
+    order."""
 
     have: np.ndarray
     left: np.ndarray
@@ -327,7 +330,7 @@ def _draw_answers(
 
 
 def _stratified(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Draws standard normal scores by strata, so that even a few have the mean and tail of the distribution."""
+    """Draws standard normal numbers, one from each of equally likely ranges, so that even a few have the right tail."""
     num = shape[0] * shape[1]
     return score((rng.permutation(num) + rng.random(num)) / num).reshape(shape)
 

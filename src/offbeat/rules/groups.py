@@ -34,26 +34,26 @@ from operator import attrgetter
 
 @dataclass(frozen=True, slots=True)
 class VersionRun:
-    """Tokens of a group that have the same version."""
+    """A number of a group's tokens that have the same version."""
 
     num_tokens: int
     step: int | None
-    """Step of the version; None if the tokens were given or the version is abandoned."""
+    """Step of the version; None if the tokens were not sampled, or the version is abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A living group that no batch has claimed."""
+    """An open or ready group, which no batch has claimed yet."""
 
     group: int
     ordinal: int
     ready: bool
     require_step: int | None = None
-    """Step whose version its tasks must be sampled from; None: any step."""
+    """Step from whose version the group must be sampled; None: any step."""
     first_step: int | None = None
-    """Step of the oldest version with which a member was begun; None: no member was begun."""
+    """Step of the oldest version with which a member of the group was begun; None: no member was begun."""
     runs: tuple[VersionRun, ...] = ()
-    """Tokens of its scored members; not used before the group is ready."""
+    """Tokens of the group's scored members; not used before the group is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,32 +61,32 @@ class Selection:
     take: tuple[int, ...] = ()
     """Groups of the batch; empty while the batch must wait."""
     stale: tuple[int, ...] = ()
-    """Groups to drop, because none of their tokens may be trained any more."""
+    """Groups to drop, because none of their tokens may be trained on any more."""
     waits_for: int | None = None
-    """First unfinished group for which the batch waits; None: no unfinished group."""
+    """First unfinished group for which the batch waits; None: it waits for none."""
 
 
 def oldest_trainable_step(step: int, max_staleness: int) -> int:
-    """Returns the step of the oldest version whose tokens may be trained from `step`."""
+    """Returns the step of the oldest version whose tokens may still be trained on at `step`."""
     return step - max_staleness
 
 
 def is_trainable(token_step: int | None, step: int, max_staleness: int) -> bool:
-    """Whether tokens of a version of `token_step` may be trained from `step`. `token_step` is None for tokens that were
-    given or whose version is abandoned; these may not."""
+    """Whether tokens of the version of `token_step` may still be trained on at `step`. `token_step` is None, and the
+    result False, for tokens that were not sampled or whose version is abandoned."""
     return token_step is not None and oldest_trainable_step(step, max_staleness) <= token_step <= step
 
 
 def trained_staleness(token_step: int | None, step: int, max_staleness: int) -> int | None:
-    """Returns the staleness of a token in a batch trained from `step`; None if the token may not be trained."""
+    """Returns by how many steps a token's version is older than `step`; None if the token may not be trained on."""
     return step - token_step if token_step is not None and is_trainable(token_step, step, max_staleness) else None
 
 
 def select(
     candidates: Iterable[Candidate], step: int, count: int, max_staleness: int, *, in_order: bool = True
 ) -> Selection:
-    """Selects `count` groups to train from `step`, by ordinal if `in_order`, else by age. Takes none while too few are
-    ready or the batch must wait for an unfinished group."""
+    """Selects `count` groups to train on at `step`: by ordinal if `in_order`, else those begun longest ago. Takes none
+    while too few are ready or the batch must wait for an unfinished group."""
     queue: list[Candidate] = []
     stale: list[int] = []
     for candidate in sorted(candidates, key=attrgetter("ordinal", "group") if in_order else _by_age):
@@ -115,8 +115,8 @@ def _begun(candidate: Candidate) -> float:
 
 
 def _last_chance(queue: Sequence[Candidate], take: Sequence[Candidate], oldest: int) -> int | None:
-    """Returns the oldest unfinished group if the batch must wait for it, else None. `queue` and `take` are sorted by
-    age, and `oldest` is the oldest trainable step.
+    """Returns the oldest unfinished group if the batch must wait for it, else None. `queue` holds the candidates that
+    are not stale and `take` those for the batch, both sorted by age; `oldest` is the oldest trainable step.
 
     All unfinished groups that can be trained for at most n more steps must fit into these n steps; if they do not, the
     batch waits. Groups that are already too old, or younger than every group taken, are no reason to wait."""
@@ -142,14 +142,14 @@ class AdmissionState:
     """Progress of a run, from which `admit` decides."""
 
     step: int | None
-    """Step of the latest living version, which is trained from next; None before the first version."""
+    """Step of the newest version that is not abandoned, which is trained next; None before the first version."""
     num_alive: int
-    """Number of open, ready or claimed groups that this step may train."""
+    """Number of open, ready or claimed groups that the next training step may use."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionTarget:
-    """Number of groups that a run needs."""
+    """Number of groups that a run needs, per step and in total."""
 
     groups_per_step: int
     num_steps: int | None = None
@@ -159,7 +159,7 @@ class AdmissionTarget:
 
 
 def admit(state: AdmissionState, target: AdmissionTarget) -> int:
-    """Returns the number of groups to draw now."""
+    """Returns how many new groups a run in `state` must draw now to have as many as `target` asks for."""
     if state.step is None:
         return 0
     steps = target.over_provision
@@ -170,7 +170,7 @@ def admit(state: AdmissionState, target: AdmissionTarget) -> int:
 
 
 def may_begin(step: int, begun: Mapping[int, int], next_step: int, groups_per_step: int, max_staleness: int) -> int:
-    """Returns how many groups may be begun now with a version of `step`, such that all groups are trained in time.
+    """Returns how many groups may be begun now with the version of `step`, so that every group can be trained in time.
 
     `begun` counts the begun groups that are not in a batch, by the step of the oldest version with which they were
     begun. `next_step` is the first step without a batch. Batches take the oldest groups first, so for every step, the
@@ -200,17 +200,17 @@ class GroupVerdict(StrEnum):
 
 
 def settle(size: int, num_scored: int, num_failed: int, min_group: int) -> GroupVerdict:
-    """Returns the verdict on a group. `min_group` scored members are needed, or all members of a smaller group."""
+    """Returns whether a group is open, ready or failed. It needs `min_group` scored members, or all if it has fewer."""
     if size - num_failed < min(min_group, size):
         return GroupVerdict.FAILED
     return GroupVerdict.READY if num_scored + num_failed == size else GroupVerdict.OPEN
 
 
 def settle_ready(spread: float, num_before: int, max_no_signal: float) -> GroupVerdict:
-    """Returns the verdict on a ready group; `spread` is its highest reward minus its lowest.
+    """Returns whether a ready group is kept (`READY`), or dropped for equal rewards (`NO_SIGNAL`).
 
-    The group may be dropped while `num_before` is below `max_no_signal`. If the group requires a step, `num_before`
-    counts the prompts of lower ordinals drawn for that step, so that the verdict does not depend on arrival. Otherwise
-    it counts the groups dropped without a signal since the last batch was chosen.
+    `spread` is its highest reward minus its lowest. A group may be dropped while `num_before` is below `max_no_signal`.
+    If it requires a step, `num_before` counts the prompts of lower ordinals drawn for that step, so that the verdict
+    does not depend on arrival. Otherwise it counts the groups dropped without a signal since the last batch was chosen.
     """
     return GroupVerdict.NO_SIGNAL if spread <= EQUAL_WITHIN and num_before < max_no_signal else GroupVerdict.READY

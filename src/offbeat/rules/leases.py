@@ -82,7 +82,7 @@ class Leases:
         return found is not None and found[0] == lease
 
     def end(self, tasks: Iterable[int]) -> None:
-        """Ends the leases of `tasks`, which have ended or were given back."""
+        """Ends the leases of `tasks`, because the tasks have ended or were given back."""
         for task in tasks:
             self._deadlines.pop(task, None)
             self._due.pop(task, None)
@@ -117,7 +117,7 @@ class Leases:
         return None
 
     def _last_deadlines(self) -> dict[str, float]:
-        """Returns the last deadline of each worker."""
+        """Returns, for each worker, the last deadline of its leases."""
         last_s: dict[str, float] = {}
         for lease, deadline_s in self._deadlines.values():
             last_s[lease.worker] = max(deadline_s, last_s.get(lease.worker, deadline_s))
@@ -136,7 +136,7 @@ class Leases:
 
 
 class OpenGroup(NamedTuple):
-    """A group with open tasks. A tuple for speed, because every lease request makes dozens."""
+    """A group with open tasks, which wait for a worker. A tuple for speed, because every lease request makes dozens."""
 
     group: int
     ordinal: int
@@ -145,12 +145,12 @@ class OpenGroup(NamedTuple):
     num_open: int
     require_version: int | None
     num_losses: int = 0
-    """Largest number of losses of one of its open tasks. A loss is a worker that vanished while it held the task."""
+    """Most losses of one of its open tasks. A loss is a worker that vanished while it held the task."""
     first_step: int | None = None
     """Step of the oldest version with which a member was begun; None: no member was begun."""
     is_away: bool = False
-    """Whether it has kept partials, all of them from other workers, which may hold their KV cache; False for
-    evaluation."""
+    """Whether the group has partial answers, all from workers other than the requesting one, which may still hold their
+    KV cache; False for evaluation."""
 
     @property
     def order(self) -> tuple[bool, bool, int, int]:
@@ -158,7 +158,8 @@ class OpenGroup(NamedTuple):
 
     @property
     def begins(self) -> bool:
-        """Whether leasing one of its tasks begins the group, which is subject to pacing."""
+        """Whether leasing one of its tasks would begin the group; a worker may begin only `Requester.num_begin`
+        groups."""
         return self.require_version is None and self.first_step is None
 
 
@@ -167,20 +168,20 @@ class Requester:
     """A worker that asks for tasks."""
 
     capacity: int
-    """Number of tasks that it can begin now."""
+    """Number of tasks that the worker can begin now."""
     have_version: int | None
     step: int | None = None
     """Step of `have_version`; None if the worker has no version or an abandoned one."""
     num_begin: int | None = None
-    """Number of groups without a required version that it may begin; None: any number."""
+    """Number of groups without a required version that the worker may begin; None: any number."""
     total_slots: int | None = None
     """Slots of all active workers together; None: no other worker is active."""
     num_held: int = 0
-    """Number of tasks that it already holds."""
+    """Number of tasks that the worker already holds."""
     suspects: Mapping[int, int] = field(default_factory=dict)
-    """Number of held tasks by their number of losses, 1 or more."""
+    """Number of the worker's tasks by how many workers vanished with the task before; tasks with none are left out."""
     num_open: int | None = None
-    """Number of open tasks of all groups, for a call of `assign` with only the first groups; None: it gets all."""
+    """Number of open tasks of all groups, if `assign` gets only the first groups; None: `assign` gets all groups."""
 
     def share(self, num_open: int) -> int:
         """Returns the worker's share of `num_open` tasks in proportion to its slots, at most its capacity."""
@@ -191,7 +192,7 @@ class Requester:
 
 
 def assign(groups: Iterable[OpenGroup], requester: Requester) -> list[tuple[int, int]]:
-    """Returns pairs of group and number of tasks that the worker is given, in the order of leasing."""
+    """Returns pairs of a group and the number of its tasks that the worker is given, in the order of leasing."""
     given: list[tuple[int, int]] = []
     groups = _in_order(groups)
     num_open = sum(group.num_open for group in groups) if requester.num_open is None else requester.num_open
@@ -222,7 +223,7 @@ def _in_order(groups: Iterable[OpenGroup]) -> list[OpenGroup]:
 
 
 def front(ordered: Sequence[OpenGroup]) -> list[OpenGroup]:
-    """Returns the groups before the first one whose lease would begin it."""
+    """Returns the groups that come before the first group that a lease would begin (see `OpenGroup.begins`)."""
     return list(itertools.takewhile(lambda group: not group.begins, ordered))
 
 
@@ -233,13 +234,14 @@ def _suits(group: OpenGroup, requester: Requester) -> bool:
 
 
 def allowance(num_slots: int, num_losses: int) -> int:
-    """Returns how many tasks with at least `num_losses` losses a worker with `num_slots` may hold."""
+    """Returns how many tasks with at least `num_losses` losses (workers that vanished with the task) a worker with
+    `num_slots` slots may hold."""
     return max(1, num_slots >> (3 * num_losses))
 
 
 def _allowed(suspects: Mapping[int, int], num_slots: int, num_losses: int) -> int:
-    """Returns how many more tasks with `num_losses` losses a worker may hold. Such a task also counts against the
-    allowances for fewer losses."""
+    """Returns how many more tasks with `num_losses` losses a worker may hold; `suspects` counts those that it holds, by
+    losses. Such a task also counts against the allowances for fewer losses."""
     left = [
         allowance(num_slots, level) - sum(num for losses, num in suspects.items() if losses >= level)
         for level in range(1, num_losses + 1)
@@ -248,14 +250,14 @@ def _allowed(suspects: Mapping[int, int], num_slots: int, num_losses: int) -> in
 
 
 def culprit(lost: Mapping[int, int]) -> int | None:
-    """Returns the task to blame for a vanished worker: the one with the most earlier losses; None if several have the
-    most. `lost` maps the tasks that the worker held to their earlier losses."""
+    """Returns the task to blame for a vanished worker: of the tasks that the worker held, the one with which most
+    workers vanished before; None if several have the most. `lost` maps each task to that number."""
     most = max(lost.values(), default=0)
     suspects = [task for task, losses in lost.items() if losses == most]
     return suspects[0] if len(suspects) == 1 else None
 
 
 def wanted_version(groups: Iterable[OpenGroup]) -> int | None:
-    """Returns the version that the first open group requires; None if no group is open or it takes any version."""
+    """Returns the version that the first open group requires; None if no group is open, or the first requires none."""
     first = min(groups, key=lambda g: g.order, default=None)
     return None if first is None else first.require_version

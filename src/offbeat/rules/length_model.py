@@ -34,18 +34,18 @@ def rank(scores: np.ndarray) -> np.ndarray:
 
 
 def score(ranks: np.ndarray) -> np.ndarray:
-    """Returns the standard normal score of each rank; ranks of 0 and 1 give the ends of the grid."""
+    """Returns the standard normal score of each rank (share of a population below the score), between -6 and 6."""
     return np.interp(ranks, _RANKS, _SCORES)
 
 
 @dataclass(frozen=True, eq=False)
 class LengthDistribution:
-    """Survival curve of answer lengths, and their correlation within groups."""
+    """Distribution of answer lengths: the share of answers longer than each, and the correlation within groups."""
 
     survival: np.ndarray
     """Share of answers with more than t tokens, at t = 0..max_tokens; answers are cut at max_tokens."""
     shared: float = 0.0
-    """Share of a score's variance that members of a group have in common."""
+    """Share of the variance of length scores (lengths as standard normal scores) that members of a group share."""
 
     @property
     def max_tokens(self) -> int:
@@ -56,18 +56,18 @@ class LengthDistribution:
         return float(self.survival[:-1].sum())
 
     def lengths(self, scores: np.ndarray) -> np.ndarray:
-        """Returns the number of tokens for each score."""
+        """Returns the length in tokens that has the same rank among answers as each standard normal score has."""
         lengths = np.searchsorted(-self.survival[:-1], rank(scores) - 1, side="right")
         return np.clip(lengths, 1, self.max_tokens)
 
     def scores(self, num_tokens: np.ndarray) -> np.ndarray:
-        """Returns the scores of answers that ended with `num_tokens`: the middle rank among those of this length."""
+        """Returns the standard normal score of answers that ended with `num_tokens`: the middle rank of this length."""
         num_tokens = np.clip(num_tokens, 1, self.max_tokens)
         after = np.where(num_tokens < self.max_tokens, self.survival[num_tokens], 0.0)
         return score(1 - (self.survival[num_tokens - 1] + after) / 2)
 
     def bounds(self, num_tokens: np.ndarray) -> np.ndarray:
-        """Returns the lowest score of an answer with more than `num_tokens`."""
+        """Returns the lowest standard normal score that an answer with more than `num_tokens` can have."""
         return score(1 - self.survival[np.clip(num_tokens, 0, self.max_tokens - 1)])
 
 
@@ -79,7 +79,8 @@ _MAX_SHARE = 0.95
 
 
 def evidence(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray, shared: float) -> np.ndarray:
-    """Returns the log-likelihood of each group's members at each hidden score of the grid, as groups × scores.
+    """Returns the log-likelihood of the lengths in each group, for each value of the group's hidden score (the part of
+    the length score that its members share), as groups × values.
 
     A row of `num_tokens` and `ended` is a group; a negative number of tokens means that the member is missing.
     """
@@ -93,8 +94,8 @@ def evidence(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray,
 
 
 def shared_share(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray) -> float:
-    """Returns the share of the score's variance that members of a group have in common: the mean of candidate shares,
-    weighted by their likelihood."""
+    """Returns the share of the variance of length scores that members of a group have in common: the mean of candidate
+    shares, weighted by their likelihood. Groups are given as for `evidence`."""
     prior = np.exp(_GROUP_PRIOR) / np.exp(_GROUP_PRIOR).sum()
     fits = []
     for shared in _SHARES:
@@ -106,14 +107,14 @@ def shared_share(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndar
 
 
 def group_scores(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Returns the probability of each hidden score of the grid, as groups × scores."""
+    """Returns the probability of each value of a group's hidden score (see `evidence`), as groups × values."""
     by_score = evidence(law, num_tokens, ended, law.shared) + _GROUP_PRIOR
     likely = np.exp(by_score - by_score.max(axis=1, keepdims=True))
     return likely / likely.sum(axis=1, keepdims=True)
 
 
 def draw(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draws final lengths for all members of the groups, given as for `evidence`; members that ended keep theirs."""
+    """Draws the final length of each member of groups given as for `evidence`; a member that ended keeps its length."""
     shared = min(law.shared, _MAX_SHARE)
     likely = group_scores(law, num_tokens, ended).cumsum(axis=1)
     picks = (rng.random((len(likely), 1)) > likely).sum(axis=1).clip(max=len(_GROUP_SCORES) - 1)
@@ -126,10 +127,10 @@ def draw(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray, rng
 
 
 FORGET = 0.95
-"""Factor on the weight of ended records at each new version, so that about twenty versions count."""
+"""Factor on the weight of ended trajectories at each new version, so that about twenty versions count."""
 MIN_WEIGHT = 0.05
 MAX_RECORDS = 8192
-"""Largest number of ended records kept; the oldest are deleted first."""
+"""Largest number of ended trajectories that are remembered; the oldest are deleted first."""
 TAIL = 0.25
 """Share of the longest answers from which the curve is extrapolated."""
 MAX_GROUPS = 64
@@ -143,12 +144,12 @@ class _LengthRecord:
     is_event: bool = False
     """Whether the trajectory ended by itself."""
     weight: float | None = None
-    """Weight of an ended record; None while the trajectory is running, which then counts as 1."""
+    """Weight of a trajectory that has ended; None while it is running, when it counts as 1."""
 
 
 class LengthEstimator:
-    """Learns the distribution of lengths from reports about trajectories, which are identified by key. `advance` must
-    be called at each new version."""
+    """Learns the distribution of answer lengths from reports about trajectories, which are identified by key. `advance`
+    must be called at each new version."""
 
     def __init__(self, max_tokens: int):
         self.max_tokens = max_tokens
@@ -171,7 +172,7 @@ class LengthEstimator:
             self._records[key].weight = 1.0
 
     def advance(self) -> None:
-        """Reduces the weight of ended records at a new version."""
+        """Reduces the weight of ended trajectories, because a new version has been published."""
         ended = {key: record.weight for key, record in self._records.items() if record.weight is not None}
         for index, (key, weight) in enumerate(ended.items()):
             if weight * FORGET < MIN_WEIGHT or len(ended) - index > MAX_RECORDS:
@@ -182,11 +183,11 @@ class LengthEstimator:
 
     @property
     def num_ended(self) -> float:
-        """Sum of the weights of ended records."""
+        """Number of ended trajectories, where those that ended under earlier versions count less."""
         return sum(record.weight for record in self._records.values() if record.weight is not None)
 
     def law(self) -> LengthDistribution:
-        """Returns the distribution learnt so far."""
+        """Returns the distribution of answer lengths learnt so far."""
         if self._law is None:
             curve = kaplan_meier(self._records.values(), self.max_tokens)
             self._law = LengthDistribution(curve, self._shared_share(curve))
@@ -218,8 +219,8 @@ def _table(groups: list[list[_LengthRecord]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def kaplan_meier(records: Iterable[_LengthRecord], max_tokens: int) -> np.ndarray:
-    """Returns the share of answers longer than t, at t = 0..max_tokens. Beyond the longest record the curve follows a
-    power law fitted to the longest records."""
+    """Returns the share of answers longer than t tokens, at t = 0..max_tokens. Beyond the longest record the curve
+    follows a power law fitted to the longest records."""
     rows = [(r.num_tokens, r.is_event, 1.0 if r.weight is None else r.weight) for r in records]
     if not rows:
         return np.ones(max_tokens + 1)
@@ -236,7 +237,8 @@ def kaplan_meier(records: Iterable[_LengthRecord], max_tokens: int) -> np.ndarra
 
 
 def _tail_exponent(num_tokens: np.ndarray, is_event: np.ndarray, weights: np.ndarray) -> float:
-    """Returns the exponent of a power law fitted to the longest records, including censored ones (Hill estimator)."""
+    """Returns the exponent of a power law fitted to the longest records, also of unfinished answers (Hill
+    estimator)."""
     least = max(float(np.quantile(num_tokens, 1 - TAIL)), 1.0)
     is_long = num_tokens >= least
     num_ends = float((weights * is_event)[is_long].sum())

@@ -1,7 +1,7 @@
 """The over-provision controller: chooses the factor, which is groups in flight divided by groups that a step trains.
 
 The controller chooses the factor once per version, from predictions. The event model simulates a dozen factors between
-1 and S + 1, where S is `max_staleness`, with the step times and lengths learnt so far and with the actual surviving
+1 and S + 1, where S is `max_staleness`, with the step times and lengths learnt so far and with the actual unfinished
 groups. The controller takes the factor with the most tokens per second among those that keep 95 % of the tokens within
 the bound S and the whole KV cache within its size.
 
@@ -27,14 +27,14 @@ from offbeat.rules.step_time import StepTime
 
 FORGET = 0.98
 WIDTH = 0.4
-"""Distance, in the log of the factor, over which prediction errors are similar."""
+"""Distance between the logs of two over-provision factors over which their prediction errors are similar."""
 COMMON, OWN, NOISE = 0.2, 0.15, 0.3
 """Standard deviations of the log of measured over predicted rate: the part common to all factors, the part of one
 factor, and the noise of one round."""
 
 
 class PredictionErrors:
-    """Errors in the log of the predicted rates, by factor.
+    """Errors of the predicted tokens per second, as logs of measured over predicted, by over-provision factor.
 
     A model that is wrong by the same ratio everywhere still ranks factors correctly; one that favours large factors
     does not. So an error is modelled as a part common to all factors plus a part that changes smoothly with the factor.
@@ -50,15 +50,15 @@ class PredictionErrors:
 
     @property
     def by_factor(self) -> np.ndarray:
-        """Correction to add to the log of each factor's predicted rate."""
+        """Correction to add to the log of the tokens per second predicted for each factor."""
         seen = np.flatnonzero(self._num_rounds)
         errors = np.log(self._tokens[seen] / self._expected[seen])
         spread = self._prior[np.ix_(seen, seen)] + np.diag(NOISE**2 / self._num_rounds[seen])
         return self._prior[:, seen] @ np.linalg.solve(spread, errors)
 
     def note(self, index: int, tokens: float, seconds: float, predicted: float, predicted_s: float) -> None:
-        """Records that a round at factor number `index` gave `tokens` in `seconds`, where `predicted` tokens per second
-        and `predicted_s` seconds were predicted.
+        """Records that a round with the factor at `index` gave `tokens` in `seconds`, where `predicted` tokens per
+        second and `predicted_s` seconds were predicted.
 
         A round shorter than predicted counts less, in proportion, because short rounds come in series.
         """
@@ -73,29 +73,30 @@ MIN_ENDED = 24
 """Ended answers that the length model needs; fewer do not show the tail of the distribution."""
 MAX_FIT_ERROR = 0.15
 KEEP_FIT_ERROR = 0.3
-"""Largest error of step times while the factor is above 1; larger than MAX_FIT_ERROR, because a busy machine slows all
-factors alike."""
+"""Largest error of predicted step times at which a factor above 1 is kept; larger than MAX_FIT_ERROR, because a busy
+machine slows all factors alike."""
 MIN_GAIN = 0.03
-"""Smallest predicted gain over a factor of 1 that is worth training on older tokens."""
+"""Smallest predicted gain in speed over a factor of 1 that is worth training on older tokens."""
 KEEP_GAIN = 0.015
 """Gain over a factor of 1 below which the factor returns to 1; lower than MIN_GAIN, so that it does not alternate."""
 HYSTERESIS = 0.03
 IDLE_LEAD = 0.01
-"""Part of a lead that is not accumulated, because the rates of equally good factors differ this much by chance."""
+"""Part of a factor's predicted lead over the current one that is not accumulated from version to version, because the
+rates of equally good factors differ this much by chance."""
 EARLY = 2.0
-"""Extra factor on the required lead at the first prediction, which is off by several per cent; decays as 1/n with the
-number n of predictions averaged."""
+"""Caution after few predictions, which are off by several per cent: with n averaged, the required gain and lead are
+multiplied by 1 + EARLY / n."""
 TIE = 0.01
 """Among factors whose gains differ by at most this, the smallest is taken, because its tokens are fresher."""
 MEMORY = 10
-"""Versions over which predictions are averaged."""
+"""Number of versions over which predictions are averaged."""
 MAX_NOTCHES = 6
-"""Largest rise per version, in places of `factors`, so that a far too optimistic first prediction is noticed
-halfway."""
+"""Largest rise of the factor per version, in places of the list `factors`, so that a far too optimistic first
+prediction is noticed halfway."""
 
 
 class Fit(Protocol):
-    """Step times of an engine or a fleet."""
+    """Model of the step times of one engine or several, and the error of its recent predictions."""
 
     @property
     def model(self) -> StepTime | None: ...
@@ -106,7 +107,7 @@ class Fit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Factor for one version, and the prediction for it."""
+    """Over-provision factor for the round of one version, and what is predicted for that round."""
 
     factor: float
     reason: str
@@ -118,7 +119,8 @@ class Decision:
 
 
 class OverProvision:
-    """Chooses the factor. `decide` is called once per version, and `outcome` after the version's round."""
+    """Chooses the over-provision factor (groups in flight divided by groups that a step trains). `decide` is called
+    once per version, and `outcome` after the version's round."""
 
     def __init__(self, setting: EventModelConfig, lengths: LengthEstimator, fit: Fit, *, seed: int = 0):
         self.setting, self.lengths, self.fit = setting, lengths, fit
@@ -138,8 +140,8 @@ class OverProvision:
         once there is one."""
 
     def decide(self, survivors: Sequence[Survivor] = (), update_s: float | None = None) -> Decision:
-        """Returns the factor for the round that begins, with its prediction. `survivors` are the groups that continue;
-        `update_s`, if given, replaces the value in `setting`."""
+        """Returns the factor for the round that begins, with its prediction. `survivors` are the unfinished groups that
+        continue in it; `update_s`, if given, replaces the seconds between rounds in `setting`."""
         before, self._num_decided = self._index, self._num_decided + 1
         why_not = self._why_not()
         if why_not is not None or (step_time := self.fit.model) is None:
@@ -181,7 +183,8 @@ class OverProvision:
         return None
 
     def _choose(self, seen: Sequence[Outlook]) -> str:
-        """Changes to the best factor by the averaged predictions, if its lead suffices; returns the reason."""
+        """Changes to the factor that is best by the averaged predictions, if it leads the current one by enough;
+        returns the reason."""
         rates = np.log([outlook.tokens_per_s for outlook in seen])
         self._num_averaged = min(self._num_averaged + 1, MEMORY)
         self._gains += (rates - rates[0] - self._gains) / self._num_averaged

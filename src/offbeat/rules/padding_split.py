@@ -16,9 +16,9 @@ MIN_SAVED_TOKENS = 4096
 
 
 def num_long_rows(lengths: np.ndarray) -> np.ndarray:
-    """Returns how many of the longest rows along the last axis to read separately, so that the fewest tokens are read
-    in total; all rows if the saving is too small. A length of 0 means no row. Rows of equal length are never
-    separated."""
+    """Returns how many of the longest rows a padded step should read separately, so that it reads the fewest tokens in
+    total; all rows if this saves too little. The last axis of `lengths` holds the rows of one step, and 0 means no row.
+    Rows of equal length are never separated."""
     longest_first = -np.sort(-lengths, axis=-1)
     num_rows = (lengths > 0).sum(axis=-1, keepdims=True)
     num_long = np.arange(lengths.shape[-1])
@@ -29,13 +29,13 @@ def num_long_rows(lengths: np.ndarray) -> np.ndarray:
 
 
 def is_long_row(lengths: np.ndarray) -> np.ndarray:
-    """Returns a mask of the rows that `num_long_rows` counts."""
+    """Returns a mask of the long rows: the longest ones, as many as `num_long_rows` says."""
     order = np.argsort(np.argsort(-lengths, axis=-1, kind="stable"), axis=-1)
     return (order < num_long_rows(lengths)[..., None]) & (lengths > 0)
 
 
 def exchanges(lengths: Sequence[int], num_long: int) -> list[tuple[int, int]]:
-    """Returns the fewest pairs of row indices to exchange so that the `num_long` longest rows come first."""
+    """Returns pairs of row indices, as few as possible, to exchange so that the `num_long` longest rows come first."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     long = set(order[:num_long])
     comes = [row for row in order[:num_long] if row >= num_long]

@@ -44,7 +44,7 @@ class _Attempts:
     latest: deque[int | None] = field(default_factory=lambda: deque(maxlen=FAILURE_WINDOW))
     """Latest attempts: the task of each failure, None for each success."""
     back_s: float = 0.0
-    """Time from which the worker may be given tasks again."""
+    """Time on the clock from which the worker may be given tasks again."""
     why: str = ""
     """Reason why the worker was last set aside."""
 
@@ -54,7 +54,7 @@ class _Attempts:
 
 
 class Fitness:
-    """Latest attempts of each worker, and the workers that are set aside."""
+    """Latest attempts of each worker, and the workers that are set aside, which get no tasks for a while."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -65,7 +65,7 @@ class Fitness:
             self._records[worker].latest.append(None)
 
     def failed(self, worker: str, task: int, reason: str) -> str | None:
-        """Records a failure. If it sets the worker aside, returns why, else None."""
+        """Records that a worker failed a task. Returns why the worker is now set aside; None if it is not."""
         record = self._records.setdefault(worker, _Attempts())
         record.latest.append(task)
         if record.num_failed <= MAX_FAILED:
@@ -75,14 +75,14 @@ class Fitness:
         return why
 
     def set_aside(self, worker: str, why: str) -> None:
-        """Sets a worker aside for `ASIDE_S`, after which it begins with a clean record."""
+        """Gives a worker no tasks for `ASIDE_S` seconds, after which it begins with a clean record."""
         record = self._records.setdefault(worker, _Attempts())
         record.why = why
         record.latest.clear()
         record.back_s = self._clock() + ASIDE_S
 
     def has_failed(self, worker: str) -> bool:
-        """Whether the worker has failed a task or been set aside since it joined or restarted."""
+        """Whether the worker has failed a task or been set aside since it joined or last restarted."""
         return worker in self._records
 
     def aside_s(self, worker: str) -> float:
@@ -100,14 +100,14 @@ class Fitness:
 
 
 MIN_TIMES_TTL = 2.0
-"""A worker is never overdue before this many times `ttl_s`, however fast it was."""
+"""A worker is never overdue before this many times `ttl_s`, the lease time, however fast it was."""
 OWN_MARGIN = 4.0
-"""Factor on the time of the longest answer at a worker's own slowest pace: engines slow down as they fill up and while
-they load weights."""
+"""A worker is overdue after this many times the time of the longest answer at its own slowest pace: engines slow down
+as they fill up and while they load weights."""
 FLEET_MARGIN = 8.0
-"""Factor on the time of the longest answer at the median of the other workers' slowest paces, for a worker without an
-answer. All others may be waiting for the tasks that it holds. Most answers are far shorter than the longest, so even a
-machine much slower than this has time for its first answer."""
+"""A worker without an answer is overdue after this many times the time of the longest answer at the median of the other
+workers' slowest paces. All others may be waiting for the tasks that it holds. Most answers are far shorter than the
+longest, so even a machine much slower than this has time for its first answer."""
 MIN_FLEET_ANSWERS = 16
 """Answers of other workers that are needed to judge a worker without an answer by their pace."""
 MAX_ENDED = 64
@@ -120,7 +120,7 @@ class _HandIns:
     """Time for which the worker has held tasks since its last answer."""
     num_answers: int = 0
     slowest_s: float = 0.0
-    """Largest number of seconds per token among its answers whose grant was reported."""
+    """Largest number of seconds per token among the worker's answers whose grant was reported."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class _Begun:
 
 
 class HandInPace:
-    """Pace of each worker, and the time since its last answer."""
+    """Pace of each worker in seconds per token, and its quiet time: how long it has held tasks without an answer."""
 
     def __init__(self, ttl_s: float, max_new_tokens: int, clock: Callable[[], float]):
         self._ttl_s, self._max_new_tokens, self._clock = ttl_s, max_new_tokens, clock
@@ -162,12 +162,13 @@ class HandInPace:
             record.slowest_s = max(record.slowest_s, (self._clock() - begun.since_s) / num_new)
 
     def reset_quiet_time(self, worker: str) -> None:
-        """Resets the quiet time of a worker that lost its leases or failed a task; `Fitness` judges failures."""
+        """Sets to 0 the quiet time (with tasks, without an answer) of a worker that lost its leases or failed a task;
+        `Fitness` judges failures."""
         if worker in self._records:
             self._records[worker].quiet_s = 0.0
 
     def add_quiet_time(self, seconds: float, leases: Collection[Lease]) -> None:
-        """Adds `seconds` in which the holders of `leases` could have been heard to their quiet time."""
+        """Adds `seconds`, in which they could have been heard, to the quiet time of the workers that hold `leases`."""
         for worker in {lease.worker for lease in leases}:
             self._records.setdefault(worker, _HandIns()).quiet_s += seconds
         if len(self._begun) > 2 * len(leases) + MAX_ENDED:
@@ -175,7 +176,7 @@ class HandInPace:
             self._begun = {task: begun for task, begun in self._begun.items() if begun.lease in living}
 
     def bound_s(self, worker: str) -> float | None:
-        """Returns the longest time for which a worker may hold tasks without submitting anything; None: no limit."""
+        """Returns the most seconds for which a worker may hold tasks without submitting anything; None: no limit."""
         record = self._records.get(worker, _HandIns())
         if record.num_answers:
             longest_s = OWN_MARGIN * record.slowest_s * self._max_new_tokens
@@ -187,7 +188,7 @@ class HandInPace:
         return max(MIN_TIMES_TTL * self._ttl_s, longest_s)
 
     def overdue(self) -> dict[str, str]:
-        """Returns the workers that have submitted nothing for too long, with the reason for each."""
+        """Returns the workers that have held tasks and submitted nothing for too long, with the reason for each."""
         return {worker: why for worker, record in self._records.items() if (why := self._why(worker, record.quiet_s))}
 
     def _why(self, worker: str, quiet_s: float) -> str | None:
@@ -205,9 +206,9 @@ class HandInPace:
 
 
 OFF_GAP = 0.5
-"""Difference from the trainer's log-prob above which a token counts as off."""
+"""Difference between a worker's and the trainer's log-prob above which a token counts as off."""
 HONEST_SHARE, FORGED_SHARE = 0.01, 0.05
-"""Largest share of tokens that are off in honest segments, and smallest in forged ones. If a fifth of the tokens are
+"""Largest share of tokens that are off in an honest segment, and smallest in a forged one. If a fifth of the tokens are
 forged and the forger guesses well, one in twenty is off; honest engines stay below one in a hundred."""
 TOUCHED = (0.2, 1.0)
 """Shares of its segments that a forger is assumed to forge: a fifth of them, or all."""
@@ -223,7 +224,7 @@ MIN_PROVEN = 16
 
 
 class Compared(NamedTuple):
-    """A segment that the trainer audited."""
+    """Result of the trainer's audit of one segment: how many log-probs it recomputed, and how many were off."""
 
     num_tokens: int
     """Number of tokens compared, which are those whose version's weights were available."""
@@ -231,7 +232,7 @@ class Compared(NamedTuple):
 
 
 def suspicion(compared: Iterable[Compared]) -> float:
-    """Returns the evidence that the worker of these segments, given oldest first, is a forger. For each share in
+    """Returns the evidence that a worker is a forger, from its audited segments, oldest first. For each share in
     `TOUCHED`, sums the segments' log-likelihood ratios of forged over honest, and restarts from 0 whenever the sum is
     negative; returns the larger sum."""
     sums = [0.0] * len(TOUCHED)
@@ -243,7 +244,7 @@ def suspicion(compared: Iterable[Compared]) -> float:
 
 
 def _forged(num_tokens: int, num_off: int) -> float:
-    """Returns the log-likelihood ratio of a segment, forged over honest."""
+    """Returns the log-likelihood ratio, forged over honest, of a segment with `num_off` of `num_tokens` tokens off."""
     return num_off * math.log(FORGED_SHARE / HONEST_SHARE) + (num_tokens - num_off) * math.log(
         (1 - FORGED_SHARE) / (1 - HONEST_SHARE)
     )
@@ -264,6 +265,6 @@ def is_proven(compared: Collection[Compared]) -> bool:
 
 
 def looks_forged(num_tokens: int, num_off: int) -> bool:
-    """Whether more tokens of one segment are off than chance explains. With one token in 200 off, this happens to one
-    honest segment in 1,000."""
+    """Whether more tokens of one segment are off (`num_off`) than chance explains. With one token in 200 off, this
+    happens to one honest segment in 1,000."""
     return _forged(num_tokens, num_off) > MAX_STEP

@@ -39,8 +39,8 @@ class Restarts:
         self._started_s = self._clock()
 
     def ended(self, status: int) -> tuple[RestartVerdict, float]:
-        """Returns the verdict and the seconds to wait before a restart. `status` is the exit status, or the negative
-        number of the signal that killed the process."""
+        """Returns whether to restart the process that has just ended, and after how many seconds. `status` is its exit
+        status, or the negative number of the signal that killed it."""
         if status == 0:
             return RestartVerdict.DONE, 0.0
         if status in HOPELESS:

@@ -25,17 +25,17 @@ import numpy as np
 MIN_OBSERVATIONS = 6
 """Observations before the first fit: four for the unknowns, and two more to see whether the model fits."""
 FORGET = 0.98
-"""Factor on the weight of earlier observations at each new one, so that about fifty count."""
+"""Factor on the weight of earlier observations at each new one, so that about fifty observations count."""
 FORGET_FAST = 0.85
 BAD = 0.15
 """Prediction error above which the machine has probably changed, and old observations are forgotten faster."""
 NUM_RECENT = 15
-"""Number of latest predictions over which the median error is taken, so that up to seven stalls do not matter."""
+"""Number of latest predictions whose median error is taken, so that up to seven stalls do not matter."""
 MIN_SECONDS = 1e-6
 BLOCK, NUM_BLOCKS = 12, 3
 """Number of intervals whose predictions are judged together as a block, and number of blocks kept."""
 ROWS = np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0]])
-"""Reduces the four coefficients to two: one per step, and one per row or prefilled token."""
+"""Matrix that reduces the four coefficients to two: one per step, and one per row or prefilled token."""
 MAX_SCALED_ERROR = 0.25
 """Largest standard error of the least certain coefficient, as a share of the time; above this, two coefficients cannot
 be told apart."""
@@ -51,7 +51,8 @@ arithmetic. This matters only if almost nothing was prefilled."""
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Coefficients of the model of step times that this module describes."""
+    """Seconds of an engine's work: `base_s` per decode step, `per_row_s` per row in it, `per_token_s` per token of
+    context that its rows read, and `prefill_s` per prefilled token."""
 
     base_s: float
     per_row_s: float
@@ -61,7 +62,7 @@ class StepTime:
     def seconds(
         self, num_steps: float, num_rows: float, num_context_tokens: float, num_prefilled_tokens: float = 0
     ) -> float:
-        """Returns the total time of `num_steps` steps; rows and context are sums over the steps."""
+        """Returns the seconds of `num_steps` steps; numbers of rows and of context tokens are sums over the steps."""
         decode_s = self.base_s * num_steps + self.per_row_s * num_rows + self.per_token_s * num_context_tokens
         return decode_s + self.prefill_s * num_prefilled_tokens
 
@@ -72,7 +73,7 @@ class Timing:
 
     num_steps: int
     num_rows: int
-    """Rows, summed over the steps."""
+    """Rows (running answers), summed over the steps."""
     num_context_tokens: int
     """Tokens of context actually read, summed over the steps; a padding engine reads rows × longest context."""
     num_prefilled_tokens: int
@@ -80,7 +81,7 @@ class Timing:
 
 
 class StepTimeFit:
-    """Learns the step time of one engine from the intervals given to `observe`."""
+    """Learns the step times of one engine from the measured intervals given to `observe`."""
 
     def __init__(self) -> None:
         self.num_observations = 0
@@ -104,7 +105,7 @@ class StepTimeFit:
 
     @property
     def _noise(self) -> float:
-        """Median error of the latest single intervals; infinite before the first prediction."""
+        """Median relative error of the latest predictions of single intervals; infinite before the first one."""
         return median(map(abs, list(self._errors)[-NUM_RECENT:])) if self._errors else math.inf
 
     @property
@@ -166,7 +167,7 @@ class StepTimeFit:
         return _least_squares(gram, moment) / unit
 
     def _is_determined(self, gram: np.ndarray) -> bool:
-        """Whether the standard error of the least certain coefficient is small enough."""
+        """Whether the observations in `gram` determine all coefficients: none has too large a standard error."""
         scale = np.sqrt(np.diag(gram))
         if not scale.all():
             return False
@@ -202,7 +203,7 @@ def _least_squares(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
 
 
 class FleetFit:
-    """Step times of several workers, learnt by name; `model` and `error` describe all of them as one engine."""
+    """Step times of several engines, learnt by worker; `model` and `error` describe all of them as one engine."""
 
     def __init__(self) -> None:
         self._fits: dict[str, StepTimeFit] = {}
@@ -237,5 +238,5 @@ class FleetFit:
 
 
 def _at_once(costs: Sequence[float]) -> float:
-    """Returns the cost of all engines together, which pull work in proportion to their speed; 0 if a cost is 0."""
+    """Returns the seconds per row or token of all engines working at once, from those of each; 0 if one is 0."""
     return 1 / sum(1 / cost for cost in costs) if all(cost > 0 for cost in costs) else 0.0

@@ -49,7 +49,7 @@ POINTS: dict[str, tuple[str, ...]] = {
 """All crash points by role; comments say what has or has not happened at each point."""
 
 _wanted = os.environ.get(AT)
-"""Read only once, because some points are passed for every trajectory."""
+"""Value of `OFFBEAT_CRASH_AT`, read only once, because some points are passed for every trajectory."""
 _passed: Counter[str] = Counter()
 
 

@@ -21,7 +21,7 @@ from offbeat.trajectory import total, total_problem
 
 
 def evaluate(config: Config, *, reward: Callable[..., Any] | None = None) -> dict[str, float]:
-    """Returns mean@k and pass@k of `model.path`; section `eval` sets prompts, samples, temperature and top_p.
+    """Returns mean@k and pass@k of the model `model.path`; section `eval` sets prompts, samples, temperature and top_p.
 
     `reward` replaces the tasks' rewards. Rewards log to a temporary file, which is kept unless it is empty.
     """

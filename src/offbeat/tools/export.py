@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def export_run(run: Path, folder: Path, *, adapter_alone: bool = False) -> int:
-    """Exports the weights of `run` to the new folder `folder`, in the published dtype; returns their step."""
+    """Writes the newest weights of `run` to the new folder `folder`, in the published dtype; returns their step."""
     stored_config(run)
     folder = folder.expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -53,13 +53,13 @@ def export_run(run: Path, folder: Path, *, adapter_alone: bool = False) -> int:
 
 
 def adapter_folder(run: Path) -> Path | None:
-    """Returns the folder of a run's newest adapter; None if the run trains all weights, or the adapter is in pieces."""
+    """Returns the folder of a run's newest adapter; None if the run trains all weights, or stores it in pieces."""
     folder = WeightFolder(run / "weights").path(_latest_version(run)[0].number)
     return folder if (folder / ADAPTER_FILE).is_file() else None
 
 
 def _latest_version(run: Path) -> tuple[Version, list[str]]:
-    """Returns the newest version, and the keys that may sign its manifest."""
+    """Returns a run's newest version, and the keys that may sign the version's manifest."""
     file = run / "ledger.sqlite"
     version, signers = None, list[str]()
     if file.is_file():
@@ -71,8 +71,8 @@ def _latest_version(run: Path) -> tuple[Version, list[str]]:
 
 
 def _whole(run: Path, version: Version, signers: Sequence[str], scratch: Path) -> Version:
-    """Returns the version with the path of its whole file. A version sent in pieces by a remote trainer is assembled in
-    `scratch`."""
+    """Returns the version with the path of the folder that holds its whole file. A version that a remote trainer sent
+    in pieces is assembled in `scratch`."""
     folder = WeightFolder(run / "weights").path(version.number)
     if folder.is_dir() or not version.manifest:
         return replace(version, path=folder)
@@ -102,7 +102,7 @@ def _write(run: Path, version: Version, folder: Path) -> None:
 
 
 def _merge(model: PreTrainedModel, version: Version, adapter: dict[str, Tensor], path: str) -> None:
-    """Loads an adapter's base into `model`, checks its digest and merges the adapter into it."""
+    """Loads the base of an adapter into `model`, checks the digest of the base, and merges the adapter into it."""
     from offbeat.model.loading import load_state, state_tensors
     from offbeat.model.lora import merge
     from offbeat.weights.version import weights_digest
@@ -140,6 +140,6 @@ def _write_adapter(run: Path, version: Version, folder: Path) -> None:
 
 
 def read(version: Version) -> dict[str, Tensor]:
-    """Reads a version's tensors; raises `WeightsError` if their digest is not the published one."""
+    """Reads the tensors of a version; raises `WeightsError` if their digest is not the version's published one."""
     verify(version)
     return load_file(weights_file(version.path))

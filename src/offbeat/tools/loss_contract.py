@@ -22,7 +22,7 @@ from offbeat.trainer.losses import LossSettings, TokenLoss, Tokens, clean
 
 PARAMETERS = {"loss": {"tokens", "settings"}, "advantage": {"rewards", "groups"}}
 LENGTHS = (5, 1, 7, 3, 4, 6)
-"""Number of tokens in each sequence; the second sequence has no trained token."""
+"""Number of tokens in each made-up sequence; the second sequence has no trained token."""
 CLOSE = 1e-4
 """Tolerance, relative to the largest value: above rounding errors of float32, below a real effect."""
 FAR = (20.0, 100.0)
@@ -30,7 +30,7 @@ FAR = (20.0, 100.0)
 GROUPS = np.array([7, 3, 7, 11, 3, 7, 5, 11, 3, 7])
 REWARDS = np.array([1.0, 0.0, 0.25, 0.5, 1.0, 0.0, 0.7, -0.5, 0.3, 0.1])
 EQUAL = (0.0, 0.1, 1 / 3, 1e6 + 0.1)
-"""Rewards that all answers of a group get in turn; rounding may make the mean differ from the reward."""
+"""Rewards to try, each given to all answers of a group; rounding may make the mean differ from the reward."""
 
 
 class Mark(StrEnum):
@@ -48,7 +48,7 @@ class ContractFinding:
 
 
 class ContractBroken(Exception):
-    """A property does not hold; the message says how and why it matters."""
+    """A loss or advantage lacks a property; the message says how and why it matters."""
 
 
 def kind_of(function: Callable[..., Any], spec: str) -> str:
@@ -64,7 +64,7 @@ def kind_of(function: Callable[..., Any], spec: str) -> str:
 
 
 def _run(*checks: tuple[str, Mark, Callable[[], None]]) -> list[ContractFinding]:
-    """Runs checks, each (description, mark if it does not hold, function); stops if the first one fails."""
+    """Runs checks, each (description, mark if the property does not hold, function); stops if the first one fails."""
     findings: list[ContractFinding] = []
     for sentence, mark, check in checks:
         try:
@@ -160,7 +160,7 @@ class _LossTrial:
         )
 
     def _cost(self, tokens: Tokens, weights: Tensor, where: str = "") -> tuple[Tensor, Tensor]:
-        """Returns the losses of the trained tokens, with 0 for other tokens, and the gradient of their weighted sum."""
+        """Returns the loss of each trained token, with 0 for other tokens, and the gradient of their weighted sum."""
         leaf = tokens.logprobs.clone().requires_grad_()
         found = self.loss(clean(replace(tokens, logprobs=leaf))[0], self.settings)
         values, clipped = (found.loss, found.clipped) if isinstance(found, TokenLoss) else (found, leaf)
@@ -178,7 +178,7 @@ class _LossTrial:
         return torch.where(tokens.mask, values.detach(), 0.0), torch.zeros_like(leaf) if gradient is None else gradient
 
     def _compare(self, tokens: Tokens, at: Tensor, where: str, why: str) -> None:
-        """Compares losses and gradient of `tokens`, which are the tokens at indices `at`, with those of the whole."""
+        """Raises unless losses and gradient of `tokens` equal those of the whole trial's tokens at the indices `at`."""
         for name, new, whole in zip(
             ("value", "gradient"), self._cost(tokens, self.weights[at]), self.whole, strict=True
         ):

@@ -40,12 +40,12 @@ STEPS_PER_CELL = 6
 KV_SHARE_OF_FREE = 0.5
 """Share of the free memory for the KV cache; logits, prefill and torch itself need the rest."""
 CONTEXT_SHARES = (0.12, 0.5, 0.9)
-"""Contexts to time, as shares of the longest one; the last leaves room for the timed steps."""
+"""Context lengths to time, as shares of the longest one; the last share leaves room for the timed steps."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of rows and samples, and the longest context, to time."""
+    """Sizes to time: numbers of rows (concurrent answers) and training samples, and the longest context in tokens."""
 
     rows: tuple[int, ...]
     longest_context: int
@@ -68,7 +68,7 @@ must fit beside the optimizer."""
 def measure(
     path: str, shape: ModelShape, dtype: torch.dtype, device: torch.device, name: str, sizes: Sizes
 ) -> list[Measurement]:
-    """Times decode, prefill and, if it fits into memory, training on `device`; measurements call it `name`."""
+    """Times decode, prefill and, if it fits into memory, training on `device`, which the measurements call `name`."""
     try:
         generating, length = _measure_engine(path, shape, dtype, device, name, sizes)
     except torch.OutOfMemoryError:
@@ -84,7 +84,7 @@ def measure(
 def _measure_engine(
     path: str, shape: ModelShape, dtype: torch.dtype, device: torch.device, name: str, sizes: Sizes
 ) -> tuple[list[Measurement], int]:
-    """Times decode and prefill; returns the measurements and the middle context length."""
+    """Times decode and prefill; returns the measurements, and the middle one of the timed context lengths."""
     model = load_model(path, dtype, device)
     contexts = sizes.contexts(context_window(model.config))
     if len(set(contexts)) < len(contexts):
@@ -164,7 +164,7 @@ class _Timer:
 def _measure_training(
     path: str, dtype: torch.dtype, device: torch.device, name: str, sizes: Sizes, length: int
 ) -> list[Measurement]:
-    """Times forward and backward over micro-batches of several sizes, without the update, as in the cost model."""
+    """Times forward and backward over micro-batches of several sizes, without the optimizer, as in the cost model."""
     policy = Policy(load_model(path, dtype, device), AdamSettings())
     vocab = policy.model.config.get_text_config().vocab_size
 
@@ -189,7 +189,7 @@ def _tokens(vocab: int, length: int, seed: int = 0) -> np.ndarray:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Returns the seconds of `work`; CPU time if one thread does it all, to leave out waits for other processes."""
+    """Returns the seconds of a call of `work`; CPU time if one thread does it all, to leave out other processes."""
     is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if is_one_thread else time.perf_counter
     synchronize(device)
@@ -200,9 +200,9 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 SQUARE = 768
-"""Side of the multiplied matrices: large enough to use all units of a core, small enough for a slow core."""
+"""Side of the matrices that a CPU multiplies: large enough to use all units of a core, small enough for a slow core."""
 COPIED_BYTES = 64 << 20
-"""Bytes copied: more than the caches of most processors hold."""
+"""Bytes copied to time the memory: more than the caches of most processors hold."""
 NUM_TRIES = 5
 MAKERS = ("nvidia-", "amd-", "geforce-", "instinct-", "tesla-")
 FIGURES = ("tflops", "memory_gb", "bandwidth_tb_s")
@@ -212,8 +212,8 @@ Figures = dict[str, float]
 
 
 def figures_of(device: torch.device, called: str | None, given: Figures) -> tuple[str, Figures]:
-    """Returns the accelerator's name and figures. Figures not `given` come from the catalogue or, for a CPU, are
-    measured. `called` is the name that the user gave; None: detect it."""
+    """Returns the name and the figures of the accelerator `device`. Figures not `given` come from the catalogue or, for
+    a CPU, are measured. `called` is the name that the user gave; None: detect it."""
     if device.type == "cpu":
         if called is not None:
             raise UserError(f"--accelerator {called}: there is no GPU here; leave the option out to measure the {CPU}")
@@ -242,7 +242,7 @@ def _plain(name: str) -> str:
 
 
 def _measured_cpu(given: Figures) -> Figures:
-    """Measures the figures that were not given: by float32 products, copies (read and write) and the memory size."""
+    """Measures the figures that `given` lacks: by float32 products, copies (read and write) and the memory size."""
     found: Figures = {}
     if "tflops" not in given:
         found["tflops"] = _cpu_flops() / TERA
@@ -254,14 +254,16 @@ def _measured_cpu(given: Figures) -> Figures:
 
 
 def _cpu_flops() -> float:
-    """Returns one thread's rate by its CPU time, times the number of threads: the peak of an idle machine."""
+    """Returns the CPU's float32 operations per second on an idle machine: one thread's rate by its CPU time, times the
+    number of threads."""
     one, other = torch.rand(SQUARE, SQUARE), torch.rand(SQUARE, SQUARE)
     with _one_thread() as num_threads:
         return num_threads * 2 * SQUARE**3 / _fastest_s(lambda: one @ other, time.thread_time)
 
 
 def _cpu_bytes_per_s() -> float:
-    """Returns the faster rate of one thread and all threads: threads share the memory, so their rates do not add up."""
+    """Returns the bytes per second read and written by a copy, by one thread or all threads, whichever is faster:
+    threads share the memory, so their rates do not add up."""
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
     target = torch.ones_like(source)
     together_s = _fastest_s(lambda: target.copy_(source), time.perf_counter)

@@ -38,7 +38,7 @@ from offbeat.weights.version import WeightFolder, weights_file
 
 @dataclass(frozen=True)
 class SampleFigures:
-    """What one sample alone contributes to its update; loss and gradient norm are NaN if not finite."""
+    """What one sample alone contributes to an update of its step; loss and gradient norm are NaN if not finite."""
 
     sample: int
     loss: float
@@ -141,7 +141,8 @@ def repeat(
     lr: float,
     reference: PreTrainedModel | None = None,
 ) -> Repeated:
-    """Tries each sample alone, then trains the policy on the batch with every module and gradient watched."""
+    """Tries each sample alone, then trains the policy on all of them, and records the first output of a module and the
+    first gradient that are not finite."""
     policy.use_threads()
     figures = list(_one_by_one(policy, samples, settings, reference))
     done = Repeated(sorted(figures, key=lambda f: -f.grad_norm if math.isfinite(f.grad_norm) else -math.inf))

@@ -37,7 +37,7 @@ DIGEST_BYTES = 32
 
 @dataclass(frozen=True)
 class Unsent:
-    """A trajectory, whole or partial, and the fence of its lease."""
+    """A trajectory, whole or partial, that is not acknowledged yet, and the fence (number) of its lease."""
 
     trajectory: Trajectory
     fence: int
@@ -48,7 +48,7 @@ class Unsent:
 
 
 class Spool:
-    """Files of unsent trajectories. All methods block on the disk."""
+    """Folder of files with unsent trajectories. All methods block on the disk."""
 
     def __init__(self, folder: Path):
         self.folder = folder.absolute()
@@ -137,7 +137,7 @@ class Outbox:
         group.create_task(self._deliver(unsent))
 
     async def resend(self, group: asyncio.TaskGroup) -> None:
-        """Sends trajectories that an earlier process left in the spool; returns once all are answered."""
+        """Sends trajectories that an earlier process left in the spool; returns when all have been answered."""
         if self.spool is None:
             return
         left = await asyncio.to_thread(self.spool.left)
@@ -149,7 +149,7 @@ class Outbox:
         await self._changes.wait_for(lambda: not any(unsent.key in self.unsent for unsent in left))
 
     async def send_all(self) -> None:
-        """Sends all unsent trajectories, after the worker's loops have ended; returns once all are answered."""
+        """Sends all unsent trajectories after the worker's loops have ended; returns when all have been answered."""
         async with asyncio.TaskGroup() as group:
             for unsent in self.unsent.values():
                 group.create_task(self._send(unsent))

@@ -66,7 +66,7 @@ BEATS_PER_TTL = 3
 LOAD_WITHIN_S = 60.0
 """Longest time that an unfinished load may delay the end of the worker; only a hung device takes longer."""
 VERSION_WITHIN_S = 60.0
-"""Longest time that a prefix waits for a version as new as its last tokens, before it is handed back."""
+"""Longest time that an unfinished answer waits for a version as new as its last tokens, before it is handed back."""
 DRAIN_WITHIN_S = 60.0
 """Longest time that a leaving worker waits for the answers to its last submissions."""
 
@@ -76,7 +76,8 @@ class _GaveUp(Exception):
 
 
 class Worker:
-    """Generates with one engine for one coordinator; call `run` once. Without a spool, a kill loses unsent work."""
+    """Leases tasks from one coordinator, generates with one engine and submits the trajectories; call `run` once.
+    Without a spool, a kill loses unsent work."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class Worker:
             raise error
 
     async def _live(self) -> BaseException | None:
-        """Runs the loops until the worker is drained; returns the first error, or None."""
+        """Runs the worker's loops until the worker is drained; returns the first error, or None."""
         try:
             async with asyncio.TaskGroup() as group:
                 beating = group.create_task(self._renew())
@@ -145,7 +146,7 @@ class Worker:
 
     async def drain(self, within_s: float = DRAIN_WITHIN_S) -> None:
         """Stops leasing, hands back unfinished tasks, sends finished ones and ends `run`. Gives up on the coordinator
-        after `within_s`; unsent trajectories then stay in the spool."""
+        after `within_s` seconds; unsent trajectories then stay in the spool."""
         self._drain_within_s = within_s
         self._draining.set()
         await self._over.wait()
@@ -266,7 +267,7 @@ class Worker:
             await self._end([running for running in still if running.task.id in answer.lost], AbortReason.LOST)
 
     async def _end(self, ended: Iterable[ActiveTask], abort_reason: AbortReason) -> None:
-        """Aborts tasks in the engine; `_generate` then acts on `abort_reason`."""
+        """Aborts running tasks in the engine; `_generate` then acts on `abort_reason`."""
         ids = []
         for running in ended:
             if running.abort_reason is not AbortReason.LOST:
@@ -372,7 +373,7 @@ class Worker:
         return True
 
     async def _may_begin(self, running: ActiveTask) -> bool:
-        """Waits for a running load, and for a version that may continue the prefix; False if none comes in time."""
+        """Waits for the end of a load, and for a version that may continue the task; False if none comes in time."""
         least = running.least_version
 
         def is_ready() -> bool:
@@ -406,7 +407,7 @@ class AbortReason(StrEnum):
     LOST = "lost"
     """The worker lost the lease: discard the task."""
     RELOAD = "reload"
-    """An engine that cannot split loads weights: hand back new tokens; start again if there are none."""
+    """The engine loads weights and cannot split an answer: hand back new tokens; start again if there are none."""
     LEAVE = "leave"
     """The worker leaves: hand back new tokens; if there are none, leaving releases the lease."""
     STOP = "stop"
@@ -433,12 +434,13 @@ class ActiveTask:
 
     @property
     def request_id(self) -> str:
-        """Id with fence and position: a task may be leased again while its last request is still being aborted."""
+        """Id of the engine request. Has fence and position, because a task may be leased again while its last request
+        is still being aborted."""
         return f"{self.task.id}-{self.task.fence}-{self.trajectory.num_tokens}"
 
     @property
     def least_version(self) -> int:
-        """Oldest version that may continue the trajectory."""
+        """Number of the oldest version that may continue the trajectory."""
         sampled = [segment.version for segment in self.trajectory.segments if segment.version is not None]
         return max(0, sampled[-1] - self.trajectory.max_version_drop) if sampled else 0
 
@@ -451,7 +453,7 @@ def begin(task: Task, round_number: int | None = None) -> ActiveTask:
 
 
 def request_for(running: ActiveTask, kv: KvMode = KvMode.SAME, kv_lag: int = 0) -> Request:
-    """Returns the engine request for the prompt, the tokens so far and the remaining token budget."""
+    """Returns the engine request that continues a task, from its prompt, tokens so far and remaining token budget."""
     task, trajectory = running.task, running.trajectory
     done = trajectory.num_tokens
     return Request(
@@ -466,7 +468,7 @@ def request_for(running: ActiveTask, kv: KvMode = KvMode.SAME, kv_lag: int = 0) 
 
 
 def append(trajectory: Trajectory, generation: Generation) -> bool:
-    """Appends a generation's segments; returns whether the trajectory has ended."""
+    """Appends the segments of an engine's generation to the trajectory; returns whether the trajectory has ended."""
     if generation.finish is Finish.ABORT:
         for segment in generation.segments:
             trajectory.append(segment)
@@ -484,8 +486,8 @@ def append(trajectory: Trajectory, generation: Generation) -> bool:
 
 
 class TaskRounds:
-    """Rounds of one worker, numbered by the version that began them. A task of a finished round must not begin, however
-    late its lease arrives. In a run without rounds, the coordinator is never asked."""
+    """Rounds (generation for one step) of one worker, numbered by the version that began them. A task of a finished
+    round must not begin, however late its lease arrives. In a run without rounds, the coordinator is never asked."""
 
     def __init__(self, client: WorkerClient, changes: Notifier):
         self._client, self._changes = client, changes
@@ -493,7 +495,7 @@ class TaskRounds:
         self._last_over = -1
 
     def entered(self, number: int | None) -> None:
-        """Records the round of newly leased tasks; None: they have none."""
+        """Records the number of the round to which newly leased tasks belong; None: they belong to none."""
         if number is not None and number > self._last_over:
             self._current = number if self._current is None else max(number, self._current)
             self._changes.notify()
@@ -529,7 +531,7 @@ class Timings:
         self._engine, self._before = engine, engine.metrics
 
     def take(self) -> Timing | None:
-        """Returns the work since the last timing; None if no step was taken or a needed metric is missing."""
+        """Returns the engine's work since the last timing; None if no step was taken or a needed metric is missing."""
         now = self._engine.metrics
         timing = timing_between(self._before, now)
         if timing is not None:
@@ -538,7 +540,7 @@ class Timings:
 
 
 def timing_between(before: EngineMetrics, after: EngineMetrics) -> Timing | None:
-    """Returns the work between two readings; None if no step was taken or a needed metric is missing."""
+    """Returns the engine's work between two readings; None if no step was taken or a needed metric is missing."""
     num_steps = _difference(before.num_steps, after.num_steps)
     num_rows = _difference(before.num_rows, after.num_rows)
     num_context_tokens = _difference(before.num_context_tokens, after.num_context_tokens)
@@ -556,8 +558,8 @@ def _difference(before: int | None, after: int | None) -> int | None:
 
 
 MAX_FAILURES = 4
-"""Failed attempts at one version that are tolerated if a newer version exists. Each of the two callers may fail once
-before the newer version is published, and once more before it learns of that version."""
+"""Failures to fetch or load one version that are tolerated if a newer version exists. Each of the two callers may fail
+once before the newer version is published, and once more before it learns of that version."""
 
 
 class VersionFetcher:
@@ -585,7 +587,7 @@ class VersionFetcher:
     @asynccontextmanager
     async def unless_replaced(self, version: Version, have: int | None) -> AsyncIterator[None]:
         """Wraps fetching and loading of `version`; suppresses errors if a newer version has replaced it. `have` is the
-        version that the engine serves."""
+        number of the version that the engine serves."""
         try:
             yield
         except EngineDied:
@@ -606,14 +608,14 @@ class VersionFetcher:
 
 
 class WorkerMetrics:
-    """Costs of new versions, summed since the worker's start, under the names used in the coordinator's metrics."""
+    """Costs of new versions, in seconds and bytes, since the worker's start, named as in the coordinator's metrics."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._sums: dict[str, float] = defaultdict(float)
 
     def follow(self, engine: Engine) -> None:
-        """Adds this engine's standstill from now on; the standstill of the previous engine stays in the sums."""
+        """Adds the seconds in which `engine` stands still from now on; those of the previous engine stay counted."""
         self._sums["still_s"] = self._still_s
         self._engine = engine
 
