@@ -160,5 +160,5 @@ def check_finished(run: Path, num_steps: int) -> list[dict]:
     assert steps[-1]["step"] == num_steps
     gaps = [row["logprob_gap"] for row in steps if row.get("logprob_gap") is not None]
     assert gaps, "no fresh token was compared"
-    assert max(gaps) < 0.05
+    assert max(gaps) < 0.05, gaps
     return steps
