@@ -185,7 +185,7 @@ def test_whichever_file_cannot_be_written_a_run_ends_with_one_line_and_goes_on_l
         shown = f"{word}, {errno.errorcode[number]}: {came}"
         assert (came["status"] in (1, 2), came["errors"].count("\n")) == (True, 1), shown
         named = re.escape(word.strip("/").removeprefix("runs"))
-        remedy = r"(free|make|give|see) .*(space|writable|right to write|written)"
+        remedy = r"(free|make|give|see|check) .*(space|writable|right to write|written)"
         assert re.search(rf"^offbeat: .*{named}.*; {remedy}", came["errors"]), shown
         assert (came["again"], came["verified"]) == ([0, ""], 0), shown
 
