@@ -195,7 +195,7 @@ def test_a_run_whose_rewards_fail_too_often_stops_and_goes_on_once_they_are_mend
     status, _, errors = ended(process)
     assert status == 1
     told = r"\d+ of the latest 64 rewards failed \(\d+%; reward\.max_failure_share = 0\.2\), \d+ of them with: raised: "
-    told += r"ConnectionError: the judge is away \(rewards\.py:\d+\); correct it "
+    told += r"ConnectionError: the judge is away \(rewards\.py:\d+\); correct the cause "
     told += r"\(see runs/a/logs/rewards\.log\), then .*"
     assert re.fullmatch(told, line_after_warnings(errors)), errors
     assert "the judge is away" in events(run, "error")[0]["error"]
