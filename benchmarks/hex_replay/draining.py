@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from offbeat.planner.cost.constants import Efficiencies
-from offbeat.planner.cost.rollout_time import attention_s, matmul_s, ridge_rows
+from offbeat.planner.cost.rollout_time import attention_s, matmul_s
 from offbeat.planner.inputs.hardware import Accelerator
 from offbeat.planner.inputs.workload import Workload
 
@@ -31,6 +31,12 @@ def drain_s(workload: Workload, card: Accelerator, figures: Efficiencies, num_ca
     computed_s = matmul_s(model, card, figures, 1, ridge) / ridge * rows * _left(answer.mean, bound)
     matmuls_s = computed_s + matmul_s(model, card, figures, 1, 1) * (answer.longest - bound)
     return matmuls_s + reading_s + figures.step_overhead_s * answer.longest
+
+
+def ridge_rows(card: Accelerator, figures: Efficiencies, bytes_per_weight: int) -> float:
+    """Number of rows (answers decoded together) above which the matmuls of a dense model are compute-bound."""
+    bytes_per_s = card.memory_bytes_per_s * figures.weight_read_share
+    return card.flops * figures.gemm_share * bytes_per_weight / (2 * bytes_per_s)
 
 
 def _fallen_to(level: float, rows: float, mean: float, longest: float) -> float:

@@ -18,7 +18,7 @@ from functools import cache
 
 from benchmarks.hex_replay.draining import drain_s
 from offbeat.planner.cost.constants import Constants, Efficiencies, FigureSource
-from offbeat.planner.cost.sync_time import copies_s
+from offbeat.planner.cost.sizes import update_bytes
 from offbeat.planner.cost.training_time import compute_s
 from offbeat.planner.inputs.hardware import Accelerator, Inventory, Link, MachineClass
 from offbeat.planner.inputs.model_shapes import weight_bytes
@@ -144,8 +144,9 @@ class Replay:
         return self.six.update_start_s + self.six.link_passes * sent_s
 
     def hex_update_s(self, num_h20: int) -> float:
-        """Every receiving machine takes a copy of its own over the slow link."""
-        return copies_s(self.workload, inventory(8, num_h20), "h800", "h20", num_h20 // PER_NODE)
+        """Every receiving machine takes a copy of its own over the slow link, one after the other."""
+        link = inventory(8, num_h20).link("h800", "h20")
+        return num_h20 // PER_NODE * update_bytes(self.workload) / link.bytes_per_s
 
     def tuned(self, card: str, num_cards: int) -> tuple[float, float]:
         """Rollout and training seconds of the best split by whole nodes."""

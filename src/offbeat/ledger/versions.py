@@ -141,14 +141,14 @@ def living_parent(db: Versions, version: Version) -> Version:
     if found is None:
         raise Refused(f"version {version.number} names parent {version.parent}, which was never published")
     parent, is_abandoned = found
-    newest = db.latest_version()
     if is_abandoned:
         raise Refused(f"version {version.number} names parent {version.parent}, which a resume has abandoned")
-    if newest is None or parent.step != newest.step:
-        newest_is = "none" if newest is None else f"{newest.number} of step {newest.step}"
+    newest = db.latest_version()
+    assert newest is not None, "its parent is published"
+    if parent.step != newest.step:
         raise Refused(
             f"version {version.number} names parent {version.parent}, which is not of the latest step; the latest "
-            f"version is {newest_is}"
+            f"version is {newest.number} of step {newest.step}"
         )
     return parent
 

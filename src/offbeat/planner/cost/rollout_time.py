@@ -52,12 +52,6 @@ def decode_step_s(
     )
 
 
-def ridge_rows(card: Accelerator, figures: Efficiencies, bytes_per_weight: int = 2) -> float:
-    """Number of rows (answers decoded together) above which the matmuls of a dense model are compute-bound."""
-    bytes_per_s = card.memory_bytes_per_s * figures.weight_read_share
-    return card.flops * figures.gemm_share * bytes_per_weight / (2 * bytes_per_s)
-
-
 def prefill_flop(model: ModelShape, tokens: float, sum_square_tokens: float) -> float:
     """FLOP of a prefill: matmuls of the body and causal attention. The head is left out: only the last token needs
     logits."""

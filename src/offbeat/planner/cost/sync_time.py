@@ -1,8 +1,7 @@
 """Time from a version's publication until machines sample from it, and the part of it that stops generation.
 
 Offbeat relays a version in pieces: one copy crosses the link between two classes, and nodes pass pieces on. Engines
-generate until the new weights are in memory beside the old ones. `copies_s` models another system, which sends whole
-copies.
+generate until the new weights are in memory beside the old ones.
 """
 
 from __future__ import annotations
@@ -74,11 +73,6 @@ def two_trees_s(num_bytes: float, arriving: float, within: Link, num_nodes: int)
     each = within.bytes_per_s / 2
     depth = 1 + int(math.log2(num_nodes - 1))
     return num_bytes / min(arriving, within.bytes_per_s) + depth * (CHUNK_BYTES / each + within.latency_s)
-
-
-def copies_s(workload: Workload, inventory: Inventory, root: str, receiver: str, num_copies: float) -> float:
-    """Time to send `num_copies` whole copies over one link, one after the other; generation stops all that time."""
-    return num_copies * update_bytes(workload) / inventory.link(root, receiver).bytes_per_s
 
 
 def swap_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, spare_bytes: float) -> float:
