@@ -37,13 +37,13 @@ _mask_before = 0
 
 
 def cannot_write(path: Path | str, error: OSError, then: str = "then --resume the run") -> DiskError:
-    """Returns the one-line error for a file that cannot be written: which file, why, the remedy, and what to do
-    `then`."""
+    """Returns the error for a file that cannot be written. Its one-line message names the file, the cause, the remedy,
+    and what to do after the remedy (`then`)."""
     return DiskError(f"{path}: cannot be written: {error.strerror or error}; {remedy(error)}, {then}")
 
 
 def remedy(error: Exception) -> str:
-    """Returns the remedy for a disk error, in words. An error that has lost its number counts as a full disk."""
+    """Returns what to do about a disk error, in words. An error without a number (errno) is taken for a full disk."""
     return REMEDIES.get(getattr(error, "errno", None) or errno.ENOSPC, "correct the cause")
 
 
@@ -56,7 +56,7 @@ def disk_trouble(error: BaseException, then: str = "then --resume the run") -> D
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds the name `path` to an `OSError` that the block raises, because errors of writes do not have a name."""
+    """Adds the file name `path` to an `OSError` that the block raises; errors of writes do not name their file."""
     try:
         yield
     except OSError as error:
@@ -83,7 +83,7 @@ def readable_by(who: str) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Creates a folder with the current umask, and missing parent folders so that everyone can read them."""
+    """Creates a folder with the current umask. Missing parent folders are created so that everyone can read them."""
     own = os.umask(MASKS["everyone"])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -101,7 +101,7 @@ class Segment:
 
 @dataclass(eq=False)
 class Trajectory:
-    """One answer to one task. `index` numbers the trajectories of a task's episode; currently there is only one."""
+    """One answer to one task. `index` is its number among the task's trajectories; currently a task has only one."""
 
     task: int
     prompt: np.ndarray
@@ -300,7 +300,7 @@ class _ArrayWire(msgspec.Struct):
 
 
 class _SegmentWire(msgspec.Struct):
-    """A segment as msgpack, in the form that `_segment_to_wire` gives it."""
+    """A segment as it is encoded in msgpack, with arrays as raw bytes."""
 
     start: int
     origin: Origin

@@ -1,5 +1,4 @@
-"""Helpers for asyncio: waiting for a change, running background tasks, and work that must finish despite
-cancellation."""
+"""Helpers for asyncio: waiting for changes, background tasks, and work that must finish despite cancellation."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ T = TypeVar("T")
 class Notifier:
     """A condition variable for one event loop: waiters check their condition again after each `notify`.
 
-    No wake-up is lost if a waiter takes `changed` before it reads the state, because a `notify` in between sets the
-    event that it took. Once `failure` has an error, all waits raise that error.
+    A waiter that takes the event `changed` before it reads the state misses nothing: a `notify` after that sets the
+    event that the waiter has. Once the future `failure` has an error, all waits raise that error.
     """
 
     def __init__(self, failure: asyncio.Future[Any] | None = None) -> None:
@@ -62,8 +61,8 @@ class Notifier:
 
 
 class BackgroundTasks:
-    """Tasks that run in the background of a server. The first error of a task becomes `failure`, which ends every wait
-    of the notifiers that share it."""
+    """Runs tasks in the background of a server. The first error of a task is set in the future `failure`, and every
+    `Notifier` made with this future raises it in all waits."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

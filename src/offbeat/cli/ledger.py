@@ -103,7 +103,7 @@ def _version_rows(report: RunReport) -> list[tuple[str, ...]]:
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Returns a blank line and the rows, with the first column aligned left; nothing if there is only a header."""
+    """Returns a blank line and the rows as aligned lines; no lines at all if there is only the first row, a header."""
     if len(rows) < 2:
         return []
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]

@@ -23,8 +23,8 @@ many, which gains nothing on idle cores and makes a step five to eight times slo
 
 
 def spin_briefly() -> None:
-    """Limits the spinning of OpenMP threads to `SPIN_COUNT`, for this process and its children, unless the user has set
-    a value. Must be called before torch is imported, which reads it once."""
+    """Limits how long idle OpenMP threads of this process and its children spin before they sleep, unless the user has
+    set that. Must be called before torch is imported, which reads the setting only then."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 

@@ -83,7 +83,8 @@ def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workloa
 
 
 def _draw(file: Path, inventory: Inventory, workload: Workload, constants: Constants) -> int:
-    """Draws price against throughput into an HTML file; returns the number of plans that use all classes together."""
+    """Draws price against throughput of the best plans into an HTML file. Returns the number of drawn plans that may
+    use every class of nodes in the inventory."""
     from offbeat.planner.report.frontier import frontier_page, homogeneous, mixed, split_by_class
 
     title = f"{workload.model.name}: cost against throughput"

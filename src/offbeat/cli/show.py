@@ -226,7 +226,7 @@ def _response(detail: TaskDetail, words: Words) -> Text | str:
 
 
 def _pieces(trajectory: Trajectory, words: Words) -> list[str]:
-    """Returns the text of each segment of a trajectory; a character that two segments share goes to the second."""
+    """Returns the text of each segment of a trajectory; a character split between two belongs to the second one."""
     pieces, before = [], ""
     for segment in trajectory.segments:
         until = words(trajectory.tokens[: segment.end])

@@ -100,8 +100,9 @@ def status_of(summary: Mapping[str, Any], *, is_quiet: bool = False) -> int:
 
 
 def resolve(file: str | None, overrides: list[str], resume: str | None) -> tuple[Config, Path | None]:
-    """Returns the configuration and the folder of the run to resume, or None. A resumed run uses its stored
-    configuration unless `file` is given. `resume` is the run's name or path, "" for the newest, None for a new run."""
+    """Returns the configuration, and the folder of the run to resume (None for a new run). A resumed run uses its
+    stored configuration unless `file` is given. `resume` is a run's name or path; "" means the configured or else the
+    newest run, None a new run."""
     if resume is None:
         return load(file, overrides), None
     if file is None and resume.endswith(".toml"):  # train --resume CONFIG.toml
@@ -129,7 +130,7 @@ def _run_to_resume(file: str | None, overrides: list[str], resume: str) -> Path:
 
 
 def _of_section(section: str, overrides: list[str]) -> list[str]:
-    """Returns those command-line overrides that are of one section, such as `--run.name`, with their values."""
+    """Returns the command-line words that set keys of `section`: options such as `--run.name`, and their values."""
     kept: list[str] = []
     is_ours = False
     for word in overrides:

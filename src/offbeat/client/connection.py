@@ -1,9 +1,8 @@
 """A client's connection to the coordinator: every request has a deadline, and is retried until it is answered.
 
 Calls are idempotent or fenced, so a retry is always safe. Every body carries its digest, in both directions. Temporary
-failures (429, 5xx, a body that was too slow or damaged in transit, a broken connection) are retried with growing,
-jittered pauses for up to `patience_s`. Answers from a proxy or a captive portal, which lack the digest, are retried in
-the same way. Any other refusal is raised as the error that the coordinator raised.
+failures (429, 5xx, a broken connection, a slow or damaged body, a proxy's answer without the digest) are retried with
+growing, jittered pauses for up to `patience_s`. Any other refusal is raised as the error that the coordinator raised.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class DamagedInTransit(ConnectionError):
 
 
 class Connection:
-    """Makes calls to the coordinator at one URL; once `secret` is set, as one member of the run."""
+    """Makes calls to the coordinator at `url`, as the member of the run that has `secret` (None before joining)."""
 
     def __init__(
         self,
@@ -105,8 +104,8 @@ class Connection:
     async def call(
         self, path: str, record: Any, answer: type[T], *, wait_s: float = 0.0, secret: str | None = None
     ) -> T:
-        """POSTs `record` and returns the decoded answer, for which the coordinator may wait up to `wait_s`. `secret`
-        replaces the connection's own secret; None: use that one."""
+        """POSTs `record` and returns the answer, decoded as type `answer`. The coordinator may wait up to `wait_s`
+        seconds before it answers. `secret` replaces the connection's secret in this call; None: it is not replaced."""
         within_s = wait_s + REQUEST_WITHIN_S
         return self.decoded(
             await self.send("POST", path, wire.encode(record), within_s=within_s, secret=secret), answer

@@ -48,8 +48,9 @@ class Membership:
 
 
 async def join(connection: Connection, token: str, name: str, secret: str | None = None) -> Membership:
-    """Exchanges a join token for credentials, whose secret the connection uses from now on. The secret is `secret`;
-    None: a new one. Joining again with the same token and secret returns the same worker."""
+    """Joins a run with a join token; returns the member's credentials and the run's configuration. `secret` becomes the
+    secret of member and connection; None: a new one is made. Joining again with the same token and secret returns the
+    same worker."""
     secret = secret or new_secret()
     call = wire.Join(name=name, secret_hash=secret_hash(secret))
     try:
@@ -71,7 +72,7 @@ async def rejoin(connection: Connection, credentials: Credentials) -> Membership
 
 
 async def _poll(call: Callable[[float], Awaitable[T]], is_done: Callable[[T], object], wait_s: float) -> T:
-    """Repeats `call`, passing the seconds that it may wait, until `is_done(answer)` or for `wait_s` in all; returns the
+    """Repeats `call(seconds it may wait)` until `is_done(answer)` is true or `wait_s` seconds have passed. Returns the
     last answer."""
     deadline_s = time.monotonic() + wait_s
     while True:
@@ -93,9 +94,9 @@ class RemoteWorker:
         receiver: CoordinatorReceiver | None = None,
         figures: Callable[[], Mapping[str, float]] = dict,
     ):
-        """`cache` is the folder for this worker's weights, and `receiver` downloads them (None: from the coordinator).
-        With `shares_disk`, files of a coordinator on the same machine are read in place. The result of `figures` is
-        sent with every heartbeat."""
+        """`receiver` downloads the weights; None: they are downloaded from the coordinator into the folder `cache`.
+        With `shares_disk`, the weights of a coordinator on the same machine are used where they are, without a
+        download. The result of `figures` is sent with every heartbeat."""
         self._connection, self._shares_disk = connection, shares_disk
         self._receiver = receiver or CoordinatorReceiver(connection, cache)
         self._figures = figures
@@ -158,8 +159,8 @@ class RemoteTrainer:
         self, connection: Connection, *, shares_disk: bool = False, store: PieceStore | None = None, signer: str = ""
     ):
         """With `shares_disk`, the trainer writes versions into the coordinator's folder and does not send them.
-        Otherwise it sends them from `store`; None: all machines use one shared store. `signer` is the public key that
-        verifies this trainer's manifests; "": it signs none."""
+        Otherwise it sends them from `store`; None: it sends none, because all machines use one shared store. `signer`
+        is the public key that verifies this trainer's manifests; "": it signs none."""
         self._connection, self._shares_disk, self._store, self._signer = connection, shares_disk, store, signer
 
     async def reconcile(

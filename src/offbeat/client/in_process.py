@@ -56,7 +56,8 @@ class InProcessWorker:
 
 
 class InProcessTrainer:
-    """Implements `TrainerClient` by direct calls to a coordinator in this process; adds the trainer's generation."""
+    """Implements `TrainerClient` by direct calls to a coordinator in this process. Every call carries the generation
+    (number of the trainer's start), by which the coordinator refuses a trainer that was replaced."""
 
     def __init__(self, coordinator: Coordinator, name: str = "trainer"):
         self._coordinator, self._name = coordinator, name

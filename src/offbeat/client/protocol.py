@@ -19,7 +19,7 @@ from offbeat.weights.version import Version
 
 @dataclass(frozen=True)
 class LeaseResponse:
-    """Answer to a lease call: tasks to run, with their fences (lease numbers), or a version to load, or neither."""
+    """Answer to a worker's lease call: tasks to run, or a version to load; both are missing if there is no work."""
 
     tasks: tuple[Task, ...] = ()
     version: Version | None = None
@@ -43,7 +43,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class RewardLease:
-    """Answer to a judge's lease call: samples to judge, or none if `ticket` is empty."""
+    """Answer to a judge's lease call: samples whose reward the judge computes. If there are none, `ticket` is ""."""
 
     ticket: str = ""
     """Identifies these samples when results are submitted; valid once and for a limited time."""
@@ -62,7 +62,8 @@ class WorkerClient(Protocol):
     """Calls that a worker makes to its coordinator."""
 
     async def lease(self, capacity: int, have_version: int | None, wait_s: float) -> LeaseResponse:
-        """Leases up to `capacity` tasks, or returns a version to load, when there are any; neither after `wait_s`."""
+        """Leases up to `capacity` tasks, or returns a version to load that is not `have_version`. Waits up to `wait_s`
+        seconds for either; after that, the answer has neither."""
         ...
 
     async def heartbeat(self, held: Sequence[tuple[int, int]]) -> Heartbeat:
@@ -79,11 +80,11 @@ class WorkerClient(Protocol):
         ...
 
     async def give_back(self, leases: Sequence[tuple[int, int]]) -> None:
-        """Gives back tasks that got no new tokens, as pairs of task and fence; does not count as an attempt."""
+        """Gives back leases (pairs of task and fence) of tasks without new tokens; does not count as an attempt."""
         ...
 
     async def round_over(self, number: int, wait_s: float) -> bool:
-        """Waits up to `wait_s` seconds for the round `number` of generation to end; returns whether it is over."""
+        """Returns whether the generation round that version `number` began is over; waits for it up to `wait_s`."""
         ...
 
     async def timed(self, timings: Sequence[Timing]) -> None:
@@ -91,7 +92,7 @@ class WorkerClient(Protocol):
         ...
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
-        """Returns the version that workers should serve, once it is not `have_version`; None after `wait_s` seconds."""
+        """Waits for a version to serve that is not `have_version`; returns it, or None after `wait_s` seconds."""
         ...
 
     async def fetch(self, version: Version) -> Version:
@@ -110,10 +111,10 @@ class TrainerClient(Protocol):
     async def reconcile(
         self, step: int, version: int | None, *, home: str = "", from_scratch: bool = False
     ) -> Reconciled:
-        """Takes over the run as its trainer, and brings the ledger to the checkpoint's step; must be the first call.
+        """Makes the caller the run's only trainer, and brings the ledger to its checkpoint. Must be the first call.
 
-        `step` and `version` are those of the checkpoint, `home` identifies the folder of checkpoints. With
-        `from_scratch`, all training may be undone.
+        `step` and `version` are those of the checkpoint, and `home` identifies the folder of checkpoints.
+        `from_scratch` allows a trainer without a checkpoint to undo all steps of the run.
         """
         ...
 

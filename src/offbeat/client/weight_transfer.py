@@ -36,9 +36,11 @@ class CoordinatorSources:
         return (await self._connection.get("/v1/signers", wire.Signers)).keys
 
     async def peers(self, site: str, host: str, port: int, root_bytes_per_s: float | None) -> wire.SourceList:
-        """Returns the peers to ask before coordinator and store, for a worker that serves pieces at `host` and `port`.
+        """Tells the coordinator where this worker serves pieces of weights (`host`, `port`). Returns the peers, other
+        workers, from which to fetch pieces before asking the root (coordinator or store).
 
         `port` = 0: the worker serves no pieces. `host` = "": its address is the one from which it calls.
+        `root_bytes_per_s` is the rate measured from the root; None: not measured.
         """
         call = wire.SourcesCall(site=site, host=host, port=port, root_bytes_per_s=root_bytes_per_s or None)
         return await self._connection.call("/v1/sources", call, wire.SourceList)
@@ -66,7 +68,8 @@ class CoordinatorSources:
 
 
 async def fill(connection: Connection, path: str, part: Path, num_bytes: int) -> None:
-    """Downloads the rest of file `part`, until it has `num_bytes`; resumes whenever the connection breaks."""
+    """Downloads the coordinator's file at URL path `path` into the file `part`, which may hold its first bytes already,
+    until `part` has `num_bytes`. Resumes whenever the connection breaks."""
     part.touch()
     retry = connection.retry(f"GET {path}")
     while (have := part.stat().st_size) != num_bytes:
@@ -112,8 +115,8 @@ class CoordinatorReceiver(Receiver):
         report: Callable[[ReceiveFigures], None] = lambda figures: None,
         arrived: Callable[[], None] = lambda: None,
     ):
-        """Pieces come from `sources`; None: the coordinator. `before` is awaited before each fetch of a version with a
-        manifest. The other arguments are those of `Receiver`."""
+        """`sources` provides the pieces of weights; None: the coordinator does. `before` is a function to await before
+        each fetch of a version that has a manifest. The other arguments are those of `Receiver`."""
         self.coordinator, self._before = CoordinatorSources(connection), before
         self._signers = set[str]()
         super().__init__(
@@ -135,9 +138,9 @@ class CoordinatorReceiver(Receiver):
 
 
 async def send_version(connection: Connection, store: PieceStore, number: int, digest: str, signer: str) -> None:
-    """Sends version `number` to the coordinator, from `store`: first what the manifest with digest `digest` names (an
-    anchor's delta, an adapter's base, and the pieces that the coordinator lacks), then this manifest. A repetition
-    after a crash sends only what is missing."""
+    """Sends version `number` from `store` to the coordinator; `digest` selects its manifest. First sends what the
+    manifest refers to: the manifest of the version's delta, that of an adapter's base, and the pieces that the
+    coordinator lacks. Pieces that arrived before a crash are not sent again."""
     sealed = await asyncio.to_thread(store.get_manifest, number, digest)
     manifest = Manifest.decode(open_sealed(sealed, [signer]))
     if manifest.delta is not None:

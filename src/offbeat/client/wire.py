@@ -1,8 +1,7 @@
 """The wire format: msgpack, optionally compressed with zstd, with a digest.
 
-Answers are encoded records; a new field of a record is sent without further code. Calls are checked field by field
-against a schema: each call and each field that can be long has a size limit. `trajectory` builds trajectories with
-`Trajectory.append`, which refuses contradictions. Received data is never executed or unpickled.
+Answers are encoded records. Calls are checked field by field against a schema: each call and each field that can be
+long has a size limit. Received data is never executed or unpickled.
 """
 
 from __future__ import annotations
@@ -343,7 +342,7 @@ class _ArrayBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _TrajectoryBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Schema of `Trajectory.encode`. Long fields are views, so that nothing is copied before it is checked."""
+    """Schema of an encoded `Trajectory`. Long fields are memory views, so nothing is copied before it is checked."""
 
     task: Count
     index: Count
@@ -362,7 +361,7 @@ def max_trajectory_bytes(max_new_tokens: int) -> int:
 
 
 def trajectory(data: bytes) -> Trajectory:
-    """Decodes a trajectory from untrusted bytes; raises `Malformed`, or `SegmentError` for inconsistent parts."""
+    """Decodes a trajectory from untrusted bytes; raises `Malformed`, or `SegmentError` for inconsistent segments."""
     body = decode(data, _TrajectoryBody)
     made = Trajectory(
         task=body.task,

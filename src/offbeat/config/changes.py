@@ -42,8 +42,8 @@ def free_changes(old: Mapping[str, Any], new: Config) -> list[Change]:
 
 
 def fixed_keys(config: Config) -> dict[str, Any]:
-    """Returns the keys that are fixed for the life of a run, with their values; `fixed_changes` accepts the result as
-    `old`."""
+    """Returns a configuration (as a dict of sections) that has only the keys that are fixed for the life of a run.
+    `fixed_changes` accepts it as `old`."""
     data = resolved(config)
     for place, _ in list(leaves(data)):
         if _may_change(place, config):

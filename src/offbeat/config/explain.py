@@ -78,12 +78,13 @@ class ValueOrigin:
         return None
 
     def typed_at(self, place: Path) -> Path | None:
-        """Returns the place of a command-line key that is `place`, or lies inside or around it; None: there is none."""
+        """Returns the place of a command-line key at, inside or around `place`; None if there is no such key."""
         shared = (p for p in self.typed if p[: len(place)] == place or place[: len(p)] == p)
         return next(shared, None)
 
     def before(self, place: Path) -> str:
-        """Returns the beginning of an error message: file and line, "--" for the command line, or nothing."""
+        """Returns the beginning of an error message about the key at `place`: "--" if it is from the command line, else
+        the file and, if known, the line. Empty if there is no file."""
         if self.typed_at(place):
             return "--"
         if self.file is None:
@@ -119,7 +120,8 @@ class _Mistake:
 
     @property
     def order(self) -> tuple[bool, bool, int]:
-        """Sort key of a mistake: its line. Missing keys come last, because a misspelt key often explains them."""
+        """Sort key of a mistake: whether a key is missing, whether the line is unknown, and the line. Missing keys come
+        last, because a misspelt key often explains them."""
         line = self.origin.line(self.place)
         return self.kind in ("missing", "union_tag_not_found"), line is None, line or 0
 
@@ -247,7 +249,7 @@ def _reads_as(text: str, word: str) -> bool:
 
 
 def describe() -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """Returns every documented section with (key, default, meaning) of its keys; `-` stands for no default."""
+    """Returns (section, [(key, default, meaning)]) for every documented section; a required key has default "-"."""
     sections = []
     for name, info in Config.model_fields.items():
         if is_hidden(info):

@@ -78,7 +78,7 @@ class _Scanner:
         return (*path, count)
 
     def _inside(self, names: list[str]) -> Path:
-        """Returns the place of a table; the name of an array of tables means its latest table."""
+        """Returns the place of the table `names`; the name of an array of tables stands for its last table so far."""
         path: Path = ()
         for name in names:
             path = (*path, name)
@@ -165,7 +165,7 @@ def model_at(place: Path, data: Mapping[str, Any], root: type[Section] = Config)
 
 
 def _step(annotation: Any, name: str | int) -> Any:
-    """Returns the type of the key `name` in a section, a table of tables or a list of tables; None if there is none."""
+    """Returns the type of entry `name` in a section, dict or list of type `annotation`; None if it has none."""
     if section := _section(annotation):
         field = section.model_fields.get(str(name))
         return field.annotation if field else None
@@ -179,7 +179,7 @@ def _section(annotation: Any) -> type[Section] | None:
 
 
 def field_at(place: Path, data: Mapping[str, Any], root: type[Section] = Config) -> FieldInfo | None:
-    """Returns the field of the key at a place; None if it is not a key of a known table, such as an item of a list."""
+    """Returns the pydantic field of the key at a place; None if no known table has this key."""
     model = model_at(place[:-1], data, root)
     return model.model_fields.get(str(place[-1])) if model else None
 
@@ -210,7 +210,7 @@ def _is_marked(field: FieldInfo | None, mark: str) -> bool:
 
 
 def accepts(field: FieldInfo | None, kind: type | None) -> bool:
-    """Returns whether `kind` is a field's type or one of its alternatives; kind None: whether the key may be absent."""
+    """Returns whether a field accepts values of type `kind`; if `kind` is None, whether its key may be absent."""
     return field is not None and _accepts(field.annotation, kind)
 
 
@@ -233,8 +233,8 @@ def is_switch(key: str) -> bool:
 
 
 def leaves(data: Any, place: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yields place and value of every key, in order. A place has at most three names: deeper tables, and lists other
-    than that of tasks, are values."""
+    """Yields (place, value) of every key, in order. Enters tables up to three names deep, and the list of tasks. Deeper
+    tables and other lists are yielded whole, as values."""
     if isinstance(data, Mapping) and len(place) < 3:
         for name, value in data.items():
             yield from leaves(value, (*place, name))

@@ -140,7 +140,7 @@ def _toml_mistake(path: pathlib.Path, text: str, message: str) -> str:
 
 
 def _one_list_of_tasks(data: dict[str, Any]) -> None:
-    """Turns an only task, written as the table [task], into a list."""
+    """Turns a single task, written as the table [task], into a list of one task, as if written [[task]]."""
     if isinstance(data.get("task"), Mapping):
         data["task"] = [data["task"]]
 
@@ -154,7 +154,8 @@ def _override(data: dict[str, Any], given: Iterable[tuple[str, str | None]], ori
 
 
 def _place(data: dict[str, Any], key: str) -> Path:
-    """Returns the place of a dotted key; `task.level` belongs to the only task. The next free index adds a task."""
+    """Returns the place in `data` of a dotted key. A key without an index, such as `task.level`, belongs to the only
+    task. If the index is one past the last task, an empty task is added to `data`."""
     names = key.split(".")
     if names[0] != "task" or len(names) < 2:
         return tuple(names)
@@ -184,8 +185,8 @@ def _put(data: dict[str, Any], place: Path, value: Any, key: str) -> None:
 
 
 def _parse(place: Path, data: Mapping[str, Any], key: str, text: str | None) -> Any:
-    """Returns the value of a command-line text, parsed as TOML; the text itself if the key takes text or it is not
-    TOML."""
+    """Returns the value that a command-line text gives to the key at `place`: the text parsed as TOML, or the text
+    itself if it is not TOML or the key takes text. Commas separate items of a list. No text means True."""
     known = field_at(place, data)
     if text is None:
         if known is not None and not accepts(known, bool):

@@ -88,10 +88,11 @@ only the names of rewards."""
 def with_local_keys(
     received: Mapping[str, Any], typed: Collection[str], role: str, load: Callable[[Mapping[str, Any]], Config]
 ) -> Config:
-    """Returns the configuration that a coordinator sent, with this machine's own values of its local keys.
+    """Returns the configuration that a coordinator sent, but with the machine-local keys from this machine's command
+    line, or else at their defaults. A value that refers to nothing on this machine is kept.
 
-    `typed` are the keys on this machine's command line, which `load` applies. Raises `UserError` if the role needs a
-    local key that the coordinator has set and `typed` lacks.
+    `typed` are the keys on the command line, which `load` applies. Raises `UserError` if the role needs a local key
+    that the coordinator has set and `typed` lacks.
     """
     config, kept = load(received), copy.deepcopy(dict(received))
     for local in LOCAL_KEYS:

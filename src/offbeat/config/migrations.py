@@ -45,8 +45,8 @@ def removed_at(place: Path) -> Removed | None:
 
 
 def migrated(stored: Mapping[str, Any], file: str | None = None) -> dict[str, Any]:
-    """Returns a stored configuration without removed keys. If `file`, its name, is given, logs dropped values that were
-    not the default."""
+    """Returns a stored configuration without removed keys. `file` is the configuration's file name, for warnings about
+    dropped values that were not the default; None: no warnings."""
     data = copy.deepcopy(dict(stored))
     for (section, key), removed in REMOVED.items():
         found = data.get(section)

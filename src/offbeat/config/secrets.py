@@ -37,7 +37,7 @@ def secrets_in(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restored(data: Mapping[str, Any], secrets: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration with `secrets`, by dotted key, put back; values that have changed since are kept."""
+    """Returns a copy of `data` with `secrets` (values by dotted key) put back, except where `data` has changed."""
     whole = copy.deepcopy(dict(data))
     for key, value in secrets.items():
         *parents, name = (int(part) if part.isdecimal() else part for part in key.split("."))

@@ -48,7 +48,7 @@ def summarise(config: Config, num_parameters: int | None = None) -> list[str]:
 
 
 def _learning(config: Config) -> str:
-    """Returns the line about the loss, with the values that its settings finally have."""
+    """Returns the line about the loss: each setting as configured, or else its default for the chosen loss."""
     chosen, loss = resolve_loss(config), config.loss
     held = {
         "clip": f"clip {chosen.clip_low:g} below and {chosen.clip_high:g} above",
@@ -72,8 +72,8 @@ def count(number: int, noun: str) -> str:
 
 
 def microbatches_per_update(config: Config) -> int:
-    """Returns the number of micro-batches of an update if all answers have the greatest length. A group's prompt is
-    packed once per micro-batch; answers that are claimed separately may all have different prompts."""
+    """Returns the number of micro-batches of an update, as if all prompts and answers had the greatest length. Answers
+    of a group share one copy of the prompt per micro-batch; answers that are claimed singly count as groups of one."""
     batch, rollout = config.batch, config.rollout
     own, prompt = rollout.max_new_tokens - 1, rollout.max_prompt_tokens
     groups = batch.claims_per_step // batch.updates_per_step

@@ -3,9 +3,8 @@
 The next draw depends only on the ledger's cursor, so a restart neither skips nor repeats a problem.
 
 The over-provision factor is the ratio of groups in flight (drawn, but not yet trained or dropped) to groups that a step
-trains. It may be configured as a number. With "auto", it is chosen at every published version: from the trainer's idle
-time (`Depth`) if generation overlaps with training, or from the event model's predictions (`rules.over_provision`) in a
-run with rounds (generation stops once a batch is complete). The choice is not stored: it starts afresh after a restart.
+trains. With "auto", it is chosen at every published version, differently for generation that overlaps with training and
+for rounds (generation stops once a batch is complete). It is not stored: it is chosen afresh after a restart.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class Issuer:
             self.held_out(version=0)
 
     def draw(self, cursor: Cursor, count: int, version: int | None) -> list[NewGroup]:
-        """Returns the next `count` training groups after `cursor`. They require `version`; None: any version. Every
-        prompt is drawn as `num_siblings` groups, each with its own seed."""
+        """Returns the next `count` training groups after `cursor`. Each prompt gives `num_siblings` groups in a row,
+        each with its own seed. Only `version` may generate their answers; None: any version may."""
         drawn, last, groups = dict(cursor.drawn), cursor.last, []
         for ordinal in range(cursor.next_ordinal, cursor.next_ordinal + count):
             last = self._next(drawn, last)
@@ -132,9 +131,9 @@ def problem_record(problem: Problem) -> Mapping[str, Any]:
 
 
 class Drawing:
-    """Draws groups into the ledger: for training, up to the limit `pace`; for evaluation, when a version is published.
+    """Adds groups to the ledger: for training, as many as `pace` asks for; for evaluation, when a version is published.
 
-    Guarantees: one draw runs at a time, from the ledger's own cursor, so that no prompt is skipped or drawn twice; the
+    Guarantees: one draw runs at a time, from the ledger's own cursor, so that no prompt is skipped or drawn twice. The
     evaluation of a step is opened once. `call` runs a function on the ledger's thread.
     """
 
@@ -152,7 +151,8 @@ class Drawing:
         self._drawing, self._may_draw = asyncio.Lock(), True
 
     def check_again(self) -> None:
-        """Makes the next `draw` ask the ledger again, because more groups may be allowed now."""
+        """Makes the next `draw` ask the ledger whether more groups are allowed. Without this call, `draw` does nothing
+        once it has succeeded."""
         self._may_draw = True
 
     async def draw(self, over_provision: float) -> None:
@@ -190,12 +190,12 @@ FIRST_PATIENCE, MAX_PATIENCE = 4, 128
 
 
 class Depth:
-    """Number of steps by which workers should be ahead of the trainer: at most `max_staleness`, and as few as keep the
+    """Chooses by how many steps workers should be ahead of the trainer: at most `max_staleness`, and as few as keep the
     trainer busy, so that tokens are as fresh as possible.
 
-    The depth rises by one when the trainer was idle for more than `MAX_STILL` of a step. It falls by one after several
-    steps without such a wait; if the smaller depth proves too small, it is tried again only after more steps. Call
-    `trained` after every step; `steps` is then the depth for the next one.
+    This depth rises by one when the trainer was idle for more than `MAX_STILL` of a step. It falls by one after several
+    steps in which the trainer was busy. If it then has to rise again, the next fall takes twice as many steps, up to
+    `MAX_PATIENCE`. Call `trained` after every step; `steps` is then the depth for the next one.
     """
 
     def __init__(self, max_staleness: int):
@@ -217,7 +217,7 @@ class Depth:
 
 
 class Provisioning:
-    """Over-provision factor (groups in flight per group trained) of a fixed size. Subclasses choose it from events."""
+    """Holds a constant over-provision factor (groups in flight per group trained). Subclasses adapt it to events."""
 
     wants_survivors = False
     """Whether `began` uses its argument `survivors` (groups that were begun and are not in a batch yet)."""
@@ -244,7 +244,8 @@ class Provisioning:
         """Called when the batch of the current step has been claimed."""
 
     def began(self, step: int, num_slots: int, survivors: Sequence[Surviving]) -> None:
-        """Called when the version of `step` has been published, which begins the work on that step's batch."""
+        """Called when the version of `step` is published, which begins the work on that step's batch. `num_slots`:
+        answers that all workers can generate at once. `survivors`: groups begun earlier that are in no batch yet."""
 
     def trained(self, still_s: float, step_s: float) -> None:
         """Called after a step of `step_s` seconds, of which the trainer waited `still_s` for its batch."""
@@ -255,7 +256,8 @@ class Provisioning:
 
 
 class Overlapped(Provisioning):
-    """Factor if generation overlaps with training: 1 plus the steps by which workers should be ahead of the trainer."""
+    """Chooses the over-provision factor if generation overlaps with training: 1 plus the number of steps by which
+    workers should be ahead of the trainer (`Depth`)."""
 
     def __init__(self, max_staleness: int):
         self._depth = Depth(max_staleness)
@@ -279,11 +281,11 @@ NUM_UPDATES = 8
 
 
 class OverProvisionController(Provisioning):
-    """Over-provision factor for a run in rounds, chosen by the event model (a simulation of the next rounds).
+    """Chooses the over-provision factor of a run in rounds by the event model, a simulation of the next rounds.
 
-    The model gets answer lengths from trajectories, step times of engines from workers' reports, and groups begun but
-    not yet in a batch from the ledger. A choice takes tens of milliseconds, so several short rounds share one choice.
-    `on_choice` gets every change with its reason.
+    The model uses answer lengths (from trajectories), step times of engines (from workers' reports) and the groups that
+    were begun but are in no batch yet (from the ledger). A choice takes tens of milliseconds, so several short rounds
+    share one choice. `on_choice` is called with every choice that changes the factor.
     """
 
     wants_survivors = True
@@ -394,10 +396,11 @@ def provisioning_of(
     max_new_tokens: int,
     on_choice: Callable[[Decision], None],
 ) -> Provisioning:
-    """Returns the source of a run's over-provision factor.
+    """Returns the object that holds or chooses a run's over-provision factor.
 
-    With `configured` = "auto", `overlapped` is the largest staleness of a run whose generation overlaps with training,
-    and `rounds` the event model of a run in rounds. If both are None, the factor is 1.
+    A number in `configured` is the factor. With "auto", the factor follows the trainer's idle time if `overlapped`, the
+    largest staleness of a run whose generation overlaps with training, is given. Otherwise the event model with the
+    settings `rounds` chooses it. If both are None, the factor is 1.
     """
     if configured != "auto":
         return Provisioning(configured)

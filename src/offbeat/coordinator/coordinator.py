@@ -38,7 +38,7 @@ from offbeat.weights.version import Version
 
 
 class PartialCounters:
-    """Counts the partials (unfinished trajectories) handed back, and the tokens resumed, since the last `take`."""
+    """Counts, since the last `take`, partials (unfinished trajectories) handed back and the tokens of resumed tasks."""
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(("partials", "partial_tokens", "resumed_tokens"), 0)
@@ -60,9 +60,9 @@ class PartialCounters:
 class CurrentRound:
     """The current round and its workers, for runs in which generation stops when a batch is complete.
 
-    A round is named by the version that began it, and is over once the batch of that version's step is claimed. Rounds
-    are read from the ledger, so a restart does not change them. The workers that took part are kept in memory only,
-    because they are used only to keep tokens fresh. `read` runs a read-only ledger call on the writer thread.
+    A round is the generation of one batch. It begins with a new weight version, by whose number it is named, and ends
+    when the trainer claims the batch. Rounds are read from the ledger, so a restart does not change them. Which workers
+    took part is kept in memory only. `read` runs a read-only ledger call on the writer thread.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class CurrentRound:
         return bool(await self._changes.first(check, time.monotonic() + wait_s))
 
     def may_join(self, worker: str, number: int | None, have_version: int | None) -> bool:
-        """Whether a worker may begin or resume tasks for training, and not only for evaluation, in round `number`.
+        """Whether a worker that serves `have_version` may get training tasks in round `number`.
 
-        Between rounds (`number` is None) no worker may; in a run without rounds, each may. In a new round, a worker
-        that still serves the version of its last round must first load another. A worker that has loaded since then may
-        join even if its version is not the newest: otherwise a worker on a slow line, which receives every version too
-        late, would never work.
+        Evaluation tasks are not affected. In a run without rounds, every worker may; between rounds (`number` is None),
+        none. A worker that took part in an earlier round, and still serves the version it served then, must first load
+        another. That need not be the newest: otherwise a worker on a slow line, which receives every version too late,
+        would never work.
         """
         if not self._ledger.terms.in_rounds:
             return True
@@ -377,8 +377,8 @@ class Coordinator:
             )
 
     async def fail(self, worker: str, task: int, fence: int, reason: str) -> None:
-        """Records that a worker failed a task, which counts against both. A worker that fails most of its tasks is set
-        aside (gets none for a while); meanwhile, its failures count against neither."""
+        """Records that a worker failed a task; the failure counts against the worker and against the task. A worker
+        with too many failures is set aside: it gets no tasks for a while, and its failures then do not count."""
         counts = not self.fitness.aside_s(worker)
         await self._share(self.ledger.fail, worker, task, fence, "engine", reason, counts=counts)
         self.rewards.scorer.num_failed += 1
@@ -445,7 +445,8 @@ class Coordinator:
         return sorted([*self.presence.present(within_s), *self.rewards.present(within_s)])
 
     async def _version_to_serve(self) -> Version | None:
-        """Returns the version that an idle worker should load: what the first open task requires, else the latest."""
+        """Returns the version that an idle worker should load: the one that the first open task requires or, if it
+        requires none, the latest. None if there is no version yet."""
         wanted = await self._writer.read(self.ledger.wanted_version)
         if wanted is None:
             return await self._writer.read(self.ledger.latest_version)
@@ -498,7 +499,8 @@ class Coordinator:
             raise
 
     def step_figures(self) -> dict[str, float]:
-        """Returns figures for a step's metrics row: partials since the last call, and those of over-provisioning."""
+        """Returns figures for a step's metrics row: counts of partials since the last call, and the over-provisioning
+        factor with its predictions, if any."""
         return {**self._partials.take(), **self._provisioning.figures()}
 
     async def commit(
@@ -519,7 +521,7 @@ class Coordinator:
         await self._announce(version)
 
     async def _quarantine(self, tasks: Sequence[int]) -> None:
-        """Quarantines workers that generated a part of `tasks`, if audits show that their log-probs are wrong."""
+        """Quarantines each worker with an audited segment in `tasks` if its latest audits show wrong log-probs."""
         for worker, found in (await self.call(self.ledger.audit_results, tasks)).items():
             if is_believable(found):
                 continue
@@ -555,8 +557,9 @@ class Coordinator:
         self._versions.notify()
 
     async def report(self, row: Mapping[str, Any], *, generation: int = 0) -> None:
-        """Passes `row` to `on_report`: an event, or a step's metrics with the coordinator's figures added. A row that
-        cannot be written ends the run: otherwise its sender would retry for ever, unnoticed."""
+        """Passes the trainer's `row`, an event or a step's metrics, to `on_report`; adds the coordinator's figures to
+        metrics. An error in `on_report` ends the run: otherwise the trainer would retry for ever, unnoticed. The row is
+        refused if `generation`, the number of the trainer's start, is not the latest."""
         await self._share(self.ledger.check_generation, generation)
         if "event" not in row:
             row = {**row, "failures": self.rewards.scorer.num_failed, **self.step_figures(), **self.times.split()}

@@ -1,12 +1,12 @@
 """Manages leases of tasks: grants them, renews them at heartbeats, and takes them back.
 
 The ledger stores leases, `rules.leases` tracks their deadlines, and `rules.quarantine` finds hoarders: workers that
-hold tasks for too long without an answer. A task whose worker vanished is a suspect until it is handed in
-(`rules.leases`).
+hold tasks for too long without an answer. A task whose worker vanished is a suspect (it may have killed the worker)
+until its trajectory is complete. A task's fence is a number that grows with each lease, to tell old leases from new.
 
-Guarantees: a lease counts as lost only if its worker vanished or restarted. A task that a live worker hoards, or does
-not name in its heartbeats, is given back without blame for the task. Time in which this process itself was stopped, or
-waited for its disk, does not count against workers.
+Guarantees: a lease counts as lost only if its worker vanished or restarted. If a live worker hoards a task, or does not
+name it in its heartbeats, the task is freed, and this does not count as a failure of the task. Time in which this
+process itself was stopped, or waited for its disk, does not count against workers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from offbeat.trajectory import Origin, Task, Trajectory
 
 
 class Presence:
-    """The workers that have called and not left, with their slots (tasks that one can hold), figures and lives.
+    """The workers that have called and not left, each with its slots (tasks it can hold), latest metrics and life.
 
-    A life is one process of a worker: a worker that was killed and restarted has a new life and has lost its tasks.
+    A life is the id of a worker's process: a worker that was killed and restarted has a new life and lost its tasks.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -51,7 +51,7 @@ class Presence:
         self._slots[worker] = max(capacity, self._slots.get(worker, 0))
 
     def set_aside(self, worker: str) -> None:
-        """Counts no slots for a worker until it asks for tasks again. Its life is kept, to detect a restart."""
+        """Sets a worker's number of slots to 0 until it asks for tasks again, because it gets no tasks for a while."""
         if worker in self._slots:
             self._slots[worker] = 0
 
@@ -133,7 +133,8 @@ class LeaseManager:
             self.pace.granted(held, 0 if task.prefix is None else _num_sampled(task.prefix))
 
     def handed_in(self, worker: str, trajectory: Trajectory, fence: int, *, is_new: bool) -> None:
-        """Ends the lease of an accepted trajectory, whole or partial; `is_new` is False if it was already stored."""
+        """Ends a task's lease, numbered `fence`, once the worker's trajectory, whole or partial, is accepted. `is_new`
+        is False if an earlier call had already stored the trajectory."""
         self.leases.end([trajectory.task])
         if is_new:
             self.pace.handed_in(Lease(trajectory.task, fence, worker), _num_sampled(trajectory))
@@ -143,13 +144,13 @@ class LeaseManager:
         self.pace.reset_quiet_time(worker)
 
     def cleared(self, task: int) -> bool:
-        """Clears a task that was handed in whole; returns whether it was a suspect (its worker had vanished)."""
+        """Removes a completed task from the suspects (tasks whose worker vanished); returns whether it was one."""
         was_suspect = task in self._suspects
         self._suspects.discard(task)
         return was_suspect
 
     async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str) -> Heartbeat:
-        """Renews the leases in `held`, given by task and fence; the answer names tasks that the worker lost."""
+        """Renews the worker's leases `held`, pairs of task and fence (lease number); returns the tasks it has lost."""
         if self._presence.has_restarted(worker, life):
             self.pace.forget(worker)
             self._on_restart(worker)
@@ -161,7 +162,8 @@ class LeaseManager:
         return Heartbeat(lost=tuple(task for task, _ in held if task not in known))
 
     async def give_back(self, worker: str, leases: Sequence[tuple[int, int]]) -> bool:
-        """Frees tasks of `leases` (task, fence) that `worker` did not begin; returns whether it really held any."""
+        """Frees tasks that the worker did not begin, given as pairs of task and fence (lease number); returns whether
+        it still held any."""
         held = [Lease(task, fence, worker) for task, fence in leases]
         self.leases.end(lease.task for lease in held if self.leases.is_held(lease))
         return bool(await self._share(self.ledger.give_back, held, untouched=True))
@@ -196,7 +198,7 @@ class LeaseManager:
                 self._on_free()
 
     async def _take_from_hoarders(self) -> None:
-        """Sets hoarders (workers that hold tasks for too long) aside and frees their tasks, if others can do these."""
+        """Sets aside hoarders (workers that hold tasks too long) and frees their tasks, if other workers are there."""
         leased = await self._share(self.ledger.leased)  # by now, answers that waited for the disk are stored
         for worker, why in self.pace.overdue().items():
             if not self._presence.others(worker, max(self.leases.ttl_s, OTHERS_WITHIN_S)):
@@ -209,7 +211,7 @@ class LeaseManager:
                 self._on_free()
 
     async def _lose_all_but(self, worker: str, held: Sequence[tuple[int, int]]) -> None:
-        """Counts as lost all leases of a restarted worker that are not in `held`: they belonged to its earlier life."""
+        """Counts a restarted worker's leases as lost, except those in `held`, which its new process holds."""
         named, leased = set(held), await self._share(self.ledger.leased)
         gone = [lease for lease in leased if lease.worker == worker and (lease.task, lease.fence) not in named]
         self.leases.end(lease.task for lease in gone)

@@ -63,10 +63,11 @@ class _Present:
 def site_of(
     site: str, seen: str, host: str, port: int, networks: Sequence[str], *, behind_proxy: bool = False
 ) -> WorkerSite:
-    """Returns the site of a worker that calls from address `seen` and serves pieces at `port` (0: serves none).
+    """Returns site and address of a worker that names its site `site` and calls from IP address `seen`.
 
-    `host` is the address that the worker names for itself; "": `seen`. Raises `Refused` if `host` differs from `seen`
-    and is in none of `networks`.
+    It serves pieces at `port` of `host`, or of `seen` if `host` is empty. Its address is None if `port` is 0, or if
+    `behind_proxy` and only the proxy's loopback address is known. Raises `Refused` if `host` is neither `seen` nor in
+    one of `networks`.
     """
     calls_from = _address(seen)
     own = calls_from if not host else _address(host)
@@ -99,7 +100,7 @@ class RelayAssignment:
         self._heard: dict[str, _Present] = {}
 
     def sources(self, worker: str, site: WorkerSite) -> list[PieceSource]:
-        """Returns the peers that `worker` asks for pieces, in this order, before the coordinator or the run's store."""
+        """Returns the peers, in order, that `worker` asks for pieces before it asks the coordinator or the store."""
         self._forget_silent()
         if not site.site:
             self.leave(worker)

@@ -33,7 +33,7 @@ from offbeat.waiting import BackgroundTasks, Notifier
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """Samples that one judge (it computes rewards) holds under one ticket, all for the same reward function."""
+    """Samples leased together, under one ticket (id), to a judge, which computes their rewards with one function."""
 
     ticket: str
     judge: str
@@ -89,8 +89,9 @@ class PendingRewards:
             self._waiting.setdefault(sample.reward, deque()).append(sample)
 
     def lease(self, judge: str, capacity: int, rewards: Collection[str], *, timed: bool = True) -> RewardBatch | None:
-        """Leases up to `capacity` waiting samples to `judge`, all for the same reward: the one of `rewards` with the
-        fewest leased samples. Returns None if no sample waits for one. If not `timed`, the batch has no deadline."""
+        """Leases up to `capacity` waiting samples to `judge`, all for one reward function: the one of `rewards`
+        with the fewest leased samples. Returns None if no sample waits for any of `rewards`. If not `timed`, the batch
+        has no deadline."""
         ready = [reward for reward in self.rewards if reward in rewards]
         if not ready or capacity < 1:
             return None
@@ -165,11 +166,11 @@ class PendingRewards:
 
 
 class Scorer:
-    """Turns trajectories into reward inputs, and results into scores for the ledger.
+    """Turns trajectories into inputs of reward functions, and their results into scores for the ledger.
 
-    A reward is computed once and stored with the weight of each part. A failed reward is stored as a failure with its
-    reason, never as a zero. If too large a share of the latest rewards failed, the run stops instead of training on the
-    others.
+    A reward function may return several named parts, which are stored with their weights. A reward is computed once. A
+    failed reward is stored as a failure with its reason, never as a zero. If too large a share of the latest rewards
+    failed, the run stops instead of training on the others.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class Scorer:
         shaping: Shaping | None = None,
         untried: Collection[str] = (),
     ):
-        """`log_path` is named in errors; `untried` are names of parts with a weight, not yet seen in a reward."""
+        """`log_path` is named in errors. `untried`: names of reward parts with a weight, not yet seen in any reward."""
         self.decode, self.watch, self.log_path, self.shaping = decode, watch, log_path, shaping or Shaping()
         self.num_failed = 0
         self._unseen, self._has_seen_some = set(untried), False
@@ -222,7 +223,8 @@ class Scorer:
         return self.shaping.weighted(rewards)
 
     def take_unseen(self) -> list[str]:
-        """Returns, once, the names of weighted parts that no reward contained so far; empty before the first reward."""
+        """Returns the names of weighted reward parts that no reward has contained yet, and forgets them; empty before
+        the first reward."""
         if not self._has_seen_some:
             return []
         unseen, self._unseen = sorted(self._unseen), set()

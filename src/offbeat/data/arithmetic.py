@@ -48,7 +48,7 @@ def last_number(text: str) -> str | None:
 
 
 class Arithmetic:
-    """Source of sums and worked multiplications; a problem depends only on these arguments and its ordinal."""
+    """Source of sums and multiplications; a problem depends only on the constructor's arguments and its ordinal."""
 
     name = "arithmetic"
     default_reward = "number"

@@ -80,7 +80,7 @@ def is_held_out(question: str) -> bool:
 
 
 def judge(question: str, answer: str, info: Mapping[str, Any]) -> float:
-    """Returns the data set's own score of an answer to a problem of `Gym`; `info` is that of the problem."""
+    """Returns the data set's own score of `answer`; `question` and `info` are prompt and info of a problem of `Gym`."""
     if "entry" not in info:
         raise ValueError("the reward 'gym' judges only problems of reasoning-gym, and this one has another source")
     dataset = _judging(info["dataset"], json.dumps(info["options"], sort_keys=True))

@@ -1,8 +1,7 @@
 """Several sources, drawn in proportion to their weights.
 
 The next source depends only on how often each source was drawn before. So the ledger's counts are the only cursor, and
-a restarted run continues from them. The source that is farthest behind its share is drawn next, so no source is ever a
-whole draw ahead of its share.
+a restarted run continues from them. The source farthest behind its share is next, so none is ever a whole draw ahead.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SEED_STEP = 1_000_003
 
 @dataclass(frozen=True)
 class WeightedSource:
-    """A source with its settings in a mixture."""
+    """A source of problems with its settings in a mixture: name, weight, reward and system message."""
 
     source: PromptSource
     name: str
@@ -46,8 +45,8 @@ class WeightedSource:
 
 
 class Mixture:
-    """Sources that are drawn in proportion to their weights. `rewards` maps the names in `WeightedSource.reward` to
-    rewards."""
+    """Sources of problems, drawn in proportion to their weights. `rewards` maps each name that a source has
+    in `WeightedSource.reward` to that reward."""
 
     def __init__(self, members: Sequence[WeightedSource], rewards: Mapping[str, RewardSpec]):
         assert members, "a mixture needs a source"

@@ -24,7 +24,7 @@ from offbeat.errors import UserError
 
 
 class Rendered(Protocol):
-    """Fields of a source that `Renderer` needs; `WeightedSource` has them."""
+    """The properties of a problem's source that `Renderer` reads; `WeightedSource` has them."""
 
     @property
     def name(self) -> str: ...
@@ -124,7 +124,7 @@ def _template_of(tokenizer: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt, as text or as chat messages, and the facts that its reward receives."""
+    """A prompt, as text or as chat messages, with the expected answer, if any, and further data for its reward."""
 
     prompt: str | Sequence[Mapping[str, Any]]
     answer: str | None = None

@@ -1,8 +1,7 @@
-"""Index of the keys and values that aborted requests left in free slots, so that the requests can resume without
-prefill.
+"""Index of keys and values that aborted requests left in the KV cache, from which a request resumes without prefill.
 
-A free slot keeps its content until another request needs the slot; the least recently aborted one is reused first. So
-caching takes no memory from running requests. Guarantees:
+The KV cache has slots, each for one request. A free slot keeps its content until another request needs the slot; that
+of the least recently aborted request is reused first. So caching takes no memory from running requests. Guarantees:
 
 - A prefix found for a request consists of the request's own tokens, with the same split into prompt and response. The
   split matters because the bits of the keys and values depend on it.

@@ -62,7 +62,7 @@ class Call:
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Tokens `start` to `end` (exclusive) of an answer, sampled by the weights with `label`; decoded from JSON."""
+    """Tokens `start` up to, not including, `end` of a server's answer, all sampled by the weights labelled `label`."""
 
     label: str = msgspec.field(name="version")
     start: int
@@ -117,7 +117,7 @@ class Dialect(Protocol):
     async def resume(self) -> None: ...
 
     async def label(self) -> str:
-        """Returns the weights' label; from a server without labels, a text that changes when the server restarts."""
+        """Returns the label of the server's weights; if it stores none, a text that changes when it restarts."""
         ...
 
     async def check(self) -> None:

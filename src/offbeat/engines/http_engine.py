@@ -119,7 +119,7 @@ class HttpEngine:
             self._changes.notify()
 
     async def _carry(self, running: ActiveRequest) -> Finish:
-        """Sends a request, and after a load or a broken connection its rest as a new call; returns why it finished."""
+        """Runs a request to its end, with a new call after a load or a broken connection; returns why it finished."""
         num_breaks = 0
         while running.over is None:
             await self._changes.wait_for(
@@ -215,7 +215,8 @@ class HttpEngine:
 
     @asynccontextmanager
     async def _still(self) -> AsyncIterator[None]:
-        """Holds back new calls while the block loads weights; a failure there ends the engine (unknown weights)."""
+        """Holds back new calls while the block loads weights. If the block fails, ends the engine, because the server's
+        weights are then unknown."""
         start_s = time.monotonic()
         self._is_loading = True
         self._meter.stand_still(True)
@@ -338,7 +339,7 @@ class HttpEngine:
 
 @dataclass(frozen=True)
 class LoadedVersion:
-    """Number of a loaded version, and the label that the server's weights got, which is unique to this load."""
+    """Number of a version that the server has loaded, and the label of its weights there. Each load has a new label."""
 
     number: int
     label: str
@@ -346,7 +347,7 @@ class LoadedVersion:
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """One request to a server: its tokens so far, with the versions of the weights and of the KV of each. Does no I/O.
+    """One request to a server and its tokens so far, each with the versions of its weights and its KV. Does no I/O.
 
     A request may take several calls: if a server's answers do not say which weights sampled each token, its calls are
     aborted for a load, and the request continues afterwards with a new call.
@@ -381,8 +382,8 @@ class ActiveRequest:
 
     @property
     def over(self) -> Finish | None:
-        """Finish reason if the request has all its tokens, else None. Even an aborted or broken call may have sent the
-        last token."""
+        """Finish reason if the kept tokens complete the request; None if tokens are still missing. Even a call that was
+        aborted or broken off may have sent the last token."""
         sampling = self.request.sampling
         if self.segments and self.segments[-1].tokens[-1] in sampling.stop_token_ids:
             return Finish.STOP
@@ -390,7 +391,7 @@ class ActiveRequest:
 
     @property
     def rest(self) -> Request:
-        """The request to send next: it already has the tokens kept from ended calls, and asks only for the others."""
+        """Request to send next: its input includes the tokens kept from ended calls, and it asks only for the rest."""
         if not self.num_tokens:
             return self.request
         request, sampled = self.request, np.concatenate([segment.tokens for segment in self.segments])
@@ -430,19 +431,19 @@ class ActiveRequest:
             self._spans = tuple(chunk.spans)
 
     def may_keep_kv(self, number: int) -> bool:
-        """Whether the call may keep its keys and values when version `number` is loaded. A call without a token may
-        not: it may not even have reached the server."""
+        """Whether the request allows the current call to keep its keys and values when version `number` is loaded.
+        False before the call's first token, because the call may not have reached the server yet."""
         request = self.request
         return bool(self._tokens) and request.kv is KvMode.STALE and 0 <= number - self._kv[-1] <= request.kv_lag
 
     def load(self, loaded: LoadedVersion, *, keeps_kv: bool) -> None:
-        """Records that the server got the weights `loaded` during the call and, unless `keeps_kv`, dropped its KV."""
+        """Records that the server loaded `loaded` during the call and, unless `keeps_kv`, dropped the call's KV."""
         self._loaded.append(loaded)
         self._kv.append(min(self._kv[-1], loaded.number) if keeps_kv else loaded.number)
 
     def end(self, *, has_spans: bool) -> None:
-        """Ends the call and turns its tokens into segments, each of one version. If the server's spans leave unknown
-        which weights sampled the tokens, raises an `EngineError` and drops the tokens."""
+        """Ends the call and turns its tokens into segments, each sampled by one version. With `has_spans`, drops the
+        tokens and raises an `EngineError` unless the server's spans say which weights sampled each token."""
         tokens, logprobs = np.asarray(self._tokens, np.int32), np.asarray(self._logprobs, np.float32)
         try:
             if len(tokens):
@@ -512,12 +513,12 @@ class MeteredCall:
 
 
 class Meter:
-    """Estimates the server's work for this worker from its answers.
+    """Estimates the server's work for this worker from the server's answers.
 
-    Each sampled token counts as one row of a step that read the context before the token, without padding. Each
+    Each sampled token counts as one row of a decode step; the row read all tokens before it, without padding. Each
     decoding call gets one token per step, so the number of steps is the number of tokens divided by the mean number of
-    decoding calls. Prefilled and resumed tokens are known only if every answer reports `num_cached`. The server counts
-    as busy while it has calls and is not paused.
+    calls that decode at once. Prefilled and resumed tokens are known only if every answer reports `num_cached`. The
+    server counts as busy while it has calls and is not paused.
     """
 
     def __init__(self, clock: Callable[[], float]):

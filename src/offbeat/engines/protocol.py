@@ -76,7 +76,8 @@ class Request:
 
     @property
     def engine_seed(self) -> int:
-        """Seed for engines that take one per request; requests that continue a response get others than the first."""
+        """Seed for engines that take one seed per request. It depends on `position`, so that a request that continues a
+        response does not repeat the sampling noise of the response's beginning."""
         digest = blake3(f"{self.seed}:{self.position}".encode()).digest(length=4)
         return int.from_bytes(digest, "little") & 0x7FFFFFFF
 

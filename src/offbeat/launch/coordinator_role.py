@@ -115,9 +115,9 @@ def _address(config: Config, run: Path) -> Address:
 
 
 def _port_before(run: Path, which: str) -> int:
-    """Returns the run's last port, from the URL under `which` in serve.json; 0 (any port) if there is none.
+    """Returns the run's last port, from the URL with the key `which` in serve.json; 0 (any port) if there is none.
 
-    While the original of a copied run exists, the copy gets 0: the port belongs to the original and its workers.
+    A copy of a run gets 0 while the original exists, because the port belongs to the original and its workers.
     """
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         last = json.loads((run / ADDRESS).read_text())
@@ -145,7 +145,7 @@ def _announce(folder: RunFolder, url: str, near_url: str, runtime: CoordinatorRu
 
 
 def _own_rewards(config: Config) -> str:
-    """Returns the options of `offbeat worker` that allow a judge to run those rewards of the run that are code."""
+    """Returns options of `offbeat worker` that allow a judge to run the run's own rewards, such as module:function."""
     own = {number: task.reward for number, task in enumerate(config.task) if task.reward and ":" in task.reward}
     key = "task" if len(config.task) == 1 else "task.{}"
     return "".join(f" --{key.format(number)}.reward {reward}" for number, reward in own.items())
@@ -173,14 +173,14 @@ async def _until_over(folder: RunFolder, runtime: CoordinatorRuntime, stopping: 
 
 
 def _first_to_evaluate(folder: RunFolder) -> int:
-    """Returns the step after the last one whose evaluation is in the metrics; an earlier process may have died while
-    evaluating."""
+    """Returns the first step whose evaluation may still have to be reported: the one after the last step with an
+    evaluation in the metrics. An earlier process may have died while evaluating."""
     judged = [row["step"] for row in read_metrics(folder.metrics_file) if held_out(row) is not None]
     return max(judged, default=-1) + 1
 
 
 async def _let_workers_leave(runtime: CoordinatorRuntime, lease_s: float) -> None:
-    """Tells workers and judges for up to `END_NOTICE_S` that the run is over, until those heard recently have left."""
+    """Announces the run's end. Waits up to `END_NOTICE_S` until workers and judges that called lately have left."""
     runtime.coordinator.end()
     deadline_s = time.monotonic() + END_NOTICE_S
     while time.monotonic() < deadline_s:

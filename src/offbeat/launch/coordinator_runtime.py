@@ -77,8 +77,8 @@ async def open_coordinator(
 
 
 def _record_fixed(folder: RunFolder, key: str, fact: str, value: Any) -> None:
-    """Records a fact as an event; on a resume, raises if the value has changed. Used for facts that are fixed for the
-    run but not part of its configuration: the hash of the chat template, and rewards passed in from Python."""
+    """Records `value` in an event of kind `fact`; on a resume, raises an error about `key` if it has changed. For facts
+    that are fixed but not configured: the hash of the chat template, and rewards passed in from Python."""
     before = folder.last_event(fact)
     if before is None or "value" not in before:
         folder.event(fact, value=value)

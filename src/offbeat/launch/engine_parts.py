@@ -1,6 +1,6 @@
 """Makes the configured engine, and another one if it dies.
 
-Only modules of the configured engine are imported: paced engines and engines with a server of their own need no torch.
+Only the configured engine's modules are imported: engines for tests ("paced") or with their own server need no torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Engines(Protocol):
         ...
 
     async def wait_exited(self) -> EngineDied:
-        """Waits until the engine is dead, which no failed call may have shown yet; returns the error to raise."""
+        """Waits until the engine dies, even if no call is made that could fail; returns the error to raise."""
         ...
 
     async def dispose(self, error: EngineDied) -> None:
@@ -86,7 +86,8 @@ def engines_of(config: Config, name: str, folder: Path, log: Path | None = None)
 
 
 class HasAdapterBase:
-    """Callable that tells whether a worker's engine has the adapters' base model, so that it need not be fetched."""
+    """Callable that gets the digest of the adapters' base model and returns whether the worker need not fetch that
+    model. True for every engine with a server, which always uses model.path."""
 
     def __init__(self, engines: Engines, config: Config):
         self._engines, self._config = engines, config
@@ -114,7 +115,8 @@ class HasAdapterBase:
 
 
 def check_engine(config: Config, num_workers: int | None) -> None:
-    """Raises if the configured engine cannot have `num_workers` workers from one command; None: a one-process run."""
+    """Raises a `UserError` if one command cannot start `num_workers` workers with the configured engine. None means a
+    run in one process, which allows no engine that runs as a server."""
     engine, url = config.rollout.engine, config.engine.url
     if engine in SERVED and num_workers is None:
         raise UserError(
@@ -160,6 +162,6 @@ def _paced(config: Config, name: str) -> Engine:
 
 
 def _vocab_size(config: Config) -> int:
-    """Returns the model's vocabulary size, from its config.json; the coordinator refuses larger token ids."""
+    """Returns the vocabulary size in the model's config.json; the coordinator refuses token ids outside it."""
     data = json.loads((resolve(config.model.path) / "config.json").read_text())
     return int(data.get("vocab_size") or data["text_config"]["vocab_size"])

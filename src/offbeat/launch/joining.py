@@ -97,8 +97,8 @@ async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncItera
 
 
 def own_config(invitation: Invitation, sent: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """Returns the configuration `sent` by the coordinator, without the keys that this machine decides (unless it trusts
-    the coordinator), and with `overrides`."""
+    """Returns the configuration that the coordinator `sent`, with `overrides` and this machine's secrets. Unless the
+    coordinator is trusted, values that it may not choose for this machine become defaults, or raise if needed here."""
     file = invitation.folder / f"{invitation.role.value}-{CONFIG}"
     if (given := invitation.secrets_file) is not None and not given.is_file():
         raise UserError(f"--secrets-file {given}: there is no such file")
@@ -162,8 +162,8 @@ def _over_file(invitation: Invitation) -> Path:
 def own_folder(directory: str | None, name: str | None, url: str, lock_name: str = LOCK) -> Iterator[tuple[Path, str]]:
     """Locks a folder for a member (worker, judge or trainer); yields the folder and the name to join with.
 
-    If `directory` is None, the folder is in the user's cache and named after `name`, or after the machine if that is
-    None. If it is in use, the first unused one with a number is taken, so that a restarted worker finds its own folder.
+    If `directory` is None, the folder is in the user's cache, named after `name` or, without one, after the machine. If
+    that folder is in use, the first unused one with a number is taken, so that a restarted worker finds its own.
     """
     if directory is not None:
         path = Path(directory).expanduser().absolute()

@@ -114,7 +114,7 @@ def make_adapter(config: Config, policy: Policy) -> Adapter | None:
 
 
 def make_policy(config: Config) -> tuple[Policy, PreTrainedModel | None]:
-    """Returns the policy to train, and the frozen starting model as reference; None if the loss uses no reference."""
+    """Returns the policy to train, and the reference (the frozen starting model), or None if the loss needs none."""
     optimizer = config.optimizer
     policy = Policy(
         _load(config, _lora(config)),
@@ -137,7 +137,8 @@ def make_policy(config: Config) -> tuple[Policy, PreTrainedModel | None]:
 
 
 def make_publisher(config: Config, folder: Path, key: Path, adapter: Adapter | None, *, is_away: bool) -> Publisher:
-    """Makes a publisher of whole files for engines on this disk, and of pieces if engines may run elsewhere.
+    """Makes the trainer's publisher of weight versions. It writes whole files into `folder` for engines that share this
+    disk and, if engines may run elsewhere, also pieces that other machines fetch.
 
     `key` is the file of the signing key. `is_away`: the trainer runs on another machine than the coordinator.
     """

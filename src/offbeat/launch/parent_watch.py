@@ -16,7 +16,8 @@ GRACE_S = 10.0
 
 
 def watch_parent() -> bool:
-    """Makes this process end with its supervisor, if it was started by one that asks for it; returns whether it was."""
+    """Makes this process end when its supervisor ends, and returns True. If no supervisor asked for that when it
+    started this process, does nothing and returns False."""
     descriptor = os.environ.pop(VARIABLE, None)
     if descriptor is None:
         return False

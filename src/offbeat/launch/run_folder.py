@@ -244,7 +244,7 @@ class RunFolder:
 
 
 def _write_config(path: Path, config: Config, then: str = "then --resume the run") -> None:
-    """Writes the secrets to secrets.json, and then config.json without secrets, so that none is lost."""
+    """Writes secrets to secrets.json, and then config.json without them; a failure in between loses no secret."""
     stated = resolved(config)
     with readable_by(config.run.access):
         try:
@@ -356,7 +356,8 @@ def newest(parent: Path) -> Path:
 
 
 def trained_lengths(folder: str, which: Literal["prompt", "answer"]) -> list[int]:
-    """Returns the token count of each training prompt or answer of a run; lacks the prompts of pruned trajectories."""
+    """Returns the number of tokens of each training prompt, or of each training answer, of a run. Prompts of pruned
+    trajectories are left out, because they are no longer stored."""
     file = Path(folder) / LEDGER
     if not file.is_file():
         raise UserError(f"run = {folder!r}: holds no ledger; give a run's folder")

@@ -1,8 +1,7 @@
 """Requests to stop a run before its last step: Ctrl-C, SIGTERM, or its time limit.
 
 After the first request, the current step finishes and the run ends with a checkpoint. A second signal ends the run at
-once; it can be resumed from its last checkpoint. Only the main thread receives signals. The previous signal handlers
-are restored afterwards.
+once; it can be resumed from its last checkpoint. Only the main thread receives signals.
 """
 
 from __future__ import annotations
@@ -70,7 +69,8 @@ class Stopping:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within the block, signals request a stop; outside the main thread, only signals that `run` passes on."""
+        """Within the block, signals request a stop. In a thread other than the main thread, only signals that `run`
+        passes on to that thread do so."""
         loop, thread_run = asyncio.get_running_loop(), _thread_run.get()
         if thread_run is not None:
             with thread_run.passing_on(self._on_signal):
@@ -120,7 +120,8 @@ class _ThreadRun(Generic[T]):
 
     @contextmanager
     def passing_on(self, handler: Handler) -> Iterator[None]:
-        """Within the block, signals call `handler` in the coroutine's event loop; else they cancel the coroutine."""
+        """Within the block, signals call `handler` in the coroutine's event loop. Outside, they cancel the
+        coroutine."""
         self._pass_on = handler
         try:
             yield

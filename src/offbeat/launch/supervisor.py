@@ -114,8 +114,8 @@ class Supervisor:
             asked.cancel()
 
     async def _stop_when(self, stopping: Stopping) -> None:
-        """Passes a request to stop on to the trainer, which saves a checkpoint, and after the trainer's end to the
-        coordinator, which the trainer needs until then. The trainer may take as long as its step takes; a second signal
+        """Waits for a request to stop, and then ends the trainer, which saves a checkpoint first. Ends the coordinator
+        after the trainer, which needs it until then. The trainer may take as long as its step takes; a second signal
         ends everything at once."""
         await stopping.requested.wait()
         assert stopping.why is not None

@@ -58,7 +58,8 @@ async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
 
 
 def need_processes(config: Config, why: str) -> None:
-    """Raises if reward.processes = 0, for runs that no judge can join; `why` gives the reason."""
+    """Raises a `UserError` if reward.processes = 0; for runs that judges cannot join, in which nothing else computes
+    rewards. `why` ends the message: why judges cannot join, and what to do."""
     if not config.reward.processes:
         raise UserError(f"reward.processes = 0: allowed 1 or more here, because {why}")
 

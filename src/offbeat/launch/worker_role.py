@@ -82,7 +82,8 @@ async def receiving(
         server: PeerServer | None = None
 
         async def learn() -> list[str]:
-            """Asks the coordinator for peers; returns the hashes of the keys that this worker's own server accepts."""
+            """Reports this worker's address to the coordinator and learns which peers to fetch from. Returns the hashes
+            of the keys with which peers may fetch from this worker's own server."""
             host, port = ("", 0) if server is None else (_own_host(server.host), server.port)
             answer = await coordinator.peers(site.name, host, port, peers.root_bytes_per_s)
             peers.use(usable(answer.peers, allow_plain=allow_plain))
@@ -114,8 +115,8 @@ async def receiving(
 
 
 def usable(peers: Sequence[wire.Peer], *, allow_plain: bool) -> dict[str, str]:
-    """Returns, by URL, the keys to show to those peers that may be asked. Peers use no TLS, so without `allow_plain`
-    only loopback addresses are allowed."""
+    """Returns the peers that may be asked for pieces: a mapping from each peer's URL to the key to show to it. Peers
+    use no TLS, so without `allow_plain` only those at loopback addresses are returned."""
     near = [peer for peer in peers if allow_plain or is_loopback(peer.host)]
     if len(near) < len(peers):
         num_left = len(peers) - len(near)
@@ -124,7 +125,8 @@ def usable(peers: Sequence[wire.Peer], *, allow_plain: bool) -> dict[str, str]:
 
 
 def _own_host(bound: str) -> str:
-    """Returns the host to report to the coordinator; "" (use the one it sees) if the server listens on all."""
+    """Returns the host to report to the coordinator: the address `bound` at which this worker's server listens. Returns
+    "" if the server listens at all addresses; the coordinator then takes the address that it sees."""
     return "" if ipaddress.ip_address(bound).is_unspecified else bound
 
 
@@ -226,7 +228,8 @@ class WorkerSupervisor:
         )
 
     async def _hand_over(self, worker: Worker, client: WorkerClient) -> None:
-        """Submits finished work, and then releases all leases (loans of tasks) by the new client's first heartbeat."""
+        """Submits the finished work of `worker`, whose engine died. Then releases all its leases (loans of tasks) by
+        the first heartbeat of `client`, which is the next engine's client."""
         self.num_deaths += 1
         await worker.send_finished()
         await client.heartbeat([])

@@ -60,8 +60,8 @@ WHERE o.purpose = 'train' AND o.reissue_of IS NULL AND o.source = :source AND o.
 
 
 class SiblingRewards(NamedTuple):
-    """Fields of `BatchGroup` about an answer's siblings (other answers to its prompt); siblings in a batch share
-    them."""
+    """The fields `prompt` and `earlier` of a `BatchGroup`, for an answer with siblings (other answers to its prompt).
+    Siblings in the same batch have the same values."""
 
     prompt: int
     """Id of the first group drawn for the prompt, which identifies the prompt."""
@@ -97,9 +97,9 @@ _PARTS = msgspec.json.Decoder(tuple[Reward, ...])
 class Batches(Versions):
     @transactional
     def claim(self, step: int, *, in_order: bool = True) -> Batch | None:
-        """Returns the batch of `step`; None while too few groups are ready. A batch is chosen once and never changes.
-        `step` must be the latest version's step or, once that step has a batch, the step after it. Takes groups by
-        ordinal if `in_order`, else those begun first (`rules.groups.select`)."""
+        """Returns the batch of `step`, which the first successful claim chooses for good; None while too few groups are
+        ready. A new batch must be of the latest version's step or, once that step has a batch, of the step after it.
+        Takes groups by ordinal if `in_order`, else those begun first (`rules.groups.select`)."""
         newest = self.latest_version()
         found = _living_batch(self, step)
         if found is None:
@@ -139,8 +139,8 @@ class Batches(Versions):
         versions.record(self, version)
 
     def current_round(self) -> int | None:
-        """Returns the version of the current round; None before the first version and while a claimed batch is not yet
-        trained."""
+        """Returns the number of the latest version, which began the current round of generation. Returns None between
+        rounds: before the first version, and while a claimed batch is not yet trained."""
         newest = self.latest_version()
         return None if newest is None or is_batch_claimed(self) else newest.number
 
@@ -165,7 +165,8 @@ class Batches(Versions):
             return call(*args, **kwargs)
 
     def check_generation(self, generation: int) -> None:
-        """Raises unless `generation` (number of a trainer's start) is the latest trainer's; 0 before the first."""
+        """Raises `RunStopped` unless `generation`, the number of a trainer's start, is that of the latest trainer.
+        Before the first trainer, the number must be 0."""
         newest = latest_trainer(self)
         known = 0 if newest is None else newest.generation
         if generation < known:
@@ -274,7 +275,8 @@ def _pieces(db: Database, groups: Sequence[int]) -> Pieces:
 
 
 def _version_runs(pieces: Iterable[Piece], known: Mapping[int, Lineage]) -> tuple[VersionRun, ...]:
-    """Sums a group's tokens by version, in the form that `select` expects."""
+    """Sums the tokens of a group's segments (`pieces`) by version. Each sum comes with the version's step, or None for
+    abandoned versions and for tokens that were not sampled."""
     num_tokens: dict[int | None, int] = {}
     for _, _, count, version in pieces:
         num_tokens[version] = num_tokens.get(version, 0) + count

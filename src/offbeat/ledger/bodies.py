@@ -28,7 +28,7 @@ MAX_ROW_BYTES = 256 * 1024
 
 
 def store(blobs: Blobs, digest: bytes, body: bytes) -> bytes | None:
-    """Returns the value for the row's `body` column: the bytes, or None after writing them to a file."""
+    """Returns the value for a trajectory's `body` column: `body`, or None after writing a long body to a file."""
     if len(body) <= MAX_ROW_BYTES:
         return body
     blobs.write(digest, body)

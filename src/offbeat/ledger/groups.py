@@ -1,8 +1,8 @@
 """Groups from the draw to their end: admission, the data cursor, readiness, dropping and re-issuing.
 
-Guarantees: every ordinal is drawn once, and the siblings of a prompt are drawn one after another. At most one group per
-ordinal is alive or trained (the schema checks this). Nothing is reset in place: a retried prompt is a new group with
-new tasks. A group without a signal (all rewards equal) is dropped and not re-issued: the next prompt takes its place.
+Guarantees: every ordinal (number of a training group) is drawn once, and the groups of one prompt (siblings) are drawn
+one after another. At most one group per ordinal is alive or trained. Nothing is reset in place: a retried prompt is a
+new group with new tasks. A group without a signal (all rewards equal) is dropped; the next prompt takes its place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COPIED = (
 
 class Groups(Versions):
     def cursor(self) -> Cursor:
-        """Returns the position in the data: next ordinal of a group, next prompt of each source, and the last draw."""
+        """Returns the position in the data: next group's ordinal, next prompt of each source, and last group drawn."""
         query = """SELECT source, source_ordinal, sibling FROM groups WHERE purpose = 'train'
                    ORDER BY ordinal DESC LIMIT 1"""
         row = self.execute(query).fetchone()
@@ -108,7 +108,7 @@ def _row(group: NewGroup) -> dict[str, Any]:
 
 
 def _eval_round(db: Database, row: dict[str, Any]) -> int:
-    """Returns the id of the evaluation round of the group's step; opens the round for its first group."""
+    """Returns the id of the evaluation round for the step that group `row` requires; opens one if there is none."""
     step = row["require_step"]
     if step is None:
         raise Refused(f"evaluation group {row['ordinal']} has no require_version; it must name the version to evaluate")
@@ -139,7 +139,8 @@ def _insert(db: Database, rows: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def settle_groups(db: Database, groups: Iterable[int]) -> int:
-    """Ends groups whose members all ended, or too few of which can still be scored; returns the number dropped."""
+    """Ends each open group whose tasks are all scored or failed, and drops each in which too many tasks failed. Also
+    drops groups with equal rewards, as far as `max_no_signal` allows. Returns the number of groups dropped."""
     query = """SELECT id, purpose, size, num_scored, num_failed, retry FROM groups
                WHERE +state = 'open' AND id IN (SELECT value FROM json_each(?)) ORDER BY id"""  # + avoids state's index
     ended: list[tuple[str, float, int]] = []
@@ -161,8 +162,8 @@ def settle_groups(db: Database, groups: Iterable[int]) -> int:
 
 
 def _drop_without_signal(db: Database, groups: Sequence[int]) -> int:
-    """Drops those of `groups`, which just became ready, whose rewards are all equal, as far as `max_no_signal` allows;
-    returns how many."""
+    """Drops groups whose rewards are all equal, as far as `max_no_signal` allows, and returns the number dropped. All
+    `groups` have just become ready."""
     query = """SELECT g.id, g.ordinal, g.require_step, (
                    SELECT MAX(r.value) - MIN(r.value) FROM tasks t CROSS JOIN rewards r ON r.task = t.id
                    WHERE t.group_id = g.id AND t.state = 'scored')
@@ -194,14 +195,15 @@ def num_without_signal(db: Database, step: int) -> int:
 
 
 def _num_drawn_before(db: Database, step: int, ordinal: int) -> int:
-    """Returns how many prompts drawn for `step` have an ordinal below `ordinal`; a re-issued prompt counts once."""
+    """Returns how many different ordinals below `ordinal` there are among training groups that require `step`."""
     query = """SELECT COUNT(DISTINCT ordinal) FROM groups
                WHERE purpose = 'train' AND require_step = ? AND ordinal < ?"""
     return int(db.execute(query, (step, ordinal)).fetchone()[0])
 
 
 def drop(db: Database, groups: Sequence[int], reason: Drop, at_step: int | None = None) -> None:
-    """Drops groups and their unfinished tasks. With reason `NO_SIGNAL`, `at_step` is the first step without a batch."""
+    """Drops groups and their unfinished tasks. `at_step` is given only with reason `NO_SIGNAL`: the first step without
+    a batch, under which `num_without_signal` counts the groups."""
     if not groups:
         return
     query = """SELECT p.task FROM tasks t JOIN partials p ON p.task = t.id AND p.state = 'kept'
@@ -219,7 +221,8 @@ def drop(db: Database, groups: Sequence[int], reason: Drop, at_step: int | None 
 
 def reissue(db: Database, groups: Sequence[int], *, with_new_seed: bool, for_step: int | None = None) -> list[int]:
     """Admits the prompts of dropped groups again, as new groups with the same ordinals; returns the new groups' ids. If
-    a group required a step, the new one requires that step, or `for_step` if given, and waits for a version of it."""
+    a dropped group required a step, its new group requires `for_step`, or the same step if that is None. The new group
+    waits until the required step has a version."""
     rows = []
     for group in groups:
         values = db.execute(f"SELECT {COPIED} FROM groups WHERE id = ?", (group,)).fetchone()

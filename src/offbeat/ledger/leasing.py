@@ -1,10 +1,10 @@
 """Leases: handing open tasks to workers, and the ways in which a lease ends without a trajectory.
 
-Guarantees: one worker at a time holds a task, under a fence that grows with every lease; a task that requires a version
-goes only to a worker that has that version; a task that failed `max_attempts` times ends as failed, with the reason; an
-attempt counts once, however often its failure is reported. When a worker vanishes, only the task to blame counts a
-failure (`offbeat.rules.leases`). Returning a task and restarting the coordinator cost no attempt: otherwise a run that
-is killed often would train on different data than an undisturbed one.
+Guarantees: one worker at a time holds a task, under a fence (a number that grows with every lease). A task that
+requires a version goes only to a worker that has it. A task that failed `max_attempts` times ends as failed, with the
+reason; a failure counts once, however often it is reported. When a worker vanishes, at most one of its tasks counts a
+failure (`offbeat.rules.leases.culprit`). Returning a task and restarting the coordinator count none: otherwise a run
+that is killed often would train on different data than an undisturbed one.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class LeaseRequest:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other worker has slots."""
+        """Whether no worker other than the requesting one has slots, which are places for tasks."""
         return self.total_slots is None or self.total_slots <= self.capacity
 
     @property
     def table(self) -> str:
-        """FROM and WHERE clauses for the groups whose tasks the worker may be given."""
+        """Returns the SQL clauses (FROM and WHERE) that select the groups from which the worker may get tasks."""
         return OPEN_EVAL if self.only_eval else OPEN
 
 
@@ -77,9 +77,9 @@ class Leasing(Groups):
         only_eval: bool = False,
         skips_failed: bool = False,
     ) -> list[Task]:
-        """Leases up to `capacity` open tasks that require `have_version` or no version; fewer, if the rest is the share
-        of other workers or could not be trained in time. In a run with rounds, only evaluation tasks are leased between
-        two rounds. Other parameters: see `LeaseRequest`."""
+        """Leases up to `capacity` open tasks that require `have_version` or no version. Leases fewer if the others are
+        the share of other workers, or would be too stale before they could be trained. With `terms.in_rounds`, leases
+        only evaluation tasks while a batch is being trained. For the other parameters see `LeaseRequest`."""
         only_eval = only_eval or (self.terms.in_rounds and is_batch_claimed(self))
         request = LeaseRequest(worker, capacity, have_version, total_slots, only_eval, skips_failed)
         if capacity <= 0:
@@ -110,7 +110,7 @@ class Leasing(Groups):
         return tasks
 
     def wanted_version(self) -> int | None:
-        """Returns the version that the first open task requires, which an idle worker should load; None: any."""
+        """Returns the version that the first open task requires, for idle workers to load; None if any will do."""
         return first_wanted(_open_groups(self, 1))
 
     def leased(self) -> list[Lease]:
@@ -118,12 +118,12 @@ class Leasing(Groups):
         return [Lease(*row) for row in self.execute("SELECT id, fence, worker FROM tasks WHERE state = 'leased'")]
 
     def suspects(self) -> list[int]:
-        """Returns the unfinished tasks whose worker vanished at least once."""
+        """Returns the ids of unfinished tasks that may kill workers: a worker vanished while it held the task."""
         query = "SELECT id FROM tasks WHERE num_losses > 0 AND state IN ('open', 'leased')"
         return [task for (task,) in self.execute(query)]
 
     def still_held(self, worker: str, leases: Sequence[tuple[int, int]]) -> list[Lease]:
-        """Returns those of `leases`, pairs of task and fence, that `worker` still holds."""
+        """Returns those of `leases`, pairs of task id and fence (the lease's number), that `worker` still holds."""
         wanted = dict(leases)
         query = """SELECT id, fence, worker FROM tasks
                    WHERE state = 'leased' AND worker = ? AND id IN (SELECT value FROM json_each(?))"""
@@ -165,7 +165,7 @@ class Leasing(Groups):
         self, worker: str, task: int, fence: int, reason: str, detail: str | None = None, *, counts: bool = True
     ) -> TaskState:
         """Records a failed attempt and returns the task's new state: open again, or failed after `max_attempts`
-        failures that count. `counts` is False for a worker that is set aside."""
+        failures that count. `counts` is False if the worker is set aside, that is, gets no tasks for now."""
         row = self.execute("SELECT state, worker, fence, failed_fence FROM tasks WHERE id = ?", (task,)).fetchone()
         if row is None:
             raise Unknown(f"task {task} does not exist in this run")
@@ -180,8 +180,8 @@ class Leasing(Groups):
 
     @transactional
     def set_aside(self, worker: str, why: str, seconds: float) -> int:
-        """Records that `worker` gets no tasks for `seconds`, and `why`. Its earlier failures of unfinished tasks no
-        longer count; returns the number of these failures."""
+        """Records that `worker` gets no tasks for `seconds`, for the reason `why`. The worker's past failures no longer
+        count against tasks that are unfinished. Returns the number of failures that this cancels."""
         now = self.wall_clock()
         query = "INSERT INTO set_aside (worker, why, since, until) VALUES (?, ?, ?, ?)"
         self.execute(query, (worker, why, now, now + seconds))
@@ -196,8 +196,8 @@ class Leasing(Groups):
 def _assigned(
     db: Database, near: Sequence[OpenGroup], requester: Requester, next_step: int, request: LeaseRequest
 ) -> list[tuple[int, int]]:
-    """Returns the groups to lease from, each with a number of tasks. Looks at `near`, the first open groups, and loads
-    the other groups, or the totals that limit the answer, only if the answer depends on them."""
+    """Returns pairs of a group id and the number of its tasks to lease to the worker. `near` are the first open groups.
+    The other open groups, and the counts that limit the result, are loaded only if the result depends on them."""
     is_all = len(near) < NUM_NEAR + requester.capacity
     num_open = sum(group.num_open for group in near)
     if not is_all and requester.share(num_open) < requester.capacity:
@@ -243,7 +243,7 @@ def _requester(db: Database, request: LeaseRequest, step: int | None) -> Request
 
 
 def _num_begin(db: Database, step: int | None, next_step: int) -> int | None:
-    """Returns how many groups may be begun with a version of `step` and be trained in time; None: any number."""
+    """Returns how many groups may be begun with a version of `step` and not be too stale to train; None: any number."""
     if step is None or db.terms.groups_per_step is None:
         return None
     begun: Counter[int] = Counter()
@@ -281,7 +281,8 @@ def _open_groups(db: Database, limit: int = -1, request: LeaseRequest | None = N
 
 
 def _away(db: Database, groups: Sequence[int], request: LeaseRequest) -> set[int]:
-    """Returns those of `groups` that have kept partials (unfinished answers), but none from the requesting worker."""
+    """Returns those of `groups` whose open tasks have partials (unfinished answers), all from workers other than the
+    requesting one. Empty if no other worker has slots."""
     if not groups or request.is_alone:
         return set()
     query = """SELECT t.group_id, p.worker = ? FROM json_each(?) g
@@ -292,9 +293,9 @@ def _away(db: Database, groups: Sequence[int], request: LeaseRequest) -> set[int
 
 
 def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> tuple[list[Task], int | None]:
-    """Loads at most `count` open tasks of `group` that the worker may run, and the group's `first_step` (of the version
-    that began it). Skips tasks whose partial is newer than the worker's version; tasks whose partial came from another
-    worker come last."""
+    """Returns up to `count` open tasks of `group` that the worker may run, and the group's `first_step`: the step of
+    the oldest version that began it, or None. Skips tasks whose partial (unfinished answer) is newer than the worker's
+    version. Tasks whose partial came from another worker come last."""
 
     def found(which: str, limit: int) -> list[Any]:
         query = f"""SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.prompt, g.sampling, g.require_version,
@@ -335,8 +336,8 @@ def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> 
 
 
 def _forget_first_step(db: Database, groups: Iterable[int]) -> None:
-    """Clears `first_step` (step of the version that began a group) of groups that have no sampled token in the ledger
-    or with a worker, so that any version may begin them."""
+    """Clears `first_step`, the step of the oldest version that began a group, so that any version may begin the group.
+    Does so only for open groups of which neither the ledger nor a worker has a sampled token."""
     db.execute(
         """UPDATE groups SET first_step = NULL
            WHERE id IN (SELECT value FROM json_each(?)) AND +state = 'open' AND num_open = size AND NOT EXISTS (
@@ -365,7 +366,8 @@ def sampling_of(text: str) -> Sampling:
 
 
 def check_lease(task: int, worker: str, fence: int, *, holder: str | None, newest: int) -> None:
-    """Raises unless `worker` and `fence` are those of the task's latest lease, which are `holder` and `newest`."""
+    """Checks the lease that `worker` names. Raises unless `worker` is `holder` and `fence` is `newest`: the worker and
+    the fence of the task's latest lease."""
     if fence < newest:
         raise Fenced(f"lease {fence} of task {task} is over: the task was leased again (lease {newest})")
     if fence > newest:

@@ -5,10 +5,9 @@ its own transaction, page by page, without blocking writers. Files of large bodi
 first; then the target's ledger is replaced by a rename. So the target always holds a whole copy, the previous one or
 the new one. To restore, copy the target's files back into a run's folder.
 
-Pruning deletes the bytes of trajectories that no resume needs. A resume from a durable checkpoint of step c trains the
-batches of step c and later again. So pruning deletes the bytes of trajectories that were trained before step c, or that
-ended without training before the commit that produced step c; their rows, digests and sums stay. A resume from an older
-checkpoint, whose batch has lost its bytes, is refused.
+Pruning deletes the bytes of trajectories that no resume from a durable checkpoint of step c needs: those trained before
+step c, and those that ended without training before the commit that produced step c. Their rows, digests and sums stay.
+A resume from an older checkpoint, whose batch has lost its bytes, is refused.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class BackupTarget(Protocol):
     def put_blob(self, digest: bytes, body: bytes) -> None: ...
 
     def take(self, ledger: Path) -> None:
-        """Replaces the target's copy of the ledger by the file `ledger`, atomically."""
+        """Stores the file `ledger` in the target, where it atomically replaces the ledger of the previous backup."""
 
     def sweep(self, named: set[bytes]) -> None:
         """Removes all bodies whose digest is not in `named`."""
@@ -219,8 +218,8 @@ class Maintenance(Database):
 
 
 def _prune_slice(db: Database, before: int) -> Pruned:
-    """Deletes up to `SLICE` bodies of trajectories that no resume from step `before` or later needs. Bodies in files
-    are left to `sweep`."""
+    """Deletes the bytes of up to `SLICE` trajectories that no resume from step `before` or later needs. Bytes stored in
+    a file are only marked as pruned; `sweep` deletes the file."""
     rows = db.execute(PRUNABLE, {"before": before, "slice": SLICE}).fetchall()
     db.executemany("UPDATE trajectories SET body = NULL, pruned = 1 WHERE seq = ?", [(seq,) for seq, _, _ in rows])
     num_pruned = Counter(group for _, group, _ in rows)

@@ -49,8 +49,9 @@ def mark_continued(db: Database, tasks: Iterable[int]) -> None:
 
 
 def contributors(db: Database, task: int) -> list[tuple[str, int]]:
-    """Returns, for each partial that a task's trajectory continues, the worker that submitted it and the number of
-    sampled tokens up to its end. In order, without the last wasted partial and those before it."""
+    """Returns the workers that sampled the beginning of a task's trajectory. For each partial that the trajectory
+    continues, in order: the worker that submitted the partial, and the number of sampled tokens up to its end. Only
+    partials after the last wasted one count."""
     query = """SELECT worker, num_sampled_tokens FROM partials WHERE task = :task AND state <> 'wasted'
                AND seq > (SELECT COALESCE(MAX(seq), 0) FROM partials WHERE task = :task AND state = 'wasted')
                ORDER BY seq"""
@@ -58,7 +59,7 @@ def contributors(db: Database, task: int) -> list[tuple[str, int]]:
 
 
 def rescue(db: Database, task: int) -> None:
-    """Marks a task's latest partial as continued, if it counted as wasted: its continuation has arrived after all."""
+    """If a task's latest partial is wasted, marks it as continued instead, because its continuation has arrived."""
     db.execute(
         "UPDATE partials SET state = 'continued', reason = NULL "
         "WHERE state = 'wasted' AND seq = (SELECT MAX(seq) FROM partials WHERE task = ?)",
@@ -85,8 +86,8 @@ def waste(db: Database, tasks: Iterable[int], reason: str) -> None:
 
 
 def waste_abandoned(db: Database, reason: str) -> None:
-    """Marks kept partials with tokens of an abandoned version as wasted. Versions only rise along a trajectory, so each
-    partial's last version is checked."""
+    """Marks kept partials with tokens of an abandoned version as wasted, with `reason`. Checks only each partial's last
+    version, because versions only rise along a trajectory."""
     db.execute(
         "UPDATE partials SET state = 'wasted', reason = ?, body = NULL WHERE state = 'kept' "
         "AND last_version IN (SELECT number FROM versions WHERE abandoned = 1)",

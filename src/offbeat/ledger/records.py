@@ -73,7 +73,7 @@ class Drop(StrEnum):
 
 
 class TaskState(StrEnum):
-    """State of a task. A failed task failed in a worker if it has no trajectory, else in its reward."""
+    """State of a task. A task fails if workers fail to produce its trajectory, or if its reward cannot be computed."""
 
     OPEN = "open"
     LEASED = "leased"
@@ -119,7 +119,7 @@ WORKER_LOST = "lost"
 
 
 class DrawCursor(NamedTuple):
-    """Position of a group in the data: source of its prompt, the prompt's ordinal there, and index among siblings."""
+    """Position of a group in the data: source, number of its prompt in the source, index among the prompt's groups."""
 
     source: str
     source_ordinal: int
@@ -181,7 +181,7 @@ class Scored:
 
 
 class Scores(NamedTuple):
-    """Effect of storing rewards."""
+    """What a call of `score` changed in the ledger."""
 
     num_tasks: int
     """Number of tasks whose reward or failure was stored; the other results came for tasks that did not wait."""
@@ -231,8 +231,8 @@ class Batch:
 
 
 class ComparedSegment(NamedTuple):
-    """Audit result of a segment: how many log-probs were compared with recomputed ones of the same version, and how
-    many of them are off (`offbeat.rules.quarantine`)."""
+    """Audit result of a segment (tokens that one worker sampled from one version): of how many tokens the trainer
+    recomputed the log-prob, and how many are off, meaning that it differs too much from the worker's."""
 
     task: int
     start: int
@@ -242,7 +242,7 @@ class ComparedSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class Surviving:
-    """A training group that was begun and is not in a batch yet."""
+    """A training group of which at least one task was begun, and which is not in a batch yet."""
 
     first_step: int
     """Step of the oldest version with which a member was begun."""
@@ -344,7 +344,7 @@ def derive_seed(seed: int, *path: object) -> int:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a starting trainer tells the ledger about itself."""
+    """Description of a starting trainer, for `reconcile`: its identity, and whether it may undo the run."""
 
     name: str = "trainer"
     host: str = ""

@@ -78,7 +78,7 @@ class Event:
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Segment of a trajectory, with its staleness in the trajectory's batch."""
+    """A segment of a trajectory (consecutive tokens of one version), with its staleness at the step of its batch."""
 
     start: int
     num_tokens: int
@@ -193,8 +193,8 @@ class Reports(Versions):
     def list_trajectories(
         self, limit: int, order: str = "latest", step: int | None = None, after: int = 0
     ) -> list[TrajectoryRow]:
-        """Returns up to `limit` trajectories of `step`, or of all steps if None, with `seq` (number in order of
-        acceptance) above `after`, sorted by `order`, one of `ORDERS`."""
+        """Returns up to `limit` trajectories, sorted by `order`, a key of `ORDERS`. Only those in the batch of `step`,
+        unless None, and only those with a `seq` (number in order of acceptance) above `after`."""
         query = f"{ROWS} WHERE (:step IS NULL OR b.step = :step) AND j.seq > :after {ORDERS[order]} LIMIT :limit"
         found = self.execute(query, {"step": step, "limit": limit, "after": after})
         return [TrajectoryRow(*(*row[:-1], bool(row[-1]))) for row in found]
@@ -336,7 +336,7 @@ class Reports(Versions):
         ]
 
     def eval_round(self, step: int) -> EvalRound | None:
-        """Returns the evaluation round of `step` that no resume has abandoned; None if there is none."""
+        """Returns the evaluation round of `step`; None if it has none, or only rounds that a resume abandoned."""
         return next((found for found in self.eval_results(step) if not found.is_abandoned), None)
 
     def report(self) -> RunReport:

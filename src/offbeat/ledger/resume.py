@@ -82,7 +82,8 @@ def _reconcile(db: Batches, step: int, version: int | None, arrival: Arrival) ->
 
 
 def _complete(db: Batches, step: int, version: int | None, newest: Version) -> Reconciled:
-    """Marks the last batch as trained, because its checkpoint was written but its commit was lost."""
+    """Handles a checkpoint that is one step ahead of the ledger, because the commit of the last batch was lost: marks
+    that batch as trained. Raises `UserError` if the checkpoint is further ahead or no such batch was claimed."""
     claimed = db.execute("SELECT id FROM batches WHERE step = ? AND state <> 'undone'", (newest.step,)).fetchone()
     if version is not None and versions.find(db, version) is not None:
         _check_checkpoint(db, step, version)
@@ -174,8 +175,9 @@ def _drop_abandoned_groups(db: Database) -> int:
 
 
 def _reset_first_step(db: Database, step: int) -> None:
-    """Resets `first_step` (step of the oldest version that began a group) if that version is abandoned: to `step`, the
-    checkpoint's, if a task is leased or all tasks have ended, else to NULL, so that any version may begin the group."""
+    """Resets the `first_step` of a group, the step of the oldest version that began it, if that version is abandoned.
+    If the group is open and none of its tasks is leased, the new value is NULL, so that any version may begin the
+    group. Otherwise it is `step`, the checkpoint's step."""
     db.execute(
         """UPDATE groups SET first_step = IIF(state = 'open' AND NOT EXISTS (
                SELECT 1 FROM tasks WHERE group_id = groups.id AND state = 'leased'), NULL, :step)

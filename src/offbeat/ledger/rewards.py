@@ -70,8 +70,8 @@ class Rewards(Database):
 
 
 def _before_first(db: Database) -> int:
-    """Returns the `seq` just before the first trajectory that waits for a reward; a huge number if none waits. The
-    search through the open groups is quick."""
+    """Returns the `seq` after which `unscored` starts: one less than that of the first trajectory that waits for a
+    reward, or a huge number if none waits. Fast, because it searches only open groups."""
     query = """SELECT MIN(j.seq) - 1 FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
                CROSS JOIN trajectories j ON j.task = t.id WHERE g.state = 'open' AND t.state = 'accepted'"""
     (before,) = db.execute(query).fetchone()

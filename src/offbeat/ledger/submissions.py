@@ -30,8 +30,8 @@ ENDED = ("failed", "dropped")
 
 
 class Issued(NamedTuple):
-    """Row of `ISSUED`: a task for which a submission arrived. States are plain strings to save time, because this is
-    built for every trajectory of a run."""
+    """A task for which a submission arrived, with its trajectory and latest partial, as the query `ISSUED` returns
+    them. States are plain strings to save time, because this is built for every trajectory of a run."""
 
     task: int
     state: str
@@ -216,8 +216,8 @@ class Submissions(Database):
 
 
 def _again(submission: Submission, digest: bytes, worker: str | None, stored: bytes | None) -> Outcome:
-    """Returns `REPEATED` for a second submission under the same fence; raises if it differs from the first, which came
-    from `worker` and has the digest `stored`."""
+    """Compares a submission with the earlier one under the same fence, which came from `worker` and has the digest
+    `stored`. Returns `REPEATED` if they are equal; raises if not."""
     task, fence = submission.trajectory.task, submission.fence
     if worker != submission.worker:
         raise Forbidden(f"lease {fence} of task {task} belongs to {worker}, not to {submission.worker}")

@@ -49,16 +49,16 @@ class Versions(Database):
         return found[0]
 
     def versions_in_use(self) -> list[int]:
-        """Returns the numbers of the two latest living versions (a worker may still be fetching the older one) and of
-        those that open groups require."""
+        """Returns the numbers of the two latest living versions, and of every version that an open group requires. The
+        second latest is in use because a worker may still be fetching it."""
         query = """SELECT number FROM (SELECT number FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 2)
                    UNION SELECT require_version FROM groups WHERE state = 'open' AND require_version IS NOT NULL"""
         return [number for (number,) in self.execute(query)]
 
     def versions_needed(self, checkpoint_step: int) -> list[int]:
-        """Returns the numbers of versions whose pieces may still be requested: `versions_in_use`, and every version
-        since `checkpoint_step` or since the oldest step at which an untrained group was begun, whichever is earlier.
-        `checkpoint_step` is negative if there is no checkpoint."""
+        """Returns the numbers of the versions whose weights may still be requested: `versions_in_use`, and every
+        version from the earliest of three steps on. These are `checkpoint_step` (ignored if negative: no checkpoint),
+        the oldest step at which an untrained group was begun, and the step of the second latest living version."""
         query = """SELECT MIN(first_step) FROM groups WHERE state IN ('open', 'ready', 'claimed')"""
         begun = self.execute(query).fetchone()[0]
         latest_two = "SELECT step FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 2"
@@ -74,7 +74,7 @@ class Versions(Database):
 
     @transactional
     def publish(self, version: Version) -> None:
-        """Records a version that no commit records: a run's first, or a checkpoint's weights under a new number."""
+        """Records a version not made by `commit`: a run's first, or a checkpoint's weights under a new number."""
         if is_recorded(self, version):
             return
         if version.parent is None:
@@ -106,7 +106,8 @@ def lineage(db: Database, numbers: Iterable[int]) -> dict[int, Lineage]:
 
 
 def lineage_and_step(db: Database, numbers: Iterable[int]) -> tuple[dict[int, Lineage], int]:
-    """Returns the lineage of `numbers` and of the newest version not abandoned, and the latter's step (0: none)."""
+    """Returns the `Lineage` of each version in `numbers` and of the newest living (not abandoned) version, by number;
+    then the step of that newest version, 0 if there is none."""
     query = """SELECT number, step, abandoned FROM versions WHERE number IN (
                    SELECT value FROM json_each(?) UNION ALL SELECT * FROM (
                        SELECT number FROM versions NOT INDEXED WHERE abandoned = 0 ORDER BY number DESC LIMIT 1))"""
@@ -168,7 +169,8 @@ def is_recorded(db: Database, version: Version) -> bool:
 
 
 def record(db: Versions, version: Version) -> None:
-    """Stores a new version, notes it in the batch that produced it, and assigns it to open groups of its step."""
+    """Stores a new version. Enters its number in the batch that produced it, in the claimed batch that is trained from
+    it, and in the open groups that require its step."""
     smallest = db.next_version_number()
     if version.number < smallest:
         raise Refused(f"version number {version.number} is too low; numbers only grow, and the next is {smallest}")
@@ -191,7 +193,8 @@ def record(db: Versions, version: Version) -> None:
 
 
 def _row(db: Database, version: Version) -> tuple[int, int, int | None, str, str, str]:
-    """Returns a version's `COLUMNS`. A path inside the ledger's folder becomes relative, so that a run can be moved."""
+    """Returns a version's row in the table: number, step, parent, digest, path, manifest. A path inside the ledger's
+    folder becomes relative, so that a run can be moved."""
     folder, path = db.path.parent.absolute(), version.path
     stored = f"{HERE}{path.relative_to(folder)}" if path.is_relative_to(folder) else str(path)
     return version.number, version.step, version.parent, version.digest, stored, version.manifest

@@ -146,7 +146,7 @@ class Workers(Database):
         return _worker(row[1:])
 
     def num_worker_moves(self) -> int:
-        """Returns how often any process has changed any worker's state."""
+        """Returns how often any worker's state was changed; a process that caches workers thus notices changes."""
         found = self.execute("SELECT value FROM meta WHERE key = 'worker_moves'").fetchone()
         return 0 if found is None else int(found[0])
 
@@ -188,8 +188,8 @@ class Workers(Database):
         return [_worker(row, leased.get(row[0], 0), compared.get(row[0], (0, 0))) for row in rows]
 
     def audit_results(self, tasks: Sequence[int]) -> dict[str, list[Compared]]:
-        """Returns each worker's latest audit results, oldest first; only workers that submitted an audited segment of
-        `tasks` and are neither quarantined nor revoked."""
+        """Returns the latest audit results, oldest first, of each worker that submitted an audited segment of `tasks`.
+        Leaves out workers that are quarantined or revoked."""
         query = """SELECT DISTINCT s.worker FROM segments s JOIN workers w ON w.name = s.worker
                    WHERE s.task IN (SELECT value FROM json_each(?)) AND s.num_compared > 0
                    AND w.state IN ('active', 'left')"""

@@ -274,7 +274,7 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
 
 
 def _name_tokenizer_for_all(file: Path) -> None:
-    """Gives a tokenizer file's generic class its name in transformers before 5, because engines still use those."""
+    """Gives the generic tokenizer class in `file` its name from before transformers 5, which engines still expect."""
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), encoding="utf-8")
 

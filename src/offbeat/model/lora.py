@@ -97,7 +97,7 @@ def find_layers(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns the tensors that a version consists of (no copies): the adapter's if the model has one, otherwise all."""
+    """Returns the tensors to publish as a version (no copies): those of the adapter, or all if there is no adapter."""
     return adapter_tensors(model) or state_tensors(model)
 
 

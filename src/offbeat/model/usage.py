@@ -1,7 +1,6 @@
-"""Decides whether a model's attention can be replaced: by the trainer's over packed rows, by the engine's over KV
-slots.
+"""Decides whether a model's attention can be replaced by Offbeat's: over packed rows (trainer), over KV slots (engine).
 
-This is correct only if tokens influence each other through attention alone, and if the model's attention needs no
+That is correct only if tokens influence each other through attention alone, and if the model's attention needs no
 option that the replacement lacks. Names and flags do not tell, so the model is probed: one forward pass over two rows
 of four tokens, in which attention is a function that records its arguments and returns 0. Both rows end in the same
 token. If the logits or attention arguments of that last token differ between the rows, earlier tokens reached it by
@@ -126,8 +125,9 @@ def max_distance(model: PreTrainedModel) -> float:
 
 
 def distance(found: Tensor, own: Tensor) -> float | None:
-    """Returns how far the log-probs of logits `found` are from those of `own`, the model's own: the root mean square
-    difference, divided by the standard deviation of the latter. None if the latter are not finite."""
+    """Returns how far the log-probs of two tensors of logits are apart: `found`, and `own` from the model's own forward
+    pass. It is the root mean square difference, divided by the standard deviation of the log-probs of `own`. None if
+    the log-probs of `own` are not finite."""
     one, other = found.float().log_softmax(-1), own.float().log_softmax(-1)
     if not bool(other.isfinite().all()):
         return None
@@ -178,7 +178,8 @@ def probe_tokens(model: PreTrainedModel, count: int) -> list[int]:
 
 
 class _Seen:
-    """Attention function of the probe (`attend`, which returns zeros), and what it recorded of its arguments."""
+    """State of one probe: has the attention function that the model calls (`attend`, which returns zeros) and records
+    what its arguments revealed."""
 
     def __init__(self) -> None:
         self.asked: dict[nn.Module, object] = {}
@@ -214,8 +215,9 @@ def _attend(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, No
 def _pattern(
     *, mask_function: Callable[..., Tensor], device: torch.device, local_size: int | None = None, **_: Any
 ) -> Tensor:
-    """Mask function of the probe: returns a small tensor in place of the mask. It has the attribute `offbeat_pattern`
-    only if the mask is causal (then None) or causal within a window (then the window's length)."""
+    """Stands in for the model's mask function in the probe; returns a small tensor in place of the mask. For a causal
+    mask, the tensor gets an attribute `offbeat_pattern`: the length of the mask's window, or None without a window. For
+    any other mask it has no such attribute."""
     mask = torch.zeros((1, 1, 1, 1), device=device)
     reach = 4 if local_size is None else local_size
     at = torch.tensor(sorted({0, 1, reach - 1, reach, reach + 1, 2 * reach}), device=device)

@@ -148,7 +148,7 @@ def held_out(row: Row) -> float | None:
 
 
 def time_split(row: Row) -> str:
-    """Returns each stage's share of a step's time in percent, such as `62/1/30/5/2`; the last is the remaining time."""
+    """Returns the percentages of a step's time spent in each of `STAGES`, then in the rest, such as `62/1/30/5/2`."""
     seconds = row.get("seconds")
     spent = [row.get(f"time_{stage}_s", 0.0) for stage in STAGES]
     if not seconds or not any(spent):

@@ -164,8 +164,8 @@ class Reporter:
 
 
 def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) -> dict[str, Any]:
-    """Returns the trainer's figures of a step, for its row in the metrics. `spans` holds seconds by part of the step;
-    `num_siblings` is the number of groups drawn for each prompt."""
+    """Returns the trainer's figures of a step, for its row in metrics.jsonl. `spans` holds seconds by name of a part of
+    the step; `num_siblings` is the number of groups drawn for each prompt."""
     members = [member for group in report.batch.groups for member in group.members]
     rewards = np.array([member.reward for member in members])
     lengths = np.array([member.trajectory.num_tokens for member in members])
@@ -199,8 +199,9 @@ def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) 
 
 
 def _siblings_row(batch: Batch, num_siblings: int) -> dict[str, float]:
-    """Returns the share of answers trained before any sibling (another answer to the prompt) had a reward (lone), the
-    share trained before all had one (early), and the mean length of early answers relative to all."""
+    """Returns figures about siblings, the other answers to the same prompt, when the batch was claimed. `lone_share`:
+    share of answers of which no sibling had a reward; `early_share`: of which not all siblings had one; `early_length`:
+    mean length of early answers, if there are any, relative to that of all answers."""
     num_here = Counter(group.prompt for group in batch.groups)
     num_known = np.array([num_here[group.prompt] + len(group.earlier) for group in batch.groups])
     lengths = np.array([member.trajectory.num_tokens for group in batch.groups for member in group.members])
@@ -237,8 +238,8 @@ def _weights_row(figures: PublishFigures | None) -> dict[str, Any]:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts) -> dict[str, Any]:
-    """Returns a run's summary from its metric rows, without those of steps that a resume undid; `seconds` is the time
-    of the whole run."""
+    """Returns a run's summary. `rows` are its metric rows, without those that a resume undid; `seconds` is the time of
+    the whole run."""
     steps = [row for row in rows if "reward" in row]
     evals = [value for row in rows if (value := held_out(row)) is not None]
     spent = _sum(steps, "seconds")

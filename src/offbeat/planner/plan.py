@@ -112,7 +112,7 @@ class Staleness:
 
 @dataclass(frozen=True)
 class Placement:
-    """Times on the chosen nodes and links, beside the times assumed over the best links before nodes were chosen."""
+    """Compares times on the chosen nodes and links with the times assumed before, over the best links."""
 
     assumed_step_s: float
     """Time of the gang's step over the best links; on the chosen nodes it is `training.step_s`."""

@@ -1,4 +1,4 @@
-"""`plan`: from machines and a workload to a plan.
+"""Finds the best plan for machines and a workload (`plan`).
 
 If the placement turns out slower than assumed, the problem is solved again (`rounds`). `compose` builds the plan of a
 placed solution by arithmetic alone, so that `verifying` can repeat and compare it.
@@ -39,7 +39,7 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Round:
-    """One solution with its price and the nodes chosen for it."""
+    """Result of one round of solving and placing: a solution, its price and the nodes chosen for it."""
 
     solution: Solution
     price_per_h: float
@@ -50,11 +50,12 @@ Solve = Callable[[PlanningProblem], Result]
 
 
 def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -> list[Round]:
-    """Chooses nodes for `first`, then solves again while they are too slow; returns all solutions, each with its nodes.
+    """Chooses nodes for the solution `first`; while they are slower than assumed, solves again with the times on them.
+    Returns all solutions, each with its nodes.
 
     Columns (candidate gangs and replica shapes) assume the best links. If the chosen nodes lengthen the period by more
-    than the share `by`, their values replace the gang's step, the lags of the classes, and the steps of other gangs
-    that promise a shorter period. Values only become slower, so the first solve's lower bound holds for every round."""
+    than the share `by`, the times on them replace the gang's step and the lags of the classes. Gangs that promise a
+    shorter period get their step on their best nodes. Times only grow, so the first lower bound always holds."""
     problem, result, found = placer.problem, first, list[Round]()
     while result.solution is not None:
         placing = placer.place(result.solution)
@@ -69,8 +70,8 @@ def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -
 
 
 def _rivals_slowed(placer: Placer, problem: PlanningProblem, tau_s: float, by: float) -> PlanningProblem:
-    """Gives every gang that promises a period below `tau_s` its step time on the best real nodes, if that is longer.
-    Otherwise each round would try a similar gang that needs the same slow links."""
+    """Returns the problem in which every gang with an assumed period below `tau_s` has its step time on the best real
+    nodes for it, if that is longer. Otherwise each round would try a similar gang that needs the same slow links."""
     if not placer.inventory.measured:
         return problem
     for gang in problem.gangs:
@@ -120,8 +121,8 @@ def plan(
 
 
 def _best_placed(placer: Placer, first: Result, solve: Solve, throughput: float | None) -> Round:
-    """Returns the fastest round (a solution with its nodes) or, if the user asked for a throughput, the cheapest one
-    whose chosen nodes keep its period."""
+    """Returns the fastest round (a solution with its nodes). If the user asked for a throughput, returns the cheapest
+    round whose nodes are as fast as its solution assumed."""
     if throughput is None:
         return fastest_round(rounds(placer, first, solve))
     found = rounds(placer, first, solve, ROUNDING)
@@ -198,7 +199,7 @@ def held_out_error(inventory: Inventory, constants: Constants) -> float | None:
 
 
 def _common(column: Gang | RolloutColumn, record: type[Training | Pool]) -> dict[str, Any]:
-    """Values of the fields that `column` and the class `record` have in common."""
+    """Returns, by name, the values of those fields of `record` (a dataclass of the plan) that `column` has too."""
     return {each.name: getattr(column, each.name) for each in dataclasses.fields(record) if hasattr(column, each.name)}
 
 
@@ -279,7 +280,8 @@ def _assumptions(inventory: Inventory, workload: Workload, constants: Constants)
 
 
 def _sharing(problem: PlanningProblem, gang: Gang, solution: Solution) -> list[str]:
-    """Assumptions about cards that take turns between training and generation, one line per class."""
+    """Returns one line of text for each class whose cards take turns between training and generation: the training
+    state that stays on them, and the time to load the engine's weights again."""
     own = [column for column in problem.rollout if column.is_home and column.name in solution.replicas]
     lines = []
     for offer in {column.offer: None for column in own}:

@@ -61,8 +61,8 @@ class RolloutColumn:
         return self.room_bytes is None or gang.kept_bytes.get(self.offer, 0.0) <= self.room_bytes
 
     def lag_from_s(self, root: str, over: Iterable[str] = ()) -> float:
-        """Seconds until this class has a version published by `root`, directly or relayed by the best class of
-        `over`."""
+        """Seconds until this column's class has a version published by the class `root`: directly, or through one of
+        the relaying classes `over` if that is sooner."""
         ways_s = self.lag_over_s.get(root, {})
         return min([self.lag_s.get(root, 0.0), *(ways_s[name] for name in over if name in ways_s)])
 

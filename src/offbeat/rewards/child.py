@@ -49,7 +49,7 @@ SET_PARENT_DEATH_SIGNAL = 1
 
 
 class Pipes:
-    """A reward process's pipes to its pool, and its log, on descriptors that user code rarely touches."""
+    """A reward process's pipes to its pool, and its log, on high descriptor numbers that user code rarely touches."""
 
     def __init__(self) -> None:
         far = min(FAR, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)

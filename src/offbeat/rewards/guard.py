@@ -5,8 +5,7 @@
 The guard kills all its descendants when the reward process ends, when its OWNER dies, or when LIFELINE closes, the
 read end of a pipe that the owner holds open. On Linux, orphans become children of the guard, so that it finds even a
 daemon with its own session. Elsewhere it kills the process group and the descendants that it still finds. Then it exits
-with the status of the reward process. It runs as a file and imports only the standard library, so that it starts
-quickly.
+with the status of the reward process. It runs as a file and imports only the standard library, to start quickly.
 """
 
 from __future__ import annotations

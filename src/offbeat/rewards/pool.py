@@ -2,7 +2,6 @@
 
 - Every sample has a wall-clock deadline. A sample that misses it gets the error `timeout`; its process is killed, and
   unanswered samples in the same message are judged again by another process.
-- A failure is a result with an error, never a value; the log has the traceback.
 - Calls overlap. Samples are handed out in small batches, and each reward leaves a process to every other reward if
   there are enough processes, so that a slow reward does not delay a quick one.
 - `close` leaves no process behind, and neither does a pool that is itself killed (see `guard`).
@@ -104,8 +103,8 @@ class RewardPool:
         self._is_closed = False
 
     async def check(self, trials: Mapping[str, RewardInput] | None = None) -> set[str]:
-        """Loads every reward and tries it on one sample, to find errors before training: on that in `trials` under the
-        reward's name, or else on `TRIAL`. Returns the names of all reward parts."""
+        """Loads every reward and tries it on one sample, to find errors before training. The sample is the entry of
+        `trials` under the reward's name, or else `TRIAL`. Returns the names of all reward parts."""
         try:
             self._ready.append(await self._start())
         except UserError:
@@ -188,8 +187,8 @@ class RewardPool:
         return outcome.error is None
 
     def _put_back(self, name: str, jobs: Sequence[_Job], outcome: ProcessOutcome) -> None:
-        """Queues unanswered samples again, in order. The sample that brought the process down fails instead, as does
-        one that `MAX_LOSSES` lost processes left unanswered."""
+        """Queues unanswered samples again, in order. Two kinds fail instead: the sample that brought the process down,
+        and a sample that was unanswered in `MAX_LOSSES` losses of a process without a known culprit."""
         if outcome.error is not None:
             self._log.write(f"reward {name} {outcome.error}\n")
         again = []
@@ -204,7 +203,8 @@ class RewardPool:
         self._queues[name].extendleft(reversed(again))
 
     def _next_piece(self) -> tuple[str, list[_Job]]:
-        """Takes samples for one message to a process, perhaps none, of the waiting reward with the fewest processes."""
+        """Chooses the waiting reward that occupies the fewest processes. Returns its name, and samples of it for one
+        message to a process, perhaps none."""
         name = min(self._waiting(), key=lambda name: self._num_running[name], default="")
         return name, self._take(name) if name else []
 

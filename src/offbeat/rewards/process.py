@@ -270,8 +270,8 @@ class RewardProcess:
 
 
 def _culprit(unanswered: set[int], num_begun: int, in_turn: bool) -> int | None:
-    """Returns the index of the sample that a lost process worked on: the last one begun if `in_turn`, else the only
-    unanswered one; None if unknown."""
+    """Returns the index of the sample to blame for a lost process; None if unknown. If samples ran one after another
+    (`in_turn`), it is the last one begun, otherwise the only unanswered one."""
     if in_turn:
         return num_begun - 1 if num_begun - 1 in unanswered else None
     return next(iter(unanswered)) if num_begun and len(unanswered) == 1 else None

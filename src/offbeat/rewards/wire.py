@@ -71,7 +71,7 @@ class RewardAnswer(msgspec.Struct, array_like=True):
 
 
 class Answers(msgspec.Struct, tag=True):
-    """Message from a process to the pool. If `last`, the process is free, and hands back samples without an answer."""
+    """Message from a process to the pool. `last`: the process is free; it will not judge the unanswered samples."""
 
     answers: list[RewardAnswer]
     last: bool

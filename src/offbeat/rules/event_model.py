@@ -61,9 +61,9 @@ class BurstRules:
 
 
 class Bursts:
-    """Simulates rounds of generation in lanes, one per over-provision factor; in a round each lane is filled up to its
-    `num_alive` groups. Of the groups unfinished before the first round, `have` and `left` are the tokens of each answer
-    so far and still to come, and `ages` the rounds since they began."""
+    """Simulates rounds of generation in lanes, one per over-provision factor. Each round fills every lane up to its
+    `num_alive` groups. The groups unfinished before the first round are described by `have` (tokens of each answer so
+    far), `left` (tokens of each still to come) and `ages` (rounds since each group began)."""
 
     def __init__(self, terms: BurstRules, num_alive: np.ndarray, have: np.ndarray, left: np.ndarray, ages: np.ndarray):
         self.terms, self._num_alive = terms, num_alive
@@ -130,8 +130,8 @@ class Bursts:
         return starts
 
     def _last_step(self, ready_at: np.ndarray) -> np.ndarray:
-        """Returns the decode step after which each lane's batch is complete: enough groups are ready (at steps
-        `ready_at`), including all that no later batch could train in time."""
+        """Returns the decode step after which each lane's batch is complete. By then enough groups are ready (at steps
+        `ready_at`), including as many old ones as later batches could not train in time."""
         wanted, max_staleness = self.terms.num_wanted, self.terms.max_staleness
         last = np.partition(ready_at, wanted - 1, axis=1)[:, wanted - 1]
         begun = np.floor(self._begun)
@@ -181,8 +181,8 @@ def _context(before: np.ndarray, starts: np.ndarray, made: np.ndarray, pads: boo
 def _padded(
     before: np.ndarray, starts: np.ndarray, made: np.ndarray, some: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns, for each lane and only for the rows in the mask `some`, the tokens read if each step pads its rows to
-    the longest, and the most tokens that these rows have at once; other arguments as for `_context`."""
+    """Considers only the rows in the mask `some`. Returns, for each lane, the tokens read if each step pads these rows
+    to the longest, and the most tokens that the rows have at once. Other arguments are as for `_context`."""
     num_lanes = len(before)
     runs, made = some.reshape(num_lanes, -1), np.where(some, made, 0.0)
     ends = np.where(runs, (starts + made).reshape(num_lanes, -1), 0.0)

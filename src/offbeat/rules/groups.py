@@ -172,9 +172,9 @@ def admit(state: AdmissionState, target: AdmissionTarget) -> int:
 def may_begin(step: int, begun: Mapping[int, int], next_step: int, groups_per_step: int, max_staleness: int) -> int:
     """Returns how many groups may be begun now with the version of `step`, so that every group can be trained in time.
 
-    `begun` counts the begun groups that are not in a batch, by the step of the oldest version with which they were
-    begun. `next_step` is the first step without a batch. Batches take the oldest groups first, so for every step, the
-    groups begun up to that step must fit into the batches up to `max_staleness` steps later."""
+    `begun` counts the groups that are begun but in no batch yet, by the step of the oldest version they were begun
+    with. `next_step` is the first step without a batch. Batches take the oldest groups first. So for every step s, the
+    groups begun with versions up to s must fit into the batches up to step s + `max_staleness`."""
     rooms = []
     for last in sorted({step, *(other for other in begun if other > step)}):
         num_batches = last + max_staleness - next_step + 1
@@ -210,7 +210,6 @@ def settle_ready(spread: float, num_before: int, max_no_signal: float) -> GroupV
     """Returns whether a ready group is kept (`READY`), or dropped for equal rewards (`NO_SIGNAL`).
 
     `spread` is its highest reward minus its lowest. A group may be dropped while `num_before` is below `max_no_signal`.
-    If it requires a step, `num_before` counts the prompts of lower ordinals drawn for that step, so that the verdict
-    does not depend on arrival. Otherwise it counts the groups dropped without a signal since the last batch was chosen.
-    """
+    For a group that requires the version of one step, `num_before` counts the prompts of lower ordinals drawn for that
+    step, so that arrival does not matter. For others it counts the groups dropped in this way since the last batch."""
     return GroupVerdict.NO_SIGNAL if spread <= EQUAL_WITHIN and num_before < max_no_signal else GroupVerdict.READY

@@ -223,7 +223,7 @@ def _in_order(groups: Iterable[OpenGroup]) -> list[OpenGroup]:
 
 
 def front(ordered: Sequence[OpenGroup]) -> list[OpenGroup]:
-    """Returns the groups that come before the first group that a lease would begin (see `OpenGroup.begins`)."""
+    """Returns the leading groups of `ordered`: those before the first that a lease would begin (`OpenGroup.begins`)."""
     return list(itertools.takewhile(lambda group: not group.begins, ordered))
 
 
@@ -240,8 +240,8 @@ def allowance(num_slots: int, num_losses: int) -> int:
 
 
 def _allowed(suspects: Mapping[int, int], num_slots: int, num_losses: int) -> int:
-    """Returns how many more tasks with `num_losses` losses a worker may hold; `suspects` counts those that it holds, by
-    losses. Such a task also counts against the allowances for fewer losses."""
+    """Returns how many more tasks with `num_losses` losses a worker may hold. `suspects` counts the tasks that it
+    holds, by their number of losses. A task with n losses counts against the allowances for 1 to n losses."""
     left = [
         allowance(num_slots, level) - sum(num for losses, num in suspects.items() if losses >= level)
         for level in range(1, num_losses + 1)

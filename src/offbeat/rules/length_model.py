@@ -56,12 +56,13 @@ class LengthDistribution:
         return float(self.survival[:-1].sum())
 
     def lengths(self, scores: np.ndarray) -> np.ndarray:
-        """Returns the length in tokens that has the same rank among answers as each standard normal score has."""
+        """Returns an answer length in tokens for each standard normal score: the quantile at the score's rank."""
         lengths = np.searchsorted(-self.survival[:-1], rank(scores) - 1, side="right")
         return np.clip(lengths, 1, self.max_tokens)
 
     def scores(self, num_tokens: np.ndarray) -> np.ndarray:
-        """Returns the standard normal score of answers that ended with `num_tokens`: the middle rank of this length."""
+        """Returns the standard normal score of answers that ended with `num_tokens`. Equally long answers cover a range
+        of ranks; the score is that of the middle rank."""
         num_tokens = np.clip(num_tokens, 1, self.max_tokens)
         after = np.where(num_tokens < self.max_tokens, self.survival[num_tokens], 0.0)
         return score(1 - (self.survival[num_tokens - 1] + after) / 2)

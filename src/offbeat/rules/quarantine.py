@@ -162,13 +162,13 @@ class HandInPace:
             record.slowest_s = max(record.slowest_s, (self._clock() - begun.since_s) / num_new)
 
     def reset_quiet_time(self, worker: str) -> None:
-        """Sets to 0 the quiet time (with tasks, without an answer) of a worker that lost its leases or failed a task;
-        `Fitness` judges failures."""
+        """Sets a worker's quiet time (how long it has held tasks without an answer) to 0, because the worker lost its
+        leases or failed a task. Failures are judged by `Fitness` instead."""
         if worker in self._records:
             self._records[worker].quiet_s = 0.0
 
     def add_quiet_time(self, seconds: float, leases: Collection[Lease]) -> None:
-        """Adds `seconds`, in which they could have been heard, to the quiet time of the workers that hold `leases`."""
+        """Adds `seconds`, in which the workers that hold `leases` could have been heard, to the quiet time of each."""
         for worker in {lease.worker for lease in leases}:
             self._records.setdefault(worker, _HandIns()).quiet_s += seconds
         if len(self._begun) > 2 * len(leases) + MAX_ENDED:
@@ -233,8 +233,8 @@ class Compared(NamedTuple):
 
 def suspicion(compared: Iterable[Compared]) -> float:
     """Returns the evidence that a worker is a forger, from its audited segments, oldest first. For each share in
-    `TOUCHED`, sums the segments' log-likelihood ratios of forged over honest, and restarts from 0 whenever the sum is
-    negative; returns the larger sum."""
+    `TOUCHED`, adds up the segments' log-likelihood ratios of forged over honest, at most `MAX_STEP` each, and restarts
+    from 0 whenever the sum is negative. Returns the largest of these sums."""
     sums = [0.0] * len(TOUCHED)
     for num_tokens, num_off in compared:
         forged = _forged(num_tokens, num_off)

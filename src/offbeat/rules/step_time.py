@@ -6,9 +6,8 @@ by recursive least squares with forgetting, from sums over intervals of any leng
 predictions. `FleetFit` treats several engines as one: workers pull tasks when they have room, so rows spread about
 evenly over the engines, which all step at the same time.
 
-Guarantees: no coefficient is negative. A stall of the machine changes the coefficients little, a lasting change of its
-speed changes them within about twenty observations. There is no model before the observations determine one. An engine
-without a model, or one that has left, does not count; a fleet of one engine has that engine's coefficients.
+Guarantees: no coefficient is negative. A stall of the machine changes them little, a lasting change of its speed
+changes them within about twenty observations. Engines that have left or have no model yet do not count.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class StepTime:
     def seconds(
         self, num_steps: float, num_rows: float, num_context_tokens: float, num_prefilled_tokens: float = 0
     ) -> float:
-        """Returns the seconds of `num_steps` steps; numbers of rows and of context tokens are sums over the steps."""
+        """Returns the seconds of `num_steps` decode steps and a prefill; rows and context are sums over the steps."""
         decode_s = self.base_s * num_steps + self.per_row_s * num_rows + self.per_token_s * num_context_tokens
         return decode_s + self.prefill_s * num_prefilled_tokens
 
@@ -96,8 +95,8 @@ class StepTimeFit:
 
     @property
     def error(self) -> float:
-        """Relative error of recent predictions: the median over blocks of the median error within a block. Blocks are
-        used because whole rounds must be predicted well, not single intervals."""
+        """Relative error of recent predictions: the median, over blocks of `BLOCK` intervals, of a block's median
+        error. Errors of opposite sign cancel within a block, because whole rounds must be predicted well."""
         if len(self._errors) < BLOCK:
             return self._noise
         whole = np.array(self._errors)[len(self._errors) % BLOCK :].reshape(-1, BLOCK)
@@ -110,8 +109,8 @@ class StepTimeFit:
 
     @property
     def model(self) -> StepTime | None:
-        """Model fitted so far. If noise hides the cost of context, only the costs of a step and of a row are fitted;
-        None while the observations do not determine even these."""
+        """Step times fitted so far; None while the observations do not determine them. If noise hides the cost of a
+        context token, only costs per step and row are fitted: context is free, a prefilled token costs a row."""
         if self._figures is None:
             return None
         if self._is_determined(self._gram[:3, :3]):  # without prefills the prior decides prefill_s
@@ -139,7 +138,7 @@ class StepTimeFit:
         self._figures = self._solve()
 
     def _fit_first(self) -> None:
-        """Fits the first observations, several times, giving outliers less weight each time."""
+        """Makes the first fit. Repeats it several times, with less weight on the outliers of the fit before."""
         weights = [1.0] * len(self._first)
         for _ in range(5):
             self._gram[:], self._moment[:], self._num_counted = 0, 0, 0.0
@@ -167,7 +166,8 @@ class StepTimeFit:
         return _least_squares(gram, moment) / unit
 
     def _is_determined(self, gram: np.ndarray) -> bool:
-        """Whether the observations in `gram` determine all coefficients: none has too large a standard error."""
+        """Returns whether the observations can tell all coefficients apart: none has too large a standard error. `gram`
+        is the weighted sum of the observations' outer products."""
         scale = np.sqrt(np.diag(gram))
         if not scale.all():
             return False
@@ -177,7 +177,7 @@ class StepTimeFit:
 
 
 def _error(row: np.ndarray, figures: np.ndarray) -> float:
-    """Returns the log of predicted over actual seconds of an observation."""
+    """Returns log(predicted / actual seconds) for `row`, an interval's work per second, and coefficients `figures`."""
     return math.log(max(float(row @ figures), 1e-9))
 
 
@@ -187,7 +187,8 @@ def _weight(error: float, typical: float) -> float:
 
 
 def _least_squares(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
-    """Solves least squares with non-negative coefficients, by trying every choice of coefficients that are zero."""
+    """Returns the non-negative least-squares coefficients of the normal equations `gram` @ coefficients = `moment`. If
+    the plain solution has a negative one, tries every choice of coefficients that are zero."""
     best, least = np.zeros(len(moment)), 0.0
     for size in range(len(moment), 0, -1):
         for chosen in itertools.combinations(range(len(moment)), size):
@@ -203,7 +204,7 @@ def _least_squares(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
 
 
 class FleetFit:
-    """Step times of several engines, learnt by worker; `model` and `error` describe all of them as one engine."""
+    """Learns the step times of several engines, one fit per worker; `model` and `error` describe all as one engine."""
 
     def __init__(self) -> None:
         self._fits: dict[str, StepTimeFit] = {}
@@ -238,5 +239,5 @@ class FleetFit:
 
 
 def _at_once(costs: Sequence[float]) -> float:
-    """Returns the seconds per row or token of all engines working at once, from those of each; 0 if one is 0."""
+    """Returns the seconds per row or token of all engines in parallel, from those of each engine; 0 if one is 0."""
     return 1 / sum(1 / cost for cost in costs) if all(cost > 0 for cost in costs) else 0.0

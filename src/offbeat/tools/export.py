@@ -53,13 +53,13 @@ def export_run(run: Path, folder: Path, *, adapter_alone: bool = False) -> int:
 
 
 def adapter_folder(run: Path) -> Path | None:
-    """Returns the folder of a run's newest adapter; None if the run trains all weights, or stores it in pieces."""
+    """Returns the folder of a run's newest adapter; None if all weights are trained, or the adapter is in pieces."""
     folder = WeightFolder(run / "weights").path(_latest_version(run)[0].number)
     return folder if (folder / ADAPTER_FILE).is_file() else None
 
 
 def _latest_version(run: Path) -> tuple[Version, list[str]]:
-    """Returns a run's newest version, and the keys that may sign the version's manifest."""
+    """Returns a run's newest version of the weights, and the public keys of trainers that may sign its manifest."""
     file = run / "ledger.sqlite"
     version, signers = None, list[str]()
     if file.is_file():
@@ -71,8 +71,8 @@ def _latest_version(run: Path) -> tuple[Version, list[str]]:
 
 
 def _whole(run: Path, version: Version, signers: Sequence[str], scratch: Path) -> Version:
-    """Returns the version with the path of the folder that holds its whole file. A version that a remote trainer sent
-    in pieces is assembled in `scratch`."""
+    """Returns the version with the path of a folder that holds its complete weights. If a remote trainer sent them in
+    pieces, they are assembled in `scratch`."""
     folder = WeightFolder(run / "weights").path(version.number)
     if folder.is_dir() or not version.manifest:
         return replace(version, path=folder)

@@ -64,7 +64,8 @@ def kind_of(function: Callable[..., Any], spec: str) -> str:
 
 
 def _run(*checks: tuple[str, Mark, Callable[[], None]]) -> list[ContractFinding]:
-    """Runs checks, each (description, mark if the property does not hold, function); stops if the first one fails."""
+    """Runs checks and returns their findings; stops if the first check fails. A check consists of a description, the
+    mark to report if the property does not hold, and the function to call."""
     findings: list[ContractFinding] = []
     for sentence, mark, check in checks:
         try:
@@ -178,7 +179,8 @@ class _LossTrial:
         return torch.where(tokens.mask, values.detach(), 0.0), torch.zeros_like(leaf) if gradient is None else gradient
 
     def _compare(self, tokens: Tokens, at: Tensor, where: str, why: str) -> None:
-        """Raises unless losses and gradient of `tokens` equal those of the whole trial's tokens at the indices `at`."""
+        """Raises unless the losses and the gradient of `tokens` equal those computed before for all made-up tokens, at
+        the indices `at`. `where` and `why` complete the message."""
         for name, new, whole in zip(
             ("value", "gradient"), self._cost(tokens, self.weights[at]), self.whole, strict=True
         ):

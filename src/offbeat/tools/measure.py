@@ -1,8 +1,7 @@
 """Times this machine for calibration: decode steps and prefill of the embedded engine, and a training step.
 
 All sizes are timed in several rounds, and the fastest time of each counts, because other processes only add time. The
-context of a decode step is the number of tokens that attention reads, in whole buckets. `planner.cost.calibrate` fits
-constants to the figures and judges them.
+context of a decode step is the number of tokens that attention reads, in whole buckets.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def measure(
 def _measure_engine(
     path: str, shape: ModelShape, dtype: torch.dtype, device: torch.device, name: str, sizes: Sizes
 ) -> tuple[list[Measurement], int]:
-    """Times decode and prefill; returns the measurements, and the middle one of the timed context lengths."""
+    """Times decode and prefill; returns the measurements, and the middle context length, for timing training."""
     model = load_model(path, dtype, device)
     contexts = sizes.contexts(context_window(model.config))
     if len(set(contexts)) < len(contexts):
@@ -189,7 +188,8 @@ def _tokens(vocab: int, length: int, seed: int = 0) -> np.ndarray:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Returns the seconds of a call of `work`; CPU time if one thread does it all, to leave out other processes."""
+    """Returns the seconds that a call of `work` takes: CPU time if torch uses one CPU thread, so that other processes
+    do not count, and wall-clock time otherwise."""
     is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if is_one_thread else time.perf_counter
     synchronize(device)
@@ -212,8 +212,8 @@ Figures = dict[str, float]
 
 
 def figures_of(device: torch.device, called: str | None, given: Figures) -> tuple[str, Figures]:
-    """Returns the name and the figures of the accelerator `device`. Figures not `given` come from the catalogue or, for
-    a CPU, are measured. `called` is the name that the user gave; None: detect it."""
+    """Returns the name of the accelerator `device` and its figures, such as TFLOPS and memory. Those that `given` lacks
+    come from the catalogue or, for a CPU, are measured. `called` is the user's name for it; None: detect the name."""
     if device.type == "cpu":
         if called is not None:
             raise UserError(f"--accelerator {called}: there is no GPU here; leave the option out to measure the {CPU}")
@@ -242,7 +242,7 @@ def _plain(name: str) -> str:
 
 
 def _measured_cpu(given: Figures) -> Figures:
-    """Measures the figures that `given` lacks: by float32 products, copies (read and write) and the memory size."""
+    """Finds the figures that `given` lacks: speed of float32 products, bandwidth of memory copies, and memory size."""
     found: Figures = {}
     if "tflops" not in given:
         found["tflops"] = _cpu_flops() / TERA

@@ -49,7 +49,7 @@ class SampleFigures:
 
 @dataclass
 class Repeated:
-    """Outcome of a repeated step."""
+    """Outcome of a repeated training step: where NaN or infinity appeared, if it did, and figures of each sample."""
 
     samples: list[SampleFigures]
     """First the samples whose gradient norm is not finite, then the others by norm, largest first."""
@@ -112,7 +112,8 @@ def _weights(file: Path, dump: FailedStepDump) -> Mapping[str, Tensor]:
 
 
 def load_published(policy: Policy, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copies a version's `tensors` into `own`, the policy's tensors of the same names, and into its master weights."""
+    """Gives the policy the weights of a version: copies `tensors` into `own`, the model's tensors of the same names,
+    and from there into the float32 master weights."""
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
@@ -141,8 +142,8 @@ def repeat(
     lr: float,
     reference: PreTrainedModel | None = None,
 ) -> Repeated:
-    """Tries each sample alone, then trains the policy on all of them, and records the first output of a module and the
-    first gradient that are not finite."""
+    """Repeats a step. First computes the loss and gradient of each sample alone, then trains the policy on all samples
+    and records the first module output and the first gradient that are not finite."""
     policy.use_threads()
     figures = list(_one_by_one(policy, samples, settings, reference))
     done = Repeated(sorted(figures, key=lambda f: -f.grad_norm if math.isfinite(f.grad_norm) else -math.inf))

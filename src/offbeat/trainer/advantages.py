@@ -48,8 +48,8 @@ def credit(
     *,
     recalls_siblings: bool = False,
 ) -> Credit:
-    """Computes a batch's advantages: with `settings`, one per token by GAE from the value head's `values`; if None, one
-    per answer by `advantage`, to which `recalls_siblings` also passes answers to the same prompts outside the batch."""
+    """Computes a batch's advantages. With `settings`, GAE gives one per token, from the value head's `values`. Without,
+    `advantage` gives one per answer; with `recalls_siblings`, it also sees other answers to the same prompts."""
     if settings is None:
         found = _checked(advantage, samples, recalls_siblings)
         by_token = tuple(np.full(s.num_tokens, a, np.float32) for s, a in zip(samples, found, strict=True))
@@ -65,8 +65,8 @@ def credit(
 
 
 def _checked(advantage: Advantage, samples: Sequence[Sample], recalls_siblings: bool) -> np.ndarray:
-    """Returns the samples' advantages by `advantage`, which may be the user's function; checks the shape of its result.
-    With `recalls_siblings`, answers to the same prompts outside the batch are passed to it too."""
+    """Calls `advantage`, which may be a user's function; checks its result and returns one advantage per sample. With
+    `recalls_siblings`, the function also gets rewards of answers to the same prompts outside the batch."""
     rewards = [sample.reward for sample in samples]
     prompts = [sample.prompt_id for sample in samples]
     if recalls_siblings:
@@ -141,7 +141,7 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def rewards_by_token(num_tokens: int, parts: Iterable[tuple[int, float]]) -> np.ndarray:
-    """Returns the reward at each response token: the sum of its `parts`, (position, value); -1 is the last token."""
+    """Returns the reward at each response token. `parts` are (position, value) pairs; position -1 is the last token."""
     rewards = np.zeros(num_tokens, np.float64)
     for position, value in parts:
         if num_tokens:
@@ -152,10 +152,10 @@ def rewards_by_token(num_tokens: int, parts: Iterable[tuple[int, float]]) -> np.
 def estimate(
     rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the GAE advantages and returns of one response; both are 0 where a token is not trained on.
+    """Returns the GAE advantages and the returns (the value head's targets) of one response, one number per token.
 
-    Only tokens in `mask`, which are trained on, are actions. Rewards at other tokens (given by an environment, or too
-    old) are credited to the trained token before them. The value after the last token is 0.
+    Only tokens in `mask`, which are trained on, are actions; others get 0. A reward at another token (given by an
+    environment, or too old) is credited to the trained token before it. The value after the last token is 0.
     """
     advantages, returns = np.zeros(len(rewards), np.float32), np.zeros(len(rewards), np.float32)
     carried, next_value, earned = 0.0, 0.0, 0.0

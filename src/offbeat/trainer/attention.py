@@ -1,9 +1,8 @@
 """Attention over packed rows, for any transformers model.
 
 It is registered with transformers under `NAME`; a model that uses it must be called with `layout=` (see `packing`).
-Sequences are gathered from the row bucket by bucket, go through causal attention, and are put back into the row. In
-right-padded sequences, causality alone hides the padding, which follows every real token, so no padding mask is
-needed.
+Sequences are gathered from the row bucket by bucket, go through causal attention, and are put back into the row.
+Padding follows every real token, so causality hides it and no padding mask is needed.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ def packed_attention(
 
 
 def _gather(states: Tensor, table: Tensor, num_kv_heads: int) -> Tensor:
-    """Returns the states of a bucket's sequences, (samples, KV heads, heads per KV head, length, dim), from those of
-    the whole row, (heads, row, dim); `table` holds the row positions, (samples, length)."""
+    """Returns the states of a bucket's sequences, as (samples, KV heads, heads per KV head, length, dim). They are
+    taken from `states` of the whole row, (heads, row, dim), at the row positions in `table`, (samples, length)."""
     taken = states.index_select(1, table.reshape(-1)).unflatten(1, table.shape).transpose(0, 1)
     return taken.unflatten(1, (num_kv_heads, -1))
 

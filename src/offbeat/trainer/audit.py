@@ -44,7 +44,7 @@ class SegmentFinding(NamedTuple):
 
 @dataclass(frozen=True)
 class Findings:
-    """Result of an audit: which samples to leave out, and what was compared."""
+    """Result of an audit: which samples not to train on, and how many tokens of each segment were compared and off."""
 
     is_off: np.ndarray
     """True for each sample that must not be trained on."""
@@ -96,8 +96,9 @@ def witness(
     weights_of: Callable[[int], Path | None],
     tokens_per_microbatch: int,
 ) -> dict[int, np.ndarray]:
-    """Returns log-probs of about `share` of a batch's older tokens, each under the version that sampled it, by sample
-    index; NaN for all other tokens. `weights_of` returns a version's weights file; None: not kept, so not compared."""
+    """Computes the log-probs of the older tokens that `choose` picks, under the versions that sampled them. Returns an
+    array with one entry per response token, NaN for other tokens, by sample index. `weights_of` returns a version's
+    weights file; None: not kept, so the version's tokens are not compared."""
     found: dict[int, np.ndarray] = {}
     files = {number: file for number in _num_stale(samples) if (file := weights_of(number)) is not None}
     for number, chosen in choose(samples, share, files):
@@ -125,13 +126,13 @@ def _logprobs(
 
 
 def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object]) -> Iterator[tuple[int, list[int]]]:
-    """Chooses what to audit: yields versions that are keys of `at_hand`, each with the indices of the samples whose
-    tokens of that version to compare.
+    """Chooses older tokens to audit. Yields a version, and the indices of the samples whose tokens of this version to
+    compare. The keys of `at_hand` are the versions whose weights are there.
 
-    All samples of unproven workers are chosen, plus others that hold about `share` of the older tokens; nothing if it
-    is 0. The others come from few versions, because each version has to be loaded. The choice is seeded by a hash of
-    the batch: a resumed run audits the same batch in the same way, and no worker can know whether its answer will be
-    audited, because that depends on the other answers in the batch.
+    All samples of unproven workers are chosen, plus others that hold about `share` of the older tokens; with `share` 0,
+    none at all. The others come from few versions, because each version has to be loaded. The choice is seeded by a
+    hash of the batch. So a resumed run audits the same batch in the same way, and no worker can know whether its answer
+    will be audited, because that depends on the other answers.
     """
     num_stale = {number: count for number, count in _num_stale(samples).items() if number in at_hand}
     if not num_stale or share <= 0:
@@ -155,7 +156,7 @@ def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object
 
 
 def _num_stale(samples: Sequence[Sample]) -> dict[int, int]:
-    """Returns how many tokens of each older version the samples hold that can be compared, by version number."""
+    """Returns the number of older tokens in the samples that audits can compare, by the version that sampled them."""
     known = [sample.version[sample.is_stale] for sample in samples if sample.version is not None]
     numbers, counts = np.unique(_joined(known, np.int64), return_counts=True)
     return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
@@ -172,10 +173,10 @@ def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 
 
 class Witnesses(WeightFolder):
-    """Folder of the trainer's latest `num_kept` versions, with which audits compute older tokens' log-probs again.
+    """Folder with the weights of the trainer's latest `num_kept` versions, with which audits recompute the log-probs of
+    older tokens.
 
-    The files are hard links to published files, which cost disk space but no time. Audits skip a version that is
-    missing.
+    The files are hard links to published files, which cost disk space but no time. Audits skip a missing version.
     """
 
     def __init__(self, folder: Path, num_kept: int):

@@ -88,7 +88,7 @@ class Checkpoints:
         )
 
     def identity(self) -> str:
-        """Returns the random id of this folder of checkpoints, which is made on first use."""
+        """Returns this folder's random id, made on first use; a trainer without checkpoints is recognised by it."""
         file = self.folder.with_name(IDENTITY)
         try:
             if not file.is_file():

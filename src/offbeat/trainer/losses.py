@@ -111,7 +111,7 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Loss per token; `clipped` is True where a clip leaves the token without a gradient."""
+    """Loss of each token; `clipped` is True where a clip made the loss constant, so that it has no gradient."""
 
     loss: Tensor
     clipped: Tensor
@@ -252,8 +252,8 @@ Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Returns the KL estimate k1 (log-prob minus the reference's) with the gradient of k2. On fresh tokens that is the
-    KL divergence's gradient on average, while k1's own gradient would be 0 on average."""
+    """Returns the KL estimate k1 (log-prob minus the reference's), but with the gradient of k2, which is half its
+    square. On fresh tokens, this gradient is on average that of the KL divergence; k1's own would be 0 on average."""
     away = k2(logprobs, reference)
     return away - away.detach() - _x(logprobs, reference).detach()
 
@@ -268,7 +268,8 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def _x(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Returns x (reference log-prob minus log-prob), bounded only above; a far too likely token keeps a gradient."""
+    """Returns x, the reference's log-prob minus the policy's. It is bounded above only, so that a token that is far
+    likelier under the policy keeps a gradient."""
     return (reference - logprobs).clamp(max=MAX_LOG_RATIO)
 
 

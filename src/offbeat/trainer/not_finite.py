@@ -61,7 +61,7 @@ class FailedStepDump:
 
     @property
     def members(self) -> list[Member]:
-        """Members (answers) of all groups of the batch, in order, so that `sample` is an index into them."""
+        """All answers of the batch, group by group; the field `sample` is an index into this list."""
         return [member for group in self.batch.groups for member in group.members]
 
 

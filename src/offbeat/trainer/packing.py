@@ -5,8 +5,7 @@ So layers that work token by token compute no padding. For attention, a `RowLayo
 samples of similar length form a bucket, each sample attends to its prompt and its own tokens, and `restore` maps the
 results back to the row. A prompt's tokens have the same result in every member's sequence, so any one of them serves.
 
-A model that cannot attend this way gets the same sequences as right-padded rows. The buckets' tables define these rows,
-and `restore` maps their results to the packed row as before.
+A model that cannot attend this way gets the same sequences as right-padded rows, as the buckets' tables define them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from offbeat.trajectory import Segment, Trajectory
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One trajectory (prompt and answer) in numpy arrays, as the loss sees it. Training may only narrow `mask`."""
+    """One trajectory (prompt and answer) as numpy arrays. Training uses only tokens in `mask`, perhaps not all."""
 
     group: int
     prompt: np.ndarray
@@ -153,7 +152,7 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Samples packed into one row, with the indices that the loss needs."""
+    """Samples packed into one row of tokens, and for each response token the row position that predicts it."""
 
     samples: tuple[int, ...]
     """Indices of the packed samples in the batch, in the order in which `targets` holds their tokens."""

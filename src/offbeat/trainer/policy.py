@@ -51,7 +51,7 @@ class AdamSettings:
 
 
 class Forward(NamedTuple):
-    """Result of a forward pass for every target of a micro-batch, in float32."""
+    """Result of a forward pass: one float32 number for each target (token to predict) of a micro-batch."""
 
     logprobs: Tensor
     """Log-probs of the targets, after temperature."""
@@ -107,7 +107,7 @@ class Policy:
 
     @torch.no_grad()
     def logprobs(self, microbatch: Microbatch, model: PreTrainedModel | None = None) -> Tensor:
-        """Returns the targets' log-probs, without gradients, under `model`, of the same kind, or under this policy."""
+        """Returns the targets' log-probs, without gradients, under `model` (same architecture); None: the policy's."""
         return forward(model or self.model, microbatch, self.temperature, self.usage).logprobs
 
     @torch.no_grad()
@@ -249,7 +249,7 @@ class Outputs(NamedTuple):
 
 
 def outputs(model: PreTrainedModel, microbatch: Microbatch, usage: Usage, head: ValueHead | None = None) -> Outputs:
-    """Runs the model over a micro-batch's packed row or, if it cannot (`usage.packs`), over one row per sample."""
+    """Runs the model over a micro-batch's packed row if `usage.packs`, otherwise over one padded row per sample."""
     if usage.packs:
         inputs = {
             "input_ids": microbatch.tokens[None],
@@ -280,7 +280,8 @@ def _at(
     head: ValueHead | None,
     cells: Tensor | slice,
 ) -> Outputs:
-    """Returns the model's outputs at `columns` of each row, with rows and columns flattened and indexed by `cells`."""
+    """Runs the model and returns outputs at chosen positions: those at `columns` of every row are joined, row after
+    row, and of these the ones with the indices `cells` are returned."""
     options = {"logits_to_keep": columns} if usage.picks_logits else {}
     logits = model(**inputs, **options, use_cache=False).logits
     values = None if head is None else head.values()
@@ -332,8 +333,8 @@ def check_forward(model: PreTrainedModel, usage: Usage) -> None:
     """Raises a `UserError` if a sample's log-probs depend on the rest of its micro-batch, or if the backward pass
     fails.
 
-    Three short samples go together through the training forward pass and back to the embedded tokens. Two of them, one
-    that shares its prompt and one that does not, also go alone through transformers' own code, for comparison.
+    Three short samples go together through a forward and backward pass. Two of them, one that shares its prompt and one
+    that does not, also go alone through transformers' own forward pass, for comparison.
     """
     samples = _samples(model)
     with one_line_errors(model, "a pass forward and back"), without_random(model):
@@ -353,8 +354,8 @@ def check_forward(model: PreTrainedModel, usage: Usage) -> None:
 
 
 def _forward_backward(model: PreTrainedModel, batch: Microbatch, usage: Usage) -> Tensor:
-    """Returns the logits of a forward pass, after a backward pass that ends at the embedded tokens: no weight gets a
-    gradient, which would take memory."""
+    """Runs a forward and a backward pass, and returns the logits. The backward pass ends at the embedded tokens: no
+    weight gets a gradient, which would take memory."""
     embedded: list[Tensor] = []
 
     def cut_graph(module: nn.Module, args: object, output: Tensor) -> Tensor:

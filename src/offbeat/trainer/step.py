@@ -7,8 +7,7 @@ first update, together with the value head's values.
 
 Samples are audited on the way: a sample whose log-probs do not fit its version is not trained on
 (`offbeat.trainer.audit`). A sample with advantage 0 has no gradient, unless a KL term, a value head or a user's loss
-gives it one, and skips the backward pass; late in a run these are most samples. Such a sample still counts in metrics
-and denominators.
+gives it one. Without one, it skips the backward pass, but counts in metrics and denominators.
 
 NaN or infinity raises `NotFinite` before the update that it would affect.
 """
@@ -161,7 +160,7 @@ class StepMetrics:
 
 
 class StepInProgress:
-    """A training step at work: what its micro-batches share, such as advantages and sums for the metrics."""
+    """A training step while it runs; holds what its micro-batches share, such as advantages and metric sums."""
 
     def __init__(
         self,
@@ -180,7 +179,8 @@ class StepInProgress:
         self.sums = StepAccumulator()
 
     def begin(self, parts: Sequence[Sequence[int]]) -> None:
-        """Computes the advantages and, for several updates or a value head, the log-probs and values at the start."""
+        """Computes the advantages. For several updates or a value head, first computes the log-probs and values at the
+        step's start. `parts` holds the sample indices of each update."""
         settings = self.settings
         if len(parts) > 1 or settings.gae is not None:
             self._record_start(parts)
@@ -311,7 +311,8 @@ class StepInProgress:
         raise NotFinite(what, sample, token)
 
     def _locate(self, batch: Microbatch, target: int) -> tuple[int, int]:
-        """Returns the index of the sample, and of the token in its response, that a micro-batch's target belongs to."""
+        """Returns where a micro-batch's target with index `target` comes from: the sample's index in the batch, and the
+        token's index in the sample's response."""
         ends = np.cumsum([self.samples[i].num_tokens for i in batch.samples])
         sample = batch.samples[int(np.searchsorted(ends, target, side="right"))]
         return sample, target - int(ends[batch.samples.index(sample)] - self.samples[sample].num_tokens)

@@ -97,7 +97,7 @@ class Trainer:
 
     async def start(self, *, from_scratch: bool = False) -> int:
         """Takes over the run from the latest checkpoint, or from the initial model if there is none, and publishes
-        these weights; returns the next step. `from_scratch` allows undoing all steps; there must be no checkpoint."""
+        these weights; returns the next step. `from_scratch` lets a trainer without a checkpoint undo the whole run."""
         steps = self.checkpoints.steps()
         if steps and from_scratch:
             raise UserError(
@@ -242,7 +242,7 @@ class Trainer:
 
     @asynccontextmanager
     async def _between_steps(self, stop: asyncio.Event) -> AsyncIterator[None]:
-        """Saves a checkpoint if the block raises, or is cancelled because another part of the run failed."""
+        """Saves a checkpoint if the `async with` block raises, or is cancelled by a failure elsewhere in the run."""
         try:
             yield
         except (Exception, asyncio.CancelledError) as error:
@@ -251,7 +251,7 @@ class Trainer:
             raise
 
     async def _save_undisturbed(self) -> None:
-        """Saves a checkpoint and ignores cancellation meanwhile: each failing part of the run cancels this once."""
+        """Saves a checkpoint and ignores all cancellations meanwhile; every part of the run that fails sends one."""
         saving = asyncio.ensure_future(self.save())
         while not saving.done():
             with suppress(asyncio.CancelledError):

@@ -41,7 +41,7 @@ GetPiece = Callable[[str], bytes | memoryview]
 
 
 class AssemblyStep(NamedTuple):
-    """One manifest's change to a part (up to 16 MiB) of a tensor; `piece` is the digest of the piece with its code."""
+    """Change of one tensor part (up to 16 MiB) by one manifest; `piece` is the digest of the piece that stores it."""
 
     piece: str
     part: Part
@@ -49,7 +49,7 @@ class AssemblyStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """Plan for one part (up to 16 MiB of a tensor) of the new file: where it lies, and the changes that make it."""
+    """Plan for one part (up to 16 MiB of a tensor) of the new file: its offsets, and the changes to apply."""
 
     tensor: TensorEntry
     index: int
@@ -173,7 +173,7 @@ def _unlike(version: Manifest, tensor: TensorEntry, where: str) -> WeightsError:
 
 
 class _Pieces:
-    """Reads each piece (a block of packed codes) at its first use and holds it until its last, to read it only once."""
+    """Reads pieces (blocks of packed codes) on demand. Each is read once and held in memory until its last use."""
 
     def __init__(self, get: GetPiece, jobs: Sequence[Job]):
         self._get = get
@@ -182,7 +182,7 @@ class _Pieces:
         self._held: dict[str, memoryview] = {}
 
     def take(self, step: AssemblyStep) -> memoryview:
-        """Returns the coded bytes for a step. Call it once for each step: after its last use, a piece is let go."""
+        """Returns a step's coded bytes. Call it once per step: a piece is freed after the last step that uses it."""
         with self._locks[step.piece]:
             held = self._held.pop(step.piece, None)
             if held is None:
@@ -194,7 +194,8 @@ class _Pieces:
 
 
 def _write_part(number: int, old: BinaryIO | None, new: BinaryIO, pieces: _Pieces, job: Job) -> None:
-    """Writes one part to `new`, made from the base's file `old` as `job` says; `number`: the version, for errors."""
+    """Writes the part that `job` describes to the file `new`; `old` is the base's file, None without a base. `number`
+    is the version's number, for error messages."""
     data, what = None, f"version {number}: tensor {job.tensor.name}: part {job.index}"
     if job.origin is not None:
         assert old is not None

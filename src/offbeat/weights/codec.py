@@ -51,7 +51,7 @@ def planes(items: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def joined(parts: list[np.ndarray]) -> np.ndarray:
-    """Returns integers from their planes: `parts[0]` holds all their lowest bytes, `parts[1]` the next, and so on."""
+    """Rebuilds integers from arrays of their bytes: `parts[0]` has all lowest bytes, `parts[1]` the next, and so on."""
     rows = np.empty((parts[0].size, len(parts)), np.uint8)
     for byte, plane in enumerate(parts):
         rows[:, byte] = plane
@@ -83,7 +83,7 @@ def write_streams(streams: Iterable[np.ndarray]) -> bytes:
 
 
 class Streams:
-    """Reads one by one the streams that `write_streams` wrote."""
+    """Reads, one after the other, the streams (runs of bytes, some compressed) that `write_streams` wrote."""
 
     def __init__(self, view: memoryview):
         self.view, self.decompressor = view, zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
@@ -147,7 +147,7 @@ SIZE_BITS = 0x7FFF
 
 
 class SparseChanges(NamedTuple):
-    """Changed elements of a part, for types of two bytes."""
+    """Positions and differences of the elements that changed in a part of a tensor; only for types of two bytes."""
 
     positions: np.ndarray
     """Indices of the changed elements in rising order, int64."""
@@ -156,7 +156,7 @@ class SparseChanges(NamedTuple):
 
 
 def encode_sparse(changes: SparseChanges, new: np.ndarray, old: np.ndarray) -> bytes:
-    """Returns the sparse code of `changes` (at least one), the differences between the raw bytes `old` and `new`."""
+    """Returns the code that turns raw bytes `old` into `new`; `changes` are the elements that differ, at least one."""
     new_items, old_items = items_of(new, 2), items_of(old, 2)
     sizes = np.abs(changes.differences.view("<i2")).view("<u2")  # right for -32768 too, whose abs() overflows to itself
     limit = _limit(changes, sizes, old_items)
@@ -216,7 +216,8 @@ def decode_sparse(view: memoryview, old: np.ndarray) -> np.ndarray:
 
 
 def _limit(changes: SparseChanges, sizes: np.ndarray, old_items: np.ndarray) -> int:
-    """Returns the limit: elements whose old value, sign aside, is below it are stored without positions; 0: none."""
+    """Chooses a limit for a sparse code. Every element whose old bits, without sign, are below it is stored, changed or
+    not, so that these elements need no positions. Returns 0 for no limit."""
     larger = changes.positions[sizes > 1]
     if larger.size < MANY_LARGER * sizes.size:
         return 0
@@ -226,12 +227,13 @@ def _limit(changes: SparseChanges, sizes: np.ndarray, old_items: np.ndarray) -> 
 
 
 def _near(old_items: np.ndarray, limit: int) -> np.ndarray:
-    """Returns the indices of elements whose old value, sign aside, is below the limit; none if the limit is 0."""
+    """Returns the indices of the elements whose old bits, without sign, are below `limit`; none if `limit` is 0."""
     return np.flatnonzero(old_items & SIZE_BITS < limit) if limit else np.empty(0, np.int64)
 
 
 def _num_low_bits(count: int, num_items: int) -> int:
-    """Returns how many low bits are split off each gap between changes, given the number of changes and elements."""
+    """Returns how many low bits of each gap are stored separately, so that the rest of most gaps fits into a byte.
+    `count` is the number of changes, `num_items` that of all elements."""
     return max(0, (num_items // max(count, 1)).bit_length() - MEAN_GAP_BITS)
 
 
@@ -253,7 +255,7 @@ def _positions(high: np.ndarray, low: np.ndarray, num_low_bits: int, count: int)
 
 
 def _with_fillers(gaps: np.ndarray) -> np.ndarray:
-    """Codes each gap as one byte, with a `FILLER` byte before it for each 255 in the gap."""
+    """Codes gaps as bytes: each gap as `gap // 255` bytes `FILLER` (255), followed by the byte `gap % 255`."""
     wide = np.flatnonzero(gaps >= FILLER)
     if not wide.size:
         return gaps.astype(np.uint8)
@@ -270,7 +272,7 @@ def _with_fillers(gaps: np.ndarray) -> np.ndarray:
 
 
 def _without_fillers(high: np.ndarray, count: int) -> np.ndarray:
-    """Returns the running sums of the `count` gaps that `_with_fillers` coded as the bytes `high`."""
+    """Reverses `_with_fillers`: returns the running sums of the `count` gaps that are coded in the bytes `high`."""
     sums = np.cumsum(high, dtype=np.int64)
     ends = high != FILLER
     if np.count_nonzero(ends) != count or not ends[-1:].all():
@@ -381,7 +383,7 @@ def _find_changes(new: np.ndarray, old: np.ndarray, most: int) -> SparseChanges 
 
 
 def _encode_whole(new: np.ndarray, old: np.ndarray, item_bytes: int) -> tuple[Coding, bytes]:
-    """Returns the code of all elements as `shift` or `dense`, whichever is smaller on a sample of them."""
+    """Codes all elements as `shift` or `dense`, whichever is smaller on a sample; returns that coding and the code."""
     if item_bytes not in (2, 4):
         return Coding.DENSE, _encode_dense(new, item_bytes)
     new_items, old_items = items_of(new, item_bytes), items_of(old, item_bytes)

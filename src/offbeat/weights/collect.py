@@ -54,7 +54,7 @@ def collect(
 
 
 class _Manifests(NamedTuple):
-    """All manifests of a piece store, read once, by whether they can be trusted and read."""
+    """All manifests of a piece store, read once: trusted (`ours`), untrusted (`foreign`) and unreadable ones."""
 
     ours: dict[Entry, Manifest]
     foreign: list[Manifest]
@@ -105,15 +105,15 @@ def _numbers(manifests: Mapping[int, Sequence[Manifest | None]], in_use: Collect
 
 
 def _is_anchor_delta(manifest: Manifest, others: Sequence[Manifest | None]) -> bool:
-    """Returns whether `manifest` is the delta of an anchor (a version also published in full), found in `others`. The
-    delta's base need not be kept, because receivers can use the full one."""
+    """Returns whether `manifest` is only the delta of an anchor, a version whose full manifest is among `others`. The
+    delta's base need not be kept, because receivers can use the full manifest."""
     deltas = {other.delta for other in others if other is not None and other.delta is not None}
     return bool(deltas) and manifest_digest(manifest.encode()) in deltas
 
 
 def _droppable(dropped: Mapping[Entry, Manifest], times: Times, before_s: float) -> list[str]:
-    """Returns the digests of pieces last put before `before_s`, or no later than the newest `dropped` manifest that
-    names them."""
+    """Returns the digests of the pieces that may be deleted unless a kept manifest names them: pieces last put before
+    `before_s`, and pieces not put again after the newest `dropped` manifest that names them."""
     named_s: dict[str, float] = {}
     for entry, manifest in dropped.items():
         for piece in manifest.pieces:

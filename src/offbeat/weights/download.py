@@ -30,8 +30,8 @@ SLICE_BYTES = 4 * 1024 * 1024
 
 
 class Sources(Protocol):
-    """A source of published versions: the coordinator, a store or peers. Sources are not trusted: manifests are signed,
-    and pieces named by their digests. `PieceMissing` means gone for good; any other error may be temporary."""
+    """Interface to published versions, held by the coordinator, a store or peers. These are not trusted: manifests are
+    signed, pieces named by their digests. `PieceMissing` means gone for good; any other error may be temporary."""
 
     async def manifest(self, number: int, digest: str) -> bytes:
         """Returns the signed manifest with `digest`; if that is "", one of the manifests of version `number`."""
@@ -62,7 +62,8 @@ class StoreSources:
         return self._store.get_manifest(*entry)
 
     def _anchor_deltas_last(self, entries: list[Entry]) -> list[Entry]:
-        """Returns `entries`, with the deltas of anchors (full versions) last: their bases may have been deleted."""
+        """Moves to the end of `entries` the delta manifests of anchors. An anchor also has a full manifest, which is
+        better because the delta's base may have been deleted."""
         deltas = {self._delta_of(entry) for entry in entries} if len(entries) > 1 else set()
         return sorted(entries, key=lambda entry: entry[1] in deltas)
 
@@ -136,7 +137,7 @@ class PieceDownloader:
         raise AssertionError("this is a bug: the last attempt to get a manifest neither returned nor raised")
 
     async def pieces(self, chain: Sequence[Manifest]) -> Counter[str]:
-        """Downloads the missing pieces of the manifests in `chain`; returns the bytes fetched, by kind of manifest."""
+        """Downloads the missing pieces of `chain`; returns the bytes fetched, by manifest kind (such as "delta")."""
         wanted = {piece.digest: (piece, manifest) for manifest in chain for piece in manifest.pieces}
         missing = await in_thread(lambda: [entry for entry in wanted.values() if not self._has(entry[0])])
         self.expected = {piece.digest for piece, _ in missing}
@@ -176,7 +177,8 @@ class PieceDownloader:
         raise PieceDamaged(f"version {number}: piece {piece.digest} arrived damaged {MAX_ATTEMPTS} times")
 
     def num_bytes_arrived(self) -> int:
-        """Returns a number that changes as downloads progress: bytes of unfinished pieces, minus their number."""
+        """Returns a number that changes as downloads progress, by which peers see that waiting is worthwhile: the bytes
+        of unfinished pieces, minus the number of these pieces."""
         sizes = 0
         for digest in list(self.expected):
             with suppress(FileNotFoundError):
@@ -217,8 +219,8 @@ class PieceDownloader:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
     def known(self) -> dict[Entry, Manifest]:
-        """Returns the trusted manifests on this disk, by version number and manifest digest. Reads the disk once and
-        deletes all other manifests there."""
+        """Returns the trusted manifests on this disk, by version number and manifest digest. The first call reads the
+        disk, and deletes manifests that are damaged or not signed by a trusted key."""
         if self._known is None:
             self._known = {}
             for entry in self.store.list_manifests():

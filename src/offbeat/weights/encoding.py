@@ -136,8 +136,8 @@ def cut(
 
 
 class Coder:
-    """Codes parts of tensors, and writes their raw bytes to `file` unless it is None. Unless `with_codes` is set, parts
-    without a base are not coded. Thread-safe."""
+    """Codes parts of tensors, and writes their raw bytes to `file` unless it is None. Parts that have a base are always
+    coded, parts without a base only if `with_codes` is set. Thread-safe."""
 
     def __init__(self, file: BinaryIO | None, with_codes: bool):
         self.file, self.with_codes = file, with_codes
@@ -173,7 +173,7 @@ def _on_host(data: Tensor) -> np.ndarray:
 
 
 def _changes(part: RawPart, new: np.ndarray, old: np.ndarray) -> SparseChanges | None:
-    """Finds, on the part's device, the elements of `new` that differ from `old`; None unless they have two bytes."""
+    """Finds on the part's device which elements of `new` differ from `old`; None unless elements have two bytes."""
     if ITEM_BYTES[part.dtype] != 2:
         return None
     if part.data.is_cuda:
@@ -183,7 +183,7 @@ def _changes(part: RawPart, new: np.ndarray, old: np.ndarray) -> SparseChanges |
 
 
 def _changed(new: np.ndarray, old: np.ndarray, dtype: str, changes: SparseChanges | None) -> np.ndarray:
-    """Returns the raw bytes of the elements of `new` that differ from `old`; `changes`: where, None if unknown."""
+    """Returns the raw bytes of the elements of `new` that differ from `old`. `changes` lists them; None: not known."""
     items = new.view(f"<u{ITEM_BYTES[dtype]}")
     found = items[items != old.view(items.dtype)] if changes is None else items.take(changes.positions)
     return found.view(np.uint8)
@@ -227,7 +227,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Chain:
-    """Bytes of an anchor (a full version) and of the deltas since, which a worker that joins late has to fetch."""
+    """Size of what a worker that joins late has to fetch: an anchor (a full version) and the deltas since."""
 
     full_bytes: int
     num_deltas: int = 0
@@ -244,8 +244,8 @@ class Chain:
 
 @dataclass(frozen=True)
 class BaseFile:
-    """The version that the next one is coded against. Its file is held open, so that it keeps matching the manifest
-    even if its folder is deleted or replaced."""
+    """A version against which the next one is coded. Its file is held open, so that its content stays readable even if
+    the version's folder is deleted or replaced."""
 
     manifest: Manifest
     file: BinaryIO
@@ -257,7 +257,7 @@ class BaseFile:
         return Base(self.manifest.number, self.manifest.digest)
 
     def like(self, tensors: Mapping[str, Stored]) -> dict[str, BaseTensor]:
-        """Returns, by name, those tensors of the base that have the same dtype and shape in `tensors`."""
+        """Returns the base's tensors, by name, for which `tensors` has one of the same name, dtype and shape."""
         return {
             entry.name: BaseTensor(self.file, self.places[entry.name].start, entry)
             for entry in self.manifest.tensors
@@ -283,7 +283,8 @@ def resume_from(number: int, folder: WeightFolder, store: PieceStore, trusted: s
 
 
 def find_adapter_base(number: int, digest: str, store: PieceStore, trusted: str) -> Base | None:
-    """Returns the base of adapter version `number`; None unless it has `digest` and all its pieces are in the store."""
+    """Returns the record of the base weights of adapter version `number`. Returns None unless that base has `digest`,
+    its manifest is signed by the key `trusted` and all its pieces are in the store."""
     try:
         manifests = _Manifests(store, trusted)
         for manifest in manifests.of(number):

@@ -212,7 +212,7 @@ def _tensor_problem(tensor: TensorEntry, manifest: Manifest) -> str | None:
 
 @dataclass(frozen=True)
 class Anchoring:
-    """Decides which versions are anchors. An anchor is published in full, for workers that join late, and also as
+    """Rule for which versions are anchors. An anchor is published twice: in full, for workers that join late, and as
     changes, for workers that have the version before."""
 
     every: int = 10

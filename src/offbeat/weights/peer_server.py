@@ -68,9 +68,9 @@ class PeerLimits:
 
 
 class Guests:
-    """Decides which peers (other workers) may fetch here; `ask` gets the hashes of their keys from the coordinator.
+    """Decides which peers (other workers) may fetch here, by a list of key hashes that `ask` gets from the coordinator.
 
-    The list is used for `FRESH_S`, so that a worker that left or was set aside is soon refused, and for `STALE_S` while
+    A list is used for `FRESH_S`, so that a worker that left or was set aside is soon refused, and for `STALE_S` while
     the coordinator cannot be reached. An unknown key may be that of a new worker, so the coordinator is asked again.
     """
 
@@ -220,7 +220,7 @@ class PeerServer:
             self._sending.release()
 
     async def _wait_for(self, wanted: _Wanted, wait_s: float) -> bool | None:
-        """Waits up to `wait_s` for a piece or manifest; returns whether it is here, None if it is still on its way."""
+        """Waits up to `wait_s` for `wanted`; returns True if it is here, None if it is still on its way, else False."""
         start_s = time.monotonic()
         while True:
             changed, is_expected = self._arrivals.changed, self._expects(wanted.digest)
@@ -235,7 +235,7 @@ class PeerServer:
                 await asyncio.wait_for(self._change(wanted.digest, changed), min(left_s, self._limits.check_every_s))
 
     async def _change(self, digest: str, changed: asyncio.Event) -> None:
-        """Waits for a `notify` after which piece `digest` is no longer being downloaded, and so may be here."""
+        """Waits for `changed`, then until the piece `digest` is not expected: it has arrived, or its download ended."""
         await changed.wait()
         await self._arrivals.wait_for(lambda: not self._expects(digest))
 

@@ -1,9 +1,8 @@
 """Fetches weights from peers: near peers are asked first, the root last.
 
 The coordinator names the peers and their order (`offbeat.weights.relay_tree`). If a peer does not answer, is too slow,
-or lacks the piece, the next source continues from the bytes received so far. Every piece is checked against its name.
-A peer that sent wrong bytes is not asked again for a while. If several peers contributed to a wrong piece, it is
-fetched again from one of them alone, so that no honest peer is blamed for long.
+or lacks the piece, the next source continues from the bytes received so far. If several peers contributed to a wrong
+piece, it is fetched again from one of them alone, so that no honest peer is blamed for long.
 
 A peer that is still waiting for the piece itself is given time while it reports progress, but no more than the piece
 would take at the lowest accepted rate.
@@ -72,11 +71,11 @@ class SourceRecord:
 
 
 class Ranking:
-    """Decides the order in which sources are asked. Does no I/O; the clock is injected.
+    """Decides the order in which sources (peers and the root) are asked. Does no I/O; the clock is injected.
 
-    The coordinator's order, which spares slow links, is kept as long as it works. A peer that fails rests for a while:
-    it is asked last or, after wrong bytes, not at all. It rests longer each time, and longest after wrong bytes. A
-    source far slower than another, by its averages of rate and success, comes after the others. The root never rests.
+    The coordinator's order, which spares slow links, is kept as long as it works. A peer that fails rests for a while,
+    longer each time: it is asked last. A peer that sent wrong bytes rests longest, and is not asked meanwhile. A source
+    far slower than another, by its averages of rate and success, comes after the others. The root never rests.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -101,7 +100,7 @@ class Ranking:
         return [*sorted(ready, key=lambda url: url in slow), *last_resort]
 
     def least_bytes_per_s(self, url: str) -> float:
-        """Returns the lowest rate accepted from a source; a slower transfer is broken off."""
+        """Returns the lowest rate accepted from a source, given other sources' rates; slower transfers are ended."""
         now_s = self._clock()
         ready = [other for other, record in self._records.items() if record.rests_until_s <= now_s or other == ROOT]
         scores = [score for other in ready if other != url and (score := self.score(other)) is not None]
@@ -126,7 +125,7 @@ class Ranking:
         self._rest(record, min(FIRST_REST_S * 2 ** min(record.num_failures - 1, 16), LONGEST_REST_S))
 
     def damaged(self, url: str) -> None:
-        """Records that a source sent wrong bytes, in content that came from no other source."""
+        """Records that a source sent wrong bytes. Call it only if no other source contributed to the content."""
         self.failed(url)
         record = self._record(url)
         record.is_damaged = True
@@ -330,7 +329,8 @@ class PeerSources:
         return sealed
 
     async def _piece(self, url: str, piece: PartialPiece) -> None:
-        """Downloads the rest of a piece from one source; starts it again if bytes from other sources prove wrong."""
+        """Downloads the rest of a piece from the source `url`. If the piece then proves wrong and others contributed to
+        it, downloads all of it from `url`; if none did, raises `PieceDamaged`."""
         while True:
             await self._fill(url, piece)
             if await in_thread(piece.is_right):
@@ -403,7 +403,8 @@ class PeerSources:
     async def _open(
         self, url: str, path: str, headers: dict[str, str] | None = None, num_bytes: int = 0
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yields the peer's answer once it has the content; raises `PeerFailed` if that takes long for `num_bytes`."""
+        """Asks a peer until it has the content, and yields that answer. Raises `PeerFailed` if the peer refuses, or if
+        it waits too long for the content itself; `num_bytes` is the content's size."""
         patience = self._patience
         waiting = _Waiting(
             self._clock,
@@ -441,7 +442,7 @@ class PeerSources:
 
 
 class _Waiting:
-    """Limits the wait for a piece on its way to a peer: `still_s` seconds without progress, `within_s` in all."""
+    """Limits the wait for a piece that a peer is itself receiving: `still_s` without progress, `within_s` in all."""
 
     def __init__(self, clock: Callable[[], float], *, still_s: float, within_s: float):
         self._clock, self._still_s, self._end_s = clock, still_s, clock() + within_s

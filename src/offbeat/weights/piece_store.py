@@ -241,8 +241,8 @@ class FolderStore:
 
 @contextmanager
 def _naming(path: Path, done: str) -> Iterator[None]:
-    """Turns disk errors in the block into `PieceMissing`, or `StoreError` with file and remedy. `done` is what could
-    not be done, as a participle such as "read"."""
+    """Turns an OSError of the block into `PieceMissing`, if a file to read is missing, or a `StoreError` that names
+    file and remedy. `done` completes the message "cannot be …", for example "read"."""
     try:
         yield
     except OSError as error:
@@ -271,8 +271,8 @@ def entry_of(name: str) -> Entry | None:
 
 
 def checked(path: str, digest: str, data: bytes, start: int, stop: int | None) -> bytes:
-    """Returns `data`, bytes `start` to `stop` of a piece; raises if it is cut short or, read whole, has another
-    digest."""
+    """Returns `data`, bytes `start` to `stop` (None: to the end) of the piece `digest`. Raises `PieceDamaged` if bytes
+    are missing or, for a whole piece, if the digest differs. `path` is for messages."""
     if stop is not None and len(data) < stop - start:
         raise PieceDamaged(f"{path}: the piece is cut short: it ends at byte {start + len(data)}, before byte {stop}")
     if start == 0 and stop is None and blake3(data, max_threads=blake3.AUTO).hexdigest() != digest:
@@ -287,8 +287,8 @@ def checked_manifest(path: str, digest: str, sealed: bytes) -> bytes:
 
 
 def check_new(path: str, digest: str, sealed: bytes, found: bytes | None = None) -> None:
-    """Raises if the manifest `sealed` does not match `digest`, or if `found`, the one already stored under the same
-    name (None: none), is intact but differs, being signed with another key."""
+    """Checks a sealed (signed) manifest before it is stored: raises if it does not match `digest`, or if the manifest
+    `found` under the same name (None: nothing there) is intact but signed with another key."""
     if not is_intact(digest, sealed):
         raise ManifestError(f"{path}: the manifest to store there does not match this name or its own signature")
     if found is not None and found != sealed and is_intact(digest, found):
@@ -467,7 +467,8 @@ class RemoteStore:
 
 
 def _within(limit_s: float, work: Callable[[], T]) -> T:
-    """Returns `work()`, run in a thread that is abandoned after `limit_s`: few stores have time limits themselves."""
+    """Returns `work()`, or raises TimeoutError after `limit_s` seconds. Runs it in a thread, which is then abandoned,
+    because few stores have time limits themselves."""
     answer: Future[T] = Future()
 
     def run() -> None:

@@ -154,7 +154,7 @@ class Publisher(WeightFolder):
         return Version(number, step, parent, manifest.digest, self.path(number), name)
 
     def _adapter_base_of(self, adapter: Adapter, number: int, step: int, parent: int | None) -> Base:
-        """Returns number and digests of the adapters' base weights; puts these into the store unless they are there."""
+        """Returns the record of the adapters' base weights; if there is a store that lacks them, puts them there."""
         if self.store is None or self.key is None:
             return Base(number, adapter.base)
         if self._adapter_base is None and parent is not None:
@@ -170,7 +170,7 @@ class Publisher(WeightFolder):
         return self._adapter_base
 
     def _base_of(self, parent: int | None) -> BaseFile | None:
-        """Returns the version to which the next one is coded as changes; None: code it in full."""
+        """Returns version `parent`, opened as the next one's base; None if the next one must be coded in full."""
         if self.store is None or self.key is None or parent is None or not self._has_deltas:
             return None
         if self._base is None or self._base.manifest.number != parent:
@@ -228,7 +228,7 @@ class Publisher(WeightFolder):
     def _keep_as_base(
         self, manifest: Manifest, file: BinaryIO, places: Mapping[str, Stored], base: BaseFile | None
     ) -> None:
-        """Keeps the version just published as the base of the next one. `base` is its own base; None: it has none."""
+        """Keeps the new version as the next one's base. `base` is what it was itself coded against, None if full."""
         if self.store is None or not self._has_deltas:
             file.close()
             return
@@ -253,7 +253,7 @@ def _laid_out(
 
 
 def _described(places: Mapping[str, Stored], packing: Packing, **fields: Any) -> Manifest:
-    """Returns the manifest of a version; `fields` are all its fields but digest, tensors and pieces."""
+    """Returns a version's manifest: digest, tensors and pieces from `places` and `packing`, all else from `fields`."""
     tensors = [TensorEntry(name, *places[name][:2], packing.parts[name]) for name in sorted(places)]
     digest = tensors_digest(tensors)
     if fields["kind"] is Kind.ADAPTER:

@@ -7,8 +7,7 @@ are gone, is downloaded as whole files, if there is a source of them.
 
 Guarantees: `fetch` returns a version that is bit by bit the published one, or raises an error that names it. A process
 killed at any moment leaves every earlier version whole, and the next process resumes from the bytes already here.
-Nothing from a source is used unless its digest follows from a signed manifest or from the ledger. The folder belongs to
-one worker; peers may read the pieces in it.
+Nothing from a source is used unless its digest follows from a signed manifest or from the ledger.
 """
 
 from __future__ import annotations
@@ -106,8 +105,9 @@ class VersionCache:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def forget(self, needs: Mapping[Path, Path]) -> set[Path]:
-        """Deletes old versions; returns the paths it kept: the versions requested most recently, then the newest from
-        earlier processes, up to the number to keep, and their bases. `needs` maps an adapter's path to its base's."""
+        """Deletes old versions; returns the paths of those kept. Keeps the `num_kept` versions requested last and the
+        bases of adapters among them. Versions from earlier processes count as requested before all others, in order of
+        their numbers. `needs` maps an adapter's path to its base's."""
         requested = {path: rank for rank, path in enumerate(self._verified, start=1)}
         found = [path for path in self.folder.iterdir() if FOLDER.fullmatch(path.name)]
         found.sort(key=lambda path: (requested.get(path, 0), path.name), reverse=True)
@@ -183,7 +183,8 @@ class Receiver:
             await in_thread(self.cache.discard, self.cache.path_of(version.number, version.digest))
 
     async def _fetch(self, version: Version) -> tuple[Path, Path | None]:
-        """Fetches a version; returns its path, and that of its base if it is an adapter whose base the engine lacks."""
+        """Fetches a version; returns its path and the path of its base. The latter is None unless the version is an
+        adapter whose base the engine lacks."""
         if not version.manifest:
             return await self._ensure(version.number, version.digest, None), None
         base = None
@@ -246,8 +247,8 @@ class Receiver:
         await self._apply(chain, None, path, figures)
 
     async def _chain(self, manifest: Manifest, *, may_use_local: bool) -> tuple[list[Manifest], Path | None]:
-        """Returns the manifests to apply, in order, and the path of the local version that the first builds on; None:
-        the first builds on none, as always without `may_use_local`."""
+        """Returns the manifests to apply, in order, and the path of the local version that the first one builds on. The
+        path is None if it builds on none, which is always so without `may_use_local`."""
         oldest = min(await in_thread(self.cache.numbers), default=manifest.number) if may_use_local else None
         chain = [manifest]
         while chain[0].kind is Kind.DELTA and (base := chain[0].base) is not None:
@@ -260,9 +261,9 @@ class Receiver:
         return chain, None
 
     async def _chain_past_anchor(self, chain: list[Manifest], oldest: int) -> tuple[list[Manifest], Path | None]:
-        """Replaces the anchor (full version) that begins a chain by its delta manifest and the deltas before it, if
-        these lead to a local version with fewer bytes. `oldest` is the oldest version on this disk, where the search
-        ends."""
+        """Replaces the full version that begins `chain` by deltas from a version on this disk, if these exist and have
+        fewer bytes. Returns the chain and that version's path, or the same chain and None. `oldest` is the number of
+        the oldest version on this disk, where the search ends."""
         anchor, found = chain[0], chain[0]
         deltas: list[Manifest] = []
         while found.delta is not None or found.kind is Kind.DELTA:
@@ -305,7 +306,8 @@ class Receiver:
         raise WeightsError(f"the files of version {figures.number} arrived damaged {MAX_ATTEMPTS} times")
 
     def _forget(self) -> None:
-        """Deletes all versions, and their pieces, but the few to keep and the bases of adapters among these."""
+        """Deletes old versions with their manifests and pieces. Keeps the few versions requested last, and the bases of
+        adapters among them."""
         known = self.downloads.known()
         paths = {entry: self.cache.path_of(found.number, found.digest) for entry, found in known.items()}
         needs = {

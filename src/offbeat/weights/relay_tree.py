@@ -72,8 +72,8 @@ class RelayTree:
 
 
 class SiteTree:
-    """Tree over the receivers of one site. Only the head, a receiver that can serve, fetches from the root; if no
-    receiver can serve, all of them do."""
+    """Tree over the receivers of one site. Only the head (one receiver that can serve others) fetches from the root. If
+    no receiver can serve, all fetch from the root."""
 
     def __init__(self, fan_out: int):
         self.members: dict[str, RelayNode] = {}
@@ -107,8 +107,8 @@ class SiteTree:
         self.parents[name] = min(servers, key=lambda other: (tree.excess(other), *tree.nearness(other)), default=ROOT)
 
     def _step_down(self, name: str) -> None:
-        """Takes all children from a receiver. If it had any, another one that can serve swaps places with it: the
-        farthest from the root or, for the head, the one with the best rate from the root."""
+        """Takes all children from a receiver. If it has any, it first swaps places with another receiver that can
+        serve: the farthest from the root or, if it is the head, the one with the best rate from the root."""
         tree = self._snapshot()
         others = [other for other in tree.depths if tree.fan_outs[other] and other != name]
         if not tree.children[name] or not others:
@@ -170,7 +170,7 @@ class _Snapshot:
             waiting.extend((child, depth + 1) for child in self.children[name])
 
     def excess(self, name: str) -> float:
-        """Returns by how much one more child would exceed a receiver's fan-out (most children), as a share of it."""
+        """Returns a receiver's children beyond its fan-out, if given one more, divided by the fan-out; 0: has room."""
         return max(len(self.children[name]) + 1 - self.fan_outs[name], 0) / self.fan_outs[name]
 
     def nearness(self, name: str) -> tuple[int, float]:

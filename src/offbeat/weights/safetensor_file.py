@@ -42,7 +42,7 @@ class Stored(NamedTuple):
 def lay_out(
     tensors: Iterable[tuple[str, str, list[int], int]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Stored]]:
-    """Returns header and tensors' places in a new file; `tensors` gives name, dtype, shape and bytes of each tensor."""
+    """Returns a new file's header and tensors' places; `tensors` gives name, dtype, shape and size in bytes of each."""
     end, entries = 0, {}
     for name, dtype, shape, num_bytes in sorted(tensors, key=lambda tensor: (-_alignment(*tensor[2:]), tensor[0])):
         entries[name] = Stored(dtype, shape, end, end + num_bytes)
@@ -101,7 +101,8 @@ def _header(view: memoryview) -> tuple[dict[str, Any], int]:
 
 
 def _alignment(shape: list[int], num_bytes: int) -> int:
-    """Returns the bytes of an element; 8 for an empty tensor, which then comes first, where every offset is aligned."""
+    """Returns the size of an element in bytes, by which tensors are sorted. For an empty tensor returns 8, so that it
+    comes first, where every offset is aligned."""
     num_elements = math.prod(shape)
     return num_bytes // num_elements if num_elements else 8
 

@@ -37,7 +37,7 @@ DIGEST_BYTES = 32
 
 @dataclass(frozen=True)
 class Unsent:
-    """A trajectory, whole or partial, that is not acknowledged yet, and the fence (number) of its lease."""
+    """A trajectory, whole or partial, that is not acknowledged yet; `fence` is the number of its task's lease."""
 
     trajectory: Trajectory
     fence: int
@@ -116,10 +116,10 @@ commit."""
 
 
 class Outbox:
-    """Submits trajectories to the coordinator, in asyncio tasks of the given task group, so that no error is lost.
+    """Submits trajectories to the coordinator, each in an asyncio task of a task group, which passes errors on.
 
-    With a spool, a trajectory is on disk before the first attempt to send it and until it is acknowledged or refused.
-    A refused trajectory is logged and discarded; if its task is still leased to this worker, the task is failed. The
+    With a spool, a trajectory is on disk before the first attempt to send it and until it is acknowledged or refused. A
+    refused trajectory is logged and discarded; if its task is still leased to this worker, the task is failed. The
     client handles broken connections.
     """
 

@@ -90,7 +90,7 @@ class Worker:
         kv_lag: int = 0,
         finishes: bool = False,
     ):
-        """`kv` and `kv_lag` are set in every request. With `finishes`, tasks end before other weights are loaded."""
+        """`kv` and `kv_lag` are set in every request. With `finishes`, running tasks end before weights are loaded."""
         self.name, self.engine, self.client = name, engine, client
         self._kv, self._kv_lag, self._finishes = kv, kv_lag, finishes
         self.running: dict[tuple[int, int], ActiveTask] = {}
@@ -193,7 +193,7 @@ class Worker:
                 raise RunOver(f"worker {self.name}: the run is over")
 
     def _num_free(self) -> int:
-        """Returns the number of tasks that can begin now; 0 while more trajectories than slots wait to be sent."""
+        """Returns how many tasks can begin now: free slots, or 0 if more trajectories than slots wait to be sent."""
         num_slots = self.engine.capabilities.num_slots
         return max(0, num_slots - len(self.running)) if len(self._outbox) <= num_slots else 0
 
@@ -240,7 +240,7 @@ class Worker:
             await self._give_back([running.key for running in stopped if running.is_untouched])
 
     async def _report_timings(self) -> None:
-        """Reports step times during rounds, from which the over-provision factor is chosen."""
+        """During rounds, reports step times to the coordinator, which derives the over-provision factor from them."""
         timings = Timings(self.engine)
         while True:
             await self._changes.wait_for(lambda: self._rounds.is_under_way and self.running)
@@ -267,7 +267,7 @@ class Worker:
             await self._end([running for running in still if running.task.id in answer.lost], AbortReason.LOST)
 
     async def _end(self, ended: Iterable[ActiveTask], abort_reason: AbortReason) -> None:
-        """Aborts running tasks in the engine; `_generate` then acts on `abort_reason`."""
+        """Aborts running tasks in the engine; `abort_reason` tells `_generate` what to do with their new tokens."""
         ids = []
         for running in ended:
             if running.abort_reason is not AbortReason.LOST:
@@ -373,7 +373,8 @@ class Worker:
         return True
 
     async def _may_begin(self, running: ActiveTask) -> bool:
-        """Waits for the end of a load, and for a version that may continue the task; False if none comes in time."""
+        """Waits until the engine can continue the task, with a new enough version and no load under way, or until the
+        task is aborted. Returns False if no such version comes in time."""
         least = running.least_version
 
         def is_ready() -> bool:
@@ -434,8 +435,8 @@ class ActiveTask:
 
     @property
     def request_id(self) -> str:
-        """Id of the engine request. Has fence and position, because a task may be leased again while its last request
-        is still being aborted."""
+        """Id of the engine request. Contains the lease's fence and the number of tokens so far, because a task may be
+        leased again while its last request is still being aborted."""
         return f"{self.task.id}-{self.task.fence}-{self.trajectory.num_tokens}"
 
     @property
@@ -486,8 +487,8 @@ def append(trajectory: Trajectory, generation: Generation) -> bool:
 
 
 class TaskRounds:
-    """Rounds (generation for one step) of one worker, numbered by the version that began them. A task of a finished
-    round must not begin, however late its lease arrives. In a run without rounds, the coordinator is never asked."""
+    """Tracks one worker's rounds (round: generation for one step), numbered by the version that began them. A task of a
+    finished round must not begin, however late its lease arrives. Without rounds, never asks the coordinator."""
 
     def __init__(self, client: WorkerClient, changes: Notifier):
         self._client, self._changes = client, changes
@@ -521,10 +522,10 @@ class TaskRounds:
 
 
 class Timings:
-    """Turns an engine's metrics into timings for `rules.step_time`, by taking differences over time.
+    """Measures an engine's work in successive intervals, for `rules.step_time`, as differences of its metrics.
 
-    An interval without a step is added to the next one. An engine that does not report steps, rows, context and busy
-    seconds has no timings. If it does not report prefilled tokens, prefill time counts as step time.
+    An interval without a step is added to the next one. An engine has no timings unless it reports steps, rows (running
+    answers), context tokens and busy seconds. If it does not report prefilled tokens, prefill time counts as step time.
     """
 
     def __init__(self, engine: Engine):
@@ -615,7 +616,7 @@ class WorkerMetrics:
         self._sums: dict[str, float] = defaultdict(float)
 
     def follow(self, engine: Engine) -> None:
-        """Adds the seconds in which `engine` stands still from now on; those of the previous engine stay counted."""
+        """Counts from now on the seconds for which loads stop `engine`; those of the previous engine stay counted."""
         self._sums["still_s"] = self._still_s
         self._engine = engine
 

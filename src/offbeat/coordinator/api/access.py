@@ -1,9 +1,8 @@
 """Authentication, roles and rate limits of callers.
 
 A member authenticates with the secret that it joined with, a newcomer with its join token. Both are sent in a request
-header, so the body of an unknown caller is never read. Secrets are looked up in the ledger over a read-only connection,
-and cached until the state of any worker changes: a revocation by another process takes effect within `KNOWN_S` seconds.
-Secrets are never logged.
+header, so the body of an unknown caller is never read. Secrets are never logged. They are looked up in the
+ledger and cached until the state of any worker changes: another process's revocation takes effect within `KNOWN_S` s.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ body; only then does it reach the coordinator. A call that fails a check changes
 and one line of text (`errors`). Each body has one schema (`wire`) and is parsed once. Every answer carries its digest,
 unless it is a file.
 
-A router handles rare and unknown paths. The frequent calls of hundreds of workers are looked up in a dictionary,
-because the router would take as long as the rest of the call.
+Workers' frequent calls are looked up in a dictionary. A router, which is slow, handles rare and unknown paths.
 """
 
 from __future__ import annotations

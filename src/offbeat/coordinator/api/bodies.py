@@ -1,8 +1,7 @@
 """Reads request bodies and builds answers.
 
-Guarantees: a body never takes more memory than its call allows, neither as sent nor decompressed. A body that arrives
-too slowly, or does not match its digest, is refused. All bodies of unanswered requests together stay within one memory
-budget. Large bodies are hashed, decompressed and decoded on another thread.
+Guarantees: a body never takes more memory than its call allows, neither as sent nor decompressed. All bodies of
+unanswered requests together stay within one memory budget. Large bodies are processed on another thread.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class BodyReader:
         return await self.read(request, kind.max_bytes, partial(wire.decode, kind=kind))
 
     async def read(self, request: Request, limit_bytes: int, form: Callable[[bytes], T]) -> T:
-        """Reads and decompresses the whole body and returns `form(body)`.
+        """Reads and decompresses the whole body, and returns what `form` decodes from it.
 
-        Refuses a body that is not msgpack, exceeds `limit_bytes`, arrives too slowly, is damaged, or is `Malformed`.
+        Refuses a body that is not msgpack, too large, too slow or damaged, or for which `form` raises `Malformed`.
         """
         check_type(request, wire.MSGPACK)
         digest = needed_digest(request)

@@ -4,9 +4,6 @@ uvicorn waits for the head of a request (request line and headers) without a lim
 size. A client that is answered before it has sent its whole body gets a limited time to finish, so that it can read the
 answer. When all connections are taken, a new one replaces the oldest unauthenticated one: members can always connect,
 however many connections strangers open.
-
-uvicorn also sends the head and the body of an answer separately; here a small answer takes one packet and one system
-call.
 """
 
 from __future__ import annotations
@@ -26,7 +23,8 @@ TOO_LONG = b'{"error":"the request line and headers are too long"}'
 
 
 class OneWrite:
-    """Transport that sends the head of an HTTP answer with the next write, or alone if none follows at once."""
+    """Wraps a transport so that the head of an HTTP answer is sent together with the first part of the body. If no body
+    follows at once, the head is sent alone."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
         self._transport, self._loop, self._head = transport, loop, b""
@@ -80,7 +78,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def prove(self) -> None:
-        """Removes this connection from the unauthenticated ones, because it is authenticated or closed."""
+        """Takes this connection off the list of unauthenticated connections, because it is authenticated or closed."""
         self.unproven.pop(self, None)
 
     def _make_room(self) -> None:

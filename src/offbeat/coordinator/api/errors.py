@@ -1,7 +1,6 @@
 """Turns errors into HTTP responses: one status per kind of error, and one line of text.
 
-Every exception that a call raises becomes a response here and nowhere else. An unexpected exception becomes a 500
-without details, and its traceback goes to the coordinator's log.
+An unexpected exception becomes a 500 without details, and its traceback goes to the coordinator's log.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Buckets:
         return self.burst if found is None else min(found[0] + (now_s - found[1]) * self.per_s, self.burst)
 
     def _forget(self, now_s: float) -> None:
-        """Drops full buckets, then the least recently used ones beyond half of `max_keys`."""
+        """Frees memory: drops the full buckets, and of the others all except the `max_keys` / 2 that were used last."""
         in_use = {key: level for key, level in self._levels.items() if self._left(key, now_s) < self.burst}
         newest = sorted(in_use.items(), key=lambda item: item[1][1])[-(self._max_keys // 2) :]
         self._levels = dict(newest)

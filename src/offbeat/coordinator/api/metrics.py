@@ -35,7 +35,8 @@ class CallFigures:
 def text(
     counts: Counts, leased: Mapping[str, int], calls: CallFigures, workers: Mapping[str, Mapping[str, float]]
 ) -> str:
-    """Returns the metrics page. `workers` maps each worker to its latest figures, which are totals since it started."""
+    """Returns the page of metrics: `counts` of the ledger's contents, number of leases by worker (`leased`), `calls` of
+    the API, and each worker's latest figures (`workers`), which are totals since it started."""
     lines = [
         "# TYPE offbeat_max_staleness_trained gauge",
         f"offbeat_max_staleness_trained {counts.max_staleness_trained}",

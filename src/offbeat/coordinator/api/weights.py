@@ -1,9 +1,8 @@
 """Weights over HTTP: sends manifests, pieces and files to workers; receives manifests and pieces from a remote trainer.
 
-A piece is named by its digest and a manifest is signed, so every receiver can check them. The coordinator accepts a
-piece only if its digest matches its name, and a manifest only if a trainer of this run signed it. A version is
-published only once its manifest and all its pieces are on disk. A version of a trainer on this machine may have no
-manifest: remote workers then download its files.
+The coordinator accepts a piece only if its digest matches its name, and a manifest only if a trainer of this run signed
+it. A version is published only once its manifest and all its pieces are on disk. A version of a trainer on this machine
+may have no manifest: remote workers then download its files.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ class Weights:
             raise Unknown(f"version {number} has no file {name}") from None
 
     async def manifest(self, number: int, digest: str | None = None) -> bytes:
-        """Returns the sealed (signed) manifest of a published version. `digest` selects another manifest of the
-        version: its changes, if it was published in full and as changes, or the base weights of an adapter."""
+        """Returns a sealed (signed) manifest of a published version. `digest` selects that of its changes alone, or
+        that of its adapter's base weights, where these exist; None: the version's main manifest."""
         version = self._version(number)
         if not version.manifest:
             raise Unknown(f"version {number} was published as whole files, without a manifest; download its files")
@@ -119,7 +118,8 @@ class Weights:
         await self._write(self.store.put_manifest, number, digest, sealed)
 
     async def check_complete(self, version: Version) -> Version:
-        """Returns `version`, soon to be published, with its local path; raises unless all its weights are stored."""
+        """Checks, before a version is published, that all its weights are stored, and raises if not. Returns the
+        version with the path of its weights on this machine."""
         if version.manifest:
             await self._check_manifest(version)
         elif (known := self._published(version.number)) is not None:  # published again; the ledger compares the two
@@ -184,7 +184,7 @@ async def file_bytes(path: Path, start: int, stop: int) -> AsyncIterator[bytes]:
 
 
 def checked(digest: str) -> str:
-    """Returns `digest` if it has the form of a piece's name, else raises `Unknown`."""
+    """Returns `digest` if it has 64 hexadecimal digits in lower case, as names of pieces do; else raises `Unknown`."""
     if DIGEST.fullmatch(digest) is None:
         raise Unknown(f"{digest[:80]!r} is not a digest; it must have 64 hexadecimal digits in lower case")
     return digest

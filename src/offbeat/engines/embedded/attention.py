@@ -2,8 +2,7 @@
 
 Transformers makes no mask for a custom attention function, so a missing mask tells the two cases apart. Without a mask,
 the pass is a prefill: rows are whole prompts padded on the right, and causality hides the padding. With a mask, the
-pass is a decode step: each row is a single token that attends to its slot, and the engine supplies the mask (0 or
--inf, one row per slot).
+pass is a decode step: each row is one token that attends to its slot, and the engine supplies the mask (0 or -inf).
 
 In a decode step the last rows may read a shorter context than the first ones (`short_context`); they attend separately,
 with their own mask. Query heads that share a KV head are folded into one dimension, so K and V are never repeated.
@@ -31,10 +30,10 @@ _short_mask: ContextVar[Tensor | None] = ContextVar("short_context", default=Non
 
 @contextmanager
 def short_context(mask: Tensor | None) -> Iterator[None]:
-    """Within the block, the last rows of a decode step, as many as `mask` has rows, use `mask` and read only as many
-    context tokens as it is long. None: all rows read the same context.
+    """Tells attention, within the `with` block, that the last rows of a decode step need only a shorter context.
 
-    The mask goes through a context variable, because models hand only one mask on to their attention.
+    If `mask` is (n, 1, 1, c), the last n rows use it and need only the first c tokens of their slots. If it is None,
+    all rows read the same context. It goes through a context variable, because models hand only one mask on.
     """
     token = _short_mask.set(mask)
     try:
@@ -44,7 +43,7 @@ def short_context(mask: Tensor | None) -> Iterator[None]:
 
 
 def use_slot_attention(model: PreTrainedModel) -> Usage:
-    """Switches a model to attention over KV slots (`slot_attention`) if it can; returns how the model can be run."""
+    """Replaces a model's attention by `slot_attention` if the model allows it; returns what the model supports."""
     found = usage(model)
     if found.has_slots:
         AttentionInterface.register(NAME, slot_attention)
@@ -131,7 +130,7 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scor
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: _Scoring) -> Tensor:
-    """Attends by plain products; `query`, already scaled, is (rows, KV heads, heads per KV head, ..., head dim)."""
+    """Computes attention by matrix products; scaled `query`: (rows, KV heads, heads per KV head, ..., head dim)."""
     scores = torch.matmul(query, key.transpose(-2, -1))
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
@@ -146,7 +145,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: _S
 
 
 def _windowed(mask: Tensor, window: int | None) -> Tensor:
-    """Returns the mask, also hiding tokens `window` or more behind a row's last visible token; None hides no more."""
+    """Returns `mask` with each row limited to its last `window` visible tokens; without a limit if `window` is None."""
     if window is None or window >= mask.shape[-1]:
         return mask
     index = torch.arange(mask.shape[-1], device=mask.device)

@@ -35,13 +35,14 @@ _recording = threading.Lock()
 
 
 class DecodeForward:
-    """Decode step of the first KV slots, run by the model itself; with two parts, the last rows read less context."""
+    """Runs a decode step of the first KV slots; if `num_parts` is 2, the last rows read a shorter context."""
 
     def __init__(self, model: PreTrainedModel, num_parts: int = 1):
         self.model, self.num_parts = model, num_parts
 
     def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor, *rest: Tensor) -> Tensor:
-        """Returns the logits of each row's next token; `mask` is as long as the context read; `rest`: see `Forward`."""
+        """Returns the logits of each row's next token. The length of `mask` is the number of context tokens to read.
+        `rest` is the shorter mask (only with two parts), then all layers' keys, then all layers' values."""
         short, held = (None, rest) if self.num_parts == 1 else (rest[0], rest[1:])
         num_layers, (num_slots, _, context, _) = len(held) // 2, held[0].shape
         slots = KeyValueSlots(num_slots, context, keys=held[:num_layers], values=held[num_layers:])
@@ -108,8 +109,9 @@ def _warn(why: str) -> None:
 
 
 def recorded_in_parts(model: PreTrainedModel, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
-    """Returns a recording of a decode step in two parts, made with `inputs` changed so that the last row reads only
-    half the context; without inputs of two or more rows, returns the step unrecorded."""
+    """Returns a recording of a decode step whose last rows read a shorter context. It is traced with those of `inputs`
+    that have several rows, changed so that the last row reads half the context. Returns the step itself if there are
+    none or if it cannot be recorded."""
     forward = DecodeForward(model, num_parts=2)
     # Recording writes keys and values, so it gets copies of the slots.
     halved = [
@@ -139,8 +141,8 @@ def inputs_of_all_sizes(
 
 
 def _freezes_a_branch(warning: warnings.WarningMessage) -> bool:
-    """Whether torch warns that tracing fixed a branch of the model. Torch's own code is ignored: it branches only to
-    check the sizes of weights."""
+    """Whether `warning` says that the model's code branched on a tensor, so that a trace would always take the same
+    branch. Warnings about torch's own code do not count: it branches only to check the sizes of weights."""
     return issubclass(warning.category, torch.jit.TracerWarning) and not warning.filename.startswith(TORCH)
 
 

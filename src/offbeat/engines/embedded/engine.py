@@ -125,7 +125,7 @@ class EmbeddedEngine:
         await self._do(lambda: self._abort(ids))
 
     async def load(self, version: Version) -> None:
-        """Reads a version's files during generation, which then stops only while the weights are copied into place."""
+        """Loads a version; generation goes on while its files are read, and stops while its weights are copied in."""
         if self._ended is not None:
             raise self._ended
         staged = await asyncio.to_thread(stage, self._stepper.model, version, self.base)

@@ -90,7 +90,7 @@ def draw(logits: torch.Tensor, rows: RowSampling, noise: torch.Tensor) -> tuple[
 
 
 def _inverse_cdf(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Returns, for each row, the first token whose cumulative share exceeds `noise`; `probs` need not sum to one."""
+    """Draws for each row the first token at which the running sum of `probs` exceeds `noise` times the row's sum."""
     shares = probs.cumsum(-1)
     target = noise.unsqueeze(1) * shares[:, -1:]  # noise is at most 1 - 2**-24, so the target lies below the sum
     tokens = torch.searchsorted(shares, target, right=True).squeeze(1)

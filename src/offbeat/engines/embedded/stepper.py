@@ -151,7 +151,8 @@ class Stepper:
         return ended
 
     def _parts(self) -> list[tuple[int, int]]:
-        """Returns the next step's one or two parts, long rows first: (number of slots, context tokens each reads)."""
+        """Splits the slots of the next step into one or two parts, so that only long rows read a long context. Returns
+        each part, long rows first, as (number of slots, number of context tokens that each slot reads)."""
         if self.exact:  # the context read decides how sums are split, so it must not depend on other rows
             return [(self.num_slots, round_up(self.max_context_tokens, READ_BUCKET_TOKENS))]
         num_rows = len(self.running)
@@ -161,7 +162,7 @@ class Stepper:
         return [(self.num_long, long), (num_rows - self.num_long, short)]
 
     def _decode(self, parts: Sequence[tuple[int, int]]) -> list[int]:
-        """Runs one decode step and stores each live row's next token; returns the slots whose requests are complete."""
+        """Runs one decode step over `parts` (see `_parts`) and stores the new tokens; returns slots that are done."""
         num_rows, rows = sum(num for num, _ in parts), self.rows
         logits = self._next_logits(num_rows, parts)
         sampling = rows.sampling(num_rows, any_greedy=self.any_greedy, any_filtered=self.any_filtered)
@@ -174,7 +175,7 @@ class Stepper:
         return slots
 
     def _next_logits(self, num_rows: int, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Returns the logits after feeding each row's next token or, without KV slots, all tokens of the row."""
+        """Returns the logits after each row's current token; feeds that token or, without KV slots, the whole row."""
         if not self.usage.has_slots:
             reach = min(parts[0][1], self.max_context_tokens)  # rounding up may exceed the model's positions
             self._use_threads(num_rows * reach)
@@ -335,7 +336,8 @@ class Stepper:
             self.cached.move(target, source)
 
     def _end(self, slots: Sequence[int], finish: Finish | None) -> list[Generation]:
-        """Frees slots and returns their generations. `finish` None: the last token decides between stop and length."""
+        """Ends the requests in `slots`, frees the slots and returns the requests' results. `finish` is why they end; if
+        None, it is `STOP` where the last token is a stop token, else `LENGTH`."""
         if not slots:
             return []
         tokens, logprobs = self.rows.read(slots, max(map(self._num_tokens, slots)))
@@ -366,8 +368,8 @@ class Stepper:
         self.cached.add(CachedPrefix(slot, tokens[:num_kept].copy(), num_prompt, running.kv_version, lag))
 
     def _count(self) -> None:
-        """Updates what steps need to know of all live slots, such as whether any is greedy, so that they need not read
-        it from the device; called when the set or the order of live slots changes."""
+        """Updates the summary of all live slots that steps use, such as `any_greedy`, so that a step need not read it
+        from the device. Called when the set or the order of live slots changes."""
         live = self.running.values()
         ways = {running.request.sampling for running in live}  # few distinct settings, even with many requests
         self.any_greedy, self.any_filtered = any(map(is_greedy, ways)), any(map(is_filtered, ways))
@@ -471,7 +473,8 @@ class SlotRows:
         self.clear(range(num_slots), [0] * num_slots)
 
     def clear(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        """Marks rows as dead (no request): steps leave each at its position, change nothing before it, never end it."""
+        """Marks rows as dead (without a request) and sets their positions. Steps then leave a dead row at its position,
+        change nothing before it, and never report the row as done."""
         rows = self.index(slots)
         self.ints[rows] = 0
         self.ints[rows, POSITION] = self.index(positions)
@@ -480,7 +483,7 @@ class SlotRows:
         self.stops[rows] = -1
 
     def start(self, slots: Sequence[int], requests: Sequence[Request], positions: Sequence[int]) -> None:
-        """Writes requests into slots; the next step feeds the token at each one's position."""
+        """Writes each request into its slot's row; `positions` are the indices of the tokens to feed next."""
         num_stops = max(len(request.sampling.stop_token_ids) for request in requests)
         if num_stops > self.stops.shape[1]:
             self.stops = torch.nn.functional.pad(self.stops, (0, num_stops - self.stops.shape[1]), value=-1)
@@ -504,7 +507,7 @@ class SlotRows:
         self._show(rows, positions)
 
     def restart(self, slots: Sequence[int], positions: Sequence[int], known: Sequence[int]) -> None:
-        """Sets live rows back to `positions`, so that steps feed from there again; their first `known` tokens stay."""
+        """Sets live rows back to `positions`, to feed their tokens again from there; keeps the first `known` tokens."""
         rows = self.index(slots)
         self.ints[rows, POSITION] = self.index(positions)
         self.ints[rows, KNOWN] = self.index(known)
@@ -548,8 +551,9 @@ class SlotRows:
     def advance(
         self, drawn: torch.Tensor, logprobs: torch.Tensor, *, any_stops: bool, any_feeding: bool
     ) -> torch.Tensor:
-        """Stores the drawn token of each row; returns which rows are done. A row that still feeds known tokens keeps
-        those instead. `any_feeding` says whether there may be such rows, `any_stops` whether there are stop tokens."""
+        """Stores each row's drawn token and log-prob and moves live rows on by one; returns a mask of the rows that are
+        done. A row whose next token is already known, as in a resumed request, keeps that token instead. `any_feeding`
+        must be True if there are such rows, `any_stops` if any row has stop tokens."""
         num_rows = drawn.shape[0]
         ints = self.ints[:num_rows]
         position = ints[:, POSITION]

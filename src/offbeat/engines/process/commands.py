@@ -83,8 +83,8 @@ async def probe_interpreter(config: Config, environment: Mapping[str, str]) -> E
 
 
 def environment(config: Config, ours: Mapping[str, str]) -> dict[str, str]:
-    """Returns a server's environment variables: `ours` (this process's) without Offbeat's own (OFFBEAT_...) and
-    `UNWANTED`, plus those that the server needs."""
+    """Returns the environment variables for a server, made from `ours`, those of this process. Leaves out Offbeat's own
+    (OFFBEAT_...) and `UNWANTED`, and adds those that the server needs."""
     kept = {name: value for name, value in ours.items() if name not in UNWANTED and not name.startswith("OFFBEAT_")}
     # These turn usage reports off.
     kept.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
@@ -108,15 +108,15 @@ def environment(config: Config, ours: Mapping[str, str]) -> dict[str, str]:
 
 
 def suited(environment: Mapping[str, str], machine: EngineMachine) -> dict[str, str]:
-    """Returns `environment`; without a GPU, with the folder of repairs for vLLM on CPUs added to PYTHONPATH."""
+    """Returns `environment`; on a machine without a GPU, PYTHONPATH also gets the folder of vLLM's repairs for CPUs."""
     if machine.num_gpus:
         return dict(environment)
     return {**environment, "PYTHONPATH": os.pathsep.join((environment["PYTHONPATH"], str(ON_CPU_FOLDER)))}
 
 
 def _devices(first: int, count: int, ours: Mapping[str, str]) -> str:
-    """Returns CUDA_VISIBLE_DEVICES for `count` GPUs from index `first` on, among those that the variable in `ours`
-    lists; all of the machine's if it is not set there."""
+    """Returns CUDA_VISIBLE_DEVICES for `count` GPUs from number `first` on. Numbers count the GPUs that this variable
+    lists in `ours` (this process's environment) or, if it is not set there, all GPUs of the machine."""
     seen = [name for name in ours.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     numbers = range(first, first + count)
     if seen and numbers[-1] >= len(seen):
@@ -127,7 +127,8 @@ def _devices(first: int, count: int, ours: Mapping[str, str]) -> str:
 
 
 def uses_ipc(config: Config, machine: EngineMachine, *, sees_gpu: bool) -> bool:
-    """Whether weights are passed to the server through GPU memory; `sees_gpu`: this process can use a GPU."""
+    """Whether the server gets weights through GPU memory instead of files. Raises a `UserError` if the configuration
+    asks for that and it is impossible here. `sees_gpu`: this process can use a GPU."""
     wanted = config.engine.weights
     why = {
         f'rollout.engine = "{config.rollout.engine}" takes files': config.rollout.engine != "vllm",

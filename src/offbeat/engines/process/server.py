@@ -1,7 +1,6 @@
 """Starts and stops the process of an engine's server on this machine.
 
-The server listens at an endpoint that is closed to other users (`endpoints`). Its output is appended to a log. When the
-worker's process ends, even by SIGKILL, a guard process (`guard`) ends the server with all processes that it started.
+The server's endpoint is closed to other users (`endpoints`). When the worker ends, a guard ends the server (`guard`).
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class EngineServer:
         lock: Path,
         start_within_s: float,
     ):
-        """`name` appears in errors. Each start calls `new_endpoint`, and then `command` with the endpoint's options,
-        for the command line to run. A server waits for `lock` until an earlier one is gone."""
+        """`name` appears in errors. Each start makes a new endpoint and passes its options to `command`, which returns
+        the command line. It then waits for the file lock `lock`, which is held until an earlier server is gone."""
         self.name, self.log, self.start_within_s = name, log, start_within_s
         self._command, self._environment, self._lock = command, dict(environment), lock
         self._new_endpoint = new_endpoint

@@ -208,8 +208,8 @@ class SglangDialect:
             await self._flush()
 
     async def _flush(self) -> None:
-        """Makes the server drop all KV. A pause frees each request's own KV, but not that of prefixes that requests
-        share. The flush option of the load call is not used: older servers end if it fails."""
+        """Makes the server drop all keys and values; a pause keeps those of prefixes that requests share. The flush
+        option of the load call is not used, because older servers end if that flush fails."""
         deadline_s = time.monotonic() + FLUSH_WITHIN_S
         while True:
             try:
@@ -253,8 +253,8 @@ class SglangDialect:
 
 
 def _rid(name: str) -> str:
-    """Returns the id to send for a call. No such id is a prefix of another: an abort ends all calls whose ids begin
-    with the id that it names."""
+    """Returns the id to send to the server for a call. None of these ids is a prefix of another, because an abort in
+    SGLang ends all calls whose ids begin with the id in the abort."""
     return f"{len(name)}:{name}"
 
 
@@ -285,8 +285,8 @@ class _Event(msgspec.Struct):
 
 
 class _Sample(msgspec.Struct):
-    """Answer to a test call, which samples one token: the log-probs of the likeliest tokens in its place, and the
-    answer's spans (which weights sampled which tokens); None if the server reports none."""
+    """Answer to a test call, which samples one token. Holds the log-probs of the likeliest tokens in its place, and the
+    answer's spans (which weights sampled which tokens), which are None if the server reports no spans."""
 
     output_top_logprobs: Annotated[list[list[tuple[float | None, int, str | None]]], msgspec.Meta(min_length=1)]
     weight_versions: list[Span] | None = None

@@ -1,10 +1,9 @@
-"""vLLM's HTTP API as a `Dialect`, for release 0.26, which neither labels its weights nor reports spans, and later ones.
+"""vLLM's HTTP API as a `Dialect`, for releases from 0.26 on. Release 0.26 does not label its weights, nor report spans
+(which weights sampled which tokens).
 
 A server needs `VLLM_SERVER_DEV_MODE=1` for its control calls, and `--logprobs-mode processed_logprobs` so that
 log-probs are those after temperature. Control calls need no key, so the server must listen where only this user can
-reach it, such as at a Unix socket (URL `unix:PATH`).
-
-On a machine without a GPU, vLLM needs two repairs (`inside/`). Only tests run vLLM there.
+reach it, such as at a Unix socket (URL `unix:PATH`). Without a GPU, vLLM also needs two repairs (`inside/`).
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class LoraDialect(VllmDialect):
     """Implements `offbeat.engines.dialect.Dialect` for a run that trains adapters."""
 
     def __init__(self, server: Server, *, rank: int, model: str, base: Path, folder: Path):
-        """`model` is model.path, the name of the model that the adapters of `rank` belong to, and `base` is that
-        model's folder. `folder`, for adapter files, must belong to this dialect alone."""
+        """The adapters have rank `rank` and belong to the model named `model` (model.path), whose folder is `base`.
+        `folder` is for adapter files and must belong to this dialect alone."""
         super().__init__(server)
         self.rank, self.model, self.base, self.folder = rank, model, base, folder.absolute()
         self._staged: LoadedAdapter | None = None
@@ -101,8 +101,8 @@ class LoraDialect(VllmDialect):
         return root.samefile(self.base) if root.exists() else self._root == self.model
 
     async def _refuse_fixed(self) -> None:
-        """Raises an `EngineError` if the server cannot load adapters while it runs: it then answers the call to load
-        one with 404."""
+        """Raises an `EngineError` if the server cannot load adapters while it runs. To find out, sends a load call
+        without a name, which such a server answers with 404."""
         try:
             await self.server.send(LOAD, {"lora_name": "", "lora_path": ""})
         except ServerRefused as error:
@@ -158,8 +158,8 @@ class LoraDialect(VllmDialect):
         await self._drop(before)
 
     async def _drop(self, adapter: LoadedAdapter | None) -> None:
-        """Unloads an adapter and then deletes its files; None: does nothing. The order matters: a server that has no
-        room to keep an adapter in memory reads the files again while calls use the adapter."""
+        """Unloads an adapter and then deletes its files; does nothing for None. The files go last, because a server
+        that has no room to keep the adapter in memory reads them again while calls use the adapter."""
         if adapter is not None:
             await self._unload(adapter.name)
             await asyncio.to_thread(shutil.rmtree, adapter.folder, ignore_errors=True)

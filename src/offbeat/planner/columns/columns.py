@@ -1,4 +1,4 @@
-"""`problem_of`: from machines and a workload to the planning problem, by the cost model."""
+"""Builds the planning problem from machines and a workload (`problem_of`), with times from the cost model."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def demand_of(workload: Workload) -> Demand:
 def lag_over_s(
     inventory: Inventory, workload: Workload, direct_s: Mapping[str, float], name: str
 ) -> dict[str, dict[str, float]]:
-    """Seconds until the class `name` has a version relayed by a third class, by publishing class, then by relaying
-    class; only those clearly shorter than the direct lags `direct_s`."""
+    """Returns the lags in seconds to the class `name` of versions relayed by a third class, by publishing class, then
+    by relaying class; only lags clearly shorter than the direct one (`direct_s`, by publishing class)."""
     num_nodes = inventory.classes[name].num_nodes
     found: dict[str, dict[str, float]] = {}
     for root, seconds in direct_s.items():

@@ -1,8 +1,7 @@
 """Training gangs worth considering: whole nodes of one class, or of two classes by pipeline or data parallelism.
 
 Guarantees: every gang fits the memory of each of its cards. Tensor parallelism stays inside a node, collectives stay
-inside a zone. A gang is dropped if another with no more nodes of any class beats it, up to the accuracy of the cost
-model.
+inside a zone. A gang is dropped if another with no more nodes of any class is about as good.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ MIN_LEANER = 0.1
 
 
 def fastest_first_front(candidates: Iterable[Gang]) -> list[Gang]:
-    """Returns the gangs worth keeping: drops one if another is about as fast, takes no more nodes of any class and
-    leaves replicas about as much memory."""
+    """Returns the gangs worth keeping. A gang is dropped if another is about as fast, takes no more nodes of any class
+    and keeps hardly more training state on cards that rollout replicas share."""
     best: dict[object, Gang] = {}
     for gang in candidates:
         key = gang.name if gang.kept_bytes else tuple(sorted(gang.nodes.items()))
@@ -44,7 +43,7 @@ def fastest_first_front(candidates: Iterable[Gang]) -> list[Gang]:
 
 
 def _is_as_small(one: Gang, other: Gang) -> bool:
-    """Whether `one` takes no more nodes of any class than `other`, and hardly more memory per card in its classes."""
+    """Whether `one` takes no more nodes of any class than `other` and keeps hardly more training state on each card."""
     return all(other.nodes.get(name, 0) >= num for name, num in one.nodes.items()) and all(
         (1 - MIN_LEANER) * one.kept_bytes.get(name, 0.0) <= kept for name, kept in other.kept_bytes.items()
     )
@@ -65,23 +64,23 @@ def node_grid(largest: int, growth: float = NODES_GROWTH) -> list[int]:
 
 
 def kept_by_class(workload: Workload, splits: Mapping[str, tuple[int, float]], dp: int, zero: int) -> dict[str, float]:
-    """Bytes of training state on each card between two steps, by class; empty if replicas never share cards with
-    training.
+    """Bytes of training state that stay on each card between two steps, by class of nodes; empty if replicas never
+    share cards with training.
 
-    `splits` has for each class its tensor parallelism, and the model's layers divided by those on each card."""
+    `splits` holds for each class its tensor parallelism, and the model's layers divided by the layers on one card."""
     shared = splits.items() if workload.may_share else ()
     return {name: kept_bytes(workload, tp, pp, dp, zero) for name, (tp, pp) in shared}
 
 
 def fabric_of(machines: MachineClass, inventory: Inventory) -> GangFabric:
-    """Returns the links inside a class. If there is none between nodes, the rate between cards takes its place."""
+    """Returns the rates between cards and between nodes of a class; equal if the class has no link between nodes."""
     card_bytes_per_s = machines.accelerator.link_bytes_per_s
     link = inventory.links.get(frozenset((machines.name,)))
     return GangFabric(card_bytes_per_s, link.bytes_per_s if link else card_bytes_per_s, machines.per_node)
 
 
 def max_replicas(workload: Workload) -> int:
-    """Largest number of data-parallel replicas: each needs at least one trajectory of every update."""
+    """Largest number of data-parallel replicas: each must get at least one trajectory in every optimizer update."""
     return max(1, workload.trajectories_per_step // workload.updates_per_step)
 
 
@@ -124,7 +123,7 @@ MIXED_GROWTH = 2.0
 
 @dataclass(frozen=True)
 class GangPart:
-    """One of the two classes of nodes of a mixed gang."""
+    """One of the two classes of nodes in a mixed gang, with the figures of its cards that the cost model needs."""
 
     machines: MachineClass
     figures: Efficiencies
@@ -152,7 +151,7 @@ Parts = tuple[tuple[GangPart, int], tuple[GangPart, int]]
 def mixed(
     one: MachineClass, other: MachineClass, inventory: Inventory, workload: Workload, constants: Constants
 ) -> Iterator[Gang]:
-    """Yields gangs of two classes, split by stages or by replicas; nothing if the classes are in different zones."""
+    """Yields gangs of two classes, none across zones: a pipeline stage on each, or data-parallel replicas on both."""
     if one.zone != other.zone:
         return
     first, second = (part_of(machines, inventory, workload, constants) for machines in (one, other))
@@ -164,8 +163,8 @@ def mixed(
 
 
 def pipelined(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
-    """Yields gangs with one pipeline stage on each class. Both stages have the same number of replicas, and layers in
-    proportion to their speed."""
+    """Yields gangs with two pipeline stages, one on each class. Both stages have the same degree of data parallelism;
+    layers are divided in proportion to the speeds of the classes."""
     (one, nodes_one), (other, nodes_other) = parts
     speeds, num_layers = [part.flops(nodes) for part, nodes in parts], workload.model.num_layers
     layers = split_layers(num_layers, speeds)
@@ -237,8 +236,8 @@ def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **sha
 
 
 def from_the_other(gang: Gang, inventory: Inventory, workload: Workload) -> Gang:
-    """Copy of a gang of two classes in which the other class publishes the weights; that class may be nearer to the
-    rollout machines."""
+    """Returns a copy of a gang of two classes in which the class other than `gang.root` publishes the weights. That
+    class may have faster links to the rollout nodes."""
     (root,) = gang.nodes.keys() - {gang.root}
     publish = publish_s(workload, inventory.classes[root])
     return replace(gang, name=f"{gang.name} from {root}", root=root, publish_s=publish)
@@ -327,8 +326,8 @@ def _alone_on(
 
 
 def _too_large(classes: Sequence[MachineClass], workload: Workload, constants: Constants) -> str:
-    """Error message for a model that no gang can train: the memory per accelerator that would suffice, with all nodes
-    of a class, ZeRO-3 and recomputing."""
+    """Returns the error message for a model that no gang can train. It names the class that would need the least memory
+    per accelerator, and how much, if all its nodes trained with ZeRO-3 and recomputing."""
     needs = {}
     for machines in classes:
         num_cards = machines.num_accelerators

@@ -1,8 +1,7 @@
 """Rollout replica shapes that fit: per class, by tensor parallelism and number of answers in flight.
 
 Every column fits its memory, and its tensor parallelism divides both the attention heads and the cards of a node. A
-column is dropped if another one on the same cards generates as much, with no more answers in flight, no more time
-between tokens and no more blocking.
+column is dropped if another one on the same cards beats it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ FEW_CLASSES = 4
 def rollout_columns(
     inventory: Inventory, workload: Workload, constants: Constants, roots: Sequence[str]
 ) -> tuple[RolloutColumn, ...]:
-    """Replica shapes (columns) of all classes, on nodes rented for rollout; `roots`: classes that may publish."""
+    """Returns replica shapes (columns) on nodes rented for rollout; `roots`: the classes that may publish versions."""
     growth = ROWS_GROWTH if len(inventory.classes) > FEW_CLASSES else ROWS_GROWTH**0.5
     columns = []
     for machines in inventory.classes.values():
@@ -45,9 +44,9 @@ def rollout_columns(
 def home_columns(
     inventory: Inventory, workload: Workload, constants: Constants, training: Sequence[Gang]
 ) -> tuple[RolloutColumn, ...]:
-    """Replica shapes (columns) on the gang's own nodes, taking turns with training; only those that fit beside the
-    state of at least one gang. While a card trains, the engine holds nothing on it, so weights are loaded again
-    afterwards; the gang's state stays on the card."""
+    """Returns the replica shapes (columns) on nodes of a training gang, where training and generation take turns. Only
+    shapes that fit on the cards beside the training state of at least one gang are returned. That state stays on a card
+    while it generates; the engine's weights leave the card while it trains and are loaded again afterwards."""
     roots = sorted({gang.root for gang in training})
     found = []
     for name, machines in inventory.classes.items():
@@ -88,7 +87,7 @@ def tensor_parallels(workload: Workload, machines: MachineClass) -> list[int]:
 
 
 def in_flight_cap(workload: Workload) -> int:
-    """Largest number of trajectories in flight that the staleness bound allows; also the limit of a single replica."""
+    """Largest number of trajectories that the staleness bound allows in flight, in all replicas or in a single one."""
     return max(1, workload.bound) * workload.trajectories_per_step
 
 
@@ -130,7 +129,7 @@ def rollout_column(
 
 
 def undominated(columns: Sequence[RolloutColumn]) -> list[RolloutColumn]:
-    """Those columns (replica shapes) of one class that no other beats; of equal ones the first."""
+    """Returns the columns (replica shapes) of one class that no other column beats; of equally good ones the first."""
     return [
         column
         for position, column in enumerate(columns)
@@ -143,7 +142,8 @@ def undominated(columns: Sequence[RolloutColumn]) -> list[RolloutColumn]:
 
 
 def _beats(one: RolloutColumn, other: RolloutColumn) -> bool:
-    """Whether as many replicas of `one` as fit on the cards of a replica of `other` are as good in every respect."""
+    """Whether column `one` makes column `other` needless: replicas of `one`, on the cards of one replica of `other`,
+    generate as much, with no more answers in flight, no longer delays and no less memory left."""
     if other.num_accelerators % one.num_accelerators:
         return False
     copies = other.num_accelerators // one.num_accelerators

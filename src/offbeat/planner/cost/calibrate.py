@@ -42,7 +42,7 @@ MOST = 1e30
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured time; fields that its kind does not need stay 0."""
+    """One measured time. `kind` is decode, prefill, train or link; fields that it does not need keep their defaults."""
 
     kind: str
     accelerator: str
@@ -214,7 +214,8 @@ def fit(
     base: Constants | None = None,
     least_kv_share: float = MIN_KV_SHARE,
 ) -> Constants:
-    """Returns `base` with the fitted constants of each measured accelerator and their held-out errors."""
+    """Returns `base` (None: the defaults) with the constants of each measured accelerator fitted to its measurements,
+    and with the held-out errors of the fits. `cards` holds the accelerators by name."""
     constants = base or Constants()
     found: dict[tuple[str, str], list[Measurement]] = {}
     for one in measurements:
@@ -249,8 +250,8 @@ Fitted = tuple[dict[str, float], HeldOut]
 
 def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     def terms(rows: Rows, ridge: float) -> np.ndarray:
-        """Terms of a decode step: 1 for the overhead, seconds of matmuls at the memory's peak, and seconds of KV reads
-        at the peak."""
+        """Returns one row per measured decode step: 1 (for the overhead), seconds of matmuls with weights read at the
+        memory's peak, seconds of KV reads at that peak. `ridge` is the ratio `gemm_share` / `weight_read_share`."""
         table = []
         for one in rows:
             read_s = touched_parameters(model, one.rows) * model.bytes_per_weight / (one.tp * card.memory_bytes_per_s)
@@ -276,7 +277,7 @@ def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
 
 
 def _fit_overhead(rows: Rows, terms: Terms, folds: Sequence[tuple[Rows, Rows]]) -> Fitted:
-    """Fits only the overhead and keeps default shares, because a host slower than its card hides everything else."""
+    """Fits only the decode overhead; other constants keep their defaults, as a slow host hides the card's speed."""
     usual = Efficiencies()
     ridges = (usual.gemm_share / usual.weight_read_share,)
     floor = (0.0, 1 / usual.weight_read_share, 1 / usual.kv_read_share)
@@ -337,8 +338,8 @@ KINDS = {"decode": _fit_decode, "prefill": _fit_prefill, "train": _fit_train, "l
 
 
 def _solve(rows: Rows, terms: Terms, ridges: Iterable[float] = (1.0,), floor: Sequence[float] = ()) -> FittedConstants:
-    """Fits the coefficients of the terms by least relative error, with the best of the ratios `ridges`. `floor` holds
-    the smallest allowed coefficients; empty: all 0."""
+    """Fits the coefficients of `terms` to the measured seconds by least relative error, and returns the best fit over
+    the ratios `ridges` (see `RIDGES`). `floor` holds the smallest allowed coefficients; empty: all 0."""
     seconds = np.array([one.seconds for one in rows])
     found = []
     for ridge in ridges:
@@ -350,8 +351,8 @@ def _solve(rows: Rows, terms: Terms, ridges: Iterable[float] = (1.0,), floor: Se
 
 
 def _folds(rows: Rows, name: str, card: Accelerator) -> list[tuple[Rows, Rows]]:
-    """Pairs (kept, held-out) of measurements: for each value of the field `name`, those with that value are held
-    out."""
+    """Splits measurements to compute held-out errors. Returns one pair for each value of the field `name`:
+    (measurements with other values, held-out measurements with this value). `card` is named in errors."""
     values = sorted({getattr(one, name) for one in rows})
     if len(values) < 3:
         why = f"measure 3 or more different values of {name}, not {len(values)}, so that one can be held out"
@@ -380,7 +381,7 @@ def _check_kv_share(share: float, least: float, card: Accelerator) -> None:
 
 
 def _share(slope: float, name: str, card: Accelerator) -> float:
-    """Share of the peak, which is the inverse of the fitted slope (measured seconds over seconds at the peak)."""
+    """Returns the reached share of a card's peak: 1 / `slope`, which is measured seconds over seconds at the peak."""
     if not slope > 0:
         raise UserError(f"the measurements on {card.name} do not determine {name}; measure a wider range of sizes")
     return float(1 / slope)

@@ -152,6 +152,6 @@ def _is_allowed(name: str, value: float) -> bool:
 
 
 def _largest(name: str) -> float:
-    """Largest allowed value of the constant `name`, a share. A card may read faster than its catalogue entry says;
-    calibration accepts up to twice as fast."""
+    """Largest allowed value of the constant `name`, which is a share: 2 for shares of the memory bandwidth, because a
+    card may read faster than its catalogue entry says; 1 for all others."""
     return 2.0 if name.endswith("_read_share") else 1.0

@@ -27,7 +27,7 @@ MIN_MICROBATCH_TOKENS = 4096
 
 def kv_bytes_per_row(workload: Workload, tp: int) -> float:
     """Bytes of KV cache for one running answer (row) on each card of a replica. If `tp` exceeds the number of KV heads,
-    cards hold copies."""
+    several cards hold the same head."""
     kv_bytes = kv_bytes_per_token(workload.model) / min(tp, workload.model.num_kv_heads)
     return KV_HEADROOM * mean_context_tokens(workload) * kv_bytes
 
@@ -74,13 +74,13 @@ def state_bytes(workload: Workload, tp: int, pp: float, dp: int, zero: int) -> f
 
 
 def microbatch_tokens(workload: Workload) -> float:
-    """Tokens of one forward and backward pass (micro-batch); the longest trajectory must fit in."""
+    """Tokens of one micro-batch (one forward and backward pass), large enough for the longest trajectory."""
     return max(MIN_MICROBATCH_TOKENS, workload.prompt.longest + workload.answer.longest)
 
 
 def activation_bytes(workload: Workload, tp: int, pp: int, layers: float, *, recompute: bool) -> float:
-    """Bytes of activations on a card of the first pipeline stage, which holds as many micro-batches as there are
-    stages, plus the logits of the last stage."""
+    """Bytes of activations on a card with `layers` layers, for the worst case of all pipeline stages: as many
+    micro-batches as there are stages (as in the first stage) plus logits (as in the last)."""
     model, tokens = workload.model, microbatch_tokens(workload)
     unit = model.hidden * tokens / tp
     logits = LOGIT_BYTES * model.vocab * LOSS_CHUNK_TOKENS / tp
@@ -92,7 +92,7 @@ def activation_bytes(workload: Workload, tp: int, pp: int, layers: float, *, rec
 def training_bytes(
     workload: Workload, tp: int, pp: int, dp: int, zero: int, *, recompute: bool, layer_share: float | None = None
 ) -> float:
-    """Bytes on the fullest card of a gang; `layer_share` is its stage's share of all layers (None: an even split)."""
+    """Bytes on the fullest card of a gang; `layer_share` is its stage's share of all layers (None: an equal share)."""
     share = 1 / pp if layer_share is None else layer_share
     activations = activation_bytes(workload, tp, pp, share * workload.model.num_layers, recompute=recompute)
     return state_bytes(workload, tp, 1 / share, dp, zero) + activations

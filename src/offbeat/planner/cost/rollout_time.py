@@ -64,7 +64,7 @@ def prefill_s(flop: float, card: Accelerator, figures: Efficiencies, tp: int) ->
 
 
 def prompt_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int) -> float:
-    """Prefill time of a prompt, per answer: a prompt is computed once for the whole group of its answers."""
+    """Prefill time of a prompt divided by its number of answers, because it is prefilled once for all of them."""
     flop = prefill_flop(workload.model, workload.prompt.mean, workload.prompt.mean_square)
     return prefill_s(flop, card, figures, tp) / workload.group_size
 
@@ -76,10 +76,10 @@ def refill_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: i
 
 
 def drain_s(workload: Workload, token_s: float) -> float:
-    """Upper estimate of the generation time that a replica loses while old answers end and no new answer may start.
+    """Upper estimate of the seconds of generation lost while running answers end on old weights and no new one starts.
 
-    The last answer has the tail length, and a slot is idle once its own answer has ended. At a random moment the mean
-    remaining length of an answer equals its mean length so far."""
+    The last answer is assumed to have the tail length still ahead; a slot is idle once its own answer has ended. At a
+    random moment the mean remaining length of an answer equals its mean length so far."""
     remaining = workload.answer.mean_square / (2 * workload.answer.mean)
     return token_s * max(0.0, workload.answer.tail - remaining)
 
@@ -87,7 +87,7 @@ def drain_s(workload: Workload, token_s: float) -> float:
 def update_s(
     workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, rows: float, token_s: float
 ) -> float:
-    """Time that a new version costs a replica by the KV policy, without the transfer of the weights."""
+    """Seconds that a replica loses to its KV cache at a new version: `refill_s`, `drain_s` or 0, by the KV policy."""
     if workload.kv is KvPolicy.REFILL:
         return refill_s(workload, card, figures, tp, rows)
     return drain_s(workload, token_s) if workload.kv is KvPolicy.FINISH else 0.0

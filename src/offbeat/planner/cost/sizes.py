@@ -45,7 +45,7 @@ def update_bytes(workload: Workload) -> float:
 
 
 def mean_context_tokens(workload: Workload) -> float:
-    """Mean context of a running answer at a random moment. Long answers run longer, so their mean square counts."""
+    """Mean context of a running answer at a random moment, in tokens; a long answer is more likely to be running."""
     return workload.prompt.mean + workload.answer.mean_square / (2 * workload.answer.mean)
 
 

@@ -37,25 +37,26 @@ def relay_s(
 
 
 def _joined(inventory: Inventory, root: str, over: str, receiver: str) -> Link:
-    """Joins the links to and from the class `over` into one. Its node passes a piece on only once it is complete."""
+    """Returns one link in place of two, from the class `root` to `over` and from `over` to `receiver`. Its latency
+    includes the transfer of one piece, because the node in between passes only whole pieces on."""
     one, other = inventory.link(root, over), inventory.link(over, receiver)
     slow, fast = sorted((one.bytes_per_s, other.bytes_per_s))
     return Link(slow, one.latency_s + other.latency_s + CHUNK_BYTES / fast)
 
 
 def one_tree_s(num_bytes: float, arriving: float, within: Link, num_nodes: int) -> float:
-    """Time to spread a version along one tree of the best fan-out; the version arrives at the first of `num_nodes`
-    nodes at the rate `arriving` (bytes/s)."""
+    """Seconds to spread a version over `num_nodes` nodes of a class along one tree with the best fan-out. The first
+    node receives it at the rate `arriving` (bytes/s); nodes pass it on over the link `within`."""
     return _spread_s(num_bytes, arriving, within, num_nodes, fan_out(num_bytes, arriving, within, num_nodes))
 
 
 def fan_out(num_bytes: float, arriving: float, within: Link, num_nodes: int) -> int:
-    """Best number of nodes to which each node passes every piece on; the lowest of equally good ones."""
+    """Best number of nodes to which each node passes every piece on (fan-out); the lowest of equally good ones."""
     return min(range(1, MAX_FAN_OUT + 1), key=lambda width: _spread_s(num_bytes, arriving, within, num_nodes, width))
 
 
 def _spread_s(num_bytes: float, arriving: float, within: Link, num_nodes: int, width: int) -> float:
-    """Seconds along one tree of fan-out `width`. A wider tree is shallower, but slower once a node's port is full."""
+    """Seconds to spread a version along a tree of fan-out `width`; wide trees are shallow, but divide a node's rate."""
     depth, covered, layer = 0, 1, 1
     while covered < num_nodes:
         layer *= width
@@ -76,8 +77,8 @@ def two_trees_s(num_bytes: float, arriving: float, within: Link, num_nodes: int)
 
 
 def swap_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, spare_bytes: float) -> float:
-    """Time that a relayed update stops a replica: a switch if a second set of weights fits into `spare_bytes`,
-    otherwise also a load from host memory."""
+    """Seconds for which a new version stops a replica. If the new weights fit into `spare_bytes` beside the old ones,
+    the engine only switches to them; otherwise it also loads them from host memory."""
     incoming_bytes = trained_parameters(workload) * workload.model.bytes_per_weight / tp
     return figures.swap_s + (0.0 if incoming_bytes <= spare_bytes else incoming_bytes / card.host_bytes_per_s)
 

@@ -60,8 +60,8 @@ def bubble(workload: Workload, pp: int, dp: int) -> float:
 
 
 def tp_s(workload: Workload, figures: Efficiencies, fabric: GangFabric, tp: int, pp: float, dp: int) -> float:
-    """Time of tensor parallelism that arithmetic does not hide: four all-reduces of the activations per layer, over
-    forward and backward pass."""
+    """Seconds of tensor-parallel communication in a step that arithmetic does not hide: four all-reduces of the
+    activations per layer, in the forward and backward pass together."""
     if tp == 1:
         return 0.0
     tokens = workload.trained_tokens_per_step / dp
@@ -83,7 +83,7 @@ def allreduce_s(num_bytes: float, figures: Efficiencies, fabric: GangFabric, tp:
 def dp_s(
     workload: Workload, figures: Efficiencies, fabric: GangFabric, tp: int, pp: float, dp: int, zero: int
 ) -> float:
-    """Time of data parallelism that arithmetic does not hide: gradients once per update.
+    """Seconds of data-parallel communication that arithmetic does not hide: gradients, once per optimizer update.
 
     An all-reduce is a scatter and a gather, so ZeRO-1 and ZeRO-2 send as much as unsharded replicas. ZeRO-3 scatters
     the gradients, and gathers the weights for the forward and for the backward pass of every micro-batch."""

@@ -157,7 +157,7 @@ def _entries() -> Mapping[str, Entry]:
 
 @functools.cache
 def _aliases() -> Mapping[str, str]:
-    """Name of each accelerator in the catalogue, by that name and by each alias."""
+    """Maps each alias of an accelerator, and its name, to its name in the catalogue."""
     return {alias: name for name, table in _tables().items() for alias in (name, *table.get("aliases", ()))}
 
 

@@ -61,8 +61,8 @@ def resolve(
     origin: ValueOrigin,
     assumptions: list[str],
 ) -> tuple[dict[Pair, Link], dict[str, Link]]:
-    """Returns the link of every pair of classes that has one, and the default links for machines added later. `own`
-    holds the rates between two nodes of one class in GB/s, by class."""
+    """Returns the link of every pair of classes that has one, by pair, and the default links for machines added later,
+    by kind (`nodes`, `classes` or `zones`). `own` holds the rate between two nodes of a class in GB/s, by class."""
     defaults = _defaults(links)
     pairs = _pairs(links, classes, origin)
     measured = _measured(links, classes, origin, assumptions)
@@ -98,7 +98,7 @@ def _defaults(links: Links) -> dict[str, Link]:
 
 
 def _pairs(links: Links, classes: Mapping[str, MachineClass], origin: ValueOrigin) -> dict[Pair, Link]:
-    """Links of [[links.pair]] by pair of classes; a pair of classes wins over a pair of zones."""
+    """Links of [[links.pair]] by pair of classes. An entry that names classes overrides one that names their zones."""
     zones: dict[str, list[str]] = {}
     for name, machines in classes.items():
         zones.setdefault(machines.zone, []).append(name)
@@ -186,8 +186,8 @@ def _missing(one: str, other: str, kind: str, origin: ValueOrigin) -> UserError:
 
 
 def _check(key: Pair, link: Link, classes: Mapping[str, MachineClass], kind: str, origin: ValueOrigin) -> None:
-    """Refuses a rate that is too low, too high between zones, or above what a node can send: its network cards share
-    the buses of its accelerators."""
+    """Raises if a link's rate is too low, too high between zones, or higher than a node can send, which is the sum of
+    its accelerators' rates to the host."""
     gb_s, who = link.bytes_per_s / GIGA, " and ".join(sorted(key))
     say = f"{origin.before(('links',))}the rate between nodes of {who}, {gb_s:g} GB/s"
     if gb_s < LEAST_GB_S:

@@ -174,7 +174,7 @@ def histogram(edges: Sequence[float], counts: Sequence[float], quantile: float =
 
 
 def from_samples(lengths: Sequence[int], quantile: float = QUANTILE, cap: float = math.inf) -> LengthStatistics:
-    """Statistics of observed lengths, as of a finished run, cut to `cap`; the tail is one of the lengths."""
+    """Statistics of observed lengths, cut to `cap`; the tail is one of these lengths, not an interpolated value."""
     if not len(lengths):
         raise UserError("there are no lengths to take statistics of; a run has some once it has trained a step")
     tokens = np.minimum(np.array(lengths, float), cap)

@@ -193,7 +193,7 @@ def _lengths(
 
 
 def _by_form(name: Literal["prompt", "answer"], table: LengthsTable, read_run: RunReader | None) -> LengthStatistics:
-    """Length statistics of a table whose keys fit exactly one form."""
+    """Length statistics of a table in one form: constant, log-normal, uniform, histogram or lengths of a run."""
     if table.tokens is not None:
         return workload.constant(table.tokens)
     if table.edges is not None and table.counts is not None:

@@ -55,7 +55,8 @@ def pack(sizes: Mapping[str, int], counts: Mapping[str, int], nodes: Sequence[No
 
 
 def ring_order(fabric: NodeFabric, names: Sequence[str]) -> tuple[str, ...]:
-    """Orders nodes in a ring: next comes the node with the fastest link, of the same class as long as any is left."""
+    """Orders nodes in a ring for all-reduces: by zone and class or, if links were measured, so that the next node is
+    the one with the fastest link, of the same class if any is left. Then the best ring over all first nodes counts."""
     if len(names) < 3:
         return tuple(names)
     left = sorted(names, key=lambda name: (fabric.nodes[name].zone, *class_and_number(name)))

@@ -48,8 +48,8 @@ class NodeFabric:
         return self.link(one, other).bytes_per_s if known is None else known
 
     def port_bytes_per_s(self, name: str, is_near: bool) -> float:
-        """Largest rate at which a node sends or receives: within its class if `is_near`, otherwise to and from all
-        other classes. It is the rate of its fastest such link, in bytes per second."""
+        """Bytes per second that a node can send at most, and also receive: inside its class if `is_near`, otherwise to
+        and from all other classes together. This is the rate of its fastest link of that kind."""
         key = (name, is_near)
         if key not in self._ports:
             self._ports[key] = max(self._port_rates(name, is_near), default=0.0)

@@ -40,11 +40,12 @@ SEED = 0
 def split(
     fabric: NodeFabric, training: Counts, rollout: Counts, cost: Cost[Score]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Chooses as many nodes per class as `training` and `rollout` ask for, at a low `cost`; the others stay idle.
+    """Chooses nodes at a low `cost`; returns the names of the training nodes and of the rollout nodes. `training` and
+    `rollout` hold how many of each class are needed; the other nodes stay idle.
 
-    If there are few choices, all are tried. Otherwise each class is split so that little bandwidth lies between the
-    parts (Kernighan-Lin), or by the quality of its links. The better of the two is improved by passes of exchanges, in
-    which each node moves at most once and the best state is kept (Fiduccia-Mattheyses)."""
+    Interchangeable nodes are taken in order. If there are few choices, all are tried. Otherwise each class is split so
+    that little bandwidth lies between training nodes and others (Kernighan-Lin), or by the quality of its links. The
+    better split is improved by exchanges of two nodes (Fiduccia-Mattheyses)."""
     members = by_class(fabric, fabric.nodes)
     if fabric.is_alike:
         return _sides(_in_order(members, training, rollout))
@@ -152,7 +153,7 @@ class Placing:
 
 @dataclass(frozen=True)
 class Placer:
-    """Chooses nodes for solutions of `problem`, whose columns have the times assumed before any placement."""
+    """Chooses concrete nodes for solutions of `problem`, whose times assume the best links of the inventory."""
 
     inventory: Inventory
     workload: Workload

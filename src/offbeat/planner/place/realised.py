@@ -33,7 +33,7 @@ BISECTIONS = 40
 def step_s(
     fabric: NodeFabric, best: Inventory, stages: Stages, gang: Gang, workload: Workload, constants: Constants
 ) -> float:
-    """Seconds of a gang's step on the cards in `stages`; `best` is the inventory with the links assumed before."""
+    """Seconds of a gang's step over the links between the cards in `stages`; `best`: inventory with the best links."""
     links = dict(best.links)
     for pair, rate in _slowest(fabric, stages).items():
         links[pair] = replace(links[pair], bytes_per_s=min(rate, links[pair].bytes_per_s))
@@ -55,8 +55,8 @@ def _slowest(fabric: NodeFabric, stages: Stages) -> dict[frozenset[str], float]:
 
 
 def load(fabric: NodeFabric, stage: Sequence[Group], following: Sequence[Group]) -> float:
-    """Seconds per byte sent from a pipeline stage to the `following` one, at the busiest node or shared link; 0 if no
-    byte leaves a node."""
+    """Seconds that each byte sent from a pipeline stage to the `following` stage takes up at the busiest node or shared
+    link: the inverse of the rate between the stages. 0 if all bytes stay inside nodes."""
     pairs = Counter((one.node, other.node) for one, other in zip(stage, following, strict=True))
     sent, received, shared = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
     for (one, other), count in pairs.items():
@@ -81,8 +81,8 @@ def lags_s(fabric: NodeFabric, senders: Senders, num_bytes: float) -> dict[str, 
 def slowed(
     problem: PlanningProblem, gang: Gang, step_s: float, lags_s: Mapping[str, float], by: float = ROUNDING
 ) -> PlanningProblem:
-    """Returns the problem with `step_s` for this gang and `lags_s` for the rollout classes, where these are longer than
-    assumed by more than the share `by`. Returns the same object if nothing is longer."""
+    """Returns the problem with the step of `gang` raised to `step_s` and the lags of its versions to `lags_s` (by
+    rollout class), each only if it grows by more than the share `by`. Returns the same object if nothing grows."""
     relays = {*gang.nodes, *lags_s} if problem.demand.bound else ()
 
     def is_worse(column: RolloutColumn) -> bool:
@@ -105,10 +105,11 @@ def slowed(
 
 
 def enough_s(problem: PlanningProblem, placed: PlanningProblem, solution: Solution) -> float:
-    """A period in seconds at which a solution of `problem` also holds in `placed`, a copy with a longer step and lags.
+    """A period (seconds per step) long enough for a solution of `problem` to meet all constraints of `placed`, which is
+    the same problem with a longer training step or longer lags.
 
     With a staleness bound above 0 it is the shortest such period, from the constraints of the gang and the age window.
-    With bound 0 all times add up, so the increases of the gang's period and of the lag that grew most are added."""
+    With bound 0 it is the old period plus the increase of the gang's period and the largest increase of a lag."""
     demand, tau_s, gang = placed.demand, solution.tau_s, placed.gang(solution)
     period_s, root = gang.period_s, gang.root
     slower = {column.name: column for column in placed.rollout if solution.replicas.get(column.name)}
@@ -124,7 +125,7 @@ def enough_s(problem: PlanningProblem, placed: PlanningProblem, solution: Soluti
 
 
 def period_s(problem: PlanningProblem, placed: PlanningProblem, solution: Solution) -> float:
-    """Shortest period in seconds at which `solution` also holds in `placed`; never below `solution.tau_s`."""
+    """Shortest period in seconds, from `solution.tau_s` on, at which `solution` meets all constraints of `placed`."""
     if placed is problem or not check(placed, solution):
         return solution.tau_s
     low_s, high_s = solution.tau_s, enough_s(problem, placed, solution)

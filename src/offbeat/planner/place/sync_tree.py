@@ -49,7 +49,7 @@ def hop_rates(fabric: NodeFabric, senders: Senders) -> dict[tuple[str, str], flo
 
 
 def _divided(limits: Mapping[str, float], total: float) -> dict[str, float]:
-    """Divides a port's rate `total` evenly among its hops, but gives no hop more than its limit."""
+    """Divides a port's rate `total` evenly among the receivers in `limits`, but gives none more than its limit."""
     shares, left = {}, total
     for i, (name, limit) in enumerate(sorted(limits.items(), key=lambda item: (item[1], item[0]))):
         shares[name] = min(limit, left / (len(limits) - i))
@@ -82,15 +82,16 @@ def arrival_s(
 
 
 def shares_in_order(senders: Senders) -> list[tuple[str, int]]:
-    """All pairs (receiver, number of a share of the chunks); what a sender needs comes before what it sends."""
+    """Returns every transfer as (receiver, index of the share of chunks that it receives), ordered so that a node
+    receives a share before it sends that share on."""
     shares = ((name, part) for name, several in senders.items() for part in range(len(several)))
     needs = {share: _held(senders, *share) for share in shares}
     return [share for share in TopologicalSorter(needs).static_order() if share in needs]
 
 
 def _held(senders: Senders, name: str, part: int) -> list[tuple[str, int]]:
-    """Pairs (sender, share) that must have arrived before the share `part` can be sent to the node `name`: the same
-    share if sender and receiver have equally many senders, otherwise all shares of the sender."""
+    """Returns the transfers (receiver, index of share) that bring the sender of share `part` to `name` what it sends:
+    the same share if sender and `name` have equally many senders, otherwise all shares."""
     sender = senders[name][part]
     num_parts = len(senders.get(sender, ())) or 1
     is_same = len(senders[name]) == num_parts > 1
@@ -145,8 +146,8 @@ def relay(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: fl
 
 
 def lower_bound_s(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: float) -> float:
-    """Seconds that any schedule takes at least: bytes divided by the least max-flow from the root to a receiver. Only
-    one of several interchangeable receivers is computed."""
+    """Lower bound, for any schedule, of the seconds until all receivers have the version: bytes divided by the smallest
+    max-flow from the root to a receiver. Of interchangeable receivers only one is examined."""
     names = sorted(receivers, key=class_and_number)
     network = _network(fabric, [root, *names])
     asked = {fabric.nodes[name].offer if fabric.is_alike else name: name for name in names}
@@ -154,7 +155,7 @@ def lower_bound_s(fabric: NodeFabric, root: str, receivers: Iterable[str], num_b
 
 
 def _network(fabric: NodeFabric, names: Sequence[str]) -> nx.DiGraph:
-    """Flow network of the nodes, their ports out and in, and the links between the ports."""
+    """Builds the network for `lower_bound_s`: nodes, their sending and receiving ports, and links, in bytes/s."""
     network, members = nx.DiGraph(), by_class(fabric, names)
     for name in names:
         for is_near in (True, False):
@@ -169,7 +170,8 @@ def _network(fabric: NodeFabric, names: Sequence[str]) -> nx.DiGraph:
 
 
 def _connect(network: nx.DiGraph, fabric: NodeFabric, senders: Sequence[str], receivers: Sequence[str]) -> None:
-    """Adds to `network` the links between two classes: through one hub if nodes are alike or the link is shared."""
+    """Adds to `network` the links from `senders` to `receivers`, each of one class: one edge per pair of nodes, or a
+    common hub if nodes are interchangeable or share one link."""
     one, other = fabric.nodes[senders[0]].offer, fabric.nodes[receivers[0]].offer
     link, is_near = fabric.inventory.link(one, other), one == other
     if not (fabric.is_alike or link.is_shared):
@@ -187,7 +189,8 @@ def _connect(network: nx.DiGraph, fabric: NodeFabric, senders: Sequence[str], re
 
 
 def _by_class(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes: float) -> Senders:
-    """Chooses senders so that one copy enters each class over the widest path, then spreads inside the class."""
+    """Chooses the senders of each receiver if nodes of a class are interchangeable. The version enters each class of
+    nodes once, over the widest path from `root`, and then spreads from node to node inside the class."""
     members, home = by_class(fabric, receivers), fabric.nodes[root].offer
     feeder, arriving = {home: root}, {home: math.inf}
     parents: dict[str, str] = {}
@@ -213,8 +216,8 @@ def _by_class(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes
 
 
 def _within(fabric: NodeFabric, line: Sequence[str], arriving: float, num_bytes: float) -> Senders:
-    """Chooses senders among interchangeable nodes, from the first of `line` to all others: along one tree, or along two
-    trees with half of the chunks each."""
+    """Chooses the senders of the nodes in `line`, all of one class. The first gets the version at `arriving` bytes/s;
+    it spreads to the others along one tree or, if faster, two trees with half of the chunks each."""
     transfer = num_bytes, arriving, fabric.link(line[0], line[1]), len(line)
     if two_trees_s(*transfer) < one_tree_s(*transfer):
         # An inner node of one tree is a leaf of the other: no port carries more than one version.
@@ -228,8 +231,8 @@ def _within(fabric: NodeFabric, line: Sequence[str], arriving: float, num_bytes:
 
 
 def _by_node(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes: float) -> dict[str, str]:
-    """Returns the sender of each receiver in the better of two trees: while one is built, a node's rates are divided
-    among its hops so far; while the other is built, they are not."""
+    """Returns the sender of each receiver if links between nodes were measured. Builds two trees, one by rates divided
+    among a node's hops and one by undivided rates, improves both if the nodes are few, and returns the faster tree."""
     trees = [_widest_first(fabric, root, receivers, divides) for divides in (True, False)]
     if len(receivers) <= MAX_IMPROVED:
         trees = [_improved(fabric, root, tree, num_bytes) for tree in trees]

@@ -59,8 +59,8 @@ def _demanding(problem: PlanningProblem, **demand: Any) -> PlanningProblem:
 
 
 def without_cap(problem: PlanningProblem) -> PlanningProblem:
-    """Returns the problem without its cap on trajectories in flight: a negative `Demand.queue` raises the cap to all
-    trajectories that the machines can hold."""
+    """Returns the problem without its cap on trajectories in flight. `Demand.queue` lowers the cap, so a negative value
+    raises it, here to at least all trajectories that the machines can hold."""
     most = sum(
         offer.num_nodes * offer.per_node * max((c.concurrency for c in problem.rollout if c.offer == name), default=0)
         for name, offer in problem.offers.items()
@@ -166,8 +166,8 @@ def gang_price_per_h(problem: PlanningProblem, gang: Gang) -> float:
 
 
 def why_generates(problem: PlanningProblem, offer: str) -> str:
-    """Text with the lowest price of a million generated tokens on the class `offer`, and on up to three other classes;
-    with tokens per second of a card if everything is free."""
+    """Explains why the class `offer` generates: its lowest price of a million generated tokens, then those of up to
+    three other classes. If all machines are free, tokens per second of a card take the place of prices."""
     prices: dict[str, float] = {}
     rates: dict[str, float] = {}
     for column in problem.rollout:
@@ -181,8 +181,8 @@ def why_generates(problem: PlanningProblem, offer: str) -> str:
 
 
 def why_trains(problem: PlanningProblem, gang: Gang) -> str:
-    """Text with the price of a million trained tokens on this gang, and on the cheapest gang of up to three classes;
-    with seconds per step if everything is free."""
+    """Explains why `gang` trains: its price of a million trained tokens, then the lowest on gangs of one class, for up
+    to three other classes. If all machines are free, seconds per step take the place of prices."""
     cost: dict[str, float] = {}
     seconds: dict[str, float] = {}
     for other in problem.gangs:

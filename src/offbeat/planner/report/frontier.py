@@ -1,7 +1,5 @@
-"""Price against throughput as an HTML page.
-
-It compares the best plans of an inventory, the plans of each class of nodes alone for the same price, and the split by
-class that AReaL-Hex (another system) evidently ran.
+"""Plots price against throughput as an HTML page: the best plans of an inventory, the plans of each class of nodes
+alone for the same price, and the split by class that AReaL-Hex (another system) evidently ran.
 """
 
 from __future__ import annotations
@@ -55,8 +53,8 @@ def homogeneous(
 
 
 def alone(inventory: Inventory, name: str, money_per_h: float) -> Inventory:
-    """Inventory of the class `name` alone, with as many nodes as the money buys. The number of nodes stays the same if
-    the class is free or has no link between its nodes."""
+    """Returns an inventory with the node class `name` alone, and as many of its nodes as `money_per_h` buys, at least
+    one. Keeps the number of nodes if they cost nothing, or if the inventory has no link between two of them."""
     machines = inventory.classes[name]
     link = inventory.links.get(frozenset((name,)))
     if machines.node_price_per_h and link is not None:
@@ -66,11 +64,11 @@ def alone(inventory: Inventory, name: str, money_per_h: float) -> Inventory:
 
 
 def split_by_class(inventory: Inventory, workload: Workload, constants: Constants | None = None) -> Point | None:
-    """Price and throughput of the plan that AReaL-Hex (arXiv 2511.00796) evidently ran; None if there is no such plan.
+    """Price and throughput of the plan that AReaL-Hex (arXiv 2511.00796) evidently ran; None if none is possible.
 
-    The class with the most FLOPS per accelerator trains, all others generate, every machine is rented, and several
-    copies of the weights cross the link while generation waits. Shapes and concurrency are the best that our search
-    finds."""
+    The class of nodes with the most FLOPS per accelerator trains, all others generate, and every node is rented. At
+    each new version, generation waits while `COPIES` copies of the weights cross the link. Replica shapes and
+    concurrency are the best that our search finds."""
     trainer = max(inventory.classes, key=lambda name: inventory.classes[name].accelerator.flops)
     problem = problem_of(inventory, workload, constants)
     narrowed = dataclasses.replace(
@@ -117,8 +115,9 @@ STYLE = (
 def frontier_page(
     title: str, points: Sequence[Point], fleets: Mapping[str, Sequence[Point]], split: Point | None = None
 ) -> str:
-    """HTML page without scripts or external files. It shows the frontier `points`, the frontiers of single classes
-    (`fleets`) and the split by class, and lists fleets without a plan."""
+    """Returns an HTML page without scripts or external files. It shows the frontier of all node classes together
+    (`points`), the frontier of each class alone (`fleets`, by name) and the result of `split_by_class` (`split`). It
+    also names the frontiers without a plan."""
     lines = _lines(points, fleets, split)
     without = [name for name, (fleet, _) in lines.items() if not fleet]
     missing = f"<p>No plan: {html.escape(', '.join(without))}.</p>" if without else ""

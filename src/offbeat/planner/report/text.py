@@ -150,8 +150,9 @@ def what_would_help(
     *,
     nodes_alone: bool = False,
 ) -> list[str]:
-    """Returns a line with the gain or saving from relaxing each limit of the plan, the largest first. With
-    `nodes_alone`, only one more node of each class is tried. Further nodes may form larger training gangs."""
+    """Returns a line for each limit of the plan, such as the budget or the number of nodes of a class. The line says
+    how much throughput or money relaxing this limit would gain; the largest gain comes first. With `nodes_alone`, only
+    one more node of each class is tried, which may also allow larger training gangs."""
     known: Known = {}
     problem = _as_placed(problem_of(inventory, workload, constants, known=known), plan)
     relaxed = [*_more_nodes(inventory, workload, plan, constants, known)]
@@ -185,8 +186,8 @@ def _more_nodes(
 
 
 def _as_placed(problem: PlanningProblem, plan: Plan) -> PlanningProblem:
-    """Returns the problem with the step time and version lags on the plan's chosen nodes; otherwise the delays of these
-    nodes would be reported as a gain."""
+    """Returns the problem with the step time and version lags that the plan has on its chosen nodes, where they are
+    longer than assumed. Otherwise a relaxed plan would seem to gain merely because it ignores these delays."""
     for gang in problem.gangs:
         if gang.name == plan.solution.gang:
             return slowed(problem, gang, plan.training.step_s, plan.placement.lags_s)

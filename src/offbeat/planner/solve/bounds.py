@@ -36,8 +36,8 @@ class Multipliers:
 
 
 def worth(view: View, tau_s: float | Floats, prices: Multipliers, gangs: Ints) -> Floats:
-    """Array of gangs x classes: the most that a node of each class is worth at these dual prices, before the price of
-    the node is deducted."""
+    """Returns an array of training gangs x node classes: the highest value, at these dual prices, of replicas on one
+    node of the class. The price of the node is not deducted."""
     value = (prices.nu * view.tokens(tau_s, gangs) - prices.lam * view.concurrency) / view.accelerators
     starts = np.searchsorted(view.group, np.arange(len(view.per_node)))
     best = np.zeros((len(gangs), len(view.per_node)))
@@ -47,8 +47,8 @@ def worth(view: View, tau_s: float | Floats, prices: Multipliers, gangs: Ints) -
 
 
 def excess(view: View, tau_s: float | Floats, prices: Multipliers, budget: int | None, gangs: Ints) -> Floats:
-    """One number per gang; a positive one proves that the gang has no plan at the period `tau_s` for at most `budget`
-    (millionths of $/h)."""
+    """Returns for each gang how much more the demanded tokens are worth at these dual prices than its plans can supply.
+    A positive number proves that the gang has no plan at period `tau_s` for at most `budget` (millionths of $/h)."""
     nodes = worth(view, tau_s, prices, gangs)
     supply = (view.free_nodes[gangs] * np.maximum(nodes - prices.mu * view.node_price, 0.0)).sum(axis=1)
     money: Floats = np.zeros(len(gangs))
@@ -62,8 +62,8 @@ def excess(view: View, tau_s: float | Floats, prices: Multipliers, budget: int |
 
 
 def likely(view: View, tau_s: float, prices: Multipliers, gang: int) -> Ints:
-    """Indices of the few columns (replica shapes) of each class whose accelerators are worth most at these dual prices;
-    a guess, not a proof."""
+    """Returns the indices of columns (replica shapes) that a good plan of this gang probably uses: of each node class,
+    the few whose accelerators are worth most at these dual prices. A guess, not a proof."""
     tokens = view.tokens(tau_s, np.array([gang]))[0]
     value = np.where(tokens > 0, (prices.nu * tokens - prices.lam * view.concurrency) / view.accelerators, -np.inf)
     order = np.lexsort((-value, view.group))
@@ -74,8 +74,8 @@ def likely(view: View, tau_s: float, prices: Multipliers, gang: int) -> Ints:
 def shortest_periods(
     view: View, prices: Multipliers, budget: int | None, gangs: Ints, low_s: Floats, high_s: float
 ) -> Floats:
-    """For each gang a period below `high_s` up to which these dual prices prove that it has no plan; `low_s` if they
-    prove nothing. The worth of a node grows with the period, so a proof holds for every shorter period too."""
+    """Returns for each training gang a period below `high_s` for which these dual prices prove that the gang has no
+    plan; `low_s` if they prove nothing. In shorter periods nodes are worth less, so a proof also holds there."""
     lasting = excess(view, low_s, prices, budget, gangs) > 0
     low, mine = low_s.copy(), gangs[lasting]
     if not len(mine):
@@ -90,8 +90,8 @@ def shortest_periods(
 
 
 def least_prices(view: View, tau_s: float, prices: Multipliers, gangs: Ints) -> Floats:
-    """Lower bound on the price of each gang's plans at this period, in millionths of $/h; infinite if the dual prices
-    prove that there is none."""
+    """Returns for each training gang a lower bound on the price of its plans at this period, in millionths of $/h;
+    infinite if the dual prices prove that the gang has no plan."""
     nodes = worth(view, tau_s, prices, gangs)
     if not prices.mu:
         return np.where(excess(view, tau_s, prices, None, gangs) > 0, np.inf, 0.0)
@@ -144,8 +144,9 @@ def least_in_flight(view: View, tau_s: float, gang: int, budget: int) -> tuple[f
 
 
 def _relaxation(view: View, tau_s: float, gang: int) -> tuple[Floats, Floats, Floats, float]:
-    """Builds the linear relaxation of one gang: constraint rows (in-flight cap, then accelerators of each class), their
-    right-hand sides, the tokens of each variable, and the unit of these tokens."""
+    """Builds the linear relaxation of one gang. Its variables are the replicas of each column, then the nodes of each
+    class. Returns the constraint rows (in-flight cap, then accelerators of each class), their right-hand sides, the
+    tokens of each variable in a common unit, and this unit in tokens."""
     num_y, num_n = len(view.columns), len(view.per_node)
     tokens = view.tokens(tau_s, np.array([gang]))[0]
     unit = float(max(tokens.max(initial=0.0), 1e-300))
@@ -157,8 +158,8 @@ def _relaxation(view: View, tau_s: float, gang: int) -> tuple[Floats, Floats, Fl
 
 
 def _money(view: View) -> tuple[float, Floats]:
-    """Price of the most expensive node, and the prices of all variables (columns, then nodes) in units of that
-    price."""
+    """Returns the price of the most expensive node (at least 1), and the prices of all variables of `_relaxation` in
+    units of that price. Replicas cost 0, because their nodes are paid for."""
     scale = float(max(view.node_price.max(), 1))
     return scale, np.concatenate([np.zeros(len(view.columns)), view.node_price / scale])
 

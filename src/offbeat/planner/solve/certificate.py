@@ -51,8 +51,8 @@ def digest(problem: PlanningProblem) -> str:
 
 
 def certify(view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap: int | None, gap: float) -> Certificate:
-    """Builds a certificate with the dual prices of `pool` that rule out some gang, and the gangs that no prices rule
-    out."""
+    """Builds the certificate for the period `tau_lo_s` and `price_cap`. It holds the dual prices from `pool` that rule
+    out training gangs, and the names of the gangs that none of them rules out."""
     open_gangs = np.flatnonzero(view.period <= tau_lo_s)
     kept = []
     for prices in reversed(pool):  # the last ones are the tightest

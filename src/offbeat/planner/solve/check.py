@@ -73,7 +73,8 @@ def _lost_s(problem: PlanningProblem, gang: Gang, column: RolloutColumn) -> Frac
 
 
 def _lag(problem: PlanningProblem, gang: Gang, column: RolloutColumn, classes: Iterable[str] = ()) -> Fraction:
-    """Seconds until the column's class has a version, directly or relayed by one of `classes`, and of the reward."""
+    """Returns the seconds until the column's node class has a new version, directly or relayed by the best of
+    `classes`, plus the seconds to compute a reward."""
     ways_s = [column.lag_s.get(gang.root, 0.0)]
     if problem.demand.bound:
         over_s = column.lag_over_s.get(gang.root, {})
@@ -111,7 +112,7 @@ def _hardware_rows(problem: PlanningProblem, gang: Gang, solution: Solution, use
 
 
 def _memory_rows(gang: Gang, used: Used) -> list[str]:
-    """Returns a line for each replica shape on the gang's cards that leaves too little memory for the gang's state."""
+    """Returns a line for each replica shape whose cards have too little memory left for the gang's training state."""
     return [
         f"memory: {column.name} leaves {column.room_bytes / 1e9:g} GB a card, but the gang keeps {kept / 1e9:g} GB"
         for column, _ in used
@@ -120,8 +121,8 @@ def _memory_rows(gang: Gang, used: Used) -> list[str]:
 
 
 def _fits(sizes: list[int], room: list[int]) -> bool:
-    """Whether replicas of `sizes` cards, largest first, fit into nodes with `room` free cards. First fit leaves no gaps
-    if the sizes divide one another."""
+    """Whether replicas fit into nodes: `sizes` are the cards of each replica, largest first, and `room` the free cards
+    of each node. Fills one node after another, which leaves no gaps if the sizes divide one another."""
     node = 0
     for size in sizes:
         while node < len(room) and room[node] < size:
@@ -222,8 +223,9 @@ accelerator is worth in columns that need no longer than each of these times."""
 
 
 def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, lam: Fraction) -> _Ladders:
-    """What an accelerator is worth at the prices `nu` of tokens and `lam` of trajectories in flight. With a bound above
-    0 it is the same for all gangs with one root; with bound 0 it is for this gang and the columns in time with it."""
+    """Returns the most that an accelerator of each place is worth, by the time allowed for a long answer, at the prices
+    `nu` of tokens and `lam` of trajectories in flight. With staleness bound 0, only columns count that are in time with
+    this gang. With a larger bound, the result is the same for all gangs whose versions the same class publishes."""
     values: dict[_Place, list[tuple[Fraction, Fraction]]] = {}
     for column in problem.rollout:
         needed = Fraction(0)
@@ -242,7 +244,8 @@ def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, 
 
 
 def _worths(problem: PlanningProblem, gang: Gang, tau: Fraction, ladders: _Ladders) -> _Worths:
-    """Most that an accelerator of each place is worth in columns that finish a long answer in time with this gang."""
+    """Returns the most that an accelerator of each place (node class, and whether its nodes train) is worth, in replica
+    shapes that finish a long answer in time with this gang."""
     demand = problem.demand
     left = (demand.bound + 1 - Fraction(demand.age_guard)) * tau - Fraction(gang.period_s)
     best = {(name, is_home): Fraction(0) for name in problem.offers for is_home in (False, True)}
@@ -256,8 +259,8 @@ def _worths(problem: PlanningProblem, gang: Gang, tau: Fraction, ladders: _Ladde
 def _supply(
     problem: PlanningProblem, gang: Gang, price_cap: int | None, worths: _Worths, lam: Fraction, mu: Fraction
 ) -> Fraction:
-    """Most that a plan with this gang can be worth at these dual prices. If the tokens demanded are worth more, the
-    gang is ruled out."""
+    """Returns an upper bound on what any plan with this gang supplies, valued at these dual prices. If the demanded
+    tokens are worth more, the gang is ruled out."""
     demand = problem.demand
     cap = demand.bound * demand.trajectories - Fraction(demand.queue) if demand.bound else Fraction(demand.trajectories)
     supply = lam * cap

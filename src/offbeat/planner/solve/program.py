@@ -197,7 +197,7 @@ def solve(
 
 class _Builder:
     """Builds one integer program. Its variables are, in this order, z (1 for the chosen gang), y (replicas of each
-    column, by set of token rates) and n (nodes rented for rollout)."""
+    column) and n (nodes rented for rollout). Gangs with equal token rates and relays share one set of y."""
 
     def __init__(self, view: View, tau_s: float, gangs: list[int], aim: Aim, budget: int | None, among: Ints | None):
         self.view, self.gangs, self.aim, self.budget = view, np.array(gangs), aim, budget
@@ -218,7 +218,8 @@ class _Builder:
             self.unit_price = float(max(view.node_price.max(), 1))
 
     def model(self, margin: float) -> LinearProgram:
-        """Returns the program; `margin` raises the demand by so many replicas of the most productive column."""
+        """Returns the program. `margin` raises the demand for tokens, in units of the tokens of one replica of the most
+        productive column, to make up for the solver's tolerance."""
         view, size = self.view, self.num_z + self.num_y + self.num_n
         parts: list[tuple[Ints, Ints, Floats]] = []
         lower: list[float] = []
@@ -261,7 +262,8 @@ class _Builder:
                 row(np.append(y[here], gangs), np.append(values, -np.ones(len(gangs))), high=0.0)
 
     def _relays(self, row: Callable[..., None], y: Ints) -> None:
-        """Adds constraints: replicas that are in time only with a relay require a replica of a class that relays."""
+        """Adds constraints for replicas whose long answers are in time only if another node class relays new versions:
+        the plan must then have a replica on a class that relays."""
         view = self.view
         group = view.group[self.columns]
         late = np.stack([self.sets, group, self.needs], axis=1)

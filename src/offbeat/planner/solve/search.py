@@ -66,8 +66,8 @@ class Search:
 
 
 def far_s(view: View) -> float:
-    """A period, in seconds, so long that one replica of any column suffices. A gang without a plan at this period has
-    no plan at all."""
+    """Returns a period, in seconds, so long that one replica of any column can generate all tokens of a step. A gang
+    without a plan at this period has no plan at all."""
     if not len(view.gangs) or not len(view.columns):
         return 1.0
     alone = view.blocking + view.demand_tokens / view.rate
@@ -76,8 +76,8 @@ def far_s(view: View) -> float:
 
 
 def fastest_counts(search: Search, cap: int | None) -> tuple[Status, ColumnCounts | None, float, Floats]:
-    """Returns the status, the fastest plan for at most `cap` (millionths of $/h), its period, and for each gang a
-    period up to which it has no plan."""
+    """Searches for the fastest plan for at most `cap` (millionths of $/h; None: any price). Returns the status, the
+    plan, its period, and for each training gang a lower bound on the period of its plans."""
     view = search.view
     every = np.arange(len(view.gangs))
     low, top = view.period.astype(float), far_s(view)
@@ -124,8 +124,8 @@ class _Found:
 
 
 def _guess(search: Search, gang: int, cap: int | None, low_s: float, below_s: float) -> _Found:
-    """Looks for a plan of this gang with its likely columns only, at periods close to its bound `low_s`, at most
-    `below_s`."""
+    """Looks for a plan of this gang at periods just above its lower bound `low_s`, but at most `below_s`. Uses only the
+    columns that `bounds.likely` returns, so it proves nothing."""
     for share in GUESSES:
         tau_s = min(low_s * (1 + share * search.gap), below_s)
         outcome = search.try_gang(tau_s, gang, Aim.TOKENS, cap, search.last[gang])
@@ -196,11 +196,11 @@ def cheapest_counts(
 def roomy_counts(
     search: Search, tau_s: float, cap: int, plans: Sequence[ColumnCounts], headroom: float
 ) -> tuple[Search, ColumnCounts] | None:
-    """Returns a search with raised demand, and its cheapest plan at this period, which has headroom (a surplus) for
-    tokens and for long answers. Only the gangs of `plans` are tried.
+    """Looks for the cheapest plan at this period that exceeds the demand by the share `headroom`, both in tokens and in
+    time for long answers. Only the gangs of `plans` are tried. Returns a search with this demand, and the plan.
 
-    If no plan within `cap` has all of `headroom`, less is tried: first smaller shares, then shares for tokens alone,
-    then the headroom that `plans` already have. None if there is no headroom at all."""
+    If no plan within `cap` has all of `headroom`, less is tried: first smaller shares of it, then these shares for
+    tokens alone, then the headroom that `plans` already have. Returns None if there is no headroom at all."""
     demand, windows = search.view.problem.demand, search.view.windows
     had = max(_headroom(search.view, tau_s, plan) for plan in plans) * (1 - TIGHT)
     gangs = dict.fromkeys(plan.gang for plan in plans)
@@ -221,8 +221,8 @@ def roomy_counts(
 
 
 def _with_its_own(search: Search, tau_s: float, plans: Sequence[ColumnCounts]) -> tuple[Search, ColumnCounts] | None:
-    """Returns a search whose demand for tokens is raised by the largest headroom (surplus of tokens) of `plans`, and
-    the plan that has it; None if no plan has any."""
+    """Takes the plan of `plans` with the largest headroom (surplus of tokens over the demand). Returns a search with
+    the demand raised by this headroom, and the plan; None if no plan has any headroom."""
     view = search.view
     best = max(plans, key=lambda plan: _headroom(view, tau_s, plan), default=None)
     if best is None or (had := _headroom(view, tau_s, best) * (1 - TIGHT)) <= 0:
@@ -262,7 +262,8 @@ def freshest_counts(search: Search, tau_s: float, counts: ColumnCounts) -> Colum
 
 
 def tidied(view: View, tau_s: float, counts: ColumnCounts) -> ColumnCounts:
-    """Drops the least productive columns (replica shapes) of a plan as long as most of its surplus of tokens stays."""
+    """Simplifies a plan: drops the columns (replica shapes) that generate the fewest tokens, as long as the plan stays
+    valid and keeps most of its surplus of tokens."""
     least = 1 + NEARLY * _headroom(view, tau_s, counts)
     tokens = view.tokens(tau_s, np.array([counts.gang]))[0]
     for j in sorted(np.flatnonzero(counts.replicas), key=lambda j: tokens[j] * counts.replicas[j]):

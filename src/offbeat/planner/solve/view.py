@@ -41,7 +41,7 @@ def source_of(gang: Gang, relays: frozenset[str]) -> Source:
 
 @dataclass(frozen=True)
 class Lags:
-    """Seconds from a version's publication until each rollout column of a list has it."""
+    """Delays in seconds from a version's publication until each rollout column (replica shape) of a list has it."""
 
     direct_s: dict[str, Floats]
     """One lag per column in seconds, without a relay, by the class that publishes."""
@@ -49,13 +49,13 @@ class Lags:
     """One lag per column, by publishing and relaying class; infinite if the relay does not help the column."""
 
     def of(self, root: str, over: Iterable[str] = ()) -> Floats:
-        """Seconds until each column has a version of `root`, directly or by the best relay of `over` (class names)."""
+        """Seconds until each column has a version of class `root`, directly or relayed by the best class of `over`."""
         ways_s = [self.over_s[root, name] for name in over if (root, name) in self.over_s]
         return np.minimum.reduce([self.direct_s[root], *ways_s])
 
     def every(self, source: Source, relays: Iterable[str]) -> Floats:
-        """Array of (1 + relays) x columns: lags in seconds if only the gang's own classes relay (first), or if one
-        class of `relays` does too."""
+        """Returns an array of (1 + relays) x columns: lags in seconds. In the first row only the gang's own classes
+        relay versions; in each further row one class of `relays` does too."""
         root, own = source
         return np.array([self.of(root, over) for over in (own, *(own | {name} for name in relays))])
 
@@ -72,7 +72,7 @@ def lags_of(columns: Sequence[RolloutColumn], roots: Iterable[str]) -> Lags:
 
 
 def figures(column: RolloutColumn, roots: Sequence[str]) -> tuple[float, ...]:
-    """All numbers of a column that can influence a plan; columns with equal numbers are interchangeable."""
+    """All numbers of a column (replica shape) that can influence a plan; `roots` are the publishing classes."""
     found = [column.num_accelerators, column.concurrency, column.tokens_per_s, column.token_s]
     found += [] if column.room_bytes is None else [column.room_bytes]
     for root in roots:
@@ -82,8 +82,9 @@ def figures(column: RolloutColumn, roots: Sequence[str]) -> tuple[float, ...]:
 
 
 def efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[RolloutColumn]:
-    """Columns that no other column beats per accelerator in every respect, sorted by their numbers, then by name. A
-    column beats another only if its size divides the other's size, so that its replicas fit on the same cards."""
+    """Returns the columns (replica shapes) that no other column beats, sorted by their numbers, then by name. A column
+    beats another if it is as good in every respect (tokens per accelerator, delays, memory) and its size divides the
+    other's size, so that its replicas fit on the same cards."""
     columns = sorted(columns, key=lambda column: (*figures(column, roots), column.name))
     columns = [c for c, before in zip(columns, [None, *columns], strict=False) if not _same(c, before, roots)]
     if not columns:
@@ -115,8 +116,9 @@ def efficient_gangs(
     own: Sequence[Sequence[str]],
     columns: Sequence[Sequence[RolloutColumn]],
 ) -> tuple[tuple[Gang, ...], dict[str, str]]:
-    """Returns the gangs that fit the offers and that no other gang beats in nodes, period, lags and kept bytes; and for
-    each beaten gang the name of one that beats it. A gang never beats one with more nodes to share (home nodes)."""
+    """Returns the training gangs that fit the offered nodes and that no other gang beats, and for each beaten gang the
+    name of one that beats it. A gang beats another if it is as good in nodes, period, delays of versions and memory
+    kept for training state, and has no fewer home nodes (own nodes shared with replicas)."""
     offered = {name: offer.num_nodes for name, offer in problem.offers.items()}
     fitting = [gang for gang in problem.gangs if all(num <= offered.get(name, 0) for name, num in gang.nodes.items())]
     relays = relays_of(problem)
@@ -146,7 +148,8 @@ def efficient_gangs(
 
 
 def _lost(columns: Sequence[RolloutColumn], sources: set[Source], relays: frozenset[str]) -> dict[Source, Floats]:
-    """Seconds that columns lose by each source: blocking times that differ between sources, and all distinct lags."""
+    """Returns the delays in seconds by which sources of versions are compared: for each source, the blocking times of
+    columns, where they differ between sources, then all distinct lags."""
     order, roots = list(sources), sorted({root for root, _ in sources})
     blocking = np.array([[one.blocking_s[root] for one in columns] for root in roots]).reshape(len(roots), -1)
     blocking = blocking[:, (blocking != blocking[:1]).any(axis=0)]
@@ -166,8 +169,8 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Windows:
-    """Shortest periods that leave time for the tail (an answer of `Demand.tail_tokens`), by gang and rollout column.
-    Stored by source, because thousands of gangs share a few sources."""
+    """Shortest periods in which a long answer (of `Demand.tail_tokens`) is in time for training, by gang and rollout
+    column. Stored by source of versions, because thousands of gangs share a few sources."""
 
     late_s: Floats
     """Array of (1 + relays) x sources x columns: seconds from publication (with bound 0, from the start of training) to
@@ -184,7 +187,7 @@ class Windows:
 
     @cached_property
     def opens_s(self) -> Floats:
-        """Array of gangs x columns: shortest periods that leave time for a long answer, with the best relay."""
+        """Array of gangs x columns: shortest periods in which long answers are in time, if the best class relays."""
         return self._periods(self.late_s.min(axis=0)[self.source], self.trained_s)
 
     def ways_s(self, gangs: Ints) -> Floats:
@@ -198,8 +201,8 @@ class Windows:
 def windows(
     problem: PlanningProblem, gangs: Sequence[Gang], columns: Sequence[Sequence[RolloutColumn]], overs: Sequence[str]
 ) -> tuple[Floats, Windows]:
-    """Returns, per gang and column, the seconds of a period without generation, and the shortest periods that leave
-    time for the tail (a long answer); `overs` are the classes that may relay."""
+    """Returns two results by gang and column: the seconds of a period without generation, and the shortest periods in
+    which a long answer is in time for training. `overs` are the classes that may relay versions."""
     demand = problem.demand
     relays = relays_of(problem)
     sources = [source_of(gang, relays) for gang in gangs]
@@ -222,8 +225,8 @@ def windows(
 
 
 def _taking_turns(gangs: Sequence[Gang], columns: Sequence[RolloutColumn], late_s: Floats | float) -> Windows:
-    """Returns the windows with staleness bound 0. Each gang is a source of its own, because its state may leave a
-    column on its cards no memory."""
+    """Returns the windows for staleness bound 0, where training and generation take turns. Stored by gang, because the
+    training state that a gang keeps on its cards may leave a column there no memory."""
     room = np.array([np.inf if column.room_bytes is None else column.room_bytes for column in columns])
     offers = sorted({column.offer for column in columns})
     kept = np.array([[gang.kept_bytes.get(name, 0.0) for name in offers] for gang in gangs], dtype=float)
@@ -288,8 +291,8 @@ class View:
 
     @cached_property
     def in_flight_cap(self) -> float:
-        """Largest number of trajectories in flight: those of `bound` steps less the queue, or those of one step with
-        bound 0."""
+        """Largest number of trajectories in flight: those of as many steps as the staleness bound, less those that wait
+        for training; with bound 0, those of one step."""
         demand = self.problem.demand
         return demand.bound * demand.trajectories - demand.queue if demand.bound else float(demand.trajectories)
 
@@ -299,7 +302,8 @@ class View:
 
     @cached_property
     def free_nodes(self) -> Ints:
-        """Array of gangs x classes: nodes that a gang leaves to replicas or, for home classes, shares with them."""
+        """Array of gangs x classes: nodes that replicas may use. They are the nodes that the gang leaves free or, for a
+        home class, the gang's own nodes."""
         return self.num_nodes - self.gang_nodes
 
     @cached_property
@@ -308,23 +312,23 @@ class View:
         return self.free_nodes.max(axis=0, initial=0)
 
     def tokens(self, tau_s: float | Floats, gangs: slice | Ints = slice(None)) -> Floats:
-        """Array of gangs x columns: tokens of one replica in a period of `tau_s`; 0 if the column misses the age
-        window."""
+        """Array of gangs x columns: tokens that one replica generates in a period of `tau_s`; 0 if its long answers
+        would be too late for training."""
         tau = np.asarray(tau_s, dtype=float)
         tau = tau[:, None] if tau.ndim else tau
         yielded = self.rate * np.maximum(tau - self.blocking[gangs], 0.0)
         return np.where(self.windows.opens_s[gangs] <= tau, yielded, 0.0)
 
     def opening_s(self, counts: ColumnCounts) -> Floats:
-        """Shortest period that leaves time for each column's tail (a long answer), if versions are relayed by the
-        gang's classes and those that generate in the plan."""
+        """Shortest period, for each column, in which a long answer is in time for training. New versions are relayed by
+        the gang's classes and by those that generate in the plan."""
         generates = np.isin(self.relays, self.group[np.array(counts.replicas) > 0])
         ways_s = self.windows.ways_s(np.array([counts.gang]))
         return ways_s[np.append(True, generates), 0].min(axis=0)
 
     def needs(self, tau_s: float, gangs: Ints) -> Ints:
-        """Array of gangs x columns: 0 if a column's long answers are in time without a relay, otherwise one bit for
-        each relay with which they are."""
+        """Array of gangs x columns: the relaying classes with which a column's long answers are in time, as one bit for
+        each of `relays`; 0 if no relay is needed, or none helps."""
         in_time = self.windows.ways_s(gangs) <= tau_s
         bits = (in_time[1:] * (1 << np.arange(len(self.relays)))[:, None, None]).sum(axis=0)
         return np.where(in_time[0], 0, bits)
@@ -435,7 +439,8 @@ def _check(problem: PlanningProblem) -> None:
 
 
 def _columns_of(problem: PlanningProblem, offer: str, *, is_home: bool = False) -> list[RolloutColumn]:
-    """Columns of a class on rented nodes or, with `is_home`, on the gang's own nodes (bound 0 only)."""
+    """Returns the columns (replica shapes) on rented nodes of the class `offer` or, with `is_home`, those on nodes of
+    this class that also train, which exist only with staleness bound 0."""
     if is_home and problem.demand.bound:
         return []
     return [column for column in problem.rollout if column.offer == offer and column.is_home == is_home]
@@ -453,8 +458,8 @@ def _merged(problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]) -
 
 
 def _homes(problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Returns the home classes (gangs' own nodes, shared with replicas). They are not merged, because a gang's state
-    may differ between otherwise equal classes."""
+    """Returns the home classes (training nodes that also run replicas), each as a tuple of one name. They are not
+    merged, because a gang may keep different state on otherwise equal classes."""
     return _sorted([[name] for name in sorted(problem.offers) if by_offer[name]], problem, by_offer, roots)
 
 

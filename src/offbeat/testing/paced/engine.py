@@ -80,7 +80,7 @@ class PacedEngine:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """Metrics up to the last event; steps since then are added at the next event."""
+        """Metrics up to the last event, such as a load or the end of a request; later steps are added at the next."""
         return self._paced.metrics
 
     async def generate(self, request: Request) -> Generation:
@@ -141,7 +141,7 @@ class PacedEngine:
         return max(self._clock(), self._reached_s)
 
     async def _drive(self) -> None:
-        """Sleeps from event to event; an error fails every waiting caller."""
+        """Sleeps until the next event, carries it out, and so on; an error is raised at every waiting caller."""
         try:
             while self._ended is None and (due_s := self._paced.due_s()) is not None:
                 await self._sleep_until(due_s)
@@ -153,7 +153,7 @@ class PacedEngine:
             self._end(ended)
 
     async def _sleep_until(self, due_s: float) -> None:
-        """Sleeps until `due_s`; returns early if a command causes an earlier event."""
+        """Sleeps until `due_s`; returns early if a command brings an event forward, or if the engine is closed."""
         self._asleep_until_s = due_s
         self._sleeping = asyncio.ensure_future(self._sleep(max(0.0, due_s - self._clock())))
         try:
@@ -179,7 +179,7 @@ class PacedEngine:
                 answer.set_exception(ended)
 
     def _check(self, request: Request) -> None:
-        """Refuses a request that cannot run, before it reaches the batch."""
+        """Raises `EngineError` if a request cannot run, before it is queued."""
         problem = problem_of(request, self.version, self.capabilities)
         if not problem and len(set(request.sampling.stop_token_ids)) >= self.settings.vocab_size:
             problem = f"its stop tokens cover the whole vocabulary of {self.settings.vocab_size} tokens; leave out one"
@@ -214,7 +214,7 @@ Command = Submit | Abort | Load
 
 @dataclass(frozen=True)
 class PacedRow:
-    """A request in a slot; the step after `first_step` samples its first token."""
+    """A running request, which takes one of the engine's slots. Step `first_step + 1` samples its first token."""
 
     request: Request
     first_step: int
@@ -268,7 +268,7 @@ class PacedClock:
         self._commands.append((now_s, command))
 
     def due_s(self) -> float | None:
-        """Returns the time of the next event if no further command comes; None if there is none."""
+        """Returns the time of the next event, if no further command arrives before it; None if no event is due."""
         if self._loading is not None:
             return self._loading[0]
         if (step := self._next_step()) is not None:
@@ -283,7 +283,7 @@ class PacedClock:
         return outcomes
 
     def stop(self, now_s: float) -> list[Outcome]:
-        """Aborts all requests at `now_s`, with the tokens of completed steps."""
+        """Aborts all requests; returns answers for waiting callers, with the tokens of steps completed by `now_s`."""
         outcomes = self.advance(now_s)
         if self._rows and self._loading is None and now_s > self._start_s:
             num_steps = math.floor((now_s - self._start_s - self._prefill_s) / self._step_s + SAME)
@@ -295,7 +295,7 @@ class PacedClock:
         return [*outcomes, *self._abort(None), *aborted]
 
     def _next_step(self) -> int | None:
-        """Returns the step at whose end the next event happens; None if there are no rows."""
+        """Returns the step at whose end a row finishes next or a command is taken; None if there are no rows."""
         while self._ends and not self._is_live(self._ends[0]):
             heapq.heappop(self._ends)
         if not self._rows:
@@ -395,8 +395,8 @@ class PacedClock:
         self._step_s = self.settings.step_s(len(self._rows))
 
     def _num_to_prefill(self, request: Request) -> int:
-        """Returns how many tokens of a request must be prefilled: all, or those beyond its cached prefix except the
-        last token, which its first step feeds."""
+        """Returns how many tokens of a request must be prefilled, and takes its prefix out of the cache. Without a
+        cached prefix, all are. Otherwise, those after it are, except the last token, which the first step processes."""
         prefix = None if self.version is None else self._cached.find(request, self.version)
         if prefix is None:
             return len(request.tokens)

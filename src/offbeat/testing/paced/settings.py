@@ -12,8 +12,8 @@ from offbeat.testing.paced import noise
 
 
 class LengthModel(Protocol):
-    """Number of tokens of an answer, including its stop token. It depends only on the task's seed, so that a partial
-    ends at the same token on every worker."""
+    """Decides how many tokens an answer has, including its stop token. The number depends only on the task's seed, so
+    that an unfinished answer ends at the same token on whichever worker continues it."""
 
     def num_tokens(self, seed: int) -> int: ...
 
@@ -46,7 +46,7 @@ class PacedSettings:
     """Settings of a paced engine.
 
     A decode step takes `base_s + per_row_s * rows` seconds, and a prefill `prefill_s` per token, both divided by
-    `speed`. A new request is prefilled beyond its cached prefix; after a load, all tokens of all requests are.
+    `speed`. A new request is prefilled after its cached prefix. After a load, all requests are prefilled again.
     """
 
     num_slots: int = 32

@@ -1,8 +1,7 @@
 """Examines this machine for one configuration; each `check_…` returns findings in the order of the report.
 
-Importing torch, writing to the disk, and asking another Python or a server may hang or crash. So they run in processes
-with a deadline; their process groups are killed at the deadline, or when the doctor is interrupted. A probe that gives
-no answer is a finding too.
+Importing torch, writing to the disk, and asking another Python or a server may hang or crash. So they run in processes,
+which are killed at a deadline or when the doctor is interrupted. A probe without an answer is a finding too.
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ class ProbeFailed(OffbeatError):
 async def examine(
     config: Config, name: str, command: str, engine_url: str | None, mistakes: Sequence[str], within_s: float
 ) -> DoctorReport:
-    """Runs all checks. `name` stands for the configuration in the report, `command` starts the run, and `mistakes` are
-    the errors that the command would raise."""
+    """Runs all checks and returns the report. `name` is what the report calls the configuration, `command` is the
+    command that would start the run, and `mistakes` are the errors that this command would raise."""
     url = engine_url or config.engine.url or ""
     model, parameters = check_model(config.model.path)
     given = (config, url, parameters, within_s)
@@ -109,7 +108,8 @@ async def examine(
 async def probe(
     about: str, config: Config, url: str, parameters: int, within_s: float, remedy: str = ""
 ) -> list[Finding]:
-    """Runs the check `about` of `offbeat.tools.doctor.probes` in a process; `remedy` is advice in case that fails."""
+    """Runs the check named `about` of `offbeat.tools.doctor.probes` in a process and returns its findings. If it fails,
+    that is the only finding, with `remedy` as advice. `parameters` is the model's size."""
     command = (sys.executable, "-P", "-m", "offbeat.tools.doctor.probes", about, url, str(parameters))
     try:  # the configuration goes to standard input: every user of the machine can read command lines
         return TypeAdapter(list[Finding]).validate_json(await ask(command, within_s, json.dumps(resolved(config))))
@@ -118,7 +118,8 @@ async def probe(
 
 
 async def ask(command: Sequence[str], within_s: float, given: str = "", **options: Any) -> str:
-    """Runs `command` with `given` as its input and returns the last line that it prints; packages may print others."""
+    """Runs `command` with `given` as its input and returns the last line of its output, since packages may print lines
+    before it. Raises `ProbeFailed` if the command fails or takes more than `within_s` seconds."""
     pipe = asyncio.subprocess.PIPE
     try:
         process = await asyncio.create_subprocess_exec(
@@ -176,7 +177,8 @@ def check_packages(config: Config) -> Iterator[Finding]:
 
 
 def _needed_extras(config: Config) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the extras and the packages for stores that the configuration needs, each with the key that needs it."""
+    """Returns what the configuration needs: extras of Offbeat, and packages for remote stores. Both dictionaries map a
+    name to the configuration key that needs it."""
     stores = (("weights.store", config.weights.store), ("ledger.backup", config.ledger.backup))
     remote = {key: url.split("://")[0] for key, url in stores if url and "://" in url}
     files = [task for task in config.task if isinstance(task, FileTask)]
@@ -225,7 +227,8 @@ def _commit() -> str:
 
 
 async def check_engines(config: Config, url: str, within_s: float) -> list[Finding]:
-    """Asks the engine's Python which engines it has, without our PYTHONPATH and folder, just as a server is started."""
+    """Finds out which engines the Python `engine.python` has, and judges them. That Python runs without our PYTHONPATH
+    and working folder, just as when it starts a server."""
     engine, python = config.rollout.engine, config.engine.python or sys.executable
     wanted = engine if engine in SERVED and not url else ""
     program = shutil.which(os.path.expanduser(python))
@@ -278,7 +281,7 @@ def check_ports(config: Config) -> Iterator[Finding]:
 
 
 def _listen(host: str, port: int) -> str:
-    """Listens for a moment; returns the error, empty if it worked."""
+    """Tries to listen on a port, for a moment; returns the error, empty if it worked."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:

@@ -99,7 +99,7 @@ def check_device(device: torch.device, *, is_used: bool) -> Iterator[Finding]:
 def check_memory(
     config: Config, parameters: int, device: str, free: int, total: int, *, starts_server: bool
 ) -> Finding:
-    """Compares the memory that training needs with that of the device; an engine's server takes a share of it."""
+    """Checks that the device has the memory that training needs, besides what an engine's server on it would take."""
     needed = training_bytes(config, parameters, on_gpu=device != "cpu")
     left = int(total * (1 - config.engine.memory_share))
     text = f"at least {size(needed)} on {device}, besides activations and KV"
@@ -201,7 +201,7 @@ async def _facts(url: str) -> Facts:
 
 
 async def _dialect(server: Server) -> Dialect:
-    """Recognises an engine by a request that no other engine answers in the same form."""
+    """Finds out whether a server runs SGLang or vLLM: each answers some request as no other engine does."""
     from offbeat.engines.http_calls import ServerAway, ServerRefused
     from offbeat.engines.sglang.api import SglangDialect
     from offbeat.engines.vllm.api import VllmDialect

@@ -38,7 +38,7 @@ class Finding:
 
 
 def judged(about: str, text: str, *, bad: bool, remedy: str, level: Level = Level.WARNS) -> Finding:
-    """Returns a finding of this level if it is `bad`, and a fine one otherwise."""
+    """Returns a finding with `level` and `remedy` if the fact is `bad`, and with level FINE and no remedy otherwise."""
     return Finding(about, text, level, remedy) if bad else Finding(about, text)
 
 

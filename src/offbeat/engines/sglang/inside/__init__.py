@@ -1,1 +1,1 @@
-"""Folder put on the path of SGLang's process, which cannot import Offbeat itself."""
+"""Folder on the PYTHONPATH of SGLang's process, with code to run there; that process cannot import Offbeat itself."""

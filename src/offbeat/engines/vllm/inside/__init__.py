@@ -1,1 +1,1 @@
-"""Folder put on the path of vLLM's processes, which cannot import Offbeat itself."""
+"""Folder on the PYTHONPATH of vLLM's processes, with code to run there; they cannot import Offbeat itself."""

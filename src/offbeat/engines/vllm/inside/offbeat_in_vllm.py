@@ -14,7 +14,7 @@ class Extension:
     model_runner: Any
 
     def offbeat_pack_head(self) -> bool:
-        """Packs the output layer again if it shares the embedding's weights; returns whether it does."""
+        """Packs the output layer's weights again if the embedding shares them; returns whether they were packed."""
         model = self.model_runner.get_model()
         head = getattr(model, "lm_head", None)
         config = getattr(model, "config", None)

@@ -1,5 +1,4 @@
-"""Makes vLLM's processes on CPUs sleep instead of yield. Python imports a module of this name at start. Only tests run
-vLLM on CPUs.
+"""Makes vLLM's processes on CPUs (in tests) sleep instead of yield. Python imports a module of this name at start.
 
 vLLM's scheduler and worker wait for one another by yielding in a loop. Linux (seen with 6.18) may let two such loops
 occupy two cores for seconds, while the server's front end and its callers get no time. `time.sleep(0)` instead costs
