@@ -18,8 +18,8 @@ from offbeat.errors import UserError
 
 CONSTRAINTS = REPOSITORY / "constraints.txt"
 TRL_REQUIREMENTS = (["torch"], ["trl==1.16.0", "pydantic", "blake3"])
-"""In this order: the torch that satisfies the pin stays, whatever asks for torch later. The others are for Offbeat's task
-and reward, which TRL trains on."""
+"""In this order: the torch that satisfies the pin stays, whatever asks for torch later. The others are for Offbeat's
+task and reward, which TRL trains on."""
 INSTALL_WITHIN_S = 1800.0
 
 
