@@ -1,8 +1,7 @@
 """Manages leases of tasks: grants them, renews them at heartbeats, and takes them back.
 
-The ledger stores leases, `rules.leases` tracks their deadlines, and `rules.quarantine` finds hoarders: workers that
-hold tasks for too long without an answer. A task whose worker vanished is a suspect (it may have killed the worker)
-until its trajectory is complete. A task's fence is a number that grows with each lease, to tell old leases from new.
+The ledger stores leases, `rules.leases` tracks their deadlines, and `rules.quarantine` finds hoarders. A task whose
+worker vanished is a suspect (it may have killed the worker) until its trajectory is complete.
 
 Guarantees: a lease counts as lost only if its worker vanished or restarted. If a live worker hoards a task, or does not
 name it in its heartbeats, the task is freed, and this does not count as a failure of the task. Time in which this

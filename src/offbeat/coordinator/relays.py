@@ -2,14 +2,13 @@
 
 Each worker names its site, and the port at which it serves pieces, if any. It gets the addresses of its chain of relays
 (`offbeat.weights.relay_tree`), nearest first. The root, which is the coordinator or the run's store, is always the last
-resort and is not listed. A worker that falls silent is no longer used as a relay.
+resort and is not listed. A worker that falls silent is no longer used as a relay. A worker may name another address
+than the one from which it calls only within `serve.peer_networks`: otherwise it could direct its whole site to any
+machine.
 
-A worker's address is the address from which it calls. A worker behind NAT may name another address if that lies in a
-network listed in `serve.peer_networks`. Otherwise a worker could direct its whole site to any machine.
-
-Each pair of workers of a site has its own key, with which one fetches from the other. The key is the hash of two random
-numbers, one per worker, which are drawn at the worker's first call, dropped when it leaves, and never written to disk.
-The keys of a worker that has left or was quarantined are therefore worthless.
+Each pair of workers of a site has its own key. It is the hash of two random numbers, one per worker, which are drawn at
+the worker's first call, dropped when it leaves, and never written to disk. The keys of a worker that has left or was
+quarantined are therefore worthless.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Rewards as a separate stage: samples wait in one bounded queue, and judges pull from it at their own pace.
 
-Judges are the processes of the local pool and remote workers with the reward role. A worker that submits a trajectory
-never waits for its reward: samples that do not fit into the queue wait in the ledger. A slow judge therefore delays
-only the trainer, never an engine.
-
-A reward is acknowledged once it is stored. Samples that a judge held when the coordinator died are still unscored in
-the ledger, and are judged again.
+Judges are the processes of the local pool and remote workers with the reward role. A slow judge delays only the
+trainer, never an engine: samples that do not fit into the queue wait in the ledger. A reward is acknowledged once it is
+stored. Samples that a judge held when the coordinator died are still unscored in the ledger, and are judged again.
 """
 
 from __future__ import annotations

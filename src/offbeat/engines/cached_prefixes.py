@@ -1,12 +1,9 @@
 """Index of keys and values that aborted requests left in the KV cache, from which a request resumes without prefill.
 
-The KV cache has slots, each for one request. A free slot keeps its content until another request needs the slot; that
-of the least recently aborted request is reused first. So caching takes no memory from running requests. Guarantees:
-
-- A prefix found for a request consists of the request's own tokens, with the same split into prompt and response. The
-  split matters because the bits of the keys and values depend on it.
-- Its keys and values are of the version served, or at most `kv_lag` versions older if the request allows stale ones.
-- A request with `KvMode.REFILL` finds no prefix.
+A free slot keeps its content until another request needs the slot, so caching takes no memory from running requests. A
+prefix found for a request consists of the request's own tokens, with the same split into prompt and response, because
+the bits of the keys and values depend on the split. Its keys and values are of the version served, or at most `kv_lag`
+versions older if the request allows stale ones. A request with `KvMode.REFILL` finds no prefix.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """`HttpEngine`: the engine protocol over an HTTP server, through the server's `Dialect`.
 
-Answers are streamed, which spreads the cost of reading them over time. Guarantees beyond those of the protocol:
-
-- Weights change only while the server is paused, and the server is always resumed. If answers say which weights sampled
-  each token, requests may stay inside the server during a load. Otherwise each request's call is aborted, its tokens
-  are kept, and a new call continues the request after the load.
-- A server is dead if it does not answer, has restarted, or has other weights than this engine loaded last. Then every
-  call, including those already waiting, raises `EngineDied` with the server's name. The engine object stays dead; a new
-  one must begin with a load.
+Answers are streamed, which spreads the cost of reading them over time. Guarantees beyond those of the protocol: weights
+change only while the server is paused, and the server is always resumed. A server is dead if it does not answer, has
+restarted, or has other weights than this engine loaded last. Then every call, including those already waiting, raises
+`EngineDied` with the server's name. The engine object stays dead; a new one must begin with a load.
 """
 
 from __future__ import annotations

@@ -6,12 +6,10 @@ Every engine promises:
 - It takes and returns token ids. Log-probs are float32, under the version that sampled the token, after temperature.
 - Each token carries the version that sampled it: a `load` splits running generations into segments.
 - `abort` makes `generate` return the tokens so far, with `Finish.ABORT`.
-- A token's sampling noise depends only on the request's seed and the token's response position. An engine that takes
-  one seed per request uses `Request.engine_seed`; an engine without seeds sets `Capabilities.is_seeded` to False. A
-  continuation never replays the noise of its prefix.
+- A token's sampling noise depends only on the request's seed and the token's response position, and a continuation
+  never replays the noise of its prefix. An engine without seeds sets `Capabilities.is_seeded` to False.
 - After `load` returns, no token is sampled from older weights, and no KV cache of older weights is reused unless the
   request allows it. A request with an unsupported KV mode is refused.
-- `metrics` count the engine's work; a value that the engine cannot know is None.
 """
 
 from __future__ import annotations

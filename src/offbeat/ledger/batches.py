@@ -1,13 +1,11 @@
 """Batches: claiming the data of a step, committing it, and the trainers that may do so.
 
 Guarantees: a claim selects groups, checks the staleness of their tokens at the step that trains them and stores the
-batch, all in one transaction. Claiming the same step again returns the same batch. A commit also records the new
-version; committing the same step again changes nothing. A token is never trained if it is staler than the bound, was
-given (not sampled), or was sampled from an abandoned version.
+batch, all in one transaction. A token is never trained if it is staler than the bound, was given (not sampled), or was
+sampled from an abandoned version.
 
 Only the latest trainer may change a run. Every trainer that begins takes the next generation and names it in each of
-its calls; a call under an older generation is refused in its own transaction. A trainer without a checkpoint would undo
-a run that is past step 0, so it is admitted only if the run cannot continue otherwise, or with `from_scratch`.
+its calls; a call under an older generation is refused in its own transaction.
 
 An answer that is claimed without its siblings is a group of size 1; its siblings are the other groups drawn for the
 same prompt. A batch sees only the sibling rewards stored before its claim, so its advantages do not depend on when it

@@ -6,18 +6,8 @@ nothing changed. Methods are synchronous; one thread at a time may call them, no
 ledger. `offbeat.rules` decides which groups to admit, lease, claim and drop; the ledger loads the candidates and stores
 the decision.
 
-    ledger = Ledger(run / "ledger.sqlite", LedgerTerms(groups_per_step=8, max_staleness=4, min_group=2))
-    ledger.release()                                   # after a restart, if no worker can hold a lease
-    resumed = ledger.reconcile(step, version)          # of the checkpoint; (0, None) without one
-    ledger.publish(Version(ledger.next_version_number(), resumed.step, resumed.parent, digest, path))
-    ...
-    count = admit(ledger.admission_state(), AdmissionTarget(groups_per_step, num_steps))    # offbeat.rules.groups
-    ledger.admit([NewGroup(...), ...])
-    tasks = ledger.lease("worker", capacity, have_version)
-    ledger.submit([Submission(trajectory, "worker", task.fence), ...])
-    ledger.score([Scored(u.task, rewards) for u in ledger.unscored(limit)])
-    batch = ledger.claim(step)                         # None: not enough groups are ready
-    ledger.commit(step, Version(ledger.next_version_number(), step + 1, ledger.latest_version().number, ...))
+A run begins with `release` (if no worker can hold a lease), `reconcile` and `publish`. Then every step goes through
+`admit`, `lease`, `submit`, `score`, `claim` and `commit`.
 """
 
 from __future__ import annotations

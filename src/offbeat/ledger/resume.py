@@ -1,17 +1,13 @@
 """Resuming a trainer from a checkpoint that may be older than the ledger.
 
 Everything after the checkpoint's step is undone, so that the history without the undone steps trains nothing twice and
-loses nothing:
-
-- Versions of later steps are abandoned: their numbers are not reused, and their tokens are never trained.
-- The batch of the checkpoint's step is claimed again: the trainer gets the same data.
-- Later batches are undone. Groups that have only abandoned tokens, or that require an abandoned version, are dropped
-  and re-issued with the same ordinal and seed for the same step; they wait until the step has a version again.
+loses nothing. Versions of later steps are abandoned: their numbers are not reused, and their tokens are never trained.
+The batch of the checkpoint's step is claimed again, with the same data. Later batches are undone. Groups that have only
+abandoned tokens, or that require an abandoned version, are dropped and re-issued with the same ordinal and seed for the
+same step; they wait until the step has a version again.
 
 Groups that were dropped without a signal in later steps stay dropped: the same weights would give them the same
 rewards. They still count as drawn for their step, so that the step's other groups are judged as before.
-
-A trainer without a checkpoint begins at step 0, which undoes everything: see `offbeat.ledger.batches` for when it may.
 
 With exact generation, the replayed steps see the same groups in the same order with the same tokens. A second resume
 from the same checkpoint changes nothing more.

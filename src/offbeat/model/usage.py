@@ -2,13 +2,11 @@
 
 That is correct only if tokens influence each other through attention alone, and if the model's attention needs no
 option that the replacement lacks. Names and flags do not tell, so the model is probed: one forward pass over two rows
-of four tokens, in which attention is a function that records its arguments and returns 0. Both rows end in the same
-token. If the logits or attention arguments of that last token differ between the rows, earlier tokens reached it by
-another way: a convolution, a recurrent state, or attention that was not replaced.
+that end in the same token, in which attention is a function that records its arguments and returns 0. If anything about
+that last token differs between the rows, earlier tokens reached it by another way than attention.
 
 All other models run as in transformers: each sample in a row of its own, padded on the right, where a causal model does
-not see the padding, and without a KV cache. When trainer and engine start, they also compare their logits with those of
-the model's own forward pass (`distance`), which finds what the probe misses.
+not see the padding, and without a KV cache. What the probe misses, trainer and engine find at their start (`distance`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Health of an engine server: whether it answers, and whether it still serves the weights that were loaded into it.
 
-Keeps tokens of unknown weights out of training. A server may hang, die, be restarted by someone else with its first
-weights, or be given other weights. Its label for its weights proves nothing, because a restarted server may reuse it.
-The caller reports observations and checks `may_generate`. No I/O.
+Keeps tokens of unknown weights out of training. The caller reports observations and checks `may_generate`; no I/O. A
+server's label for its weights proves nothing by itself, because a restarted server may reuse it.
 
 Guarantees: generation begins only after a refresh, that is, a load of verified weights. After a death or an unexpected
-label it needs another refresh; answers alone are never enough. Reports must be made in order: a label that is read
-before a refresh and reported after it makes the server stale.
+label it needs another refresh. Reports must be made in order: a label that is read before a refresh and reported after
+it makes the server stale.
 """
 
 from __future__ import annotations

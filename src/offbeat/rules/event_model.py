@@ -2,17 +2,12 @@
 
 A round begins with a burst of `factor` × groups_per_step groups: survivors of earlier rounds, filled up with fresh
 groups. All decode until the batch of the step is complete; then everything stops, the step is trained, and unfinished
-groups survive into the next round. Between the ends of two answers only the contexts grow, so a round is computed from
-the order in which answers end, not token by token.
-
-All factors are simulated at once, each in its own lane, because arrays of a dozen lanes cost little more than those of
-one. A lane has places for groups. A place holds, for each member, the tokens it has and the tokens left, and the ages
-of the group's tokens.
+groups survive into the next round. A round is computed from the order in which answers end, not token by token. All
+factors are simulated at once, each in its own lane, because arrays of a dozen lanes cost little more than those of one.
 
 Guarantees: the same seed gives the same outlooks, and all factors of one call see the same answers in the same order,
-so that their differences are not luck. A batch takes the groups begun longest ago first and waits for groups that no
-later batch could train in time, like `select` with `in_order=False`. Every token is counted in the round that generates
-it and delivered once, with its age; no token is discarded.
+so that their differences are not luck. Batches are chosen as by `select` with `in_order=False`. Every token is counted
+in the round that generates it and delivered once, with its age; no token is discarded.
 """
 
 from __future__ import annotations

@@ -1,25 +1,20 @@
 """Rules for groups: which ones a step trains, how many may be drawn or begun, and when a group has ended.
 
-S is the bound on staleness, `max_staleness`.
-
-Selection. A candidate group is described by runs of tokens, each with the step of its version. The ledger loads the
-candidates and stores the selection within one transaction. Guarantees: a run that is older than S, given by an
-environment, or of an abandoned version is never trainable; a batch is whole or empty. With `in_order`, groups are taken
-by ordinal, never by arrival, and no group is taken while one of a lower ordinal is unfinished. Otherwise the groups
-begun longest ago are taken first, and an unfinished group is passed over as long as later steps can still train it in
-time. If they could not, because too many other groups are as old, the batch waits for it. So if at most S + 1 steps'
-worth of groups are alive, and each is begun with the newest version, none of their tokens becomes staler than S.
+Selection. S is the bound on staleness, `max_staleness`. Guarantees: a run of tokens that is older than S, given by an
+environment, or of an abandoned version is never trainable; a batch is whole or empty. With `in_order`, no group is
+taken while one of a lower ordinal is unfinished. Otherwise an unfinished group is passed over as long as later steps
+can still train it in time. So if at most S + 1 steps' worth of groups are alive, and each is begun with the newest
+version, none of their tokens becomes staler than S.
 
 Admission. Groups for a step are drawn once the version of that step is published: the number that a step trains, times
-the over-provision factor r, but no more than the run will train. With r = 1 the step trains all of them; with a larger
-r it trains those that finish first, and the others continue. With r at most S + 1, steps that take the oldest groups
-first train every group within S steps of its beginning. `may_begin` ensures the same for workers with an older version.
-A dropped group frees its place; a re-issued one keeps it.
+the over-provision factor r, but no more than the run will train. With r above 1 the step trains those that finish
+first, and the others continue. With r at most S + 1, steps that take the oldest groups first train every group within S
+steps of its beginning; `may_begin` ensures the same for workers with an older version. A dropped group frees its place;
+a re-issued one keeps it.
 
-Settlement. A failed member is left out while enough members remain. A group fails as soon as too few members can still
-be scored, without waiting for the others. A group with equal rewards teaches nothing; it may be dropped in favour of
-another prompt. The number of such drops per step is limited, so that a policy that solves all prompts, or none, still
-gets its batches.
+Settlement. A failed member is left out while enough members remain; a group fails as soon as too few members can still
+be scored. A group with equal rewards teaches nothing and may be dropped for another prompt, but only a limited number
+per step, so that a policy that solves all prompts, or none, still gets its batches.
 """
 
 from __future__ import annotations

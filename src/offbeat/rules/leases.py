@@ -1,25 +1,20 @@
 """Leases: the open tasks that a worker is given, and how long it may hold each.
 
-Deadlines are on the coordinator's monotonic clock. The ledger records who holds each task. After a restart of the
-coordinator every lease in the ledger is granted again, so that workers that kept working do not lose their leases.
-
 Guarantees: a lease ends once, by `end`, by `expired` or by a grant under a larger fence. Until then its holder can
 renew it, however late, because the coordinator itself may have been late. A grant or renewal under an older fence, or a
 renewal by another worker, changes nothing. The leases of a vanished worker expire together, at the last of their
-deadlines, because the task to blame is found by comparing all tasks that the worker held. If a worker still reports but
-no longer names a lease, that lease lasts at most one more `ttl_s`.
+deadlines, because `culprit` compares all tasks that the worker held. A lease that a worker no longer names in its
+reports lasts at most one more `ttl_s`.
 
-Assignment: evaluation comes first, because a version waits to be judged; then started groups, so that a group is
-finished before the next is begun; then the lowest ordinal. Among the groups before the first one that is not begun,
-those whose KV cache only other workers hold come last, because these workers can continue them without a new prefill. A
-task that requires a version is given only to a worker that has it. A group without a required version is begun only if
-pacing allows it for the worker's version, and continued only with a version at least as new as its oldest. If several
-workers are active, a request gets the worker's share of the open tasks, by slots; the worker may ask again.
+Assignment: evaluation comes first, because a version waits to be judged; then started groups; then the lowest ordinal.
+Of the groups in `front`, those whose KV cache only other workers hold come last, because these workers need no new
+prefill. A task that requires a version is given only to a worker that has it. A group without a required version is
+begun only if pacing allows it for the worker's version, and continued only with a version at least as new as its
+oldest.
 
-A task whose worker vanished is suspect, more so with each loss. A worker gets few suspects at a time: at most an eighth
-of its slots after the first loss, a 64th after the second, and so on down to one. So a prompt that kills engines is
-soon the only suspect that a worker holds, and `culprit` finds it: if workers have n slots, the prompt is blamed for
-every death except the first ceil(log8 n).
+A task whose worker vanished is suspect. A worker holds suspects in at most an eighth of its slots after their first
+loss, a 64th after the second, and so on down to one. So a prompt that kills engines is soon the only suspect of a
+worker: if workers have n slots, `culprit` blames it for every death except the first ceil(log8 n).
 """
 
 from __future__ import annotations

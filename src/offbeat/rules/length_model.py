@@ -1,19 +1,18 @@
 """The length model: the distribution of answer lengths, learnt from finished and running answers.
 
 A mean over finished answers is biased short, because the long ones are still running. Here every trajectory is one
-record of its whole length, in any number of segments: an event if it ended by itself, right-censored if it was cut at
-`max_tokens` or is still running. These records give the Kaplan-Meier estimate of the share of answers longer than t:
-S(t) = Π (1 − d_j / n_j) over the lengths t_j ≤ t, where n_j answers reached t_j tokens and d_j of them ended there.
+record of its whole length: an event if it ended by itself, right-censored if it was cut at `max_tokens` or is still
+running. These records give the Kaplan-Meier estimate of the share of answers longer than t: S(t) = Π (1 − d_j / n_j)
+over the lengths t_j ≤ t, where n_j answers reached t_j tokens and d_j of them ended there.
 
 Members of a group answer the same prompt, so a finished member is evidence about those still running. A Gaussian copula
 ties them together: each member has a standard normal score whose rank is the rank of its length, and the share `shared`
-of the score's variance is common to the group. (For log-normal lengths, that is the common share of the log-variance.)
-The group's part of the score is hidden. It is inferred on a grid, from the lengths of finished members and from the
-current lengths of running members, which are lower bounds.
+of the score's variance is common to the group. This hidden common part is inferred on a grid, from the lengths of
+finished members and from the current lengths of running members, which are lower bounds.
 
 Guarantees: each key counts once, with its latest report. Records that ended under earlier versions count exponentially
-less, running ones fully. Drawn lengths lie between 1 and `max_tokens`, and above the current length of a running
-member; the same scores give the same lengths.
+less. Drawn lengths lie between 1 and `max_tokens`, and above the current length of a running member; the same scores
+give the same lengths.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The over-provision controller: chooses the factor, which is groups in flight divided by groups that a step trains.
 
-The controller chooses the factor once per version, from predictions. The event model simulates a dozen factors between
-1 and S + 1, where S is `max_staleness`, with the step times and lengths learnt so far and with the actual unfinished
-groups. The controller takes the factor with the most tokens per second among those that keep 95 % of the tokens within
-the bound S and the whole KV cache within its size.
-
-Measured rounds are noisy and predictions are repeatable, so the choice rests on predictions, averaged over versions.
-Measured rounds correct them slowly, by how the error differs between neighbouring factors.
+Once per version, the event model simulates a dozen factors with the step times and lengths learnt so far and with the
+actual unfinished groups. The controller takes the factor with the most tokens per second among those that keep 95 % of
+the tokens within the bound S (`max_staleness`) and the whole KV cache within its size. Measured rounds are noisy and
+predictions are repeatable, so the choice rests on predictions, which measured rounds correct slowly.
 
 Guarantees: the factor lies between 1 and S + 1. It is 1 while too few answers have ended, step times are unknown or
 badly predicted, or the predicted gain is too small. The factor changes at once for a large predicted lead, and later

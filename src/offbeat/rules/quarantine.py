@@ -1,21 +1,17 @@
-"""Quarantine: workers that fail their tasks, hoard them, or forge log-probs.
+"""Quarantine: workers that fail their tasks, hoard them, or forge log-probs. No I/O; the clock is injected.
 
 `Fitness` sets aside a worker that fails most of its tasks, before its failures use up the attempts of tasks that other
 workers could do. Repeated failures of one task count once, so that a task that always fails sets no worker aside.
 
 `HandInPace` finds workers that hold tasks and submit nothing for longer than an honest worker could need. A worker is
 judged by its own slowest pace: seconds from a grant to the answer, per sampled token. A worker without an answer is
-judged by the pace of the others once they have given enough answers; before that, not at all. Only time counts in which
-the worker holds tasks and, according to the caller, could have been heard. Returning tasks untouched and submitting the
-same trajectory again do not count as answers.
+judged by the pace of the others, once they have given enough answers. Tasks that are returned untouched and
+trajectories that are submitted again are no answers.
 
-`is_believable` is False for workers whose log-probs are not those of the claimed weights, by mistake or on purpose.
-Honest workers pass: different arithmetic changes a log-prob by up to 0.1, rarely by 0.5. The trainer recomputes
-log-probs (`offbeat.trainer.audit`) and counts, for every segment, the tokens compared and those that are off. Only the
-latest segments of a worker are judged, so that an honest past gives no credit. Until a worker `is_proven`, all of its
-tokens are compared. A segment that `looks_forged` is not trained on, whichever worker sent it.
-
-No I/O; the clock is injected. A worker that leaves, or restarts, begins with a clean record.
+`is_believable` is False for workers whose log-probs are not those of the claimed weights, according to the trainer's
+audits (`offbeat.trainer.audit`). Honest workers pass: different arithmetic changes a log-prob by up to 0.1, rarely by
+0.5. Only the latest segments of a worker are judged, so that an honest past gives no credit. Until a worker
+`is_proven`, all of its tokens are compared. A segment that `looks_forged` is not trained on, whichever worker sent it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Step times of engines, learnt from measured intervals.
 
-A decode step takes base_s + per_row_s × rows + per_token_s × context, where `context` is the number of tokens that all
-rows together read from the KV cache. Each prefilled token takes prefill_s. `StepTimeFit` learns the four coefficients
-by recursive least squares with forgetting, from sums over intervals of any length, and reports the error of its recent
-predictions. `FleetFit` treats several engines as one: workers pull tasks when they have room, so rows spread about
-evenly over the engines, which all step at the same time.
+A decode step takes base_s + per_row_s × rows + per_token_s × context, and each prefilled token prefill_s. `StepTimeFit`
+learns these four by recursive least squares with forgetting. `FleetFit` treats several engines as one: workers pull
+tasks when they have room, so rows spread about evenly over the engines, which all step at the same time.
 
 Guarantees: no coefficient is negative. A stall of the machine changes them little, a lasting change of its speed
 changes them within about twenty observations. Engines that have left or have no model yet do not count.

@@ -1,13 +1,11 @@
 """Audits: compares the log-probs that engines reported with the trainer's own.
 
-A step computes the trainer's log-probs of fresh tokens anyway. For a share of the older tokens, the weights of their
-own version are loaded for a moment (`witness`). With equal weights, engine and trainer differ only by rounding. Tokens
+With equal weights, engine and trainer differ only by rounding. A step computes the trainer's log-probs of fresh tokens
+anyway; for a share of the older tokens, the weights of their own version are loaded for a moment (`witness`). Tokens
 that attended to keys and values of older weights cannot be compared.
 
 A sample is not trained on if its compared tokens are off by too much on average, or if too many tokens of one segment
-are off. The numbers of compared tokens and of those that are off are reported for each segment; they decide whether its
-worker is quarantined (`offbeat.rules.quarantine`). As long as a worker is not proven, all its older tokens are
-compared.
+are off. The findings also decide whether a segment's worker is quarantined (`offbeat.rules.quarantine`).
 """
 
 from __future__ import annotations

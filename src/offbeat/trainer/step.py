@@ -1,15 +1,12 @@
 """One training step: a batch of samples in, updated weights and the step's metrics out.
 
-The batch is split by whole groups, in order, into `updates_per_step` parts; each part is one optimizer update. An
-update's denominators are fixed before its first micro-batch. The log-probs at the start of the step come from the
-forward pass itself if there is one update. With several updates, or with a value head, they are computed before the
-first update, together with the value head's values.
+The batch is split by whole groups, in order, into `updates_per_step` parts; each part is one optimizer update, whose
+denominators are fixed before its first micro-batch. With one update and no value head, the log-probs at the start of
+the step come from the forward pass itself.
 
-Samples are audited on the way: a sample whose log-probs do not fit its version is not trained on
-(`offbeat.trainer.audit`). A sample with advantage 0 has no gradient, unless a KL term, a value head or a user's loss
-gives it one. Without one, it skips the backward pass, but counts in metrics and denominators.
-
-NaN or infinity raises `NotFinite` before the update that it would affect.
+A sample whose log-probs do not fit its version is not trained on (`offbeat.trainer.audit`). A sample with advantage 0
+skips the backward pass, unless a KL term, a value head or a user's loss gives it a gradient, but counts in metrics and
+denominators. NaN or infinity raises `NotFinite` before the update that it would affect.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Codes a part of a tensor as its changes since the base: the smallest of same, sparse, shift and dense.
 
 A training step changes about one weight in a hundred, nearly always to a neighbouring value of its type. So elements
-are treated as integers, made of their bits:
-
-- `same` stores nothing: the part equals the base's;
-- `sparse` (types of two bytes) stores the positions of changed elements, and the differences;
-- `shift` (types of two and four bytes) stores the difference of every element, modulo the type's range;
-- `dense` stores the elements themselves, and needs no base.
+are treated as integers, made of their bits. `same` stores nothing: the part equals the base's. `sparse` (types of two
+bytes) stores the positions of changed elements, and the differences. `shift` (types of two and four bytes) stores the
+difference of every element, modulo the type's range. `dense` stores the elements themselves, and needs no base.
 
 Guarantees: decoding is integer arithmetic, so NaN, -0 and sign flips are restored bit by bit. `decode` takes memory and
 time in proportion to `num_bytes`, whatever the code claims, and raises `CodecError` if the code contradicts itself or

@@ -4,13 +4,12 @@
                                      the bytes received of unfinished downloads in the header Offbeat-Arrived
     GET /manifests/NUMBER/DIGEST     the same
 
-A request for a piece that is not here yet waits, as long as the caller asks (`?wait_s=`) and the limits allow. If the
-piece is not even expected, the wait is short but not zero, because a relay may learn of a version a moment later than
-the peers that it feeds.
+A request for a piece that is not here yet waits, as long as the caller asks (`?wait_s=`) and the limits allow: a short
+time even if the piece is not expected, because a relay may learn of a version a moment later than the peers it feeds.
 
 Guarantees: every byte sent is verified, because a piece is read whole and checked against its name before its first
-byte is sent. Every caller needs a key that the coordinator accepts now, or accepted a moment ago. The number of callers
-and of pieces held for them is bounded. Only this machine can connect unless `beyond_loopback` is set.
+byte is sent. The number of callers and of pieces held for them is bounded. Only this machine can connect unless
+`beyond_loopback` is set.
 """
 
 from __future__ import annotations

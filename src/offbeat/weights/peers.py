@@ -1,11 +1,9 @@
 """Fetches weights from peers: near peers are asked first, the root last.
 
-The coordinator names the peers and their order (`offbeat.weights.relay_tree`). If a peer does not answer, is too slow,
-or lacks the piece, the next source continues from the bytes received so far. If several peers contributed to a wrong
-piece, it is fetched again from one of them alone, so that no honest peer is blamed for long.
-
-A peer that is still waiting for the piece itself is given time while it reports progress, but no more than the piece
-would take at the lowest accepted rate.
+If a peer does not answer, is too slow, or lacks the piece, the next source continues from the bytes received so far. If
+several peers contributed to a wrong piece, it is fetched again from one of them alone, so that no honest peer is blamed
+for long. A peer that is still waiting for the piece itself is given time while it reports progress, but no more than
+the piece would take at the lowest accepted rate.
 
 Guarantees: `piece` and `manifest` deliver the verified content or raise the root's error; every wait has a deadline,
 except those of the root; a key is shown only to the peer that it is for.

@@ -1,9 +1,8 @@
 """Fetches published versions onto this machine, if possible as changes to a version that is already here.
 
 A version's bases are followed back to a version on this disk or to a full one. The pieces on the way are downloaded
-(`offbeat.weights.download`), and the new version is assembled beside the old ones (`offbeat.weights.assemble`). If a
-local base proves damaged, the chain is followed back to the full version. A version without a manifest, or whose pieces
-are gone, is downloaded as whole files, if there is a source of them.
+(`offbeat.weights.download`), and the new version is assembled beside the old ones (`offbeat.weights.assemble`). A
+version without a manifest, or whose pieces are gone, is downloaded as whole files, if there is a source of them.
 
 Guarantees: `fetch` returns a version that is bit by bit the published one, or raises an error that names it. A process
 killed at any moment leaves every earlier version whole, and the next process resumes from the bytes already here.

@@ -1,13 +1,10 @@
 """The tree by which weights spread from worker to worker, so that a version crosses each slow link once.
 
-At every site one receiver fetches from the root (the coordinator, or its store); the others fetch from receivers of
-their own site, at most `fan_out` from each.
-
-Guarantees: every receiver reaches the root. No relay feeds more than `fan_out` receivers while the site's relays have
-room for all; without room they are overloaded evenly, because crossing the slow link twice is worse. A new receiver
-moves no other, unless it relieves an overloaded relay. A receiver that leaves or falls silent is replaced by the one
-farthest from the root, so that few move and the tree stays flat. If no receiver of a site can serve, each fetches from
-the root.
+At every site one receiver fetches from the root (the coordinator, or its store), the others from receivers of their own
+site. Guarantees: every receiver reaches the root. No relay feeds more than `fan_out` receivers while the site's relays
+have room for all; without room they are overloaded evenly, because crossing the slow link twice is worse. A new
+receiver moves no other, unless it relieves an overloaded relay. A receiver that leaves or falls silent is replaced by
+the one farthest from the root, so that few move and the tree stays flat.
 """
 
 from __future__ import annotations

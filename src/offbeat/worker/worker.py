@@ -7,11 +7,10 @@ generation, stop unfinished tasks at the end of a round, and report step times. 
   nor between a lease call and the start of its tasks. All other tasks continue across a load, split into segments, or
   are handed back as partials if the engine cannot split. A version lower than the current one is loaded only when no
   task runs; with `finishes`, this holds for every version. No task begins during a load.
-- At the end of a round, tasks with new tokens are handed back as partials, and tasks without new tokens are given back
-  untouched. No further task of that round begins. Evaluation continues.
+- At the end of a round, tasks with new tokens are handed back as partials, and others untouched. Evaluation continues.
 - Trajectories are sent by the outbox; their leases are renewed until the coordinator has answered.
-- A task whose generation fails is given back with the reason. Any other error ends the worker. Cancelling the worker
-  aborts all tasks and hands nothing back; `drain` hands unfinished tasks back first.
+- A task whose generation fails is given back with the reason; any other error ends the worker. Only `drain`, not a
+  cancellation, hands unfinished tasks back.
 """
 
 from __future__ import annotations

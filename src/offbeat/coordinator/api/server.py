@@ -1,13 +1,8 @@
 """Serves the coordinator's API on a socket, inside a running event loop.
 
 Guarantees: the server listens beyond this machine only with TLS or behind a proxy that terminates TLS; signal handlers
-are left alone; after `stop`, no call is in progress and the port is free.
-
-    server = HttpServer(ServedRun(...), Address(port=0))
-    await server.start()      # answers 503 until open()
-    server.open()
-    ...
-    await server.stop()
+are left alone; between `start` and `open`, every call is answered 503; after `stop`, no call is in progress and the
+port is free.
 """
 
 from __future__ import annotations

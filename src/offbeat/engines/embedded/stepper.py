@@ -3,12 +3,10 @@
 There are no threads and no asyncio here. The state of the slots is held in tensors (`SlotRows`); Python handles a
 request only when it starts or ends and when weights change.
 
-- The live slots, which hold running requests, come first. When a request ends and no other waits, the last live slot
-  moves into the gap, so a step computes only live rows. Much longer rows come first, so that only these read a long
-  context (`rules.padding_split`).
-- All known tokens of a request but the last are prefilled; the first decode step feeds the last one.
-- An aborted request leaves its keys and values in its slot, which becomes free. If the request is resumed before the
-  slot is reused, it continues there, and tokens beyond the cached ones are fed one by one (`cached_prefixes`).
+- The live slots, which hold running requests, come first, so a step computes only live rows. Much longer rows come
+  first among them, so that only these read a long context (`rules.padding_split`).
+- All known tokens of a request but the last are prefilled; the first decode step feeds the last one. A request that is
+  resumed in time continues from the keys and values that it left in its slot (`cached_prefixes`).
 - With `exact` and a fixed number of threads and slots, a token depends on weights, prompt and seed alone, to the bit:
   every step runs all slots, prompts are prefilled one at a time, and the response of a resumed request is fed token by
   token, in the same shapes in which it was sampled.

@@ -1,6 +1,6 @@
 """SGLang's HTTP API as a `Dialect`, for release 0.5.23 and for older releases, which report no spans.
 
-What works depends on the server's options:
+What works depends on the server's options. Log-probs are over the whole vocabulary, even with top-p, top-k or min-p.
 
 - `--enable-deterministic-inference`: without it, seeds have no effect.
 - `--incremental-streaming-output`: without it, each event repeats the whole answer so far.
@@ -8,8 +8,6 @@ What works depends on the server's options:
 - `--disable-overlap-schedule`, for `KvMode.STALE`: without it, a pause leaves one token of each request sampled but not
   yet counted, and after a load that token would be attributed to the new weights.
 - `SGLANG_RETURN_ORIGINAL_LOGPROB` must not be set in the environment: with it, log-probs are those before temperature.
-
-Log-probs are over the whole vocabulary, even with top-p, top-k or min-p.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Every load adds an adapter under a new name, and every call names its adapter. So a call's version is certain, and no
 two loads share keys and values. A running call cannot change its adapter, so it is aborted for a load, and a new call
-with the next name continues the request, computing its keys and values again. Replacing an adapter under the same name
-would be worse: vLLM would read the files at every step, and running calls would use the new adapter with the keys and
-values of the old one.
+continues the request. Replacing an adapter under the same name would be worse: vLLM would read the files at every step,
+and running calls would use the new adapter with the keys and values of the old one.
 
 A server needs `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` in addition to the options in `vllm.api`.
 """
