@@ -123,3 +123,12 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
         if not running.cancelled():
             running.exception()  # marks the error as retrieved: the caller gets the cancellation
         raise
+
+
+LARGE_BYTES = 256 * 1024
+"""Size above which bytes are processed on another thread, because they would delay heartbeats and other callers."""
+
+
+async def on_bytes(data: bytes, work: Callable[[bytes], T], size: int | None = None) -> T:
+    """Returns `work(data)`, computed on another thread if `size`, or else `data`, is larger than `LARGE_BYTES`."""
+    return work(data) if (size or len(data)) <= LARGE_BYTES else await asyncio.to_thread(work, data)

@@ -13,7 +13,7 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -25,6 +25,7 @@ from offbeat.client import wire
 from offbeat.errors import DeadlineError, OffbeatError, RunOver, RunStopped, UserError
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.net import is_loopback
+from offbeat.waiting import on_bytes
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +60,6 @@ MAX_ANSWER_BYTES = 16 * 1024**3
 """Largest decompressed answer; generous, because the coordinator is trusted and a batch may be large."""
 MAX_ERROR_BYTES = 64 * 1024
 """Longest error body that is read; anything longer, such as an HTML page, is not from a coordinator."""
-LARGE_BYTES = 256 * 1024
-"""Size in bytes above which bodies are processed on another thread, because they would delay heartbeats."""
 
 
 class DamagedInTransit(ConnectionError):
@@ -140,9 +139,9 @@ class Connection:
         if body is not None:
             headers["Content-Type"] = wire.MSGPACK
             if len(body) >= COMPRESS_FROM_BYTES and not self.is_local:
-                body = await _on_bytes(body, wire.compress)
+                body = await on_bytes(body, wire.compress)
                 headers["Content-Encoding"] = wire.ZSTD
-            headers[wire.CONTENT_DIGEST] = await _on_bytes(body, wire.content_digest)
+            headers[wire.CONTENT_DIGEST] = await on_bytes(body, wire.content_digest)
         return await self._answered(method, path, headers, body, within_s)
 
     async def put(self, path: str, data: bytes, digest: bytes) -> None:
@@ -210,7 +209,7 @@ class Connection:
         if response.headers.get("Content-Encoding") != wire.ZSTD:
             return data
         try:
-            found = await _on_bytes(data, lambda data: wire.decompress(data, MAX_ANSWER_BYTES))
+            found = await on_bytes(data, lambda data: wire.decompress(data, MAX_ANSWER_BYTES))
         except wire.Malformed as error:
             raise OffbeatError(f"{self.url}: {what}: {error}; use the coordinator's version of Offbeat") from error
         if found is None:
@@ -280,13 +279,8 @@ async def _check(response: aiohttp.ClientResponse, data: bytes) -> None:
         raise DamagedInTransit(
             f"an answer without a {wire.CONTENT_DIGEST} header came; a proxy seems to answer for the coordinator"
         )
-    if wire.digest_header(digest) != await _on_bytes(data, wire.content_digest):
+    if wire.digest_header(digest) != await on_bytes(data, wire.content_digest):
         raise DamagedInTransit(f"the answer does not match its {wire.CONTENT_DIGEST} header: it was damaged in transit")
-
-
-async def _on_bytes(data: bytes, work: Callable[[bytes], T]) -> T:
-    """Returns `work(data)`, computed on another thread if `data` has more than `LARGE_BYTES`."""
-    return work(data) if len(data) <= LARGE_BYTES else await asyncio.to_thread(work, data)
 
 
 def _is_temporary(status: int, kind: str | None) -> bool:

@@ -11,9 +11,9 @@ import zstandard
 from http_run import SOON_S, LiveRun, answer
 
 from offbeat.client import wire
-from offbeat.coordinator.api.bodies import LARGE_BYTES
 from offbeat.coordinator.api.limits import ServerSettings
 from offbeat.ledger.errors import Refused
+from offbeat.waiting import LARGE_BYTES
 
 LIMIT, DECOMPRESSED_LIMIT = 100_000, 1_000_000
 QUICK_S = 0.5

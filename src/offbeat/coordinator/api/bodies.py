@@ -18,12 +18,11 @@ from starlette.responses import Response
 from offbeat.client import wire
 from offbeat.coordinator.api.errors import Refusal
 from offbeat.coordinator.api.limits import ServerSettings
+from offbeat.waiting import on_bytes
 
 T = TypeVar("T")
 C = TypeVar("C", bound=wire.WireCall)
 
-LARGE_BYTES = 256 * 1024
-"""Larger bodies are processed on another thread, because they would delay other callers."""
 SMALL_BYTES = 1024
 """Answers up to this size are not compressed."""
 HELD = "offbeat.held_bytes"
@@ -59,7 +58,7 @@ class BodyReader:
             if encoding == wire.ZSTD:
                 size = self._hold_decompressed(request, data, limit_bytes)
                 form = partial(_decompressed, limit_bytes=limit_bytes, form=form)
-            return form(data) if size <= LARGE_BYTES else await asyncio.to_thread(form, data)
+            return await on_bytes(data, form, size)
         except wire.Malformed as error:
             raise Refusal(400, str(error)) from error
 
@@ -129,14 +128,9 @@ def needed_digest(request: Request) -> bytes:
 
 async def _check_digest(data: bytes, digest: bytes) -> None:
     """Refuses a damaged body, before it is decompressed or decoded; the caller then sends it again."""
-    if await _on_bytes(data, lambda body: blake3(body).digest()) != digest:
+    if await on_bytes(data, lambda body: blake3(body).digest()) != digest:
         why = f"the body was damaged on the way: it does not match its {wire.CONTENT_DIGEST} header"
         raise Refusal(400, why, kind=wire.DAMAGED)
-
-
-async def _on_bytes(data: bytes, work: Callable[[bytes], T]) -> T:
-    """Returns `work(data)`, computed on another thread if `data` has more than `LARGE_BYTES`."""
-    return work(data) if len(data) <= LARGE_BYTES else await asyncio.to_thread(work, data)
 
 
 def _decompressed(data: bytes, limit_bytes: int, form: Callable[[bytes], T]) -> T:
@@ -161,12 +155,12 @@ async def reply(request: Request, record: Any, status: int = 200) -> Response:
     data = wire.encode(record)
     headers = {}
     if len(data) > SMALL_BYTES and wire.ZSTD in request.headers.get("accept-encoding", ""):
-        data = await _on_bytes(data, wire.compress)
+        data = await on_bytes(data, wire.compress)
         headers["Content-Encoding"] = wire.ZSTD
     return Response(data, status, headers, wire.MSGPACK)
 
 
 async def seal(response: Response) -> None:
     """Adds the digest of the body as a header, by which callers see that it came undamaged from the coordinator."""
-    digest = await _on_bytes(bytes(response.body), wire.content_digest)
+    digest = await on_bytes(bytes(response.body), wire.content_digest)
     response.raw_headers.append((wire.CONTENT_DIGEST.lower().encode(), digest.encode()))
