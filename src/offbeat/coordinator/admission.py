@@ -45,7 +45,7 @@ class EvalPlan:
 
 
 class Issuer:
-    """Draws problems and makes groups of them (a prompt with answers to sample), for training and for evaluation."""
+    """Draws problems and turns each into a group (one prompt, several answers), for training and for evaluation."""
 
     def __init__(
         self,

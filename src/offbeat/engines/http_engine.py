@@ -130,7 +130,7 @@ class HttpEngine:
                     return finish
                 if not (running.is_moving or running.is_aborted) and running.num_tokens == num_before:
                     await asyncio.sleep(ABORTED_PAUSE_S)  # a server that shuts down still answers for a moment
-                    raise ServerAway("the server itself ended the call, without a request to abort it")
+                    raise ServerAway("the server aborted the call, although nobody asked it to")
                 running.is_moving = False
             except (ServerAway, ServerRefused) as error:
                 if isinstance(error, ServerRefused) and error.status < 500:

@@ -171,9 +171,9 @@ def _drop_abandoned_groups(db: Database) -> int:
 
 
 def _reset_first_step(db: Database, step: int) -> None:
-    """Resets the `first_step` of a group, the step of the oldest version that began it, if that version is abandoned.
-    If the group is open and none of its tasks is leased, the new value is NULL, so that any version may begin the
-    group. Otherwise it is `step`, the checkpoint's step."""
+    """Resets `first_step`, the step of the oldest version that sampled for a group, in every group that an abandoned
+    version began. It becomes NULL in an open group without leased tasks, so that any version may begin the group, and
+    `step`, the checkpoint's step, in all others."""
     db.execute(
         """UPDATE groups SET first_step = IIF(state = 'open' AND NOT EXISTS (
                SELECT 1 FROM tasks WHERE group_id = groups.id AND state = 'leased'), NULL, :step)

@@ -319,7 +319,7 @@ class PeerSources:
                         raise PeerFailed(f"the peer sent a manifest of more than {MAX_MANIFEST_BYTES} bytes")
             sealed = bytes(gathered)
         if not is_intact(digest, sealed):
-            raise PieceDamaged(f"version {number}: {url or 'the root'} sent a damaged manifest, or another one")
+            raise PieceDamaged(f"version {number}: {url or 'the root'} sent a manifest without the expected digest")
         self._ranking.gave(url, 0, 0.0)
         if len(self._gave_manifest) >= MAX_REMEMBERED:
             self._gave_manifest.clear()

@@ -122,7 +122,8 @@ def load(path: Path) -> Constants:
     except ValueError as error:
         raise UserError(f"{path} is not valid {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}") from None
     if not isinstance(document, dict):
-        raise UserError(f"{path} must hold a table with the keys common, of_accelerator, sources or errors")
+        kind = type(document).__name__
+        raise UserError(f"{path} holds a {kind}, not a table of constants; take a file that offbeat calibrate wrote")
     common = _figures(path, "common", document.get("common", {}))
     tables = document.get("of_accelerator", {})
     known = {name: _figures(path, f"of_accelerator.{name}", table) for name, table in tables.items()}

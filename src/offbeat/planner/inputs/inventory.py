@@ -317,7 +317,8 @@ def _price(name: str, table: ClassTable, card: Accelerator, origin: ValueOrigin,
 
 
 def check_range(place: Path, value: float | None, sane: tuple[float, float, str, str], origin: ValueOrigin) -> None:
-    """Refuses a number outside the range `sane`, and names the unit that was likely meant."""
+    """Refuses a number outside the range `sane`: the least and the largest value, and the units to suggest for a number
+    below and above them."""
     low, high, below, above = sane
     if value is None or low <= value <= high:
         return

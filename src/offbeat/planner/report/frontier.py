@@ -117,7 +117,7 @@ def frontier_page(
 ) -> str:
     """Returns an HTML page without scripts or external files. It shows the frontier of all node classes together
     (`points`), the frontier of each class alone (`fleets`, by name) and the result of `split_by_class` (`split`). It
-    also names the frontiers without a plan."""
+    also names the classes for which no plan exists. A frontier is the best throughput at each price."""
     lines = _lines(points, fleets, split)
     without = [name for name, (fleet, _) in lines.items() if not fleet]
     missing = f"<p>No plan: {html.escape(', '.join(without))}.</p>" if without else ""

@@ -186,8 +186,8 @@ def _more_nodes(
 
 
 def _as_placed(problem: PlanningProblem, plan: Plan) -> PlanningProblem:
-    """Returns the problem with the step time and version lags that the plan has on its chosen nodes, where they are
-    longer than assumed. Otherwise a relaxed plan would seem to gain merely because it ignores these delays."""
+    """Returns a copy of the problem in which step time and version lags are those of the plan on its chosen nodes, if
+    these are longer than assumed. Without this, a plan with one limit relaxed would gain merely by ignoring them."""
     for gang in problem.gangs:
         if gang.name == plan.solution.gang:
             return slowed(problem, gang, plan.training.step_s, plan.placement.lags_s)
