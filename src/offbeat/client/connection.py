@@ -277,7 +277,7 @@ async def _check(response: aiohttp.ClientResponse, data: bytes) -> None:
     digest = wire.read_digest(response.headers, wire.CONTENT_DIGEST)
     if digest is None:
         raise DamagedInTransit(
-            f"an answer without a {wire.CONTENT_DIGEST} header came; a proxy seems to answer for the coordinator"
+            f"an answer came without a {wire.CONTENT_DIGEST} header; a proxy seems to answer for the coordinator"
         )
     if wire.digest_header(digest) != await on_bytes(data, wire.content_digest):
         raise DamagedInTransit(f"the answer does not match its {wire.CONTENT_DIGEST} header: it was damaged in transit")

@@ -179,7 +179,9 @@ class RewardProcess:
     async def _load(self, setup: wire.Setup, within_s: float) -> None:
         self._send(setup)
         if not await self._pipes.receive(time.monotonic() + within_s):
-            raise DeadlineError(f"a reward process did not load {', '.join(setup.names)} within {within_s:.0f} s")
+            raise DeadlineError(
+                f"a reward process did not load its rewards ({', '.join(setup.names)}) within {within_s:.0f} s"
+            )
         if not self._pipes.messages:
             raise OffbeatError(f"a reward process ended while loading {', '.join(setup.names)}: {await self._end()}")
         reply = self._pipes.messages.popleft()

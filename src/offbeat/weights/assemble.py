@@ -109,7 +109,7 @@ def _check_chain(chain: Sequence[Manifest], base: Path | None) -> None:
         stands_on = manifest.base
         if manifest.kind is not Kind.DELTA or stands_on is None:
             raise WeightsError(
-                f"version {manifest.number}: is {manifest.kind.value} in the middle of a chain of deltas"
+                f"version {manifest.number}: its kind is {manifest.kind.value}; in a chain all but the first are deltas"
             )
         if (stands_on.number, stands_on.digest) != (before.number, before.digest):
             raise WeightsError(

@@ -90,8 +90,8 @@ def shares_in_order(senders: Senders) -> list[tuple[str, int]]:
 
 
 def _held(senders: Senders, name: str, part: int) -> list[tuple[str, int]]:
-    """Returns the transfers (receiver, index of share) that bring the sender of share `part` to `name` what it sends:
-    the same share if sender and `name` have equally many senders, otherwise all shares."""
+    """Returns the transfers, as (receiver, index of share), that must reach `senders[name][part]` before it can
+    send share `part` on: only its own share `part` if it has as many senders as `name`, otherwise all its shares."""
     sender = senders[name][part]
     num_parts = len(senders.get(sender, ())) or 1
     is_same = len(senders[name]) == num_parts > 1
