@@ -158,7 +158,8 @@ def check_finished(run: Path, num_steps: int) -> list[dict]:
         assert ledger.verify().violations == ()
     steps = [row for row in rows(run / "metrics.jsonl") if "reward" in row]
     assert steps[-1]["step"] == num_steps
-    gaps = [row["logprob_gap"] for row in steps if row.get("logprob_gap") is not None]
-    assert gaps, "no fresh token was compared"
-    assert max(gaps) < 0.05, gaps
+    compared = [row for row in steps if row.get("logprob_gap") is not None]
+    assert compared, "no fresh token was compared"
+    gaps = [(row["step"], row["logprob_gap"], row["tokens"] * (1 - row["off_policy_share"])) for row in compared]
+    assert max(gap for _, gap, _ in gaps) < 0.05, f"(step, gap, number of fresh tokens): {gaps}"
     return steps
