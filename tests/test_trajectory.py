@@ -37,6 +37,12 @@ def test_segments_of_both_origins_tile_the_response():
     assert not whole.is_partial
 
 
+def test_a_response_may_have_just_as_many_tokens_as_it_may():
+    whole = trajectory(max_new_tokens=10)
+    whole.append(sampled(0, 10), End.LENGTH)
+    assert (whole.num_tokens, whole.end) == (10, End.LENGTH)
+
+
 BAD = {
     "a gap": (sampled(3), "must start at 2"),
     "an overlap": (sampled(1), "must start at 2"),

@@ -78,3 +78,9 @@ def test_who_is_busy_is_not_forgotten_for_strangers_that_came_before():
     buckets.take("busy"), buckets.take("busy")
     buckets.take("one more")
     assert buckets.take("busy") > 0.0
+
+
+def test_a_bucket_in_use_is_kept_until_there_are_too_many_keys():
+    buckets = Buckets(per_s=0.001, burst=1.0, clock=Clock(), max_keys=10)
+    assert [buckets.take(str(key)) for key in range(10)] == [0.0] * 10
+    assert all(buckets.take(str(key)) > 0 for key in range(10))
