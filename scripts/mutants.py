@@ -2,8 +2,8 @@
 
 COUNT small changes are drawn with SEED, evenly over packages: a comparison turned round, a statement or an operand
 dropped, a constant one higher, a result of None. Each is made in a copy of the tree, where the short tests of its
-package are run, or with --all those of every package. A change that leaves all tests as they were is printed as missed.
-Some changes alter nothing that anybody could see; whoever reads the list decides.
+package, and some that import its module, are run, or with --all those of every package. A change that leaves all tests
+as they were is printed as missed. Some changes alter nothing that anybody could see; whoever reads the list decides.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = Path("src/offbeat")
 WITHIN_S = 900.0
+MAX_IMPORTERS = 6
+"""Test modules elsewhere that are run too, because they import the changed module."""
 NO_END = f"the tests do not end within {WITHIN_S:.0f} s"
 OTHER_TREES = (".git", ".venv*", ".cache", "runs", "results", "__pycache__", ".mypy_cache", ".hypothesis")
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -114,7 +116,7 @@ def _packages() -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for path in sorted((ROOT / SOURCE).rglob("*.py")):
         module = path.relative_to(ROOT / SOURCE)
-        if module.parts[0] != "testing" and near_tests(module) and any(mutants_of(module, path.read_text())):
+        if module.parts[0] != "testing" and mirrored_tests(module) and any(mutants_of(module, path.read_text())):
             found.setdefault(module.parts[0] if len(module.parts) > 1 else "", []).append(module)
     return found
 
@@ -132,12 +134,28 @@ def draw(seed: int, count: int) -> list[Mutant]:
 
 
 def near_tests(module: Path) -> list[str]:
-    """The tests that mirror a module: those of its package, or its own."""
+    """The tests that mirror a module, and a few others that import it."""
+    name = ".".join(("offbeat", *module.with_suffix("").parts))
+    parent, _, last = name.rpartition(".")
+    imports = re.compile(rf"^from {re.escape(name)} import|^from {re.escape(parent)} import .*\b{last}\b", re.MULTILINE)
+    mirrored = mirrored_tests(module)
+    others = [file for file, text in _test_texts().items() if imports.search(text)]
+    return mirrored + [file for file in others if not file.startswith(tuple(mirrored))][:MAX_IMPORTERS]
+
+
+def mirrored_tests(module: Path) -> list[str]:
+    """The tests of a module's package, or its own; empty if there are none."""
     if len(module.parts) == 1:
         near = [f"tests/test_{module.stem}.py"]
     else:
         near = [f"tests/{'/'.join(module.parts[:depth])}" for depth in range(len(module.parts) - 1, 0, -1)]
     return [path for path in near if (ROOT / path).exists()][:1]
+
+
+@cache
+def _test_texts() -> dict[str, str]:
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return {file.relative_to(ROOT).as_posix(): file.read_text() for file in files}
 
 
 class Hunt:
