@@ -274,7 +274,7 @@ def test_an_adapter_that_the_server_refuses_leaves_the_one_before_it(adapters, w
 def test_an_adapter_that_someone_else_took_away_ends_the_engine_and_is_named(adapters, with_adapters):
     async def scenario(engine: HttpEngine) -> None:
         other, (_, ours) = Server(adapters.url), await names_at(adapters.url)
-        await other.tell("/v1/unload_lora_adapter", {"lora_name": ours})
+        await other.send("/v1/unload_lora_adapter", {"lora_name": ours})
         await other.close()
         with pytest.raises(EngineDied, match=rf"lost its loaded adapter.*{ours}"):
             await engine.generate(ask(prompt(45)))
