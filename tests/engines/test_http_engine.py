@@ -104,7 +104,7 @@ def test_a_server_that_is_well_and_never_answers_fails_the_request_after_some_tr
             else:
                 errors = {"breaks off": AWAY, "refuses": ServerRefused("500: no", 500)}
                 server.drop("a", errors.get(how))
-        said = {"aborts": "the server itself ended the call", "breaks off": "the line is down", "refuses": "500: no"}
+        said = {"aborts": "the server aborted the call", "breaks off": "the line is down", "refuses": "500: no"}
         with pytest.raises(
             EngineError, match=f"^engine w, request a: .*{said.get(how, 'ended without a finish reason')}"
         ) as e:

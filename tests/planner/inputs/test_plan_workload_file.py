@@ -126,7 +126,7 @@ def test_a_run_is_read_by_whoever_can(workload):
         (
             'name = "Qwen/Qwen2.5-7B"',
             "hidden = 64",
-            "[model]: num_layers, num_heads, num_kv_heads, ffn, vocab is missing",
+            "[model]: missing num_layers, num_heads, num_kv_heads, ffn, vocab; give each a value",
         ),
         ('name = "Qwen/Qwen2.5-7B"', 'config = "no.json"', "no.json cannot be read"),
         ("sigma = 0.8\n", "", "w.toml:11: [answer]: has longest + median; give tokens, or median + sigma + longest"),

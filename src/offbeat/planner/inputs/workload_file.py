@@ -166,7 +166,7 @@ def _from_numbers(name: str, numbers: dict[str, int], where: str) -> ModelShape:
     if numbers.get("dense_layers") and "dense_ffn" not in numbers:
         missing.append("dense_ffn")
     if missing:
-        raise UserError(f"{where}: {missing[0]} is missing; give it a value")
+        raise UserError(f"{where}: missing {', '.join(missing)}; give each a value")
     if "head_dim" not in numbers and numbers["hidden"] % numbers["num_heads"]:
         why = f"num_heads = {numbers['num_heads']} does not divide hidden = {numbers['hidden']}"
         raise UserError(f"{where}: head_dim is missing, and {why}")
