@@ -30,7 +30,7 @@ FAR_STORE = re.compile(r"(?!file:|local:)[A-Za-z][A-Za-z0-9+.-]*://")
 class LocalKey:
     place: tuple[str, str]
     what: str
-    """What the coordinator would choose for this machine, in words for errors."""
+    """The setting that a coordinator would choose for this machine, in words for errors."""
     is_needed: Callable[[str, Config], bool]
     """Whether a role (rollout or trainer) with this configuration uses the key."""
     is_harmless: Callable[[Any], bool] = lambda value: False

@@ -20,7 +20,7 @@ Path = tuple[str | int, ...]
 class Removed:
     default: Any
     instead: str
-    """What Offbeat does now, and the key to use instead, if there is one."""
+    """The behaviour without the key, and the key that replaces it, if there is one."""
     since: str = "November 2026"
 
 

@@ -181,7 +181,7 @@ class Scored:
 
 
 class Scores(NamedTuple):
-    """What a call of `score` changed in the ledger."""
+    """Changes that a call of `score` made in the ledger."""
 
     num_tasks: int
     """Number of tasks whose reward or failure was stored; the other results came for tasks that did not wait."""

@@ -123,7 +123,7 @@ MAX_VERSIONS = 8
 
 @dataclass(frozen=True)
 class Producer:
-    """What one worker has produced."""
+    """Numbers of trajectories and tokens that one worker has produced."""
 
     worker: str
     num_trajectories: int

@@ -90,7 +90,7 @@ EXIT_S = 5.0
 
 @dataclass(frozen=True)
 class ProcessOutcome:
-    """What became of one message to a reward process, besides its answers."""
+    """Result of one message to a reward process, besides the answers: samples left over, and the error."""
 
     unanswered: tuple[int, ...] = ()
     """Indices of samples that the process handed back, or had not answered when it hung or died."""

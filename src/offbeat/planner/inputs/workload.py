@@ -16,7 +16,7 @@ from offbeat.errors import UserError
 
 
 class KvPolicy(StrEnum):
-    """What happens to the KV cache of running answers when a new version arrives."""
+    """Treatment of the KV cache of running answers when a new version arrives."""
 
     REFILL = "refill"
     """The KV cache is computed again under the new weights."""

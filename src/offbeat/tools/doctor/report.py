@@ -45,7 +45,7 @@ def judged(about: str, text: str, *, bad: bool, remedy: str, level: Level = Leve
 @dataclass(frozen=True)
 class DoctorReport:
     name: str
-    """What to call the configuration in sentences."""
+    """Name of the configuration in the report's sentences."""
     command: str
     """The command that would start the run."""
     findings: list[Finding]
@@ -56,7 +56,7 @@ class DoctorReport:
 
     @property
     def changes(self) -> list[str]:
-        """What to install or change, first what stops the run."""
+        """Packages to install and settings to change; those that stop the run come first."""
         levels = (Level.STOPS, Level.WARNS)
         return [f"{f.about}: {f.remedy or f.text}" for level in levels for f in self.findings if f.level is level]
 
