@@ -37,6 +37,8 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 TOLERANCE = 2e-2
 FAR = 0.1
 """How far two versions are apart at least, on average over tokens."""
+ENOUGH = 8
+"""Tokens of which that average is taken: two versions may agree on one token, and on a second."""
 Result = TypeVar("Result")
 
 
@@ -161,7 +163,7 @@ def test_a_load_in_flight_splits_every_generation_where_the_adapter_changed(adap
             await asyncio.sleep(delay_s)
             await engine.abort()
             answers = await asyncio.gather(*tasks)
-            if all(len(answer.segments) == 3 for answer in answers):
+            if all([len(s.tokens) >= ENOUGH for s in answer.segments] == [True] * 3 for answer in answers):
                 return answers
         raise AssertionError("no load came halfway")
 
