@@ -27,7 +27,10 @@ control = OverProvision(EventModelConfig(P, N, S, prompt_tokens=len(PROMPT)), le
 
 class Answer:
     def __init__(self, group: int, member: int):
-        self.group, self.member, self.tokens, self.logprobs, self.steps, self.ended = group, member, [], [], [], False
+        self.group, self.member, self.ended = group, member, False
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.steps: list[int] = []
 
     def params(self) -> SamplingParams:  # a seed for every continuation: noise must not repeat
         seed = hash((self.group, self.member, len(self.tokens))) & 0x7FFFFFFF
@@ -58,10 +61,10 @@ def play(engine: LLMEngine, groups: dict[int, list[Answer]], step: int) -> list[
                 a.logprobs += [p[t].logprob for p, t in zip(new.logprobs[fresh], new.token_ids[fresh], strict=True)]
                 a.steps += [step] * len(new.token_ids[fresh])
                 a.tokens += new.token_ids[fresh]
-                lengths.running((a.group, a.member), None, len(a.tokens), a.group)
+                lengths.running((a.group, a.member), len(a.tokens), a.group)
                 if out.finished:
                     a.ended = True
-                    lengths.finished((a.group, a.member), None, len(a.tokens), a.group)
+                    lengths.finished((a.group, a.member), len(a.tokens), a.group)
                     del alive[out.request_id]
         fit.observe(Timing(steps, rows, context, prefilled, time.perf_counter() - start_s))
         prefilled = 0

@@ -25,6 +25,9 @@ give up."""
 ENGINE_PYTHON = os.environ.get("OFFBEAT_VLLM_PYTHON")
 """The interpreter that has vLLM, where it is not the one that runs the tests."""
 HAS_VLLM = ENGINE_PYTHON is not None or importlib.util.find_spec("vllm") is not None
+MAX_GAP = 0.1
+"""Mean distance of the engine's log-probs from the trainer's in a step. bfloat16 alone gives SmolLM2 0.044 to 0.050 on
+an H200, most in steps of a few hundred fresh tokens; one prompt taken for another gives several."""
 COMMON = (
     *("--run.name=a", "--run.seed=3", "--batch.groups-per-step=4", "--batch.group-size=4", "--optimizer.lr=3e-4"),
     *("--rollout.max-new-tokens=12", "--rollout.slots=16", "--rollout.lease-s=10", "--log.console=quiet"),
@@ -161,5 +164,5 @@ def check_finished(run: Path, num_steps: int) -> list[dict]:
     compared = [row for row in steps if row.get("logprob_gap") is not None]
     assert compared, "no fresh token was compared"
     gaps = [(row["step"], row["logprob_gap"], row["tokens"] * (1 - row["off_policy_share"])) for row in compared]
-    assert max(gap for _, gap, _ in gaps) < 0.05, f"(step, gap, number of fresh tokens): {gaps}"
+    assert max(gap for _, gap, _ in gaps) < MAX_GAP, f"(step, gap, number of fresh tokens): {gaps}"
     return steps
