@@ -2,7 +2,9 @@
 
 import pytest
 
+from offbeat.cli.main import STOPPED, main
 from offbeat.cli.trainer import exit_status
+from offbeat.errors import RunStopped
 
 
 @pytest.mark.parametrize(
@@ -17,3 +19,22 @@ from offbeat.cli.trainer import exit_status
 def test_a_signal_is_told_by_its_number_and_everything_else_is_a_success(stopped_by, status, told, capsys):
     assert exit_status("worker", stopped_by) == status
     assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(
+    ("role", "module"),
+    [(["serve"], "coordinator_role.serve"), (["trainer", "--join", "http://127.0.0.1:1"], "trainer_role.train")],
+)
+def test_a_run_that_cannot_go_on_ends_its_roles_with_a_status_that_forbids_a_restart(
+    role, module, monkeypatch, tmp_path, capsys
+):
+    async def ends(*_: object, **__: object) -> None:
+        raise RunStopped("most rewards failed")
+
+    monkeypatch.setattr(f"offbeat.launch.{module}", ends)
+    monkeypatch.chdir(tmp_path)
+    assert main(role) == STOPPED == 3
+    assert capsys.readouterr().err == "offbeat: most rewards failed\n"
+    if role == ["serve"]:
+        (events,) = tmp_path.glob("runs/*/events.jsonl")
+        assert '"error": "most rewards failed"' in events.read_text()
