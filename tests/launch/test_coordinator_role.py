@@ -9,7 +9,7 @@ import pytest
 
 from offbeat.config import from_dict, load
 from offbeat.launch import wiring
-from offbeat.launch.coordinator_role import ADDRESS, NUM_THREADS, _address, _until_over, serve
+from offbeat.launch.coordinator_role import ADDRESS, NUM_THREADS, _address, _announce, _until_over, serve
 from offbeat.launch.coordinator_runtime import open_coordinator, prepare
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import Stopping
@@ -87,3 +87,14 @@ def test_a_coordinator_has_the_same_few_threads_on_any_machine(monkeypatch):
     monkeypatch.setattr(wiring, "make_mixture", look)
     with pytest.raises(LookupError, match=f"^{NUM_THREADS}$"):
         asyncio.run(serve(SimpleNamespace(config=None)))
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_judges_are_asked_for_only_where_the_run_computes_no_rewards_itself(processes, tmp_path):
+    notes: list[str] = []
+    runtime = SimpleNamespace(console=SimpleNamespace(note=notes.append))
+    config = from_dict({"run": {"dir": str(tmp_path)}, "reward": {"processes": processes}})
+    with RunFolder.create(config) as folder:
+        _announce(folder, "https://10.0.0.5:8700", "http://127.0.0.1:8701", runtime)
+        assert json.loads((folder.path / ADDRESS).read_text())["url"] == "https://10.0.0.5:8700"
+    assert any("--role reward" in note for note in notes) == (processes == 0)
