@@ -123,6 +123,13 @@ def test_a_run_stops_before_the_update_and_goes_on_with_the_same_batch_as_if_not
     assert "without the optimizer" not in out
     assert {path: path.stat().st_mtime_ns for path in Path("runs/a").rglob("*")} == before
 
+    Path("sour").unlink()
+    assert main(["replay", file]) == 0
+    out = capsys.readouterr().out
+    assert "now       everything is finite: loss" in out
+    assert f"answer of task {task}: " in out, "the sample that was at fault then, not the one with the largest gradient"
+    Path("sour").touch()
+
     shutil.rmtree("runs/a/broken")
     Path("runs/a/broken").write_text("in the way")
     again = stopped("train", "--resume", "runs/a")
