@@ -194,7 +194,7 @@ def failures(where: Sequence[str], mutant: Mutant | None, without: Iterable[str]
             )
         except subprocess.TimeoutExpired:
             return {NO_END}
-    return set(re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE))
+    return set(re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", done.stdout, re.MULTILINE))
 
 
 def main() -> None:
