@@ -2,6 +2,8 @@
 waited for. What the line itself does to bytes is real; so are coordinator and callers."""
 
 import asyncio
+import logging
+import re
 from contextlib import asynccontextmanager
 
 import pytest
@@ -211,6 +213,25 @@ def test_garbage_is_survived_until_there_is_an_answer(name, monkeypatch):
                 await made.close()
 
     assert asyncio.run(scenario()) == Heartbeat((3,))
+
+
+def test_a_caller_stays_away_for_as_long_as_it_is_asked_to(monkeypatch, caplog):
+    monkeypatch.setattr(connection, "MAX_RETRY_AFTER_S", 1.5)
+    busy = [told(b"", "503 Service Unavailable", Retry_After=seconds) for seconds in ("1", "99", "soon")]
+
+    async def scenario():
+        async with saying(*busy, told(BEAT)) as url:
+            made = Connection(url, "secret", patience_s=SOON_S)
+            try:
+                await made.call("/v1/heartbeat", wire.HeartbeatCall(held=[]), Heartbeat)
+            finally:
+                await made.close()
+
+    with caplog.at_level(logging.INFO, connection.log.name):
+        asyncio.run(scenario())
+    pauses_s = [float(found) for found in re.findall(r"trying again in ([\d.]+) s", caplog.text)]
+    assert 1 <= pauses_s[0] < 1.5 <= pauses_s[1] < 2.5, "what was asked for, and never longer than the limit"
+    assert pauses_s[2] < 1
 
 
 def test_an_answer_beyond_all_measure_is_told_as_what_it_is(monkeypatch):
