@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -208,9 +208,11 @@ def main() -> None:
     places = {mutant: ["tests"] if options.all else near_tests(mutant.module) for mutant in drawn}
     hunt, num_caught = Hunt(), 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        for mutant, caught in zip(drawn, pool.map(lambda m: hunt.caught_by(m, places[m]), drawn), strict=True):
+        hunts = {pool.submit(hunt.caught_by, mutant, places[mutant]): mutant for mutant in drawn}
+        for done in as_completed(hunts):
+            caught = done.result()
             num_caught += bool(caught)
-            print(f"{'caught' if caught else 'MISSED'}  {mutant}  {caught[0] if caught else ''}", flush=True)
+            print(f"{'caught' if caught else 'MISSED'}  {hunts[done]}  {caught[0] if caught else ''}", flush=True)
     print(f"{num_caught} of {len(drawn)} caught")
 
 

@@ -59,7 +59,7 @@ def test_until_it_is_open_everyone_is_asked_to_come_back(tmp_path):
             run.post("/v1/join", wire.Join(name="w", secret_hash=bytes(32)), run.token()),
         ):
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
-            assert "starting" in response.error
+            assert response.error == "the coordinator is starting; try again in a moment"
         assert run.content() == before
         run.server.open()
         assert run.send("GET", "/healthz").status == 200
