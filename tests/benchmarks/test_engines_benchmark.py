@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from living import is_alive
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common.shapes import SHAPES
@@ -121,17 +122,13 @@ def test_nothing_of_an_engine_outlives_its_context(tmp_path: Path, monkeypatch: 
         assert started.stdout is not None
         child = int(started.stdout.readline())
     assert started.returncode is not None
-    assert not is_running(child)
+    assert not outlives(child)
 
 
-def is_running(pid: int) -> bool:
-    deadline_s = time.monotonic() + 10
-    while time.monotonic() < deadline_s:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return False
-        if state == "Z":
-            return False
+def outlives(pid: int, seconds: float = 10.0) -> bool:
+    deadline_s = time.monotonic() + seconds
+    while is_alive(pid):
+        if time.monotonic() > deadline_s:
+            return True
         time.sleep(0.01)
-    return True
+    return False

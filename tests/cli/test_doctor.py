@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from living import is_alive
 
 from offbeat.cli.doctor import _mistakes, _print
 from offbeat.cli.preview import check
@@ -75,12 +76,6 @@ def told(*words: str) -> dict[str, Any]:
 def about(said: dict[str, Any], name: str) -> dict[str, Any]:
     (found,) = [finding for finding in said["findings"] if finding["about"] == name]
     return dict(found)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process does anything; one that is dead may still be listed until its parent has noticed."""
-    done = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, timeout=WITHIN_S)
-    return done.stdout.strip() != "" and not done.stdout.strip().startswith("Z")
 
 
 def hanging(tmp_path: Path, num: int) -> list[int]:

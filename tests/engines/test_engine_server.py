@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from living import is_alive
 from support_files import SUPPORT
 
 from offbeat.engines.http_calls import Server, ServerRefused
@@ -51,13 +52,6 @@ def server_in(
 def processes(folder: Path) -> list[int]:
     """All that servers in this folder ever said they were, oldest first."""
     return [int(pid) for pid in re.findall(r"^(?:server|child) (\d+)", (folder / "engine.log").read_text(), re.M)]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def until(condition, what: str) -> None:

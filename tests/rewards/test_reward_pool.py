@@ -6,10 +6,10 @@ import sys
 import tempfile
 import time
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
+from living import is_alive
 from support_files import SUPPORT
 
 from offbeat.errors import DiskError, OffbeatError, UserError
@@ -49,14 +49,6 @@ def score(tmp_path, *responses, **options):
 
 def log_of(tmp_path):
     return (tmp_path / "logs" / "rewards.log").read_text()
-
-
-def is_alive(pid):
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def wait_until(condition, within_s=10.0):
