@@ -1,12 +1,15 @@
+import datetime
 import json
 import subprocess
 import sys
 
 import pytest
+from pydantic import ValidationError
 
 from offbeat.config import DEMO, from_dict, load, resolved
-from offbeat.config.explain import describe
+from offbeat.config.explain import ValueOrigin, describe, explain
 from offbeat.config.load import split
+from offbeat.config.schema import Section
 from offbeat.errors import UserError
 
 
@@ -252,3 +255,14 @@ def test_over_provision_is_a_number_or_left_to_the_run(words, factor, stops):
 def test_a_word_that_is_like_no_other_is_told_without_a_guess(toml):
     text = refusal(toml('[optimizer]\nschedule = "xyz"\n'))
     assert text == 'run.toml:2: optimizer.schedule = "xyz": allowed "constant", "linear", "cosine"'
+
+
+def test_a_mistake_of_a_kind_that_has_no_words_of_its_own_is_named_by_its_kind():
+    class Dated(Section):
+        day: datetime.date
+
+    data = {"day": "soon"}
+    with pytest.raises(ValidationError) as caught:
+        Dated.model_validate(data)
+    told = explain(caught.value, data, ValueOrigin(root=Dated))
+    assert str(told) == 'day = "soon": cannot be understood (date type)'

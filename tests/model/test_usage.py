@@ -104,3 +104,13 @@ def test_distance_is_a_share_of_the_spread_and_says_nothing_of_a_model_that_is_b
     assert distance(own[:, torch.arange(39, -1, -1)], own) > 1
     assert distance(own, torch.full((5, 40), torch.nan)) is None
     assert distance(torch.zeros(5, 40), torch.zeros(5, 40)) == 0
+
+
+def test_only_the_logits_that_are_needed_are_computed_where_a_model_can_choose():
+    class Whole(LlamaForCausalLM):
+        def forward(self, input_ids, position_ids=None, use_cache=None, **options):
+            return super().forward(input_ids, position_ids=position_ids, use_cache=use_cache, **options)
+
+    model = tiny_model("llama")
+    assert usage(model).picks_logits
+    assert not usage(Whole(model.config).eval()).picks_logits
