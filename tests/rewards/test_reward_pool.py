@@ -160,6 +160,17 @@ def test_a_process_that_is_killed_between_samples_costs_none(tmp_path):
     asyncio.run(run())
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this system has no /proc")
+def test_the_guard_of_a_reward_process_holds_neither_end_of_its_pipes(tmp_path):
+    async def run():
+        async with pool_of(tmp_path) as pool:
+            (found,) = await pool.score("r", says("pid"))
+            its_guard = guard.parents_by_proc()[int(found.value)]
+            return [os.readlink(f"/proc/{its_guard}/fd/{stream}") for stream in (0, 1, 2)]
+
+    assert asyncio.run(run()) == [os.devnull] * 3
+
+
 def test_what_a_reward_prints_lands_in_the_log(tmp_path):
     results = score(tmp_path, "chatter", "value 2")
     assert [result.value for result in results] == [0.5, 2.0]

@@ -241,6 +241,37 @@ def test_a_step_under_way_when_another_part_fails_is_finished_and_saved_unless_n
     assert trainer.client.committed == (None if was_asked_to_stop else 0)
 
 
+def test_a_step_that_fails_half_way_after_another_part_has_failed_is_not_saved(tmp_path):
+    training, may_end = threading.Event(), threading.Event()
+    num_calls = 0
+
+    def raising(tokens, settings):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            training.set()
+            assert may_end.wait(30)
+            raise ZeroDivisionError
+        return clip(tokens, settings)
+
+    settings = replace(SETTINGS, step=StepSettings(updates_per_step=2, policy_loss=raising))
+    trainer = make_trainer(tmp_path, Handing(batch(0, GOOD, GOOD)), settings=settings)
+
+    async def scenario():
+        await trainer.start()
+        running = asyncio.create_task(trainer.run(asyncio.Event()))
+        assert await asyncio.to_thread(training.wait, 30)
+        running.cancel()
+        await asyncio.sleep(0.01)
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(scenario())
+    assert trainer.policy.num_updates == 1
+    assert trainer.checkpoints.steps() == []
+
+
 class Feeding(Waiting):
     """A coordinator that hands out one batch a step and takes down what is committed."""
 
