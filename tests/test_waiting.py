@@ -1,6 +1,8 @@
 """Waiting beside other tasks: no wake-up is lost, every wait ends, and cancelled work finishes."""
 
 import asyncio
+import gc
+import threading
 import time
 
 import pytest
@@ -151,3 +153,29 @@ def test_a_cancelled_call_in_a_thread_is_waited_for():
         assert done
 
     asyncio.run(scenario())
+
+
+def test_a_thread_that_fails_after_its_caller_was_cancelled_leaves_no_complaint():
+    complaints = []
+
+    async def scenario():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context["message"]))
+        has_begun, may_end = threading.Event(), threading.Event()
+
+        def failing():
+            has_begun.set()
+            assert may_end.wait(30)
+            raise ZeroDivisionError
+
+        caller = asyncio.ensure_future(in_thread(failing))
+        assert await asyncio.to_thread(has_begun.wait, 30)
+        caller.cancel()
+        await asyncio.sleep(0.01)
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        del caller
+        gc.collect()
+
+    asyncio.run(scenario())
+    assert complaints == []
