@@ -10,6 +10,7 @@ import http.client
 import json
 import socket
 import threading
+import time
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -177,6 +178,17 @@ class LiveRun:
         answer = self.post("/v1/lease", call, secret)
         assert answer.status == 200, answer.error
         return list(answer.record(LeaseResponse).tasks)
+
+    def settle(self) -> None:
+        """Waits until every answer has its reward, which comes after the call that handed it in."""
+        deadline_s = time.monotonic() + SOON_S
+        while self.config.reward.processes and self._num_without_reward():
+            assert time.monotonic() < deadline_s, "rewards do not come"
+            time.sleep(0.01)
+
+    def _num_without_reward(self) -> int:
+        ((number,),) = self.ledger.execute("SELECT COUNT(*) FROM tasks WHERE state = 'accepted'")
+        return int(number)
 
     def content(self) -> str:
         """A digest of every row of the ledger, workers and tokens apart."""

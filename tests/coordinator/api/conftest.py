@@ -27,6 +27,7 @@ def task(run, worker):
 @pytest.fixture
 def unchanged(run, request):
     """Asserts at the end that the ledger holds what it held when the test began; ask for it last."""
+    run.settle()
     before = run.content()
     yield
     assert run.content() == before

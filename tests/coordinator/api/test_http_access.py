@@ -226,6 +226,7 @@ def test_strangers_may_try_few_tokens(tmp_path):
 
 
 def test_metrics_are_for_this_machine_and_those_who_joined(run, worker):
+    assert join(run, run.token()).status == 201
     response = run.send("GET", "/metrics")
     assert response.status == 200
     text = response.body.decode()
