@@ -130,5 +130,6 @@ LARGE_BYTES = 256 * 1024
 
 
 async def on_bytes(data: bytes, work: Callable[[bytes], T], size: int | None = None) -> T:
-    """Returns `work(data)`, computed on another thread if `size`, or else `data`, is larger than `LARGE_BYTES`."""
+    """Returns `work(data)`, computed on another thread if there are more than `LARGE_BYTES` bytes to process. `size` is
+    their number if it is not `len(data)`, as when `work` decompresses."""
     return work(data) if (size or len(data)) <= LARGE_BYTES else await asyncio.to_thread(work, data)

@@ -430,7 +430,7 @@ class Coordinator:
         self.relays.leave(worker)
 
     def forget_silent(self) -> None:
-        """Forgets workers that vanished long ago; otherwise memory would grow with every worker that ever joined."""
+        """Forgets workers and judges that vanished long ago, so that memory does not grow with all that ever joined."""
         for worker in self.presence.silent(max(FORGET_AFTER_S, 2 * self.settings.lease_ttl_s)):
             self._forget(worker)
         self.rewards.forget_silent()

@@ -400,8 +400,8 @@ class ActiveRequest:
         )
 
     def begin(self, loaded: LoadedVersion, prefix: str) -> Call:
-        """Returns the request's next call, to be sent while the server has `loaded`. `prefix` begins the call's id and
-        is unique to this engine on the server."""
+        """Begins the request's next call and returns it, to be sent while the server has `loaded`. `prefix` begins the
+        call's id and is unique to this engine on the server."""
         rest = self.rest
         self.num_calls += 1
         name = f"{prefix}-{rest.id}-{self.num_calls}"

@@ -253,7 +253,8 @@ class PeerSources:
         """Bytes of pieces received, by source; "" is the root."""
 
     def use(self, keys: Mapping[str, str]) -> None:
-        """Sets the peers to ask before the root, in this order: `keys` maps addresses to keys."""
+        """Replaces the known peers. `keys` maps the address of each to the key to show to it. They are asked in this
+        order, before the root, unless `Ranking` moves one back."""
         self._keys = dict(keys)
         self._ranking.use(list(keys))
 

@@ -390,7 +390,7 @@ def _share(slope: float, name: str, card: Accelerator) -> float:
 def _below_peak(share: float, kind: str, card: Accelerator) -> float:
     if share > MAX_SHARE:
         raise UserError(
-            f"{kind} on {card.name}: the measurements reach {share:.2f} times the card's peak, more than {MAX_SHARE:g} "
-            "times; check the accelerator's name and --model"
+            f"{kind} on {card.name}: was measured {share:.2f} times as fast as the card can be (at most {MAX_SHARE:g} "
+            f"is accepted); check {'the rate of its link' if kind == 'link' else 'its name and --model'}"
         )
     return min(1.0, share)

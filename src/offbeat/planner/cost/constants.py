@@ -72,7 +72,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of all accelerators: common values, and values of single accelerators that replace them."""
+    """Constants of all accelerators: common values, and values of single accelerators that override them."""
 
     common: Efficiencies = Efficiencies()
     of_accelerator: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

@@ -29,7 +29,7 @@ WIDTH = 100
 
 
 def format_plan(plan: Plan, gains: Sequence[str] = (), *, in_full: bool = False, width: int = WIDTH) -> str:
-    """The whole text of a plan. `gains` are the lines of `what_would_help`; `in_full` adds assumptions and cards."""
+    """Returns the text of a plan. `gains` are the lines of `what_would_help`; `in_full` adds assumptions and cards."""
     parts = [sentence(plan), _table(plan, width)]
     if gains:
         parts.append("\n".join(["What would it bring:", *(f"  {line}" for line in gains)]))
