@@ -2,8 +2,8 @@
 
     python examples/word_problems.py problems.jsonl --rows 500 --seed 0
 
-Rows have `question` and `answer`; the answer is worked out in steps and ends with "#### NUMBER". The same seed gives the
-same rows, and a longer file begins with those of a shorter one.
+Rows have `question` and `answer`; the answer is worked out in steps and ends with "#### NUMBER". The same seed gives
+the same rows, and a longer file begins with those of a shorter one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The quickstart for a GPU is true as far as it can be shown without one: its commands run on the CPU, with a small model,
-the embedded engine, and word problems in the place of GSM8K."""
+"""The quickstart for a GPU is true as far as it can be shown without one: its commands run on the CPU, with a small
+model, the embedded engine, and word problems in the place of GSM8K."""
 
 from __future__ import annotations
 
@@ -79,7 +79,12 @@ def test_the_rehearsal_trains(reader: Reader, tmp_path: Path):
     if SMOLLM2_IS_HERE and not (reader.folder / model).is_dir():
         reader.succeed("model", "smollm2", model)
     _, *words = REHEARSAL
-    small = ["--rollout.max-new-tokens=16", f"--model.path={model}", f"--task.path={tmp_path / 'problems.jsonl'}"]
+    small = [
+        "--rollout.max-new-tokens=16",
+        "--run.threads=1",
+        f"--model.path={model}",
+        f"--task.path={tmp_path / 'problems.jsonl'}",
+    ]
     write_word_problems(tmp_path / "problems.jsonl")
     reader.succeed(*words, *small, *([] if SMOLLM2_IS_HERE else ["--task.system=none"]))
     rows = [json.loads(line) for line in (reader.folder / "runs" / "rehearsal" / "metrics.jsonl").open()]
