@@ -98,7 +98,13 @@ def test_the_first_stage_builds_an_environment_that_runs(tmp_path: Path):
     source, home = tmp_path / "src", tmp_path / "offbeat"
     source.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    environment |= {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_DEPS": "1", "EXTRAS": "data,plot", "TORCH_INDEX": "none"}
+    environment |= {
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "PIP_NO_DEPS": "1",
+        "EXTRAS": "data,plot",
+        "TORCH_INDEX": "none",
+    }
     environment["PATH"] = f"{home / 'bin'}:{Path(sys.executable).parent}:{environment['PATH']}"
     for one in first_stage(DOCKERFILES[0]):
         if one.name == "COPY":
