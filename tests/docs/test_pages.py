@@ -1,4 +1,4 @@
-"""What the pages below docs/ show is true: their commands, their TOML and their Python work."""
+"""What the pages below docs show is true: their commands, their TOML and their Python work."""
 
 from __future__ import annotations
 

@@ -120,3 +120,21 @@ def test_links_within_the_repository_name_a_file_and_a_heading_that_exist(page: 
 def test_the_package_names_no_place_that_does_not_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "urls" not in project
+
+
+def test_the_figures_of_the_benchmarks_page_are_those_of_the_records():
+    page = ROOT / "docs" / "benchmarks.md"
+    rows = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("|") and "/results/" in line]
+    results = [row for row in rows if len(row) == 4 and row[2] != "machine"]
+    assert len(results) == 14
+    for question, result, *_ in results:
+        files = [page.parent / target for target in LINK.findall(question)]
+        records = " ".join(file.read_text() for file in files)
+        recorded = {float(figure) for figure in re.findall(r"(?<![\w.])\d+\.\d+", records)}
+        targets = re.findall(r"target ([\d.]+\d)", result)
+        for shown in re.findall(r"(?<![\w.])\d+\.\d+", result):
+            digits = len(shown.partition(".")[2])
+            assert shown in targets or any(round(figure, digits) == float(shown) for figure in recorded), (
+                question,
+                shown,
+            )
