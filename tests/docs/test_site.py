@@ -74,12 +74,12 @@ def test_the_site_loads_nothing_from_elsewhere(pages: dict[Path, Html]):
 @pytest.mark.parametrize(
     "words, page",
     {
-        "asynchronous": "index",
+        "async": "swarm",
         "install": "install",
-        "multi-gpu": "index",
+        "multi-gpu": "gpu-quickstart",
         "off-policy": "algorithms",
         "retry": "swarm",
-        "preemptible": "swarm",
+        "preempt": "swarm",
         "hyperparameter": "algorithms",
     }.items(),
 )
