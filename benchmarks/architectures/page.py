@@ -11,12 +11,13 @@ INTRODUCTION = """\
 
 Offbeat trains and serves Hugging Face causal language models with transformers' own code. This table is written by
 `python -m benchmarks.architectures --page docs/models.md`: every causal architecture of transformers {version}, tiny
-and random, in Offbeat's trainer and in its embedded engine, compared with its own forward pass. Log-probs agree to 1e-4,
-and gradients to 1e-4 of the largest, with windows shorter than the sequences, prompts of one token, uneven rows and
-interrupted requests.
+and random, in Offbeat's trainer and in its embedded engine, compared with its own forward pass. Log-probs agree to
+1e-4, and gradients to 1e-4 of the largest, with windows shorter than the sequences, prompts of one token, uneven rows
+and interrupted requests.
 
 - **packed**: trained with all samples of a micro-batch in one row, a group's prompt only once.
-- **rows**: trained with one row per sample, because tokens interact outside of replaceable attention. Slower, and `batch.tokens_per_microbatch` counts a group's prompt for each member.
+- **rows**: trained with one row per sample, because tokens interact outside of replaceable attention.
+  Slower, and `batch.tokens_per_microbatch` counts a group's prompt for each member.
 - **slots**: generates with a KV cache.
 - **anew**: generates by recomputing every row from its first token at each step: for short answers and small models.
   `rollout.engine = "vllm"` is faster if vLLM supports the model.
