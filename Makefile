@@ -9,6 +9,7 @@
 #              environment has it, vLLM; GPU_PYTHON=python3 takes an interpreter that has everything, and sets nothing up
 # make test-ci       runs the long tests of what has changed, and a tenth of all others; see scripts/full_tier.py
 # make lint    checks style and types
+# make docs    builds the documentation site in site/; open site/index.html
 # make bench   runs the quick form of every benchmark and prints one table
 # make clean   removes what make has made; runs/ stays
 #
@@ -35,7 +36,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraint
 WITHOUT_GYM := .[math,data,smollm2,plot,tensorboard,remote,dev]
 FAILED := { tail -n 5 $(LOG) >&2; echo "make: the installation failed; all of its output is in $(LOG)" >&2; exit 1; }
 
-.PHONY: demo test test-full test-ci test-engines test-gpu lint bench clean
+.PHONY: demo test test-full test-ci test-engines test-gpu lint docs bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -69,11 +70,14 @@ lint: $(READY)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+docs: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: $(READY)
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	@rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	@rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site
 	@find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone: the build that satisfies the pin then stays, whatever else asks for torch later.

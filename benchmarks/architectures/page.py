@@ -9,29 +9,29 @@ from benchmarks.architectures.compare import Result, Verdict
 INTRODUCTION = """\
 # Models
 
-Offbeat trains and serves Hugging Face causal language models by transformers' own code. This table is written by
+Offbeat trains and serves Hugging Face causal language models with transformers' own code. This table is written by
 `python -m benchmarks.architectures --page docs/models.md`: every causal architecture of transformers {version}, tiny
-and random, in Offbeat's trainer and in its embedded engine, beside its own forward pass. Log-probs agree to 1e-4, and
-gradients to 1e-4 of the largest, with windows shorter than the sequences, prompts of one token, uneven rows and
-requests that are cut and carried on.
+and random, in Offbeat's trainer and in its embedded engine, compared with its own forward pass. Log-probs agree to
+1e-4, and gradients to 1e-4 of the largest, with windows shorter than the sequences, prompts of one token, uneven rows
+and interrupted requests.
 
 - **packed**: trained with all samples of a micro-batch in one row, a group's prompt only once.
-- **rows**: trained with a row for each sample, because tokens meet elsewhere than in attention that can be replaced.
+- **rows**: trained with one row per sample, because tokens interact outside of replaceable attention.
   Slower, and `batch.tokens_per_microbatch` counts a group's prompt for each member.
-- **slots**: generates with the keys and values of every row kept.
-- **anew**: generates by computing every row from its first token on at each step: for short answers and small models.
-  `rollout.engine = "vllm"` is faster where vLLM has the model.
-- **refused**: stops at the start with one line.
+- **slots**: generates with a KV cache.
+- **anew**: generates by recomputing every row from its first token at each step: for short answers and small models.
+  `rollout.engine = "vllm"` is faster if vLLM supports the model.
+- **refused**: fails at the start with one line.
 
-Which of these a model is, its own forward pass tells when a trainer or an engine starts: so an architecture that is
-not listed, or a new one, is treated in the same way. A few tokens then go through it once more, together and alone;
-where their log-probs differ, the model is refused. That takes five passes over a dozen tokens: milliseconds on a GPU,
+The class of a model is found by probing its forward pass when a trainer or an engine starts, so architectures that are
+not listed are handled in the same way. A few tokens then go through the model together and separately; if their
+log-probs differ, the model is refused. That takes five passes over a dozen tokens: milliseconds on a GPU,
 and for 1.5 billion parameters in float32 on two CPU cores about fifteen seconds.
 
 Of {built} architectures that could be built tiny, {trained} can be trained and {served} served by the embedded engine.
 
 Positions coded by `longrope` (Phi-3 with 128k, Phi-4-mini) change for all rows once one is longer than the model's
-original window. Prompt and answer together are kept within that window; what asks for more is refused.
+original window. Prompt and answer together must fit into that window; a longer limit is refused.
 
 ## Architectures
 

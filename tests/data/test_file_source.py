@@ -162,6 +162,22 @@ def test_a_missing_split_or_dataset_is_named(tmp_path, monkeypatch):
     assert "cannot be loaded" in refusal(DatasetRows, str(tmp_path / "empty"), "train")
 
 
+def test_a_configuration_of_a_dataset_follows_a_colon(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    write_jsonl(tmp_path / "easy.jsonl", ROWS[:3])
+    write_jsonl(tmp_path / "hard.jsonl", ROWS[3:])
+    files = "".join(
+        f"- config_name: {name}\n  data_files:\n  - {{split: train, path: {name}.jsonl}}\n" for name in ("easy", "hard")
+    )
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{files}---\n")
+    made = source(DatasetRows(f"{tmp_path}:hard", "train"), shuffle=False, held_out=0)
+    assert made.problem(0).prompt == "question 3"
+    said = refusal(DatasetRows, str(tmp_path), "train")
+    assert "['easy', 'hard']" in said
+    assert said.endswith(f"such as task.path = '{tmp_path}:NAME'")
+    assert "Available: ['easy', 'hard']" in refusal(DatasetRows, f"{tmp_path}:soft", "train")
+
+
 def test_a_column_of_messages_is_a_chat_prompt(tmp_path):
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     made = jsonl_source(tmp_path, {"chat": chat, "answer": "x"}, messages="chat")

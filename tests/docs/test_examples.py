@@ -15,7 +15,10 @@ from offbeat.config.keys import TASK_MODELS
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 OTHER_MODEL = ["--model.path=offbeat-tiny", "--task.system=none"]
 """The model that ships with Offbeat has no chat template."""
+GSM8K = [*OTHER_MODEL, "--task.source=file", "--task.path=problems.jsonl", "--optimizer.warmup-steps=0"]
 STAND_INS = {
+    "gsm8k": [*GSM8K, "--rollout.engine=embedded", "--rollout.workers=none", "--rollout.max-new-tokens=64"],
+    "gsm8k_lora": [*GSM8K, "--rollout.engine=embedded", "--rollout.workers=none", "--rollout.max-new-tokens=64"],
     "smollm2": [*OTHER_MODEL, "--optimizer.warmup-steps=0"],
     "vllm_cpu": [*OTHER_MODEL, "--rollout.engine=embedded", "--rollout.workers=none"],
     "swarm": ["--rollout.workers=none"],
@@ -39,7 +42,7 @@ def needs(example: Path) -> list[str]:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=name)
 def test_an_example_passes_a_dry_run(example: Path, reader: Reader):
-    stand_in = [word for word in STAND_INS.get(example.stem, []) if "model.path" in word]
+    stand_in = [word for word in STAND_INS.get(example.stem, []) if word.startswith(("--model.path", "--task."))]
     told = reader.succeed("train", f"examples/{example.name}", "--dry-run", *stand_in)
     assert told.startswith("would start a run in runs/")
 
@@ -71,9 +74,8 @@ def test_an_example_says_how_it_is_started(example: Path):
     assert any(f"{line} ".startswith(f"#   offbeat train examples/{example.name} ") for line in comments)
 
 
-def test_the_examples_show_every_source_that_needs_no_hub():
-    shown = {task.source for example in EXAMPLES for task in load(example).task}
-    assert shown == set(TASK_MODELS) - {"dataset"}
+def test_the_examples_show_every_source():
+    assert {task.source for example in EXAMPLES for task in load(example).task} == set(TASK_MODELS)
 
 
 def test_every_python_file_beside_the_examples_is_used_by_one_or_run_by_a_page():

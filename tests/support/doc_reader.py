@@ -13,6 +13,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,6 +77,8 @@ class Reader:
         self.folder = folder
         (folder / "examples").symlink_to(ROOT / "examples")
         (folder / "run.toml").write_text(RUN_TOML)
+        script = ROOT / "examples" / "word_problems.py"
+        subprocess.run([sys.executable, str(script), str(folder / "problems.jsonl"), "--rows=40"], check=True)
 
     def offbeat(self, *words: str) -> Said:
         out, err = io.StringIO(), io.StringIO()

@@ -183,8 +183,8 @@ class Connection:
                 response = await self._request(method, path, headers, body, within_s)
             except aiohttp.ClientConnectorCertificateError as error:  # a retry would not help
                 raise UserError(
-                    f"{self.url}: its certificate cannot be verified ({error.certificate_error}); if it is your own, "
-                    "give the CA file that signed it with --ca-file"
+                    f"{self.url}: its TLS certificate cannot be verified ({error.certificate_error}); if you signed it "
+                    "yourself, pass --ca-file FILE"
                 ) from error
             except BROKEN as error:
                 await retry.pause(_in_words(error))

@@ -89,15 +89,15 @@ class OptimizerConfig(Section):
     lr: float = free(1e-6, gt=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = free("constant")
-    """Decay of the learning rate towards run.steps."""
+    """Learning-rate schedule over run.steps, after the warmup."""
     warmup_steps: int = free(0, ge=0)
-    """Steps in which the learning rate rises from 0."""
+    """Warmup steps, in which the learning rate rises from 0."""
     beta2: float = free(0.999, ge=0, lt=1)
-    """AdamW's decay of squared gradients."""
+    """AdamW's beta2."""
     weight_decay: float = free(0.0, ge=0)
-    """AdamW's decoupled weight decay."""
+    """AdamW's weight decay (decoupled)."""
     max_grad_norm: float = free(1.0, gt=0)
-    """Gradients with a larger norm are scaled down to it."""
+    """Gradient clipping: a larger gradient norm is scaled down to this."""
 
 
 class LossConfig(Section):
@@ -106,9 +106,9 @@ class LossConfig(Section):
     `file.py:function`; see docs/algorithms.md."""
     advantage: str | None = None
     """group, mean, leave_one_out, siblings, batch, gae, or your own function. Without it, the advantage of `name`, as
-    far as batch.gate allows it. Your own is `module:function` or `file.py:function`."""
+    far as batch.gate allows it. Your own function is `module:function` or `file.py:function`."""
     aggregate: Aggregate | None = None
-    """Sum of token losses: by token, by sequence, or divided by a constant. Without it, as `name` does."""
+    """Aggregation of token losses: by token, by sequence, or by a constant. Without it, that of `name`."""
     aggregate_tokens: int | None = Field(None, ge=1)
     """The constant of aggregate = "constant". Without it, rollout.max_new_tokens."""
     clip_low: float | None = free(None, gt=0, lt=1)
@@ -124,10 +124,10 @@ class LossConfig(Section):
     kl: Divergence = "k3"
     """Estimator of the KL divergence."""
     correction: Correction | None = free(None)
-    """Weighting of tokens of older weights or of another engine's arithmetic. Without it, tis (sequence_tis for gspo)
-    wherever there can be such tokens."""
+    """Off-policy correction for tokens of older weights or of another engine. Without it, tis (sequence_tis for gspo)
+    wherever data can be off-policy, otherwise off."""
     min_importance: float | None = free(None, ge=0, le=1)
-    """Smallest importance weight; what lies below it does not count. For icepop and sequence_mask; without it, 0.5."""
+    """Smallest importance weight; tokens below it are ignored. For icepop and sequence_mask; without it, 0.5."""
     max_importance: float | None = free(None, ge=1)
     """Largest importance weight of a token or sequence. Without it, 2, and 5 for icepop."""
     gamma: float = free(1.0, gt=0, le=1)
@@ -137,10 +137,10 @@ class LossConfig(Section):
     value_coef: float = free(0.1, gt=0)
     """Weight of the value head's loss in advantage = "gae"."""
     max_logprob_gap: float = free(0.05, gt=0)
-    """Mean gap between engine and trainer log-probs that raises an alarm. It is taken over fresh tokens."""
+    """Mean gap between engine and trainer log-probs above which there is an alarm. Only fresh tokens are compared."""
     audit_share: float = free(0.3, ge=0, le=1)
-    """Share of tokens of older weights whose log-probs are audited. They are compared with those of their own version,
-    where workers are separate processes; all fresh tokens are compared. With 0 a worker evades the audit by naming
+    """Share of tokens of older weights whose log-probs are audited. They are recomputed with their own version, where
+    workers are separate processes; fresh tokens are always compared. With 0 a worker can evade the audit by naming
     older weights."""
 
     @property
@@ -441,7 +441,8 @@ class GymTask(TaskConfig):
 class FileTask(TaskConfig):
     source: Literal["file", "dataset"]
     path: str
-    """A .jsonl or .parquet file, or a dataset's name or folder. Datasets are those of Hugging Face."""
+    """A .jsonl or .parquet file, or a Hugging Face dataset's hub name or folder. A dataset's configuration follows a
+    colon, as in openai/gsm8k:main."""
     split: str = "train"
     """Split of a dataset."""
     prompt: str = "prompt"
@@ -453,7 +454,7 @@ class FileTask(TaskConfig):
     chat: bool | None = None
     """Apply the chat template to text prompts. Without it, whenever the model has one."""
     held_out: float = Field(0.05, ge=0, lt=1)
-    """Share of rows kept for evaluation. Rows are chosen by their content."""
+    """Share of rows held out for evaluation, chosen by a hash of their prompt."""
     shuffle: bool = True
     """Shuffle the rows in every epoch, by run.seed."""
 
@@ -480,38 +481,38 @@ class RunConfig(Section):
     dir: str = free("runs")
     """Folder that runs are kept in."""
     access: Literal["private", "group", "everyone"] = free("private")
-    """Other users of this machine who may read the run's folder."""
+    """Users of this machine who may read the run's folder."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Seed of prompts, sampling and everything else that is drawn."""
+    """Seed for prompt order, sampling and all other randomness."""
     steps: int = free(300, ge=1)
     """Steps to train. With --resume, counted from the run's beginning."""
     max_hours: float | None = free(None, gt=0)
     """Time after which the run stops with a checkpoint."""
     exact: bool = False
-    """Bit-equal results whatever is killed and resumed. Needs the embedded engine and max_staleness = 0."""
+    """Bit-identical results, also after kills and resumes. Needs the embedded engine and max_staleness = 0."""
     threads: int | None = free(None, ge=1)
-    """CPU threads of torch. Without it, torch's own choice."""
+    """CPU threads of torch. Without it, torch's default."""
 
 
 class ModelConfig(Section):
     path: str = "offbeat-tiny"
-    """Folder or name of a Hugging Face model; `offbeat-tiny` ships with Offbeat."""
+    """Folder or hub name of a Hugging Face model; `offbeat-tiny` ships with Offbeat."""
     tokenizer: str | None = None
-    """Folder with another tokenizer than the model's own."""
+    """Folder of a tokenizer, if not the model's own."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the tokenizer's."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the published weights; auto is bfloat16 on a GPU, else float32."""
+    """Data type of the published weights; auto is bfloat16 on a GPU, otherwise float32."""
     device: str = free("auto")
-    """`cpu`, `cuda`, `cuda:1` or `mps`; auto is the fastest there is."""
+    """`cpu`, `cuda`, `cuda:1` or `mps`; auto is the fastest available."""
     gradient_checkpointing: bool = free(False)
-    """Compute activations twice instead of keeping them. Slower, with less memory."""
+    """Recompute activations in the backward pass. Slower, with less memory."""
     lora_rank: int = Field(0, ge=0)
-    """Rank of LoRA adapters, which are then trained and published alone. 0: all weights are trained."""
+    """Rank of LoRA adapters; only they are trained and published. 0: all weights are trained."""
     lora_alpha: float | None = Field(None, gt=0)
     """LoRA's alpha. Without it, twice the rank."""
     lora_targets: list[str] = Field([])
-    """Layers that get an adapter, by the end of their names, such as q_proj. Without it, all linear ones."""
+    """Layers with an adapter, by the end of their names, such as q_proj. Without it, all linear layers."""
 
 
 class RewardConfig(Section):
@@ -520,9 +521,9 @@ class RewardConfig(Section):
     timeout_s: float = free(10.0, gt=0)
     """Time limit of one reward. Then its process is killed and the reward counts as failed."""
     max_failure_share: float = free(0.2, ge=0, le=1)
-    """Share of failed rewards, among the latest, that stops the run."""
+    """Largest share of failed rewards, among the latest; above it the run stops."""
     weights: dict[str, float] = Field({})
-    """Weight of each named part of a reward. Parts that are not named count 1."""
+    """Weight of each named part of a reward. Parts without a weight count 1."""
     overlong_tokens: int = Field(0, ge=0)
     """Tokens before rollout.max_new_tokens at which reward begins to be lost. The loss grows with every token; 0: none
     is lost."""
@@ -536,18 +537,18 @@ class BatchConfig(Section):
     group_size: int = Field(8, ge=2)
     """Answers per prompt, which are compared with each other."""
     gate: Literal["strict", "release", "batch"] = "strict"
-    """Condition for training on an answer. strict: its whole group is scored. release: it is scored itself, and is
-    compared with the siblings known by then. batch: the same, compared with the batch's mean."""
+    """Condition for training on an answer. strict: its whole group is scored. release: the answer itself is scored; its
+    baseline is the siblings known by then. batch: the same, with the batch as baseline."""
     min_group: int = Field(MIN_GROUP, ge=MIN_GROUP)
-    """Members that a group needs to be trained (gate = "strict")."""
+    """Fewest scored answers with which a group is trained (gate = "strict")."""
     drop_no_signal: bool | None = None
-    """Replace groups whose rewards are all equal. Without it, only for dapo."""
+    """Replace groups whose rewards are all equal (dynamic sampling). Without it, only for dapo."""
     max_redraws: float = Field(4.0, ge=0)
-    """Groups that drop_no_signal may replace per step, times groups_per_step. After that they are taken as they are."""
+    """Most groups that drop_no_signal may replace per step, times groups_per_step. Further ones are trained anyway."""
     updates_per_step: int = Field(1, ge=1)
-    """Optimizer updates per step, which share its groups."""
+    """Optimizer updates per step; the step's groups are divided among them."""
     tokens_per_microbatch: int = free(16384, ge=1)
-    """Tokens in one forward and backward pass. Fewer take less memory and give the same result."""
+    """Tokens in one forward and backward pass. A smaller number takes less memory and gives the same result."""
 
     @property
     def members(self) -> int:
@@ -573,11 +574,11 @@ class ScheduleConfig(Section):
     max_staleness: int | None = Field(None, ge=0, le=64)
     """Steps that a token may be older than the weights it trains. Without it, 0 for alternate and 4 for overlap."""
     over_provision: Annotated[float, Field(ge=1)] | Literal["auto"] | None = free(None)
-    """Groups in flight over groups per step, up to max_staleness + 1. auto: chosen from measurements; without it, auto
+    """Groups in flight over groups per step, up to max_staleness + 1. auto: chosen from measurements. Without it, auto
     where max_staleness is 1 or more, otherwise 1."""
     new_version: Literal["interrupt", "finish"] = free("interrupt")
-    """Effect of new weights on running answers (overlap). interrupt: answers go on with the new weights at once.
-    finish: answers end with the old weights, and the worker begins nothing until it has the new ones, which slow
+    """Effect of new weights on running answers (overlap). interrupt: answers continue with the new weights at once.
+    finish: answers end with the old weights, and the worker starts nothing new until it has the new ones, which slow
     answers delay."""
 
     @property
@@ -602,7 +603,7 @@ class ScheduleConfig(Section):
 
 class ServeConfig(Section):
     host: str = free("127.0.0.1")
-    """Address that the coordinator listens on. Beyond this machine it needs a certificate, or a proxy that has one."""
+    """Address that the coordinator listens on. Any other than loopback needs a certificate, or a proxy with one."""
     port: int = free(0, ge=0, le=65535)
     """Port of the coordinator. 0: any free one, and the same again when the run is resumed."""
     certificate: str | None = free(None)
@@ -610,55 +611,55 @@ class ServeConfig(Section):
     key: str | None = free(None)
     """PEM file with the certificate's private key."""
     behind_proxy: bool = free(False)
-    """A proxy in front of the coordinator ends TLS."""
+    """Whether a proxy in front of the coordinator terminates TLS."""
     peer_networks: list[str] = free([])
-    """Networks in which workers may name their own address to peers. For workers behind NAT; such as 10.0.0.0/8."""
+    """Networks in which workers may announce their own address to peers. For workers behind NAT, such as 10.0.0.0/8."""
 
 
 class RolloutConfig(Section):
     workers: int | None = free(None, ge=0, le=64)
-    """Worker processes on this machine. Others may join from elsewhere; without it, one process does everything."""
+    """Worker processes on this machine; others may join from elsewhere. Without it, one process does everything."""
     engine: Literal["embedded", "vllm", "sglang", "paced"] = "embedded"
     """Inference engine: embedded, vllm or sglang. embedded: the model itself, in the worker. vllm, sglang: a server
     beside each worker, see [engine]."""
     kv: Literal["same", "refill", "stale"] = "same"
-    """Keys and values that tokens attend to. same: the sampling version's own. refill: also computed anew for every
-    request. stale: a request keeps its own across a load (max_staleness of 1 or more)."""
+    """KV cache when weights change. same: recomputed with the sampling version. refill: also recomputed for every
+    request. stale: kept across a load (max_staleness of 1 or more)."""
     kv_lag: int = Field(1, ge=1)
-    """Versions that kept keys and values may lag behind (kv = "stale")."""
+    """Versions that a kept KV cache may lag behind (kv = "stale")."""
     slots: int = free(256, ge=1)
-    """Requests that an engine runs at a time."""
+    """Requests that an engine runs at the same time."""
     temperature: float = Field(1.0, gt=0)
-    """Sampling temperature in training. Evaluation has its own. Training never cuts the distribution (top-p, top-k)."""
+    """Sampling temperature in training; evaluation has its own. There is no top-p or top-k in training."""
     max_prompt_tokens: int = free(64, ge=1)
     """Longest prompt; longer ones are refused."""
     max_new_tokens: int = Field(32, ge=1)
     """Longest answer; longer ones are cut."""
     max_attempts: int = free(3, ge=1)
-    """Attempts at a task before it fails."""
+    """Attempts at a task, retries included, before it fails."""
     lease_s: float = free(60.0, gt=0)
-    """Silence after which a worker loses its tasks to others."""
+    """Seconds without a heartbeat after which a worker's tasks go to others."""
     deadline_s: float = free(1800.0, gt=0)
-    """Longest wait for a batch. Then the run stops and names what it waited for."""
+    """Longest wait for a batch; then the run stops with the reason."""
 
 
 class EngineConfig(Section):
     """The server of an engine that has one (vllm, sglang)."""
 
     url: str | None = free(None)
-    """URL of a running server, for one worker alone. Without it, every worker starts its own on this machine."""
+    """URL of a running server, used by one worker. Without it, every worker starts its own on this machine."""
     python: str | None = free(None)
-    """Python of the environment that has the engine. Without it, the one that runs Offbeat."""
+    """Python of the environment with the engine. Without it, the one that runs Offbeat."""
     tensor_parallel: int = free(1, ge=1)
-    """GPUs that one server spreads the model over."""
+    """GPUs per server (tensor parallelism)."""
     memory_share: float = free(0.85, gt=0, lt=1)
     """Share of each GPU's memory that the server may take."""
     arguments: list[str] = free([])
     """Further arguments for the server's command line."""
     start_within_s: float = free(600.0, gt=0)
-    """Longest wait for a started server to answer."""
+    """Longest wait for a started server to respond."""
     weights: Literal["auto", "path", "ipc"] = free("auto")
-    """Way of new weights into the server. path: it reads files. ipc: through GPU memory. auto: ipc on a GPU."""
+    """Transfer of new weights into the server. path: files. ipc: GPU memory. auto: ipc on a GPU."""
 
 
 class PacedConfig(Section):
@@ -688,30 +689,30 @@ class EvalConfig(Section):
     samples: int = free(1, ge=1)
     """Answers per prompt, the k of mean@k and pass@k."""
     temperature: float = free(1.0, ge=0)
-    """Sampling temperature in evaluation. 0 takes the likeliest token."""
+    """Sampling temperature in evaluation. 0: greedy decoding."""
     top_p: float = free(1.0, gt=0, le=1)
-    """Probability share of the likeliest tokens to draw from. 1: all tokens."""
+    """Top-p (nucleus) sampling in evaluation. 1: all tokens."""
 
 
 class CheckpointConfig(Section):
     every: int = free(50, ge=0)
     """Steps between checkpoints. 0: only at the end."""
     keep: int = free(2, ge=1)
-    """Checkpoints that are kept, the newest ones."""
+    """Number of newest checkpoints to keep."""
 
 
 class LedgerConfig(Section):
     keep_bodies: int | None = free(None, ge=0)
-    """Steps before the last checkpoint whose answers are kept. Without it, those of all steps."""
+    """Steps before the last checkpoint whose answers are kept. Without it, all steps."""
     backup: str | None = free(None)
     """Folder or URL that gets a copy of the ledger with every checkpoint. A URL looks like s3://bucket/run."""
 
 
 class WeightsConfig(Section):
     deltas: Literal["auto", "always", "never"] = free("auto")
-    """Publish signed pieces of what changed. auto: where workers elsewhere can join; always: for all workers."""
+    """Publish sparse, signed weight deltas. auto: where workers elsewhere can join; always: for all workers."""
     store: str | None = free(None)
-    """Folder or URL for weights that trainer and workers reach. A URL looks like s3://bucket/run; without it, the
+    """Folder or URL for weights, which trainer and workers can reach, such as s3://bucket/run. Without it, the
     coordinator serves them."""
 
 
@@ -719,7 +720,7 @@ class LogConfig(Section):
     console: Literal["auto", "rich", "plain", "quiet"] = free("auto")
     """Console output. auto: rich on a terminal, plain elsewhere."""
     sinks: list[Literal["tensorboard", "wandb", "trackio"]] = free([])
-    """Further places for metrics: tensorboard, wandb, trackio."""
+    """Metric loggers: tensorboard, wandb, trackio."""
     project: str = free("offbeat")
     """Project name in W&B and trackio."""
 

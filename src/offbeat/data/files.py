@@ -126,7 +126,8 @@ class ParquetRows:
 
 
 class DatasetRows:
-    """Rows of one split of a Hugging Face dataset; `path` is a saved or downloaded folder, or a name on the hub."""
+    """Rows of one split of a Hugging Face dataset; `path` is a saved or downloaded folder, or a name on the hub. Where
+    it has several configurations, one follows after a colon, as in `openai/gsm8k:main`."""
 
     def __init__(self, path: str, split: str):
         self.path, self.split = path, split
@@ -134,7 +135,10 @@ class DatasetRows:
         try:
             found = _load_dataset(datasets, path, split)
         except Exception as error:  # the hub, codecs and file formats raise errors of many kinds
-            raise UserError(f"task.path = {path!r}: cannot be loaded: {' '.join(str(error).split())}") from error
+            why = " ".join(str(error).split()).replace("Example of usage: ", "")
+            if "Config name is missing" in why:
+                why = f"{why.partition(' `load_dataset')[0]}, such as task.path = '{path}:NAME'"
+            raise UserError(f"task.path = {path!r}: cannot be loaded: {why}") from error
         if isinstance(found, Mapping):
             if split not in found:
                 raise UserError(f"task.split = {split!r}: {path} has no such split; {suggest(split, found)}")
@@ -156,7 +160,8 @@ def _load_dataset(datasets: Any, path: str, split: str) -> Any:
     if folder.is_dir() and any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return datasets.load_from_disk(path)
     datasets.disable_progress_bars()
-    return datasets.load_dataset(path, split=split)
+    name, _, configuration = (path, "", "") if folder.exists() else path.partition(":")
+    return datasets.load_dataset(name, configuration or None, split=split)
 
 
 DEFAULT_ANSWER = "answer"

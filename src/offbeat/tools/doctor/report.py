@@ -23,7 +23,7 @@ class Level(StrEnum):
 
 
 MARKS = {Level.FINE: " ", Level.ABSENT: "-", Level.WARNS: "!", Level.STOPS: "x"}
-LEGEND = "- not there, not needed   ! worth fixing   x stops the run"
+LEGEND = "- optional, not installed   ! warning   x error"
 
 
 @dataclass(frozen=True)
