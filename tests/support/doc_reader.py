@@ -50,7 +50,7 @@ RUN_BY_ENGINE_TESTS = (ROOT / "tests" / "contracts" / "test_vllm_runs.py").read_
 """Commands that need a vLLM are typed there, in `make test-engines`."""
 
 
-def train_small(*arguments: Any, **overrides: Any) -> dict[str, Any]:
+def train_small(*arguments: Any, **overrides: Any) -> offbeat.Run:
     """What Python on the pages gets as `offbeat.train`: the same, small."""
     return TRAIN(*arguments, **{**overrides, **SMALL})
 
