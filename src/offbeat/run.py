@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import html
+import io
 import json
 import sys
 import tempfile
@@ -122,7 +123,10 @@ class Run:
         rows = self.metrics
         if not any(row.get("reward") is not None for row in rows):
             raise UserError(f"{self.path}: has no reward to plot yet; wait for the first step")
-        return draw_rewards(rows, self.path.name)
+        figure = draw_rewards(rows, self.path.name)
+        assert figure is not None
+        figure._repr_png_ = lambda: _png(figure)  # type: ignore[attr-defined]  # for notebooks without %matplotlib
+        return figure
 
     def trajectories(
         self,
@@ -228,6 +232,12 @@ class Run:
         if not summary:
             return f"not finished, {step}"
         return f"finished, {step}" if summary["finished"] else f"stopped by {summary['stopped_by']}, {step}"
+
+
+def _png(figure: Figure) -> bytes:
+    picture = io.BytesIO()
+    figure.savefig(picture)
+    return picture.getvalue()
 
 
 class _Training:
