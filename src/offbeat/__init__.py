@@ -71,11 +71,11 @@ def train(
     `config` is a `Config`, a dict or the path of a TOML file. None means the configuration of the run to `resume`, or
     else that of the built-in demo; with another `model` than the demo's, all keys have their defaults.
 
-    `task` is where prompts come from: rows (a list of dicts, a `datasets.Dataset`, a data frame, a generator), which are
-    recorded in the run's folder; a function as of `source = "function"`; a file; a section such as `{"source": "file",
-    ...}`, or `{"rows": rows, "prompt": "question"}` to name columns; or a list of sections. `reward` scores all answers
-    in place of the configured rewards: a function, also one written for TRL or an async one; a list of them; or a dict
-    of functions, or of (function, weight), by name.
+    `task` is where prompts come from: rows (a list of dicts, a `datasets.Dataset`, a data frame, a generator), which
+    are recorded in the run's folder; a function as of `source = "function"`; a file; a section such as
+    `{"source": "file", ...}`, or `{"rows": rows, "prompt": "question"}` to name columns; or a list of sections.
+    `reward` scores all answers in place of the configured rewards: a function, also one written for TRL or an async
+    one; a list of them; or a dict of functions, or of (function, weight), by name.
 
     `callbacks` are called with each row of metrics; one that returns `offbeat.STOP` ends the run. `loggers` are objects
     with a method `log(row)` and perhaps `close()`. Both run in the thread that trains, and one that raises gets no more
@@ -83,9 +83,9 @@ def train(
     `batch={"group_size": 16}`, dotted keys, `**{"batch.group_size": 16}`, or the short forms `model="path"`,
     `steps=100`, `name="first"` and `lr=1e-6`.
 
-    With `wait=False`, training goes on in a thread of its own; see `Run.stop` and `Run.wait`. Otherwise, Ctrl-C ends the
-    run after the current step, with a checkpoint; the summary's `stopped_by` then says so. Signal handlers are restored
-    at the end. Also works inside a running event loop, such as a notebook's. A process may do several runs, one after
+    With `wait=False`, training goes on in a thread of its own; see `Run.stop` and `Run.wait`. Otherwise, Ctrl-C ends
+    the run after the current step, with a checkpoint; the summary's `stopped_by` then says so. Signal handlers are
+    restored at the end. Also works inside a running event loop, such as a notebook's. A process may do several runs, one after
     another or at once, each in its own folder.
     """
     from offbeat.run import Run

@@ -9,10 +9,7 @@ from offbeat.cli.main import main
 from offbeat.config import load
 from offbeat.errors import UserError
 
-ONE_PROCESS = (
-    'rollout.engine = "vllm": allowed "embedded", "paced" in a run of one process; set '
-    "rollout.workers = 1"
-)
+ONE_PROCESS = 'rollout.engine = "vllm": allowed "embedded", "paced" in a run of one process; set rollout.workers = 1'
 
 
 @pytest.mark.parametrize(
@@ -40,7 +37,9 @@ def test_what_its_processes_cannot_be_is_refused(words, told, more, tmp_path, mo
 )
 def test_from_python_it_is_refused_too(rollout, told, tmp_path):
     with pytest.raises(UserError, match=f"^{re.escape(told)}"):
-        offbeat.train(run={"dir": str(tmp_path)}, rollout={"engine": "vllm", **rollout}, engine={"url": "http://there:8000"})
+        offbeat.train(
+            run={"dir": str(tmp_path)}, rollout={"engine": "vllm", **rollout}, engine={"url": "http://there:8000"}
+        )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -51,8 +51,9 @@ RUN_BY_ENGINE_TESTS = (ROOT / "tests" / "contracts" / "test_vllm_runs.py").read_
 
 
 def train_small(*arguments: Any, **overrides: Any) -> offbeat.Run:
-    """What Python on the pages gets as `offbeat.train`: the same, small."""
-    return TRAIN(*arguments, **{**overrides, **SMALL})
+    """What Python on the pages gets as `offbeat.train`: the same, small, and without a download."""
+    model = {"model": "offbeat-tiny"} if "/" in overrides.get("model", "") else {}
+    return TRAIN(*arguments, **{**overrides, **SMALL, **model})
 
 
 def last_command_of_make(target: str) -> list[str]:

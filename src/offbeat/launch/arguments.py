@@ -95,7 +95,8 @@ def read_reward(reward: Any) -> tuple[RewardSpec | None, dict[str, float]]:
                 f'section [reward] go as **{{"reward.{name}": ...}}'
             )
         functions[name] = function
-        weights |= {name: float(number) for number in weight}
+        if weight:
+            weights[name] = float(weight[0])
     return functions, weights
 
 

@@ -44,7 +44,7 @@ def send(row: Mapping[str, Any], sinks: list[Sink], alarm: Callable[[str], None]
     for sink in list(sinks):
         try:
             sink.log(row)
-        except Exception as error:  # noqa: BLE001 - a user's code may raise anything, and the run is worth more
+        except Exception as error:  # a user's code may raise anything, and the run is worth more
             sinks.remove(sink)
             name = getattr(sink, "name", f"log.sinks: {type(sink).__name__}")
             log.warning("%s failed", name, exc_info=True)
@@ -76,7 +76,7 @@ class GivenSink:
         try:
             if callable(self._close):
                 self._close()
-        except Exception as error:  # noqa: BLE001 - as in `send`
+        except Exception as error:
             log.warning("%s failed", self.name, exc_info=True)
             print(f"warning: {self.name}: close failed: {one_line(error)}", file=sys.stderr, flush=True)
 

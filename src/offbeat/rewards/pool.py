@@ -98,7 +98,9 @@ class RewardPool:
         """Names of the parts of each reward that is a sum of several."""
         each: dict[str, OneReward] = {}
         for name, spec in rewards.items():
-            each |= {_part(name, part): own for part, own in spec.items()} if isinstance(spec, Mapping) else {name: spec}
+            each |= (
+                {_part(name, part): own for part, own in spec.items()} if isinstance(spec, Mapping) else {name: spec}
+            )
         self._setup = Setup(
             timeout_s,
             named={name: spec for name, spec in each.items() if isinstance(spec, str)},
