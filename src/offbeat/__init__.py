@@ -85,8 +85,8 @@ def train(
 
     With `wait=False`, training goes on in a thread of its own; see `Run.stop` and `Run.wait`. Otherwise, Ctrl-C ends
     the run after the current step, with a checkpoint; the summary's `stopped_by` then says so. Signal handlers are
-    restored at the end. Also works inside a running event loop, such as a notebook's. A process may do several runs, one after
-    another or at once, each in its own folder.
+    restored at the end. Also works inside a running event loop, such as a notebook's. A process may do several runs,
+    one after another or at once, each in its own folder.
     """
     from offbeat.run import Run
 

@@ -68,7 +68,7 @@ class Run:
     ) -> None:
         self._given = {"reward": reward, "callbacks": callbacks, "loggers": loggers}
         self._training = training = _Training()
-        home = None if resume is None else Path(getattr(resume, "path", resume))
+        home = resume.path if isinstance(resume, Run) else None if resume is None else Path(resume)
         with tempfile.TemporaryDirectory(prefix="offbeat-") as scratch:
             rows = Path(scratch).resolve() / ROWS
             rows.mkdir()
@@ -125,7 +125,7 @@ class Run:
             raise UserError(f"{self.path}: has no reward to plot yet; wait for the first step")
         figure = draw_rewards(rows, self.path.name)
         assert figure is not None
-        figure._repr_png_ = lambda: _png(figure)  # type: ignore[attr-defined]  # for notebooks without %matplotlib
+        setattr(figure, "_repr_png_", lambda: _png(figure))  # noqa: B010 - for notebooks without %matplotlib
         return figure
 
     def trajectories(

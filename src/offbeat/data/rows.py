@@ -26,9 +26,7 @@ def record(rows: Any, file: Path, task: Mapping[str, Any], label: str) -> dict[s
     if hasattr(rows, "iterrows") and hasattr(rows, "to_dict"):  # a pandas data frame
         rows = rows.to_dict("records")
     if isinstance(rows, Mapping):
-        raise UserError(
-            f"{label}: is a dict with {suggest('train', map(str, rows))}; give one split, or a list of rows"
-        )
+        raise UserError(f"{label}: is a dict of {', '.join(map(str, rows))}; give one split, or a list of rows")
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise UserError(f"{label}: {rows!r:.60} is a {type(rows).__name__}; give a list of dicts or another iterable")
     settings = {**task, "source": "file", "path": str(file)}

@@ -98,9 +98,10 @@ class RewardPool:
         """Names of the parts of each reward that is a sum of several."""
         each: dict[str, OneReward] = {}
         for name, spec in rewards.items():
-            each |= (
-                {_part(name, part): own for part, own in spec.items()} if isinstance(spec, Mapping) else {name: spec}
-            )
+            if isinstance(spec, Mapping):
+                each |= {_part(name, part): own for part, own in spec.items()}
+            else:
+                each[name] = spec
         self._setup = Setup(
             timeout_s,
             named={name: spec for name, spec in each.items() if isinstance(spec, str)},
