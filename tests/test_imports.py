@@ -85,7 +85,7 @@ KNOWS: dict[str, set[str]] = {
 }
 """Our own packages that a package may know, besides itself and the base; `a.b` allows that module alone."""
 
-KNOW_ALL = {"launch", "tools", "cli", "__init__", "__main__"}
+KNOW_ALL = {"launch", "tools", "cli", "run", "__init__", "__main__"}
 """Where everything is put together."""
 
 

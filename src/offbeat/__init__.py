@@ -2,73 +2,111 @@
 
     import offbeat
 
-    offbeat.train("run.toml", reward=lambda response, answer: float(response.strip() == answer))
+    run = offbeat.train("run.toml", reward=lambda response, answer: float(response.strip() == answer))
+    run.plot()
 
 Importing this package is cheap, because reward processes do it at every start; torch is imported when a run starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable as _Callable
+from collections.abc import Mapping as _Mapping
+from collections.abc import Sequence as _Sequence
+from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from offbeat.errors import OffbeatError, UserError
 
-if TYPE_CHECKING:
+if _TYPE_CHECKING:
     from offbeat.config import Config
+    from offbeat.observability.sinks import STOP
     from offbeat.planner.cost.constants import Constants
     from offbeat.planner.inputs.hardware import Inventory
     from offbeat.planner.inputs.workload import Workload
     from offbeat.planner.plan import Plan
+    from offbeat.run import Run
 
-__all__ = ["Config", "OffbeatError", "UserError", "make_plan", "train"]
+    __version__: str
+
+__all__ = ["STOP", "Config", "OffbeatError", "Run", "UserError", "__version__", "make_plan", "train"]
+
+_LAZY = {"Config": "offbeat.config", "Run": "offbeat.run", "STOP": "offbeat.observability.sinks"}
+"""Modules of the public names that take time to import."""
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Config":
-        from offbeat.config import Config
+def __getattr__(name: str) -> _Any:
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
 
-        return Config
+        try:
+            return version("offbeat")
+        except PackageNotFoundError:
+            return "0+unknown"  # a folder of sources, not installed
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def train(
-    config: Config | Mapping[str, Any] | str | Path | None = None,
+    config: Config | _Mapping[str, _Any] | str | _Path | None = None,
     *,
-    reward: Callable[..., Any] | None = None,
-    resume: str | Path | None = None,
-    **overrides: Any,
-) -> dict[str, Any]:
-    """Trains as `offbeat train` does and returns the run's summary.
+    task: _Any = None,
+    reward: _Any = None,
+    callbacks: _Sequence[_Callable[[dict[str, _Any]], _Any]] = (),
+    loggers: _Sequence[_Any] = (),
+    resume: str | _Path | None = None,
+    wait: bool = True,
+    **overrides: _Any,
+) -> Run:
+    """Trains as `offbeat train` does and returns the `Run`.
 
     `config` is a `Config`, a dict or the path of a TOML file. None means the configuration of the run to `resume`, or
-    else the built-in demo. `reward` scores all answers in place of the configured rewards. `resume` is the folder of a
-    run to continue. Overrides are sections with some of their keys, `batch={"group_size": 16}`, or dotted keys,
-    `**{"batch.group_size": 16}`.
+    else that of the built-in demo; with another `model` than the demo's, all keys have their defaults.
 
-    Also works inside a running event loop, such as a notebook's. Ctrl-C ends the run after the current step, with a
-    checkpoint; the summary's `stopped_by` then says so. Signal handlers are restored at the end. A process may do
-    several runs, one after another or at once in separate threads, each in its own folder; in threads, signals are left
-    to the caller.
+    `task` is where prompts come from: rows (a list of dicts, a `datasets.Dataset`, a data frame, a generator), which
+    are recorded in the run's folder; a function as of `source = "function"`; a file; a section such as
+    `{"source": "file", ...}`, or `{"rows": rows, "prompt": "question"}` to name columns; or a list of sections.
+    `reward` scores all answers in place of the configured rewards: a function, also one written for TRL or an async
+    one; a list of them; or a dict of functions, or of (function, weight), by name.
+
+    `callbacks` are called with each row of metrics; one that returns `offbeat.STOP` ends the run. `loggers` are objects
+    with a method `log(row)` and perhaps `close()`. Both run in the thread that trains, and one that raises gets no more
+    rows. `resume` is the folder of a run to continue. Overrides are sections with some of their keys,
+    `batch={"group_size": 16}`, dotted keys, `**{"batch.group_size": 16}`, or the short forms `model="path"`,
+    `steps=100`, `name="first"` and `lr=1e-6`.
+
+    With `wait=False`, training goes on in a thread of its own; see `Run.stop` and `Run.wait`. Otherwise, Ctrl-C ends
+    the run after the current step, with a checkpoint; the summary's `stopped_by` then says so. Signal handlers are
+    restored at the end. Also works inside a running event loop, such as a notebook's. A process may do several runs,
+    one after another or at once, each in its own folder.
     """
-    from offbeat.config import DEMO, Config, from_dict, load, resolved
+    from offbeat.run import Run
 
-    if config is None:
-        config = Path(resume) / "config.json" if resume else DEMO
-    if isinstance(config, (str, Path)):
-        config = load(Path(config))
-    given = resolved(config) if isinstance(config, Config) else config
-    from offbeat.launch import local
-
-    return local.train(from_dict(given, overrides), reward=reward, resume=Path(resume) if resume else None)
+    return Run._train(
+        config,
+        task=task,
+        reward=reward,
+        callbacks=callbacks,
+        loggers=loggers,
+        resume=resume,
+        wait=wait,
+        **overrides,
+    )
 
 
 def make_plan(
-    cluster: Inventory | str | Path,
-    workload: Workload | str | Path,
+    cluster: Inventory | str | _Path,
+    workload: Workload | str | _Path,
     *,
-    constants: Constants | str | Path | None = None,
+    constants: Constants | str | _Path | None = None,
     budget: float | None = None,
     throughput: float | None = None,
 ) -> Plan:
@@ -81,12 +119,12 @@ def make_plan(
     from offbeat.planner.inputs.workload_file import load_workload
     from offbeat.planner.planning import plan
 
-    if isinstance(cluster, (str, Path)):
+    if isinstance(cluster, (str, _Path)):
         cluster = load_inventory(cluster)
-    if isinstance(workload, (str, Path)):
+    if isinstance(workload, (str, _Path)):
         from offbeat.launch.run_folder import trained_lengths
 
         workload = load_workload(workload, trained_lengths)
-    if isinstance(constants, (str, Path)):
-        constants = files.load(Path(constants))
+    if isinstance(constants, (str, _Path)):
+        constants = files.load(_Path(constants))
     return plan(cluster, workload, constants=constants, budget=budget, throughput=throughput)

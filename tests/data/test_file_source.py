@@ -51,7 +51,7 @@ def test_every_format_gives_prompt_answer_and_the_other_columns(rows):
     made = source(rows, shuffle=False, held_out=0)
     assert made.problem(7).prompt == "question 7"
     assert made.problem(7).answer == "7"
-    assert made.problem(7).info == {"level": 1}
+    assert made.problem(7).info == {"level": 1, "answer": 7}, "the reward may want its number"
     assert made.problem(207) == made.problem(7)
     assert made.held_out(10) == []
 
@@ -193,7 +193,7 @@ def test_columns_become_plain_facts(tmp_path):
     pyarrow.parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "data.parquet")
     problem = source(open_file(str(tmp_path / "data.parquet"))).problem(0)
     assert problem.answer == "[1, 2]"
-    assert problem.info == {"day": "2026-01-02", "image": None, "tags": {"k": [1.5]}}
+    assert problem.info == {"day": "2026-01-02", "image": None, "tags": {"k": [1.5]}, "answer": [1, 2]}
     json.dumps(problem.info)
 
 

@@ -78,9 +78,10 @@ def test_the_examples_show_every_source():
     assert {task.source for example in EXAMPLES for task in load(example).task} == set(TASK_MODELS)
 
 
-def test_every_python_file_beside_the_examples_is_used_by_one_or_run_by_a_page():
+def test_every_python_file_beside_the_examples_is_used_by_one_or_run_by_a_page_or_has_its_own_test():
     texts = [example.read_text() for example in EXAMPLES]
     typed = [word for page in DOCS for command in commands(page) for word in command.split()]
     for file in (ROOT / "examples").glob("*.py"):
         name = f"examples/{file.name}"
-        assert name in typed or any(f"{name}:" in text for text in texts), name
+        has_test = (ROOT / "tests" / "examples" / f"test_{file.stem}.py").is_file()
+        assert has_test or name in typed or any(f"{name}:" in text for text in texts), name

@@ -1,5 +1,7 @@
 """Engines that a run cannot have as it is configured: refused in one line, before anything is written or started."""
 
+import re
+
 import pytest
 
 import offbeat
@@ -7,10 +9,7 @@ from offbeat.cli.main import main
 from offbeat.config import load
 from offbeat.errors import UserError
 
-ONE_PROCESS = (
-    'rollout.engine = "vllm": allowed "embedded", "paced" in a run of one process; use offbeat train with '
-    "rollout.workers = 1"
-)
+ONE_PROCESS = 'rollout.engine = "vllm": allowed "embedded", "paced" in a run of one process; set rollout.workers = 1'
 
 
 @pytest.mark.parametrize(
@@ -32,10 +31,16 @@ def test_what_its_processes_cannot_be_is_refused(words, told, more, tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_from_python_a_run_is_one_process_whatever_it_says_about_workers(tmp_path):
-    with pytest.raises(UserError) as caught:
-        offbeat.train({"run": {"dir": str(tmp_path)}, "rollout": {"engine": "vllm", "workers": 1}})
-    assert str(caught.value) == ONE_PROCESS
+@pytest.mark.parametrize(
+    "rollout, told",
+    [({}, ONE_PROCESS), ({"workers": 2}, 'engine.url = "http://there:8000": one server serves one worker')],
+)
+def test_from_python_it_is_refused_too(rollout, told, tmp_path):
+    with pytest.raises(UserError, match=f"^{re.escape(told)}"):
+        offbeat.train(
+            run={"dir": str(tmp_path)}, rollout={"engine": "vllm", **rollout}, engine={"url": "http://there:8000"}
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_worker_given_a_server_for_an_engine_that_has_none_is_told_what_to_add():

@@ -148,7 +148,7 @@ def test_any_architecture_trains_and_its_greedy_tokens_equal_generate(kind, tmp_
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
 
-    summary = offbeat.train(
+    run = offbeat.train(
         {
             "run": {"dir": str(tmp_path / "runs"), "name": "two", "steps": 2, "threads": 1},
             "model": {"path": str(tmp_path / "model"), "device": "cpu"},
@@ -160,8 +160,8 @@ def test_any_architecture_trains_and_its_greedy_tokens_equal_generate(kind, tmp_
         },
         reward=even_share,
     )
-    assert summary["steps"] == 2
-    assert summary["trajectories"]["trained"] == 16
+    assert run.summary["steps"] == 2
+    assert run.summary["trajectories"]["trained"] == 16
 
     from offbeat.tools.export import export_run
 

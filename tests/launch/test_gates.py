@@ -43,7 +43,7 @@ def replayed(run: Path, step: int) -> Batch:
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule["mode"])
 @pytest.mark.parametrize("gate", [pytest.param("strict", marks=pytest.mark.full), "release", "batch"])
 def test_a_step_trains_as_many_answers_of_the_same_problems_whatever_its_gate(tmp_path, gate, schedule):
-    summary = offbeat.train(small(tmp_path, "run", gate, schedule=schedule))
+    summary = offbeat.train(small(tmp_path, "run", gate, schedule=schedule)).summary
     assert summary["trajectories"]["trained"] == STEPS * GROUPS * SIZE
     rows = steps_of(tmp_path / "run")
     assert [row["samples"] for row in rows] == [GROUPS * SIZE] * STEPS

@@ -33,7 +33,7 @@ def small(folder: Path, name: str, **sections) -> dict:
 
 
 def test_a_run_leaves_everything_a_person_asks_for(tmp_path):
-    summary = offbeat.train(small(tmp_path, "first"))
+    summary = offbeat.train(small(tmp_path, "first")).summary
     run = tmp_path / "first"
     assert json.loads((run / "summary.json").read_text()) == summary
     assert summary["steps"] == 3
@@ -58,7 +58,7 @@ def test_a_run_leaves_everything_a_person_asks_for(tmp_path):
 
 def test_a_finished_run_goes_on_for_more_steps(tmp_path):
     offbeat.train(small(tmp_path, "longer"))
-    summary = offbeat.train(small(tmp_path, "longer", run={"steps": 5}), resume=tmp_path / "longer")
+    summary = offbeat.train(small(tmp_path, "longer", run={"steps": 5}), resume=tmp_path / "longer").summary
     assert summary["steps"] == 5
     assert summary["trajectories"]["trained"] == 60
     rows = read_metrics(tmp_path / "longer" / "metrics.jsonl")
@@ -87,7 +87,7 @@ def test_several_updates_a_reference_and_checkpointed_gradients_run(tmp_path):
             model={"gradient_checkpointing": True},
             optimizer={"schedule": "cosine", "warmup_steps": 1},
         )
-    )
+    ).summary
     rows = read_metrics(tmp_path / "rich" / "metrics.jsonl")
     assert summary["steps"] == 3
     assert rows[-1]["kl"] > 0
@@ -104,7 +104,7 @@ def test_sources_are_mixed_by_weight_and_told_apart_in_the_metrics(tmp_path):
 
 
 def test_bfloat16_weights_train_too(tmp_path):
-    summary = offbeat.train(small(tmp_path, "half", model={"dtype": "bfloat16"}))
+    summary = offbeat.train(small(tmp_path, "half", model={"dtype": "bfloat16"})).summary
     assert summary["steps"] == 3
     with Ledger(tmp_path / "half" / "ledger.sqlite", read_only=True) as ledger:
         assert {tensor.dtype for tensor in read(ledger.latest_version()).values()} == {torch.bfloat16}

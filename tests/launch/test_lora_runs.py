@@ -65,7 +65,7 @@ async def greedy(config, version: Version, prompts: list[list[int]]) -> list[lis
 @pytest.mark.parametrize("mode", ["alternate", "overlap"])
 def test_a_run_trains_adapters_alone_and_engine_and_trainer_agree(tmp_path, mode):
     config = small(tmp_path, mode, schedule={"mode": mode}, loss={"kl_coef": 0.01}, checkpoint={"every": 1})
-    summary = offbeat.train(config)
+    summary = offbeat.train(config).summary
     assert summary["steps"] == 3
     run = tmp_path / mode
     rows = [row for row in read_metrics(run / "metrics.jsonl") if "reward" in row]

@@ -70,7 +70,7 @@ def test_ctrl_c_stops_a_run_with_a_checkpoint_and_the_handlers_are_given_back(tm
         return 1.0
 
     try:
-        summary = train(tiny(tmp_path, "a", run={"steps": 500}), reward=interrupts)
+        summary = train(tiny(tmp_path, "a", run={"steps": 500}), reward=interrupts).summary
         assert {number: signal.getsignal(number) for number in SIGNALS} == mine
     finally:
         for number, handler in before.items():
@@ -93,7 +93,7 @@ def test_two_runs_at_the_same_time_end_as_each_would_alone(tmp_path):
 
     def train(seed: int) -> None:
         try:
-            found[seed] = offbeat.train(config(f"beside-{seed}", seed))["finished"]
+            found[seed] = offbeat.train(config(f"beside-{seed}", seed)).summary["finished"]
         except BaseException as error:  # noqa: BLE001 - the test shows it
             found[seed] = error
 

@@ -22,7 +22,7 @@ def train(folder: Path, schedule: dict, max_redraws: float, reward=None) -> tupl
         "eval": {"every": 2, "prompts": 4},
         "log": {"console": "quiet"},
     }
-    assert offbeat.train(config, reward=reward)["steps"] == 4
+    assert offbeat.train(config, reward=reward).summary["steps"] == 4
     with Ledger(folder / "run" / "ledger.sqlite", read_only=True) as ledger:
         report = ledger.verify()
     assert report.violations == ()

@@ -25,7 +25,7 @@ def train(folder: Path, engine: str, **sections) -> tuple[dict, list[dict], Ledg
     rollout = {"engine": engine, "max_new_tokens": 24, "slots": 16}
     run = {"steps": NUM_STEPS}
     config = small(folder, engine, run=run, rollout=rollout, optimizer={"lr": 1e-5}, **ENGINES[engine], **sections)
-    summary = offbeat.train(config)
+    summary = offbeat.train(config).summary
     rows = [row for row in read_metrics(folder / engine / "metrics.jsonl") if "reward" in row]
     return summary, rows, Ledger(folder / engine / "ledger.sqlite", read_only=True)
 

@@ -4,7 +4,7 @@
 - A row is held out if the hash of its prompt, as a fraction, is below the share `held_out`. So equal prompts stay
   together, and adding rows later does not move any other row.
 - Epochs follow one another, each in its own order, which depends only on seed and epoch.
-- The reward gets the row's other columns as `info`.
+- The reward gets the row's other columns as `info`, and there the answer too, unless it is text in the column `answer`.
 """
 
 from __future__ import annotations
@@ -216,8 +216,12 @@ class FileSource:
     def _problem(self, index: int) -> Problem:
         row = self.rows.row(index)
         prompt = self._prompt_of(row, index)
-        info = {key: plain(value) for key, value in row.items() if key not in (self._column, self._answer)}
-        return Problem(prompt, answer=answer_text(row.get(self._answer)) if self._answer else None, info=info)
+        answer = row.get(self._answer) if self._answer else None
+        # As text, an answer has lost its type and its column's name, by which rewards with TRL's signature take it.
+        is_told = self._answer == DEFAULT_ANSWER and (answer is None or isinstance(answer, str))
+        left_out = (self._column, self._answer) if is_told else (self._column,)
+        info = {key: plain(value) for key, value in row.items() if key not in left_out}
+        return Problem(prompt, answer=answer_text(answer), info=info)
 
     def _prompt_of(self, row: Row, index: int) -> str | list[Mapping[str, Any]]:
         """Checks that a row has the needed columns, and returns its prompt."""

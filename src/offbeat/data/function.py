@@ -32,7 +32,7 @@ class FunctionSource:
         self._label = function if isinstance(function, str) else getattr(function, "__name__", "function")
         self._function = locate(function, "task.path") if isinstance(function, str) else function
         self._arguments = accepted_arguments(self._function, ("ordinal", "seed", "held_out"), f"task {self._label}")
-        self.name = self._label.rpartition(":")[2]
+        self.name = self._label.rpartition(":")[2].strip("<>")
 
     def problem(self, ordinal: int) -> Problem:
         problem = self._ask(ordinal, held_out=False)

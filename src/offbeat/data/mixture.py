@@ -19,7 +19,12 @@ from offbeat.data.gym import Gym
 from offbeat.data.prompts import Problem, PromptSource
 from offbeat.errors import OffbeatError, UserError
 
-RewardSpec = str | Callable[..., Any]
+RewardSpec = str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]]
+"""A reward by name, a function, or several of these by name, whose values are added up."""
+Functions = Mapping[str, Callable[..., Any]]
+"""Python functions by the name that the configuration has for them, for functions that have no file."""
+ROWS = "tasks"
+"""Folder below a run's for the rows that were given from Python."""
 SEED_STEP = 1_000_003
 """Distance between the seeds of a run's sources, so that two sources with equal settings give different problems."""
 
@@ -84,14 +89,22 @@ class Mixture:
         return self._held_out[count]
 
 
-def build_mixture(tasks: Sequence[AnyTask], *, seed: int, reward: Callable[..., Any] | None = None) -> Mixture:
-    """Builds the mixture of a configuration's `task` list. `reward`, a Python function, scores all sources if given."""
+def build_mixture(
+    tasks: Sequence[AnyTask],
+    *,
+    seed: int,
+    reward: RewardSpec | None = None,
+    functions: Functions | None = None,
+    home: Path | None = None,
+) -> Mixture:
+    """Builds the mixture of a configuration's `task` list. `reward` scores all sources if given. `functions` are
+    sources from Python, by `task.path`. `home` is the run's folder, which keeps the rows given from Python."""
     members: list[WeightedSource] = []
     rewards: dict[str, RewardSpec] = {}
     for position, task in enumerate(tasks):
-        source = _build_source(task, seed + SEED_STEP * position)
+        source = _build_source(task, seed + SEED_STEP * position, functions or {}, home)
         name = _unique(source.name, {member.name for member in members})
-        chosen = getattr(reward, "__name__", "reward") if reward else task.reward or source.default_reward
+        chosen = _name_of(reward) if reward else task.reward or source.default_reward
         if chosen is None:
             raise UserError(
                 f"task.reward: {name} has no reward of its own; set one of exact, number, math, module:function "
@@ -102,15 +115,21 @@ def build_mixture(tasks: Sequence[AnyTask], *, seed: int, reward: Callable[..., 
     return Mixture(members, rewards)
 
 
-def _build_source(task: AnyTask, seed: int) -> PromptSource:
+def _name_of(reward: RewardSpec) -> str:
+    if isinstance(reward, Mapping):
+        return "+".join(reward)
+    return reward if isinstance(reward, str) else getattr(reward, "__name__", "reward")
+
+
+def _build_source(task: AnyTask, seed: int, functions: Functions, home: Path | None) -> PromptSource:
     if isinstance(task, ArithmeticTask):
         return Arithmetic(seed, task.level, task.tail, task.tail_median, task.tail_sigma)
     if isinstance(task, GymTask):
         return Gym(task.name, task.options, seed, task.chat)
     if isinstance(task, FunctionTask):
-        return FunctionSource(task.path, seed, task.chat)
+        return FunctionSource(functions.get(task.path, task.path), seed, task.chat)
     return FileSource(
-        DatasetRows(task.path, task.split) if task.source == "dataset" else open_file(task.path),
+        DatasetRows(task.path, task.split) if task.source == "dataset" else open_file(rows_file(task.path, home)),
         name=Path(task.path).stem if task.source == "file" else Path(task.path).name,
         seed=seed,
         prompt=task.prompt,
@@ -120,6 +139,13 @@ def _build_source(task: AnyTask, seed: int) -> PromptSource:
         held_out=task.held_out,
         shuffle=task.shuffle,
     )
+
+
+def rows_file(path: str, home: Path | None) -> str:
+    """Returns where a task's file is now. Rows that were given from Python lie in the run's folder `home`, and move
+    with it."""
+    moved = None if home is None else home / ROWS / Path(path).name
+    return str(moved) if moved and Path(path).parent.name == ROWS and moved.is_file() else path
 
 
 def _unique(name: str, taken: set[str]) -> str:

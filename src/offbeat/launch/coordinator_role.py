@@ -29,6 +29,7 @@ from offbeat.launch.coordinator_runtime import (
     prepare,
     report_evaluations,
 )
+from offbeat.launch.given import received
 from offbeat.launch.joining import READY
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import Stopping, interruptible
@@ -49,7 +50,8 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
     config, start_s = folder.config, time.monotonic()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
     async with AsyncExitStack() as stack:
-        mixture = wiring.make_mixture(config, None)
+        given = received()
+        mixture = wiring.make_mixture(config, given.reward, given.functions, folder.path)
         pool = await wiring.open_pool(config, mixture, folder.logs / "rewards.log")
         stack.push_async_callback(pool.close)
         with interruptible():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from offbeat.launch.run_folder import RunFolder
 from offbeat.ledger.ledger import Ledger
 from offbeat.observability.console import Console, open_console
 from offbeat.observability.metrics import Reporter
-from offbeat.observability.sinks import open_sinks
+from offbeat.observability.sinks import Sink, open_sinks
 from offbeat.rewards.pool import RewardPool
 from offbeat.weights.version import WeightFolder
 
@@ -53,7 +53,7 @@ class CoordinatorRuntime:
 
 @asynccontextmanager
 async def open_coordinator(
-    folder: RunFolder, mixture: Mixture, pool: RewardPool, prepared: Prepared
+    folder: RunFolder, mixture: Mixture, pool: RewardPool, prepared: Prepared, given_sinks: Sequence[Sink] = ()
 ) -> AsyncIterator[CoordinatorRuntime]:
     config, issuer = folder.config, prepared.issuer
     async with AsyncExitStack() as stack:
@@ -66,7 +66,7 @@ async def open_coordinator(
         _record_fixed(folder, "task.reward", "rewards", rewards)
         latest = ledger.latest_version()
         console = stack.enter_context(open_console(config.log.console, config.run.steps, latest.step if latest else 0))
-        sinks = open_sinks(config.log.sinks, folder.path, config.log.project, {})
+        sinks = [*open_sinks(config.log.sinks, folder.path, config.log.project, {}), *given_sinks]
         for sink in sinks:
             stack.callback(sink.close)
         reporter = Reporter(folder, console, sinks)

@@ -120,8 +120,7 @@ def check_engine(config: Config, num_workers: int | None) -> None:
     engine, url = config.rollout.engine, config.engine.url
     if engine in SERVED and num_workers is None:
         raise UserError(
-            f'rollout.engine = "{engine}": allowed "embedded", "paced" in a run of one process; use offbeat train with '
-            "rollout.workers = 1"
+            f'rollout.engine = "{engine}": allowed "embedded", "paced" in a run of one process; set rollout.workers = 1'
         )
     if url is not None and num_workers is not None and num_workers > 1:
         raise UserError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from offbeat.launch.coordinator_runtime import (
     report_evaluations,
 )
 from offbeat.launch.engine_parts import check_engine, make_engine
+from offbeat.launch.given import Given
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.observability.metrics import step_row
@@ -42,23 +42,20 @@ from offbeat.worker.worker import Worker
 
 
 def train(
-    config: Config,
-    *,
-    reward: Callable[..., Any] | None = None,
-    resume: Path | None = None,
-    from_scratch: bool = False,
+    config: Config, *, given: Given | None = None, resume: Path | None = None, from_scratch: bool = False
 ) -> dict[str, Any]:
-    """Runs a configuration to its end and returns the run's summary.
+    """Runs a configuration to its end in this process and returns the run's summary.
 
-    `reward` replaces the configured reward function. `resume` is the folder of a run to resume; with `from_scratch`,
-    that run starts again if its checkpoints are lost.
+    `resume` is the folder of a run to resume; with `from_scratch`, that run starts again if its checkpoints are lost.
     """
+    given = given or Given()
     check_sinks(config.log.sinks)
     check_engine(config, num_workers=None)
     wiring.need_processes(config, "judges cannot join a run of one process; set rollout.workers, or use offbeat serve")
-    with RunFolder.open(resume, config) if resume else RunFolder.create(config) as folder:
+    with RunFolder.open(resume, config) if resume else RunFolder.create(config, given.rows) as folder:
+        given.on_folder(folder.path)
         try:
-            return stopping.run(_run(folder, reward, from_scratch=from_scratch))
+            return stopping.run(_run(folder, given, from_scratch=from_scratch))
         except BaseException as error:
             cause = _cause(error)
             cause = disk_trouble(cause) or cause
@@ -77,11 +74,11 @@ def _cause(error: BaseException) -> BaseException:
 WORKER = "local"
 
 
-async def _run(folder: RunFolder, reward: Callable[..., Any] | None, *, from_scratch: bool) -> dict[str, Any]:
+async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[str, Any]:
     """Trains until the run ends and returns the run's summary; see `train` for the parameters."""
     config = folder.config
     async with AsyncExitStack() as stack:
-        mixture = wiring.make_mixture(config, reward)
+        mixture = wiring.make_mixture(config, given.reward, given.functions, folder.path)
         pool = await wiring.open_pool(config, mixture, folder.logs / "rewards.log")
         stack.push_async_callback(pool.close)
         if config.log.console != "quiet":
@@ -95,7 +92,7 @@ async def _run(folder: RunFolder, reward: Callable[..., Any] | None, *, from_scr
             adapter = model_parts.make_adapter(config, policy)
             engine = make_engine(config, WORKER)
         stack.push_async_callback(engine.close)
-        runtime = await stack.enter_async_context(open_coordinator(folder, mixture, pool, prepared))
+        runtime = await stack.enter_async_context(open_coordinator(folder, mixture, pool, prepared, given.sinks))
         coordinator, reporter = runtime.coordinator, runtime.reporter
         client = InProcessTrainer(coordinator)
         coordinator.only_worker = WORKER
@@ -117,7 +114,7 @@ async def _run(folder: RunFolder, reward: Callable[..., Any] | None, *, from_scr
             on_step=on_step,
         )
         stopping = Stopping(reporter.stopping)
-        stack.enter_context(stopping.listening())
+        stack.enter_context(stopping.listening(given.stop))
         await coordinator.start()
         if await trainer.start(from_scratch=from_scratch) >= config.run.steps:
             runtime.console.note(f"the run is at step {trainer.step} already; raise run.steps to go on")

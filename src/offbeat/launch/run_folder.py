@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from offbeat.config import Change, Config, fixed_changes, free_changes, load, resolved, secrets
 from offbeat.config.explain import show
 from offbeat.errors import OffbeatError, UserError
-from offbeat.files import Appender, cannot_write, make_folder, readable_by, write_atomic
+from offbeat.files import Appender, cannot_write, fsync_file, make_folder, readable_by, write_atomic
 from offbeat.net import shown
 from offbeat.observability.metric_files import read_events
 from offbeat.observability.trace import Trace
@@ -135,8 +136,10 @@ class RunFolder:
         self._start_s = time.monotonic()
 
     @classmethod
-    def create(cls, config: Config) -> Self:
-        """Creates the folder of a new run, named by `run.name` or the current time; refuses a name in use."""
+    def create(cls, config: Config, rows: Path | None = None) -> Self:
+        """Creates the folder of a new run, named by `run.name` or the current time; refuses a name in use. Files of the
+        folder `rows` that tasks name are copied into the run's folder, where the tasks of its configuration find them.
+        """
         parent, name = Path(config.run.dir), config.run.name
         path = parent / name if name else _unused(parent / time.strftime("%Y%m%d-%H%M%S"))
         try:
@@ -148,8 +151,12 @@ class RunFolder:
         with _owned(path) as lock:
             refuse_used(path)  # again, under the lock
             config = _renamed(config, path.resolve().name)
+            if rows is not None:
+                config = _with_rows_in(config, rows, path / rows.name)
             # First, because a folder without config.json is not a run and its name could not be used again.
             _write_config(path, config, "then start it again")
+            if rows is not None:
+                _copy_rows(rows, path / rows.name, config.run.access)
             folder = cls(path, config, lock)
             folder.event("start", pid=os.getpid())
         return folder
@@ -241,6 +248,29 @@ class RunFolder:
         except OffbeatError:
             if error is None:  # otherwise the error that ended the run matters more
                 raise
+
+
+def _with_rows_in(config: Config, before: Path, now: Path) -> Config:
+    """Returns the configuration with its tasks' files in folder `now` instead of `before`."""
+    tasks = [
+        task.model_copy(update={"path": str(now / file.name)})
+        if (file := Path(getattr(task, "path", ""))).parent == before
+        else task
+        for task in config.task
+    ]
+    return config.model_copy(update={"task": tasks})
+
+
+def _copy_rows(source: Path, target: Path, access: str) -> None:
+    for file in source.iterdir():
+        copy = target / file.name
+        try:
+            with readable_by(access):
+                target.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
+                fsync_file(copy)
+        except OSError as error:
+            raise cannot_write(copy, error, "then start it again") from error
 
 
 def _write_config(path: Path, config: Config, then: str = "then --resume the run") -> None:

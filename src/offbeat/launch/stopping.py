@@ -1,4 +1,4 @@
-"""Requests to stop a run before its last step: Ctrl-C, SIGTERM, or its time limit.
+"""Requests to stop a run before its last step: Ctrl-C, SIGTERM, its time limit, or a program's own (`StopButton`).
 
 After the first request, the current step finishes and the run ends with a checkpoint. A second signal ends the run at
 once; it can be resumed from its last checkpoint. Only the main thread receives signals.
@@ -58,6 +58,35 @@ def interruptible() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+class StopButton:
+    """Lets any thread ask a run to stop, even before the run listens; only the first request counts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._why: str | None = None
+        self._ask: Callable[[str], object] | None = None
+
+    def press(self, why: str) -> None:
+        with self._lock:
+            if self._why is None:
+                self._why = why
+                if self._ask is not None:
+                    self._ask(why)
+
+    @contextmanager
+    def connected(self, ask: Callable[[str], object]) -> Iterator[None]:
+        """Calls `ask` with the reason of the request within the block, at once if there was one before."""
+        with self._lock:
+            self._ask = ask
+            if self._why is not None:
+                ask(self._why)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._ask = None
+
+
 class Stopping:
     """Holds whether a run is asked to stop. The first request sets the event `requested`, sets `why` to its reason, and
     calls `on_request(why)`."""
@@ -68,10 +97,20 @@ class Stopping:
         self._on_request = on_request
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Within the block, signals request a stop. In a thread other than the main thread, only signals that `run`
-        passes on to that thread do so."""
+    def listening(self, button: StopButton | None = None) -> Iterator[None]:
+        """Within the block, signals and `button` request a stop. In a thread other than the main thread, only signals
+        that `run` passes on to that thread do so."""
         loop, thread_run = asyncio.get_running_loop(), _thread_run.get()
+
+        def ask(why: str) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self.request, why)
+
+        with nullcontext() if button is None else button.connected(ask), self._signals(loop, thread_run):
+            yield
+
+    @contextmanager
+    def _signals(self, loop: asyncio.AbstractEventLoop, thread_run: _ThreadRun[Any] | None) -> Iterator[None]:
         if thread_run is not None:
             with thread_run.passing_on(self._on_signal):
                 yield

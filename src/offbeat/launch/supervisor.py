@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -25,9 +26,11 @@ from offbeat.config.schema import SERVED, Config
 from offbeat.config.secrets import SECRETS
 from offbeat.errors import OffbeatError, RunStopped
 from offbeat.launch import parent_watch
+from offbeat.launch.given import Given, handed_over
 from offbeat.launch.joining import READY, new_token
-from offbeat.launch.run_folder import SUMMARY
+from offbeat.launch.run_folder import LEDGER, METRICS, SUMMARY, RunFolder
 from offbeat.launch.stopping import Stopping
+from offbeat.observability.sinks import send
 from offbeat.rules.restarts import Restarts, RestartVerdict
 
 READY_WITHIN_S = 300.0
@@ -36,6 +39,23 @@ END_WITHIN_S = 90.0
 END_FINISHED_WITHIN_S = 10.0
 """Seconds that child processes get to end once the run is over and saved."""
 LOG = "supervisor.jsonl"
+FOLLOW_EVERY_S = 0.2
+
+
+async def train(config: Config, given: Given, *, resume: Path | None = None) -> dict[str, Any]:
+    """Runs a configuration to its end, in processes of its own, for a Python program; returns the run's summary. See
+    `offbeat.launch.local.train` for the parameters."""
+    with RunFolder.open(resume, config) if resume else RunFolder.create(config, given.rows) as folder:
+        path = folder.path
+        num_read = folder.metrics_file.stat().st_size
+    given.on_folder(path)
+    again = ["serve", "--resume", str(path)]
+    try:
+        return await Supervisor(config, again, again[:1], given=given, num_read=num_read).run_to_end()
+    except SystemExit as error:
+        if resume is None and not (path / LEDGER).exists():
+            shutil.rmtree(path, ignore_errors=True)
+        raise OffbeatError(f"{path}: the coordinator could not start; it says why above") from error
 
 
 @dataclass(eq=False)
@@ -67,16 +87,30 @@ class Child:
 class Supervisor:
     """Starts, watches and restarts the processes of one run."""
 
-    def __init__(self, config: Config, serve: Sequence[str], resume: Sequence[str], *, from_scratch: bool = False):
+    def __init__(
+        self,
+        config: Config,
+        serve: Sequence[str],
+        resume: Sequence[str],
+        *,
+        from_scratch: bool = False,
+        given: Given | None = None,
+        num_read: int = 0,
+    ):
         """`serve` are the arguments of the coordinator's first start, which reports the run's folder and URL; `resume`
         are those of its restarts. With `from_scratch`, the first trainer may start the run again if its checkpoints are
-        lost; restarted trainers continue from there."""
+        lost; restarted trainers continue from there. `given` is what a Python program adds; its sinks get the rows of
+        metrics.jsonl after the first `num_read` bytes."""
+        self.given = given or Given()
         self.config, self._resume, self._from_scratch = config, resume, from_scratch
         self.coordinator = Child("coordinator", serve)
         self.trainer = Child("trainer", ())
         self.workers: list[Child] = []
         self.run = Path()
         self.url = ""
+        self._sinks = list(self.given.sinks)
+        self._num_read = num_read
+        self._handed_over: dict[str, str] = {}
         self._is_finished = False
         self._read, self._write = os.pipe()
         self._environment = {**os.environ, **_threads(config)}
@@ -84,15 +118,20 @@ class Supervisor:
     async def run_to_end(self) -> dict[str, Any]:
         stopping = Stopping()
         with ExitStack() as stack:
-            stack.enter_context(stopping.listening())
+            stack.enter_context(stopping.listening(self.given.stop))
             stack.callback(os.close, self._write)
             stack.callback(os.close, self._read)
+            self._handed_over = stack.enter_context(handed_over(self.given))
+            for sink in self.given.sinks:
+                stack.callback(sink.close)
             try:
                 await self._start_coordinator()
                 self._name_children()
                 await self._watch(stopping)
             finally:
                 await self._end_all()
+                if self.url:
+                    self._send_rows()
         summary = self.run / SUMMARY
         if not summary.is_file():
             raise OffbeatError(f"{self.run}: the run ended without a summary; see {self.run / 'logs'}")
@@ -101,6 +140,7 @@ class Supervisor:
     async def _watch(self, stopping: Stopping) -> None:
         """Keeps all children running, without a time limit, until the coordinator ends."""
         asked = asyncio.ensure_future(self._stop_when(stopping))
+        following = asyncio.ensure_future(self._follow())
         try:
             async with asyncio.TaskGroup() as group:
                 others = [group.create_task(self._keep(child)) for child in (self.trainer, *self.workers)]
@@ -112,6 +152,26 @@ class Supervisor:
             raise errors.exceptions[0] from None
         finally:
             asked.cancel()
+            following.cancel()
+
+    async def _follow(self) -> None:
+        """Sends each new row of metrics to the sinks given from Python; the coordinator sends it to all others."""
+        while self._sinks:
+            self._send_rows()
+            await asyncio.sleep(FOLLOW_EVERY_S)
+
+    def _send_rows(self) -> None:
+        file = self.run / METRICS
+        if not self._sinks or not file.is_file():
+            return
+        with file.open("rb") as rows:
+            rows.seek(self._num_read)
+            for line in rows:
+                if not line.endswith(b"\n"):
+                    break  # half a row, still being written
+                self._num_read += len(line)
+                with suppress(ValueError):  # `read_metrics` complains of it
+                    send(json.loads(line), self._sinks, lambda text: print(f"warning: {text}", file=sys.stderr))
 
     async def _stop_when(self, stopping: Stopping) -> None:
         """Waits for a request to stop, and then ends the trainer, which saves a checkpoint first. Ends the coordinator
@@ -125,7 +185,8 @@ class Supervisor:
         if self.trainer.process is not None:
             await self.trainer.process.wait()
         self.coordinator.keeps_going = False
-        self.coordinator.send(signal.Signals[stopping.why])
+        is_signal = stopping.why in signal.Signals.__members__
+        self.coordinator.send(signal.Signals[stopping.why] if is_signal else signal.SIGTERM)
 
     async def _keep(self, child: Child) -> None:
         """Starts a child unless it is running, and restarts it until it is done; raises if it dies too often."""
@@ -152,7 +213,7 @@ class Supervisor:
         try:
             child = self.coordinator
             child.restarts.started()
-            child.process = await self._spawn(arguments, None, {READY: str(write)}, (write,))
+            child.process = await self._spawn(arguments, None, {READY: str(write), **self._handed_over}, (write,))
         finally:
             os.close(write)
         if self.url:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,7 +16,7 @@ from offbeat.coordinator.admission import EvalPlan, Issuer
 from offbeat.coordinator.coordinator import Coordinator, CoordinatorSettings
 from offbeat.coordinator.maintenance import MaintenanceSettings, WeightGarbageCollector
 from offbeat.coordinator.reward_queue import RewardQueue, Scorer
-from offbeat.data.mixture import Mixture, build_mixture
+from offbeat.data.mixture import Functions, Mixture, RewardSpec, build_mixture
 from offbeat.data.prompts import Renderer
 from offbeat.errors import UserError
 from offbeat.ledger.ledger import Ledger
@@ -30,8 +29,14 @@ from offbeat.trajectory import Sampling
 from offbeat.weights.piece_store import PieceStore, open_store
 
 
-def make_mixture(config: Config, reward: Callable[..., Any] | None) -> Mixture:
-    return build_mixture(config.task, seed=config.run.seed, reward=reward)
+def make_mixture(
+    config: Config,
+    reward: RewardSpec | None = None,
+    functions: Functions | None = None,
+    home: Path | None = None,
+) -> Mixture:
+    """Builds the configuration's tasks; see `build_mixture` for the other parameters."""
+    return build_mixture(config.task, seed=config.run.seed, reward=reward, functions=functions, home=home)
 
 
 def make_shaping(config: Config) -> Shaping:

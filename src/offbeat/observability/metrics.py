@@ -13,7 +13,7 @@ import numpy as np
 from offbeat.ledger.records import Batch, Counts, EvalGroup, EvalRound, GroupState, Member
 from offbeat.observability.console import Console, held_out
 from offbeat.observability.metric_files import read_metrics
-from offbeat.observability.sinks import Sink
+from offbeat.observability.sinks import Sink, send
 
 if TYPE_CHECKING:
     from offbeat.launch.run_folder import RunFolder
@@ -146,12 +146,7 @@ class Reporter:
     def _emit(self, row: dict[str, Any]) -> None:
         self.folder.metrics(row)
         self.console.step(row)
-        for sink in list(self.sinks):
-            try:
-                sink.log(row)
-            except OSError as error:  # the run's own files already have the row
-                self.sinks.remove(sink)
-                self.console.alarm(f"log.sinks: {type(sink).__name__} failed and gets no more metrics: {error}")
+        send(row, self.sinks, self.console.alarm)
 
     def _plot(self, rows: Sequence[Mapping[str, Any]]) -> None:
         from offbeat.observability.plot import plot_rewards

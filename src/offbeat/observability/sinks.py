@@ -1,25 +1,84 @@
-"""Sends metrics to the sinks in `log.sinks`: TensorBoard, Weights & Biases or trackio.
+"""Sends metrics to the sinks in `log.sinks` (TensorBoard, Weights & Biases or trackio), and to callbacks and loggers
+that were given from Python.
 
-A row is written to the run's own files before it is sent. A sink's package is imported only if the sink is used; if it
-is missing, an error with the command that installs it is raised before any work begins.
+A row is written to the run's own files before it is sent. A sink that raises is named in one line and gets no more
+rows; the run goes on. A sink's package is imported only if the sink is used; if it is missing, an error with the
+command that installs it is raised before any work begins.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from offbeat.errors import UserError
+from offbeat.locate import is_async, one_line
+
+log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
     def log(self, row: Mapping[str, Any]) -> None: ...
     def close(self) -> None: ...
+
+
+class Verdict(Enum):
+    """What a callback may return."""
+
+    STOP = "stop"
+
+
+STOP: Final = Verdict.STOP
+"""Returned by a callback to end the run after this step, with a checkpoint."""
+
+
+def send(row: Mapping[str, Any], sinks: list[Sink], alarm: Callable[[str], None]) -> None:
+    """Sends a row to all sinks; removes a sink that raises from the list, and says so by `alarm`."""
+    for sink in list(sinks):
+        try:
+            sink.log(row)
+        except Exception as error:  # a user's code may raise anything, and the run is worth more
+            sinks.remove(sink)
+            name = getattr(sink, "name", f"log.sinks: {type(sink).__name__}")
+            log.warning("%s failed", name, exc_info=True)
+            alarm(f"{name} failed and gets no more metrics: {one_line(error)}")
+
+
+class GivenSink:
+    """A callback (a function) or a logger (an object with `log` and perhaps `close`) that was given from Python. Each
+    gets a copy of every row, of steps and of evaluations. `stop` is called with a reason if it returns `STOP`."""
+
+    def __init__(self, given: Any, stop: Callable[[str], object], *, is_logger: bool):
+        kind = "logger" if is_logger else "callback"
+        shown = getattr(given, "__name__", type(given).__name__)
+        self.name = f"{kind} {shown}"
+        function = getattr(given, "log", None) if is_logger else given
+        if not callable(function):
+            wanted = "an object with a method log(row)" if is_logger else "a function of a row"
+            raise UserError(f"{kind}s: {given!r:.60} is a {type(given).__name__}; give {wanted}")
+        if is_async(function):
+            raise UserError(f"{self.name}: is async, and nothing awaits it; give a plain function")
+        self._function, self._stop = function, stop
+        self._close = getattr(given, "close", None) if is_logger else None
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        if self._function(dict(row)) is STOP:
+            self._stop(self.name)
+
+    def close(self) -> None:
+        try:
+            if callable(self._close):
+                self._close()
+        except Exception as error:
+            log.warning("%s failed", self.name, exc_info=True)
+            print(f"warning: {self.name}: close failed: {one_line(error)}", file=sys.stderr, flush=True)
 
 
 def check_sinks(names: Sequence[str]) -> None:

@@ -5,6 +5,7 @@
   restored after the sample. If it changes the protocol's own descriptors, the process ends at once, so that no other
   sample is blamed.
 - Samples of a plain function run one after another, those of an async function concurrently, each with a deadline.
+- A function with TRL's signature is called once for many samples, with lists (`ListReward`).
 - A reward that raises, or does not return a finite number, gives an error, never a value; the traceback is in the log.
 - The process ends with its pool: when the pipe closes and, on Linux, by a signal even in the middle of a sample.
 """
@@ -24,7 +25,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -39,6 +40,9 @@ again, so at most this much work is lost."""
 HAND_BACK_AFTER_S = 0.1
 """After this time a process hands back the samples that it has not begun, for other processes. So slow samples are
 shared out one by one, while quick ones are sent in large messages."""
+SHORT_SHARE = 0.25
+"""A call of a `ListReward` that took less than this share of the time limit may be followed by one with twice the
+samples: the limit holds for a whole call."""
 MAX_ERROR_CHARS = 400
 FAR = 700
 """First descriptor for our own pipes. User code rarely touches descriptors this high: daemons close the first 256."""
@@ -107,18 +111,28 @@ class RewardServer:
         self.timeout_s, self.pipes, self.progress = setup.timeout_s, pipes, progress
         self.functions = {name: load_reward(spec) for name, spec in setup.named.items()}
         self.functions |= {name: _unpickle(name, data) for name, data in setup.pickled.items()}
+        self.lists = {
+            name: ListReward(function, f"reward {name}")
+            for name, function in self.functions.items()
+            if takes_lists(function)
+        }
         self.loop = asyncio.Runner()
 
     def describe(self) -> wire.Ready:
         rewards = {}
         for name, function in self.functions.items():
+            if name in self.lists:
+                rewards[name] = wire.RewardsLoaded(wire.ARGUMENTS, in_turn=False)
+                continue
             arguments = accepted_arguments(function, wire.ARGUMENTS, f"reward {name}")
-            rewards[name] = wire.RewardsLoaded(arguments, is_async(function))
+            rewards[name] = wire.RewardsLoaded(arguments, in_turn=not is_async(function))
         return wire.Ready(rewards)
 
     def judge(self, work: wire.Work) -> None:
         function = self.functions[work.reward]
-        if is_async(function):
+        if work.reward in self.lists:
+            self._judge_lists(work, self.lists[work.reward])
+        elif is_async(function):
             self.loop.run(self._judge_side_by_side(work, function))
         else:
             self._judge_in_turn(work, function)
@@ -143,6 +157,39 @@ class RewardServer:
                 answers.append(wire.RewardAnswer(index, error=self._report(work.reward, error)))
             self.pipes.restore()
         self._send(answers, last=True)
+
+    def _judge_lists(self, work: wire.Work, reward: ListReward) -> None:
+        """Judges samples in calls of as many as fit into the time limit. If a call fails, its samples are judged one
+        by one, so that only those fail which cannot be judged."""
+        start_s, begun = time.monotonic(), 0
+        while begun < len(work.samples) and (not begun or time.monotonic() - start_s < HAND_BACK_AFTER_S):
+            chunk = work.samples[begun : begun + reward.num_samples]
+            call_s = time.monotonic()
+            answers = self._call_with_lists(work.reward, reward, chunk, begun)
+            if len(chunk) > 1 and any(answer.error is not None for answer in answers):
+                singles = (self._call_with_lists(work.reward, reward, [s], begun + i) for i, s in enumerate(chunk))
+                answers = [answer for (answer,) in singles]
+            reward.note_duration(time.monotonic() - call_s, SHORT_SHARE * self.timeout_s)
+            begun += len(chunk)
+            self._send(answers)
+        self._send([], last=True)
+
+    def _call_with_lists(
+        self, name: str, reward: ListReward, samples: Sequence[Mapping[str, Any]], first: int
+    ) -> list[wire.RewardAnswer]:
+        """Judges samples in one call; returns their answers, numbered from `first`. All fail if the call does."""
+        self.progress.begin(len(samples))
+        try:
+            value = reward.function(**reward.arguments(samples))
+            if inspect.isawaitable(value):
+                value = self.loop.run(_finish(value))
+            parts = reward.parts(value, len(samples))
+            return [wire.RewardAnswer(first + i, found) for i, found in enumerate(parts)]
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
+            text = self._report(name, error)
+            return [wire.RewardAnswer(first + i, error=text) for i in range(len(samples))]
+        finally:
+            self.pipes.restore()
 
     async def _judge_side_by_side(self, work: wire.Work, function: Function) -> None:
         self.progress.begin(len(work.samples))
@@ -177,6 +224,77 @@ class RewardServer:
 
 class BadValue(ValueError):
     """A reward function returned a value that is not a reward."""
+
+
+LISTS = ("completions", "completion_ids")
+"""Parameters by which a function of TRL's signature is recognised."""
+NOT_PASSED = ("trainer_state", "log_extra", "log_metric", "environments")
+"""Arguments of TRL's that belong to its trainer and have no counterpart here."""
+MAX_SAMPLES = 64
+
+
+def takes_lists(function: Function) -> bool:
+    """Returns whether a function has TRL's signature, such as `reward(completions, **columns)`."""
+    try:
+        return not inspect.signature(function).parameters.keys().isdisjoint(LISTS)
+    except (TypeError, ValueError):  # `accepted_arguments` reports it
+        return False
+
+
+class ListReward:
+    """A reward function with TRL's signature. It is called by keyword with lists that have an entry for each sample:
+    `prompts`, `completions`, `completion_ids`, and each column of the problems' rows by its name. It returns a list of
+    numbers; None means that it does not apply to that sample."""
+
+    def __init__(self, function: Function, label: str):
+        self.function = function
+        self.num_samples = 1
+        """Samples for the next call; grows while calls are short."""
+        parameters = inspect.signature(function).parameters.values()
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._accepted = {p.name for p in named}
+        self._required = [p.name for p in named if p.default is p.empty]
+        for name in self._required:
+            if name in NOT_PASSED:
+                raise UserError(f"{label}: nothing is passed as {name!r}, which only TRL's trainer has; remove it")
+
+    def arguments(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+        rows = [{"answer": sample["answer"], **sample["info"]} for sample in samples]
+        columns = {name for row in rows for name in row} - {"prompt", "completion", "completion_ids"}
+        lists: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in columns}
+        lists["prompts"] = [sample["prompt"] for sample in samples]
+        lists["completions"] = [_completion(sample) for sample in samples]
+        lists["completion_ids"] = [sample["tokens"] for sample in samples]
+        for name in self._required:
+            if name not in lists:
+                raise BadValue(f"the reward needs a column {name!r}, and the problem has {', '.join(sorted(columns))}")
+        return lists if self._takes_all else {name: lists[name] for name in lists if name in self._accepted}
+
+    def parts(self, value: Any, count: int) -> list[list[tuple[float, str, int]]]:
+        """Returns the parts of each of `count` samples from what the function returned; no part: not applicable."""
+        if not isinstance(value, list | tuple) and hasattr(value, "tolist"):  # an array or a tensor
+            value = value.tolist()
+        if not isinstance(value, list | tuple):
+            raise BadValue(
+                f"the reward returned {_shown(value)}, a {type(value).__name__}; a reward that takes "
+                f"{' or '.join(LISTS)} returns a list with a number for each of them"
+            )
+        if len(value) != count:
+            raise BadValue(f"the reward returned {len(value)} numbers for {count} completions; return one for each")
+        values = (entry.item() if getattr(entry, "ndim", None) == 0 else entry for entry in value)
+        return [[] if entry is None else [(_finite(entry, ""), "reward", LAST)] for entry in values]
+
+    def note_duration(self, call_s: float, short_s: float) -> None:
+        """Chooses the size of the next call from the duration of the last one."""
+        size = self.num_samples * 2 if call_s < short_s else self.num_samples // 2
+        self.num_samples = min(max(size, 1), MAX_SAMPLES)
+
+
+def _completion(sample: Mapping[str, Any]) -> str | list[dict[str, str]]:
+    """Returns the response as TRL writes it: as text, or as a chat message if the prompt is a chat."""
+    text = sample["response"]
+    return text if isinstance(sample["prompt"], str) else [{"role": "assistant", "content": text}]
 
 
 def parts_of(value: Any) -> list[tuple[float, str, int]]:

@@ -25,8 +25,10 @@ from offbeat.rewards.wire import RewardAnswer, Setup
 from offbeat.spelling import suggest
 from offbeat.trajectory import Reward, reward_problem
 
-RewardSpec = str | Callable[..., Any]
-"""A reward: name of a built-in, `module:function`, `file.py:function`, or a function."""
+OneReward = str | Callable[..., Any]
+"""Name of a built-in reward, `module:function`, `file.py:function`, or a function."""
+RewardSpec = OneReward | Mapping[str, OneReward]
+"""A reward, or several by name whose values are added up; each gives a part of that name."""
 START_S = 120.0
 """Time limit for the start of a process; a user's module may import a lot."""
 MAX_PIECE = 64
@@ -58,6 +60,9 @@ class RewardResult:
     rewards: tuple[Reward, ...] = ()
 
 
+NOT_APPLICABLE = RewardResult(error="value: the reward returned None: no reward applies to this answer")
+WHOLE = "reward"
+"""Name that a function's value has if it gives only one number."""
 TRIAL = RewardInput(prompt="1+1=", response="2", answer="2")
 """Sample on which `check` tries a reward by default."""
 
@@ -88,13 +93,22 @@ class RewardPool:
 
     def __init__(self, processes: int, timeout_s: float, rewards: Mapping[str, RewardSpec], log_path: Path):
         self.num_processes, self.log_path = processes, log_path
+        self._names = list(rewards)
+        self._sums = {name: tuple(spec) for name, spec in rewards.items() if isinstance(spec, Mapping)}
+        """Names of the parts of each reward that is a sum of several."""
+        each: dict[str, OneReward] = {}
+        for name, spec in rewards.items():
+            if isinstance(spec, Mapping):
+                each |= {_part(name, part): own for part, own in spec.items()}
+            else:
+                each[name] = spec
         self._setup = Setup(
             timeout_s,
-            named={name: spec for name, spec in rewards.items() if isinstance(spec, str)},
-            pickled={name: _pickle(name, spec) for name, spec in rewards.items() if not isinstance(spec, str)},
+            named={name: spec for name, spec in each.items() if isinstance(spec, str)},
+            pickled={name: _pickle(name, spec) for name, spec in each.items() if not isinstance(spec, str)},
         )
         self._log = RewardLog(log_path)
-        self._queues: dict[str, deque[_Job]] = {name: deque() for name in rewards}
+        self._queues: dict[str, deque[_Job]] = {name: deque() for name in each}
         self._num_running = Counter[str]()
         self._calls: set[_Call] = set()
         self._ready: list[RewardProcess] = []
@@ -111,8 +125,8 @@ class RewardPool:
             raise
         except OffbeatError as error:
             raise UserError(f"{error}; see {self.log_path}") from error
-        parts: set[str] = set()
-        for name in self._queues:
+        parts = {part for parts in self._sums.values() for part in parts}  # some may not apply to the trial's sample
+        for name in self._names:
             (result,) = await self.score(name, [(trials or {}).get(name, TRIAL)])
             if result.error is not None:
                 raise UserError(f"reward {name}: its trial on one sample failed: {result.error}; see {self.log_path}")
@@ -122,10 +136,19 @@ class RewardPool:
     async def score(self, name: str, batch: Sequence[RewardInput]) -> list[RewardResult]:
         """Judges a batch with the reward `name`; returns the results in order. Raises only if the pool is closed or
         broken, or has no such reward."""
+        if parts := self._sums.get(name, ()):
+            columns = await asyncio.gather(*(self._score(_part(name, part), batch) for part in parts))
+            results = [_sum(parts, row) for row in zip(*columns, strict=True)]
+        else:
+            results = await self._score(name, batch)
+        return [result if result.rewards or result.error else NOT_APPLICABLE for result in results]
+
+    async def _score(self, name: str, batch: Sequence[RewardInput]) -> list[RewardResult]:
+        """Judges a batch with one function. A result with neither rewards nor an error: it does not apply."""
         if self._is_closed:
             raise OffbeatError("the reward pool is closed")
         if name not in self._queues:
-            raise OffbeatError(f"the reward pool has no reward {name!r}, only {', '.join(self._queues)}")
+            raise OffbeatError(f"the reward pool has no reward {name!r}, only {', '.join(self._names)}")
         if not batch:
             return []
         call = _Call(asyncio.get_running_loop().create_future(), [None] * len(batch), len(batch))
@@ -250,6 +273,24 @@ class RewardPool:
         for call in self._calls:
             if not call.done.done():
                 call.done.set_exception(error)
+
+
+def _part(name: str, part: str) -> str:
+    """Returns the name under which the pool runs a part of the reward `name`."""
+    return f"{name}/{part}"
+
+
+def _sum(parts: Sequence[str], results: Sequence[RewardResult]) -> RewardResult:
+    """Returns the sum of one sample's results, one for each of `parts`; an error if any of them failed."""
+    for part, result in zip(parts, results, strict=True):
+        if result.error is not None:
+            return RewardResult(error=f"{result.error} (reward {part})")
+    rewards = tuple(
+        msgspec.structs.replace(reward, name=part) if reward.name == WHOLE else reward
+        for part, result in zip(parts, results, strict=True)
+        for reward in result.rewards
+    )
+    return RewardResult(sum(reward.value for reward in rewards), rewards=rewards)
 
 
 def _pickle(name: str, function: Callable[..., Any]) -> bytes:

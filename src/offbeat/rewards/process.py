@@ -196,7 +196,7 @@ class RewardProcess:
         which samples have no answer, and why the process was lost, if it was."""
         unanswered = set(range(len(samples)))
         before, sent_s = self._progress.read(), time.monotonic()
-        in_turn = not self.rewards[reward].is_async
+        in_turn = self.rewards[reward].in_turn
         self._send(wire.Work(reward, list(samples)))
         while True:
             seen = self._progress.read()

@@ -40,7 +40,8 @@ class RewardsLoaded(msgspec.Struct):
     """Properties of one reward function, as the process that loaded it found them."""
 
     arguments: tuple[str, ...]
-    is_async: bool
+    in_turn: bool
+    """Whether samples are judged one after another, and not several side by side or in one call."""
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -63,7 +64,8 @@ class Work(msgspec.Struct, tag=True):
 
 
 class RewardAnswer(msgspec.Struct, array_like=True):
-    """Result of the sample at `index`: `parts`, each (value, name, position), or else an `error`."""
+    """Result of the sample at `index`: `parts`, each (value, name, position), or else an `error`. Empty `parts`: the
+    reward does not apply to the sample."""
 
     index: int
     parts: list[tuple[float, str, int]] | None = None

@@ -1,0 +1,76 @@
+"""Records rows that were given from Python in a file of JSON lines, which then is the source of a task.
+
+So a resumed run, or an evaluation of it later, sees the same rows, whatever they came from: a list, a Hugging Face
+dataset, a pandas data frame or a generator. They are read once, in order, and never held in memory together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from offbeat.data.prompts import plain, prompt_messages, prompt_text
+from offbeat.errors import UserError
+from offbeat.spelling import suggest
+
+MAX_ROWS = 5_000_000
+"""Limit that tells an endless iterable from a long one; at some 20 s a million rows, it is found out in two minutes."""
+
+
+def record(rows: Any, file: Path, task: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """Writes `rows` to `file` and returns the settings of a task that reads them: `task`, which may name columns, with
+    source and path. `label` names the rows in errors."""
+    if hasattr(rows, "iterrows") and hasattr(rows, "to_dict"):  # a pandas data frame
+        rows = rows.to_dict("records")
+    if isinstance(rows, Mapping):
+        raise UserError(f"{label}: is a dict of {', '.join(map(str, rows))}; give one split, or a list of rows")
+    if isinstance(rows, str) or not isinstance(rows, Iterable):
+        raise UserError(f"{label}: {rows!r:.60} is a {type(rows).__name__}; give a list of dicts or another iterable")
+    settings = {**task, "source": "file", "path": str(file)}
+    num_rows = 0
+    with file.open("wb") as out:
+        for num_rows, row in enumerate(rows, start=1):
+            if num_rows > MAX_ROWS:
+                raise UserError(
+                    f"{label}: more than {MAX_ROWS:,} rows; for endless prompts give a function of (ordinal, seed), or "
+                    "cut them with itertools.islice"
+                )
+            if num_rows == 1 and isinstance(row, Mapping):
+                settings |= _messages(row, settings)
+            out.write(msgspec.json.encode(_checked(row, settings, f"{label}: row {num_rows}")) + b"\n")
+    if not num_rows:
+        raise UserError(f"{label}: has no rows; every row is a prompt to train on")
+    return settings
+
+
+def _messages(row: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the setting for prompts that are chats, if the first row shows that its prompt is one."""
+    column = settings.get("prompt", "prompt")
+    return {"messages": column} if "messages" not in settings and isinstance(row.get(column), list) else {}
+
+
+def _checked(row: Any, settings: Mapping[str, Any], place: str) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise UserError(f"{place} is {row!r:.60}, a {type(row).__name__}; give a dict with a prompt")
+    column = settings.get("messages") or settings.get("prompt", "prompt")
+    if column not in row:
+        raise UserError(
+            f"{place} has no column {column!r}; {suggest(column, map(str, row))}; name it as in "
+            'task={"rows": rows, "prompt": "question"}'
+        )
+    values = {str(key): plain(_python(value)) for key, value in row.items()}
+    check = prompt_messages if "messages" in settings else prompt_text
+    check(values[column], f"{place}: {column}")
+    return values
+
+
+def _python(value: Any) -> Any:
+    """Converts numpy's scalars and arrays to Python's values, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _python(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_python(inner) for inner in value]
+    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "dtype") else value

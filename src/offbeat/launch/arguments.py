@@ -1,0 +1,166 @@
+"""Turns the arguments of `offbeat.train` into a configuration and what goes beside it: rows, functions, rewards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.config import DEMO, Config, from_dict, load, resolved
+from offbeat.config.keys import TASK_MODELS
+from offbeat.data.mixture import RewardSpec
+from offbeat.errors import UserError
+
+SHORT = {"model": "model.path", "steps": "run.steps", "name": "run.name", "lr": "optimizer.lr"}
+"""Configuration keys that have a short form as an argument."""
+DEMO_MODEL = "offbeat-tiny"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    config: Config
+    reward: RewardSpec | None
+    functions: dict[str, Callable[..., Any]]
+    """Sources of prompts, by `task.path`."""
+
+
+def prepare(
+    config: Config | Mapping[str, Any] | str | Path | None,
+    overrides: Mapping[str, Any],
+    *,
+    task: Any,
+    reward: Any,
+    resume: Path | None,
+    rows: Path,
+) -> Prepared:
+    """Checks the arguments of `offbeat.train`. Rows of `task` are recorded in the existing folder `rows`."""
+    keys = {SHORT[k] if k in SHORT and not isinstance(v, Mapping) else k: v for k, v in overrides.items()}
+    base = _base(config, resume, keys)
+    tasks = Tasks(rows)
+    if task is not None and resume is not None:
+        tasks.name_functions(task)
+    elif task is not None:
+        base = {**base, "task": tasks.sections(task)}
+    spec, weights = read_reward(reward)
+    for name, weight in weights.items():
+        base = {**base, "reward": {**base.get("reward", {}), "weights": {**_weights(base), name: weight}}}
+    made = from_dict(base, keys)
+    if isinstance(spec, str):  # the configuration can hold it
+        named = [one.model_copy(update={"reward": spec}) for one in made.task]
+        return Prepared(made.model_copy(update={"task": named}), None, tasks.functions)
+    return Prepared(made, spec, tasks.functions)
+
+
+def _weights(base: Mapping[str, Any]) -> Mapping[str, Any]:
+    section: Mapping[str, Any] = base.get("reward", {})
+    return section.get("weights", {})
+
+
+def _base(
+    config: Config | Mapping[str, Any] | str | Path | None, resume: Path | None, keys: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the configuration before any override. If none is given, it is that of the run to resume, or the demo's
+    for the demo's model; a model of real size gets the defaults, because the demo's learning rate would ruin it."""
+    if config is None and resume is None:
+        model = keys.get("model.path") or dict(keys.get("model", {})).get("path", DEMO_MODEL)
+        return copy.deepcopy(DEMO) if model == DEMO_MODEL else {}
+    if config is None:
+        assert resume is not None
+        config = resume / "config.json"
+    if isinstance(config, str | Path):
+        config = load(Path(config))
+    return resolved(config) if isinstance(config, Config) else dict(config)
+
+
+def read_reward(reward: Any) -> tuple[RewardSpec | None, dict[str, float]]:
+    """Returns a reward as the rest of Offbeat takes it, and the weights of its parts that were given with it."""
+    if reward is None or callable(reward) or isinstance(reward, str):
+        return reward, {}
+    if isinstance(reward, Sequence) and reward:
+        named: dict[str, Any] = {}
+        for one in reward:
+            named[_unused(_name(one), named)] = one
+    elif isinstance(reward, Mapping) and reward:
+        named = dict(reward)
+    else:
+        raise UserError(f"reward: {reward!r:.60} is a {type(reward).__name__}; give a function, or several by name")
+    functions, weights = dict[str, Any](), dict[str, float]()
+    for name, value in named.items():
+        function, *weight = value if isinstance(value, tuple | list) and len(value) == 2 else (value,)
+        if not (callable(function) or isinstance(function, str)) or not isinstance(name, str):
+            raise UserError(
+                f"reward: {name!r}: {value!r:.60} is not a reward; give a function, or (function, weight); keys of the "
+                f'section [reward] go as **{{"reward.{name}": ...}}'
+            )
+        functions[name] = function
+        if weight:
+            weights[name] = float(weight[0])
+    return functions, weights
+
+
+class Tasks:
+    """Turns the argument `task` into sections of a configuration."""
+
+    def __init__(self, rows: Path):
+        self.folder = rows
+        self.functions: dict[str, Callable[..., Any]] = {}
+
+    def sections(self, task: Any) -> list[dict[str, Any]]:
+        several = isinstance(task, list | tuple) and task and all(_is_section(one) for one in task)
+        return [self._section(one) for one in (task if several else [task])]
+
+    def name_functions(self, task: Any) -> None:
+        """Takes the functions of `task` for a resumed run, which has everything else from its beginning."""
+        for one in task if isinstance(task, list | tuple) else [task]:
+            function = one.get("rows") if isinstance(one, Mapping) else one
+            if not callable(function):
+                raise UserError("task: a resumed run keeps its tasks and the rows that it began with; leave it out")
+            self._named(function)
+
+    def _section(self, task: Any) -> dict[str, Any]:
+        settings = {}
+        if _is_section(task):
+            if "rows" not in task:
+                return dict(task)
+            settings = {key: value for key, value in task.items() if key != "rows"}
+            task = task["rows"]
+        if callable(task):
+            return {**settings, "source": "function", "path": self._named(task)}
+        if isinstance(task, str | Path):
+            return {**settings, "source": _source_of(str(task)), "path": str(task)}
+        from offbeat.data.rows import record
+
+        file = self.folder / f"{_unused('rows', [file.stem for file in self.folder.iterdir()])}.jsonl"
+        return record(task, file, settings, "task")
+
+    def _named(self, function: Callable[..., Any]) -> str:
+        name = f"{getattr(function, '__module__', '__main__')}:{_name(function)}"
+        self.functions[name] = function
+        return name
+
+
+def _is_section(task: Any) -> bool:
+    """Whether a value is a table of a configuration, or rows with such settings; rows may have a column `source`."""
+    return isinstance(task, Mapping) and ("rows" in task or task.get("source") in TASK_MODELS)
+
+
+def _source_of(text: str) -> str:
+    if text.endswith((".jsonl", ".ndjson", ".parquet")):
+        return "file"
+    return "function" if ":" in text else "dataset"
+
+
+def _name(one: Any) -> str:
+    if isinstance(one, str):
+        return one.rpartition(":")[2]
+    return getattr(one, "__name__", type(one).__name__).strip("<>")
+
+
+def _unused(name: str, taken: Any) -> str:
+    found, number = name, 1
+    while found in taken:
+        number += 1
+        found = f"{name}-{number}"
+    return found

@@ -1,0 +1,78 @@
+"""What a Python program gives a run besides its configuration: functions, rows, callbacks, and a way to stop it.
+
+Functions reach a coordinator in a process of its own through a file that only this user can read and that lasts as long
+as the program: nothing that a run keeps is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import cloudpickle
+
+from offbeat.data.mixture import Functions, RewardSpec
+from offbeat.errors import UserError
+from offbeat.launch.stopping import StopButton
+from offbeat.locate import one_line
+from offbeat.observability.sinks import Sink
+
+VARIABLE = "OFFBEAT_GIVEN"
+"""Environment variable with the path of the file for a coordinator."""
+
+
+@dataclass(frozen=True)
+class Given:
+    reward: RewardSpec | None = None
+    """Reward of all tasks, in place of their own."""
+    functions: Functions = field(default_factory=dict)
+    """Sources of prompts, by `task.path`."""
+    rows: Path | None = None
+    """Folder whose files, which tasks name, become part of the run's folder."""
+    sinks: Sequence[Sink] = ()
+    stop: StopButton = field(default_factory=StopButton)
+    on_folder: Callable[[Path], object] = lambda _: None
+    """Called with the run's folder as soon as there is one."""
+
+
+@contextmanager
+def handed_over(given: Given) -> Iterator[dict[str, str]]:
+    """Yields the environment variables by which a coordinator that is started in the block gets the functions."""
+    if given.reward is None and not given.functions:
+        yield {}
+        return
+    descriptor, name = tempfile.mkstemp(prefix="offbeat-given-")
+    try:
+        with open(descriptor, "wb") as file:
+            try:
+                cloudpickle.dump((given.reward, dict(given.functions)), file)
+            except Exception as error:
+                raise UserError(
+                    f"a function of yours cannot be sent to another process ({one_line(error)}); put it in a file and "
+                    "write file.py:function"
+                ) from error
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        yield {VARIABLE: name, "PYTHONPATH": path}
+    finally:
+        os.unlink(name)
+
+
+def received() -> Given:
+    """Returns what this process was handed over; nothing, if it was started by hand."""
+    name = os.environ.pop(VARIABLE, None)
+    if name is None:
+        return Given()
+    try:
+        reward, functions = pickle.loads(Path(name).read_bytes())
+    except Exception as error:
+        raise UserError(
+            f"a function of yours cannot be loaded in another process: {one_line(error)}; put it in a file and write "
+            "file.py:function"
+        ) from error
+    return Given(reward, functions)

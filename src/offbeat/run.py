@@ -1,0 +1,313 @@
+"""A run, for Python programs and notebooks: `offbeat.train` returns one, and `offbeat.Run(path)` opens one on disk.
+
+What a `Run` shows is read from its folder, so it is the same during training, afterwards, and in another program.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import html
+import io
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from offbeat.config import Config, load
+from offbeat.errors import DeadlineError, UserError
+from offbeat.extras import import_extra
+from offbeat.launch import arguments
+from offbeat.launch.given import Given
+from offbeat.launch.run_folder import CONFIG, LOCK, METRICS, SUMMARY, refuse_in_use, stored_config
+from offbeat.launch.stopping import StopButton
+from offbeat.observability.metric_files import read_metrics
+from offbeat.observability.sinks import GivenSink
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Reward = Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | Mapping[str, Any]
+ROWS = "tasks"
+"""Folder, below the run's, for rows from Python."""
+
+
+class Run:
+    """A run: its results, and what can be done with it. `path` is the run's folder."""
+
+    path: Path
+
+    def __init__(self, path: str | Path):
+        """Opens the run in folder `path`, whether it has ended or not."""
+        stored_config(Path(path))
+        self.path = Path(path).absolute()
+        self._training: _Training | None = None
+        self._given: dict[str, Any] = {}
+
+    @classmethod
+    def _train(cls, config: Any, **given: Any) -> Self:
+        """Trains a new run, or one to resume; see `offbeat.train` for the parameters."""
+        run = cls.__new__(cls)
+        run._start(config, **given)
+        return run
+
+    def _start(
+        self,
+        config: Any,
+        *,
+        task: Any = None,
+        reward: Reward | None = None,
+        callbacks: Sequence[Callable[[dict[str, Any]], Any]] = (),
+        loggers: Sequence[Any] = (),
+        resume: str | Path | Run | None = None,
+        wait: bool = True,
+        **overrides: Any,
+    ) -> None:
+        self._given = {"reward": reward, "callbacks": callbacks, "loggers": loggers}
+        self._training = training = _Training()
+        home = resume.path if isinstance(resume, Run) else None if resume is None else Path(resume)
+        with tempfile.TemporaryDirectory(prefix="offbeat-") as scratch:
+            rows = Path(scratch).resolve() / ROWS
+            rows.mkdir()
+            prepared = arguments.prepare(config, overrides, task=task, reward=reward, resume=home, rows=rows)
+            if prepared.functions:
+                self._given["task"] = list(prepared.functions.values())
+            press = training.button.press
+            given = Given(
+                prepared.reward,
+                prepared.functions,
+                rows if any(rows.iterdir()) else None,
+                [
+                    *(GivenSink(callback, press, is_logger=False) for callback in callbacks),
+                    *(GivenSink(logger, press, is_logger=True) for logger in loggers),
+                ],
+                training.button,
+                self._begun,
+            )
+            training.start(lambda: _launch(prepared.config, given, home), wait=wait)
+
+    def _begun(self, path: Path) -> None:
+        self.path = path.absolute()
+        assert self._training is not None
+        self._training.begun.set()
+
+    @property
+    def config(self) -> Config:
+        """Configuration of the run, with all its keys."""
+        return load(self.path / CONFIG)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Figures of the whole run, as in summary.json: rewards, speed, why it stopped. Empty until training ends."""
+        file = self.path / SUMMARY
+        return json.loads(file.read_text()) if file.is_file() else {}
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """A row for each step, as in metrics.jsonl, without steps that a resume undid. Rows of evaluated steps have
+        `eval_mean@k`; the row of step 0, if there is one, is the evaluation before training."""
+        return read_metrics(self.path / METRICS)
+
+    def frame(self) -> Any:
+        """Returns the metrics as a pandas data frame with the step as index."""
+        return import_extra("pandas", "notebook", "Run.frame").DataFrame(self.metrics).set_index("step")
+
+    def plot(self) -> Figure:
+        """Returns a matplotlib figure of training and held-out reward, which a notebook shows."""
+        import_extra("matplotlib", "plot", "Run.plot")
+        from offbeat.observability.plot import draw_rewards
+
+        rows = self.metrics
+        if not any(row.get("reward") is not None for row in rows):
+            raise UserError(f"{self.path}: has no reward to plot yet; wait for the first step")
+        figure = draw_rewards(rows, self.path.name)
+        assert figure is not None
+        setattr(figure, "_repr_png_", lambda: _png(figure))  # noqa: B010 - for notebooks without %matplotlib
+        return figure
+
+    def trajectories(
+        self,
+        *,
+        purpose: Literal["train", "eval"] | None = None,
+        step: int | None = None,
+        source: str | None = None,
+        worker: str | None = None,
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+        limit: int | None = None,
+        newest_first: bool = True,
+    ) -> list[dict[str, Any]]:
+        """Returns answers, each with its prompt, right answer, reward and step; the filters are those of `offbeat
+        show`. `pandas.DataFrame(run.trajectories())` makes a table of them."""
+        from offbeat.tools.trajectories import read_trajectories
+
+        return read_trajectories(
+            self.path,
+            purpose=purpose,
+            step=step,
+            source=source,
+            worker=worker,
+            min_reward=min_reward,
+            max_reward=max_reward,
+            limit=limit,
+            newest_first=newest_first,
+        )
+
+    def evaluate(
+        self, *, prompts: int | None = None, samples: int | None = None, reward: Reward | None = None
+    ) -> dict[str, float]:
+        """Returns mean@k and pass@k of the newest weights on the run's held-out problems. Rewards given to
+        `offbeat.train` are used again; for a run that was opened from disk, give them as `reward`."""
+        from offbeat.tools.evaluate import evaluate_run
+
+        chosen, _ = arguments.read_reward(self._given.get("reward") if reward is None else reward)
+        return evaluate_run(self.path, prompts=prompts, samples=samples, reward=chosen)
+
+    def export(self, folder: str | Path) -> Path:
+        """Writes the newest weights as a Hugging Face model to the new folder `folder`, and returns that folder."""
+        from offbeat.tools.export import export_run
+
+        export_run(self.path, Path(folder))
+        return Path(folder)
+
+    def resume(self, *, steps: int | None = None, wait: bool = True, **changes: Any) -> Self:
+        """Trains on, up to `steps` steps counted from the run's beginning, and returns this run.
+
+        Rewards, callbacks, loggers and functions from Python are used again. `changes` are further arguments of
+        `offbeat.train`: others of these, or keys of the configuration that may change.
+        """
+        if self.is_running:
+            raise UserError(f"{self.path}: is training already; stop it first, or wait for its end")
+        self._start(
+            None,
+            resume=self.path,
+            wait=wait,
+            **{**self._given, **({} if steps is None else {"steps": steps}), **changes},
+        )
+        return self
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this object's run is being trained, by this program."""
+        return self._training is not None and not self._training.ended.done()
+
+    def stop(self) -> Self:
+        """Ends training after the current step, with a checkpoint, and waits for that. In a callback, which is part
+        of a step, it does not wait."""
+        if self._training is None:
+            if (self.path / LOCK).exists():
+                refuse_in_use(self.path)  # another program's run: it must be stopped there
+            return self
+        self._training.button.press("stop()")
+        return self if self._training.is_own_thread() else self.wait()
+
+    def wait(self, timeout: float | None = None) -> Self:
+        """Waits until training ends, `timeout` seconds at most, and returns the run. Raises the error that ended
+        training, or `TimeoutError`. Ctrl-C stops the run with a checkpoint; a second one ends only the waiting."""
+        if self._training is not None and not self._training.wait(timeout):
+            raise DeadlineError(f"{self.path}: is still training after {timeout:g} s")
+        return self
+
+    def __repr__(self) -> str:
+        return f"<offbeat.Run {self.path}: {self._state()}>"
+
+    def _repr_html_(self) -> str:
+        from offbeat.observability.console import closing_lines
+
+        names = ("reward", "held-out", "time")
+        shown = [(name, text) for name, text in closing_lines(self.summary, "") if name in names]
+        cells = [("run", str(self.path)), ("state", self._state()), *shown]
+        return "".join(("<table>", *(f"<tr><th>{n}</th><td>{html.escape(t)}</td></tr>" for n, t in cells), "</table>"))
+
+    def _state(self) -> str:
+        last = max((row["step"] for row in self.metrics), default=0)
+        step, summary = f"step {last} of {self.config.run.steps}", self.summary
+        if self.is_running:
+            return f"training, {step}"
+        if self._training is not None and (error := self._training.ended.exception()) is not None:
+            return f"failed, {step}: {error}"
+        if not summary:
+            return f"not finished, {step}"
+        return f"finished, {step}" if summary["finished"] else f"stopped by {summary['stopped_by']}, {step}"
+
+
+def _png(figure: Figure) -> bytes:
+    picture = io.BytesIO()
+    figure.savefig(picture)
+    return picture.getvalue()
+
+
+class _Training:
+    """Training by this program: in the thread that calls `start`, or in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.button = StopButton()
+        self.begun = threading.Event()
+        """Set once the run has a folder, or has failed before."""
+        self.ended: futures.Future[None] = futures.Future()
+        self._thread = threading.current_thread()
+        self._is_alone = False
+        """Whether nobody waits for the thread that trains."""
+
+    def start(self, work: Callable[[], object], *, wait: bool) -> None:
+        """Does `work`. Without `wait`, it goes on in a thread of its own once the run has a folder."""
+        if wait:
+            self._do(work)
+        else:
+            context = contextvars.copy_context()
+            self._is_alone = True
+            self._thread = threading.Thread(target=context.run, args=(self._do, work), name="offbeat-train")
+            self._thread.start()
+            try:
+                self.begun.wait()
+            except BaseException:
+                self.button.press("SIGINT")
+                raise
+        if self.ended.done():
+            self.ended.result()
+
+    def _do(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised by `start` or `wait`
+            self.ended.set_exception(error)
+            if self._is_alone and self.begun.is_set():
+                print(f"offbeat: training has failed: {error}; wait() raises the error", file=sys.stderr, flush=True)
+        else:
+            self.ended.set_result(None)
+        finally:
+            self.begun.set()
+
+    def is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def wait(self, timeout: float | None) -> bool:
+        """Waits for the end and raises the error, if there was one; returns False if `timeout` passes first."""
+        is_asked = False
+        while not self.ended.done():
+            try:
+                if not futures.wait([self.ended], timeout).done:
+                    return False
+            except KeyboardInterrupt:
+                if is_asked:
+                    raise
+                is_asked = True
+                self.button.press("SIGINT")
+        self.ended.result()
+        return True
+
+
+def _launch(config: Config, given: Given, resume: Path | None) -> None:
+    """Trains in this process, or with worker processes if `rollout.workers` says so."""
+    if config.rollout.workers is None:
+        from offbeat.launch import local
+
+        local.train(config, given=given, resume=resume)
+    else:
+        from offbeat.launch import engine_parts, stopping, supervisor
+
+        engine_parts.check_engine(config, config.rollout.workers)
+        stopping.run(supervisor.train(config, given, resume=resume))
