@@ -309,6 +309,12 @@ class Reports(Versions):
             max_staleness_trained=oldest,
         )
 
+    def answers_in_hand(self) -> dict[str, tuple[int, int]]:
+        """Returns, by purpose, the number of answers of groups that are in no batch yet, and of all their tasks."""
+        query = """SELECT purpose, SUM(num_trajectories), SUM(size) FROM groups WHERE state = 'open' OR state = 'ready'
+                   GROUP BY purpose"""
+        return {purpose: (num_answers, num_tasks) for purpose, num_answers, num_tasks in self.execute(query)}
+
     def waiting_for(self) -> str:
         """Describes what the next batch still needs."""
         query = """SELECT state, COUNT(*) FROM groups WHERE (state = 'open' OR state = 'ready') AND purpose = 'train'
