@@ -292,15 +292,13 @@ class Coordinator:
         self.rewards.settle_busy_times()
 
     async def activity(self) -> Activity:
-        counts = await self._writer.read(self.ledger.answers_in_hand)
+        found = await self._writer.read(self.ledger.answers_in_hand)
         num_wanted = self._groups_per_step * self.issuer.group_size
-        num_answers, _ = counts.get("train", (0, 0))
-        num_eval_answers, num_eval_wanted = counts.get("eval", (0, 0))
         return Activity(
-            num_answers=min(num_answers, num_wanted),
+            num_answers=min(found.num_train, num_wanted),
             num_wanted=num_wanted,
-            num_eval_answers=num_eval_answers,
-            num_eval_wanted=num_eval_wanted,
+            num_eval_answers=found.num_eval,
+            num_eval_wanted=found.num_eval_wanted,
             num_workers=len(self._present_workers()),
             has_version=self._newest is not None,
             is_training=self.times.is_training,
