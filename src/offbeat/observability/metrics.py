@@ -103,6 +103,8 @@ class Reporter:
             self.console.note(f"resumed at step {fields['step']} as version {fields['version']}")
 
     def advise(self, found: Iterable[Advice]) -> None:
+        if self.folder.config.rollout.engine == "paced":
+            return  # it has no model, so nothing could be learnt
         for advice in found:
             self.event("advice", about=advice.about, text=advice.text)
 
