@@ -241,9 +241,7 @@ def test_spans_are_timed_and_traced(tmp_path):
 
 
 def test_a_trace_is_json_however_its_run_ended(tmp_path):
-    with pytest.raises(KeyboardInterrupt), begin(tmp_path) as folder:
-        with folder.trace.span("train"):
-            pass
+    with pytest.raises(KeyboardInterrupt), begin(tmp_path) as folder, folder.trace.span("train"):
         raise KeyboardInterrupt
     assert [event["name"] for event in json.loads((folder.path / "trace.json").read_text())][1:] == ["train"]
 

@@ -122,10 +122,12 @@ async def _show_activity(coordinator: Coordinator, reporter: Reporter) -> None:
         await asyncio.sleep(ACTIVITY_EVERY_S)
         activity = await coordinator.activity()
         had_worker |= activity.num_workers > 0
-        reporter.doing(_in_words(activity, coordinator.only_worker, had_worker=had_worker), activity.num_workers)
+        reporter.doing(in_words(activity, coordinator.only_worker, had_worker=had_worker), activity.num_workers)
 
 
-def _in_words(activity: Activity, only_worker: str, *, had_worker: bool) -> str:
+def in_words(activity: Activity, only_worker: str, *, had_worker: bool) -> str:
+    """Describes what a run is doing. `only_worker`: name of the worker of a run of one process; `had_worker`: whether a
+    worker has been present before."""
     if not activity.has_version:
         return "waiting for the trainer's first weights"
     if not activity.num_workers:

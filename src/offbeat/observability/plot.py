@@ -57,8 +57,9 @@ def draw_rewards(rows: Sequence[Row], title: str = "") -> Figure | None:
     axes.set_ylabel("reward", color=INK)
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    low, high = min(rewards), max(rewards)
-    if high - low < MIN_SPAN and not evals:
+    drawn = [value for _, value in [*train, *evals]]
+    low, high = min(drawn), max(drawn)
+    if high - low < MIN_SPAN:
         axes.set_ylim(*((-0.02, 1.02) if low >= 0 and high <= 1 else (low - 0.5, high + 0.5)))
     axes.grid(axis="y", color=GRID)
     axes.set_axisbelow(True)
