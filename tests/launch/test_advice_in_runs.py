@@ -47,6 +47,6 @@ def test_a_reward_whose_best_is_0_is_not_taken_for_one_that_gives_nothing(tmp_pa
 
 @pytest.mark.full
 def test_the_demo_is_told_nothing(tmp_path):
-    config = {**offbeat.config.DEMO, "run": {"steps": 50, "dir": str(tmp_path), "name": "a"}}
+    config = {**offbeat.config.DEMO, "run": {"steps": 40, "dir": str(tmp_path), "name": "a"}}
     offbeat.train({**config, "log": {"console": "quiet"}})
     assert [event for event in read_events(tmp_path / "a" / "events.jsonl") if event["event"] == "advice"] == []

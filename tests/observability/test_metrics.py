@@ -144,6 +144,17 @@ def test_failures_are_told_once_and_counted_by_step(reporter, capsys):
     assert capsys.readouterr().err.count("2 samples failed") == 1
 
 
+def test_the_first_step_does_not_count_the_start_of_its_trainer(reporter):
+    sink = Sink()
+    reporter.sinks.append(sink)
+    reporter._last_s -= 60.0
+    row = {"reward": 0.5, "failures": 0, "tokens": 10, "samples": 2, "time_wait_s": 1.5, "time_train_s": 0.5}
+    for step in (1, 2):
+        reporter.step({"step": step, **row})
+    assert (sink.rows[0]["seconds"], sink.rows[0]["tokens_per_second"]) == (2.0, 5.0)
+    assert sink.rows[1]["seconds"] < 1.0
+
+
 def test_a_sink_that_fails_is_left_out_and_the_run_goes_on(reporter, capsys):
     broken, whole = Sink(OSError("disk full")), Sink()
     reporter.sinks[:] = [broken, whole]

@@ -143,7 +143,7 @@ class Adviser:
             yield Advice(
                 "rejected",
                 f"loss.correction rejects {1 - row['kept_share']:.0%} of the tokens: the weights have moved far since "
-                " they were sampled. Lower optimizer.lr or schedule.max_staleness",
+                "they were sampled. Lower optimizer.lr or schedule.max_staleness",
             )
         if self._lasts("idle", row.get("idle_workers", 0) > 0, STEPS):
             yield Advice(

@@ -82,7 +82,7 @@ class Reporter:
     def __init__(self, folder: RunFolder, console: Console, sinks: Sequence[Sink]):
         self.folder, self.console, self.sinks = folder, console, list(sinks)
         self._last_s = time.monotonic()
-        self._num_failed = 0
+        self._num_failed, self._is_first = 0, True
         self._shown: set[str] = set()
         self._seen_worker_s = self._last_s
         config = folder.config
@@ -140,7 +140,10 @@ class Reporter:
                 f"step {row['step']}: {failures} samples failed and are not trained on; see {self.folder.logs}"
             )
         now_s = time.monotonic()
-        seconds, self._last_s = now_s - self._last_s, now_s
+        seconds = now_s - self._last_s
+        if self._is_first:  # without the start of a trainer in another process
+            seconds = sum(row.get(f"time_{stage}_s", 0.0) for stage in ("wait", "train", "publish")) or seconds
+        self._last_s, self._is_first = now_s, False
         self._emit(
             {
                 **row,
