@@ -35,3 +35,17 @@ def test_who_goes_on_working_gets_times_end_to_end():
         clock.now_s = now_s
         busy.settle(holding=["a"])
     assert spans == [("a", 0.0, 2.0), ("a", 2.0, 3.0)]
+
+
+def test_who_leaves_is_forgotten_with_a_last_span():
+    clock, spans = Clock(), []
+    busy = BusyTimes("generate", clock)
+    busy.on_span = lambda who, what, start_s, end_s, **details: spans.append((who, start_s, end_s))
+    busy.got_work("a")
+    clock.now_s = 1.0
+    busy.answered("a")
+    clock.now_s = 9.0
+    busy.left("a")
+    busy.left("a stranger")
+    busy.settle(holding=["a"])
+    assert spans == [("a", 0.0, 1.0)]

@@ -39,15 +39,21 @@ class BusyTimes:
         found = self._open[member]
         found.last_s, found.num_answers = self._clock(), found.num_answers + count
 
+    def left(self, member: str) -> None:
+        """Reports the time of a member that holds no work any more, and forgets the member."""
+        if (found := self._open.pop(member, None)) is not None and found.num_answers:
+            self._report(member, found, found.last_s)
+
     def settle(self, holding: Collection[str]) -> None:
         """Reports all times up to now; those of members that are still `holding` work go on as new ones."""
         now_s = self._clock()
         for member, found in list(self._open.items()):
-            is_busy = member in holding
-            end_s = now_s if is_busy else found.last_s
-            if self.on_span is not None and (found.num_answers or is_busy):
-                self.on_span(member, self._name, found.start_s, end_s, answers=found.num_answers)
-            if is_busy:
+            if member in holding:
+                self._report(member, found, now_s)
                 self._open[member] = _Open(now_s, now_s)
             else:
-                del self._open[member]
+                self.left(member)
+
+    def _report(self, member: str, found: _Open, end_s: float) -> None:
+        if self.on_span is not None:
+            self.on_span(member, self._name, found.start_s, end_s, answers=found.num_answers)

@@ -288,7 +288,7 @@ class Coordinator:
         self.busy.on_span = self.rewards.busy.on_span = on_span
 
     def _settle_busy_times(self) -> None:
-        self.busy.settle({f"worker {lease.worker}" for lease in self.lease_manager.leases.all()})
+        self.busy.settle({_track(lease.worker) for lease in self.lease_manager.leases.all()})
         self.rewards.settle_busy_times()
 
     async def activity(self) -> Activity:
@@ -370,7 +370,7 @@ class Coordinator:
         self.lease_manager.granted(worker, tasks)
         if tasks:
             self.times.leased()
-            self.busy.got_work(f"worker {worker}")
+            self.busy.got_work(_track(worker))
             self._worked.add(worker)
             self._partials.handed_out(tasks)
             self._provisioning.handed_out(tasks)
@@ -415,7 +415,7 @@ class Coordinator:
         self.lease_manager.handed_in(worker, trajectory, fence, is_new=outcome is not Outcome.REPEATED)
         self.fitness.succeeded(worker)
         self.times.submitted()
-        self.busy.answered(f"worker {worker}")
+        self.busy.answered(_track(worker))
         if outcome is not Outcome.REPEATED:
             self._provisioning.submitted(trajectory)
         if outcome is Outcome.STORED:
@@ -487,6 +487,8 @@ class Coordinator:
         self.rounds.left(worker)
         self._provisioning.left(worker)
         self.relays.leave(worker)
+        self.busy.left(_track(worker))
+        self._worked.discard(worker)
 
     def forget_silent(self) -> None:
         """Forgets workers that vanished long ago; otherwise memory would grow with every worker that ever joined."""
@@ -658,3 +660,8 @@ class Coordinator:
         found = await self._progress.first(check)
         assert found is not None, "a wait without a deadline returned None; this is a bug"
         return found
+
+
+def _track(worker: str) -> str:
+    """Returns the name of a worker's track in the run's trace."""
+    return f"worker {worker}"

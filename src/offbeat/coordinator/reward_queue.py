@@ -362,10 +362,13 @@ class RewardQueue:
         self._heard.pop(judge, None)
         if self.pending.leave(judge):
             self._hand_out()
+        self.busy.left(_track(judge))
 
     def forget_silent(self) -> None:
         """Forgets judges that hold no samples and made no call for `PRESENT_S`."""
         here = self.present()
+        for judge in self._heard.keys() - here:
+            self.busy.left(_track(judge))
         self._heard = {judge: heard_s for judge, heard_s in self._heard.items() if judge in here}
 
     def present(self, within_s: float = PRESENT_S) -> list[str]:
