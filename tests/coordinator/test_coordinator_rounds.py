@@ -77,6 +77,8 @@ def test_beginnings_that_were_handed_back_are_carried_on_in_the_next_round_with_
                 "partial_tokens": 6,
                 "resumed_tokens": 0,
                 "over_provision": 2.0,
+                "workers": 1,
+                "idle_workers": 0,
             }
             await made.commit(0, version(1, 1, 0))
             assert (await made.lease("w", 100, 0, SOON_S)).version == version(1, 1, 0), "it has nothing else to do"

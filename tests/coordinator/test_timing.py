@@ -41,3 +41,18 @@ def test_the_split_tells_generation_from_rewards():
     clock.now_s = 2.5
     times.claimed(0)
     assert times.split() == {"time_generate_s": 2.0, "time_reward_s": 0.5}
+
+
+def test_answers_to_tasks_handed_out_before_the_last_claim_were_generated_since_then():
+    """Otherwise the last answer came before the first task, and generation took less than no time."""
+    clock = Clock()
+    times = StepTimes(clock)
+    times.leased()
+    clock.now_s = 1.0
+    times.claimed(0)
+    clock.now_s = 3.0
+    times.submitted()
+    times.leased()
+    clock.now_s = 4.0
+    times.claimed(1)
+    assert times.split() == {"time_generate_s": 2.0, "time_reward_s": 1.0}

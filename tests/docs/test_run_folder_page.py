@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from doc_reader import ROOT, Reader, blocks
 
+from offbeat.observability.console import columns
+
 PAGE = ROOT / "docs" / "run-folder.md"
 SUMMARY = "finished"
 """A key that only the summary has."""
@@ -81,6 +83,22 @@ def test_the_ledgers_report_on_the_page_is_like_a_real_one(run: Path, reader: Re
 
 
 def test_the_spans_on_the_page_are_those_of_a_real_trace(run: Path):
-    spans = {json.loads(line.rstrip(","))["name"] for line in (run / "trace.json").read_text().splitlines()[1:]}
-    named = PAGE.read_text().partition("## trace.json")[2].partition(". Open")[0]
-    assert spans == set(re.findall(r"`(\w+)`", named))
+    events = json.loads((run / "trace.json").read_text())
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    spans = {(tracks[event["tid"]].split()[0], event["name"]) for event in events if event["ph"] == "X"}
+    section = PAGE.read_text().partition("## trace.json")[2].partition("\n## ")[0]
+    shown = {
+        (track.split()[0], name)
+        for tracks_cell, spans_cell in re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.MULTILINE)
+        for track in re.findall(r"`(.*?)`", tracks_cell)
+        for name in re.findall(r"`(\w+)`", spans_cell)
+    }
+    assert spans == {(track, name) for track, name in shown if track != "judge"}
+
+
+def test_the_columns_on_the_page_are_those_of_the_console():
+    section = PAGE.read_text().partition("| column | metric |")[2].partition("\n\n")[0]
+    shown = [
+        name for cell in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in re.findall(r"`(.*?)`", cell)
+    ]
+    assert set(shown) == {column.name for column in columns(10, width=200, has_workers=True)}

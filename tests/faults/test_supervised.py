@@ -7,7 +7,7 @@ import signal
 from collections import Counter
 
 import pytest
-from supervised_runs import TINY, check_whole
+from supervised_runs import TINY, check_figures, check_whole
 
 from benchmarks.common.supervised import PACED, Supervised, rows, until
 from offbeat.model.loading import TINY_FOLDER
@@ -29,6 +29,7 @@ def test_a_run_whose_every_process_is_killed_in_turn_finishes_by_itself(tmp_path
     run.kill("coordinator")  # it was just about to start again
     assert run.finish() == ""
     check_whole(run.run, num_steps)
+    check_figures(run.run)
     ends = Counter(row["process"] for row in run.diary() if row.get("status") == -signal.SIGKILL)
     assert ends >= Counter([*killed, "coordinator"])
 
@@ -59,6 +60,7 @@ def test_ctrl_c_ends_with_a_checkpoint_a_summary_and_its_status(tmp_path):
     summary = json.loads((run.run / "summary.json").read_text())
     assert (summary["finished"], summary["stopped_by"], summary["steps"]) == (False, "SIGINT", int(step))
     assert Checkpoints(run.run / "checkpoints").steps() == [int(step)]
+    check_figures(run.run)
     assert all(row["status"] == 0 for row in run.diary() if row["process"] == "worker-1" and row["event"] == "ended")
 
 

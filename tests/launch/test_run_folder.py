@@ -240,6 +240,12 @@ def test_spans_are_timed_and_traced(tmp_path):
         assert '"train"' in (folder.path / "trace.json").read_text()
 
 
+def test_a_trace_is_json_however_its_run_ended(tmp_path):
+    with pytest.raises(KeyboardInterrupt), begin(tmp_path) as folder, folder.trace.span("train"):
+        raise KeyboardInterrupt
+    assert [event["name"] for event in json.loads((folder.path / "trace.json").read_text())][1:] == ["train"]
+
+
 def test_a_summary_is_replaced_whole(tmp_path):
     with begin(tmp_path) as folder:
         folder.summary({"steps": 1})

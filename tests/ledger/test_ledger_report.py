@@ -137,3 +137,14 @@ def test_versions_are_told_with_what_was_sampled_from_them_and_which_are_abandon
     ]
     assert told.num_abandoned_versions == 1
     assert sum(made.num_tokens for made in told.versions) == told.counts.tokens.generated
+
+
+def test_answers_in_hand_are_those_of_groups_in_no_batch_yet(ledger: Ledger):
+    full_step(ledger, 0)
+    assert ledger.answers_in_hand() == (0, 0, 0), "what is trained is in no hand"
+    ledger.admit(new_groups(ledger, 2, size=2, require_version=None))
+    whole, _, half, _ = ledger.lease("w", 4, 1)
+    ledger.submit([handed(answer(whole, [1]))])
+    assert ledger.answers_in_hand().num_train == 1, "a group that is not whole yet counts"
+    ledger.submit([handed(answer(half, [1]))])
+    assert ledger.answers_in_hand() == (2, 0, 0)

@@ -182,7 +182,7 @@ EDITS = {
     ),
     "abandoned tokens trained": (
         f"UPDATE segments SET version = 3 WHERE task = {SCORED}",
-        "tokens count as trained or audited, 0 as stale, 0 as abandoned, but their versions",
+        "tokens count as trained or left out by an audit, 0 as stale, 0 as abandoned, but their versions",
     ),
     "scored too late": (
         "UPDATE batches SET last_reward = 0 WHERE step = 0",

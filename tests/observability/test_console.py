@@ -7,27 +7,30 @@ from offbeat.observability.console import (
     PlainConsole,
     TerminalConsole,
     closing_lines,
+    columns,
     duration,
     header,
     line,
     open_console,
     short,
-    time_split,
 )
 
 ROW = {
     "step": 3,
     "reward": 0.4123,
     "length": 6.1,
-    "logprob_gap": 1.2e-6,
+    "cut_share": 0.126,
+    "signal_share": 0.97,
+    "staleness": 1.24,
+    "workers": 3,
     "tokens_per_second": 12345.0,
-    "samples_per_second": 847.2,
     "seconds": 0.3,
-    "time_generate_s": 0.18,
-    "time_reward_s": 0.003,
-    "time_train_s": 0.09,
-    "time_publish_s": 0.01,
+    "entropy": 0.55,
+    "grad_norm": 1.23,
+    "time_wait_s": 0.18,
+    "time_train_s": 0.4,
 }
+EVALUATION = {"step": 3, "eval_mean@4": 0.5, "eval_prompts": 15, "eval_samples": 60, "eval_failed": 0}
 SUMMARY = {
     "steps": 60,
     "seconds": 131.2,
@@ -35,6 +38,9 @@ SUMMARY = {
     "reward_last": 0.89,
     "eval_first": 0.39,
     "eval_last": 0.87,
+    "eval_prompts": 15,
+    "eval_samples": 60,
+    "eval_failed": 0,
     "samples_per_second": 847.2,
     "tokens_per_second": 12345.0,
 }
@@ -53,19 +59,47 @@ class Terminal(io.StringIO):
 
 
 def test_a_line_says_everything_in_80_columns():
-    text = line({**ROW, "step": 12345, "eval_mean@4": 0.5}, 99999)
-    assert text.split() == ["12345/99999", "0.412", "0.500", "6.1", "1.2e-06", "12.3k", "847", "60/1/30/3/6"]
-    assert len(text) <= 80
-    assert len(header()) <= 80
+    shown = columns(99999, has_workers=True)
+    text = line({**ROW, **EVALUATION, "step": 12345}, shown)
+    figures = ["12345/99999", "0.412", "0.500", "(15x4)", "6.1", "13%", "97%", "1.2", "3", "12.3k"]
+    assert text.split() == figures
+    assert len(text) <= len(header(shown)) + 2 <= 80
+
+
+def test_a_wider_terminal_shows_more():
+    names = [column.name for column in columns(10, width=120)]
+    assert names[-5:] == ["s/step", "entropy", "grad norm", "waiting", "training"]
+    assert line(ROW, columns(10, width=120)).split()[-5:] == ["0.3", "0.55", "1.23", "60%", "100%"]
+    assert "workers" not in names
+    assert len(header(columns(10, width=100, has_workers=True))) <= 100
+
+
+def test_a_held_out_reward_says_of_how_many_answers_it_is_the_mean():
+    cells = next(column for column in columns(10) if column.name == "held-out").cell
+    assert cells({**EVALUATION, "eval_samples": 15}) == "0.500 (15)"
+    assert cells(EVALUATION) == "0.500 (15x4)"
+    assert cells({**EVALUATION, "eval_samples": 23, "eval_failed": 37}) == "0.500 (23/60)"
+    assert cells({"eval_mean@1": 0.5}) == "0.500"  # of an older run
 
 
 @pytest.mark.parametrize("row", [{}, {"step": 1}, {"step": 1, "reward": None}, {"step": 1, "reward": float("nan")}])
 def test_a_row_may_lack_anything(row):
-    assert "nan" not in line(row, 10)
+    assert "nan" not in line(row, columns(10, width=200, has_workers=True))
 
 
-def test_stages_that_overlap_never_exceed_the_whole():
-    assert time_split({"seconds": 1.0, "time_generate_s": 1.0, "time_train_s": 1.0}) == "50/0/50/0/0"
+def test_a_log_gets_a_sign_of_life_when_no_line_came_for_long():
+    file, clock = io.StringIO(), FakeClock()
+    console = PlainConsole(20, file, clock=clock)
+    for now_s in range(1, 96):
+        clock.now_s = float(now_s)
+        console.doing(f"answers {now_s}/99")
+        if now_s == 25:
+            console.step({"step": 1, "reward": 0.5})
+    signs = [text.strip() for text in file.getvalue().splitlines() if "answers" in text]
+    assert signs == [
+        *("0/20  answers 10/99, 10.0 s", "0/20  answers 20/99, 20.0 s"),
+        *("1/20  answers 55/99, 55.0 s", "1/20  answers 85/99, 1 min 25 s"),
+    ]
 
 
 def test_fast_steps_share_a_line_but_evaluations_and_the_last_step_get_theirs():
@@ -76,13 +110,14 @@ def test_fast_steps_share_a_line_but_evaluations_and_the_last_step_get_theirs():
         console.step({"step": step, "reward": 0.5})
         if step == 3:
             console.step({"step": step, "eval_mean@1": 0.5})
-    shown = [text.split("/")[0].strip() for text in file.getvalue().splitlines()[2:]]
+    shown = [text.split("/")[0].strip() for text in file.getvalue().splitlines()[1:]]
     assert shown == ["1", "3", "6", "11", "16", "20"]
 
 
 def test_a_quiet_console_speaks_only_of_alarms(capsys):
     with open_console("quiet", 10) as console:
         console.step(ROW)
+        console.doing("answers 3/8")
         console.note("hello")
         console.finish(SUMMARY, "runs/x")
         console.alarm("engine and trainer disagree")
@@ -111,17 +146,29 @@ def test_a_terminal_gets_lines_a_bar_and_a_panel(monkeypatch):
     file = Terminal()
     with open_console("rich", 10, file=file) as console:
         console.step(ROW)
+        console.doing("answers 37/64")
         console.note("resumed [at] step 3")
         console.alarm("look [here]")
         console.finish(SUMMARY, "runs/x")
     text = file.getvalue()
-    for told in ("0.412", "resumed [at] step 3", "look [here]", "0.410 → 0.890", "offbeat export runs/x", "reward"):
+    for told in (
+        "0.412",
+        "answers 37/64",
+        "resumed [at] step 3",
+        "look [here]",
+        "0.410 → 0.890",
+        "offbeat export runs/x",
+        "reward",
+    ):
         assert told in text
 
 
 def test_the_end_says_what_came_of_it_and_what_to_do_next():
     words = dict(closing_lines(SUMMARY, "runs/x"))
-    assert words["reward"] == "0.410 → 0.890"
+    assert words["reward"] == "0.410 → 0.890  (first 3 steps → last 10 steps)"
+    assert words["held-out"] == "0.390 → 0.870  (15 problems, 4 answers each)"
+    failed = dict(closing_lines({**SUMMARY, "eval_samples": 23, "eval_failed": 37}, "runs/x"))
+    assert failed["held-out"] == "0.390 → 0.870  (23 of 60 answers; 37 failed)"
     assert words["time"] == "60 steps in 2 min 11 s"
     assert words["or"] == "offbeat train --resume runs/x --run.steps 120"
     stopped = dict(closing_lines({"finished": False, "steps": 3, "reward_first": None}, "runs/x"))

@@ -64,7 +64,14 @@ def test_a_row_has_the_figures_of_its_batch():
     row = row_of(group(member(2, 1.0), member(4, 0.0, staleness=2, end=End.LENGTH)))
     expected = {"step": 3, "reward": 0.5, "reward_std": 0.5, "length": 3.0, "length_max": 4, "cut_share": 0.5}
     expected |= {"staleness": 8 / 6, "staleness_max": 2, "off_policy_share": 4 / 6, "samples": 2, "tokens": 6}
-    expected |= {"dropped_no_signal": 3, "time_train_s": 0.25, "lr": 0.01, "loss": 0.1}
+    expected |= {
+        "reward_min": 0.0,
+        "reward_max": 1.0,
+        "dropped_no_signal": 3,
+        "time_train_s": 0.25,
+        "lr": 0.01,
+        "loss": 0.1,
+    }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert not any(name.startswith(("reward/", "part/", "weights_", "lone_")) for name in row)
 
@@ -117,6 +124,15 @@ def test_what_a_user_has_to_know_is_an_alarm_and_an_event(reporter, capsys, kind
     assert written.items() >= fields.items()
 
 
+def test_an_alarm_that_may_come_at_every_step_is_shown_once(reporter, capsys):
+    for step in (7, 8):
+        reporter.report({"event": "logprob_gap", "step": step, "gap": 0.5, "limit": 0.1})
+    shown = capsys.readouterr().err
+    assert ("step 7" in shown, "step 8" in shown) == (True, False)
+    events = [json.loads(line) for line in (reporter.folder.path / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "logprob_gap"] == [7, 8]
+
+
 def test_failures_are_told_once_and_counted_by_step(reporter, capsys):
     sink = Sink()
     reporter.sinks.append(sink)
@@ -126,6 +142,17 @@ def test_failures_are_told_once_and_counted_by_step(reporter, capsys):
     assert all(row["tokens_per_second"] == pytest.approx(10 / row["seconds"]) for row in sink.rows)
     assert all(row["samples_per_second"] == pytest.approx(2 / row["seconds"]) for row in sink.rows)
     assert capsys.readouterr().err.count("2 samples failed") == 1
+
+
+def test_the_first_step_does_not_count_the_start_of_its_trainer(reporter):
+    sink = Sink()
+    reporter.sinks.append(sink)
+    reporter._last_s -= 60.0
+    row = {"reward": 0.5, "failures": 0, "tokens": 10, "samples": 2, "time_wait_s": 1.5, "time_train_s": 0.5}
+    for step in (1, 2):
+        reporter.step({"step": step, **row})
+    assert (sink.rows[0]["seconds"], sink.rows[0]["tokens_per_second"]) == (2.0, 5.0)
+    assert sink.rows[1]["seconds"] < 1.0
 
 
 def test_a_sink_that_fails_is_left_out_and_the_run_goes_on(reporter, capsys):
@@ -145,10 +172,12 @@ def test_an_evaluation_is_a_mean_over_prompts_and_leaves_out_what_has_no_reward(
     groups = (evaluated("a", 1.0, 0.0), evaluated("b", 0.0), evaluated("b"), evaluated("b", 1.0, state=GroupState.OPEN))
     figures = eval_figures(EvalRound(4, False, groups))
     assert figures == {
-        **{"eval_step": 4, "eval_prompts": 2, "eval_mean@2": 0.25, "eval_pass@2": 0.5},
+        **{"eval_step": 4, "eval_prompts": 2, "eval_samples": 3, "eval_failed": 3, "eval_mean@2": 0.25},
+        "eval_pass@2": 0.5,
         **{"eval/a_mean@2": 0.5, "eval/a_pass@2": 1.0, "eval/b_mean@2": 0.0, "eval/b_pass@2": 0.0},
     }
-    assert eval_figures(EvalRound(4, False, ())) == {"eval_step": 4, "eval_prompts": 0}
+    nothing = {"eval_step": 4, "eval_prompts": 0, "eval_samples": 0, "eval_failed": 0}
+    assert eval_figures(EvalRound(4, False, ())) == nothing
 
 
 def test_a_summary_compares_the_first_steps_with_the_last():

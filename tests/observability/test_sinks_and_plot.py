@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from offbeat.errors import UserError
-from offbeat.observability.plot import plot_rewards, smooth
+from offbeat.observability.plot import draw_rewards, plot_rewards, smooth
 from offbeat.observability.sinks import check_sinks, numbers, open_sinks
 
 
@@ -40,6 +40,30 @@ def test_a_picture_is_drawn_of_what_there_is(tmp_path):
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert not plot_rewards([{"step": 0, "eval_mean@1": 0.1}], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+def test_a_short_runs_picture_has_whole_steps_and_no_running_mean():
+    pytest.importorskip("matplotlib")
+    figure = draw_rewards([{"step": n, "reward": n / 10} for n in (1, 2, 3)], "a run")
+    (axes,) = figure.axes
+    assert axes.get_title(loc="left") == "a run"
+    assert all(step == int(step) for step in axes.get_xticks())
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["training reward"]
+
+
+def test_a_running_mean_is_labelled_with_its_window():
+    pytest.importorskip("matplotlib")
+    figure = draw_rewards([{"step": n, "reward": n / 100} for n in range(1, 76)])
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels == ["training reward", "mean of 3 steps"]
+    assert smooth([0.0, 3.0, 0.0, *[0.0] * 72])[:4] == [1.5, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("value, low, high", [(0.0, -0.02, 1.02), (1.0, -0.02, 1.02), (-3.0, -3.5, -2.5)])
+def test_a_constant_reward_is_drawn_as_one(value, low, high):
+    pytest.importorskip("matplotlib")
+    rows = [{"step": 0, "eval_mean@1": value}, *({"step": n, "reward": value} for n in (1, 2, 3))]
+    assert draw_rewards(rows).axes[0].get_ylim() == (low, high)
 
 
 def test_smoothing_keeps_a_line_straight_and_a_constant_the_same():

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import threading
+import time
 
 import pytest
 
@@ -14,9 +15,14 @@ def trace(tmp_path):
     made.close()
 
 
-def spans(path) -> list[dict]:
+def events(path) -> list[dict]:
     """Reads a trace as viewers do: its closing bracket may be missing."""
-    return json.loads(path.read_text().rstrip().rstrip(",") + "]")
+    text = path.read_text().rstrip()
+    return json.loads(text if text.endswith("]") else text.rstrip(",") + "]")
+
+
+def spans(path) -> list[dict]:
+    return [event for event in events(path) if event["ph"] != "M"]
 
 
 def test_seconds_are_summed_by_name_and_handed_out_once(trace):
@@ -64,10 +70,41 @@ def test_spans_that_run_at_the_same_time_get_lanes_of_their_own(trace, tmp_path)
     assert max(span["tid"] for span in found) <= 4  # lanes are used again
 
 
+def test_a_closed_trace_is_json_and_a_resume_goes_on_with_it(tmp_path):
+    path = tmp_path / "trace.json"
+    Trace(path).close()
+    assert json.loads(path.read_text()) == []
+    for name in ("first", "second"):
+        trace = Trace(path)
+        with trace.span(name):
+            pass
+        trace.close()
+        assert json.loads(path.read_text())[-1]["name"] == name
+    assert [span["name"] for span in spans(path)] == ["first", "second"]
+
+
+def test_spans_that_others_report_have_a_track_by_name(trace, tmp_path):
+    with trace.span("train"):
+        pass
+    now_s = time.monotonic()
+    trace.record("worker a", "generate", now_s - 2.0, now_s - 0.5, answers=4)
+    trace.record("rewards", "reward", now_s - 1.0, now_s)
+    trace.record("worker a", "generate", now_s - 0.5, now_s, answers=2)
+    trace.flush()
+    names = {event["tid"]: event["args"]["name"] for event in events(tmp_path / "trace.json") if event["ph"] == "M"}
+    found = [(names[span["tid"]], span["name"]) for span in spans(tmp_path / "trace.json")]
+    generate = ("worker a", "generate")
+    assert found == [("trainer", "train"), generate, ("rewards", "reward"), generate]
+    _, first, _, second = spans(tmp_path / "trace.json")
+    assert (first["dur"], first["args"]) == (1_500_000.0, {"answers": 4})
+    assert first["ts"] + first["dur"] == pytest.approx(second["ts"], abs=1)
+    assert trace.spans_since_last().keys() == {"train"}
+
+
 def test_a_trace_goes_on_after_a_kill_and_stops_when_full(tmp_path):
     path = tmp_path / "trace.json"
     path.write_text('[\n{"name": "a", "ph": "X"},\n{"name": "b", "p')
-    trace = Trace(path, max_bytes=600)
+    trace = Trace(path, max_bytes=700)
     for _ in range(20):
         with trace.span("c"):
             pass
@@ -75,5 +112,5 @@ def test_a_trace_goes_on_after_a_kill_and_stops_when_full(tmp_path):
     names = [span["name"] for span in spans(path)]
     assert names[:2] == ["a", "c"]
     assert names[-1] == "the trace is full"
-    assert path.stat().st_size < 900
+    assert path.stat().st_size < 1000
     assert trace.spans_since_last()["c"] > 0

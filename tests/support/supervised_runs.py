@@ -42,3 +42,15 @@ def check_whole(run: Path, num_steps: int, groups_per_step: int = 2) -> None:
     assert drawn == set(range(len(drawn))), "an ordinal was left out"
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["finished"], summary["steps"]) == (True, num_steps)
+
+
+def check_figures(run: Path) -> None:
+    """No time is negative, and the trace is JSON with everybody's work."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(row[name] >= 0 for row in rows for name in row if name.startswith("time_"))
+    assert {row["workers"] for row in rows if "reward" in row} <= {0, 1, 2}
+    events = json.loads((run / "trace.json").read_text())
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    spans = {(names[event["tid"]], event["name"]) for event in events if event["ph"] == "X"}
+    assert spans >= {("trainer", "train"), ("worker worker-1", "generate"), ("rewards", "reward")}
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")

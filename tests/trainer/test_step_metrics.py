@@ -137,10 +137,10 @@ def test_samples_that_have_no_gradient_are_measured_and_count_as_unclipped():
 
 def test_a_row_names_figures_by_staleness_and_leaves_out_what_does_not_apply():
     sums = added(fixture())
-    sums.loss, sums.value_loss, sums.audited = 5.0, 3.0, [4, 1]
+    sums.loss, sums.value_loss, sums.left_out = 5.0, 3.0, [4, 1]
     sums.compared = [SegmentFinding(4, 0, 10, 3), SegmentFinding(1, 2, 5, 0)]
     row = sums.metrics([1.0, 2.0], 1.0, has_values=True).row()
-    assert (row["audited"], row["loss"], row["value_loss"], row["grad_norm"]) == (2, 2.5, 1.5, 1.5)
+    assert (row["left_out"], row["loss"], row["value_loss"], row["grad_norm"]) == (2, 2.5, 1.5, 1.5)
     assert (row["compared_tokens"], row["off_tokens"]) == (15, 3)
     assert row["kept_share/staleness_3-4"] == 0
     assert all(isinstance(value, int | float) for value in row.values())

@@ -46,7 +46,7 @@ def test_honest_samples_pass_the_audit_and_train_as_without_it():
     samples = honest_samples(with_audit)
     metrics = train_step(with_audit, samples, AUDIT, lr=1e-2)
     train_step(without, samples, StepSettings(), lr=1e-2)
-    assert metrics.audited == ()
+    assert metrics.left_out == ()
     assert metrics.logprob_gap < 1e-5
     assert torch.equal(weights(with_audit), weights(without))
 
@@ -58,7 +58,7 @@ def test_a_sample_with_log_probs_of_other_weights_is_left_out_and_named(updates)
     spoilt = [lying(s) if i in (1, 6) else s for i, s in enumerate(samples)]
     settings = dataclasses.replace(AUDIT, updates_per_step=updates)
     metrics = train_step(policy, spoilt, settings, lr=1e-2)
-    assert metrics.audited == (1, 6)
+    assert metrics.left_out == (1, 6)
     assert metrics.num_trained_tokens == sum(s.num_tokens for i, s in enumerate(samples) if i not in (1, 6))
     assert metrics.logprob_gap < 1e-5
 
@@ -75,7 +75,7 @@ def test_old_tokens_are_no_evidence_against_anyone():
     policy = Policy(tiny_model("llama"), AdamSettings())
     samples = [dataclasses.replace(lying(s), staleness=np.ones(s.num_tokens, np.int64)) for s in honest_samples(policy)]
     metrics = train_step(policy, samples, AUDIT, lr=1e-2)
-    assert metrics.audited == ()
+    assert metrics.left_out == ()
     assert math.isnan(metrics.logprob_gap)
     assert metrics.num_trained_tokens == sum(s.num_tokens for s in samples)
 
@@ -84,7 +84,7 @@ def test_keys_and_values_of_older_weights_are_no_evidence_and_no_gap():
     policy = Policy(tiny_model("llama"), AdamSettings())
     samples = [dataclasses.replace(lying(s), old_kv=np.ones(s.num_tokens, bool)) for s in honest_samples(policy)]
     metrics = train_step(policy, samples, AUDIT, lr=1e-2)
-    assert (metrics.audited, metrics.compared) == ((), ())
+    assert (metrics.left_out, metrics.compared) == ((), ())
     assert math.isnan(metrics.logprob_gap)
 
 
@@ -128,7 +128,7 @@ def test_older_tokens_are_compared_with_the_weights_of_their_own_version(kind, t
     stale[3] = lying(stale[3])
     settings = dataclasses.replace(AUDIT, audit_share=1.0)
     metrics = train_step(policy, stale, settings, 1e-2, weights_of=lambda number: tmp_path / f"{number}.safetensors")
-    assert metrics.audited == (3,)
+    assert metrics.left_out == (3,)
     assert metrics.compared == tuple((i, 0, n, n if i == 3 else 0) for i, n in enumerate(count))
     assert math.isnan(metrics.logprob_gap)
     train_step(alone, [masked(s) if i == 3 else s for i, s in enumerate(stale)], AUDIT, lr=1e-2)

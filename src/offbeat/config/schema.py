@@ -718,7 +718,7 @@ class WeightsConfig(Section):
 
 class LogConfig(Section):
     console: Literal["auto", "rich", "plain", "quiet"] = free("auto")
-    """Console output. auto: rich on a terminal, plain elsewhere."""
+    """Console output. auto: a table in a notebook, rich on a terminal, plain elsewhere."""
     sinks: list[Literal["tensorboard", "wandb", "trackio"]] = free([])
     """Metric loggers: tensorboard, wandb, trackio."""
     project: str = free("offbeat")

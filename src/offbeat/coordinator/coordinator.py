@@ -16,6 +16,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from offbeat.client.protocol import Heartbeat, LeaseResponse
 from offbeat.coordinator.admission import Drawing, Issuer, provisioning_of
+from offbeat.coordinator.busy_times import BusyTimes, OnSpan
 from offbeat.coordinator.lease_manager import LeaseManager, Presence
 from offbeat.coordinator.maintenance import LedgerMaintenance, MaintenanceSettings, WeightGarbageCollector
 from offbeat.coordinator.relays import RelayAssignment
@@ -132,7 +133,10 @@ class StepTimes:
         self._next.first_lease_s = self._next.first_lease_s or self._clock()
 
     def submitted(self) -> None:
-        self._next.last_submit_s = self._clock()
+        now_s = self._clock()
+        if self._next.first_lease_s is None:  # its task was handed out before the last claim: generation never paused
+            self._next.first_lease_s = self._claimed.claimed_s or now_s
+        self._next.last_submit_s = now_s
 
     def claimed(self, step: int) -> None:
         """Records that the batch of `step` is complete. A repeated claim, as by a resumed trainer, changes nothing."""
@@ -148,6 +152,11 @@ class StepTimes:
         self._committed_s = now_s
         self._claimed_s = {other: at_s for other, at_s in self._claimed_s.items() if other > step}
         return None if before_s is None else (max(claimed_s - before_s, 0.0), now_s - before_s)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a batch has been claimed whose step is not committed yet."""
+        return bool(self._claimed_s)
 
     def split(self) -> dict[str, float]:
         """Returns how many seconds the last claimed batch took to generate and then to score; empty if not known."""
@@ -169,6 +178,25 @@ FORGET_AFTER_S = 3600.0
 """Silence after which a worker is forgotten. In practice at least twice the lease time, so that its tasks have been
 taken back by then. A worker that returns later is treated as new and loses nothing."""
 FORGET_EVERY_S = 60.0
+PRESENT_S = 15.0
+"""Silence after which a worker no longer counts as present, if leases are shorter; an idle worker calls more often."""
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a run is doing now."""
+
+    num_answers: int
+    """Number of answers, with or without a reward, for the next batch."""
+    num_wanted: int
+    """Number of answers of a whole batch."""
+    num_eval_answers: int
+    """Number of answers of evaluations in progress."""
+    num_eval_wanted: int
+    num_workers: int
+    has_version: bool
+    """Whether the trainer has published weights."""
+    is_training: bool
 
 
 @dataclass(frozen=True)
@@ -217,6 +245,9 @@ class Coordinator:
         for versions."""
 
         self.times, self._partials = StepTimes(), PartialCounters()
+        self.busy = BusyTimes("generate")
+        self._worked: set[str] = set()
+        """Workers that were given tasks since the last report of a step."""
         self._provisioning = provisioning_of(
             settings.over_provision,
             ledger.terms.max_staleness if settings.overlap else None,
@@ -252,6 +283,30 @@ class Coordinator:
     def _report_choice(self, decision: Decision) -> None:
         self.on_report({"event": "over_provision", "factor": decision.factor, "why": decision.reason})
 
+    def record_spans(self, on_span: OnSpan) -> None:
+        """Reports with `on_span` from now on when workers generate and judges score."""
+        self.busy.on_span = self.rewards.busy.on_span = on_span
+
+    def _settle_busy_times(self) -> None:
+        self.busy.settle({_track(lease.worker) for lease in self.lease_manager.leases.all()})
+        self.rewards.settle_busy_times()
+
+    async def activity(self) -> Activity:
+        found = await self._writer.read(self.ledger.answers_in_hand)
+        num_wanted = self._groups_per_step * self.issuer.group_size
+        return Activity(
+            num_answers=min(found.num_train, num_wanted),
+            num_wanted=num_wanted,
+            num_eval_answers=found.num_eval,
+            num_eval_wanted=found.num_eval_wanted,
+            num_workers=len(self._present_workers()),
+            has_version=self._newest is not None,
+            is_training=self.times.is_training,
+        )
+
+    def _present_workers(self) -> list[str]:
+        return self.presence.present(max(self.settings.lease_ttl_s, PRESENT_S))
+
     async def start(self, *, keep_leases: bool = False) -> None:
         """Starts the background tasks, and scores unscored trajectories. With `keep_leases`, renews all stored leases,
         because remote workers survive a restart; otherwise releases them."""
@@ -262,6 +317,7 @@ class Coordinator:
 
     async def close(self) -> None:
         await self._background.close()
+        self._settle_busy_times()
         await self._writer.close()
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -314,6 +370,8 @@ class Coordinator:
         self.lease_manager.granted(worker, tasks)
         if tasks:
             self.times.leased()
+            self.busy.got_work(_track(worker))
+            self._worked.add(worker)
             self._partials.handed_out(tasks)
             self._provisioning.handed_out(tasks)
         if any(task.require_version is None for task in tasks):
@@ -357,6 +415,7 @@ class Coordinator:
         self.lease_manager.handed_in(worker, trajectory, fence, is_new=outcome is not Outcome.REPEATED)
         self.fitness.succeeded(worker)
         self.times.submitted()
+        self.busy.answered(_track(worker))
         if outcome is not Outcome.REPEATED:
             self._provisioning.submitted(trajectory)
         if outcome is Outcome.STORED:
@@ -428,6 +487,8 @@ class Coordinator:
         self.rounds.left(worker)
         self._provisioning.left(worker)
         self.relays.leave(worker)
+        self.busy.left(_track(worker))
+        self._worked.discard(worker)
 
     def forget_silent(self) -> None:
         """Forgets workers and judges that vanished long ago, so that memory does not grow with all that ever joined."""
@@ -477,6 +538,7 @@ class Coordinator:
             )
         crash_here("claim-stored")
         self.times.claimed(step)
+        self._settle_busy_times()
         self._provisioning.claimed()
         self.rounds.notify()
         self._notify_workers()
@@ -499,9 +561,15 @@ class Coordinator:
             raise
 
     def step_figures(self) -> dict[str, float]:
-        """Returns figures for a step's metrics row: counts of partials since the last call, and the over-provisioning
-        factor with its predictions, if any."""
-        return {**self._partials.take(), **self._provisioning.figures()}
+        """Returns figures for a step's metrics row: counts of partials since the last call, the over-provisioning
+        factor with its predictions, if any, and unless this is a run of one process, the number of workers."""
+        figures = {**self._partials.take(), **self._provisioning.figures()}
+        if not self.only_worker:
+            present = set(self._present_workers())
+            busy = self._worked | {lease.worker for lease in self.lease_manager.leases.all()}
+            figures |= {"workers": len(present), "idle_workers": len(present - busy)}
+            self._worked.clear()
+        return figures
 
     async def commit(
         self,
@@ -592,3 +660,8 @@ class Coordinator:
         found = await self._progress.first(check)
         assert found is not None, "a wait without a deadline returned None; this is a bug"
         return found
+
+
+def _track(worker: str) -> str:
+    """Returns the name of a worker's track in the run's trace."""
+    return f"worker {worker}"

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from offbeat.client.protocol import RewardLease
+from offbeat.coordinator.busy_times import BusyTimes
 from offbeat.errors import RunStopped, UserError
 from offbeat.ledger.errors import Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
@@ -289,6 +290,7 @@ class RewardQueue:
             raise UserError(f"reward.processes is 0; it must be at least 1, because {_cannot_leave(self._stay_here)}")
         self._feed_now, self._store_now = asyncio.Event(), asyncio.Event()
         self._waiting = Notifier()
+        self.busy = BusyTimes("reward")
         self._heard: dict[str, float] = {}
         """Time of each remote judge's last call."""
         self._answers: list[tuple[list[Scored], asyncio.Future[None]]] = []
@@ -335,6 +337,7 @@ class RewardQueue:
                 return RewardLease(is_over=True)
             batch = self.pending.lease(judge, capacity, self._specs)
             if batch is not None:
+                self.busy.got_work(_track(judge))
                 inputs = tuple(self.scorer.inputs(batch.samples))
                 return RewardLease(batch.ticket, self._specs[batch.reward], inputs, self.timeout_s, SILENT_S)
             return None if capacity else RewardLease(ttl_s=SILENT_S)
@@ -359,10 +362,13 @@ class RewardQueue:
         self._heard.pop(judge, None)
         if self.pending.leave(judge):
             self._hand_out()
+        self.busy.left(_track(judge))
 
     def forget_silent(self) -> None:
         """Forgets judges that hold no samples and made no call for `PRESENT_S`."""
         here = self.present()
+        for judge in self._heard.keys() - here:
+            self.busy.left(_track(judge))
         self._heard = {judge: heard_s for judge, heard_s in self._heard.items() if judge in here}
 
     def present(self, within_s: float = PRESENT_S) -> list[str]:
@@ -370,6 +376,9 @@ class RewardQueue:
         since_s = self._clock() - within_s
         heard = {judge for judge, heard_s in self._heard.items() if heard_s >= since_s}
         return sorted((heard | self.pending.held.keys()) - {LOCAL})
+
+    def settle_busy_times(self) -> None:
+        self.busy.settle([_track(judge) for judge in self.pending.held])
 
     def describe_waits(self) -> str:
         """Describes which judges hold how many samples, for error messages."""
@@ -406,6 +415,7 @@ class RewardQueue:
                 batch = self.pending.lease(LOCAL, size, (reward,), timed=False)
                 if batch is None:
                     break
+                self.busy.got_work(_track(LOCAL))
                 self._background.spawn(self._judge_here(batch))
         self._waiting.notify()
 
@@ -416,6 +426,7 @@ class RewardQueue:
 
     async def _answer(self, judge: str, ticket: str, results: Sequence[RewardResult]) -> None:
         batch = self.pending.answer(judge, ticket)
+        self.busy.answered(_track(judge), len(batch.samples))
         stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answers.append((self.scorer.scored(batch.samples, results), stored))
         self._store_now.set()
@@ -456,6 +467,11 @@ class RewardQueue:
     def _silent(self) -> list[str]:
         since_s = self._clock() - SILENT_S
         return [judge for judge in self.pending.held if judge != LOCAL and self._heard[judge] < since_s]
+
+
+def _track(judge: str) -> str:
+    """Returns the name of a judge's track in the run's trace."""
+    return f"judge {judge}" if judge else "rewards"
 
 
 def _cannot_leave(rewards: Sequence[str]) -> str:

@@ -34,6 +34,7 @@ from offbeat.launch.joining import READY
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.observability.console import held_out
+from offbeat.observability.loading import loading
 from offbeat.observability.metric_files import read_metrics
 from offbeat.weights.version import WeightFolder
 
@@ -54,7 +55,9 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
         mixture = wiring.make_mixture(config, given.reward, given.functions, folder.path)
         pool = await wiring.open_pool(config, mixture, folder.logs / "rewards.log")
         stack.push_async_callback(pool.close)
-        with interruptible():
+        what = f"run {folder.path}: {config.model.path}"
+        with loading(what, is_quiet=config.log.console == "quiet") as stage, interruptible():
+            stage("reading the tokenizer and the tasks")
             prepared = prepare(config, mixture)
         runtime = await stack.enter_async_context(open_coordinator(folder, mixture, pool, prepared))
         stopping = Stopping(runtime.reporter.stopping)

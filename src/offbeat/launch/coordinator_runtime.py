@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from offbeat.config.schema import Config
 from offbeat.coordinator.admission import Issuer
-from offbeat.coordinator.coordinator import Coordinator
+from offbeat.coordinator.coordinator import Activity, Coordinator
 from offbeat.coordinator.maintenance import WeightGarbageCollector
 from offbeat.data.mixture import Mixture
 from offbeat.errors import UserError
@@ -24,7 +25,7 @@ from offbeat.ledger.ledger import Ledger
 from offbeat.observability.console import Console, open_console
 from offbeat.observability.metrics import Reporter
 from offbeat.observability.sinks import Sink, open_sinks
-from offbeat.rewards.pool import RewardPool
+from offbeat.rewards.pool import RewardInput, RewardPool
 from offbeat.weights.version import WeightFolder
 
 
@@ -53,8 +54,16 @@ class CoordinatorRuntime:
 
 @asynccontextmanager
 async def open_coordinator(
-    folder: RunFolder, mixture: Mixture, pool: RewardPool, prepared: Prepared, given_sinks: Sequence[Sink] = ()
+    folder: RunFolder,
+    mixture: Mixture,
+    pool: RewardPool,
+    prepared: Prepared,
+    given_sinks: Sequence[Sink] = (),
+    *,
+    only_worker: str = "",
 ) -> AsyncIterator[CoordinatorRuntime]:
+    """Opens the coordinator and what belongs to it. `given_sinks` get the metrics besides the configured sinks;
+    `only_worker` is the name of the worker of a run of one process."""
     config, issuer = folder.config, prepared.issuer
     async with AsyncExitStack() as stack:
         ledger = stack.enter_context(wiring.open_ledger(config, folder.ledger))
@@ -65,15 +74,84 @@ async def open_coordinator(
         _record_fixed(folder, "model.chat_template", "template_hash", issuer.renderer.template_hash)
         _record_fixed(folder, "task.reward", "rewards", rewards)
         latest = ledger.latest_version()
-        console = stack.enter_context(open_console(config.log.console, config.run.steps, latest.step if latest else 0))
+        first_step = latest.step if latest else 0
+        console = stack.enter_context(
+            open_console(config.log.console, config.run.steps, first_step, has_workers=not only_worker)
+        )
         sinks = [*open_sinks(config.log.sinks, folder.path, config.log.project, {}), *given_sinks]
         for sink in sinks:
             stack.callback(sink.close)
         reporter = Reporter(folder, console, sinks)
-        coordinator.on_report = reporter.report
+        coordinator.only_worker = only_worker
+        coordinator.on_report = reporter.report if only_worker else partial(_report_and_trace, reporter)
+        coordinator.record_spans(folder.trace.record)
+        await _report_trials(reporter, mixture, pool)
         if config.eval.every and not issuer.eval_plan.every:
             console.note("no evaluation: no task has a held-out split")
+        showing = asyncio.create_task(_show_activity(coordinator, reporter))
+        stack.push_async_callback(_end, showing)
         yield CoordinatorRuntime(ledger, coordinator, reporter, console)
+
+
+async def _report_trials(reporter: Reporter, mixture: Mixture, pool: RewardPool) -> None:
+    """Reports rewards whose trial gave the right answer 0, unless an empty answer gets less: then 0 may be the best."""
+    for reward, source in {member.reward: member for member in mixture.members.values()}.items():
+        problem = source.problem(0)
+        if not problem.answer or pool.trial_values.get(reward) != 0:
+            continue
+        (empty,) = await pool.score(reward, [RewardInput("", problem.answer, problem.prompt, problem.info)])
+        if empty.value is None or empty.value >= 0:
+            reporter.advise(reporter.adviser.trial(source.name, problem.answer, 0.0))
+
+
+TRAINER_STAGES = ("publish", "train", "wait", "checkpoint")
+"""Parts of the trainer's time in a step's row, latest first; the checkpoint is that of the step before."""
+
+
+def _report_and_trace(reporter: Reporter, row: Mapping[str, Any]) -> None:
+    """Handles a report of a trainer in another process, whose time goes into this process's trace. A row is sent right
+    after its step, so the parts of the step end now, one before the other."""
+    end_s = time.monotonic()
+    for stage in TRAINER_STAGES:
+        seconds = row.get(f"time_{stage}_s", 0.0)
+        if seconds:
+            reporter.folder.trace.record("trainer", stage, end_s - seconds, end_s, step=row["step"])
+        end_s -= seconds
+    reporter.report(row)
+
+
+ACTIVITY_EVERY_S = 1.0
+
+
+async def _show_activity(coordinator: Coordinator, reporter: Reporter) -> None:
+    had_worker = False
+    while True:
+        await asyncio.sleep(ACTIVITY_EVERY_S)
+        activity = await coordinator.activity()
+        had_worker |= activity.num_workers > 0
+        reporter.doing(in_words(activity, coordinator.only_worker, had_worker=had_worker), activity.num_workers)
+
+
+def in_words(activity: Activity, only_worker: str, *, had_worker: bool) -> str:
+    """Describes what a run is doing. `only_worker`: name of the worker of a run of one process; `had_worker`: whether a
+    worker has been present before."""
+    if not activity.has_version:
+        return "waiting for the trainer's first weights"
+    if not activity.num_workers:
+        return "starting the engine" if only_worker else f"waiting for {'a' if had_worker else 'the first'} worker"
+    words = ["training"] if activity.is_training else []
+    if activity.num_answers or not (words or activity.num_eval_wanted):
+        words.append(f"answers {activity.num_answers}/{activity.num_wanted}")
+    if activity.num_eval_wanted:
+        words.append(f"held-out {activity.num_eval_answers}/{activity.num_eval_wanted}")
+    return ", ".join(words)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # the ledger's error, which all callers of the coordinator get
 
 
 def _record_fixed(folder: RunFolder, key: str, fact: str, value: Any) -> None:

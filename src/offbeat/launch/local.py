@@ -12,16 +12,14 @@ import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from offbeat.client.in_process import InProcessTrainer, InProcessWorker
 from offbeat.config.schema import Config
 from offbeat.engines.protocol import KvMode
 from offbeat.errors import OffbeatError
 from offbeat.files import disk_trouble
-from offbeat.launch import model_parts, stopping, wiring
+from offbeat.launch import stopping, wiring
 from offbeat.launch.coordinator_runtime import (
     CoordinatorRuntime,
     await_last_evaluation,
@@ -33,12 +31,13 @@ from offbeat.launch.engine_parts import check_engine, make_engine
 from offbeat.launch.given import Given
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import Stopping, interruptible
+from offbeat.observability.loading import loading
 from offbeat.observability.metrics import step_row
 from offbeat.observability.sinks import check_sinks
-from offbeat.trainer.checkpoint import Checkpoints
-from offbeat.trainer.trainer import StepReport, Trainer
-from offbeat.weights.publish import Publisher
 from offbeat.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from offbeat.trainer.trainer import StepReport, Trainer
 
 
 def train(
@@ -81,21 +80,31 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
         mixture = wiring.make_mixture(config, given.reward, given.functions, folder.path)
         pool = await wiring.open_pool(config, mixture, folder.logs / "rewards.log")
         stack.push_async_callback(pool.close)
-        if config.log.console != "quiet":
-            print(f"run {folder.path}: {config.model.path}; loading", flush=True)
         start_s = time.monotonic()
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        with interruptible():
+        what = f"run {folder.path}: {config.model.path}"
+        with loading(what, is_quiet=config.log.console == "quiet") as stage, interruptible():
+            stage("importing torch")
+            import torch
+
+            from offbeat.launch import model_parts
+            from offbeat.trainer.checkpoint import Checkpoints
+            from offbeat.trainer.trainer import Trainer
+            from offbeat.weights.publish import Publisher
+
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
             model_parts.prepare_torch(config)
+            stage("reading the tokenizer and the tasks")
             prepared = prepare(config, mixture)
+            stage("reading the model")
             policy, reference = model_parts.make_policy(config)
             adapter = model_parts.make_adapter(config, policy)
             engine = make_engine(config, WORKER)
         stack.push_async_callback(engine.close)
-        runtime = await stack.enter_async_context(open_coordinator(folder, mixture, pool, prepared, given.sinks))
+        runtime = await stack.enter_async_context(
+            open_coordinator(folder, mixture, pool, prepared, given.sinks, only_worker=WORKER)
+        )
         coordinator, reporter = runtime.coordinator, runtime.reporter
         client = InProcessTrainer(coordinator)
-        coordinator.only_worker = WORKER
 
         num_siblings = config.batch.siblings
 

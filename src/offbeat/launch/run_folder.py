@@ -205,6 +205,10 @@ class RunFolder:
     def metrics_file(self) -> Path:
         return self.path / METRICS
 
+    @property
+    def events_file(self) -> Path:
+        return self.path / EVENTS
+
     def metrics(self, row: dict[str, Any]) -> None:
         """Appends a step's row to metrics.jsonl; numbers that are not finite become null."""
         assert "step" in row, f"a metrics row without its step: {row}"

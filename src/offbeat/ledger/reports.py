@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -40,6 +40,14 @@ ORDERS = {
 SLICE = 500
 PLAIN = ("group", "ordinal", "member", "purpose", "source", "state", "reason", "group_state", "group_reason")
 """Fields of `TaskDetail` that are copied unchanged from columns."""
+
+
+class AnswersInHand(NamedTuple):
+    num_train: int
+    """Answers of groups that are in no batch yet."""
+    num_eval: int
+    num_eval_wanted: int
+    """Answers of the whole evaluation; 0: none is in progress."""
 
 
 @dataclass(frozen=True)
@@ -308,6 +316,15 @@ class Reports(Versions):
             num_versions=int(self.execute("SELECT COUNT(*) FROM versions").fetchone()[0]),
             max_staleness_trained=oldest,
         )
+
+    def answers_in_hand(self) -> AnswersInHand:
+        """Counts the answers for the next batch, and those of the evaluation in progress."""
+        train = """SELECT COALESCE(SUM(num_trajectories), 0) FROM groups
+                   WHERE (state = 'open' OR state = 'ready') AND purpose = 'train'"""
+        evaluation = """SELECT COALESCE(SUM(num_trajectories), 0), COALESCE(SUM(size), 0) FROM groups
+                        WHERE eval = (SELECT eval FROM groups WHERE state = 'open' AND purpose = 'eval'
+                                      ORDER BY eval LIMIT 1)"""
+        return AnswersInHand(_one(self, train), *self.execute(evaluation).fetchone())
 
     def waiting_for(self) -> str:
         """Describes what the next batch still needs."""

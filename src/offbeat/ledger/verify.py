@@ -184,8 +184,8 @@ BATCHES = (
            WHERE b.state <> 'undone' AND t.state = 'scored' AND m.task IS NULL""",
     ),
     Rule(
-        "task {0} in the batch of step {1}: {2} tokens count as trained or audited, {3} as stale, {4} as abandoned, "
-        "but their versions and max_staleness {5} give {6}, {7} and {8}",
+        "task {0} in the batch of step {1}: {2} tokens count as trained or left out by an audit, {3} as stale, {4} as "
+        "abandoned, but their versions and max_staleness {5} give {6}, {7} and {8}",
         """SELECT m.task, b.step, m.num_trained_tokens + m.num_audit_tokens AS taken, m.num_stale_tokens,
                   m.num_abandoned_tokens, b.bound,
                   SUM(s.num_tokens * (v.abandoned = 0 AND b.step - v.step BETWEEN 0 AND b.bound)) AS may_train,

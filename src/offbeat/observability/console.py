@@ -1,8 +1,9 @@
-"""The console: a line per step, a progress bar, and the results at the end.
+"""The console: a line per step, what the run is doing within a step, and the results at the end.
 
-`rich` draws on a terminal, `plain` writes lines for a log, `quiet` prints only alarms. The first two show the same
-figures in 80 columns; a missing figure is blank. If steps follow faster than a person reads, some get no line;
-evaluations, the first step and the last step always do.
+`rich` draws on a terminal, `plain` writes lines for a log, `quiet` prints only alarms. All show the same figures, the
+first of them in 80 columns and more on wider terminals; a missing figure is blank. If steps follow faster than a person
+reads, some get no line; evaluations, the first step and the last step always do. `offbeat.observability.notebook` has
+the console of notebooks.
 """
 
 from __future__ import annotations
@@ -10,31 +11,108 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, Self, TextIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self, TextIO
 
 from rich.console import Console as RichConsole
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 Row = Mapping[str, Any]
 Clock = Callable[[], float]
 
-STAGES = ("generate", "reward", "train", "publish")
 RICH_LINE_EVERY_S = 1.0
 PLAIN_LINE_EVERY_S = 5.0
 """Shortest time between two lines; longer than on a terminal, because a log should not have a line for every step."""
-COLUMNS = (("step", 9), ("reward", 7), ("held-out", 9), ("length", 7), ("gap", 8), ("tok/s", 7), ("smp/s", 7))
-SPLIT = "g/r/t/p/o %"
-LEGEND = "gap: engine vs trainer; g/r/t/p/o %: generate, reward, train, publish, other"
+FIRST_SIGN_S, SIGN_EVERY_S = 10.0, 30.0
+"""Time without a line after which a log gets one about what the run is doing: before the first step's line, and
+between later ones."""
+PLAIN_WIDTH = 80
+FIRST_STEPS, LAST_STEPS = 3, 10
+"""Numbers of steps over which a run's first and last reward are averaged. One step is too noisy; the first number is
+smaller, because learning is fastest at first."""
+
+
+class Column(NamedTuple):
+    name: str
+    width: int
+    cell: Callable[[Row], str]
+
+
+def columns(num_steps: int, width: int = PLAIN_WIDTH, *, has_workers: bool = False) -> list[Column]:
+    """Returns the columns that fit into `width`. `has_workers`: whether the run may have several workers."""
+    found = [
+        Column("step", 9, lambda row: f"{row['step']}/{num_steps}" if "step" in row else ""),
+        Column("reward", 7, lambda row: _number(row.get("reward"), ".3f")),
+        Column("held-out", 16, held_out_cell),
+        Column("length", 7, lambda row: _number(row.get("length"), ".1f")),
+        Column("cut", 5, lambda row: _number(row.get("cut_share"), ".0%")),
+        Column("signal", 7, lambda row: _number(row.get("signal_share"), ".0%")),
+        Column("staleness", 10, lambda row: _number(row.get("staleness"), ".1f")),
+    ]
+    if has_workers:
+        found.append(Column("workers", 8, lambda row: _number(row.get("workers"), "d")))
+    found.append(Column("tok/s", 7, lambda row: short(row.get("tokens_per_second"))))
+    further = [
+        Column("s/step", 7, lambda row: _number(row.get("seconds"), ".1f")),
+        Column("entropy", 8, lambda row: _number(row.get("entropy"), ".2f")),
+        Column("grad norm", 10, lambda row: _number(row.get("grad_norm"), ".2f")),
+        Column("waiting", 8, lambda row: _share_of_time(row, "time_wait_s")),
+        Column("training", 9, lambda row: _share_of_time(row, "time_train_s")),
+    ]
+    room = width - sum(column.width for column in found)
+    for column in further:
+        if (room := room - column.width) < 0:
+            break
+        found.append(column)
+    return found
+
+
+def header(shown: Sequence[Column]) -> str:
+    return "".join(f"{column.name:>{column.width}}" for column in shown)
+
+
+def line(row: Row, shown: Sequence[Column]) -> str:
+    """Returns a step's figures as a line that fits below `header`."""
+    return "".join(f"{column.cell(row):>{column.width}}" for column in shown).rstrip()
+
+
+def held_out(row: Row) -> float | None:
+    """Returns the mean held-out reward of a row, `eval_mean@k` for any k; None if the row has no evaluation."""
+    return next((value for key, value in row.items() if key.startswith("eval_mean@")), row.get("eval_reward"))
+
+
+def held_out_cell(row: Row) -> str:
+    """Returns the mean held-out reward of a row and over how many answers: `0.340 (200)`, `0.340 (200x4)` with 4
+    answers to each prompt, or `0.340 (750/800)` if 50 of 800 answers failed."""
+    mean = _number(held_out(row), ".3f")
+    if not mean or "eval_prompts" not in row:
+        return mean
+    return f"{mean} ({num_held_out(row)})"
+
+
+def num_held_out(figures: Row) -> str:
+    prompts, scored, failed = figures["eval_prompts"], figures.get("eval_samples"), figures.get("eval_failed", 0)
+    if failed and scored is not None:
+        return f"{scored}/{scored + failed}"
+    return f"{prompts}x{scored // prompts}" if scored and prompts and scored > prompts else f"{prompts}"
+
+
+def _share_of_time(row: Row, name: str) -> str:
+    spent, seconds = row.get(name), row.get("seconds")
+    return _number(min(spent / seconds, 1.0), ".0%") if spent is not None and seconds else ""
 
 
 class Console(Protocol):
     """Shows steps in order. Must be used in a `with` statement, which restores the terminal at the end."""
 
     def step(self, row: Row) -> None: ...
+    def doing(self, text: str) -> None:
+        """Shows what the run is doing within a step. Called about once a second."""
+        ...
+
     def note(self, text: str) -> None:
         """Shows a text that is worth knowing."""
         ...
@@ -54,33 +132,62 @@ class Console(Protocol):
         return None
 
 
-def open_console(mode: str, num_steps: int, first_step: int = 0, file: TextIO | None = None) -> Console:
-    """Opens the console for `mode`, a value of `log.console`. `auto` means `rich` on a terminal, else `plain`."""
+def open_console(
+    mode: str, num_steps: int, first_step: int = 0, file: TextIO | None = None, *, has_workers: bool = False
+) -> Console:
+    """Opens the console for `mode`, a value of `log.console`. `auto` means a table in a notebook, `rich` on a terminal,
+    else `plain`. `has_workers`: whether the run may have several workers, whose number is shown."""
+    if mode == "auto" and file is None and in_notebook():
+        from offbeat.observability.notebook import NotebookConsole
+
+        return NotebookConsole(num_steps, has_workers=has_workers)
     file = file or sys.stdout
     if mode == "auto":
         mode = "rich" if file.isatty() else "plain"
     if mode == "rich":
-        return TerminalConsole(num_steps, first_step, file)
-    return PlainConsole(num_steps, file, quiet=mode == "quiet")
+        return TerminalConsole(num_steps, first_step, file, has_workers=has_workers)
+    return PlainConsole(num_steps, file, quiet=mode == "quiet", has_workers=has_workers)
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook. Imports nothing, because a kernel has imported IPython."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
 
 
 class PlainConsole(Console):
     """Console that writes plain lines, for logs and pipes; with `quiet`, only alarms."""
 
-    def __init__(self, num_steps: int, file: TextIO, *, quiet: bool = False, clock: Clock = time.monotonic):
-        self.file, self.quiet = file, quiet
+    def __init__(
+        self,
+        num_steps: int,
+        file: TextIO,
+        *,
+        quiet: bool = False,
+        has_workers: bool = False,
+        clock: Clock = time.monotonic,
+    ):
+        self.file, self.quiet, self.clock = file, quiet, clock
         self.due = LineDue(num_steps, PLAIN_LINE_EVERY_S, clock)
-        self.num_steps = num_steps
+        self.columns = columns(num_steps, has_workers=has_workers)
+        self.num_steps, self.last_step = num_steps, 0
         self.has_header = False
+        self.start_s = self.last_s = clock()
 
     def step(self, row: Row) -> None:
+        self.last_step = row.get("step", 0)
         if self.quiet or not self.due(row):
             return
         if not self.has_header:
-            self._print(LEGEND)
-            self._print(header())
+            self._print(header(self.columns))
             self.has_header = True
-        self._print(line(row, self.num_steps))
+        self._print(line(row, self.columns))
+
+    def doing(self, text: str) -> None:
+        silent_s = self.clock() - self.last_s
+        if not self.quiet and silent_s >= (SIGN_EVERY_S if self.has_header else FIRST_SIGN_S):
+            self._print(f"{f'{self.last_step}/{self.num_steps}':>9}  {text}, {duration(self.clock() - self.start_s)}")
 
     def note(self, text: str) -> None:
         if not self.quiet:
@@ -97,6 +204,7 @@ class PlainConsole(Console):
     def _print(self, text: str) -> None:
         """Prints a line. A line that cannot be written, as on a full disk, is lost; its figures are in the run's
         files."""
+        self.last_s = self.clock()
         try:
             print(text, file=self.file, flush=True)
         except BrokenPipeError:
@@ -123,45 +231,14 @@ class LineDue:
         return True
 
 
-def header() -> str:
-    return "".join(f"{name:>{width}}" for name, width in COLUMNS) + f"  {SPLIT}"
-
-
-def line(row: Row, num_steps: int) -> str:
-    """Returns a step's figures as a line that fits below `header`."""
-    cells = [
-        f"{row['step']}/{num_steps}" if "step" in row else "",
-        _number(row.get("reward"), ".3f"),
-        _number(held_out(row), ".3f"),
-        _number(row.get("length"), ".1f"),
-        _number(row.get("logprob_gap"), ".1e"),
-        short(row.get("tokens_per_second")),
-        short(row.get("samples_per_second")),
-    ]
-    text = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))
-    return f"{text}  {time_split(row)}".rstrip()
-
-
-def held_out(row: Row) -> float | None:
-    """Returns the mean held-out reward of a row, `eval_mean@k` for any k; None if the row has no evaluation."""
-    return next((value for key, value in row.items() if key.startswith("eval_mean@")), row.get("eval_reward"))
-
-
-def time_split(row: Row) -> str:
-    """Returns the percentages of a step's time spent in each of `STAGES`, then in the rest, such as `62/1/30/5/2`."""
-    seconds = row.get("seconds")
-    spent = [row.get(f"time_{stage}_s", 0.0) for stage in STAGES]
-    if not seconds or not any(spent):
-        return ""
-    total = max(seconds, sum(spent))  # stages that overlap may add up to more than the step
-    return "/".join(str(round(100 * part / total)) for part in [*spent, total - sum(spent)])
-
-
 def closing_lines(summary: Row, folder: str) -> list[tuple[str, str]]:
     """Returns a run's results as pairs of a name and a text; figures that the summary lacks are left out."""
-    words = [("reward", _from_to(summary.get("reward_first"), summary.get("reward_last")))]
-    words.append(("held-out", _from_to(summary.get("eval_first"), summary.get("eval_last"))))
     seconds, steps = summary.get("seconds"), summary.get("steps")
+    first, last = ends(steps or 0)
+    reward = _from_to(summary.get("reward_first"), summary.get("reward_last"))
+    words = [("reward", f"{reward}  (first {_steps(first)} → last {_steps(last)})" if reward else "")]
+    held = _from_to(summary.get("eval_first"), summary.get("eval_last"))
+    words.append(("held-out", f"{held}  ({_answers(summary)})" if held and summary.get("eval_prompts") else held))
     if seconds is not None and steps is not None:
         words.append(("time", f"{steps} {'step' if steps == 1 else 'steps'} in {duration(seconds)}"))
     speed = [("samples_per_second", "samples/s"), ("tokens_per_second", "tokens/s")]
@@ -176,6 +253,24 @@ def closing_lines(summary: Row, folder: str) -> list[tuple[str, str]]:
         words.append(("next", f"offbeat export {folder} MODEL_DIR"))
         words.append(("or", f"offbeat train --resume {folder} --run.steps {2 * steps}"))
     return [(name, text) for name, text in words if text]
+
+
+def ends(num_steps: int) -> tuple[int, int]:
+    """Returns over how many steps the first and the last reward of a run are averaged."""
+    half = max(1, num_steps // 2)
+    return min(FIRST_STEPS, half), min(LAST_STEPS, half)
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"
+
+
+def _answers(summary: Row) -> str:
+    scored, failed, prompts = (summary.get(f"eval_{name}") or 0 for name in ("samples", "failed", "prompts"))
+    if failed:
+        return f"{scored} of {scored + failed} answers; {failed} failed"
+    each = f", {scored // prompts} answers each" if scored > prompts else ""
+    return f"{prompts} problems{each}"
 
 
 def duration(seconds: float) -> str:
@@ -212,18 +307,26 @@ LINES_PER_HEADER = 20
 
 
 class TerminalConsole(Console):
-    """Console on a terminal, drawn by rich: lines scroll above a progress bar with the latest reward."""
+    """Console on a terminal, drawn by rich: lines scroll above a progress bar with what the run is doing."""
 
-    def __init__(self, num_steps: int, first_step: int, file: TextIO, *, clock: Clock = time.monotonic):
+    def __init__(
+        self,
+        num_steps: int,
+        first_step: int,
+        file: TextIO,
+        *,
+        has_workers: bool = False,
+        clock: Clock = time.monotonic,
+    ):
         self.num_steps = num_steps
         self.rich = RichConsole(file=file, highlight=False)
+        self.columns = columns(num_steps, self.rich.width, has_workers=has_workers)
         self.due = LineDue(num_steps, RICH_LINE_EVERY_S, clock)
         self.num_lines = 0
         self.progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[reward]}", style="bold"),
+            TextColumn("{task.fields[doing]}", style="bold"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -232,21 +335,21 @@ class TerminalConsole(Console):
             expand=True,
             transient=True,
         )
-        self.bar = self.progress.add_task("train", total=num_steps, completed=first_step, reward="")
+        self.bar = self.progress.add_task("train", total=num_steps, completed=first_step, doing="")
 
     def step(self, row: Row) -> None:
-        reward = row.get("reward")
-        if reward is not None:
-            self.progress.update(self.bar, completed=row.get("step", 0), reward=f"reward {reward:.3f}")
+        if row.get("reward") is not None:
+            self.progress.update(self.bar, completed=row.get("step", 0))
         if not self.due(row):
             return
-        if self.num_lines == 0:
-            self.rich.print(Text(LEGEND, style="dim"), soft_wrap=True)
         if self.num_lines % LINES_PER_HEADER == 0:
-            self.rich.print(Text(header(), style="dim bold"), soft_wrap=True)
+            self.rich.print(Text(header(self.columns), style="dim bold"), soft_wrap=True)
         style = "cyan" if held_out(row) is not None else ""
-        self.rich.print(Text(line(row, self.num_steps), style=style), soft_wrap=True)
+        self.rich.print(Text(line(row, self.columns), style=style), soft_wrap=True)
         self.num_lines += 1
+
+    def doing(self, text: str) -> None:
+        self.progress.update(self.bar, doing=text)
 
     def note(self, text: str) -> None:
         self.rich.print(Text(text), soft_wrap=True)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from offbeat.ledger.records import Batch, Counts, EvalGroup, EvalRound, GroupState, Member
-from offbeat.observability.console import Console, held_out
-from offbeat.observability.metric_files import read_metrics
+from offbeat.observability.advice import Advice, Adviser, Keys
+from offbeat.observability.console import Console, ends, held_out
+from offbeat.observability.metric_files import read_events, read_metrics
 from offbeat.observability.sinks import Sink, send
 
 if TYPE_CHECKING:
@@ -25,10 +26,17 @@ def eval_figures(finished: EvalRound) -> dict[str, float]:
     """Returns mean@k and pass@k over the held-out prompts, in total and, if there are several sources, by source.
 
     pass@k is the mean over prompts of the best of k rewards, which is the usual pass@k if rewards are 0 or 1. Members
-    whose reward failed and prompts without a scored member are left out; `eval_prompts` counts the prompts included.
+    whose generation or reward failed and prompts without a scored member are left out. `eval_prompts` counts the
+    prompts included, `eval_samples` the members, and `eval_failed` those left out.
     """
     judged = [group for group in finished.groups if group.state is GroupState.EVALUATED and group.rewards]
-    figures: dict[str, float] = {"eval_step": finished.step, "eval_prompts": len(judged)}
+    num_scored = sum(len(group.rewards) for group in judged)
+    figures: dict[str, float] = {
+        "eval_step": finished.step,
+        "eval_prompts": len(judged),
+        "eval_samples": num_scored,
+        "eval_failed": sum(group.size for group in finished.groups if group.state is not GroupState.OPEN) - num_scored,
+    }
     if not judged:
         return figures
     figures.update(_means("eval", judged))
@@ -49,23 +57,23 @@ def _means(prefix: str, groups: Sequence[EvalGroup]) -> dict[str, float]:
 
 EVENT = "event"
 """Key that marks a trainer's report as an event; a report without it is a finished step."""
-FIRST_STEPS, LAST_STEPS = 3, 10
-"""Numbers of steps over which a run's first and last reward are averaged. One step is too noisy; the first number is
-smaller, because learning is fastest at first."""
-
-
 ALARMS = {
     "logprob_gap": "step {step}: log-probs of engine and trainer differ by {gap:.2g} on fresh tokens, over "
-    "loss.max_logprob_gap = {limit:g}",
+    "loss.max_logprob_gap = {limit:g}: compare model.dtype and the engine's own, or use rollout.engine = "
+    '"embedded"',
     "backup_failed": "the ledger was not copied to {target}: {error}",
     "quarantine": "worker {worker} is shut out: {why}",
     "evaluation_left_out": "the evaluation of step {step} is left out: it was not complete {waited_s:.0f} s after the "
-    "last step",
+    "last step; raise rollout.deadline_s",
     "set_aside": "worker {worker} gets no new work for {seconds:g} s: {why}",
     "clamped": "step {step}: {share:.2%} of the tokens have a log-ratio beyond the clamp: the weights that "
-    "sampled them have little to do with those being trained",
+    "sampled them have little to do with those being trained: lower optimizer.lr",
+    "unused_weights": "reward.weights: no reward has returned {names} so far; check the spelling",
+    "advice": "{text}",
 }
 """Events that a person should act upon, with their texts on the console."""
+SHOWN_ONCE = ("logprob_gap", "clamped")
+"""Alarms that may come at every step: the console shows the first, events.jsonl has all."""
 
 
 class Reporter:
@@ -74,17 +82,39 @@ class Reporter:
     def __init__(self, folder: RunFolder, console: Console, sinks: Sequence[Sink]):
         self.folder, self.console, self.sinks = folder, console, list(sinks)
         self._last_s = time.monotonic()
-        self._num_failed = 0
+        self._num_failed, self._is_first = 0, True
+        self._shown: set[str] = set()
+        self._seen_worker_s = self._last_s
+        config = folder.config
+        keys = Keys(config.rollout.max_new_tokens, config.batch.group_size, config.schedule.bound)
+        said = [event["about"] for event in read_events(folder.events_file) if event["event"] == "advice"]
+        self.adviser = Adviser(keys, str(folder.path), said)
+        for row in read_metrics(folder.metrics_file):
+            if row.get("reward") is not None:
+                self.adviser.step(row)
 
     def event(self, kind: str, **fields: Any) -> None:
         self.folder.event(kind, **fields)
-        if kind in ALARMS:
-            self.console.alarm(ALARMS[kind].format(**fields))
-        elif kind == "unused_weights":
-            names = ", ".join(fields["names"])
-            self.console.alarm(f"reward.weights: no reward has returned {names} so far; check the spelling")
+        if kind in ALARMS and not (kind in SHOWN_ONCE and kind in self._shown):
+            self._shown.add(kind)
+            shown = {name: ", ".join(value) if isinstance(value, list) else value for name, value in fields.items()}
+            self.console.alarm(ALARMS[kind].format(**shown))
         elif kind == "resume":
             self.console.note(f"resumed at step {fields['step']} as version {fields['version']}")
+
+    def advise(self, found: Iterable[Advice]) -> None:
+        if self.folder.config.rollout.engine == "paced":
+            return  # it has no model, so nothing could be learnt
+        for advice in found:
+            self.event("advice", about=advice.about, text=advice.text)
+
+    def doing(self, text: str, num_workers: int) -> None:
+        """Shows what the run is doing now, with so many workers present; called about once a second."""
+        now_s = time.monotonic()
+        if num_workers:
+            self._seen_worker_s = now_s
+        self.advise(self.adviser.no_worker(now_s - self._seen_worker_s))
+        self.console.doing(text)
 
     def stopping(self, why: str) -> None:
         """Reports a request to end the run before its last step."""
@@ -110,7 +140,10 @@ class Reporter:
                 f"step {row['step']}: {failures} samples failed and are not trained on; see {self.folder.logs}"
             )
         now_s = time.monotonic()
-        seconds, self._last_s = now_s - self._last_s, now_s
+        seconds = now_s - self._last_s
+        if self._is_first:  # without the start of a trainer in another process
+            seconds = sum(row.get(f"time_{stage}_s", 0.0) for stage in ("wait", "train", "publish")) or seconds
+        self._last_s, self._is_first = now_s, False
         self._emit(
             {
                 **row,
@@ -120,10 +153,13 @@ class Reporter:
                 "samples_per_second": row["samples"] / seconds,
             }
         )
+        self.advise(self.adviser.step(row))
 
     def evaluation(self, finished: EvalRound) -> None:
         figures = eval_figures(finished)
-        self._emit({"step": finished.step, **{k: v for k, v in figures.items() if k != "eval_step"}})
+        row = {"step": finished.step, **{k: v for k, v in figures.items() if k != "eval_step"}}
+        self._emit(row)
+        self.advise(self.adviser.evaluation(row))
 
     def finish(self, *, seconds: float, stopped_by: str | None, counts: Counts) -> dict[str, Any]:
         """Writes, shows and returns the run's summary, without steps that a resume undid. `seconds` is the time since
@@ -153,7 +189,7 @@ class Reporter:
 
         picture = self.folder.path / "reward.png"
         try:
-            plot_rewards(rows, picture)
+            plot_rewards(rows, picture, f"{self.folder.path.name}: {self.folder.config.model.path}")
         except OSError as error:  # the run itself is safe on disk by now
             self.console.alarm(f"{picture} cannot be written: {error.strerror}")
 
@@ -170,6 +206,8 @@ def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) 
         "step": report.step + 1,
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
+        "reward_min": float(rewards.min()),
+        "reward_max": float(rewards.max()),
         "length": float(lengths.mean()),
         "length_max": int(lengths.max()),
         "cut_share": float(cut.mean()),
@@ -236,9 +274,9 @@ def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts)
     """Returns a run's summary. `rows` are its metric rows, without those that a resume undid; `seconds` is the time of
     the whole run."""
     steps = [row for row in rows if "reward" in row]
-    evals = [value for row in rows if (value := held_out(row)) is not None]
+    evals = [(value, row) for row in rows if (value := held_out(row)) is not None]
     spent = _sum(steps, "seconds")
-    half = max(1, len(steps) // 2)
+    num_first, num_last = ends(len(steps))
 
     def mean_reward(part: Sequence[Mapping[str, Any]]) -> float | None:
         rewards = [row["reward"] for row in part if row["reward"] is not None]
@@ -247,10 +285,11 @@ def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts)
     return {
         "steps": steps[-1]["step"] if steps else 0,
         "seconds": seconds,
-        "reward_first": mean_reward(steps[: min(FIRST_STEPS, half)]),
-        "reward_last": mean_reward(steps[-min(LAST_STEPS, half) :]),
-        "eval_first": evals[0] if evals else None,
-        "eval_last": evals[-1] if evals else None,
+        "reward_first": mean_reward(steps[:num_first]),
+        "reward_last": mean_reward(steps[-num_last:]),
+        "eval_first": evals[0][0] if evals else None,
+        "eval_last": evals[-1][0] if evals else None,
+        **{name: evals[-1][1].get(name) if evals else None for name in ("eval_prompts", "eval_samples", "eval_failed")},
         "samples_per_second": _sum(steps, "samples") / spent if spent else None,
         "tokens_per_second": _sum(steps, "tokens") / spent if spent else None,
         "max_staleness_trained": counts.max_staleness_trained,

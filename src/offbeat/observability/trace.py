@@ -1,8 +1,9 @@
 """Spans of time: seconds by name for each step, and a trace for Perfetto or chrome://tracing.
 
-`trace.json` is in the array form of Chrome's trace format, which viewers accept without its closing bracket, so the
-file is valid at any moment. It stops growing at `max_bytes`, with a mark at its end. Concurrent spans are shown in
-separate lanes: at any time a lane holds one span and the spans inside it.
+`trace.json` is in the array form of Chrome's trace format. `close` ends the array, so the file of a run that has ended
+is JSON; viewers also accept it before, without its closing bracket. It stops growing at `max_bytes`, with a mark at its
+end. Concurrent spans of this process are shown in separate lanes: at any time a lane holds one span and the spans
+inside it. Spans that others report, such as those of workers, are shown in a track by name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from offbeat.files import Appender
+from offbeat.files import Appender, cannot_write
 
 MAX_TRACE_BYTES = 64 << 20
 """Default size limit of a trace: about half a million spans, which viewers can still open easily."""
@@ -29,17 +30,28 @@ _lane: ContextVar[tuple[int, object] | None] = ContextVar("lane", default=None)
 inherits this value; the owner shows that the task needs its own lane."""
 
 
-class Trace:
-    """Records spans, which are named stretches of time, from any thread or asyncio task."""
+EMPTY, OPENED, CLOSED = b"[\n", b",\n", b"\n]\n"
+"""A file without spans, and the ends of one with spans: while more may follow, and once it is closed."""
+NUM_OWN_LANES = 10_000
+"""Lane numbers from this on are tracks of spans that others report."""
 
-    def __init__(self, path: Path, *, max_bytes: int = MAX_TRACE_BYTES):
+
+class Trace:
+    """Records spans, which are named stretches of time, from any thread or asyncio task. Viewers show the spans of this
+    process as `name`."""
+
+    def __init__(self, path: Path, *, name: str = "trainer", max_bytes: int = MAX_TRACE_BYTES):
+        self._name = name
+        _change_end(path, EMPTY + CLOSED[1:], EMPTY)
+        _change_end(path, CLOSED, OPENED)
         self._file = Appender(path, buffered=True)
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
+        self._tracks: dict[str, int] = {}
         self._free_lanes: list[int] = []
         self._num_lanes = 0
-        self._wall_at_zero_us = time.time_ns() / 1e3 - time.perf_counter() * 1e6
+        self._wall_at_zero_us = time.time_ns() / 1e3 - time.monotonic() * 1e6
         self._is_full = self._file.num_bytes >= max_bytes
         if self._file.num_bytes == 0:
             self._file.line("[")
@@ -52,15 +64,27 @@ class Trace:
         inner = around is not None and around[1] == owner
         lane = around[0] if inner and around else self._take_lane()
         token = _lane.set((lane, owner))
-        start_s = time.perf_counter()
+        start_s = time.monotonic()
         try:
             yield
         finally:
-            end_s = time.perf_counter()
+            end_s = time.monotonic()
             _lane.reset(token)
             if not inner:
                 self._give_lane(lane)
-            self._ended(name, lane, start_s, end_s, details)
+            with self._lock:
+                self._seconds[name] = self._seconds.get(name, 0.0) + end_s - start_s
+            self._add(name, lane, start_s, end_s, details)
+
+    def record(self, track: str, name: str, start_s: float, end_s: float, **details: Any) -> None:
+        """Adds a span with known times (`time.monotonic`) to `track`, such as a worker's name. Spans of a track must
+        not overlap."""
+        with self._lock:
+            is_new = track not in self._tracks
+            lane = self._tracks.setdefault(track, NUM_OWN_LANES + len(self._tracks))
+        if is_new:
+            self._name_lane(lane, track)
+        self._add(name, lane, start_s, end_s, details)
 
     def spans_since_last(self) -> dict[str, float]:
         """Returns the total seconds, by name, of the spans that ended since the last call of this method."""
@@ -72,11 +96,13 @@ class Trace:
         self._file.flush()
 
     def close(self) -> None:
+        """Ends the file's array; a new `Trace` of the same file goes on with it."""
         self._file.close()
+        _change_end(self._file.path, OPENED, CLOSED)
+        _change_end(self._file.path, EMPTY, EMPTY + CLOSED[1:])
 
-    def _ended(self, name: str, lane: int, start_s: float, end_s: float, details: dict[str, Any]) -> None:
+    def _add(self, name: str, lane: int, start_s: float, end_s: float, details: dict[str, Any]) -> None:
         with self._lock:
-            self._seconds[name] = self._seconds.get(name, 0.0) + end_s - start_s
             if self._is_full:
                 return
             self._is_full = self._file.num_bytes >= self._max_bytes
@@ -89,12 +115,17 @@ class Trace:
         event |= {"pid": os.getpid(), "tid": lane} | ({"args": details} if details else {})
         self._file.line(json.dumps(event, default=str) + ",")
 
+    def _name_lane(self, lane: int, name: str) -> None:
+        self._write({"name": "thread_name", "ph": "M"}, lane, {"name": name})
+
     def _take_lane(self) -> int:
         with self._lock:
             if self._free_lanes:
                 return heapq.heappop(self._free_lanes)
             self._num_lanes += 1
-            return self._num_lanes
+            lane = self._num_lanes
+        self._name_lane(lane, self._name)
+        return lane
 
     def _give_lane(self, lane: int) -> None:
         with self._lock:
@@ -107,3 +138,19 @@ def _owner() -> object:
     except RuntimeError:  # no event loop in this thread
         task = None
     return threading.get_ident(), id(task) if task else None
+
+
+def _change_end(path: Path, before: bytes, after: bytes) -> None:
+    """Replaces the end of a file if it is `before`."""
+    try:
+        with open(path, "r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - len(before)))
+            if size >= len(before) and file.read() == before:
+                file.seek(size - len(before))
+                file.write(after)
+                file.truncate()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise cannot_write(path, error) from error

@@ -115,6 +115,8 @@ class RewardPool:
         self._slots: list[asyncio.Task[None]] = []
         self._news = asyncio.Event()
         self._is_closed = False
+        self.trial_values: dict[str, float] = {}
+        """What each reward gave for the trial of `check`."""
 
     async def check(self, trials: Mapping[str, RewardInput] | None = None) -> set[str]:
         """Loads every reward and tries it on one sample, to find errors before training. The sample is the entry of
@@ -130,6 +132,7 @@ class RewardPool:
             (result,) = await self.score(name, [(trials or {}).get(name, TRIAL)])
             if result.error is not None:
                 raise UserError(f"reward {name}: its trial on one sample failed: {result.error}; see {self.log_path}")
+            self.trial_values[name] = result.value or 0.0
             parts |= {reward.name for reward in result.rewards}
         return parts
 

@@ -137,7 +137,7 @@ class StepMetrics:
     signal_share: float
     """Share of samples whose advantage is not 0."""
     value_loss: float | None = None
-    audited: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()
     """Indices of samples left out because the log-probs that engines reported do not fit the versions reported."""
     compared: tuple[SegmentFinding, ...] = ()
     """Segments whose reported log-probs were compared with the trainer's under the same version."""
@@ -145,7 +145,7 @@ class StepMetrics:
 
     def row(self) -> dict[str, float]:
         """Returns the step's metrics by name as one flat row of numbers, without those that do not apply."""
-        row = {**asdict(self), "audited": len(self.audited)}
+        row = {**asdict(self), "left_out": len(self.left_out)}
         row["compared_tokens"] = sum(segment.num_tokens for segment in self.compared)
         row["off_tokens"] = sum(segment.num_off for segment in self.compared)
         del row["by_staleness"], row["compared"]
@@ -270,7 +270,7 @@ class StepInProgress:
         if self.settings.max_sample_gap is not None:
             witnessed = [self.witnessed.get(i) for i in batch.samples]
             findings = audit(chosen, proximal.cpu().numpy(), self.settings.max_sample_gap, witnessed)
-            self.sums.audited += [i for i, is_off in zip(batch.samples, findings.is_off, strict=True) if is_off]
+            self.sums.left_out += [i for i, is_off in zip(batch.samples, findings.is_off, strict=True) if is_off]
             self.sums.compared += [found._replace(sample=batch.samples[found.sample]) for found in findings.segments]
             mask &= np.repeat(~findings.is_off, lengths)
         tokens, wrong_tokens = clean(
@@ -418,7 +418,7 @@ class StepAccumulator:
     clamped_tokens: int = 0
     row_tokens: int = 0
     microbatches: int = 0
-    audited: list[int] = field(default_factory=list)
+    left_out: list[int] = field(default_factory=list)
     compared: list[SegmentFinding] = field(default_factory=list)
     buckets: np.ndarray = field(default_factory=lambda: np.zeros((6, len(BUCKET_NAMES))))
     """One column per staleness bucket; rows: number of tokens, sums of ρ, ρ² and k3, numbers of clipped and kept
@@ -473,7 +473,7 @@ class StepAccumulator:
             num_microbatches=self.microbatches,
             signal_share=signal_share,
             value_loss=self.value_loss / len(norms) if has_values else None,
-            audited=tuple(sorted(self.audited)),
+            left_out=tuple(sorted(self.left_out)),
             compared=tuple(sorted(self.compared)),
             by_staleness=buckets,
         )

@@ -178,7 +178,7 @@ class Trainer:
             crash_here("version-written")
             tasks = [member.task for group in batch.groups for member in group.members]
             compared = [ComparedSegment(tasks[i], *segment) for i, *segment in metrics.compared]
-            await self.client.commit(self.step, version, [tasks[i] for i in metrics.audited], compared)
+            await self.client.commit(self.step, version, [tasks[i] for i in metrics.left_out], compared)
             crash_here("version-committed")
             self.version = version
         self.step += 1

@@ -1,0 +1,202 @@
+"""Finds what keeps a run from learning in its figures, and says once what to change.
+
+Rows in, advice out: no I/O and no clock. A finding needs several steps in a row, so that chance alone rarely makes one.
+A run that has all but solved its task shows some of the same figures, and gets no advice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+
+FIRST_STEPS, MIN_ANSWERS = 3, 24
+"""Steps and answers after which a reward that never varied is a finding: at a success rate of one in ten, 24 answers
+are all wrong in 8 % of runs."""
+STEPS, FEW_STEPS, MANY_STEPS = 5, 3, 10
+"""Consecutive steps that make a finding: usually; for figures that hardly vary by chance; and for the entropy, which
+also falls in healthy runs."""
+LOW_SIGNAL = 0.05
+"""Share of samples with an advantage below which a step teaches next to nothing."""
+SOLVED = 0.1
+"""Distance of the mean reward from the best, over that of the worst from the best, at which a task counts as solved."""
+MOST_CUT, MANY_CUT = 0.8, 0.5
+"""Shares of cut answers above which the reward judges mostly answers without an end: in `FEW_STEPS` steps, and in
+`MANY_STEPS`. A healthy run was seen at 0.73 while its model tried out longer answers, for four steps above 0.5."""
+COLLAPSED, MIN_ENTROPY = 0.05, 0.02
+"""Entropy over that of the first steps, and entropy itself, below which answers hardly vary any more. A healthy run
+went down to 0.04 and 0.05."""
+MANY_MASKED = 0.5
+"""Share of a step's tokens that is not trained, or that the correction rejects, above which most work is wasted."""
+NO_WORKER_S = 180.0
+"""Seconds without a worker; starting a vLLM server with a large model takes two minutes."""
+
+
+class Advice(NamedTuple):
+    about: str
+    """Name of the finding, by which it is said once."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Values of configuration keys that advice names."""
+
+    max_new_tokens: int
+    group_size: int
+    max_staleness: int
+
+
+class Adviser:
+    """Watches a run's rows and returns new advice. `said`: names of findings that the run was told of before."""
+
+    def __init__(self, keys: Keys, run: str, said: Iterable[str] = ()):
+        self.keys, self.run, self._said = keys, run, set(said)
+        self._streaks: Counter[str] = Counter()
+        self._latest: deque[Row] = deque(maxlen=MANY_STEPS)
+        self._first_entropies: list[float] = []
+        self._num_steps = self._num_answers = 0
+        self._best, self._worst = -math.inf, math.inf
+
+    def trial(self, task: str, answer: str, reward: float) -> list[Advice]:
+        """Judges the trial of a reward function on the right `answer` of a problem of `task`, before step 1."""
+        if reward != 0:
+            return []
+        shown = answer if len(answer) <= 40 else f"{answer[:40]}..."
+        text = (
+            f"the right answer {shown!r} of a problem of task {task} earned 0 in a trial: check task.reward (an answer "
+            "comes as text, so compare text or convert both), unless the reward wants more than the bare answer"
+        )
+        return self._new([Advice(f"trial {task}", text)])
+
+    def step(self, row: Row) -> list[Advice]:
+        """Judges the row of the next step; figures that it lacks, like those of an older Offbeat, are not judged."""
+        row = {key: value for key, value in row.items() if isinstance(value, (int, float)) and math.isfinite(value)}
+        if "reward" not in row:
+            return []
+        self._latest.append(row)
+        self._num_steps += 1
+        self._num_answers += row.get("samples", 0)
+        self._best = max(self._best, row.get("reward_max", row["reward"]))
+        self._worst = min(self._worst, row.get("reward_min", row["reward"]))
+        if len(self._first_entropies) < FIRST_STEPS:
+            self._first_entropies.append(row.get("entropy", 0.0))
+        return self._new(self._findings(row))
+
+    def evaluation(self, figures: Row) -> list[Advice]:
+        failed, scored = figures.get("eval_failed", 0), figures.get("eval_samples", 0)
+        if not failed:
+            return []
+        text = (
+            f"{failed} of {failed + scored} held-out answers of step {figures['step']} failed; the held-out reward is "
+            f"the mean of the others only. See {self.run}/logs/rewards.log, and reward.timeout_s if they took too long"
+        )
+        return self._new([Advice("failed evaluation", text)])
+
+    def no_worker(self, seconds: float) -> list[Advice]:
+        """Judges how long no worker has been present."""
+        if seconds < NO_WORKER_S:
+            return []
+        text = (
+            f"no worker has asked for work for {seconds:.0f} s: start one with offbeat worker --join, or see what "
+            f"stopped them in {self.run}/logs"
+        )
+        return self._new([Advice("no worker", text)])
+
+    def _new(self, found: Iterable[Advice]) -> list[Advice]:
+        fresh = [advice for advice in found if advice.about not in self._said]
+        self._said.update(advice.about for advice in fresh)
+        return fresh
+
+    def _findings(self, row: Row) -> Iterator[Advice]:
+        n = self._num_steps
+        if self._best == self._worst and n >= FIRST_STEPS and self._num_answers >= MIN_ANSWERS:
+            yield self._constant_reward()
+        elif self._lasts("signal", self._signal(row) < LOW_SIGNAL, STEPS) and (not self._is_solved() or n <= STEPS):
+            yield self._no_signal()
+        cut = row.get("cut_share", 0.0)
+        if self._lasts("most cut", cut > MOST_CUT, FEW_STEPS) or self._lasts("many cut", cut > MANY_CUT, MANY_STEPS):
+            yield Advice(
+                "cut",
+                f"{cut:.0%} of the answers are cut at rollout.max_new_tokens = "
+                f"{self.keys.max_new_tokens}: raise it, or ask for shorter answers in the prompt",
+            )
+        if self._lasts("entropy", self._has_collapsed(row), MANY_STEPS):
+            yield Advice(
+                "entropy",
+                f"answers hardly vary any more (entropy {row['entropy']:.2g}, {self._first_entropy():.2g} at first), "
+                "and the task is not solved: lower optimizer.lr, or set loss.clip_high = 0.28",
+            )
+        trained = row.get("num_trained_tokens", math.inf) / max(row.get("tokens", 0), 1)
+        if self._lasts("masked", trained < 1 - MANY_MASKED, FEW_STEPS):
+            yield Advice(
+                "masked",
+                f"only {trained:.0%} of the step's tokens were trained; the others are older than "
+                f"schedule.max_staleness = {self.keys.max_staleness} steps, or failed an audit: lower "
+                "schedule.over_provision, raise schedule.max_staleness, or see offbeat worker list",
+            )
+        if self._lasts("rejected", row.get("kept_share", 1.0) < 1 - MANY_MASKED, FEW_STEPS):
+            yield Advice(
+                "rejected",
+                f"loss.correction rejects {1 - row['kept_share']:.0%} of the tokens: the weights have moved far since "
+                "they were sampled. Lower optimizer.lr or schedule.max_staleness",
+            )
+        if self._lasts("idle", row.get("idle_workers", 0) > 0, STEPS):
+            yield Advice(
+                "idle workers",
+                f"{row['idle_workers']} of {row['workers']} workers got no work in the last {STEPS} steps: a step has "
+                f"only {row['samples']} answers. Raise batch.groups_per_step, or lower rollout.slots to share it",
+            )
+
+    def _lasts(self, name: str, is_so: bool, num_steps: int) -> bool:
+        """Whether a figure has been bad in each of the latest `num_steps` steps."""
+        self._streaks[name] = self._streaks[name] + 1 if is_so else 0
+        return self._streaks[name] >= num_steps
+
+    def _signal(self, row: Row) -> float:
+        """Returns the share of samples with an advantage, among all whose rewards are known, those of dropped groups
+        included."""
+        num_samples, num_dropped = max(row.get("samples", 0), 1), row.get("dropped_no_signal", 0) * self.keys.group_size
+        return row.get("signal_share", 1.0) * num_samples / (num_samples + num_dropped)
+
+    def _is_solved(self) -> bool:
+        """Whether nearly every answer earns the best reward seen so far."""
+        mean = sum(row["reward"] for row in self._latest) / len(self._latest)
+        return self._best - mean <= SOLVED * (self._best - self._worst)
+
+    def _first_entropy(self) -> float:
+        return sum(self._first_entropies) / len(self._first_entropies)
+
+    def _has_collapsed(self, row: Row) -> bool:
+        limit = min(COLLAPSED * self._first_entropy(), MIN_ENTROPY)
+        return row.get("entropy", math.inf) < limit and not self._is_solved()
+
+    def _constant_reward(self) -> Advice:
+        look = f"look at some with offbeat show {self.run}"
+        if self._best == 0:
+            text = (
+                f"all {self._num_answers} answers so far earned 0, so there is nothing to learn: {look}; check "
+                "task.reward, show the wanted form of an answer in the prompt, or choose easier problems"
+            )
+        else:
+            text = (
+                f"all {self._num_answers} answers so far earned {self._best:g}, so there is nothing to learn: {look}; "
+                "check that task.reward tells right from wrong, or choose harder problems"
+            )
+        return Advice("constant reward", text)
+
+    def _no_signal(self) -> Advice:
+        rows = list(self._latest)[-STEPS:]
+        share = sum(self._signal(row) for row in rows) / STEPS
+        mean = sum(row["reward"] for row in rows) / STEPS
+        how_many = f"only {share:.0%}" if share >= 0.005 else "none"
+        way = "easier" if mean - self._worst < self._best - mean else "harder"
+        return Advice(
+            "no signal",
+            f"{how_many} of the answers of the last {STEPS} steps teach anything, because the rewards within a group "
+            f"are equal (mean {mean:.3g}): choose {way} problems, or raise batch.group_size = {self.keys.group_size}",
+        )

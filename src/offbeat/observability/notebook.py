@@ -1,0 +1,108 @@
+"""The console of a notebook: one display with the newest steps and the reward curve, redrawn as the run goes on."""
+
+from __future__ import annotations
+
+import base64
+import io
+import time
+from html import escape
+from typing import Any
+
+from offbeat.observability.console import (
+    PLAIN_WIDTH,
+    Clock,
+    Console,
+    Row,
+    closing_lines,
+    columns,
+    duration,
+    header,
+    line,
+)
+from offbeat.observability.plot import draw_rewards
+
+NUM_ROWS = 12
+"""Number of newest rows that are shown; metrics.jsonl has all."""
+MAX_TEXTS = 20
+EVERY_S, CURVE_EVERY_S = 1.0, 5.0
+"""Shortest time between two updates, and between two drawings of the curve, which take about 0.2 s each."""
+STYLE = "font-family: monospace; white-space: pre; line-height: 1.35; overflow-x: auto"
+
+
+class NotebookConsole(Console):
+    """Console in a notebook's cell. Every update replaces the one before, so a long run leaves one output."""
+
+    def __init__(self, num_steps: int, *, has_workers: bool = False, clock: Clock = time.monotonic):
+        from IPython.display import display
+
+        self._display, self._handle = display, None
+        self.num_steps, self.clock, self.start_s = num_steps, clock, clock()
+        self.columns = columns(num_steps, PLAIN_WIDTH, has_workers=has_workers)
+        self.rows: list[Row] = []
+        self.texts: list[str] = []
+        self.status, self.closing = "", list[tuple[str, str]]()
+        self._curve, self._num_drawn = "", 0
+        self._shown_s = self._drawn_s = -float("inf")
+
+    def step(self, row: Row) -> None:
+        self.rows.append({key: row[key] for key in row if "/" not in key})
+        self._update()
+
+    def doing(self, text: str) -> None:
+        self.status = f"{text}, {duration(self.clock() - self.start_s)}"
+        self._update()
+
+    def note(self, text: str) -> None:
+        self._say(text)
+
+    def alarm(self, text: str) -> None:
+        self._say(f"warning: {text}")
+
+    def finish(self, summary: Row, folder: str) -> None:
+        self.closing, self.status = closing_lines(summary, folder), ""
+        self._update(at_once=True)
+
+    def __exit__(self, *error: object) -> None:
+        self.status = ""
+        self._update(at_once=True)
+
+    def _say(self, text: str) -> None:
+        self.texts = [*self.texts, text][-MAX_TEXTS:]
+        self._update(at_once=True)
+
+    def _update(self, *, at_once: bool = False) -> None:
+        now_s = self.clock()
+        if not at_once and now_s - self._shown_s < EVERY_S:
+            return
+        self._shown_s = now_s
+        if len(self.rows) > self._num_drawn and (at_once or now_s - self._drawn_s >= CURVE_EVERY_S):
+            self._curve, self._num_drawn, self._drawn_s = curve(self.rows), len(self.rows), now_s
+        data = {"text/plain": self._text(), "text/html": self._html()}
+        if self._handle is None:
+            self._handle = self._display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
+
+    def _lines(self) -> list[str]:
+        lines = list(self.texts)
+        if self.rows:
+            lines += [header(self.columns), *(line(row, self.columns) for row in self.rows[-NUM_ROWS:])]
+        if self.status:
+            lines.append(self.status)
+        return lines + [f"{name:<10} {text}" for name, text in self.closing]
+
+    def _text(self) -> str:
+        return "\n".join(self._lines())
+
+    def _html(self) -> str:
+        return f'<div style="{STYLE}">{escape(self._text())}</div>{self._curve}'
+
+
+def curve(rows: list[Row]) -> str:
+    """Returns the reward curve as an HTML image; empty without matplotlib or a reward."""
+    figure: Any = draw_rewards(rows)
+    if figure is None:
+        return ""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=80)
+    return f'<img alt="reward by step" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'

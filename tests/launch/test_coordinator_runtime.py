@@ -1,0 +1,53 @@
+import re
+
+import pytest
+
+import offbeat
+from offbeat.coordinator.coordinator import Activity
+from offbeat.launch import coordinator_runtime
+from offbeat.launch.coordinator_runtime import in_words
+from offbeat.observability.console import PlainConsole
+
+WORKING = {"num_wanted": 64, "num_eval_answers": 0, "num_eval_wanted": 0, "num_workers": 2, "has_version": True}
+
+
+@pytest.mark.parametrize(
+    "activity, text",
+    [
+        ({"has_version": False}, "waiting for the trainer's first weights"),
+        ({"num_workers": 0}, "waiting for the first worker"),
+        ({}, "answers 37/64"),
+        ({"is_training": True}, "training, answers 37/64"),
+        ({"is_training": True, "num_answers": 0}, "training"),
+        ({"num_answers": 0, "num_eval_answers": 3, "num_eval_wanted": 8}, "held-out 3/8"),
+        ({"num_eval_answers": 3, "num_eval_wanted": 8}, "answers 37/64, held-out 3/8"),
+    ],
+)
+def test_what_a_run_does_is_said_in_a_few_words(activity, text):
+    found = Activity(**{**WORKING, "num_answers": 37, "is_training": False, **activity})
+    assert in_words(found, "", had_worker=False) == text
+
+
+def test_who_is_waited_for_depends_on_who_was_there():
+    nobody = Activity(**{**WORKING, "num_workers": 0, "num_answers": 0, "is_training": False})
+    assert in_words(nobody, "local", had_worker=False) == "starting the engine"
+    assert in_words(nobody, "", had_worker=True) == "waiting for a worker"
+
+
+def test_something_moves_within_the_steps_of_a_real_run(tmp_path, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(coordinator_runtime, "ACTIVITY_EVERY_S", 0.01)
+    monkeypatch.setattr(PlainConsole, "doing", lambda console, text: told.append(text))
+    config = {
+        "run": {"dir": str(tmp_path), "steps": 4, "threads": 1},
+        "batch": {"groups_per_step": 4, "group_size": 4},
+        "rollout": {"slots": 4},
+        "eval": {"every": 2, "prompts": 8},
+        "log": {"console": "quiet"},
+    }
+    offbeat.train(config)
+    counts = [[int(n) for n in found] for text in told for found in re.findall(r"answers (\d+)/(\d+)", text)]
+    assert {wanted for _, wanted in counts} == {16}
+    assert len({num for num, _ in counts}) > 2
+    assert all(0 <= num <= 16 for num, _ in counts)
+    assert any(re.search(r"held-out [1-7]/8", text) for text in told)
