@@ -98,7 +98,7 @@ def test_a_wrong_file_is_refused(refused, text, told):
         (["train", "--resum"], "--resum: unknown option; did you mean --resume?"),
         (["train", "a.toml", "b.toml"], "b.toml: offbeat train takes no further argument"),
         (["train", "--name", "a/b"], '--run.name = "a/b": allowed letters'),
-        (["train", "--resume"], "runs: has no run to resume; start one without --resume"),
+        (["train", "--resume"], "runs: holds no run yet; offbeat train starts one"),
         (["train", "--resume", "runs/a"], "runs/a: there is no such run"),
         (["train", "--from-scratch"], "--from-scratch goes only with --resume"),
         (["eval"], "offbeat eval: the following arguments are required: MODEL"),

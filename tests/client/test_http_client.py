@@ -178,7 +178,7 @@ def test_a_batch_that_does_not_come_is_a_deadline_that_says_what_was_waited_for(
 
         async def scenario():
             async with remote(run, run.token(Role.TRAINER), "t") as trainer:
-                with pytest.raises(DeadlineError, match=r"step 0: no batch within rollout.deadline_s = 0 s; .*groups"):
+                with pytest.raises(DeadlineError, match=r"step 1: no batch within rollout.deadline_s = 0 s; .*groups"):
                     await trainer.claim(0, 0.1)
 
         asyncio.run(scenario())

@@ -83,7 +83,7 @@ def test_a_wait_for_a_batch_ends_with_what_it_waited_for(tmp_path):
         async with coordinator(tmp_path) as made:
             await made.publish(version(0, 0))
             await made.lease("w", 100, 0, SOON_S)
-            with pytest.raises(DeadlineError, match=r"step 0: no batch within .*leased"):
+            with pytest.raises(DeadlineError, match=r"step 1: no batch within .*leased"):
                 await made.claim(0, 0.2)
 
     asyncio.run(scenario())

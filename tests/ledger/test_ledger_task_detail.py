@@ -10,6 +10,7 @@ from offbeat.ledger.bodies import Bodies
 from offbeat.ledger.errors import Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Scored
+from offbeat.ledger.reports import TrajectoryFilter
 from offbeat.trajectory import Reward
 
 
@@ -41,9 +42,9 @@ def test_a_step_is_told_apart(ledger: Ledger):
     batches = [full_step(ledger, step) for step in range(3)]
     ledger.admit(new_groups(ledger, 1, require_version=3))
     work(ledger, 3)
-    rows = ledger.list_trajectories(99, step=1)
+    rows = ledger.list_trajectories(99, which=TrajectoryFilter(step=2))
     assert {row.task for row in rows} == {member.task for group in batches[1].groups for member in group.members}
-    assert {(row.step, row.state, row.first_version, row.last_version) for row in rows} == {(1, "trained", 1, 1)}
+    assert {(row.step, row.state, row.first_version, row.last_version) for row in rows} == {(2, "trained", 1, 1)}
     assert {row.step for row in ledger.list_trajectories(2)} == {None}
 
 
@@ -63,7 +64,7 @@ def test_a_walk_sees_every_trajectory_once(ledger: Ledger, monkeypatch: pytest.M
     for step in range(3):
         full_step(ledger, step)
     assert [row.task for row, _ in ledger.walk_trajectories()] == list(range(1, 13))
-    assert [row.task for row, _ in ledger.walk_trajectories(step=1)] == list(range(5, 9))
+    assert [row.task for row, _ in ledger.walk_trajectories(TrajectoryFilter(step=2))] == list(range(5, 9))
 
 
 def test_a_task_tells_its_story_from_the_issue_to_the_step_that_trained_it(ledger: Ledger):

@@ -109,7 +109,7 @@ class Reader:
         code = "import torch\n\ndef loss(tokens, settings):\n    return tokens.logprobs * torch.nan\n"
         (self.folder / "sour.py").write_text(code)
         said = self.offbeat("train", *SMALL_WORDS, "--name=sour", "--loss.name=sour.py:loss", "--eval.every=0")
-        file = "runs/sour/broken/step-00000000.batch"
+        file = "runs/sour/broken/step-00000001.batch"
         assert (said.status, f"kept as {file}" in said.err) == (1, True), said
         return file
 

@@ -44,7 +44,7 @@ def _summary(file: Path, done: StepReplay) -> list[str]:
     dump, repeated, problem = done.dump, done.repeated, done.repeated.problem
     num_tokens = sum(int(member.mask.sum()) for member in dump.members)
     lines = [
-        f"{file}: step {dump.batch.step}, from version {dump.version}: {len(dump.members)} samples of "
+        f"{file}: step {dump.batch.step + 1}, from version {dump.version}: {len(dump.members)} samples of "
         f"{len(dump.batch.groups)} groups, {num_tokens} tokens to train on",
         f"then      {dump.tensor} was not finite{_where(done, dump.sample, dump.token)}",
     ]

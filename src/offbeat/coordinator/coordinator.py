@@ -472,7 +472,7 @@ class Coordinator:
         if batch is None:
             aside = "".join(f"; set aside: {why}" for why in self.fitness.aside().values())
             raise DeadlineError(
-                f"step {step}: no batch within rollout.deadline_s = {within_s:.0f} s; "
+                f"step {step + 1}: no batch within rollout.deadline_s = {within_s:.0f} s; "
                 f"{await self.call(self.ledger.waiting_for)}; {self.rewards.describe_waits()}{aside}"
             )
         crash_here("claim-stored")
