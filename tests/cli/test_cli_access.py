@@ -77,7 +77,7 @@ def test_a_revoked_worker_is_revoked(folder, capsys):
         (("token", "{run}", "--json"), "--json goes with offbeat worker list"),
         (("list", "{run}", "--role", "trainer"), "--role goes with offbeat worker token"),
         (("list", "{run}", "box"), "NAME goes with offbeat worker revoke"),
-        (("revoke", "{run}"), "needs a worker's NAME"),
+        (("revoke", "{run}"), "a worker's NAME is missing"),
         (("revoke", "{run}", "bok"), "did you mean box"),
         (("revoke", "{run}", "entirely-else"), "offbeat worker list"),
     ],

@@ -35,7 +35,7 @@ def test_show_tells_who_made_what_and_what_looks_wrong(run: Path, capsys: pytest
     assert main(["ledger", "show", str(run)]) == 0
     told = capsys.readouterr().out
     lines = {line.split("  ")[0].strip(): line for line in told.splitlines()}
-    assert "step 2, version 3" in lines["trained from next"]
+    assert "step 3, from version 3" in lines["next to train"]
     assert " by w, for " in lines["oldest lease"]
     assert "1 with" in lines["partials"]
     assert "lost 1 times" in lines["suspects"]

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from offbeat.cli.main import main
 from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.reports import TrajectoryFilter
 from offbeat.tools.export import export_run
 from offbeat.trainer import not_finite
 
@@ -86,7 +87,10 @@ def batch_of_step(step):
     """Tasks and answers, as the ledger has them."""
     with Ledger(Path("runs/a/ledger.sqlite"), read_only=True) as ledger:
         assert ledger.verify().violations == ()
-        return {row.task: ledger.task_detail(row.task).trajectory for row in ledger.list_trajectories(100, which=TrajectoryFilter(step=step))}
+        return {
+            row.task: ledger.task_detail(row.task).trajectory
+            for row in ledger.list_trajectories(100, which=TrajectoryFilter(step=step))
+        }
 
 
 def events(kind):

@@ -79,7 +79,7 @@ def test_a_task_tells_its_story_from_the_issue_to_the_step_that_trained_it(ledge
     ledger.commit(0, version(1, 1, 0))
     seen = ledger.task_detail(first.id)
     assert seen.trajectory is not None
-    assert (seen.state, seen.group_state, seen.step) == ("scored", "trained", 0)
+    assert (seen.state, seen.group_state, seen.step) == ("scored", "trained", 1)
     assert [(s.version, s.staleness) for s in seen.segments] == [(0, 0), (0, 0)]
     told = what(ledger, first.id)
     assert told[0] == "issued"
@@ -87,8 +87,8 @@ def test_a_task_tells_its_story_from_the_issue_to_the_step_that_trained_it(ledge
     assert told[2] == "leased by b, after 1 leases before"
     assert told[3].startswith("accepted from b")
     assert told[4].startswith("scored")
-    assert told[5] == "claimed for step 0"
-    assert told[6].startswith("trained at step 0 from version 0: ")
+    assert told[5] == "claimed for step 1"
+    assert told[6].startswith("trained at step 1 from version 0: ")
 
 
 def test_a_task_that_is_not_answered_tells_how_far_it_came(ledger: Ledger):
@@ -109,12 +109,12 @@ def test_a_resume_and_an_audit_are_part_of_the_story(ledger: Ledger):
     full_step(ledger, 0)
     ledger.reconcile(0, None)
     ledger.commit(0, version(2, 1, 0), audited=[1])
-    assert what(ledger, 1)[-1].startswith("trained at step 0 from version 0: 0 tokens; an audit left out ")
+    assert what(ledger, 1)[-1].startswith("trained at step 1 from version 0: 0 tokens; an audit left out ")
     full_step(ledger, 1)
     dropped = max(row.task for row in ledger.list_trajectories(99))
     ledger.reconcile(0, None)
     told = what(ledger, dropped)
-    assert "claimed for step 1, which a resume took back" in told
+    assert "claimed for step 2, which a resume took back" in told
     assert any(line.startswith("its group was dropped; issued again as group ") for line in told)
     assert all(segment.is_abandoned for segment in ledger.task_detail(dropped).segments)
 

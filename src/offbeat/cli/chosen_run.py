@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from offbeat.config.schema import RunConfig
-from offbeat.launch.run_folder import newest_run
+from offbeat.launch.run_folder import CONFIG, LEDGER, newest_run
 
 RUN_HELP = "a run's folder, or its name; without it, the newest run"
 
@@ -24,4 +24,5 @@ def chosen_run(given: str | None) -> Path:
 
 def is_run(word: str) -> bool:
     """Whether `word` is a run's folder or name, and not, for example, a worker's name."""
-    return any((folder / "config.json").is_file() for folder in (Path(word), Path(RunConfig().dir) / word))
+    folders = (Path(word), Path(RunConfig().dir) / word)
+    return any((folder / file).is_file() for folder in folders for file in (CONFIG, LEDGER))

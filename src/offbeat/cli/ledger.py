@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offbeat.cli.chosen_run import RUN_HELP, chosen_run
 from offbeat.cli.parser import Parser
 from offbeat.errors import UserError
 
@@ -22,16 +22,17 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "action", choices=list(ACTIONS), help="; ".join(f"{name}: {text}" for name, text in ACTIONS.items())
     )
-    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    parser.add_argument("run", metavar="RUN", nargs="?", help=RUN_HELP)
     parser.add_argument("--json", action="store_true", help="with show: one line of JSON")
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    file = Path(arguments.run) / "ledger.sqlite"
-    if not file.is_file():
-        raise UserError(f"{arguments.run} holds no ledger; give the folder of a run, such as runs/NAME")
     if arguments.json and arguments.action != "show":
         raise UserError(f"--json goes with offbeat ledger show, not with offbeat ledger {arguments.action}")
+    run = chosen_run(arguments.run)
+    file = run / "ledger.sqlite"
+    if not file.is_file():
+        raise UserError(f"{run} holds no ledger; give the folder of a run, such as runs/NAME")
     from offbeat.ledger.ledger import Ledger
 
     with Ledger(file, read_only=True) as ledger:
@@ -59,10 +60,10 @@ def _verify(ledger: Ledger) -> int:
 
 def _lines(report: RunReport) -> list[str]:
     counts, tokens = report.counts, report.counts.tokens
-    at = "no version yet" if report.step is None else f"step {report.step}, version {report.version}"
+    at = "no version yet" if report.step is None else f"step {report.step}, from version {report.version}"
     lease = report.oldest_lease
     facts = {
-        "trained from next": at,
+        "next to train": at,
         "groups": _in_words(dict(counts.groups)),
         "dropped": _in_words(dict(counts.dropped_groups)),
         "tasks": _in_words(dict(report.tasks)),

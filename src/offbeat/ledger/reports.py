@@ -205,7 +205,7 @@ class VersionMade:
 class RunReport:
     counts: Counts
     step: int | None
-    """Step trained next; None before the first version."""
+    """Step, counted from 1, that is trained next; None before the first version."""
     version: int | None
     tasks: Mapping[str, int] = field(default_factory=dict)
     """Number of training tasks by state."""
@@ -261,7 +261,8 @@ class Reports(Versions):
     def task_detail(self, task: int) -> TaskDetail:
         """Returns a task with its trajectory and history."""
         query = """SELECT g.id, g.ordinal, t.member, g.purpose, g.source, t.state, t.reason, g.state, g.reason,
-                          g.prompt, g.problem, j.seq, j.digest, j.pruned, r.value, r.parts, r.error, b.step, b.bound, e.step
+                          g.prompt, g.problem, j.seq, j.digest, j.pruned, r.value, r.parts, r.error, b.step,
+                          b.bound, e.step
                    FROM tasks t JOIN groups g ON g.id = t.group_id LEFT JOIN trajectories j ON j.task = t.id
                    LEFT JOIN rewards r ON r.task = t.id LEFT JOIN batches b ON b.id = g.batch
                    LEFT JOIN evals e ON e.id = g.eval WHERE t.id = ?"""
@@ -390,7 +391,7 @@ class Reports(Versions):
             newest = self.latest_version()
             return RunReport(
                 counts=self.counts(),
-                step=newest.step if newest else None,
+                step=newest.step + 1 if newest else None,
                 version=newest.number if newest else None,
                 tasks=_tasks(self),
                 producers=_producers(self),
