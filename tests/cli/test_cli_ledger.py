@@ -40,7 +40,7 @@ def test_show_tells_who_made_what_and_what_looks_wrong(run: Path, capsys: pytest
     assert "1 with" in lines["partials"]
     assert "lost 1 times" in lines["suspects"]
     assert "4 published, 1 of them abandoned" in lines["versions"]
-    head = ["worker", "trajectories", "tokens", "tokens/s", "leased", "partials", "failed", "compared", "off"]
+    head = ["worker", "trajectories", "tokens", "tokens/s", "leased", "partials", "failed", "checked", "off"]
     assert lines["worker"].split() == head
     assert lines["set aside"].split()[2:] == ["none"]
     assert lines["2"].split()[-1] == "abandoned"

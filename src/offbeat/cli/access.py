@@ -111,13 +111,24 @@ def _ledger(folder: Path, *, read_only: bool = False) -> Ledger:
     return Ledger(file, read_only=read_only, must_exist=True)
 
 
+def _span(seconds: float) -> str:
+    """Returns a time in its largest unit, such as `12 s` or `3 h`."""
+    for unit, scale in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * scale:
+            return f"{seconds / scale:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
 def _lines(found: list[WorkerRecord]) -> list[str]:
     if not found:
         return ["no worker has joined; offbeat worker token RUN prints a token to join with"]
-    lines = [f"{'worker':<24} {'role':<8} {'state':<12} {'leased':>6} {'compared':>10} {'off':>7}  joined"]
+    head = f"{'worker':<24} {'role':<8} {'state':<12} {'leased':>6} {'checked':>10} {'off':>7}"
+    lines = [f"{head}  {'joined':<16}  last seen"]
     for worker in found:
         joined = time.strftime("%Y-%m-%d %H:%M", time.localtime(worker.joined_at))
+        seen = "-" if worker.last_seen_at is None else f"{_span(time.time() - worker.last_seen_at)} ago"
+        state = "away" if worker.is_away else worker.state
         figures = f"{worker.num_leased:>6,} {worker.num_compared:>10,} {worker.num_off:>7,}"
         reason = f"  ({worker.reason})" if worker.reason else ""
-        lines.append(f"{worker.name:<24} {worker.role:<8} {worker.state:<12} {figures}  {joined}{reason}")
+        lines.append(f"{worker.name:<24} {worker.role:<8} {state:<12} {figures}  {joined}  {seen}{reason}")
     return lines

@@ -83,7 +83,7 @@ def _lines(report: RunReport) -> list[str]:
 
 
 def _worker_rows(report: RunReport) -> list[tuple[str, ...]]:
-    head = ("worker", "trajectories", "tokens", "tokens/s", "leased", "partials", "failed", "compared", "off")
+    head = ("worker", "trajectories", "tokens", "tokens/s", "leased", "partials", "failed", "checked", "off")
     rows: list[tuple[str, ...]] = [head]
     for made in report.producers:
         rate = "-" if made.tokens_per_second is None else f"{made.tokens_per_second:,.0f}"
