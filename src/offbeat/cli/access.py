@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat.cli.chosen_run import RUN_HELP, chosen_run, is_run
+from offbeat.cli.ledger import span
 from offbeat.errors import UserError
 from offbeat.spelling import nearest
 
@@ -111,14 +112,6 @@ def _ledger(folder: Path, *, read_only: bool = False) -> Ledger:
     return Ledger(file, read_only=read_only, must_exist=True)
 
 
-def _span(seconds: float) -> str:
-    """Returns a time in its largest unit, such as `12 s` or `3 h`."""
-    for unit, scale in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * scale:
-            return f"{seconds / scale:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
-
-
 def _lines(found: list[WorkerRecord]) -> list[str]:
     if not found:
         return ["no worker has joined; offbeat worker token RUN prints a token to join with"]
@@ -126,7 +119,7 @@ def _lines(found: list[WorkerRecord]) -> list[str]:
     lines = [f"{head}  {'joined':<16}  last seen"]
     for worker in found:
         joined = time.strftime("%Y-%m-%d %H:%M", time.localtime(worker.joined_at))
-        seen = "-" if worker.last_seen_at is None else f"{_span(time.time() - worker.last_seen_at)} ago"
+        seen = "-" if worker.last_seen_at is None else f"{span(time.time() - worker.last_seen_at)} ago"
         state = "away" if worker.is_away else worker.state
         figures = f"{worker.num_leased:>6,} {worker.num_compared:>10,} {worker.num_off:>7,}"
         reason = f"  ({worker.reason})" if worker.reason else ""

@@ -72,7 +72,7 @@ def _lines(report: RunReport) -> list[str]:
         "tokens": _in_words(asdict(tokens)),
         "staleness of trained": _in_words({f"at {age}": num for age, num in report.staleness.items()}),
         "waits for": report.waits_for,
-        "oldest lease": "none" if lease is None else f"task {lease.task} by {lease.worker}, for {_span(lease.seconds)}",
+        "oldest lease": "none" if lease is None else f"task {lease.task} by {lease.worker}, for {span(lease.seconds)}",
         "partials": f"{report.num_partials} with {tokens.partial} tokens",
         "set aside": "; ".join(f"{worker} {why}" for worker, why in report.set_aside.items()) or "none",
         "suspects": _in_words({f"lost {num} times": count for num, count in report.suspects.items()}),
@@ -116,7 +116,8 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
     return lines
 
 
-def _span(seconds: float) -> str:
+def span(seconds: float) -> str:
+    """Returns a time as text, such as `12 s`, `5 min` or `3.2 h`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -53,7 +53,6 @@ END_NOTICE_S = 15.0
 async def serve(folder: RunFolder) -> dict[str, Any]:
     """Serves the coordinator of a run until the run ends; returns the run's summary."""
     config, start_s = folder.config, time.monotonic()
-    _address(config, folder.path).check()  # before anything is loaded or written
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
     async with AsyncExitStack() as stack:
         mixture = wiring.make_mixture(config, None)
@@ -70,7 +69,7 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
         if saved is not None and "step" in saved:
             runtime.coordinator.note_checkpoint(saved["step"])
         served = _served(folder, runtime)
-        server = await stack.enter_async_context(_serving(served, _address(config, folder.path)))
+        server = await stack.enter_async_context(_serving(served, address_of(config, folder.path)))
         near = server  # for processes on this machine, which need no certificate
         if server.address.has_tls or not server.address.is_loopback:
             loopback = Address(port=_port_before(folder.path, "near_url"))
@@ -110,15 +109,15 @@ async def _serving(served: ServedRun, address: Address) -> AsyncIterator[HttpSer
         await server.stop()
 
 
-def _address(config: Config, run: Path) -> Address:
-    """Returns the configured address to serve at. Port 0 becomes the run's previous port, where workers expect it."""
+def address_of(config: Config, run: Path | None = None) -> Address:
+    """Returns the configured address to serve at. Port 0 becomes the last port of `run`, where workers expect it."""
     wanted = config.serve
     is_plain = wanted.certificate == PLAIN
     if is_plain and wanted.key is not None:
         raise UserError(f"serve.key = {show(wanted.key)}: belongs to no certificate; serve.certificate is {PLAIN!r}")
     return Address(
         host=wanted.host,
-        port=wanted.port or _port_before(run, "url"),
+        port=wanted.port or (_port_before(run, "url") if run is not None else 0),
         certificate=None if wanted.certificate is None or is_plain else Path(wanted.certificate).expanduser(),
         key=None if wanted.key is None else Path(wanted.key).expanduser(),
         behind_proxy=wanted.behind_proxy,

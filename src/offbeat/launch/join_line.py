@@ -62,7 +62,7 @@ def _trust(address: Address) -> str:
 
 
 def certificate_names(file: Path) -> Sequence[str]:
-    """Returns the names and addresses that the first certificate in a PEM file is for, without wildcards and loopback addresses."""
+    """Returns the names and addresses that the first certificate in a PEM file is for, but loopback."""
     from cryptography import x509
 
     try:

@@ -1,12 +1,13 @@
 """Says on the console what a worker does: its first version, its rate, why it is idle, and what it has made.
 
-At most one line of figures each `EVERY_S`, and one line for each reason to be idle. The worker is only watched: a line
+At most one line of figures each `EVERY_S`, and one line about being idle. The worker is only watched: a line
 that is lost loses no work.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -41,7 +42,7 @@ class WorkerProgress:
         self._last = (0, 0)
         self._version: int | None = None
         self._idle: str | None = None
-        self._idle_said_s = 0.0
+        self._idle_said_s = -math.inf
 
     async def watch(self, worker: Worker) -> None:
         """Watches a worker until it is cancelled."""
@@ -72,7 +73,8 @@ class WorkerProgress:
             self._busy_s, self._idle = now_s, None
         elif now_s - self._busy_s >= IDLE_AFTER_S and not self._is_cut_off():
             why = worker.why_idle or "its coordinator has given it no task yet"
-            if why != self._idle or now_s - self._idle_said_s >= REMIND_EVERY_S:
+            silent_s = now_s - self._idle_said_s
+            if silent_s >= REMIND_EVERY_S or (why != self._idle and silent_s >= EVERY_S):
                 self._line(f"idle for {now_s - self._busy_s:.0f} s: {why}")
                 self._idle, self._idle_said_s = why, now_s
         if now_s - self._figures_s >= EVERY_S:
