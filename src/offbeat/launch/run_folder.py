@@ -352,7 +352,7 @@ def newest_run(parent: Path) -> Path:
     runs = begun or [config.parent for config in parent.glob(f"*/{CONFIG}")]
     if not runs:
         raise UserError(f"{parent}: holds no run yet; offbeat train starts one")
-    return max(runs, key=lambda run: max(file.stat().st_mtime_ns for file in run.glob("*.json*")))
+    return max(runs, key=lambda run: max((file.stat().st_mtime_ns for file in run.glob("*.json*")), default=0))
 
 
 def trained_lengths(folder: str, which: Literal["prompt", "answer"]) -> list[int]:
