@@ -79,7 +79,7 @@ def test_the_list_tells_who_is_away_and_since_when(folder, capsys):
     assert found["killed"][-3:] == ["10", "min", "ago"]
     assert int(found["box"][-3]) in range(30, 60)
     run("list", folder, "--json")
-    assert [worker["is_away"] for worker in json.loads(capsys.readouterr().out)] == [False, False, True]
+    assert [worker["is_away"] for worker in json.loads(capsys.readouterr().out)] == [True, False, False]
     with ledger_at(folder, 1200) as ledger:  # the coordinator has ended, so nobody is there
         ledger.note_seen({})
         ledger.move_worker("box", WorkerState.LEFT)
