@@ -106,6 +106,11 @@ def test_a_wrong_file_is_refused(refused, text, told):
         (["eval", "nowhere"], "model.path = 'nowhere': no such folder"),
         (["eval", "offbeat-tiny", "--prompts", "0"], "--eval.prompts = 0: allowed 1 or more"),
         (["export", "runs/a", "out"], "runs/a: there is no such run"),
+        (["export", "runs/a", "--adapter", "out"], "runs/a: there is no such run"),
+        (
+            ["ledger", "verify", "--json", "runs/a"],
+            "--json goes with offbeat ledger show, not with offbeat ledger verify",
+        ),
         (["model", "smollm", "out"], "unknown model smollm; did you mean 'smollm2'?"),
         (["ledger", "verify", "runs/a"], "runs/a holds no ledger"),
     ],

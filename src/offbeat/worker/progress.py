@@ -18,6 +18,8 @@ EVERY_S = 30.0
 """Seconds between two lines of figures."""
 IDLE_AFTER_S = 5.0
 """Seconds without a task until a worker is called idle; between two steps, short waits are normal."""
+UNTOLD_S = 15.0
+"""The same while the coordinator has not said why; one call for tasks takes up to 5 seconds."""
 REMIND_EVERY_S = 300.0
 """Seconds after which an idle worker says again that it is idle."""
 
@@ -71,7 +73,7 @@ class WorkerProgress:
             if self._idle is not None:
                 self._line(f"at work again after {now_s - self._busy_s:.0f} s")
             self._busy_s, self._idle = now_s, None
-        elif now_s - self._busy_s >= IDLE_AFTER_S and not self._is_cut_off():
+        elif now_s - self._busy_s >= (IDLE_AFTER_S if worker.why_idle else UNTOLD_S) and not self._is_cut_off():
             why = worker.why_idle or "its coordinator has given it no task yet"
             silent_s = now_s - self._idle_said_s
             if silent_s >= REMIND_EVERY_S or (why != self._idle and silent_s >= EVERY_S):
@@ -96,7 +98,9 @@ class WorkerProgress:
         latest = self._metrics.latest
         if latest is None:
             return f"version {version}"
-        return f"version {version} ({sum(latest.num_bytes.values()) / 1e6:,.1f} MB in {latest.fetch_s:.1f} s)"
+        num_bytes = sum(latest.num_bytes.values())
+        size = f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} kB"
+        return f"version {version} ({size} in {latest.fetch_s:.1f} s)"
 
     def _line(self, text: str) -> None:
         self._say(f"worker {self.name}: {text}")
