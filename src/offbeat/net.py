@@ -1,10 +1,13 @@
-"""Removes secrets from URLs, recognizes addresses of this machine, and parses the `Range` header of HTTP."""
+"""Removes secrets from URLs, knows addresses of this machine, and parses the `Range` header of HTTP."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import ipaddress
 import re
 import socket
+import struct
 
 from offbeat.errors import OffbeatError
 
@@ -34,6 +37,24 @@ def is_this_machine(host: str) -> bool:
     except OSError:
         return False  # binding to this host will raise the error
     return all(is_loopback(str(address)) for address in found)
+
+
+SIOCGIFADDR = 0x8915
+"""Linux's request for the IPv4 address of a network interface."""
+
+
+def own_addresses() -> list[str]:
+    """Returns the IPv4 addresses of this machine that others may reach; first the one from which it reaches them."""
+    found = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
+        outward.connect(("192.0.2.1", 9))  # sends nothing: only asks for the route
+        found.append(outward.getsockname()[0])
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return [address for address in dict.fromkeys(found) if not is_loopback(address)]
 
 
 RANGE = re.compile(r"bytes=([0-9]*)-([0-9]*)")

@@ -1,6 +1,7 @@
 """`offbeat worker token | list | revoke`, beside a coordinator that may be running."""
 
 import json
+import time
 
 import pytest
 
@@ -58,12 +59,44 @@ def test_the_list_tells_who_joined(folder, capsys):
     assert "secret" not in str(row)
 
 
+def ledger_at(folder, ago_s: float) -> Ledger:
+    """The ledger as it is written so long ago."""
+    return Ledger(folder / "ledger.sqlite", wall_clock=lambda: time.time() - ago_s)
+
+
+def test_the_list_tells_who_is_away_and_since_when(folder, capsys):
+    def listed() -> dict[str, list[str]]:
+        run("list", folder)
+        return {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()[1:]}
+
+    with ledger_at(folder, 3600) as ledger:
+        for name, role in (("killed", Role.ROLLOUT), ("box", Role.ROLLOUT), ("big", Role.TRAINER)):
+            ledger.redeem(ledger.issue_token(role, 5), name, {}, secret_hash(new_secret()))
+    with ledger_at(folder, 0) as ledger:
+        ledger.note_seen({"killed": time.time() - 600, "box": time.time() - 30, "big": time.time() - 300})
+    found = listed()
+    assert {name: cells[2] for name, cells in found.items()} == {"killed": "away", "box": "active", "big": "active"}
+    assert found["killed"][-3:] == ["10", "min", "ago"]
+    assert int(found["box"][-3]) in range(30, 60)
+    run("list", folder, "--json")
+    assert [worker["is_away"] for worker in json.loads(capsys.readouterr().out)] == [True, False, False]
+    with ledger_at(folder, 1200) as ledger:  # the coordinator has ended, so nobody is there
+        ledger.note_seen({})
+        ledger.move_worker("box", WorkerState.LEFT)
+    assert {name: cells[2] for name, cells in listed().items()} == {"killed": "away", "box": "left", "big": "away"}
+
+
 def test_a_revoked_worker_is_revoked(folder, capsys):
     secret = joined(folder, capsys, "box")
     assert run("revoke", folder, "box", "--reason", "sold") == 0
     found = worker_by_secret(folder, secret)
     assert (found.state, found.reason) == (WorkerState.REVOKED, "sold")
     assert run("revoke", folder, "box") == 0  # again
+    with pytest.MonkeyPatch.context() as patch:
+        (folder / "runs").mkdir()
+        (folder / "runs" / "b").symlink_to(folder)
+        patch.chdir(folder)
+        assert run("revoke", "box") == 0, "of the newest run"
     run("list", folder)
     assert "(sold)" in capsys.readouterr().out
 
@@ -77,7 +110,7 @@ def test_a_revoked_worker_is_revoked(folder, capsys):
         (("token", "{run}", "--json"), "--json goes with offbeat worker list"),
         (("list", "{run}", "--role", "trainer"), "--role goes with offbeat worker token"),
         (("list", "{run}", "box"), "NAME goes with offbeat worker revoke"),
-        (("revoke", "{run}"), "needs a worker's NAME"),
+        (("revoke", "{run}"), "a worker's NAME is missing"),
         (("revoke", "{run}", "bok"), "did you mean box"),
         (("revoke", "{run}", "entirely-else"), "offbeat worker list"),
     ],

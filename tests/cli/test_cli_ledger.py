@@ -35,12 +35,12 @@ def test_show_tells_who_made_what_and_what_looks_wrong(run: Path, capsys: pytest
     assert main(["ledger", "show", str(run)]) == 0
     told = capsys.readouterr().out
     lines = {line.split("  ")[0].strip(): line for line in told.splitlines()}
-    assert "step 2, version 3" in lines["trained from next"]
+    assert "step 3, from version 3" in lines["next to train"]
     assert " by w, for " in lines["oldest lease"]
     assert "1 with" in lines["partials"]
     assert "lost 1 times" in lines["suspects"]
     assert "4 published, 1 of them abandoned" in lines["versions"]
-    head = ["worker", "trajectories", "tokens", "tokens/s", "leased", "partials", "failed", "compared", "off"]
+    head = ["worker", "trajectories", "tokens", "tokens/s", "leased", "partials", "failed", "checked", "off"]
     assert lines["worker"].split() == head
     assert lines["set aside"].split()[2:] == ["none"]
     assert lines["2"].split()[-1] == "abandoned"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ledger_run import claim, full_step, handed, new_groups, score_all, version
+from ledger_run import claim, eval_groups, full_step, handed, new_groups, score_all, version, work
 
 from offbeat.cli.main import main
 from offbeat.ledger.ledger import Ledger
@@ -54,6 +54,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One step, and the evaluation after it."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    (folder / "config.json").write_text(json.dumps({"model": {"path": "offbeat-tiny", "tokenizer": None}}))
+    with Ledger(folder / "ledger.sqlite", LedgerTerms(min_group=2, max_staleness=1)) as ledger:
+        ledger.publish(version(0, 0))
+        full_step(ledger, 0)
+        ledger.admit(eval_groups(2, require_version=1))
+        work(ledger, 1)
+        score_all(ledger)
+    return folder
+
+
 def long_enough(group, text: str = "".join(PARTS)):
     from dataclasses import replace
 
@@ -73,12 +87,61 @@ def test_the_list_has_a_line_for_each_trajectory(run: Path, capsys: pytest.Captu
     assert lines[0].split()[:6] == ["task", "group", "for", "state", "step", "reward"]
     assert [int(line.split()[0]) for line in lines[1:]] == [7, 6, 5, 4, 3, 2, 1]
     cells = lines[1].split()
-    assert cells[2:6] == ["train", "trained", "1", "failed"]
+    assert cells[2:6] == ["train", "trained", "2", "failed"]
     assert "0-1" in cells
     assert lines[1].endswith("".join(PARTS))
     assert len(show(run, capsys, "--last", "2").splitlines()) == 3
-    assert len(show(run, capsys, "--step", "1").splitlines()) == 4
-    assert show(run, capsys, "--step", "9") == "no trajectories at step 9\n"
+    assert len(show(run, capsys, "--step", "2").splitlines()) == 4
+    assert show(run, capsys, "--step", "9") == "no training answers at step 9\n"
+
+
+def test_a_line_has_the_prompt_and_the_right_answer_before_the_response(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "200")
+    head, line, *_ = show(run, capsys).splitlines()
+    starts = [head.index(name) for name in ("prompt", "right answer", "response")]
+    assert [line[start:].split("  ")[0].strip() for start in starts] == ["2+1=", "3", "".join(PARTS)]
+
+
+def test_lists_are_of_training_answers_unless_asked_otherwise(evaluated: Path, capsys: pytest.CaptureFixture[str]):
+    def listed(*words: str) -> list[tuple[str, int]]:
+        return [(row["purpose"], row["step"]) for row in json.loads(show(evaluated, capsys, "--json", *words))]
+
+    assert set(listed()) == {("train", 1)}
+    assert set(listed("--best", "3")) == {("train", 1)}
+    assert set(listed("--eval")) == {("eval", 1)}
+    assert set(listed("--train", "--eval")) == {("train", 1), ("eval", 1)}
+    assert listed("--eval", "--step", "2") == []
+    assert show(evaluated, capsys, "--eval", "--step", "2") == "no evaluation answers at step 2\n"
+
+
+def test_filters_narrow_a_list(run: Path, capsys: pytest.CaptureFixture[str]):
+    def tasks(*words: str) -> set[int]:
+        return {row["task"] for row in json.loads(show(run, capsys, "--json", *words))}
+
+    rewards = {row["task"]: row["reward"] for row in json.loads(show(run, capsys, "--json"))}
+    known = sorted(value for value in rewards.values() if value is not None)
+    assert tasks("--worker", "w1") == {5, 6, 7}
+    assert tasks("--source", "sums") == set(rewards)
+    assert tasks("--source", "products") == set()
+    assert tasks("--min-reward", str(known[-1])) == {task for task, value in rewards.items() if value == known[-1]}
+    assert tasks("--max-reward", str(known[0])) == {task for task, value in rewards.items() if value == known[0]}
+    assert show(run, capsys, "--worker", "w9") == "no training answers with these filters\n"
+
+
+def test_the_newest_run_is_shown_without_a_name(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "late").symlink_to(run)
+    monkeypatch.chdir(tmp_path)
+    assert main(["show", "6", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["task"] == 6
+    assert said.err == "the newest run: runs/late\n"
+    assert main(["show", "late", "6", "--json"]) == 0
+    assert capsys.readouterr().err == "", "named"
 
 
 def test_the_best_and_the_worst_are_by_reward(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -94,6 +157,7 @@ def test_a_task_is_shown_with_prompt_answer_reward_and_history(run: Path, capsys
     assert "\x1b[" not in told, "no colours where there is no terminal"
     for words in (
         "task 6: scored; member 1 of group 3, which is trained",
+        "right answer\n3\n",
         "version 0 of step 0, staleness 1, by w1, log-probs mean -0.3",
         "version 1 of step 1, staleness 0",
         "accepted from w1",
@@ -111,7 +175,7 @@ def test_json_of_a_task_holds_everything(run: Path, capsys: pytest.CaptureFixtur
     assert [(part["version"], part["staleness"]) for part in told["segments"]] == [(0, 1), (1, 0)]
     assert len(told["segments"][0]["tokens"]) == told["segments"][0]["num_tokens"]
     assert told["response"] == "".join(PARTS)
-    assert told["history"][-1]["what"].startswith("trained at step 1")
+    assert told["history"][-1]["what"].startswith("trained at step 2")
 
 
 def test_what_a_model_says_does_not_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -156,11 +220,11 @@ def test_parquet_holds_texts_rewards_and_versions(run: Path, tmp_path: Path, cap
     assert "7 trajectories" in show(run, capsys, "--parquet", str(tmp_path / "all.parquet"))
     rows = parquet.read_table(tmp_path / "all.parquet").to_pylist()
     assert [row["task"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
-    assert rows[5]["response"] == "".join(PARTS)
+    assert (rows[5]["answer"], rows[5]["response"]) == ("3", "".join(PARTS))
     assert set(rows[5]["versions"]) == {0, 1}
     assert len(rows[5]["logprobs"]) == len(rows[5]["response_tokens"]) == rows[5]["num_tokens"]
     assert (rows[6]["reward"], rows[6]["error"]) == (None, "raised")
-    assert "3 trajectories" in show(run, capsys, "--parquet", str(tmp_path / "one.parquet"), "--step", "1")
+    assert "3 trajectories" in show(run, capsys, "--parquet", str(tmp_path / "one.parquet"), "--step", "2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.parquet", "one.parquet"]
 
 
@@ -168,7 +232,7 @@ def test_parquet_holds_texts_rewards_and_versions(run: Path, tmp_path: Path, cap
     "words, line",
     [
         (["99"], "task 99 does not exist; this run has tasks 1 to 7"),
-        (["x"], "invalid int value: 'x'"),
+        (["x"], "'x' is not a task's ID"),
         (["--best", "0"], "--best is 0; it must be at least 1"),
         (["--best", "1", "--worst", "1"], "--best and --worst do not go together"),
         (["6", "--best", "1"], "--best and a task's ID do not go together"),

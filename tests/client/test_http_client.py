@@ -11,7 +11,7 @@ import torch
 from http_run import SOON_S, LiveRun, answer
 from safetensors.numpy import load_file
 
-from offbeat.client.connection import Connection
+from offbeat.client.connection import Connection, Outage
 from offbeat.client.credentials import load, save
 from offbeat.client.http_client import RemoteTrainer, RemoteWorker, join, rejoin
 from offbeat.client.protocol import Heartbeat, TrainerClient, WorkerClient
@@ -178,7 +178,7 @@ def test_a_batch_that_does_not_come_is_a_deadline_that_says_what_was_waited_for(
 
         async def scenario():
             async with remote(run, run.token(Role.TRAINER), "t") as trainer:
-                with pytest.raises(DeadlineError, match=r"step 0: no batch within rollout.deadline_s = 0 s; .*groups"):
+                with pytest.raises(DeadlineError, match=r"step 1: no batch within rollout.deadline_s = 0 s; .*groups"):
                     await trainer.claim(0, 0.1)
 
         asyncio.run(scenario())
@@ -290,6 +290,50 @@ def test_patience_ends_with_who_was_waited_for(tmp_path):
 
     with pytest.raises(DeadlineError, match=r"127.0.0.1:9: POST /v1/heartbeat: not answered for 0 s: Client"):
         asyncio.run(scenario())
+
+
+def test_an_outage_is_mentioned_once_for_all_calls_then_ever_more_rarely_and_at_its_end(caplog):
+    now_s = 0.0
+    outage = Outage("http://c:1", 900.0, lambda: now_s)
+    said = []
+    for second in range(600):
+        now_s = float(second)
+        outage.failed("nobody listens")  # of one call
+        outage.failed("nobody listens")  # of another
+        if caplog.records:
+            said.append((second, caplog.records[0].getMessage()))
+            caplog.clear()
+    assert [second for second, _ in said] == [5, 15, 30, 60, 120, 240, 480]
+    assert said[0][1] == (
+        "http://c:1: does not answer, for 5 s now: nobody listens; trying again until 900 s are over (--patience)"
+    )
+    assert outage.length_s == 599
+    outage.answered()
+    assert caplog.records[0].getMessage() == "http://c:1: answers again, after 599 s"
+    assert outage.length_s == 0
+    caplog.clear()
+    outage.failed("a hiccup")
+    outage.answered()
+    assert not caplog.records
+
+
+def test_calls_that_fail_say_so_of_their_connection_and_an_answer_ends_it(tmp_path):
+    async def scenario():
+        with LiveRun(tmp_path / "run") as run:
+            connection = Connection(run.server.url, patience_s=0.5)
+            lost = Connection("http://127.0.0.1:9", "secret", patience_s=0.5)
+            lost.outage = connection.outage
+            try:
+                with pytest.raises(DeadlineError):
+                    await RemoteWorker(lost, tmp_path).heartbeat([])
+                assert connection.outage.length_s > 0
+                await join(connection, run.token(), "w")
+                assert connection.outage.length_s == 0
+            finally:
+                await lost.close()
+                await connection.close()
+
+    asyncio.run(scenario())
 
 
 def test_who_is_told_to_slow_down_slows_down_and_gets_through(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,6 +60,19 @@ def test_a_key_that_is_none_is_named_and_not_quoted(tmp_path, text):
     (tmp_path / "joining.key").write_text(text)
     with pytest.raises(UserError, match=r"joining\.key: holds no key for joining; delete this file, and join"):
         own_secret(tmp_path / "joining.key", "token")
+
+
+def test_a_person_at_a_terminal_is_asked_for_the_token_and_it_is_not_shown(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("getpass.getpass", lambda prompt: asked.append(prompt) or " typed ")
+    assert read_token(None, {}) == "typed"
+    assert read_token(None, {"OFFBEAT_TOKEN": "set"}) == "set"
+    assert len(asked) == 1
+    assert "offbeat worker token RUN" in asked[0]
+    monkeypatch.setattr("getpass.getpass", lambda prompt: "")
+    with pytest.raises(UserError, match="OFFBEAT_TOKEN is not set"):
+        read_token(None, {})
 
 
 def test_a_token_comes_from_a_file_or_the_environment(tmp_path):

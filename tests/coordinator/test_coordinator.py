@@ -19,12 +19,14 @@ from offbeat.trajectory import End, Segment
 def test_a_worker_is_given_the_version_first_and_then_the_tasks_that_require_it(tmp_path):
     async def scenario():
         async with coordinator(tmp_path) as made:
-            assert (await made.lease("w", 8, None, 0.0)).tasks == ()
+            early = await made.lease("w", 8, None, 0.0)
+            assert (early.tasks, early.idle) == ((), "the trainer has published no weights yet")
             await made.publish(version(0, 0))
             assert (await made.lease("w", 8, None, SOON_S)).version == version(0, 0)
             lease = await made.lease("w", 100, 0, SOON_S)
             assert len(lease.tasks) == 3 + 2 * 4  # the evaluation of step 0 comes first
             assert {task.require_version for task in lease.tasks} == {0}
+            assert (await made.lease("v", 8, 0, 0.0)).idle == "what may be generated now is with other workers"
 
     asyncio.run(scenario())
 
@@ -40,6 +42,7 @@ def test_a_batch_is_claimed_trained_and_committed_and_the_next_step_wants_its_ve
             rewards = [m.reward for g in batch.groups for m in g.members]
             assert sorted(set(rewards)) == [0.0, 1.0]
             assert (await made.evaluation(0)).is_complete
+            assert (await made.lease("w", 8, 0, 0.0)).idle == "enough is generated; the trainer is at step 1"
             await made.commit(0, version(1, 1, 0))
             assert (await made.lease("w", 8, 0, SOON_S)).version == version(1, 1, 0)
             await answer_all(made, 1, 8)
@@ -83,7 +86,7 @@ def test_a_wait_for_a_batch_ends_with_what_it_waited_for(tmp_path):
         async with coordinator(tmp_path) as made:
             await made.publish(version(0, 0))
             await made.lease("w", 100, 0, SOON_S)
-            with pytest.raises(DeadlineError, match=r"step 0: no batch within .*leased"):
+            with pytest.raises(DeadlineError, match=r"step 1: no batch within .*leased"):
                 await made.claim(0, 0.2)
 
     asyncio.run(scenario())
@@ -369,7 +372,9 @@ def test_a_broken_worker_is_set_aside_and_the_others_finish_the_run(tmp_path):
             (event,) = told
             assert (event["event"], event["worker"]) == ("set_aside", "broken")
             assert event["why"] == f"8 of the latest 8 tasks of broken failed: {BROKEN}"
-            assert (await made.lease("broken", 50, 0, 0.0)).tasks == ()
+            refused = await made.lease("broken", 50, 0, 0.0)
+            assert refused.tasks == ()
+            assert refused.idle == f"set aside for another 300 s: {event['why']}"
             story = await made.call(made.ledger.report)
             assert BROKEN in story.set_aside["broken"]
             query = "SELECT COUNT(*) FROM tasks WHERE num_failures > 0"

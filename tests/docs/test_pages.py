@@ -91,7 +91,7 @@ def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
             nowhere = [word.replace(":8700", ":9") for word in words]  # tests/faults has judges that find somebody
             said = reader.offbeat("worker", *nowhere, "--token-file=token", "--dir=judge", "--patience=0.1")
             assert (said.status, "POST /v1/join: not answered" in said.err) == (1, True), said
-        case ["offbeat", "replay", "runs/NAME/broken/step-00000012.batch"]:
+        case ["offbeat", "replay", "runs/NAME/broken/step-00000013.batch"]:
             said = reader.offbeat("replay", reader.broken)
             assert (said.status, "now       the loss is not finite" in said.out) == (1, True), said
         case ["offbeat", "check-loss", function]:

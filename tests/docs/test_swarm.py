@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -13,7 +14,7 @@ from terminals import SMALL, Terminals
 pytestmark = pytest.mark.full  # tests/faults has runs of several processes that are quicker to start
 PAGE = ROOT / "docs" / "swarm.md"
 LINES = [line for block in blocks(PAGE, "sh") for line in block.splitlines()]
-TRAIN, JOIN, SHOW, VERIFY, TOKEN, LIST, REVOKE, SERVE, TRAINER = LINES
+TRAIN, JOIN, LIST, SHOW, VERIFY, TOKEN, REVOKE, SERVE, TRAINER = LINES
 
 
 def producers(terminals: Terminals) -> dict[str, int]:
@@ -38,8 +39,9 @@ def test_three_terminals_a_late_worker_is_killed_halfway_and_the_run_finishes(te
     assert terminals.wait(first) == 0, terminals.screen()
     assert terminals.wait(second) == 0, terminals.screen()
     assert "everything holds" in terminals.say(VERIFY)
-    story = terminals.say(SHOW)
-    assert all(name in story for name in producers(terminals))
+    story, listed = terminals.say(SHOW), terminals.say(LIST)
+    assert all(name in story and name in listed for name in producers(terminals))
+    assert re.search(r"rollout +left ", listed), "the worker that was told that the run is over"
     summary = json.loads((terminals.folder / "runs" / "swarm" / "summary.json").read_text())
     assert summary["steps"] == 150
     assert summary["max_staleness_trained"] <= 2

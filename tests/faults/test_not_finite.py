@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from offbeat.cli.main import main
 from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.reports import TrajectoryFilter
 from offbeat.tools.export import export_run
 from offbeat.trainer import not_finite
 
@@ -86,7 +87,10 @@ def batch_of_step(step):
     """Tasks and answers, as the ledger has them."""
     with Ledger(Path("runs/a/ledger.sqlite"), read_only=True) as ledger:
         assert ledger.verify().violations == ()
-        return {row.task: ledger.task_detail(row.task).trajectory for row in ledger.list_trajectories(100, step=step)}
+        return {
+            row.task: ledger.task_detail(row.task).trajectory
+            for row in ledger.list_trajectories(100, which=TrajectoryFilter(step=step))
+        }
 
 
 def events(kind):
@@ -99,8 +103,8 @@ def test_a_run_stops_before_the_update_and_goes_on_with_the_same_batch_as_if_not
 ):
     Path("sour").touch()
     line = stopped("train", *QUICK, "--run.name=a")
-    file = "runs/a/broken/step-00000002.batch"
-    told = r"step 2: the loss is not finite \(task (\d+), token (\d+)\); its batch \(step 2, from version 2\) is kept "
+    file = "runs/a/broken/step-00000003.batch"
+    told = r"step 3: the loss is not finite \(task (\d+), token (\d+)\); its batch \(step 3, from version 2\) is kept "
     told += rf"as {file}: offbeat replay {file} says more; --resume tries the same batch again: fix the data or the "
     told += r"loss first, or remove runs/a/checkpoints/00000002 and resume from before it \(--from-scratch\) "
     told += r"with a smaller optimizer\.lr"
@@ -109,7 +113,7 @@ def test_a_run_stops_before_the_update_and_goes_on_with_the_same_batch_as_if_not
     (event,) = events("not_finite")
     assert (event["task"], event["token"], event["file"], event["tensor"]) == (task, token, file, "the loss")
 
-    claimed, kept = batch_of_step(2), not_finite.read(Path(file))
+    claimed, kept = batch_of_step(3), not_finite.read(Path(file))
     assert {member.task: member.trajectory for member in kept.members} == claimed
     assert kept.members[kept.sample].task == task
     assert kept.members[kept.sample].mask[token]
@@ -133,13 +137,13 @@ def test_a_run_stops_before_the_update_and_goes_on_with_the_same_batch_as_if_not
     shutil.rmtree("runs/a/broken")
     Path("runs/a/broken").write_text("in the way")
     again = stopped("train", "--resume", "runs/a")
-    told = rf"step 2: the loss is not finite \(task {task}, token {token}\); its batch .* could not be kept in runs/a/"
+    told = rf"step 3: the loss is not finite \(task {task}, token {token}\); its batch .* could not be kept in runs/a/"
     assert re.match(told + "broken: File exists; --resume tries", again)
-    assert batch_of_step(2) == claimed
+    assert batch_of_step(3) == claimed
 
     Path("sour").unlink()
     assert main(["train", "--resume", "runs/a"]) == 0
-    assert batch_of_step(2) == claimed
+    assert batch_of_step(3) == claimed
     assert same(final_weights(), unspoilt[1])
 
 
@@ -147,11 +151,11 @@ def test_a_run_stops_before_the_update_and_goes_on_with_the_same_batch_as_if_not
 def test_half_a_step_is_never_saved(stopped, unspoilt, capsys):
     Path("sour-after-an-update").touch()
     line = stopped("train", *QUICK, "--run.name=a", "--batch.updates-per-step=2")
-    assert line.startswith("step 2: the loss is not finite (task ")
+    assert line.startswith("step 3: the loss is not finite (task ")
     assert line.endswith("--resume goes back to the start; resume with a smaller optimizer.lr, or check the data")
     assert checkpoints() == []
 
-    file = "runs/a/broken/step-00000002.batch"
+    file = "runs/a/broken/step-00000003.batch"
     assert main(["replay", file]) == 1
     out = capsys.readouterr().out
     assert "in update 2 of the step" in out
@@ -175,5 +179,5 @@ def test_what_cannot_be_replayed_is_told(capsys):
     assert refused("x.batch").startswith("x.batch is damaged or no saved batch")
     Path("runs/a/broken").mkdir(parents=True)
     assert refused("runs/a") == "runs/a is a folder; give a file broken/*.batch of a run, of which this folder has none"
-    Path("runs/a/broken/step-00000002.batch").touch()
-    assert refused("runs/a").endswith("such as runs/a/broken/step-00000002.batch")
+    Path("runs/a/broken/step-00000003.batch").touch()
+    assert refused("runs/a").endswith("such as runs/a/broken/step-00000003.batch")

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from offbeat.config import from_dict, load
+from offbeat.coordinator.api.server import Address
 from offbeat.launch import wiring
-from offbeat.launch.coordinator_role import ADDRESS, NUM_THREADS, _address, _announce, _until_over, serve
+from offbeat.launch.coordinator_role import ADDRESS, NUM_THREADS, _announce, _until_over, address_of, serve
 from offbeat.launch.coordinator_runtime import open_coordinator, prepare
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import Stopping
@@ -59,7 +60,7 @@ def run(tmp_path):
 
 
 def port_of(folder, *overrides):
-    return _address(load(None, list(overrides)), folder).port
+    return address_of(load(None, list(overrides)), folder).port
 
 
 def test_a_run_that_goes_on_or_was_moved_listens_where_its_workers_look_for_it(run):
@@ -95,6 +96,7 @@ def test_judges_are_asked_for_only_where_the_run_computes_no_rewards_itself(proc
     runtime = SimpleNamespace(console=SimpleNamespace(note=notes.append))
     config = from_dict({"run": {"dir": str(tmp_path)}, "reward": {"processes": processes}})
     with RunFolder.create(config) as folder:
-        _announce(folder, "https://10.0.0.5:8700", "http://127.0.0.1:8701", runtime)
-        assert json.loads((folder.path / ADDRESS).read_text())["url"] == "https://10.0.0.5:8700"
+        server = SimpleNamespace(url="http://10.0.0.5:8700", address=Address(host="10.0.0.5", is_plain=True))
+        _announce(folder, server, "http://127.0.0.1:8701", runtime)
+        assert json.loads((folder.path / ADDRESS).read_text())["url"] == "http://10.0.0.5:8700"
     assert any("--role reward" in note for note in notes) == (processes == 0)

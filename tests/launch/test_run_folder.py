@@ -16,7 +16,7 @@ from offbeat.config import fixed_keys, load, resolved
 from offbeat.config.schema import DEMO
 from offbeat.errors import DiskError, OffbeatError, UserError
 from offbeat.files import cannot_write
-from offbeat.launch.run_folder import RunFolder, check_resumable, newest, plain
+from offbeat.launch.run_folder import RunFolder, check_resumable, newest_run, plain
 from offbeat.ledger.ledger import Ledger
 
 
@@ -281,11 +281,11 @@ def test_a_run_that_a_full_disk_kept_from_beginning_can_be_begun_again(tmp_path,
 def test_the_newest_run_is_the_one_at_work_last(tmp_path):
     begin(tmp_path, "a").close()
     begin(tmp_path, "b").close()
-    assert newest(tmp_path).name == "b"
+    assert newest_run(tmp_path).name == "b"
     RunFolder.open(tmp_path / "a").close()
-    assert newest(tmp_path).name == "a"
-    with pytest.raises(UserError, match="has no run to resume"):
-        newest(tmp_path / "a")
+    assert newest_run(tmp_path).name == "a"
+    with pytest.raises(UserError, match="holds no run yet"):
+        newest_run(tmp_path / "a")
 
 
 def test_runs_of_one_process_keep_their_logs_apart_and_the_first_to_end_stops_no_other(tmp_path):

@@ -10,6 +10,7 @@ from offbeat.ledger.bodies import Bodies
 from offbeat.ledger.errors import Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Scored
+from offbeat.ledger.reports import TrajectoryFilter
 from offbeat.trajectory import Reward
 
 
@@ -41,9 +42,9 @@ def test_a_step_is_told_apart(ledger: Ledger):
     batches = [full_step(ledger, step) for step in range(3)]
     ledger.admit(new_groups(ledger, 1, require_version=3))
     work(ledger, 3)
-    rows = ledger.list_trajectories(99, step=1)
+    rows = ledger.list_trajectories(99, which=TrajectoryFilter(step=2))
     assert {row.task for row in rows} == {member.task for group in batches[1].groups for member in group.members}
-    assert {(row.step, row.state, row.first_version, row.last_version) for row in rows} == {(1, "trained", 1, 1)}
+    assert {(row.step, row.state, row.first_version, row.last_version) for row in rows} == {(2, "trained", 1, 1)}
     assert {row.step for row in ledger.list_trajectories(2)} == {None}
 
 
@@ -63,7 +64,7 @@ def test_a_walk_sees_every_trajectory_once(ledger: Ledger, monkeypatch: pytest.M
     for step in range(3):
         full_step(ledger, step)
     assert [row.task for row, _ in ledger.walk_trajectories()] == list(range(1, 13))
-    assert [row.task for row, _ in ledger.walk_trajectories(step=1)] == list(range(5, 9))
+    assert [row.task for row, _ in ledger.walk_trajectories(TrajectoryFilter(step=2))] == list(range(5, 9))
 
 
 def test_a_task_tells_its_story_from_the_issue_to_the_step_that_trained_it(ledger: Ledger):
@@ -78,7 +79,7 @@ def test_a_task_tells_its_story_from_the_issue_to_the_step_that_trained_it(ledge
     ledger.commit(0, version(1, 1, 0))
     seen = ledger.task_detail(first.id)
     assert seen.trajectory is not None
-    assert (seen.state, seen.group_state, seen.step) == ("scored", "trained", 0)
+    assert (seen.state, seen.group_state, seen.step) == ("scored", "trained", 1)
     assert [(s.version, s.staleness) for s in seen.segments] == [(0, 0), (0, 0)]
     told = what(ledger, first.id)
     assert told[0] == "issued"
@@ -86,8 +87,8 @@ def test_a_task_tells_its_story_from_the_issue_to_the_step_that_trained_it(ledge
     assert told[2] == "leased by b, after 1 leases before"
     assert told[3].startswith("accepted from b")
     assert told[4].startswith("scored")
-    assert told[5] == "claimed for step 0"
-    assert told[6].startswith("trained at step 0 from version 0: ")
+    assert told[5] == "claimed for step 1"
+    assert told[6].startswith("trained at step 1 from version 0: ")
 
 
 def test_a_task_that_is_not_answered_tells_how_far_it_came(ledger: Ledger):
@@ -108,12 +109,12 @@ def test_a_resume_and_an_audit_are_part_of_the_story(ledger: Ledger):
     full_step(ledger, 0)
     ledger.reconcile(0, None)
     ledger.commit(0, version(2, 1, 0), audited=[1])
-    assert what(ledger, 1)[-1].startswith("trained at step 0 from version 0: 0 tokens; an audit left out ")
+    assert what(ledger, 1)[-1].startswith("trained at step 1 from version 0: 0 tokens; an audit left out ")
     full_step(ledger, 1)
     dropped = max(row.task for row in ledger.list_trajectories(99))
     ledger.reconcile(0, None)
     told = what(ledger, dropped)
-    assert "claimed for step 1, which a resume took back" in told
+    assert "claimed for step 2, which a resume took back" in told
     assert any(line.startswith("its group was dropped; issued again as group ") for line in told)
     assert all(segment.is_abandoned for segment in ledger.task_detail(dropped).segments)
 

@@ -43,8 +43,8 @@ def commands(page: Path) -> list[str]:
     return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
 
 
-SWARM = [*commands(ROOT / "docs" / "swarm.md"), *commands(ROOT / "docs" / "weights.md")]
-"""What `test_swarm` and `test_weights_page` type into several terminals."""
+SWARM = [command for page in ("swarm", "two-machines", "weights") for command in commands(ROOT / "docs" / f"{page}.md")]
+"""What `test_swarm`, `test_two_machines` and `test_weights_page` type into several terminals."""
 ATTACHING = [line for line in commands(ROOT / "docs" / "engines.md") if "127.0.0.1:8700" in line or "--host" in line]
 """What `test_engines_page` types, or compares with what a worker would start."""
 RUN_BY_ENGINE_TESTS = (ROOT / "tests" / "contracts" / "test_vllm_runs.py").read_text()
@@ -113,7 +113,7 @@ class Reader:
         code = "import torch\n\ndef loss(tokens, settings):\n    return tokens.logprobs * torch.nan\n"
         (self.folder / "sour.py").write_text(code)
         said = self.offbeat("train", *SMALL_WORDS, "--name=sour", "--loss.name=sour.py:loss", "--eval.every=0")
-        file = "runs/sour/broken/step-00000000.batch"
+        file = "runs/sour/broken/step-00000001.batch"
         assert (said.status, f"kept as {file}" in said.err) == (1, True), said
         return file
 

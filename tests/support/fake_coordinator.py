@@ -26,6 +26,7 @@ class Desk:
     """Implements `WorkerClient`."""
 
     def __init__(self) -> None:
+        self.why_idle = ""
         self.open: dict[int, Task] = {}
         self.held: dict[int, Task] = {}
         self.done: dict[int, Trajectory] = {}
@@ -113,7 +114,7 @@ class Desk:
                 return LeaseResponse(is_over=True)
             return LeaseResponse(tuple(suiting), wanted, TTL_S, round=self.round) if suiting or wanted else None
 
-        lease = await self._wait(find, wait_s) or LeaseResponse()
+        lease = await self._wait(find, wait_s) or LeaseResponse(idle=self.why_idle)
         for task in lease.tasks:
             self.held[task.id] = self.open.pop(task.id)
         self._changed.set()

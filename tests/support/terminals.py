@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,19 @@ SMALL = "--batch.groups-per-step=4 --eval.prompts=8 --rollout.lease-s=3 --checkp
 WITHIN_S = 240.0
 
 
+def _free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 class Terminals:
     """Windows of one user, side by side in one folder."""
 
-    def __init__(self, folder: Path):
-        self.folder, self._open = folder, list[subprocess.Popen]()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = str(free.getsockname()[1])
+    def __init__(self, folder: Path, inside: Sequence[str] = (), port: str | None = None):
+        """`inside`: words that run a command on another machine. `port`: None takes a free one of this machine."""
+        self.folder, self._open, self._inside = folder, list[subprocess.Popen](), inside
+        self.port = port or _free_port()
         (folder / "bin").mkdir()
         command = folder / "bin" / "offbeat"
         command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m offbeat "$@"\n')
@@ -43,7 +49,7 @@ class Terminals:
     def start(self, line: str, *more: str) -> subprocess.Popen:
         with open(self.folder / f"terminal-{len(self._open) + 1}.txt", "wb") as output:
             window = subprocess.Popen(
-                ["bash", "-c", self._own(line, *more)],
+                [*self._inside, "bash", "-c", self._own(line, *more)],
                 cwd=self.folder,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
@@ -57,7 +63,7 @@ class Terminals:
     def say(self, line: str, *more: str) -> str:
         """Runs a command to its end and returns what it prints; it must end well."""
         done = subprocess.run(
-            ["bash", "-c", self._own(line, *more)],
+            [*self._inside, "bash", "-c", self._own(line, *more)],
             cwd=self.folder,
             env=self._environment,
             capture_output=True,

@@ -44,7 +44,7 @@ def weights(tmp_path):
 
 def test_everything_comes_back_as_it_was(tmp_path, weights):
     file = save(tmp_path / "broken", kept(), weights)
-    assert file.name == "step-00000012.batch"
+    assert file.name == "step-00000013.batch"
     found = read(file)
     assert (found.version, found.lr, found.tensor, found.sample, found.token) == (13, 1e-4, "the loss", 2, 0)
     assert found.config == kept().config

@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offbeat.cli.chosen_run import RUN_HELP, chosen_run, is_run
+from offbeat.cli.ledger import span
 from offbeat.errors import UserError
 from offbeat.spelling import nearest
 
@@ -34,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "action", choices=list(ACTIONS), help="; ".join(f"{name}: {text}" for name, text in ACTIONS.items())
     )
-    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    parser.add_argument("run", metavar="RUN", nargs="?", help=RUN_HELP)
     parser.add_argument("name", metavar="NAME", nargs="?", help="with revoke: the worker")
     parser.add_argument("--role", choices=ROLES, help="with token: what the worker may do (rollout)")
     parser.add_argument("--minutes", type=float, help=f"with token: how long it can be used ({DEFAULT_MINUTES:g})")
@@ -43,8 +45,10 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    if arguments.action == "revoke" and arguments.name is None and arguments.run and not is_run(arguments.run):
+        arguments.run, arguments.name = None, arguments.run  # offbeat worker revoke NAME
     _check(arguments)
-    folder = Path(arguments.run)
+    folder = chosen_run(arguments.run)
     if arguments.action == "token":
         minutes = DEFAULT_MINUTES if arguments.minutes is None else arguments.minutes
         return issue_token(folder, arguments.role or "rollout", minutes)
@@ -96,7 +100,7 @@ def _check(arguments: argparse.Namespace) -> None:
             shown = name.upper() if name == "name" else f"--{name}"
             raise UserError(f"{shown} goes with offbeat worker {action}, not with offbeat worker {arguments.action}")
     if arguments.action == "revoke" and not arguments.name:
-        raise UserError(f"offbeat worker revoke {arguments.run} needs a worker's NAME; offbeat worker list lists them")
+        raise UserError("a worker's NAME is missing; offbeat worker list lists them")
 
 
 def _ledger(folder: Path, *, read_only: bool = False) -> Ledger:
@@ -111,10 +115,13 @@ def _ledger(folder: Path, *, read_only: bool = False) -> Ledger:
 def _lines(found: list[WorkerRecord]) -> list[str]:
     if not found:
         return ["no worker has joined; offbeat worker token RUN prints a token to join with"]
-    lines = [f"{'worker':<24} {'role':<8} {'state':<12} {'leased':>6} {'compared':>10} {'off':>7}  joined"]
+    head = f"{'worker':<24} {'role':<8} {'state':<12} {'leased':>6} {'checked':>10} {'off':>7}"
+    lines = [f"{head}  {'joined':<16}  last seen"]
     for worker in found:
         joined = time.strftime("%Y-%m-%d %H:%M", time.localtime(worker.joined_at))
+        seen = "-" if worker.last_seen_at is None else f"{span(time.time() - worker.last_seen_at)} ago"
+        state = "away" if worker.is_away else worker.state
         figures = f"{worker.num_leased:>6,} {worker.num_compared:>10,} {worker.num_off:>7,}"
         reason = f"  ({worker.reason})" if worker.reason else ""
-        lines.append(f"{worker.name:<24} {worker.role:<8} {worker.state:<12} {figures}  {joined}{reason}")
+        lines.append(f"{worker.name:<24} {worker.role:<8} {state:<12} {figures}  {joined}  {seen}{reason}")
     return lines

@@ -1,4 +1,5 @@
-"""`offbeat eval`: scores a model on the held-out prompts of a configuration's tasks."""
+"""`offbeat eval`: scores a run's newest weights on the run's own held-out prompts, or a model on those of a
+configuration's tasks."""
 
 from __future__ import annotations
 
@@ -6,36 +7,68 @@ import argparse
 import json
 from pathlib import Path
 
+from offbeat.cli.chosen_run import chosen_run
 from offbeat.cli.parser import Parser
-from offbeat.config import load
-from offbeat.errors import UserError
+from offbeat.config import Config, load
+from offbeat.launch.run_folder import CONFIG, LEDGER
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder or id, or offbeat-tiny")
-    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="whose tasks; without it, the built-in demo's")
+    parser.add_argument(
+        "model",
+        metavar="RUN|MODEL",
+        nargs="?",
+        help="a run, a Hugging Face folder or id, or offbeat-tiny; without it, the newest run",
+    )
+    parser.add_argument(
+        "config",
+        nargs="?",
+        metavar="CONFIG.toml|RUN",
+        help="whose tasks; without it, the run's own, and for a model the built-in demo's",
+    )
     parser.add_argument("--prompts", metavar="N", help="held-out prompts, the same as --eval.prompts")
     parser.add_argument("--samples", metavar="K", help="answers per prompt, the same as --eval.samples")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    if (Path(arguments.model) / "ledger.sqlite").exists():
-        raise UserError(f"{arguments.model} is a run, not a model; run offbeat export {arguments.model} MODEL_DIR")
     given = [("eval.prompts", arguments.prompts), ("eval.samples", arguments.samples)]
-    shorthands = [f"--{key}={value}" for key, value in given if value is not None]
-    config = load(arguments.config, [*overrides, *shorthands, f"--model.path={arguments.model}"])
+    words = [*overrides, *(f"--{key}={value}" for key, value in given if value is not None), "--run.name=none"]
+    source = _run_of(arguments.model)
+    tasks = _run_of(arguments.config) if arguments.config is not None else source
+    if source is None:
+        words.append(f"--model.path={arguments.model}")
+    file = tasks / CONFIG if tasks is not None else arguments.config
+    config = load(file, words)
     from offbeat.cli.preview import check
 
     check(config)
-    from offbeat.tools.evaluate import evaluate
+    from offbeat.tools.evaluate import check_rewards, evaluate, weights_of
 
-    figures = evaluate(config)
-    if arguments.json:
-        print(json.dumps(figures))
+    if tasks is not None:
+        check_rewards(tasks, config)
+    if source is None:
+        figures = evaluate(config)
     else:
-        names = [getattr(task, "name", None) or getattr(task, "path", None) or task.source for task in config.task]
-        print(f"{'task':<24} {', '.join(names)}")
-        for name, value in figures.items():
-            print(f"{name:<24} {value:.4g}" if isinstance(value, float) else f"{name:<24} {value}")
+        with weights_of(source) as folder:
+            figures = evaluate(load(file, [*words, f"--model.path={folder}"]))
+    _print(figures, config, as_json=arguments.json)
     return 0
+
+
+def _run_of(word: str | None) -> Path | None:
+    """Returns the run that a word names, the newest one for None; None if it names a model or a configuration."""
+    if word is None:
+        return chosen_run(None)
+    folder = chosen_run(word)
+    return folder if (folder / LEDGER).is_file() else None
+
+
+def _print(figures: dict[str, float], config: Config, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(figures))
+        return
+    names = [getattr(task, "name", None) or getattr(task, "path", None) or task.source for task in config.task]
+    print(f"{'task':<24} {', '.join(names)}")
+    for name, value in figures.items():
+        print(f"{name:<24} {value:.4g}" if isinstance(value, float) else f"{name:<24} {value}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from offbeat.cli.chosen_run import RUN_HELP, chosen_run
 from offbeat.cli.parser import Parser
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    parser.add_argument("run", metavar="RUN", nargs="?", help=RUN_HELP)
     parser.add_argument("folder", metavar="DIR", help="where to write; must not hold anything yet")
     parser.add_argument("--adapter", action="store_true", help="write the run's adapter alone, in peft's format")
 
@@ -17,15 +18,15 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from offbeat.launch.run_folder import stored_config
 
-    stored_config(Path(arguments.run))
+    source, folder = chosen_run(arguments.run), arguments.folder
+    stored_config(source)
     from offbeat.tools.export import adapter_folder, export_run
 
-    source, folder = Path(arguments.run), arguments.folder
     step = export_run(source, Path(folder), adapter_alone=arguments.adapter)
     if arguments.adapter:
         print(f"{folder}: the adapter of {source} after {step} steps, for peft and vLLM; it needs model.path")
         return 0
-    print(f"{folder}: the model of {source} after {step} steps; try offbeat eval {folder}")
+    print(f"{folder}: the model of {source} after {step} steps; try offbeat eval {folder} {source}")
     if adapter := adapter_folder(source):
         print(f"{adapter}: its adapter, already merged in; for a copy: offbeat export {source} DIR --adapter")
     return 0

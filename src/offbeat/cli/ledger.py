@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offbeat.cli.chosen_run import RUN_HELP, chosen_run
 from offbeat.cli.parser import Parser
 from offbeat.errors import UserError
 
@@ -22,16 +22,17 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "action", choices=list(ACTIONS), help="; ".join(f"{name}: {text}" for name, text in ACTIONS.items())
     )
-    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    parser.add_argument("run", metavar="RUN", nargs="?", help=RUN_HELP)
     parser.add_argument("--json", action="store_true", help="with show: one line of JSON")
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    file = Path(arguments.run) / "ledger.sqlite"
-    if not file.is_file():
-        raise UserError(f"{arguments.run} holds no ledger; give the folder of a run, such as runs/NAME")
     if arguments.json and arguments.action != "show":
         raise UserError(f"--json goes with offbeat ledger show, not with offbeat ledger {arguments.action}")
+    run = chosen_run(arguments.run)
+    file = run / "ledger.sqlite"
+    if not file.is_file():
+        raise UserError(f"{run} holds no ledger; give the folder of a run, such as runs/NAME")
     from offbeat.ledger.ledger import Ledger
 
     with Ledger(file, read_only=True) as ledger:
@@ -59,10 +60,10 @@ def _verify(ledger: Ledger) -> int:
 
 def _lines(report: RunReport) -> list[str]:
     counts, tokens = report.counts, report.counts.tokens
-    at = "no version yet" if report.step is None else f"step {report.step}, version {report.version}"
+    at = "no version yet" if report.step is None else f"step {report.step}, from version {report.version}"
     lease = report.oldest_lease
     facts = {
-        "trained from next": at,
+        "next to train": at,
         "groups": _in_words(dict(counts.groups)),
         "dropped": _in_words(dict(counts.dropped_groups)),
         "tasks": _in_words(dict(report.tasks)),
@@ -71,7 +72,7 @@ def _lines(report: RunReport) -> list[str]:
         "tokens": _in_words(asdict(tokens)),
         "staleness of trained": _in_words({f"at {age}": num for age, num in report.staleness.items()}),
         "waits for": report.waits_for,
-        "oldest lease": "none" if lease is None else f"task {lease.task} by {lease.worker}, for {_span(lease.seconds)}",
+        "oldest lease": "none" if lease is None else f"task {lease.task} by {lease.worker}, for {span(lease.seconds)}",
         "partials": f"{report.num_partials} with {tokens.partial} tokens",
         "set aside": "; ".join(f"{worker} {why}" for worker, why in report.set_aside.items()) or "none",
         "suspects": _in_words({f"lost {num} times": count for num, count in report.suspects.items()}),
@@ -82,7 +83,7 @@ def _lines(report: RunReport) -> list[str]:
 
 
 def _worker_rows(report: RunReport) -> list[tuple[str, ...]]:
-    head = ("worker", "trajectories", "tokens", "tokens/s", "leased", "partials", "failed", "compared", "off")
+    head = ("worker", "trajectories", "tokens", "tokens/s", "leased", "partials", "failed", "checked", "off")
     rows: list[tuple[str, ...]] = [head]
     for made in report.producers:
         rate = "-" if made.tokens_per_second is None else f"{made.tokens_per_second:,.0f}"
@@ -115,7 +116,8 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
     return lines
 
 
-def _span(seconds: float) -> str:
+def span(seconds: float) -> str:
+    """Returns a time as text, such as `12 s`, `5 min` or `3.2 h`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

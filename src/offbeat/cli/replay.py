@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offbeat.cli.chosen_run import chosen_run
 from offbeat.cli.parser import Parser
 from offbeat.errors import UserError
 
@@ -16,7 +17,12 @@ NUM_WORST = 5
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("file", metavar="FILE", help="a batch that a run kept: runs/NAME/broken/step-*.batch")
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        nargs="?",
+        help="a batch that a run kept: runs/NAME/broken/step-*.batch; without it, the latest one of the newest run",
+    )
     parser.add_argument("--device", help="instead of the run's model.device, such as cpu")
     parser.add_argument("--model", metavar="FOLDER", help="instead of the run's model.path")
     parser.add_argument("--worst", metavar="N", type=int, default=NUM_WORST, help=f"samples to list ({NUM_WORST})")
@@ -24,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    file = Path(arguments.file)
+    file = _latest(chosen_run(None)) if arguments.file is None else Path(arguments.file)
     if file.is_dir():
         kept = sorted((file / "broken").glob("*.batch"))
         there = f"such as {kept[-1]}" if kept else "of which this folder has none"
@@ -40,11 +46,19 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return 0 if done.repeated.problem is None else 1
 
 
+def _latest(run: Path) -> Path:
+    """Returns the latest batch that a run kept."""
+    kept = sorted((run / "broken").glob("*.batch"))
+    if not kept:
+        raise UserError(f"{run}: has met no NaN or infinity, so there is no step to replay")
+    return kept[-1]
+
+
 def _summary(file: Path, done: StepReplay) -> list[str]:
     dump, repeated, problem = done.dump, done.repeated, done.repeated.problem
     num_tokens = sum(int(member.mask.sum()) for member in dump.members)
     lines = [
-        f"{file}: step {dump.batch.step}, from version {dump.version}: {len(dump.members)} samples of "
+        f"{file}: step {dump.batch.step + 1}, from version {dump.version}: {len(dump.members)} samples of "
         f"{len(dump.batch.groups)} groups, {num_tokens} tokens to train on",
         f"then      {dump.tensor} was not finite{_where(done, dump.sample, dump.token)}",
     ]

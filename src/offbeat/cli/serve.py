@@ -33,11 +33,11 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     is_supervised = parent_watch.watch_parent()
     check(config, resume)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning about a missing torch
+    with hidden("torch"):  # a tokenizer does not need torch, but transformers would load it
+        from offbeat.launch.coordinator_role import address_of, serve
+    address_of(config).check()
     with RunFolder.open(resume, config) if resume else RunFolder.create(config) as folder:
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning about a missing torch
-        with hidden("torch"):  # a tokenizer does not need torch, but transformers would load it
-            from offbeat.launch.coordinator_role import serve
-
         try:
             summary = asyncio.run(serve(folder))
             return status_of(summary, is_quiet=is_supervised)  # the supervisor prints it

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import json
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,62 +16,90 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from offbeat.cli.chosen_run import RUN_HELP, chosen_run, is_run
 from offbeat.cli.parser import Parser
 from offbeat.errors import UserError
-from offbeat.extras import import_extra
 from offbeat.ledger.errors import Unknown
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.reports import TaskDetail, TokenRun, TrajectoryRow
+from offbeat.ledger.reports import TaskDetail, TokenRun, TrajectoryFilter, TrajectoryRow
+from offbeat.tools.trajectories import Decode, as_text, decoder, open_ledger, write_parquet
 from offbeat.trajectory import Segment, Trajectory
 
 NUM_ROWS = 20
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run's folder")
-    parser.add_argument("task", metavar="ID", nargs="?", type=int, help="a task: its answer and its history")
+    parser.add_argument("run", metavar="RUN", nargs="?", help=RUN_HELP)
+    parser.add_argument("task", metavar="ID", nargs="?", help="a task: its answer and its history")
     parser.add_argument(
         "--last", metavar="N", type=int, help=f"the latest N trajectories (the default, with {NUM_ROWS})"
     )
     parser.add_argument("--best", metavar="N", type=int, help="the N of the highest reward")
     parser.add_argument("--worst", metavar="N", type=int, help="the N of the lowest reward")
-    parser.add_argument("--step", metavar="N", type=int, help="only what was trained at this step")
+    parser.add_argument("--train", action="store_true", help="training answers (the default for lists)")
+    parser.add_argument("--eval", action="store_true", help="evaluation answers; with --train, both")
+    parser.add_argument("--step", metavar="N", type=int, help="what step N trained on; with --eval, made after step N")
+    parser.add_argument("--source", metavar="NAME", help="only of the task with this name")
+    parser.add_argument("--worker", metavar="NAME", help="only what this worker handed in")
+    parser.add_argument("--min-reward", metavar="X", type=float, help="only with a reward of at least X")
+    parser.add_argument("--max-reward", metavar="X", type=float, help="only with a reward of at most X")
     parser.add_argument("--tokens", action="store_true", help="with ID: token ids and log-probs, too")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--parquet", metavar="FILE", help="write all of it, with texts, to a Parquet file")
+    parser.epilog = "Steps count from 1, as on the console."
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    folder = Path(arguments.run)
+    if arguments.task is None and (arguments.run or "").isdecimal() and not is_run(arguments.run):
+        arguments.run, arguments.task = None, arguments.run
+    task = _task(arguments.task)
     order, limit = _chosen(arguments)
-    words = _words(folder)
-    if not (folder / "ledger.sqlite").is_file():
-        raise UserError(f"{folder} holds no ledger yet, because the run has not begun; try again once it has")
-    with Ledger(folder / "ledger.sqlite", read_only=True) as ledger, ledger.naming_damage():
+    folder = chosen_run(arguments.run)
+    decode = decoder(folder)
+    with open_ledger(folder) as ledger:
         if arguments.parquet is not None:
-            count = export(ledger, Path(arguments.parquet), words, arguments.step)
+            count = write_parquet(ledger, Path(arguments.parquet), decode, _filter(arguments, default=None))
             print(f"{arguments.parquet}: {count} trajectories")
-        elif arguments.task is not None:
+        elif task is not None:
             try:
-                _show_one(ledger, arguments.task, words, arguments.tokens, arguments.json)
+                _show_one(ledger, task, decode, arguments.tokens, arguments.json)
             except Unknown as error:
                 raise UserError(f"{folder}: {error}") from error
         else:
-            _show_list(ledger, order, limit, arguments.step, words, arguments.json)
+            _show_list(ledger, order, limit, _filter(arguments, default="train"), decode, arguments.json)
     return 0
+
+
+def _task(word: str | None) -> int | None:
+    if word is not None and not word.isdecimal():
+        raise UserError(f"{word!r} is not a task's ID, which is a whole number; offbeat show RUN lists them")
+    return None if word is None else int(word)
+
+
+FILTERS = tuple(field.name for field in fields(TrajectoryFilter) if field.name != "purpose")
+
+
+def _filter(arguments: argparse.Namespace, default: str | None) -> TrajectoryFilter:
+    """Returns the filter that the options ask for; `default` is the purpose if neither --train nor --eval is given."""
+    purpose = {(True, False): "train", (False, True): "eval", (False, False): default}
+    chosen = purpose.get((arguments.train, arguments.eval))
+    return TrajectoryFilter(chosen, **{name: getattr(arguments, name) for name in FILTERS})
 
 
 def _chosen(arguments: argparse.Namespace) -> tuple[str, int]:
     """Returns the list's order (latest, best or worst) and length; raises `UserError` for options that conflict."""
     given = {name: getattr(arguments, name) for name in ("last", "best", "worst")}
     asked = [name for name, value in given.items() if value is not None]
-    lists = [f"--{name}" for name in asked] + (["--step"] if arguments.step is not None else [])
+    narrowed = [name for name in ("train", "eval", *FILTERS) if getattr(arguments, name) not in (None, False)]
+    lists = [f"--{name.replace('_', '-')}" for name in (*asked, *narrowed)]
     if arguments.task is not None and (lists or arguments.parquet is not None):
         raise UserError(f"{(lists or ['--parquet'])[0]} and a task's ID do not go together; leave one of them out")
     if arguments.tokens and arguments.task is None:
         raise UserError("--tokens goes only with a task's ID, as in offbeat show RUN ID --tokens")
     if arguments.parquet is not None and (asked or arguments.json):
-        raise UserError(f"--{(asked or ['json'])[0]} and --parquet do not go together; only --step can narrow a file")
+        raise UserError(
+            f"--{(asked or ['json'])[0]} and --parquet do not go together; a file holds all that is asked for"
+        )
     if len(asked) > 1:
         raise UserError(f"--{asked[0]} and --{asked[1]} do not go together; give one of --last, --best and --worst")
     name = asked[0] if asked else "last"
@@ -83,62 +109,95 @@ def _chosen(arguments: argparse.Namespace) -> tuple[str, int]:
     return "latest" if name == "last" else name, count
 
 
-def _words(folder: Path) -> Words:
-    """Returns a function that decodes tokens with the run's tokenizer, loaded without torch."""
-    from offbeat.extras import hidden
-    from offbeat.launch.run_folder import stored_config
-
-    model = stored_config(folder)["model"]
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning about a missing torch
-    with hidden("torch"):
-        from offbeat.model.loading import load_tokenizer
-
-        tokenizer = load_tokenizer(model.get("tokenizer") or model["path"])
-    return lambda tokens: str(tokenizer.decode(tokens))
-
-
-def _show_list(ledger: Ledger, order: str, limit: int, step: int | None, words: Words, as_json: bool) -> None:
-    rows = ledger.list_trajectories(limit, order, step)
-    texts = [None if found is None else words(found.tokens) for found in ledger.load_trajectories(rows)]
+def _show_list(ledger: Ledger, order: str, limit: int, which: TrajectoryFilter, decode: Decode, as_json: bool) -> None:
+    rows = ledger.list_trajectories(limit, order, which)
+    problems = ledger.load_problems(rows)
+    texts = [None if found is None else decode(found.tokens) for found in ledger.load_trajectories(rows)]
     if as_json:
-        print(json.dumps([{**asdict(row), "response": text} for row, text in zip(rows, texts, strict=True)]))
+        given = [{"prompt": decode(prompt), "answer": problem["answer"]} for prompt, problem in problems]
+        found = zip(rows, given, texts, strict=True)
+        print(json.dumps([{**asdict(row), **more, "response": text} for row, more, text in found]))
         return
-    head = ("task", "group", "for", "state", "step", "reward", "tokens", "versions", "worker", "first words")
-    table: list[Sequence[str]] = [head]
-    for row, text in zip(rows, texts, strict=True):
-        reward = "failed" if row.error else "-" if row.reward is None else f"{row.reward:g}"
-        numbers = f"{row.first_version}" + (f"-{row.last_version}" if row.last_version != row.first_version else "")
-        at = "-" if row.step is None else f"{row.step}"
-        text = "(pruned)" if text is None else printable(" ".join(text.split()))
-        who = (row.task, row.group, row.purpose, row.state, at, reward, row.num_tokens, numbers, row.worker, text)
-        table.append([str(cell) for cell in who])
-    nothing = "no trajectories yet" if step is None else f"no trajectories at step {step}"
-    print("\n".join(_table(table)) if rows else nothing)
+    if not rows:
+        print(_nothing(ledger, which))
+        return
+    table: list[Sequence[str]] = [HEAD]
+    for row, (_, problem), text in zip(rows, problems, texts, strict=True):
+        response = "(pruned)" if text is None else _one_line(text)
+        table.append([*_figures(row), _one_line(_asked(problem)), _one_line(as_text(problem["answer"])), response])
+    print("\n".join(_table(table)))
+
+
+HEAD = (
+    *("task", "group", "for", "state", "step", "reward", "tokens", "versions", "worker"),
+    *("prompt", "right answer", "response"),
+)
+MAX_TEXT = 400
+"""Characters of a text that a line shows at most, on however wide a screen."""
+
+
+def _figures(row: TrajectoryRow) -> list[str]:
+    reward = "failed" if row.error else "-" if row.reward is None else f"{row.reward:g}"
+    numbers = f"{row.first_version}" + (f"-{row.last_version}" if row.last_version != row.first_version else "")
+    at = "-" if row.step is None else f"{row.step}"
+    cells = (row.task, row.group, row.purpose, row.state, at, reward, row.num_tokens, numbers, row.worker)
+    return [str(cell) for cell in cells]
+
+
+def _asked(problem: dict[str, Any]) -> str | None:
+    """Returns a problem's prompt without its template; of a conversation, the last message."""
+    prompt = problem["prompt"]
+    last = prompt[-1] if isinstance(prompt, list) and prompt else prompt
+    return as_text(last.get("content") if isinstance(last, dict) else last)
+
+
+def _one_line(text: str | None) -> str:
+    return "" if text is None else printable(" ".join(text[: 4 * MAX_TEXT].split()))[:MAX_TEXT]
+
+
+def _nothing(ledger: Ledger, which: TrajectoryFilter) -> str:
+    """Says that the list is empty; if there are answers of the other purpose, also which option lists them."""
+    kind = {"train": "training ", "eval": "evaluation ", None: ""}[which.purpose]
+    at = "" if which.step is None else f" at step {which.step}"
+    said = f"no {kind}answers{at}" + (" with these filters" if any(vars(which)[name] for name in FILTERS[1:]) else "")
+    if which == TrajectoryFilter("train") and ledger.list_trajectories(1, which=TrajectoryFilter("eval")):
+        return f"{said} yet; --eval lists those of evaluations"
+    return said if at or which != TrajectoryFilter(which.purpose) else f"{said} yet"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines with aligned columns; the last column takes the rest of the screen."""
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]) - 1)]
-    left = max(20, shutil.get_terminal_size((120, 24)).columns - sum(widths) - 2 * len(widths))
+    """Returns lines with aligned columns. The last three, which are texts, share the rest of the screen."""
+    num_texts = 3
+    widths = [max(len(row[place]) for row in rows) for place in range(len(HEAD))]
+    fixed = widths[:-num_texts]
+    left = shutil.get_terminal_size((120, 24)).columns - sum(fixed) - 2 * (len(HEAD) - 1)
+    prompts, answers, _ = widths[-num_texts:]
+    answer = min(answers, max(len("right answer"), left // 5))
+    prompt = min(prompts, max(16, (left - answer) // 2))
+    response = max(20, left - answer - prompt)
+    shown = [*fixed, prompt, answer]
     return [
-        "  ".join([*(f"{c:<{w}}" for c, w in zip(row, widths, strict=False)), row[-1][:left]]).rstrip() for row in rows
+        "  ".join([*(f"{_cut(c, w):<{w}}" for c, w in zip(row, shown, strict=False)), row[-1][:response]]).rstrip()
+        for row in rows
     ]
 
 
-def _show_one(ledger: Ledger, task: int, words: Words, with_tokens: bool, as_json: bool) -> None:
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _show_one(ledger: Ledger, task: int, decode: Decode, with_tokens: bool, as_json: bool) -> None:
     detail = ledger.task_detail(task)
     if as_json:
-        print(json.dumps(as_data(detail, words, with_tokens)))
+        print(json.dumps(as_data(detail, decode, with_tokens)))
     else:
         console = Console(highlight=False, soft_wrap=True, markup=False)
-        for line in _lines(detail, words, with_tokens):
+        for line in _lines(detail, decode, with_tokens):
             console.print(line)
 
 
 # One task on the screen, its text coloured by version.
 
-Words = Callable[[np.ndarray], str]
-"""Decodes token ids to text."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 """Colours of the versions that generated a response, used in turn, so that successive versions differ."""
@@ -151,10 +210,10 @@ TASK_FIELDS = (
 """Fields of `TaskDetail` that appear in JSON as they are."""
 
 
-def as_data(detail: TaskDetail, words: Words, with_tokens: bool) -> dict[str, Any]:
+def as_data(detail: TaskDetail, decode: Decode, with_tokens: bool) -> dict[str, Any]:
     """Returns the task as plain JSON data; `with_tokens` adds token ids and log-probs."""
     segments = [] if detail.trajectory is None else list(detail.trajectory.segments)
-    texts = [] if detail.trajectory is None else _pieces(detail.trajectory, words)
+    texts = [] if detail.trajectory is None else _pieces(detail.trajectory, decode)
     parts = []
     for place, stretch in enumerate(detail.segments):
         part: dict[str, Any] = asdict(stretch)
@@ -168,9 +227,10 @@ def as_data(detail: TaskDetail, words: Words, with_tokens: bool) -> dict[str, An
         parts.append(part)
     return {
         **{name: getattr(detail, name) for name in TASK_FIELDS},
-        "prompt": words(detail.prompt),
+        "prompt": decode(detail.prompt),
+        "answer": detail.problem["answer"],
         "problem": detail.problem,
-        "response": None if detail.trajectory is None else words(detail.trajectory.tokens),
+        "response": None if detail.trajectory is None else decode(detail.trajectory.tokens),
         "is_partial": detail.trajectory is not None and detail.trajectory.is_partial,
         "is_pruned": detail.is_pruned,
         "segments": parts,
@@ -189,14 +249,16 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-def _lines(detail: TaskDetail, words: Words, with_tokens: bool) -> Iterator[Text | str]:
+def _lines(detail: TaskDetail, decode: Decode, with_tokens: bool) -> Iterator[Text | str]:
     state = detail.state + (f" ({detail.reason})" if detail.reason else "")
     group = detail.group_state + (f" ({detail.group_reason})" if detail.group_reason else "")
     yield f"task {detail.task}: {state}; member {detail.member} of group {detail.group}, which is {group}"
     yield f"for {detail.purpose}, from {detail.source!r}, ordinal {detail.ordinal}"
-    yield from ("", _title("prompt"), printable(words(detail.prompt)), "")
+    yield from ("", _title("prompt"), printable(decode(detail.prompt)), "")
+    if (right := as_text(detail.problem["answer"])) is not None:
+        yield from (_title("right answer"), printable(right), "")
     yield _title("response" if detail.trajectory is None or not detail.trajectory.is_partial else "response so far")
-    yield _response(detail, words)
+    yield _response(detail, decode)
     yield ""
     found = [None] * len(detail.segments) if detail.trajectory is None else detail.trajectory.segments
     for stretch, segment in zip(detail.segments, found, strict=True):
@@ -216,20 +278,20 @@ def _title(text: str) -> Text:
     return Text(text, style="bold")
 
 
-def _response(detail: TaskDetail, words: Words) -> Text | str:
+def _response(detail: TaskDetail, decode: Decode) -> Text | str:
     if detail.trajectory is None:
         return "(its bytes were pruned)" if detail.is_pruned else "(none yet)"
     text = Text()
-    for stretch, piece in zip(detail.segments, _pieces(detail.trajectory, words), strict=True):
+    for stretch, piece in zip(detail.segments, _pieces(detail.trajectory, decode), strict=True):
         text.append(printable(piece), style=_style(detail, stretch))
     return text
 
 
-def _pieces(trajectory: Trajectory, words: Words) -> list[str]:
+def _pieces(trajectory: Trajectory, decode: Decode) -> list[str]:
     """Returns the text of each segment of a trajectory; a character split between two belongs to the second one."""
     pieces, before = [], ""
     for segment in trajectory.segments:
-        until = words(trajectory.tokens[: segment.end])
+        until = decode(trajectory.tokens[: segment.end])
         before = before.rstrip("\ufffd") if not until.startswith(before) else before
         pieces.append(until[len(before) :])
         before = until
@@ -280,64 +342,3 @@ def _reward(detail: TaskDetail) -> list[str]:
 
 def _moment(at: float | None) -> str:
     return "" if at is None else f"{datetime.datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
-
-
-SLICE = 1000
-"""Trajectories written to a Parquet file at a time."""
-
-
-def export(ledger: Ledger, file: Path, words: Callable[[np.ndarray], str], step: int | None) -> int:
-    """Writes the trajectories of a step (None: of all steps) to a Parquet file; returns their number. The file appears
-    only when it is complete."""
-    pyarrow = import_extra("pyarrow", "data", "--parquet")
-    parquet = import_extra("pyarrow.parquet", "data", "--parquet")
-    schema = _schema(pyarrow)
-    if not file.parent.is_dir():
-        raise UserError(f"--parquet {file}: the folder {file.parent} does not exist; create it first")
-    unfinished, count = file.with_name(file.name + ".new"), 0
-    trajectories = ledger.walk_trajectories(step)
-    try:
-        with parquet.ParquetWriter(unfinished, schema) as writer:
-            while rows := [_row(row, found, words) for row, found in itertools.islice(trajectories, SLICE)]:
-                writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
-                count += len(rows)
-        unfinished.replace(file)
-    except OSError as error:
-        raise UserError(f"--parquet {file} cannot be written: {error}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return count
-
-
-def _schema(pyarrow: Any) -> Any:
-    whole, real, text = pyarrow.int64(), pyarrow.float64(), pyarrow.string()
-    columns = {
-        **dict.fromkeys(("seq", "task", "group", "ordinal", "member"), whole),
-        **dict.fromkeys(("purpose", "source", "state"), text),
-        "step": whole,
-        "reward": real,
-        "error": text,
-        **dict.fromkeys(("num_tokens", "first_version", "last_version"), whole),
-        **dict.fromkeys(("worker", "ended_by"), text),
-        "accepted_at": pyarrow.timestamp("us", "UTC"),
-        "is_pruned": pyarrow.bool_(),
-        **dict.fromkeys(("prompt", "response"), text),
-        **dict.fromkeys(("prompt_tokens", "response_tokens"), pyarrow.list_(pyarrow.int32())),
-        "logprobs": pyarrow.list_(pyarrow.float32()),
-        "versions": pyarrow.list_(whole),
-    }
-    return pyarrow.schema(columns.items())
-
-
-def _row(row: TrajectoryRow, found: Trajectory | None, words: Callable[[np.ndarray], str]) -> dict[str, Any]:
-    known = {**asdict(row), "accepted_at": int(row.accepted_at * 1e6)}
-    if found is None:
-        return known
-    return known | {
-        "prompt": words(found.prompt),
-        "response": words(found.tokens),
-        "prompt_tokens": found.prompt.tolist(),
-        "response_tokens": found.tokens.tolist(),
-        "logprobs": found.logprobs.tolist(),
-        "versions": found.versions.tolist(),
-    }

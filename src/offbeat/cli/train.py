@@ -115,12 +115,12 @@ def resolve(file: str | None, overrides: list[str], resume: str | None) -> tuple
 
 
 def _run_to_resume(file: str | None, overrides: list[str], resume: str) -> Path:
-    from offbeat.launch.run_folder import newest, stored_config
+    from offbeat.launch.run_folder import newest_run, stored_config
 
     about_run = overrides if file else _of_section("run", overrides)
     run = load(file, about_run).run
     if not resume:
-        path = Path(run.dir) / run.name if run.name else newest(Path(run.dir))
+        path = Path(run.dir) / run.name if run.name else newest_run(Path(run.dir))
     else:
         path = Path(resume)
         if not path.exists() and (Path(run.dir) / resume).exists():

@@ -13,7 +13,7 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -45,8 +45,12 @@ AGAIN = (408, 429)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 15.0
 MAX_RETRY_AFTER_S = 60.0
 """Longest Retry-After, in seconds, that is obeyed, because the sender may not be a coordinator."""
+OUTAGE_AFTER_S = 5.0
+"""Seconds without any answer after which a person is told; until then the coordinator may just be restarting."""
+MAX_SILENT_S = 600.0
+"""Longest time between two warnings of one outage; the first ones follow closer."""
 WORTH_A_WARNING_S = 60.0
-"""Seconds of waiting after which retries are logged as warnings; until then the coordinator may just be restarting."""
+"""Seconds of waiting after which the retries of a single call are logged as warnings, while other calls succeed."""
 REQUEST_WITHIN_S = 60.0
 """Seconds in which a call must be answered, in addition to the wait that it asks for."""
 STREAM_WITHIN_S = 3600.0
@@ -90,6 +94,7 @@ class Connection:
                 f"{url}: the worker's secret would be sent unencrypted; use https, or --allow-plain within a private "
                 "network"
             )
+        self.outage = Outage(self.url, patience_s)
         self._tls = _tls(ca_file) if parts.scheme == "https" else True
         self._session: aiohttp.ClientSession | None = None
 
@@ -191,6 +196,7 @@ class Connection:
                 continue
             async with response:
                 if response.status < 300:
+                    self.outage.answered()
                     yield response
                     return
                 try:
@@ -251,14 +257,46 @@ class Connection:
         return ERRORS.get(status, OffbeatError)(why)
 
     def retry(self, what: str) -> Retry:
-        return Retry(f"{self.url}: {what}", self.patience_s)
+        return Retry(f"{self.url}: {what}", self.patience_s, self.outage)
+
+
+class Outage:
+    """Time in which no call to the coordinator is answered. Warns of it after `OUTAGE_AFTER_S`, then ever more rarely,
+    and says when it is over. A connection's calls share it, so that several that fail together warn once."""
+
+    def __init__(self, url: str, patience_s: float | None, clock: Callable[[], float] = time.monotonic):
+        self._url, self._patience_s, self._clock = url, patience_s, clock
+        self._since_s: float | None = None
+        self._next_s = OUTAGE_AFTER_S
+        """Length of the outage at which the next warning is due."""
+
+    @property
+    def length_s(self) -> float:
+        """Seconds since the first call that was not answered; 0 if the latest call was answered."""
+        return 0.0 if self._since_s is None else self._clock() - self._since_s
+
+    def failed(self, why: str) -> None:
+        now_s = self._clock()
+        self._since_s = now_s if self._since_s is None else self._since_s
+        lasted_s = now_s - self._since_s
+        if lasted_s >= self._next_s:
+            until = "it answers" if self._patience_s is None else f"{self._patience_s:.0f} s are over (--patience)"
+            log.warning(
+                "%s: does not answer, for %.0f s now: %s; trying again until %s", self._url, lasted_s, why, until
+            )
+            self._next_s = lasted_s + min(max(lasted_s, 2 * OUTAGE_AFTER_S), MAX_SILENT_S)
+
+    def answered(self) -> None:
+        if self._since_s is not None and self._next_s > OUTAGE_AFTER_S:
+            log.warning("%s: answers again, after %.0f s", self._url, self._clock() - self._since_s)
+        self._since_s, self._next_s = None, OUTAGE_AFTER_S
 
 
 class Retry:
     """Pauses between attempts at one call; `pause` raises once `patience_s` seconds are over (None: never)."""
 
-    def __init__(self, what: str, patience_s: float | None):
-        self._what, self._patience_s = what, patience_s
+    def __init__(self, what: str, patience_s: float | None, outage: Outage):
+        self._what, self._patience_s, self._outage = what, patience_s, outage
         self._start_s, self._pause_s = time.monotonic(), FIRST_PAUSE_S
 
     async def pause(self, why: str, retry_after_s: float | None = None) -> None:
@@ -266,8 +304,11 @@ class Retry:
         pause_s = (retry_after_s or 0.0) + self._pause_s * random.uniform(0.5, 1.0)
         if self._patience_s is not None and waited_s + pause_s > self._patience_s:
             raise DeadlineError(f"{self._what}: not answered for {waited_s:.0f} s: {why}")
-        level = logging.INFO if waited_s < WORTH_A_WARNING_S else logging.WARNING
-        log.log(level, "%s: %s; trying again in %.1f s", self._what, why, pause_s)
+        self._outage.failed(why)
+        is_alone = waited_s >= WORTH_A_WARNING_S and self._outage.length_s < OUTAGE_AFTER_S
+        log.log(
+            logging.WARNING if is_alone else logging.INFO, "%s: %s; trying again in %.1f s", self._what, why, pause_s
+        )
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         await asyncio.sleep(pause_s)
 

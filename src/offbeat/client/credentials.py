@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from offbeat.files import create_atomic, write_atomic
 from offbeat.ledger.workers import Role
 
 TOKEN_VARIABLE = "OFFBEAT_TOKEN"
+HOW_TO_GET_ONE = "offbeat worker token RUN gives one, on the coordinator's machine"
 
 
 class Credentials(msgspec.Struct, frozen=True):
@@ -73,17 +76,19 @@ def own_secret(path: Path, token: str) -> str:
 
 
 def read_token(file: Path | None, environment: Mapping[str, str] = os.environ) -> str:
-    """Returns the join token from `file`; None: from the environment. Never from a command line, which other users can
-    read."""
+    """Returns the join token from `file`; None: from the environment, or else from a person at the terminal. Never from
+    a command line, which other users can read."""
     if file is None:
         token = environment.get(TOKEN_VARIABLE, "").strip()
+        if not token and sys.stdin is not None and sys.stdin.isatty():
+            token = getpass.getpass(f"join token ({HOW_TO_GET_ONE}): ").strip()
         if not token:
-            raise UserError(f"{TOKEN_VARIABLE} is not set; set it to a join token (offbeat worker token RUN gives one)")
+            raise UserError(f"{TOKEN_VARIABLE} is not set; set it to a join token ({HOW_TO_GET_ONE})")
         return token
     try:
         token = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: the join token cannot be read from this file: {error}") from error
     if not token:
-        raise UserError(f"{file} is empty; put a join token there (offbeat worker token RUN gives one)")
+        raise UserError(f"{file} is empty; put a join token there ({HOW_TO_GET_ONE})")
     return token

@@ -195,7 +195,7 @@ class RemoteTrainer:
                 if left_s <= poll_s:
                     why = str(error).partition("; ")[2] or str(error)
                     raise DeadlineError(
-                        f"step {step}: no batch within rollout.deadline_s = {within_s:.0f} s; {why}"
+                        f"step {step + 1}: no batch within rollout.deadline_s = {within_s:.0f} s; {why}"
                     ) from error
 
     async def commit(

@@ -31,6 +31,8 @@ class LeaseResponse:
     round: int | None = None
     """Round of generation of the tasks that require no version, named by the version that began it; None: the tasks are
     not stopped by the end of a round."""
+    idle: str = ""
+    """Why there are no tasks, in words for a person; "": there are some, or a version to load."""
 
 
 @dataclass(frozen=True)

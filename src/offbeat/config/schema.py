@@ -607,7 +607,8 @@ class ServeConfig(Section):
     port: int = free(0, ge=0, le=65535)
     """Port of the coordinator. 0: any free one, and the same again when the run is resumed."""
     certificate: str | None = free(None)
-    """PEM file with the coordinator's TLS certificate."""
+    """PEM file with the coordinator's TLS certificate. plain: none, within a private network; workers then need
+    --allow-plain."""
     key: str | None = free(None)
     """PEM file with the certificate's private key."""
     behind_proxy: bool = free(False)

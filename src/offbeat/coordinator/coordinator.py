@@ -273,6 +273,8 @@ class Coordinator:
 
         self._garbage = garbage or WeightGarbageCollector(None)
         self._maintenance = LedgerMaintenance(ledger, settings.keep, self.call, lambda row: self.on_report(row))
+        self.seen: dict[str, float] = {}
+        """Wall time of each member's latest call over HTTP."""
         self.only_worker = ""
         """Only worker of a single-process run, which stops if the worker is set aside; "": the run may have several."""
         self._is_over = False
@@ -335,7 +337,8 @@ class Coordinator:
             if aside_s := self.fitness.aside_s(worker):
                 until_s = min(deadline_s, time.monotonic() + aside_s)
                 if not await self._work.wait(changed, until_s) and until_s == deadline_s:
-                    return LeaseResponse(ttl_s=ttl_s)
+                    why = self.fitness.aside().get(worker, "it may come back now")
+                    return LeaseResponse(ttl_s=ttl_s, idle=f"set aside for another {aside_s:.0f} s: {why}")
                 continue
             self.presence.hear(worker, capacity)
             await self._drawing.draw(self._provisioning.factor())
@@ -347,7 +350,15 @@ class Coordinator:
             if version is not None and version.number != have_version:
                 return LeaseResponse(version=version, ttl_s=ttl_s)
             if not await self._work.wait(changed, deadline_s):
-                return LeaseResponse(ttl_s=ttl_s)
+                return LeaseResponse(ttl_s=ttl_s, idle=await self._why_idle(version))
+
+    async def _why_idle(self, version: Version | None) -> str:
+        """Says why there is no task for a worker that has `version`, the one to serve; None: there is none yet."""
+        if version is None:
+            return "the trainer has published no weights yet"
+        if await self._writer.read(self.ledger.num_leased):
+            return "what may be generated now is with other workers"
+        return f"enough is generated; the trainer is at step {version.step + 1}"
 
     async def _hand_out(
         self, worker: str, capacity: int, have_version: int | None, round_number: int | None
@@ -533,7 +544,7 @@ class Coordinator:
         if batch is None:
             aside = "".join(f"; set aside: {why}" for why in self.fitness.aside().values())
             raise DeadlineError(
-                f"step {step}: no batch within rollout.deadline_s = {within_s:.0f} s; "
+                f"step {step + 1}: no batch within rollout.deadline_s = {within_s:.0f} s; "
                 f"{await self.call(self.ledger.waiting_for)}; {self.rewards.describe_waits()}{aside}"
             )
         crash_here("claim-stored")

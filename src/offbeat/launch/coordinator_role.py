@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.config import resolved, secrets
+from offbeat.config.explain import show
 from offbeat.config.schema import Config
 from offbeat.coordinator.api.server import Address, HttpServer
 from offbeat.coordinator.api.state import ServedRun
+from offbeat.errors import UserError
 from offbeat.files import write_atomic
 from offbeat.launch import wiring
 from offbeat.launch.coordinator_runtime import (
@@ -30,6 +32,7 @@ from offbeat.launch.coordinator_runtime import (
     report_evaluations,
 )
 from offbeat.launch.given import received
+from offbeat.launch.join_line import join_lines
 from offbeat.launch.joining import READY
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import Stopping, interruptible
@@ -39,9 +42,12 @@ from offbeat.observability.metric_files import read_metrics
 from offbeat.weights.version import WeightFolder
 
 ADDRESS = "serve.json"
+PLAIN = "plain"
+"""Value of `serve.certificate` for a private network, in which secrets may be sent unencrypted."""
 NUM_THREADS = 6
 """Threads that process large HTTP bodies and files. On a large machine asyncio would use 32, and each keeps the memory
 that its largest body needed."""
+NOTE_SEEN_EVERY_S = 10.0
 END_NOTICE_S = 15.0
 """Longest time that the server stays up for workers to learn, at their next call, that the run is over."""
 
@@ -68,12 +74,12 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
         if saved is not None and "step" in saved:
             runtime.coordinator.note_checkpoint(saved["step"])
         served = _served(folder, runtime)
-        server = await stack.enter_async_context(_serving(served, _address(config, folder.path)))
+        server = await stack.enter_async_context(_serving(served, address_of(config, folder.path)))
         near = server  # for processes on this machine, which need no certificate
         if server.address.has_tls or not server.address.is_loopback:
             loopback = Address(port=_port_before(folder.path, "near_url"))
             near = await stack.enter_async_context(_serving(served, loopback))
-        _announce(folder, server.url, near.url, runtime)
+        _announce(folder, server, near.url, runtime)
         is_finished = await _until_over(folder, runtime, stopping)
         summary = runtime.reporter.finish(
             seconds=time.monotonic() - start_s,
@@ -81,6 +87,7 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
             counts=await runtime.coordinator.call(runtime.ledger.counts),
         )
         await _let_workers_leave(runtime, config.rollout.lease_s)
+        await runtime.coordinator.call(runtime.ledger.note_seen, dict(runtime.coordinator.seen))
         return summary
 
 
@@ -107,15 +114,19 @@ async def _serving(served: ServedRun, address: Address) -> AsyncIterator[HttpSer
         await server.stop()
 
 
-def _address(config: Config, run: Path) -> Address:
-    """Returns the configured address to serve at. Port 0 becomes the run's previous port, where workers expect it."""
+def address_of(config: Config, run: Path | None = None) -> Address:
+    """Returns the configured address to serve at. Port 0 becomes the last port of `run`, where workers expect it."""
     wanted = config.serve
+    is_plain = wanted.certificate == PLAIN
+    if is_plain and wanted.key is not None:
+        raise UserError(f"serve.key = {show(wanted.key)}: belongs to no certificate; serve.certificate is {PLAIN!r}")
     return Address(
         host=wanted.host,
-        port=wanted.port or _port_before(run, "url"),
-        certificate=None if wanted.certificate is None else Path(wanted.certificate),
-        key=None if wanted.key is None else Path(wanted.key),
+        port=wanted.port or (_port_before(run, "url") if run is not None else 0),
+        certificate=None if wanted.certificate is None or is_plain else Path(wanted.certificate).expanduser(),
+        key=None if wanted.key is None else Path(wanted.key).expanduser(),
         behind_proxy=wanted.behind_proxy,
+        is_plain=is_plain,
     )
 
 
@@ -132,7 +143,8 @@ def _port_before(run: Path, which: str) -> int:
     return 0
 
 
-def _announce(folder: RunFolder, url: str, near_url: str, runtime: CoordinatorRuntime) -> None:
+def _announce(folder: RunFolder, server: HttpServer, near_url: str, runtime: CoordinatorRuntime) -> None:
+    url = server.url
     write_atomic(
         folder.path / ADDRESS,
         json.dumps({"url": url, "near_url": near_url, "run": str(folder.path.resolve())}).encode(),
@@ -142,11 +154,13 @@ def _announce(folder: RunFolder, url: str, near_url: str, runtime: CoordinatorRu
     if descriptor is not None:
         with open(int(descriptor), "w") as pipe:
             print(json.dumps({"url": near_url, "run": str(folder.path)}), file=pipe)
-    how = f"OFFBEAT_TOKEN=$(offbeat worker token {folder.path}) offbeat worker --join {url}"
-    runtime.console.note(f"serving {url}; workers join with: {how}")
+    address = server.address
+    lines = join_lines(folder.path, url, near_url, address)
     if not folder.config.reward.processes:
-        how = f"OFFBEAT_TOKEN=$(offbeat worker token {folder.path} --role reward) offbeat worker --role reward"
-        runtime.console.note(f"reward.processes = 0: judges join with: {how} --join {url}{_own_rewards(folder.config)}")
+        own = _own_rewards(folder.config)
+        lines += join_lines(folder.path, url, near_url, address, role="reward", more=own)
+    for line in lines:
+        runtime.console.note(line)
 
 
 def _own_rewards(config: Config) -> str:
@@ -166,15 +180,23 @@ async def _until_over(folder: RunFolder, runtime: CoordinatorRuntime, stopping: 
             clock = parts.create_task(stopping.after(config.run.max_hours))
             asked = parts.create_task(stopping.requested.wait())
             saved = parts.create_task(coordinator.wait_checkpointed(config.run.steps))
+            noting = parts.create_task(_note_seen(runtime))
             await asyncio.wait({asked, saved}, return_when=asyncio.FIRST_COMPLETED)
             if saved.done():
                 await await_last_evaluation(config, runtime, judging, asked)
             is_finished = saved.done()
-            for part in (broken, judging, clock, asked, saved):
+            for part in (broken, judging, clock, asked, saved, noting):
                 part.cancel()
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return is_finished
+
+
+async def _note_seen(runtime: CoordinatorRuntime) -> None:
+    """Keeps in the ledger when each member called last, for `offbeat worker list`."""
+    while True:
+        await runtime.coordinator.call(runtime.ledger.note_seen, dict(runtime.coordinator.seen))
+        await asyncio.sleep(NOTE_SEEN_EVERY_S)
 
 
 def _first_to_evaluate(folder: RunFolder) -> int:

@@ -26,6 +26,7 @@ from offbeat.config.local_keys import with_local_keys
 from offbeat.errors import DeadlineError, RunOver, UserError
 from offbeat.files import make_folder, readable_by, write_atomic
 from offbeat.launch.run_folder import CONFIG, LOCK, FolderLock
+from offbeat.launch.stopping import interruptible
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role
 
@@ -128,7 +129,8 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
             raise RunOver(
                 f"{known.worker}: run {known.run} was over when {known.worker} left it, and is no longer served"
             ) from error
-    token = saved.read_token(invitation.token_file)
+    with interruptible():  # a person may be asked for it
+        token = saved.read_token(invitation.token_file)
     secret = saved.own_secret(invitation.folder / f"{invitation.role.value}-{KEY}", token)
     member = await join(connection, token, invitation.name, secret=secret)
     if member.credentials.role is not invitation.role:

@@ -380,13 +380,13 @@ def refuse_in_use(path: Path) -> None:
     FolderLock(path / LOCK).release()
 
 
-def newest(parent: Path) -> Path:
+def newest_run(parent: Path) -> Path:
     """Returns the most recently active run in folder `parent`."""
     begun = [ledger.parent for ledger in parent.glob(f"*/{LEDGER}")]  # a refused start has no ledger
     runs = begun or [config.parent for config in parent.glob(f"*/{CONFIG}")]
     if not runs:
-        raise UserError(f"{parent}: has no run to resume; start one without --resume")
-    return max(runs, key=lambda run: max(file.stat().st_mtime_ns for file in run.glob("*.json*")))
+        raise UserError(f"{parent}: holds no run yet; offbeat train starts one")
+    return max(runs, key=lambda run: max((file.stat().st_mtime_ns for file in run.glob("*.json*")), default=0))
 
 
 def trained_lengths(folder: str, which: Literal["prompt", "answer"]) -> list[int]:

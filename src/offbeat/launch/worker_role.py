@@ -31,6 +31,7 @@ from offbeat.weights.peer_server import Guests, PeerServer, peer_url
 from offbeat.weights.peers import PeerSources
 from offbeat.weights.piece_store import open_store
 from offbeat.weights.receive import ReceiveFigures
+from offbeat.worker.progress import WorkerProgress
 from offbeat.worker.spool import Spool
 from offbeat.worker.worker import DRAIN_WITHIN_S, Worker, WorkerMetrics
 
@@ -133,6 +134,10 @@ def _own_host(bound: str) -> str:
 T = TypeVar("T")
 
 
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
 async def work(
     invitation: Invitation,
     overrides: Sequence[str],
@@ -148,6 +153,8 @@ async def work(
     """
     async with AsyncExitStack() as stack:
         member = await stack.enter_async_context(joined(invitation, overrides))
+        engine = f"engine {member.config.rollout.engine}, model {member.config.model.path}"
+        _say(f"worker {member.worker}: joined {member.run} at {invitation.url}; loading {engine}")
         spool = Spool(invitation.folder / "spool" / member.run)
         stack.callback(spool.close)
         with interruptible():
@@ -171,9 +178,10 @@ async def work(
 
         stopping = Stopping()
         stack.enter_context(stopping.listening())
-        print(f"worker {member.worker}: joined {member.run} at {invitation.url}", flush=True)
+        progress = WorkerProgress(member.worker, metrics, _say, lambda: member.connection.outage.length_s > 0)
         with suppress(RunOver):
-            await WorkerSupervisor(member, engines, spool, metrics, new_client, stopping).run()
+            await WorkerSupervisor(member, engines, spool, metrics, new_client, stopping, progress).run()
+        _say(f"worker {member.worker}: made {progress.totals()}")
         if stopping.why is None:
             report_run_over(invitation, member, "worker")
         return stopping.why
@@ -189,6 +197,7 @@ class WorkerSupervisor:
     metrics: WorkerMetrics
     new_client: Callable[[], WorkerClient]
     stopping: Stopping
+    progress: WorkerProgress
     num_deaths: int = 0
 
     async def run(self) -> None:
@@ -213,6 +222,8 @@ class WorkerSupervisor:
 
     async def _begin(self, engine: Engine, client: WorkerClient) -> Worker:
         self.metrics.follow(engine)
+        able = engine.capabilities
+        _say(f"worker {self.member.worker}: ready: {able.fingerprint}, {able.num_slots} answers at a time")
         if self.num_deaths:
             newest = await client.newer(None, 0.0)
             self.engines.log("back; loading " + (f"version {newest.number}" if newest else "the next version"))
@@ -240,6 +251,7 @@ class WorkerSupervisor:
         working = asyncio.ensure_future(worker.run())
         asked = asyncio.ensure_future(self.stopping.requested.wait())
         gone = asyncio.ensure_future(self.engines.wait_exited())
+        watching = asyncio.ensure_future(self.progress.watch(worker))
         try:
             await asyncio.wait({working, asked, gone}, return_when=asyncio.FIRST_COMPLETED)
             if gone.done() and not working.done():
@@ -252,7 +264,7 @@ class WorkerSupervisor:
                 await worker.drain()
             await working
         finally:
-            for waiting in (asked, gone, working):
+            for waiting in (watching, asked, gone, working):
                 waiting.cancel()
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({working})

@@ -2,6 +2,9 @@
 
 Reports only read, so they can be made while the run continues. Every figure is a sum over the tables. Text is reported
 as tokens; decoding is left to the caller. A pruned trajectory is reported without its tokens.
+
+Inside the ledger a batch has the number of steps that were trained before it. Reports count steps from 1, as the
+console and the metrics do: this module converts.
 """
 
 from __future__ import annotations
@@ -24,12 +27,13 @@ from offbeat.rules.groups import trained_staleness
 from offbeat.trajectory import Reward, Trajectory
 
 ROWS = """
-SELECT j.seq, t.id, g.id, g.ordinal, t.member, g.purpose, g.source, g.state, b.step, r.value, r.error, j.num_tokens,
+SELECT j.seq, t.id, g.id, g.ordinal, t.member, g.purpose, g.source, g.state,
+       COALESCE(b.step + 1, e.step), r.value, r.error, j.num_tokens,
        (SELECT MIN(version) FROM segments s WHERE s.task = t.id),
        (SELECT MAX(version) FROM segments s WHERE s.task = t.id),
        j.worker, j.ended_by, j.accepted_at, j.pruned
 FROM trajectories j JOIN tasks t ON t.id = j.task JOIN groups g ON g.id = t.group_id
-LEFT JOIN batches b ON b.id = g.batch LEFT JOIN rewards r ON r.task = t.id
+LEFT JOIN batches b ON b.id = g.batch LEFT JOIN evals e ON e.id = g.eval LEFT JOIN rewards r ON r.task = t.id
 """
 ORDERS = {
     "latest": "ORDER BY j.seq DESC",
@@ -64,7 +68,8 @@ class TrajectoryRow:
     state: str
     """State of the trajectory's group."""
     step: int | None
-    """Step whose batch holds the trajectory; None before it is claimed."""
+    """Step, counted from 1, whose batch holds the trajectory; None before it is claimed. Of an evaluation: the number
+    of steps trained before it."""
     reward: float | None
     error: str | None
     num_tokens: int
@@ -74,6 +79,36 @@ class TrajectoryRow:
     ended_by: str
     accepted_at: float
     is_pruned: bool
+
+
+@dataclass(frozen=True)
+class TrajectoryFilter:
+    """Which trajectories to report; None: no condition. Rewards outside the bounds, and missing ones, are left out."""
+
+    purpose: str | None = None
+    step: int | None = None
+    """As in `TrajectoryRow`."""
+    source: str | None = None
+    worker: str | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+
+    @property
+    def conditions(self) -> str:
+        """The condition of each field that is set, for a query like `ROWS` with the fields as parameters."""
+        found = [f"AND {CONDITIONS[name]}" for name, value in vars(self).items() if value is not None]
+        return " ".join(found)
+
+
+CONDITIONS = {
+    "purpose": "g.purpose = :purpose",
+    "step": "COALESCE(b.step + 1, e.step) = :step",
+    "source": "g.source = :source",
+    "worker": "j.worker = :worker",
+    "min_reward": "r.value >= :min_reward",
+    "max_reward": "r.value <= :max_reward",
+}
+EVERYTHING = TrajectoryFilter()
 
 
 @dataclass(frozen=True)
@@ -122,6 +157,7 @@ class TaskDetail:
     rewards: tuple[Reward, ...]
     error: str | None
     step: int | None
+    """As in `TrajectoryRow`."""
     segments: tuple[TokenRun, ...] = ()
     history: tuple[Event, ...] = ()
 
@@ -177,7 +213,7 @@ class VersionMade:
 class RunReport:
     counts: Counts
     step: int | None
-    """Step trained next; None before the first version."""
+    """Step, counted from 1, that is trained next; None before the first version."""
     version: int | None
     tasks: Mapping[str, int] = field(default_factory=dict)
     """Number of training tasks by state."""
@@ -199,19 +235,20 @@ class RunReport:
 
 class Reports(Versions):
     def list_trajectories(
-        self, limit: int, order: str = "latest", step: int | None = None, after: int = 0
+        self, limit: int, order: str = "latest", which: TrajectoryFilter = EVERYTHING, after: int = 0
     ) -> list[TrajectoryRow]:
-        """Returns up to `limit` trajectories, sorted by `order`, a key of `ORDERS`. Only those in the batch of `step`,
-        unless None, and only those with a `seq` (number in order of acceptance) above `after`."""
-        query = f"{ROWS} WHERE (:step IS NULL OR b.step = :step) AND j.seq > :after {ORDERS[order]} LIMIT :limit"
-        found = self.execute(query, {"step": step, "limit": limit, "after": after})
+        """Returns up to `limit` trajectories, sorted by `order`, a key of `ORDERS`. Only those with a `seq` (number in
+        order of acceptance) above `after`."""
+        query = f"{ROWS} WHERE j.seq > :after {which.conditions} {ORDERS[order]} LIMIT :limit"
+        found = self.execute(query, {**vars(which), "limit": limit, "after": after})
         return [TrajectoryRow(*(*row[:-1], bool(row[-1]))) for row in found]
 
-    def walk_trajectories(self, step: int | None = None) -> Iterator[tuple[TrajectoryRow, Trajectory | None]]:
-        """Yields the trajectories of `step`, or all if None, in order of acceptance. Loads them in slices; a pruned
-        trajectory is None."""
+    def walk_trajectories(
+        self, which: TrajectoryFilter = EVERYTHING
+    ) -> Iterator[tuple[TrajectoryRow, Trajectory | None]]:
+        """Yields trajectories in order of acceptance. Loads them in slices; a pruned trajectory is None."""
         after = 0
-        while found := self.list_trajectories(SLICE, "oldest", step, after):
+        while found := self.list_trajectories(SLICE, "oldest", which, after):
             yield from zip(found, self.load_trajectories(found), strict=True)
             after = found[-1].seq
 
@@ -222,18 +259,27 @@ class Reports(Versions):
         loaded = self.bodies.load(self.execute(query, (wanted,)).fetchall())
         return [loaded.get(row.seq) for row in rows]
 
+    def load_problems(self, rows: list[TrajectoryRow]) -> list[tuple[np.ndarray, dict[str, Any]]]:
+        """Returns the prompt's tokens, and the problem as the reward function gets it, of each of `rows`."""
+        query = "SELECT id, prompt, problem FROM groups WHERE id IN (SELECT value FROM json_each(?))"
+        found = self.execute(query, (array({row.group for row in rows}),))
+        known = {group: (np.frombuffer(prompt, np.int32), json.loads(problem)) for group, prompt, problem in found}
+        return [known[row.group] for row in rows]
+
     def task_detail(self, task: int) -> TaskDetail:
         """Returns a task with its trajectory and history."""
         query = """SELECT g.id, g.ordinal, t.member, g.purpose, g.source, t.state, t.reason, g.state, g.reason,
-                          g.prompt, g.problem, j.seq, j.digest, j.pruned, r.value, r.parts, r.error, b.step, b.bound
+                          g.prompt, g.problem, j.seq, j.digest, j.pruned, r.value, r.parts, r.error, b.step,
+                          b.bound, e.step
                    FROM tasks t JOIN groups g ON g.id = t.group_id LEFT JOIN trajectories j ON j.task = t.id
-                   LEFT JOIN rewards r ON r.task = t.id LEFT JOIN batches b ON b.id = g.batch WHERE t.id = ?"""
+                   LEFT JOIN rewards r ON r.task = t.id LEFT JOIN batches b ON b.id = g.batch
+                   LEFT JOIN evals e ON e.id = g.eval WHERE t.id = ?"""
         row = self.execute(query, (task,)).fetchone()
         if row is None:
             (last,) = self.execute("SELECT MAX(id) FROM tasks").fetchone()
             known = f"tasks 1 to {last}" if last else "no tasks yet"
             raise Unknown(f"task {task} does not exist; this run has {known}")
-        prompt, problem, seq, digest, is_pruned, value, parts, error, step, max_staleness = row[9:]
+        prompt, problem, seq, digest, is_pruned, value, parts, error, step, max_staleness, evaluated_step = row[9:]
         trajectory = None if digest is None or is_pruned else self.bodies.load([(seq, digest)])[seq]
         if digest is None:
             query = "SELECT digest, body FROM partials WHERE task = ? AND state = 'kept'"
@@ -248,7 +294,7 @@ class Reports(Versions):
             reward=value,
             rewards=() if parts is None else msgspec.json.decode(parts, type=tuple[Reward, ...]),
             error=error,
-            step=step,
+            step=evaluated_step if step is None else step + 1,
             segments=_segments(self, task, trajectory, step, max_staleness),
             history=_history(self, task, row[0]),
         )
@@ -362,7 +408,7 @@ class Reports(Versions):
             newest = self.latest_version()
             return RunReport(
                 counts=self.counts(),
-                step=newest.step if newest else None,
+                step=newest.step + 1 if newest else None,
                 version=newest.number if newest else None,
                 tasks=_tasks(self),
                 producers=_producers(self),
@@ -410,10 +456,10 @@ def _history(db: Database, task: int, group: int) -> tuple[Event, ...]:
                WHERE m.task = ? ORDER BY b.id"""
     for step, batch, claimed_at, trained_at, number, num_trained, num_audited in db.execute(query, (task,)):
         undone = ", which a resume took back" if batch == "undone" else ""
-        events.append(Event(claimed_at, f"claimed for step {step}{undone}"))
+        events.append(Event(claimed_at, f"claimed for step {step + 1}{undone}"))
         if trained_at is not None:
             left_out = f"; an audit left out {num_audited} tokens" if num_audited else ""
-            trained = f"trained at step {step} from version {number}: {num_trained} tokens{left_out}{undone}"
+            trained = f"trained at step {step + 1} from version {number}: {num_trained} tokens{left_out}{undone}"
             events.append(Event(trained_at, trained))
     if state == "dropped":
         events.append(

@@ -16,7 +16,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -31,6 +31,11 @@ SECRET_BYTES = 32
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Allowed names of workers: they are used verbatim in logs, metrics and file names."""
 COLUMNS = "name, role, state, reason, capabilities, joined_at"
+AWAY_AFTER_S = 60.0
+"""Silence after which a worker counts as away. Even a worker with nothing to do asks for work every few seconds; only a
+trainer may be silent for as long as a step takes."""
+SEEN, COORDINATOR = "worker_seen", ""
+"""Key in `meta` of the wall times at which workers called last, and the name there of the coordinator itself."""
 MAX_MINUTES = 7 * 24 * 60
 """Longest validity of a join token, one week; a longer-lived token would be a password."""
 
@@ -79,6 +84,10 @@ class WorkerRecord:
     """Number of compared tokens whose recomputed log-prob differs too much; set by `list_workers` only."""
     num_leased: int = 0
     """Number of tasks that it holds; set by `list_workers` only."""
+    last_seen_at: float | None = None
+    """Wall time of its latest known call, a few seconds late; set by `list_workers` only. None: not known."""
+    is_away: bool = False
+    """Whether it is active and has not called for long, or is not served any more; set by `list_workers` only."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +192,28 @@ class Workers(Database):
 
     def list_workers(self) -> list[WorkerRecord]:
         """Returns all workers that ever joined, in the order in which they joined."""
-        leased, compared = self.num_leased(), num_compared(self)
+        leased, compared, seen = self.num_leased(), num_compared(self), self._seen()
         rows = self.execute(f"SELECT {COLUMNS} FROM workers ORDER BY joined_at, name")
-        return [_worker(row, leased.get(row[0], 0), compared.get(row[0], (0, 0))) for row in rows]
+        found = [_worker(row, leased.get(row[0], 0), compared.get(row[0], (0, 0))) for row in rows]
+        since = self.wall_clock() - AWAY_AFTER_S
+        is_served = seen.get(COORDINATOR, since) >= since
+        listed = []
+        for worker in found:
+            seen_at = seen.get(worker.name)
+            is_silent = worker.role is not Role.TRAINER and (seen_at or worker.joined_at) < since
+            is_away = worker.state is ACTIVE and (is_silent or not is_served)
+            listed.append(replace(worker, last_seen_at=seen_at, is_away=is_away))
+        return listed
+
+    @transactional
+    def note_seen(self, seen: Mapping[str, float]) -> None:
+        """Records the wall times at which workers called last, and that the coordinator serves now."""
+        known = {**self._seen(), **seen, COORDINATOR: self.wall_clock()}
+        self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (SEEN, json.dumps(known)))
+
+    def _seen(self) -> dict[str, float]:
+        found = self.execute("SELECT value FROM meta WHERE key = ?", (SEEN,)).fetchone()
+        return {} if found is None else json.loads(found[0])
 
     def audit_results(self, tasks: Sequence[int]) -> dict[str, list[Compared]]:
         """Returns the latest audit results, oldest first, of each worker that submitted an audited segment of `tasks`.

@@ -1,23 +1,64 @@
-"""Evaluates a model on the held-out split, without a run: `offbeat eval`."""
+"""Evaluates a run's newest weights, or a model, on held-out prompts: `offbeat eval` and `Run.evaluate`."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from offbeat.config import load
 from offbeat.config.schema import Config
 from offbeat.engines.protocol import Engine, Request
 from offbeat.errors import OffbeatError, UserError
 from offbeat.launch import stopping, wiring
+from offbeat.launch.run_folder import CONFIG, EVENTS
 from offbeat.ledger.records import EvalGroup, EvalRound, GroupState, NewGroup, derive_seed
+from offbeat.observability.metric_files import read_events
 from offbeat.observability.metrics import eval_figures
 from offbeat.rewards.pool import FailureWatch, RewardInput, RewardPool, Shaping
 from offbeat.trajectory import total, total_problem
+
+
+def evaluate_run(
+    run: Path,
+    *,
+    prompts: int | None = None,
+    samples: int | None = None,
+    reward: Callable[..., Any] | None = None,
+) -> dict[str, float]:
+    """Returns mean@k and pass@k of a run's newest weights on the run's own tasks. `prompts` and `samples` replace
+    `eval.prompts` and `eval.samples`; `reward` is the function that the run was given from Python, if it was."""
+    given = {"eval.prompts": prompts, "eval.samples": samples, "run.name": "none"}
+    words = [f"--{key}={value}" for key, value in given.items() if value is not None]
+    if reward is None:
+        check_rewards(run, load(run / CONFIG, words))
+    with weights_of(run) as folder:
+        return evaluate(load(run / CONFIG, [*words, f"--model.path={folder}"]), reward=reward)
+
+
+def check_rewards(run: Path, config: Config) -> None:
+    """Raises if the run has rewards that its config.json does not name, because it was given them from Python."""
+    begun = [event["value"] for event in read_events(run / EVENTS) if event["event"] == "rewards" and "value" in event]
+    own = {name: member.reward for name, member in wiring.make_mixture(config, None).members.items()}
+    if begun and (missing := [str(reward) for name, reward in begun[-1].items() if own.get(name) != reward]):
+        raise UserError(
+            f"{run}: was trained with the reward {missing[0]}, a Python function that its config.json does not name; "
+            "evaluate it from Python, with the same function as reward="
+        )
+
+
+@contextmanager
+def weights_of(run: Path) -> Iterator[Path]:
+    """Yields a temporary folder with the model that a run has trained so far."""
+    from offbeat.tools.export import export_run
+
+    with tempfile.TemporaryDirectory(prefix="offbeat-eval-") as scratch:
+        export_run(run, Path(scratch) / "model")
+        yield Path(scratch) / "model"
 
 
 def evaluate(config: Config, *, reward: Callable[..., Any] | None = None) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Steps that met NaN or infinity: the error, and the dump from which `offbeat replay` repeats the step.
 
-    broken/step-00000012.batch      the batch, the run's configuration, and where NaN or infinity was found
-    broken/step-00000012.weights/   the published weights that the step began with, as hard links
+    broken/step-00000013.batch      the batch, the run's configuration, and where NaN or infinity was found
+    broken/step-00000013.weights/   the published weights that the step began with, as hard links
 
 A dump is written by an atomic rename. Resuming a run does not need the dump; users may delete it.
 """
@@ -86,7 +86,7 @@ class FailedStep:
 
     def event(self) -> dict[str, Any]:
         return {
-            "step": self.step,
+            "step": self.step + 1,
             "version": self.version.number,
             "tensor": self.error.tensor,
             "task": self.task,
@@ -97,8 +97,8 @@ class FailedStep:
     def message(self, saved_step: int | None, checkpoints: Checkpoints) -> str:
         """Returns the message for users; `saved_step` is the step of the latest checkpoint, None without one."""
         return (
-            f"step {self.step}: {self.error}{f' ({self.place})' if self.place else ''}; its batch (step "
-            f"{self.batch.step}, from version {self.version.number}) is {self._kept}; "
+            f"step {self.step + 1}: {self.error}{f' ({self.place})' if self.place else ''}; its batch (step "
+            f"{self.batch.step + 1}, from version {self.version.number}) is {self._kept}; "
             f"{self._recovery_hint(saved_step, checkpoints)}"
         )
 
@@ -128,7 +128,7 @@ def save(folder: Path, dump: FailedStepDump, weights: Path) -> Path:
     """Writes a dump, with hard links to the weights beside it, and returns its file. Raises OSError if the batch cannot
     be written; if the weights cannot be linked, only logs that."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"step-{dump.batch.step:08d}{SUFFIX}"
+    file = folder / f"step-{dump.batch.step + 1:08d}{SUFFIX}"
     try:
         link_folder(weights, weights_of(file))
     except OSError as error:

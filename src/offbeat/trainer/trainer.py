@@ -294,16 +294,17 @@ class Trainer:
     def _watch(self, metrics: StepMetrics) -> None:
         """Warns if the log-probs of engine and trainer are too far apart."""
         gap, share, settings = metrics.logprob_gap, metrics.clamped_share, self.settings
+        number = self.step + 1  # as in the metrics, which count from 1
         if gap > settings.max_logprob_gap:
             log.warning(
-                "step %d: log-prob gap %.3g between engine and trainer is over loss.max_logprob_gap", self.step, gap
+                "step %d: log-prob gap %.3g between engine and trainer is over loss.max_logprob_gap", number, gap
             )
-            self.event("logprob_gap", step=self.step, gap=gap, limit=settings.max_logprob_gap)
+            self.event("logprob_gap", step=number, gap=gap, limit=settings.max_logprob_gap)
 
         is_audited = settings.step.max_sample_gap is not None  # if not (paced engine), tokens come from no weights
         if is_audited and share > MAX_CLAMPED_SHARE:
-            log.warning("step %d: %.2g %% of the tokens have a log-ratio beyond the clamp", self.step, 100 * share)
-            self.event("clamped", step=self.step, share=share, limit=MAX_CLAMPED_SHARE)
+            log.warning("step %d: %.2g %% of the tokens have a log-ratio beyond the clamp", number, 100 * share)
+            self.event("clamped", step=number, share=share, limit=MAX_CLAMPED_SHARE)
 
 
 async def _discard(claim: asyncio.Future[Batch]) -> None:

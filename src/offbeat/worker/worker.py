@@ -106,6 +106,15 @@ class Worker:
         self._draining, self._over = asyncio.Event(), asyncio.Event()
         self._drain_within_s = DRAIN_WITHIN_S
         self._over.set()
+        self.num_answers = self.num_tokens = 0
+        """Answers that were finished here, and tokens that were sampled here."""
+        self.why_idle = ""
+        """Why there was no task at the latest lease call, as the coordinator says; "": it said nothing."""
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether trajectories wait to be acknowledged."""
+        return len(self._outbox) > 0
 
     async def run(self) -> None:
         """Works until the run is over, the worker is drained, or it is cancelled; then aborts all running tasks."""
@@ -201,6 +210,7 @@ class Worker:
         lease = await self.client.lease(self._num_free(), self.engine.version, LEASE_WAIT_S)
         if lease.ttl_s > 0:
             self._ttl_s = lease.ttl_s
+        self.why_idle = lease.idle
         return lease
 
     async def _begin(self, lease: LeaseResponse, group: asyncio.TaskGroup) -> None:
@@ -300,6 +310,7 @@ class Worker:
 
     async def _take(self, version: Version) -> None:
         """Loads a version that a lease asked for. The caller must hold `_switch`: no task may be leased meanwhile."""
+        self.why_idle = f"version {version.number} is fetched and loaded"
         async with self._versions.unless_replaced(version, self.engine.version):
             await self._load_when_it_may(await self._versions.fetch(version))
 
@@ -330,6 +341,7 @@ class Worker:
     # One task
 
     async def _carry_on(self, running: ActiveTask, group: asyncio.TaskGroup) -> None:
+        num_before = running.trajectory.num_tokens
         try:
             is_wanted = await self._generate(running)
         except EngineDied:
@@ -338,11 +350,13 @@ class Worker:
             is_wanted = False
             await self._fail(running.task, str(error))
         finally:
+            self.num_tokens += running.trajectory.num_tokens - num_before
             del self.running[running.key]
             if self._fences.get(running.task.id) == running.task.fence:
                 del self._fences[running.task.id]
             self._changes.notify()
         if is_wanted:
+            self.num_answers += not running.trajectory.is_partial
             crash_here("generated")
             self._outbox.post(Unsent(running.trajectory, running.task.fence), group)
 
@@ -612,6 +626,8 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
+        self.latest: ReceiveFigures | None = None
+        """Costs of the version that was fetched last; None: none was, because they are read where they are."""
         self._sums: dict[str, float] = defaultdict(float)
 
     def follow(self, engine: Engine) -> None:
@@ -621,6 +637,7 @@ class WorkerMetrics:
 
     def fetched(self, received: ReceiveFigures) -> None:
         """Adds the costs of one received version."""
+        self.latest = received
         self._sums["versions"] += 1
         self._sums["fetch_s"] += received.fetch_s
         self._sums["apply_s"] += received.apply_s

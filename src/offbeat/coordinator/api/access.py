@@ -8,6 +8,7 @@ ledger and cached until the state of any worker changes: another process's revoc
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection
 
 from starlette.requests import Request
@@ -28,8 +29,9 @@ MAX_KNOWN = 10_000
 class Access:
     """Admits callers, or refuses them with a reason."""
 
-    def __init__(self, reader: Ledger, settings: ServerSettings, clock: Callable[[], float]):
-        self.reader, self._clock = reader, clock
+    def __init__(self, reader: Ledger, settings: ServerSettings, clock: Callable[[], float], seen: dict[str, float]):
+        """`seen` receives the wall time of each member's latest call."""
+        self.reader, self._clock, self._seen = reader, clock, seen
         self._known: dict[str, WorkerRecord] = {}
         """Cached workers by secret."""
         self._num_moves, self._checked_s = -1, -math.inf
@@ -40,6 +42,7 @@ class Access:
         """Returns the calling worker. Raises `Refusal` if the secret is invalid, the worker is quarantined or calls too
         often, or its role is not in `roles`."""
         worker = self.identify(request)
+        self._seen[worker.name] = time.time()
         if wait_s := self._calls.take(worker.name):
             raise Refusal(
                 429, f"worker {worker.name} makes too many calls; wait before the next one", retry_after_s=wait_s

@@ -37,6 +37,8 @@ class Address:
     key: Path | None = None
     behind_proxy: bool = False
     """Whether a proxy in front terminates TLS and forwards the caller's address."""
+    is_plain: bool = False
+    """Whether secrets may cross the network unencrypted, because the network itself is private."""
 
     @property
     def has_tls(self) -> bool:
@@ -51,10 +53,11 @@ class Address:
         """Raises `UserError` if secrets would be sent unencrypted, or if the certificate does not work."""
         if (self.certificate is None) != (self.key is None):
             raise UserError("only one of serve.certificate and serve.key is set; set both or neither")
-        if not self.has_tls and not self.behind_proxy and not is_this_machine(self.host):
+        if not (self.has_tls or self.behind_proxy or self.is_plain or is_this_machine(self.host)):
             raise UserError(
                 f"serve.host = {self.host!r} is reachable from other machines, so TLS is needed; set serve.certificate "
-                "and serve.key, or serve.behind_proxy if a proxy ends TLS, or listen on 127.0.0.1"
+                "and serve.key, or serve.behind_proxy if a proxy ends TLS, or listen on 127.0.0.1; within a private "
+                'network, serve.certificate = "plain" does without'
             )
         if self.certificate is not None and self.key is not None:
             try:

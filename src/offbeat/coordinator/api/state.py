@@ -71,7 +71,7 @@ class ApiState:
         self.served, self.settings, self.clock = served, settings, clock
         self.coordinator = served.coordinator
         self.reader = Ledger(served.ledger_path, read_only=True)
-        self.access = Access(self.reader, settings, clock)
+        self.access = Access(self.reader, settings, clock, self.coordinator.seen)
         self.bodies = BodyReader(settings)
         pieces = served.pieces or FolderStore(served.weights.folder)
         self.weights = Weights(served.weights, pieces, self.published, self.reader.signers)

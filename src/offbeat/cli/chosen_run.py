@@ -1,0 +1,28 @@
+"""The run that a command is about: the one that its words name, else the newest."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from offbeat.config.schema import RunConfig
+from offbeat.launch.run_folder import CONFIG, LEDGER, newest_run
+
+RUN_HELP = "a run's folder, or its name; without it, the newest run"
+
+
+def chosen_run(given: str | None) -> Path:
+    """Returns the run `given` as a folder or a name below `run.dir`'s default. None: the newest one there, and says on
+    standard error which one that is."""
+    parent = Path(RunConfig().dir)
+    if given is None:
+        run = newest_run(parent)
+        print(f"the newest run: {run}", file=sys.stderr)
+        return run
+    return parent / given if not Path(given).exists() and (parent / given).is_dir() else Path(given)
+
+
+def is_run(word: str) -> bool:
+    """Whether `word` is a run's folder or name, and not, for example, a worker's name."""
+    folders = (Path(word), Path(RunConfig().dir) / word)
+    return any((folder / file).is_file() for folder in folders for file in (CONFIG, LEDGER))

@@ -1,0 +1,85 @@
+"""Lines to paste, by which workers and judges join a run. They never hold a token."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from offbeat.coordinator.api.server import Address
+from offbeat.net import is_loopback, own_addresses
+
+HOST = "HOST"
+"""Stands for an address that is not known here."""
+
+
+def join_lines(run: Path, url: str, near_url: str, address: Address, role: str = "", more: str = "") -> list[str]:
+    """Returns what a coordinator says of itself: first how to join from this machine, then how from others, if they
+    can reach it.
+
+    The coordinator serves `url` at `address`, and `near_url` for this machine. `role`: "" for workers that generate, or
+    `reward`; `more`: further options. Each command stands alone on its line, so that it can be copied whole.
+    """
+    asked = f" --role {role}" if role else ""
+    token = f"offbeat worker token {shlex.quote(str(run))}{asked}"
+    who = "judge" if role == "reward" else "worker"
+    lines = [
+        f"serving {url}; a {who} on this machine joins with",
+        f"  OFFBEAT_TOKEN=$({token}) {_join(asked, near_url)}{more}",
+    ]
+    if address.has_tls or not address.is_loopback or address.behind_proxy:
+        far = _join(asked, _far_url(url, address)) + _trust(address)
+        lines += [f"and one elsewhere with the next line, which asks for a token: {token} prints one", f"  {far}{more}"]
+    return lines
+
+
+def _join(asked: str, url: str) -> str:
+    return f"offbeat worker{asked} --join {url}"
+
+
+def _far_url(url: str, address: Address) -> str:
+    """Returns the URL at which other machines reach the coordinator: by a name of its certificate if it has one, else
+    by the configured host, or this machine's first address where the coordinator listens at all of them."""
+    if address.behind_proxy:
+        return f"https://{HOST}"
+    names = [] if address.certificate is None else certificate_names(address.certificate)
+    host = address.host if address.host not in ("", "0.0.0.0", "::") else ""
+    found = [host] if host and (host in names or not names) else [*names, *([host] if host else own_addresses())]
+    return f"{url.partition('://')[0]}://{_bracketed((found or [HOST])[0])}:{url.rpartition(':')[2]}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _trust(address: Address) -> str:
+    """Returns the option by which a worker trusts a certificate that no authority has signed, or does without one."""
+    if address.is_plain:
+        return " --allow-plain"
+    if address.certificate is None or not is_self_signed(address.certificate):
+        return ""
+    return f" --ca-file {shlex.quote(address.certificate.name)}"
+
+
+def certificate_names(file: Path) -> Sequence[str]:
+    """Returns the names and addresses that the first certificate in a PEM file is for, but loopback."""
+    from cryptography import x509
+
+    try:
+        certificate = x509.load_pem_x509_certificate(file.read_bytes())
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound):
+        return ()
+    names = [*found.get_values_for_type(x509.DNSName), *map(str, found.get_values_for_type(x509.IPAddress))]
+    return [name for name in names if "*" not in name and not is_loopback(name)]
+
+
+def is_self_signed(file: Path) -> bool:
+    """Whether the first certificate in a PEM file was signed by its own key."""
+    from cryptography import x509
+
+    try:
+        certificate = x509.load_pem_x509_certificate(file.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return certificate.issuer == certificate.subject
