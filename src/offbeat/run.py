@@ -46,6 +46,7 @@ class Run:
         self.path = Path(path).absolute()
         self._training: _Training | None = None
         self._given: dict[str, Any] = {}
+        self._functions: Mapping[str, Callable[..., Any]] = {}
 
     @classmethod
     def _train(cls, config: Any, **given: Any) -> Self:
@@ -75,6 +76,7 @@ class Run:
             prepared = arguments.prepare(config, overrides, task=task, reward=reward, resume=home, rows=rows)
             if prepared.functions:
                 self._given["task"] = list(prepared.functions.values())
+            self._functions = prepared.functions
             press = training.button.press
             given = Given(
                 prepared.reward,
@@ -164,7 +166,7 @@ class Run:
         from offbeat.tools.evaluate import evaluate_run
 
         chosen, _ = arguments.read_reward(self._given.get("reward") if reward is None else reward)
-        return evaluate_run(self.path, prompts=prompts, samples=samples, reward=chosen)
+        return evaluate_run(self.path, prompts=prompts, samples=samples, reward=chosen, functions=self._functions)
 
     def export(self, folder: str | Path) -> Path:
         """Writes the newest weights as a Hugging Face model to the new folder `folder`, and returns that folder."""

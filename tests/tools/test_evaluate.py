@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from offbeat.cli.main import main
 from offbeat.errors import UserError
 from offbeat.launch import local
+from offbeat.launch.given import Given
 from offbeat.tools.evaluate import evaluate_run
 
 SMALL = {
@@ -53,6 +55,9 @@ def figures(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]
 
 def test_a_run_and_its_exported_model_are_scored_on_the_runs_own_tasks(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     of_run = figures(capsys, "runs/a")
     assert of_run["eval_mean@1"] == 3.0, "by the run's own reward"
     assert figures(capsys) == of_run, "the newest run"
@@ -61,6 +66,7 @@ def test_a_run_and_its_exported_model_are_scored_on_the_runs_own_tasks(folder, m
     line = capsys.readouterr().out.strip().partition("try offbeat eval ")[2]
     assert figures(capsys, *line.split()) == of_run
     assert evaluate_run(Path("runs/a"), prompts=2, samples=2)["eval_prompts"] == 2
+    assert not any(scratch.iterdir()), "neither weights nor an empty log stay behind"
 
 
 def test_a_reward_that_came_from_python_must_come_from_there_again(folder, monkeypatch, capsys):
@@ -72,7 +78,7 @@ def test_a_reward_that_came_from_python_must_come_from_there_again(folder, monke
     from offbeat.config import load
 
     given = {**SMALL, "run.name": "b"}
-    local.train(load(None, [f"--{key}={value}" for key, value in given.items()]), reward=two)
+    local.train(load(None, [f"--{key}={value}" for key, value in given.items()]), given=Given(two))
     with pytest.raises(UserError, match="a Python function that its config"):
         evaluate_run(Path("runs/b"))
     assert main(["eval", "runs/b"]) == 2

@@ -48,10 +48,10 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if tasks is not None:
         check_rewards(tasks, config)
     if source is None:
-        figures = evaluate(config)
+        figures = evaluate(config, home=tasks)
     else:
         with weights_of(source) as folder:
-            figures = evaluate(load(file, [*words, f"--model.path={folder}"]))
+            figures = evaluate(load(file, [*words, f"--model.path={folder}"]), home=tasks)
     _print(figures, config, as_json=arguments.json)
     return 0
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from offbeat.config import load
 from offbeat.config.schema import Config
+from offbeat.data.mixture import Functions, Mixture, RewardSpec
 from offbeat.engines.protocol import Engine, Request
 from offbeat.errors import OffbeatError, UserError
 from offbeat.launch import stopping, wiring
@@ -28,22 +28,25 @@ def evaluate_run(
     *,
     prompts: int | None = None,
     samples: int | None = None,
-    reward: Callable[..., Any] | None = None,
+    reward: RewardSpec | None = None,
+    functions: Functions | None = None,
 ) -> dict[str, float]:
     """Returns mean@k and pass@k of a run's newest weights on the run's own tasks. `prompts` and `samples` replace
-    `eval.prompts` and `eval.samples`; `reward` is the function that the run was given from Python, if it was."""
+    `eval.prompts` and `eval.samples`; `reward` and `functions` are those that the run was given from Python."""
     given = {"eval.prompts": prompts, "eval.samples": samples, "run.name": "none"}
     words = [f"--{key}={value}" for key, value in given.items() if value is not None]
     if reward is None:
-        check_rewards(run, load(run / CONFIG, words))
+        check_rewards(run, load(run / CONFIG, words), functions)
     with weights_of(run) as folder:
-        return evaluate(load(run / CONFIG, [*words, f"--model.path={folder}"]), reward=reward)
+        config = load(run / CONFIG, [*words, f"--model.path={folder}"])
+        return evaluate(config, reward=reward, functions=functions, home=run)
 
 
-def check_rewards(run: Path, config: Config) -> None:
-    """Raises if the run has rewards that its config.json does not name, because it was given them from Python."""
+def check_rewards(run: Path, config: Config, functions: Functions | None = None) -> None:
+    """Raises if the run has rewards that its config.json does not name, because it was given them from Python.
+    `functions` are the run's sources of prompts from Python."""
     begun = [event["value"] for event in read_events(run / EVENTS) if event["event"] == "rewards" and "value" in event]
-    own = {name: member.reward for name, member in wiring.make_mixture(config, None).members.items()}
+    own = {name: member.reward for name, member in wiring.make_mixture(config, None, functions, run).members.items()}
     if begun and (missing := [str(reward) for name, reward in begun[-1].items() if own.get(name) != reward]):
         raise UserError(
             f"{run}: was trained with the reward {missing[0]}, a Python function that its config.json does not name; "
@@ -61,24 +64,26 @@ def weights_of(run: Path) -> Iterator[Path]:
         yield Path(scratch) / "model"
 
 
-def evaluate(config: Config, *, reward: Callable[..., Any] | None = None) -> dict[str, float]:
+def evaluate(
+    config: Config, *, reward: RewardSpec | None = None, functions: Functions | None = None, home: Path | None = None
+) -> dict[str, float]:
     """Returns mean@k and pass@k of the model `model.path`; section `eval` sets prompts, samples, temperature and top_p.
 
-    `reward` replaces the tasks' rewards. Rewards log to a temporary file, which is kept unless it is empty.
+    `reward` replaces the tasks' rewards; for `functions` and `home` see `build_mixture`. Rewards log to a temporary
+    file, which is kept unless it is empty.
     """
     descriptor, name = tempfile.mkstemp(prefix="offbeat-eval-", suffix=".log")
     os.close(descriptor)
     try:
-        return stopping.run(_evaluate(config, reward, Path(name)))
+        return stopping.run(_evaluate(config, wiring.make_mixture(config, reward, functions, home), Path(name)))
     finally:
         if not os.path.getsize(name):
             os.unlink(name)
 
 
-async def _evaluate(config: Config, reward: Callable[..., Any] | None, log: Path) -> dict[str, float]:
+async def _evaluate(config: Config, mixture: Mixture, log: Path) -> dict[str, float]:
     async with AsyncExitStack() as stack:
         wiring.need_processes(config, "judges cannot join an evaluation; add --reward.processes 1")
-        mixture = wiring.make_mixture(config, reward)
         pool = await wiring.open_pool(config, mixture, log)
         stack.push_async_callback(pool.close)
         with stopping.interruptible():
@@ -96,7 +101,7 @@ async def _evaluate(config: Config, reward: Callable[..., Any] | None, log: Path
             *(_judge(group, engine, pool, wiring.make_shaping(config), tokens, watch) for group in groups)
         )
     if reason := watch.verdict():
-        raise OffbeatError(f"{reason}; fix the reward (see {log})")
+        raise OffbeatError(f"{reason}; fix the reward{f' (see {log})' if log.stat().st_size else ''}")
     figures = eval_figures(EvalRound(step=0, is_abandoned=False, groups=tuple(judged)))
     figures.pop("eval_step")
     figures["eval_failed"] = sum(group.num_failed for group in judged)
