@@ -35,7 +35,7 @@ def draw(issuer: Issuer, portions: list[int]) -> list[NewGroup]:
     """Draws so many groups at a time, each time after what the ledger would remember."""
     cursor, found = Cursor(0, {}), []
     for count in portions:
-        found += issuer.draw(cursor, count, version=None)
+        found += issuer.draw(cursor, count, version=None)[0]
         drawn = dict(cursor.drawn) | {group.source: group.source_ordinal + 1 for group in found}
         last = DrawCursor(found[-1].source, found[-1].source_ordinal, found[-1].sibling) if found else None
         cursor = Cursor(len(found), drawn, last)

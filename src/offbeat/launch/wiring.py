@@ -36,7 +36,7 @@ def make_mixture(config: Config, reward: Callable[..., Any] | None) -> Mixture:
 
 def make_shaping(config: Config) -> Shaping:
     reward = config.reward
-    return Shaping(reward.weights, config.rollout.max_new_tokens, reward.overlong_tokens, reward.overlong_penalty)
+    return Shaping(reward.weights, config.rollout.max_new_tokens, reward.overlong_tokens)
 
 
 async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
@@ -121,6 +121,7 @@ def make_issuer(config: Config, mixture: Mixture, tokens: TokenLimits) -> Issuer
             max_prompt_tokens=rollout.max_prompt_tokens,
             max_new_tokens=rollout.max_new_tokens,
             window_tokens=tokens.window_tokens,
+            cuts=rollout.long_prompts == "cut",
         ),
         seed=config.run.seed,
         group_size=config.batch.members,
@@ -140,8 +141,9 @@ def make_coordinator(
 ) -> Coordinator:
     samples_per_step = config.batch.groups_per_step * config.batch.group_size
     watch = FailureWatch(config.reward.max_failure_share, window=max(samples_per_step, MIN_COUNT))
-    untried = () if pool.num_processes else config.reward.weights
-    scorer = Scorer(tokens.decode, watch, pool.log_path, make_shaping(config), untried)
+    shaping = make_shaping(config)
+    untried = () if pool.num_processes else shaping.given_names
+    scorer = Scorer(tokens.decode, watch, pool.log_path, shaping, untried)
     return Coordinator(
         ledger,
         issuer,

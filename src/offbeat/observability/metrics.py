@@ -75,6 +75,7 @@ class Reporter:
         self.folder, self.console, self.sinks = folder, console, list(sinks)
         self._last_s = time.monotonic()
         self._num_failed = 0
+        self._has_told_left_out = False
 
     def event(self, kind: str, **fields: Any) -> None:
         self.folder.event(kind, **fields)
@@ -83,6 +84,10 @@ class Reporter:
         elif kind == "unused_weights":
             names = ", ".join(fields["names"])
             self.console.alarm(f"reward.weights: no reward has returned {names} so far; check the spelling")
+        elif kind == "prompt_left_out" and self.folder.config.rollout.long_prompts == "error":
+            if not self._has_told_left_out:
+                self.console.alarm(f"{fields['why']}; it is left out, as are others like it: see events.jsonl")
+            self._has_told_left_out = True
         elif kind == "resume":
             self.console.note(f"resumed at step {fields['step']} as version {fields['version']}")
 
