@@ -391,7 +391,9 @@ DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 
 def device_is_known(config: Config) -> None:
     if not DEVICE.fullmatch(config.model.device):
-        raise ValueError(f'model.device = "{config.model.device}": allowed "auto", "cpu", "cuda", "cuda:1" and so on, "mps"')
+        raise ValueError(
+            f'model.device = "{config.model.device}": allowed "auto", "cpu", "cuda", "cuda:1" and so on, "mps"'
+        )
 
 
 def peer_networks_are_valid(config: Config) -> None:

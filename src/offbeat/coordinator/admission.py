@@ -1,7 +1,7 @@
 """Admission: draws problems in order, turns them into groups with prompts and seeds, and limits the groups in flight.
 
-The next draw depends only on the ledger's cursor, so a restart neither skips nor repeats a problem. A prompt that cannot
-be used, such as one that is too long, is passed over: the others keep their order.
+The next draw depends only on the ledger's cursor, so a restart neither skips nor repeats a problem. A prompt that
+cannot be used, such as one that is too long, is passed over: the others keep their order.
 
 The over-provision factor is the ratio of groups in flight (drawn, but not yet trained or dropped) to groups that a step
 trains. With "auto", it is chosen at every published version, differently for generation that overlaps with training and
@@ -73,7 +73,9 @@ class Issuer:
         num_siblings: int = 1,
         sampling: Sampling,
         eval_plan: EvalPlan,
+        skips_long: bool = False,
     ):
+        self.skips_long = skips_long
         self.mixture, self.renderer, self.eval_plan = mixture, renderer, eval_plan
         self.seed, self.group_size, self.num_siblings, self.sampling = seed, group_size, num_siblings, sampling
 
@@ -101,10 +103,12 @@ class Issuer:
                     )
                     break
                 except BadPrompt as error:
-                    left_out.append(LeftOut(last.source, last.source_ordinal, str(error)))
+                    left_out.append(LeftOut(last.source, last.source_ordinal, error.what))
                     passed_over += 1
                     if passed_over == MAX_LEFT_OUT:
-                        raise RunStopped(f"{passed_over} prompts in a row cannot be used; the last: {error}") from error
+                        raise RunStopped(
+                            f"{passed_over} prompts in a row cannot be used; the last: {error.what}"
+                        ) from error
                     # The same source goes on, so that the ledger's cursor, which knows only groups, ends up behind the
                     # prompts passed over.
                     last = DrawCursor(last.source, last.source_ordinal + 1, 0)
@@ -120,10 +124,10 @@ class Issuer:
 
     def held_out(self, version: int) -> list[NewGroup]:
         """Returns the groups of one evaluation of `version`; always the same problems and seeds, for comparison.
-        Prompts that cannot be used are left out."""
+        With `skips_long`, prompts that are too long are left out."""
         groups = []
         for ordinal, (source, problem) in enumerate(self.mixture.held_out(self.eval_plan.num_prompts)):
-            with suppress(BadPrompt):
+            with suppress(*[BadPrompt] * self.skips_long):
                 group = self._group(
                     source,
                     problem,

@@ -32,8 +32,8 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 class Rows(Protocol):
     """Rows of a file or dataset, by index. `scan` must be called first and reads and checks all rows; then `row`
-    fetches any of them, and `scan` may be called again. Rows are not kept as Python objects, so a few million are fine. A row that cannot be read
-    raises `UserError`."""
+    fetches any of them, and `scan` may be called again. Rows are not kept as Python objects, so a few million are fine.
+    A row that cannot be read raises `UserError`."""
 
     @property
     def path(self) -> Path | str:

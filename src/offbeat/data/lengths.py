@@ -14,7 +14,7 @@ from typing import Literal
 
 from offbeat.data.files import FileSource
 from offbeat.data.mixture import Mixture, WeightedSource
-from offbeat.data.prompts import Problem, Renderer, too_long
+from offbeat.data.prompts import SKIP_OR_CUT, Problem, Renderer, too_long
 from offbeat.errors import UserError
 
 MEASURED = 20_000
@@ -48,7 +48,9 @@ class PromptLengths:
             text += f" of {self.num_measured:,} measured, the others are shorter than the limit"
         if self.num_long:
             what = "left out" if policy == "skip" else "cut"
-            text += f"; {self.num_long:,} of them are over rollout.max_prompt_tokens and {what}, first {self.first_long}"
+            text += (
+                f"; {self.num_long:,} of them are over rollout.max_prompt_tokens and {what}, first {self.first_long}"
+            )
         return text
 
 
@@ -69,7 +71,7 @@ def refuse_long(found: list[PromptLengths], policy: Literal["error", "skip", "cu
         if policy == "error":
             raise UserError(
                 f"{too_long(one.first_long, one.first_tokens, limit)}; {count}; raise it to {one.longest} or more, or "
-                'set rollout.long_prompts = "skip" or "cut"'
+                f"set {SKIP_OR_CUT}"
             )
         if one.num_long == one.num_prompts and not one.is_sample:
             raise UserError(

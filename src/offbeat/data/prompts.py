@@ -39,7 +39,11 @@ class Rendered(Protocol):
 
 class BadPrompt(UserError):
     """One prompt cannot be used, because it is too long or empty, or because the chat template refuses it. Others of
-    its source may be fine."""
+    its source may be fine. `what` is the message without its remedy."""
+
+    def __init__(self, what: str, remedy: str = ""):
+        super().__init__(f"{what}; {remedy}" if remedy else what)
+        self.what = what
 
 
 class Renderer:
@@ -162,16 +166,20 @@ class Renderer:
         if length == 0:
             raise BadPrompt(empty(place))
         if length > self.max_prompt_tokens:
-            raise BadPrompt(too_long(place, length, self.max_prompt_tokens))
+            raise BadPrompt(too_long(place, length, self.max_prompt_tokens), f"raise it, or set {SKIP_OR_CUT}")
         if self.window_tokens is not None and length + self.max_new_tokens > self.window_tokens:
             raise BadPrompt(
                 f"{place}: its prompt has {length} tokens, which with rollout.max_new_tokens = {self.max_new_tokens} "
-                f"is over the model's window of {self.window_tokens}; lower max_new_tokens or leave the problem out"
+                f"is over the model's window of {self.window_tokens}",
+                "lower max_new_tokens or leave the problem out",
             )
 
 
 def empty(place: str) -> str:
     return f"{place}: its prompt is empty; a prompt needs at least one token"
+
+
+SKIP_OR_CUT = 'rollout.long_prompts = "skip" or "cut"'
 
 
 def too_long(place: str, length: int, limit: int) -> str:

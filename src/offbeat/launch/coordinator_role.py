@@ -26,12 +26,12 @@ from offbeat.launch.coordinator_runtime import (
     CoordinatorRuntime,
     await_last_evaluation,
     open_coordinator,
-    prepare,
     report_evaluations,
 )
 from offbeat.launch.joining import READY
+from offbeat.launch.preflight import checking
 from offbeat.launch.run_folder import RunFolder
-from offbeat.launch.stopping import Stopping, interruptible
+from offbeat.launch.stopping import Stopping
 from offbeat.observability.console import held_out
 from offbeat.observability.metric_files import read_metrics
 from offbeat.weights.version import WeightFolder
@@ -49,12 +49,11 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
     config, start_s = folder.config, time.monotonic()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
     async with AsyncExitStack() as stack:
-        mixture = wiring.make_mixture(config, None)
-        pool = await wiring.open_pool(config, mixture, folder.logs / "rewards.log")
-        stack.push_async_callback(pool.close)
-        with interruptible():
-            prepared = prepare(config, mixture)
-        runtime = await stack.enter_async_context(open_coordinator(folder, mixture, pool, prepared))
+        checked = await stack.enter_async_context(checking(config))
+        checked.announce(folder)
+        runtime = await stack.enter_async_context(
+            open_coordinator(folder, checked.mixture, checked.pool, checked.prepared)
+        )
         stopping = Stopping(runtime.reporter.stopping)
         stack.enter_context(stopping.listening())
         await runtime.coordinator.start(keep_leases=True)

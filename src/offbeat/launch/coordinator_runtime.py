@@ -9,13 +9,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offbeat.config.schema import Config
 from offbeat.coordinator.admission import Issuer
 from offbeat.coordinator.coordinator import Coordinator
 from offbeat.coordinator.maintenance import WeightGarbageCollector
+from offbeat.data.lengths import PromptLengths, measure_prompts, refuse_long
 from offbeat.data.mixture import Mixture
 from offbeat.errors import UserError
 from offbeat.launch import wiring
@@ -34,13 +35,18 @@ class Prepared:
 
     tokens: wiring.TokenLimits
     issuer: Issuer
+    lengths: list[PromptLengths]
 
 
 def prepare(config: Config, mixture: Mixture) -> Prepared:
     tokens = wiring.load_tokens(config)
     issuer = wiring.make_issuer(config, mixture, tokens)
-    issuer.try_out()
-    return Prepared(tokens, issuer)
+    plan, rollout = issuer.eval_plan, config.rollout
+    lengths = measure_prompts(mixture, issuer.renderer, plan.num_prompts if plan.every else 0)
+    refuse_long(lengths, rollout.long_prompts, rollout.max_prompt_tokens)
+    if plan.every and not issuer.held_out(version=0):
+        issuer.eval_plan = replace(plan, every=0)
+    return Prepared(tokens, issuer, lengths)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A whole run in one process: the coordinator, one worker and the trainer, which use only the client interface.
 
-A wrong task or reward is reported before the model is loaded. A run ends with its last step, or by Ctrl-C, SIGTERM or
+A wrong task or reward is reported before torch is imported. A run ends with its last step, or by Ctrl-C, SIGTERM or
 `run.max_hours`, always with a checkpoint. It may also end with an error; then it can be resumed from the ledger and the
 last checkpoint.
 """
@@ -13,32 +13,30 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from offbeat.client.in_process import InProcessTrainer, InProcessWorker
 from offbeat.config.schema import Config
 from offbeat.engines.protocol import KvMode
 from offbeat.errors import OffbeatError
 from offbeat.files import disk_trouble
-from offbeat.launch import model_parts, stopping, wiring
+from offbeat.launch import stopping, wiring
 from offbeat.launch.coordinator_runtime import (
     CoordinatorRuntime,
     await_last_evaluation,
     open_coordinator,
-    prepare,
     report_evaluations,
 )
 from offbeat.launch.engine_parts import check_engine, make_engine
+from offbeat.launch.preflight import checking
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.observability.metrics import step_row
 from offbeat.observability.sinks import check_sinks
-from offbeat.trainer.checkpoint import Checkpoints
-from offbeat.trainer.trainer import StepReport, Trainer
-from offbeat.weights.publish import Publisher
 from offbeat.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from offbeat.trainer.trainer import StepReport, Trainer
 
 
 def train(
@@ -81,21 +79,29 @@ async def _run(folder: RunFolder, reward: Callable[..., Any] | None, *, from_scr
     """Trains until the run ends and returns the run's summary; see `train` for the parameters."""
     config = folder.config
     async with AsyncExitStack() as stack:
-        mixture = wiring.make_mixture(config, reward)
-        pool = await wiring.open_pool(config, mixture, folder.logs / "rewards.log")
-        stack.push_async_callback(pool.close)
+        checked = await stack.enter_async_context(checking(config, reward))
+        checked.announce(folder)
         if config.log.console != "quiet":
             print(f"run {folder.path}: {config.model.path}; loading", flush=True)
         start_s = time.monotonic()
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
         with interruptible():
+            import torch
+
+            from offbeat.launch import model_parts
+            from offbeat.trainer.checkpoint import Checkpoints
+            from offbeat.trainer.trainer import Trainer
+            from offbeat.weights.publish import Publisher
+
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
             model_parts.prepare_torch(config)
-            prepared = prepare(config, mixture)
+            settings = model_parts.trainer_settings(config)  # first, because it finds the user's own loss
             policy, reference = model_parts.make_policy(config)
             adapter = model_parts.make_adapter(config, policy)
             engine = make_engine(config, WORKER)
         stack.push_async_callback(engine.close)
-        runtime = await stack.enter_async_context(open_coordinator(folder, mixture, pool, prepared))
+        runtime = await stack.enter_async_context(
+            open_coordinator(folder, checked.mixture, checked.pool, checked.prepared)
+        )
         coordinator, reporter = runtime.coordinator, runtime.reporter
         client = InProcessTrainer(coordinator)
         coordinator.only_worker = WORKER
@@ -110,7 +116,7 @@ async def _run(folder: RunFolder, reward: Callable[..., Any] | None, *, from_scr
             policy,
             Publisher(folder.weights, adapter=adapter),
             Checkpoints(folder.checkpoints, config.checkpoint.keep, adapter),
-            replace(model_parts.trainer_settings(config), num_witnesses=0),  # the only worker is trusted
+            replace(settings, num_witnesses=0),  # the only worker is trusted
             reference=reference,
             span=folder.trace.span,
             event=reporter.event,

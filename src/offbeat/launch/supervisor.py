@@ -23,7 +23,7 @@ from typing import Any
 from offbeat.client.credentials import TOKEN_VARIABLE
 from offbeat.config.schema import SERVED, Config
 from offbeat.config.secrets import SECRETS
-from offbeat.errors import OffbeatError, RunStopped
+from offbeat.errors import OffbeatError, RunStopped, UserError
 from offbeat.launch import parent_watch
 from offbeat.launch.joining import READY, new_token
 from offbeat.launch.run_folder import SUMMARY
@@ -36,6 +36,8 @@ END_WITHIN_S = 90.0
 END_FINISHED_WITHIN_S = 10.0
 """Seconds that child processes get to end once the run is over and saved."""
 LOG = "supervisor.jsonl"
+USER_ERROR = 2
+"""Exit status of a command that a mistake of its user has ended."""
 
 
 @dataclass(eq=False)
@@ -138,6 +140,8 @@ class Supervisor:
             self._note("ended", child, status=status)
             if verdict is RestartVerdict.DONE or not child.keeps_going:
                 return
+            if verdict is RestartVerdict.GIVE_UP and status == USER_ERROR and child.log is not None:
+                raise UserError(f"{child.name}: {_last_line(child).removeprefix('offbeat: ')}")
             if verdict is RestartVerdict.GIVE_UP:
                 raise RunStopped(f"{child.name}: ended with status {status} and is not restarted: {_last_line(child)}")
             await asyncio.sleep(pause_s)

@@ -18,15 +18,22 @@ from offbeat.coordinator.coordinator import Coordinator, CoordinatorSettings
 from offbeat.coordinator.maintenance import MaintenanceSettings, WeightGarbageCollector
 from offbeat.coordinator.reward_queue import RewardQueue, Scorer
 from offbeat.data.mixture import Mixture, build_mixture
-from offbeat.data.prompts import Renderer
+from offbeat.data.prompts import Problem, Renderer
 from offbeat.errors import UserError
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import LedgerTerms
-from offbeat.model.loading import context_window, load_tokenizer, resolve, stop_token_ids, switching_lengths
+from offbeat.model.loading import (
+    context_window,
+    is_hub_name,
+    load_tokenizer,
+    resolve,
+    stop_token_ids,
+    switching_lengths,
+)
 from offbeat.net import is_this_machine
 from offbeat.rewards.pool import MIN_COUNT, FailureWatch, RewardInput, RewardPool, Shaping
 from offbeat.rules.event_model import EventModelConfig
-from offbeat.trajectory import Sampling
+from offbeat.trajectory import Sampling, total
 from offbeat.weights.piece_store import PieceStore, open_store
 
 
@@ -43,18 +50,35 @@ async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
     """Opens the pool of processes that compute rewards, and tries each reward on one problem. With reward.processes =
     0, nothing is tried here: judges on other machines compute the rewards."""
     pool = RewardPool(config.reward.processes, config.reward.timeout_s, mixture.rewards, log)
-    if not config.reward.processes:
-        return pool
-    trials = {}
-    for member in mixture.members.values():
-        problem = member.problem(0)
-        trials[member.reward] = RewardInput(problem.answer or "", problem.answer, problem.prompt, problem.info)
     try:
-        make_shaping(config).check_names(await pool.check(trials))
+        await try_rewards(config, mixture, pool)
     except BaseException:
         await pool.close()
         raise
     return pool
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial of a reward on a problem of a source, with the right answer as the response."""
+
+    reward: str
+    problem: Problem
+    value: float
+    """The reward with its weights."""
+
+
+async def try_rewards(config: Config, mixture: Mixture, pool: RewardPool) -> list[Trial]:
+    """Tries each reward on the first problem of its source; returns nothing with reward.processes = 0."""
+    if not config.reward.processes:
+        return []
+    problems = {member.reward: member.problem(0) for member in mixture.members.values()}
+    found = await pool.check(
+        {name: RewardInput(p.answer or "", p.answer, p.prompt, p.info) for name, p in problems.items()}
+    )
+    shaping = make_shaping(config)
+    shaping.check_names({part.name for result in found.values() for part in result.rewards})
+    return [Trial(name, problems[name], total(shaping.weighted(result.rewards))) for name, result in found.items()]
 
 
 def need_processes(config: Config, why: str) -> None:
@@ -82,7 +106,7 @@ def load_tokens(config: Config) -> TokenLimits:
     from transformers import AutoConfig
 
     path = config.model.path
-    folder = resolve(path)
+    folder = resolve(path, need_weights=not is_hub_name(path))  # those of the hub are downloaded last
     tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.chat_template)
     try:
         model = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -128,6 +152,7 @@ def make_issuer(config: Config, mixture: Mixture, tokens: TokenLimits) -> Issuer
         num_siblings=config.batch.siblings,
         sampling=sampling,
         eval_plan=plan,
+        skips_long=rollout.long_prompts == "skip",
     )
 
 

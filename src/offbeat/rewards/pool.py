@@ -366,8 +366,8 @@ class Shaping:
         for name in sorted(self.given_names):
             if name not in names:
                 raise UserError(
-                    f"reward.weights.{name} = {self.weights[name]:g}: no reward gave a part of that name when it was tried; "
-                    f"{suggest(name, sorted(names))}"
+                    f"reward.weights.{name} = {self.weights[name]:g}: no reward gave a part of that name when it was "
+                    f"tried; {suggest(name, sorted(names))}"
                 )
         if self.overlong_tokens and OVERLONG in names:
             raise UserError(

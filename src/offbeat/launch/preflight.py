@@ -1,0 +1,183 @@
+"""Checks a run before anything heavy is loaded: the same for `offbeat train`, `offbeat serve` and `--dry-run`.
+
+`checking` builds what a coordinator needs, and tries it: sources with all their rows, reward processes, tokenizer,
+template and prompt lengths. `check_roles` checks what trainer and workers need on this machine: device and engine.
+Weights are neither downloaded nor loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.config.explain import show
+from offbeat.config.schema import SERVED, Config
+from offbeat.data.mixture import Mixture
+from offbeat.errors import UserError
+from offbeat.launch import wiring
+from offbeat.launch.coordinator_runtime import Prepared, prepare
+from offbeat.launch.run_folder import RunFolder
+from offbeat.launch.stopping import interruptible
+from offbeat.model.loading import hub_parameters, is_hub_name, resolve
+from offbeat.rewards.pool import RewardPool
+
+HEADER_LENGTH_BYTES = 8
+"""Bytes at the start of a safetensors file that hold the length of its JSON header."""
+PICK_DEVICE = """
+import sys
+from offbeat.errors import UserError
+from offbeat.model.devices import pick_device
+try:
+    pick_device(sys.argv[1])
+except UserError as error:
+    print(error)
+"""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The parts of a coordinator after their checks."""
+
+    config: Config
+    mixture: Mixture
+    pool: RewardPool
+    prepared: Prepared
+    trials: list[wiring.Trial]
+
+    def lines(self) -> list[str]:
+        """Describes what was checked."""
+        model, tokens, policy = self.config.model.path, self.prepared.tokens, self.config.rollout.long_prompts
+        template = "a" if self.prepared.issuer.renderer.template else "no"
+        sizes = f"window {tokens.window_tokens:,} tokens, vocabulary {tokens.vocab_size:,}"
+        found = [f"model        {model}: {sizes}, {template} chat template"]
+        found += [f"prompts      {lengths.line(policy)}" for lengths in self.prepared.lengths]
+        found += [f"reward       {_trial_line(trial)}" for trial in self.trials]
+        if not self.trials:
+            found.append("reward       not tried: judges that join compute it (reward.processes = 0)")
+        return found
+
+    def warnings(self) -> list[str]:
+        return [text for trial in self.trials if (text := _zero_for_the_right_answer(trial))]
+
+    def announce(self, folder: RunFolder) -> None:
+        """Prints warnings and how many prompts are left out or cut, and records the latter as events of the run; from
+        now on the rewards' log is in its folder."""
+        self.pool.move_log(folder.logs / "rewards.log")
+        print_warnings(self.warnings())
+        policy, is_quiet = self.config.rollout.long_prompts, self.config.log.console == "quiet"
+        for lengths in self.prepared.lengths:
+            if lengths.num_long:
+                folder.event(
+                    "long_prompts",
+                    source=lengths.source,
+                    policy=policy,
+                    num_long=lengths.num_long,
+                    num_prompts=lengths.num_prompts,
+                    is_sample=lengths.is_sample,
+                    first=lengths.first_long,
+                )
+                if not is_quiet:
+                    print(lengths.line(policy), flush=True)
+
+
+@asynccontextmanager
+async def checking(config: Config, reward: Callable[..., Any] | None = None) -> AsyncIterator[Checked]:
+    """Builds and checks a coordinator's parts; within the block, its reward processes run. Raises `UserError` for the
+    first thing that is wrong. What rewards print meanwhile goes to a temporary file, which is kept if a trial fails."""
+    mixture = wiring.make_mixture(config, reward)
+    descriptor, name = tempfile.mkstemp(prefix="offbeat-rewards-", suffix=".log")
+    os.close(descriptor)
+    pool = RewardPool(config.reward.processes, config.reward.timeout_s, mixture.rewards, Path(name))
+    try:
+        trials = await wiring.try_rewards(config, mixture, pool)
+        with interruptible():
+            prepared = prepare(config, mixture)
+        yield Checked(config, mixture, pool, prepared, trials)
+    except BaseException as error:
+        await pool.close()
+        if name not in str(error):
+            Path(name).unlink(missing_ok=True)
+        raise
+    await pool.close()
+    Path(name).unlink(missing_ok=True)  # unless the log was moved
+
+
+async def check_roles(config: Config) -> list[str]:
+    """Checks what trainer and workers need on this machine; returns lines that describe it. Raises `UserError`."""
+    rollout, device = config.rollout, config.model.device
+    found = [f"device       {device}"]
+    if device not in ("auto", "cpu"):  # torch knows, and is too slow to import here
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", PICK_DEVICE, device),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        out, _ = await process.communicate()
+        if refusal := out.decode().strip():
+            raise UserError(refusal)
+    if rollout.engine in SERVED and rollout.workers and config.engine.url is None:
+        from offbeat.engines.process.commands import environment, probe_interpreter
+
+        machine = await probe_interpreter(config, environment(config, os.environ), counts_gpus=False)
+        found.append(f"engine       {rollout.engine}, in {machine.python}")
+    return found
+
+
+def print_warnings(warnings: list[str]) -> None:
+    for text in warnings:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def num_parameters(path: str) -> int | None:
+    """Returns a model's number of parameters from the headers of its files or, if it is not on this machine, from the
+    hub; None if it cannot be known without a download."""
+    if is_hub_name(path):
+        return hub_parameters(path)
+    files = sorted(resolve(path).glob("*.safetensors"))
+    return sum(_count(file) for file in files) or None
+
+
+def _count(file: Path) -> int:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(HEADER_LENGTH_BYTES), "little")
+        header: dict[str, Any] = json.loads(opened.read(length))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def _trial_line(trial: wiring.Trial) -> str:
+    answer = trial.problem.answer
+    what = "an empty answer" if answer is None else f"the right answer, {show(answer)},"
+    return f"{trial.reward}: {what} earns {trial.value:g}"
+
+
+def _zero_for_the_right_answer(trial: wiring.Trial) -> str:
+    """Returns a warning if the right answer itself earns nothing; empty if it does, or if there is no right answer."""
+    answer = trial.problem.answer
+    if not answer or trial.value > 0:
+        return ""
+    why = (
+        "answer is text here, so compare text with text or float(answer) with a number; " if _is_number(answer) else ""
+    )
+    where = f" ({trial.problem.place})" if trial.problem.place else ""
+    return (
+        f"reward {trial.reward}: the right answer, {show(answer)}{where}, earns {trial.value:g} as a response; {why}"
+        "ignore this if the reward wants more than the bare answer"
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
