@@ -13,6 +13,7 @@ from offbeat.errors import UserError
 from offbeat.launch.run_folder import refuse_used
 from offbeat.model.loading import is_hub_name, resolve
 from offbeat.observability.sinks import check_sinks
+from offbeat.spelling import nearest
 
 NEXT_SENTENCE = re.compile(r"(?<=[.]) (?=[A-Z0-9]|[a-z]+:)")
 
@@ -36,12 +37,10 @@ def check(config: Config, resume: Path | None = None) -> None:
     _function_must_exist("loss.advantage", config.loss.advantage)
 
 
-def preview(config: Config, resume: Path | None = None) -> list[str]:
-    """Returns the lines of --dry-run: the keys that differ from their defaults, and a summary of the run."""
-    from offbeat.launch.preflight import num_parameters
-
+def preview(config: Config, resume: Path | None = None, num_parameters: int | None = None) -> list[str]:
+    """Returns the first lines of --dry-run: the keys that differ from their defaults, and a summary of the run."""
     what = f"would resume {resume}" if resume else f"would start a run in {config.run.dir}/{config.run.name or ''}"
-    return [what, *_settings(config), "", *summarise(config, num_parameters(config.model.path))]
+    return [what, *_settings(config), "", *summarise(config, num_parameters)]
 
 
 def list_keys(*, only_common: bool) -> str:
@@ -72,5 +71,8 @@ def _must_exist(key: str, path: str | None) -> None:
 def _function_must_exist(key: str, spec: str | None) -> None:
     """Raises `UserError` if `spec` is `file.py:function` and the file is missing."""
     file, colon, _ = (spec or "").rpartition(":")
-    if colon and file.endswith(".py"):
-        _must_exist(key, file)
+    if colon and file.endswith(".py") and not Path(file).expanduser().exists():
+        beside = sorted(path.name for path in Path(file).parent.glob("*.py"))
+        near = nearest(Path(file).name, beside)
+        hint = f"did you mean {near}?" if near else f"relative paths start at {Path.cwd()}"
+        raise UserError(f"{key} = {show(spec)}: there is no file {file}; {hint}")

@@ -105,13 +105,13 @@ def _dry_run(config: Config, resume: Path | None) -> int:
     with hidden("torch"):  # a tokenizer does not need torch, but transformers would load it
         from offbeat.launch.preflight import check_roles, checking, print_warnings
 
-        async def checked() -> tuple[list[str], list[str]]:
+        async def examine() -> tuple[list[str], list[str], int | None]:
             roles = await check_roles(config)
             async with checking(config) as found:
-                return [*found.lines(), *roles], found.warnings()
+                return [*found.lines(), *roles], found.warnings(), found.num_parameters
 
-        lines, warnings = asyncio.run(checked())
-    print("\n".join([*preview(config, resume), "", "checked", *lines]))
+        lines, warnings, num_parameters = asyncio.run(examine())
+    print("\n".join([*preview(config, resume, num_parameters), "", "checked", *lines]))
     print_warnings(warnings)
     return 0
 

@@ -8,7 +8,6 @@ Weights are neither downloaded nor loaded.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import sys
@@ -27,11 +26,10 @@ from offbeat.launch import wiring
 from offbeat.launch.coordinator_runtime import Prepared, prepare
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import interruptible
-from offbeat.model.loading import hub_parameters, is_hub_name, resolve
+from offbeat.model.loading import cached_folder, hub_parameters, is_hub_name, resolve
 from offbeat.rewards.pool import RewardPool
+from offbeat.weights.safetensor_file import file_layout
 
-HEADER_LENGTH_BYTES = 8
-"""Bytes at the start of a safetensors file that hold the length of its JSON header."""
 PICK_DEVICE = """
 import sys
 from offbeat.errors import UserError
@@ -52,12 +50,14 @@ class Checked:
     pool: RewardPool
     prepared: Prepared
     trials: list[wiring.Trial]
+    num_parameters: int | None
 
     def lines(self) -> list[str]:
         """Describes what was checked."""
         model, tokens, policy = self.config.model.path, self.prepared.tokens, self.config.rollout.long_prompts
         template = "a" if self.prepared.issuer.renderer.template else "no"
-        sizes = f"window {tokens.window_tokens:,} tokens, vocabulary {tokens.vocab_size:,}"
+        count = "" if self.num_parameters is None else f"{self.num_parameters:,} parameters, "
+        sizes = f"{count}window {tokens.window_tokens:,} tokens, vocabulary {tokens.vocab_size:,}"
         found = [f"model        {model}: {sizes}, {template} chat template"]
         found += [f"prompts      {lengths.line(policy)}" for lengths in self.prepared.lengths]
         found += [f"reward       {_trial_line(trial)}" for trial in self.trials]
@@ -100,8 +100,9 @@ async def checking(config: Config, reward: Callable[..., Any] | None = None) -> 
     try:
         trials = await wiring.try_rewards(config, mixture, pool)
         with interruptible():
+            num = None if is_hub_name(config.model.path) else num_parameters(config.model.path)
             prepared = prepare(config, mixture)
-        yield Checked(config, mixture, pool, prepared, trials)
+        yield Checked(config, mixture, pool, prepared, trials, num)
     except BaseException as error:
         await pool.close()
         if name not in str(error):
@@ -140,18 +141,21 @@ def print_warnings(warnings: list[str]) -> None:
 
 def num_parameters(path: str) -> int | None:
     """Returns a model's number of parameters from the headers of its files or, if it is not on this machine, from the
-    hub; None if it cannot be known without a download."""
-    if is_hub_name(path):
+    hub; None if the hub does not know it. Raises `UserError` for a file that is cut short or damaged."""
+    folder = cached_folder(path) if is_hub_name(path) else resolve(path)
+    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
+    if not files:
         return hub_parameters(path)
-    files = sorted(resolve(path).glob("*.safetensors"))
-    return sum(_count(file) for file in files) or None
+    return sum(_num_elements(file) for file in files)
 
 
-def _count(file: Path) -> int:
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(HEADER_LENGTH_BYTES), "little")
-        header: dict[str, Any] = json.loads(opened.read(length))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+def _num_elements(file: Path) -> int:
+    try:
+        with file.open("rb") as opened:
+            return sum(math.prod(tensor.shape) for tensor in file_layout(opened).values())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = " ".join(str(error).split())
+        raise UserError(f"model.path: {file} is damaged ({why}); copy it again") from error
 
 
 def _trial_line(trial: wiring.Trial) -> str:

@@ -26,7 +26,7 @@ from offbeat.config.secrets import SECRETS
 from offbeat.errors import OffbeatError, RunStopped, UserError
 from offbeat.launch import parent_watch
 from offbeat.launch.joining import READY, new_token
-from offbeat.launch.run_folder import SUMMARY
+from offbeat.launch.run_folder import SUMMARY, has_begun
 from offbeat.launch.stopping import Stopping
 from offbeat.rules.restarts import Restarts, RestartVerdict
 
@@ -140,10 +140,12 @@ class Supervisor:
             self._note("ended", child, status=status)
             if verdict is RestartVerdict.DONE or not child.keeps_going:
                 return
-            if verdict is RestartVerdict.GIVE_UP and status == USER_ERROR and child.log is not None:
-                raise UserError(f"{child.name}: {_last_line(child).removeprefix('offbeat: ')}")
             if verdict is RestartVerdict.GIVE_UP:
-                raise RunStopped(f"{child.name}: ended with status {status} and is not restarted: {_last_line(child)}")
+                why = _last_line(child)
+                if status == USER_ERROR and not has_begun(self.run):  # its folder is removed, with the log
+                    raise UserError(f"{child.name}: {why.removeprefix('offbeat: ')}")
+                log = f" (see {child.log})" if child.log else ""
+                raise RunStopped(f"{child.name}: ended with status {status} and is not restarted: {why}{log}")
             await asyncio.sleep(pause_s)
             if not child.keeps_going:
                 return
@@ -256,4 +258,4 @@ def _last_line(child: Child) -> str:
     if child.log is None or not child.log.is_file():
         return "see above"
     lines = child.log.read_text(errors="replace").strip().splitlines()
-    return f"{lines[-1] if lines else 'no output'} (see {child.log})"
+    return lines[-1] if lines else "no output"

@@ -250,47 +250,55 @@ def _tied_names(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
 def _from_hub(hub_id: str, need_weights: bool) -> Path:
     """Returns the model's folder in the local Hugging Face cache, downloading it first if it is not there."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+    cached = cached_folder(hub_id)
+    if cached is not None and (not need_weights or _has_weights(cached)):
+        return cached
     patterns = HUB_PATTERNS if need_weights else [p for p in HUB_PATTERNS if p != "*.safetensors"]
     try:
-        cached = Path(snapshot_download(hub_id, allow_patterns=patterns, local_files_only=True))
-        if not need_weights or _has_weights(cached):
-            return cached
-    except LocalEntryNotFoundError:
-        pass  # not downloaded yet
-    what = f"model.path = {hub_id!r}: no such folder"
+        return Path(snapshot_download(hub_id, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S))
+    except Exception as error:  # the hub's client raises errors of many kinds
+        raise _hub_error(hub_id, error) from error
+
+
+def cached_folder(hub_id: str) -> Path | None:
+    """Returns the folder of a model of the hub in the local cache; None if it was never downloaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
     try:
-        with _one_line(f"{what}, and it cannot be downloaded from the Hugging Face hub"):
-            return Path(snapshot_download(hub_id, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S))
-    except UserError as error:
-        if isinstance(error.__cause__, LocalEntryNotFoundError):
-            raise UserError(
-                f"{what}, not downloaded yet, and the Hugging Face hub cannot be reached from this machine; run "
-                f"hf download {hub_id} where it can, or give a local folder"
-            ) from error
-        if isinstance(error.__cause__, GatedRepoError):
-            raise UserError(
-                f"{what}, and on the Hugging Face hub it is open only to those who accept its terms; accept them at "
-                f"https://huggingface.co/{hub_id} and set HF_TOKEN"
-            ) from error
-        if isinstance(error.__cause__, RepositoryNotFoundError):
-            raise UserError(
-                f"{what}, and the Hugging Face hub has no model of this name, or it is private; check the name, or set "
-                "HF_TOKEN"
-            ) from error
-        raise
+        return Path(snapshot_download(hub_id, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
 
 
 def hub_parameters(hub_id: str) -> int | None:
-    """Returns the number of parameters of a model on the hub, without downloading it; None if the hub cannot tell."""
+    """Returns the number of parameters of a model on the hub, without downloading it; None if the hub does not know it.
+    Raises `UserError` if there is no such model or the hub cannot be reached."""
     from huggingface_hub import HfApi
 
     try:
         stored = HfApi().model_info(hub_id, timeout=HUB_TIMEOUT_S, expand=["safetensors"]).safetensors
-    except Exception:  # noqa: BLE001 - the hub's client raises errors of many kinds
-        return None
+    except Exception as error:  # as above
+        raise _hub_error(hub_id, error) from error
     return None if stored is None else stored.total
+
+
+def _hub_error(hub_id: str, error: Exception) -> UserError:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    what = f"model.path = {hub_id!r}: no such folder, and"
+    if isinstance(error, GatedRepoError):
+        page = f"https://huggingface.co/{hub_id}"
+        return UserError(f"{what} the Hugging Face hub wants its terms accepted; do that at {page} and set HF_TOKEN")
+    if isinstance(error, RepositoryNotFoundError):
+        return UserError(
+            f"{what} the Hugging Face hub has no such model, or it is private; check the name, or set HF_TOKEN"
+        )
+    return UserError(
+        f"{what} the Hugging Face hub cannot be reached to download it; check the network, run hf download {hub_id} "
+        "where there is one, or give a local folder"
+    )
 
 
 def _has_weights(folder: Path) -> bool:
