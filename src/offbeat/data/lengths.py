@@ -48,9 +48,8 @@ class PromptLengths:
             text += f" of {self.num_measured:,} measured, the others are shorter than the limit"
         if self.num_long:
             what = "left out" if policy == "skip" else "cut"
-            text += (
-                f"; {self.num_long:,} of them are over rollout.max_prompt_tokens and {what}, first {self.first_long}"
-            )
+            number = "1 is" if self.num_long == 1 else f"{self.num_long:,} are"
+            text += f"; {number} over rollout.max_prompt_tokens and {what}, the first at {self.first_long}"
         return text
 
 

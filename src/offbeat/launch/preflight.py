@@ -169,9 +169,7 @@ def _zero_for_the_right_answer(trial: wiring.Trial) -> str:
     answer = trial.problem.answer
     if not answer or trial.value > 0:
         return ""
-    why = (
-        "answer is text here, so compare text with text or float(answer) with a number; " if _is_number(answer) else ""
-    )
+    why = "answer is text, so compare text with text, or float(answer) with a number; " if _is_number(answer) else ""
     where = f" ({trial.problem.place})" if trial.problem.place else ""
     return (
         f"reward {trial.reward}: the right answer, {show(answer)}{where}, earns {trial.value:g} as a response; {why}"
