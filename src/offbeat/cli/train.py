@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,12 @@ def _dry_run(config: Config, resume: Path | None) -> int:
     """Checks everything that needs no GPU, then prints what the run adds up to and what was checked."""
     import asyncio
 
+    from offbeat.cli import main
     from offbeat.cli.preview import preview
 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning about a missing torch
-    with hidden("torch"):  # a tokenizer does not need torch, but transformers would load it
+    # A tokenizer does not need torch, but transformers would load it.
+    with hidden("torch") if main.owns_process else nullcontext():
         from offbeat.launch.preflight import check_roles, checking, print_warnings
 
         async def examine() -> tuple[list[str], list[str], int | None]:
