@@ -78,9 +78,15 @@ def test_a_second_process_on_the_same_run_is_refused_by_the_real_command():
         ("[batch]\nupdates_per_step = 3\n", "run.toml:2: batch.updates_per_step = 3: must divide"),
         ("[run]\nsteps = \n", "run.toml:2: is not TOML near 'steps =': invalid value"),
         ("[[task]]\nsource = 'file'\npath = 'x.jsonl'\n", 'task.path = "x.jsonl": no such file or folder; relative'),
-        ("[[task]]\nsource = 'arithmetic'\nreward = 'r.py:f'\n", 'task.reward = "r.py": no such file or folder'),
-        ("[loss]\nname = 'l.py:f'\n", 'loss.name = "l.py": no such file or folder'),
-        ("[loss]\nadvantage = 'a.py:f'\n", 'loss.advantage = "a.py": no such file or folder'),
+        (
+            "[[task]]\nsource = 'arithmetic'\nreward = 'r.py:f'\n",
+            'task.reward = "r.py:f": there is no file r.py; relative paths start at ',
+        ),
+        ("[loss]\nname = 'l.py:f'\n", 'loss.name = "l.py:f": there is no file l.py; relative paths start at '),
+        (
+            "[loss]\nadvantage = 'a.py:f'\n",
+            'loss.advantage = "a.py:f": there is no file a.py; relative paths start at ',
+        ),
         ("[model]\npath = 'nowhere'\n", "model.path = 'nowhere': no such folder"),
     ],
 )
@@ -193,11 +199,13 @@ def test_other_ends_have_statuses_of_their_own(monkeypatch, capsys, error, statu
 
 def test_answers_that_need_no_torch_do_not_import_it():
     code = (
-        "import sys; from offbeat.cli.main import main; main(['train', '--dry-run']); "
-        "print(*{'torch', 'transformers', 'numpy'} & set(sys.modules))"
+        "import sys; from offbeat.cli.main import main; main(['train', '--keys']); "
+        "print(*{'torch', 'transformers', 'numpy'} & set(sys.modules)); "
+        "sys.argv[1:] = ['train', '--dry-run']; main(); print('torch' in sys.modules)"  # it has tokenised prompts
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.splitlines()[-1] == ""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    keys, _, dry_run = done.stdout.partition("would start")
+    assert (keys.splitlines()[-1], dry_run.splitlines()[-1], done.stderr) == ("", "False", "")
 
 
 def test_a_checkout_that_is_not_installed_says_so_instead_of_a_version(monkeypatch, capsys):

@@ -56,6 +56,16 @@ def test_a_dropped_value_that_mattered_is_logged_in_one_line(tmp_path, caplog, s
     )
 
 
+def test_the_old_key_of_the_overlong_penalty_becomes_the_weight_that_does_the_same(tmp_path, caplog):
+    stored = old(reward={"overlong_penalty": 0.5})
+    stored["reward"]["overlong_tokens"] = 4
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    now = load(tmp_path / "config.json").reward
+    assert (now.overlong_tokens, now.weights) == (4, {"overlong": 0.5})
+    assert fixed_changes(stored, from_dict({"reward": {"overlong_tokens": 4, "weights": {"overlong": 0.5}}})) == []
+    assert caplog.records == []
+
+
 def test_a_removed_key_is_no_change_that_forbids_a_resume():
     assert fixed_changes(old(rollout={"top_p": 0.5}), from_dict({})) == []
 

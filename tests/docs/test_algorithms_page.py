@@ -21,7 +21,6 @@ from offbeat.config.schema import (
     Aggregate,
     BatchConfig,
     Preset,
-    RewardConfig,
 )
 from offbeat.rewards.pool import OVERLONG, penalty
 from offbeat.trainer.advantages import ADVANTAGES as RULES
@@ -124,7 +123,7 @@ def test_the_overlong_penalty_is_that_of_the_page():
     lengths = re.findall(r"(\d+) (?:tokens )?lose ([\d.]+\d|\d)", said[3])
     assert len(lengths) == 3
     for length, lost in lengths:
-        assert penalty(int(length), limit, near, RewardConfig().overlong_penalty) == pytest.approx(-float(lost))
+        assert penalty(int(length), limit, near) == pytest.approx(-float(lost))
     assert f"named `{OVERLONG}`" in TEXT
 
 

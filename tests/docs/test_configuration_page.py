@@ -35,7 +35,7 @@ def test_the_demo_on_the_page_is_the_built_in_one(tmp_path):
 def test_the_mistakes_on_the_page_are_told_in_these_words(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text("[batch]\n" + 5 * "\n" + "group_sise = 16\n")
-    for words in (["run.toml"], ["--optimizer.schedule", "cosin"]):
+    for words in (["run.toml"], ["--optimizer.schedule", "cosin"], ["--batch.num-generations", "8"]):
         assert main(["train", *words]) == 2
     assert capsys.readouterr().err == blocks(PAGE, "")[0]
 

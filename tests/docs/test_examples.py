@@ -43,6 +43,8 @@ def needs(example: Path) -> list[str]:
 @pytest.mark.parametrize("example", EXAMPLES, ids=name)
 def test_an_example_passes_a_dry_run(example: Path, reader: Reader):
     stand_in = [word for word in STAND_INS.get(example.stem, []) if word.startswith(("--model.path", "--task."))]
+    if load(example).rollout.engine == "vllm":
+        stand_in.append("--engine.url=http://127.0.0.1:8000")  # no vLLM is installed here
     told = reader.succeed("train", f"examples/{example.name}", "--dry-run", *stand_in)
     assert told.startswith("would start a run in runs/")
 

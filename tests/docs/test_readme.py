@@ -66,7 +66,9 @@ def check_training(words: list[str], reader: Reader) -> None:
         assert "resumed at step" in reader.succeed("train", *words, "--run.steps=3", "--eval.prompts=4")
     elif words in (["examples/smollm2.toml"], ["examples/vllm_cpu.toml"]):
         # Training them takes a GPU or a vLLM (tests/contracts has one); that all is in place shows without.
-        stand_in = [] if (reader.folder / "smollm2").is_dir() else ["--model.path=offbeat-tiny"]
+        stand_in = [] if (reader.folder / "smollm2").is_dir() else ["--model.path=offbeat-tiny", "--task.system=none"]
+        if "vllm" in words[0]:
+            stand_in.append("--engine.url=http://127.0.0.1:8000")
         assert reader.succeed("train", *words, *stand_in, "--dry-run").startswith("would start a run in runs/")
     else:
         assert "next       offbeat export runs/" in reader.succeed("train", *words, *SMALL_WORDS)

@@ -6,7 +6,7 @@ import pytest
 from doc_reader import ROOT, blocks
 
 from offbeat.config.keys import known_keys
-from offbeat.observability.advice import Adviser, Keys
+from offbeat.observability.advice import Adviser, Keys, right_answer_earns
 from offbeat.observability.metrics import ALARMS
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -32,7 +32,9 @@ def said() -> list[str]:
     def adviser() -> Adviser:
         return Adviser(Keys(max_new_tokens=64, group_size=8, max_staleness=2), "runs/NAME")
 
-    found = adviser().trial("questions", "42", 0.0) + adviser().no_worker(180.0)
+    trial = right_answer_earns("questions", "42", "questions.jsonl:1", 0.0, 0.0)
+    assert trial is not None
+    found = [trial, *adviser().no_worker(180.0)]
     found += adviser().evaluation({"step": 10, "eval_samples": 23, "eval_failed": 37})
     for about, figures in WRONG.items():
         watching = adviser()

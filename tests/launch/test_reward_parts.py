@@ -28,8 +28,8 @@ def parts(response: str, answer: str) -> dict[str, float]:
 
 
 def test_weights_and_the_penalty_are_stored_with_the_parts_and_metrics_show_them_raw(tmp_path):
-    weights = {"characters": -0.25}
-    offbeat.train(config(tmp_path, weights=weights, overlong_tokens=4, overlong_penalty=2.0), reward=parts)
+    weights = {"characters": -0.25, "overlong": 2.0}
+    offbeat.train(config(tmp_path, weights=weights, overlong_tokens=4), reward=parts)
     members, evaluated = [], []
     with Ledger(tmp_path / "run" / "ledger.sqlite", read_only=True) as ledger:
         assert ledger.verify().violations == ()
@@ -42,8 +42,8 @@ def test_weights_and_the_penalty_are_stored_with_the_parts_and_metrics_show_them
                 evaluated.append(by_name.keys())
             else:
                 members.append({name: part.value for name, part in by_name.items()})
-                assert by_name["overlong"].value == -2.0 * max(0, trajectory.num_tokens - 2) / 4
-                total += by_name["overlong"].value
+                assert by_name["overlong"].value == -max(0, trajectory.num_tokens - 2) / 4
+                total += 2.0 * by_name["overlong"].value
             assert look.reward == pytest.approx(total, abs=1e-12)
     assert evaluated == [{"right", "characters"}] * 6
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward" in row]

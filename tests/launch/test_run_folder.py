@@ -18,6 +18,7 @@ from offbeat.errors import DiskError, OffbeatError, UserError
 from offbeat.files import cannot_write
 from offbeat.launch.run_folder import RunFolder, check_resumable, newest_run, plain
 from offbeat.ledger.ledger import Ledger
+from offbeat.weights.version import Version
 
 
 def config(tmp_path, *overrides: str):
@@ -59,6 +60,40 @@ def test_a_run_that_never_began_gives_its_name_back(tmp_path):
     RunFolder.create(config(tmp_path, "--run.name=a")).close()
     with RunFolder.create(config(tmp_path, "--run.name=a", "--batch.group-size=4")) as folder:
         assert (folder.config.batch.group_size, folder.attempt) == (4, 2)
+
+
+def refuse_to_begin(tmp_path, do) -> None:
+    """Begins a run named a, calls `do` with its ledger, and then ends the run by a mistake of its user."""
+    with RunFolder.create(config(tmp_path, "--run.name=a")) as folder:
+        with Ledger(folder.ledger) as ledger:
+            ledger.record_fixed_keys(fixed_keys(folder.config))
+            do(ledger)
+        raise UserError("no")
+
+
+def test_a_new_run_that_is_refused_leaves_nothing_unless_it_had_begun(tmp_path):
+    with pytest.raises(UserError, match=r"^no$"):
+        refuse_to_begin(tmp_path, lambda ledger: None)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match=r"^no$"):
+        refuse_to_begin(tmp_path, lambda ledger: ledger.publish(Version(0, 0, None, "digest", Path("weights"))))
+    with pytest.raises(UserError, match="this run exists"):
+        RunFolder.create(config(tmp_path, "--run.name=a"))
+
+
+def test_an_error_that_is_nobodys_mistake_leaves_the_folder_and_its_logs(tmp_path):
+    with pytest.raises(DiskError), RunFolder.create(config(tmp_path, "--run.name=a")):
+        raise DiskError("no space")
+    RunFolder.open(tmp_path / "a").close()
+
+
+def test_a_run_killed_before_it_began_gives_its_name_to_a_run_with_other_fixed_keys(tmp_path):
+    folder = RunFolder.create(config(tmp_path, "--run.name=a"))
+    with Ledger(folder.ledger) as ledger:
+        ledger.record_fixed_keys(fixed_keys(folder.config))
+    folder.close()
+    with RunFolder.create(config(tmp_path, "--run.name=a", "--batch.group-size=4")) as folder:
+        assert not folder.ledger.exists()
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.observability.advice import Adviser, Keys
+from offbeat.observability.advice import Adviser, Keys, right_answer_earns
 
 KEYS = Keys(max_new_tokens=64, group_size=8, max_staleness=2)
 LEARNING = json.loads(
@@ -117,10 +117,15 @@ def test_a_resumed_run_is_told_nothing_again():
 
 
 def test_a_right_answer_that_earns_nothing_is_told_before_the_first_step():
-    watching = adviser()
-    (advice,) = watching.trial("sums", "4" * 50, 0.0)
-    assert f"the right answer {'4' * 40 + '...'!r} of a problem of task sums earned 0" in advice.text
-    assert watching.trial("sums", "42", 0.0) == watching.trial("more", "42", 0.1) == []
+    advice = right_answer_earns("sums", "4" * 50, "sums.jsonl:1", 0.0, 0.0)
+    assert advice is not None
+    assert f"the right answer {'4' * 40 + '...'!r} of a problem of task sums (sums.jsonl:1) earned 0" in advice.text
+    assert right_answer_earns("sums", "42", None, 0.1, None) is None
+    assert right_answer_earns("sums", None, None, 0.0, 0.0) is None
+
+
+def test_a_right_answer_may_earn_nothing_where_wrong_ones_earn_less():
+    assert right_answer_earns("sums", "42", None, 0.0, -1.0) is None
 
 
 def test_answers_left_out_of_an_evaluation_are_told():

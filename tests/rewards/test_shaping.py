@@ -16,15 +16,15 @@ from offbeat.trajectory import Reward, total
     ("num_tokens", "gained"), [(0, 0.0), (12288, 0.0), (12289, -1 / 4096), (14336, -0.5), (16384, -1.0), (20000, -1.0)]
 )
 def test_the_penalty_for_length_has_its_published_values(num_tokens: int, gained: float):
-    assert penalty(num_tokens, 16384, 4096, 1.0) == gained
+    assert penalty(num_tokens, 16384, 4096) == gained
 
 
-@given(st.integers(1, 50), st.integers(1, 50), st.floats(0.01, 10), st.integers(0, 99))
-def test_longer_answers_never_lose_less_and_none_loses_more_than_the_most(cap: int, window: int, most: float, n: int):
+@given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 99))
+def test_longer_answers_never_lose_less_and_none_loses_more_than_one(cap: int, window: int, n: int):
     window = min(cap, window)
-    assert -most <= penalty(n + 1, cap, window, most) <= penalty(n, cap, window, most) <= 0
-    assert penalty(cap - window, cap, window, most) == 0
-    assert penalty(cap, cap, window, most) == -most
+    assert -1 <= penalty(n + 1, cap, window) <= penalty(n, cap, window) <= 0
+    assert penalty(cap - window, cap, window) == 0
+    assert penalty(cap, cap, window) == -1
 
 
 def test_parts_count_by_their_weights_and_keep_their_values():
@@ -35,12 +35,13 @@ def test_parts_count_by_their_weights_and_keep_their_values():
 
 
 def test_what_an_answer_loses_for_its_length_is_one_more_part_of_training_alone():
-    shaping = Shaping({"right": 2.0}, max_new_tokens=10, overlong_tokens=4, overlong_penalty=2.0)
+    shaping = Shaping({"right": 2.0, "overlong": 3.0}, max_new_tokens=10, overlong_tokens=4)
     assert shaping.for_training([Reward(1.0, "right")], 8) == (
         Reward(1.0, "right", weight=2.0),
-        Reward(-1.0, "overlong"),
+        Reward(-0.5, "overlong", weight=3.0),
     )
-    assert shaping.for_training([Reward(1.0, "right")], 3)[1] == Reward(0.0, "overlong")
+    assert shaping.for_training([Reward(1.0, "right")], 3)[1] == Reward(0.0, "overlong", weight=3.0)
+    shaping.check_names({"right"})
     assert shaping.weighted([Reward(1.0, "right")]) == (Reward(1.0, "right", weight=2.0),)
 
 

@@ -178,27 +178,35 @@ def test_loopback_is_needed_only_by_a_run_of_several_processes(monkeypatch):
 
 
 def test_a_model_of_the_hub_may_come_later_and_a_folder_may_not(monkeypatch):
-
-    monkeypatch.setattr(checks, "resolve", missing)
+    monkeypatch.setattr(checks, "num_parameters", lambda _: 600_000_000)
     found, size = check_model("Qwen/Qwen3-0.6B")
-    assert (found.level, found.remedy, size) == (Level.WARNS, "hf download Qwen/Qwen3-0.6B", 0)
+    assert (found.level, found.remedy, size) == (Level.WARNS, "hf download Qwen/Qwen3-0.6B", 600_000_000)
+    monkeypatch.undo()
     assert check_model("nowhere")[0].level is Level.STOPS
 
 
-def missing(path: str) -> Path:
-    raise checks.UserError(f"model.path = {path!r}: no such folder")
+def test_a_model_that_is_neither_here_nor_to_be_had_stops_the_run(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    found, size = check_model("Qwen/Qwen3-0.6B")
+    assert (found.level, size) == (Level.STOPS, 0)
+    assert "the Hugging Face hub cannot be reached to download it; check the network" in found.text
 
 
 def test_memory_that_training_takes_is_worked_out():
     num = 7 * 10**9
     # bfloat16 on a GPU: 16 bytes of masters, moments and gradients, the policy's weights and the engine's.
-    assert training_bytes(config(), num, on_gpu=True) == 20 * num
-    assert training_bytes(config(), num, on_gpu=False) == 20 * num  # float32: 16 and the engine's own 4
-    assert training_bytes(config("--loss.kl-coef=0.1"), num, on_gpu=True) == 22 * num
+    parts = training_bytes(config(), num, on_gpu=True)
+    assert parts == {"weights": 6 * num, "optimizer": 8 * num, "gradients": 4 * num, "engine": 2 * num}
+    assert sum(training_bytes(config(), num, on_gpu=False).values()) == 20 * num  # float32: 16 and the engine's own 4
+    assert sum(training_bytes(config("--loss.kl-coef=0.1"), num, on_gpu=True).values()) == 22 * num
     found = check_memory(config(), num, "cuda:0", 139 * GB, 140 * GB, starts_server=False)
     assert (found.level, "at least 140.0 GB on cuda:0" in found.text) == (Level.WARNS, True)
     found = check_memory(config(), 8 * 10**9, "cuda:0", 139 * GB, 140 * GB, starts_server=False)
     assert found.level is Level.STOPS
+    found = check_memory(config(), num, "cpu", 20 * GB, 25 * GB, starts_server=False)
+    assert (found.level, found.text.endswith("; it has 25.0 GB")) == (Level.STOPS, True)
+    assert "weights 28.0 GB, optimizer 56.0 GB, gradients 28.0 GB, engine 28.0 GB" in found.text
+    assert found.remedy.endswith("or --model.lora-rank 16")
 
 
 def test_an_engine_on_the_same_gpu_leaves_less_to_train_with():
@@ -235,6 +243,6 @@ def test_every_probe_that_fails_is_a_line_and_the_rest_stands(monkeypatch):
     monkeypatch.setattr(checks, "ask", fail)
     report = asyncio.run(examine(config(), "the demo", "offbeat train", URL, [], 3.0))
     failed = {finding.about for finding in report.findings if finding.text == "no answer within 3 s"}
-    assert failed == {"torch", "disk", "server", "engines"}
+    assert failed == {"torch", "disk", "server", "engines", "run"}
     assert {finding.about for finding in report.findings} >= {"offbeat", "packages", "ports", "model"}
     assert not report.can_run

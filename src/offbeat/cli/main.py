@@ -56,8 +56,14 @@ STOPPED = 3
 HELP_WORDS = ("-h", "--help", "help")
 
 
+owns_process = False
+"""Whether the command is all that this process does. Then a dry run may hide torch, which transformers remembers."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status."""
+    """Runs a command and returns its exit status; `argv` None: the command of this process."""
+    global owns_process
+    owns_process = argv is None
     spin_briefly()
     words = list(sys.argv[1:] if argv is None else argv)
     # A restarted role would meet the same disk error.

@@ -6,6 +6,7 @@ import argparse
 from typing import Any, NoReturn
 
 from offbeat.config.keys import known_keys
+from offbeat.config.other_names import known_elsewhere
 from offbeat.errors import UserError
 from offbeat.spelling import nearest
 
@@ -30,6 +31,8 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return f"{self.prog} takes no further argument; see {self.prog} --help"
         name = word.lstrip("-").replace("-", "_")
+        if elsewhere := known_elsewhere([name], before="--"):
+            return f"unknown option; {elsewhere}"
         keys = [key for key in known_keys() if key.split(".")[1] == name]
         near = f"--{keys[0]}" if keys else nearest(word, list(self._option_string_actions))
         return f"unknown option; did you mean {near}?" if near else f"unknown option; see {self.prog} --help"

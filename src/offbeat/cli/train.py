@@ -6,15 +6,21 @@ Everything that can be checked without torch is checked before torch is imported
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offbeat.cli.parser import Parser
 from offbeat.config import Config, load
 from offbeat.errors import UserError
+from offbeat.extras import hidden
+
+if TYPE_CHECKING:
+    from offbeat.observability.advice import Advice
 
 EPILOG = """\
 Any key of the configuration can be given as --section.key value, such as --batch.group-size 16; a key of the only
@@ -53,14 +59,13 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.name:
         overrides = [*overrides, f"--run.name={arguments.name}"]
     config, resume = resolve(arguments.config, overrides, arguments.resume)
-    from offbeat.cli.preview import check, preview
+    from offbeat.cli.preview import check
     from offbeat.launch.engine_parts import check_engine
 
     check_engine(config, config.rollout.workers)
     check(config, resume)
     if arguments.dry_run:
-        print("\n".join(preview(config, resume)))
-        return 0
+        return _dry_run(config, resume)
     if resume:
         from offbeat.launch.run_folder import refuse_in_use
 
@@ -78,11 +83,43 @@ def _supervise(
     """Runs coordinator, trainer and workers as separate processes; returns the exit status."""
     import asyncio
 
+    from offbeat.launch.preflight import check_roles
+    from offbeat.launch.run_folder import discard_unbegun
     from offbeat.launch.supervisor import Supervisor
 
+    asyncio.run(check_roles(config))
     again = ["serve", *([file] if file else []), *overrides]
     first = [*again, "--resume", str(resume)] if resume else again
-    return status_of(asyncio.run(Supervisor(config, first, again, from_scratch=from_scratch).run_to_end()))
+    supervisor = Supervisor(config, first, again, from_scratch=from_scratch)
+    try:
+        return status_of(asyncio.run(supervisor.run_to_end()))
+    except UserError:
+        if not resume and supervisor.url:  # otherwise no folder is known, and the coordinator has cleared up
+            discard_unbegun(supervisor.run)
+        raise
+
+
+def _dry_run(config: Config, resume: Path | None) -> int:
+    """Checks everything that needs no GPU, then prints what the run adds up to and what was checked."""
+    import asyncio
+
+    from offbeat.cli import main
+    from offbeat.cli.preview import preview
+
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning about a missing torch
+    # A tokenizer does not need torch, but transformers would load it.
+    with hidden("torch") if main.owns_process else nullcontext():
+        from offbeat.launch.preflight import check_roles, checking, print_advice
+
+        async def examine() -> tuple[list[str], list[Advice], int | None]:
+            roles = await check_roles(config)
+            async with checking(config) as found:
+                return [*found.lines(), *roles], found.advice(), found.num_parameters
+
+        lines, advice, num_parameters = asyncio.run(examine())
+    print("\n".join([*preview(config, resume, num_parameters), "", "checked", *lines]))
+    print_advice(advice)
+    return 0
 
 
 def status_of(summary: Mapping[str, Any], *, is_quiet: bool = False) -> int:

@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 
 from offbeat.config.keys import MISSING, TASK_MODELS, Path, dotted, field_at, is_hidden, suggest_key, value_at
 from offbeat.config.migrations import removed_at
+from offbeat.config.other_names import known_elsewhere
 from offbeat.config.schema import Config, Section
 from offbeat.config.secrets import shown_value
 from offbeat.errors import UserError
@@ -144,6 +145,8 @@ class _Mistake:
             if removed := removed_at(self.place) if self.origin.root is Config else None:
                 return f"this key was removed in {removed.since}; take it out ({removed.instead})"
             what = "unknown section" if len(self.place) == 1 and isinstance(value, Mapping) else "unknown key"
+            if self.origin.root is Config and (elsewhere := known_elsewhere(self.place, value)):
+                return f"{what}; {elsewhere}"
             return f"{what}; {suggest_key(self.place, self.data, self.origin.root)}"
         if self.kind == "literal_error":
             return _choose(value, choices(known if known else self._field(self.place[:-1])))
@@ -181,8 +184,10 @@ class _Mistake:
         text = f"wants {wanted}, not {_kind_of(value)}"
         if word in ("int", "float", "bool") and isinstance(value, str) and _reads_as(value, word):
             return f"{text}; write it without quotes"
-        if word == "string" and not isinstance(value, (list, Mapping)):
+        if word == "string" and isinstance(value, (bool, int, float, datetime.date, datetime.time)):
             return f"{text}; put it in quotes"
+        if self.place[0] == "task" and self.place[-1] == "path":
+            return f"{text}; rows and datasets in memory are given as offbeat.train(..., task=rows)"
         return text
 
 

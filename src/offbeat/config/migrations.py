@@ -33,6 +33,7 @@ REMOVED: dict[tuple[str, str], Removed] = {
     ("loss", "value_clip"): Removed(0.2, "its value is always 0.2 now"),
     ("loss", "stop_logprob_gap"): Removed(None, "the gap raises an alarm at loss.max_logprob_gap"),
     ("loss", "max_sample_gap"): Removed(1.0, "its value is always 1.0 now"),
+    ("reward", "overlong_penalty"): Removed(1.0, "it is the weight of the part overlong: set reward.weights.overlong"),
     ("eval", "top_k"): Removed(0, "evaluation draws from all tokens; narrow it with eval.top_p"),
     ("weights", "anchor_every"): Removed(10, "every tenth version is complete"),
 }
@@ -48,6 +49,7 @@ def migrated(stored: Mapping[str, Any], file: str | None = None) -> dict[str, An
     """Returns a stored configuration without removed keys. `file` is the configuration's file name, for warnings about
     dropped values that were not the default; None: no warnings."""
     data = copy.deepcopy(dict(stored))
+    _penalty_to_weight(data.get("reward"))
     for (section, key), removed in REMOVED.items():
         found = data.get(section)
         for table in found if isinstance(found, list) else [found]:
@@ -60,3 +62,9 @@ def migrated(stored: Mapping[str, Any], file: str | None = None) -> dict[str, An
                     *(file, section, key, value, removed.since, removed.instead),
                 )
     return data
+
+
+def _penalty_to_weight(reward: Any) -> None:
+    """Moves `overlong_penalty` in a stored section `reward` to the weight that has the same effect."""
+    if isinstance(reward, dict) and reward.get("overlong_tokens") and reward.get("overlong_penalty", 1.0) != 1.0:
+        reward["weights"] = {**(reward.get("weights") or {}), "overlong": reward.pop("overlong_penalty")}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -385,6 +386,16 @@ def stale_data_is_corrected(config: Config) -> None:
         )
 
 
+DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+
+
+def device_is_known(config: Config) -> None:
+    if not DEVICE.fullmatch(config.model.device):
+        raise ValueError(
+            f'model.device = "{config.model.device}": allowed "auto", "cpu", "cuda", "cuda:1" and so on, "mps"'
+        )
+
+
 def peer_networks_are_valid(config: Config) -> None:
     for network in config.serve.peer_networks:
         try:
@@ -400,6 +411,7 @@ CHECKS = (
     loss_is_known,
     gate_has_a_baseline,
     stale_data_is_corrected,
+    device_is_known,
     peer_networks_are_valid,
 )
 
@@ -525,10 +537,8 @@ class RewardConfig(Section):
     weights: dict[str, float] = Field({})
     """Weight of each named part of a reward. Parts without a weight count 1."""
     overlong_tokens: int = Field(0, ge=0)
-    """Tokens before rollout.max_new_tokens at which reward begins to be lost. The loss grows with every token; 0: none
-    is lost."""
-    overlong_penalty: float = Field(1.0, gt=0)
-    """Reward that the longest answers lose."""
+    """Tokens before rollout.max_new_tokens at which reward begins to be lost. The loss grows with every token, up to 1
+    or reward.weights.overlong; 0: none is lost."""
 
 
 class BatchConfig(Section):
@@ -633,7 +643,10 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature in training; evaluation has its own. There is no top-p or top-k in training."""
     max_prompt_tokens: int = free(64, ge=1)
-    """Longest prompt; longer ones are refused."""
+    """Longest prompt. `long_prompts` decides what happens to longer ones."""
+    long_prompts: Literal["error", "skip", "cut"] = free("error")
+    """Treatment of prompts that are too long. error: the run does not start. skip: they are left out. cut: only the end
+    of their text is kept. A long prompt that turns up after the start is left out instead of ending the run."""
     max_new_tokens: int = Field(32, ge=1)
     """Longest answer; longer ones are cut."""
     max_attempts: int = free(3, ge=1)

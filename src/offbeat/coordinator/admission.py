@@ -1,6 +1,7 @@
 """Admission: draws problems in order, turns them into groups with prompts and seeds, and limits the groups in flight.
 
-The next draw depends only on the ledger's cursor, so a restart neither skips nor repeats a problem.
+The next draw depends only on the ledger's cursor, so a restart neither skips nor repeats a problem. A prompt that
+cannot be used, such as one that is too long, is passed over: the others keep their order.
 
 The over-provision factor is the ratio of groups in flight (drawn, but not yet trained or dropped) to groups that a step
 trains. With "auto", it is chosen at every published version, differently for generation that overlaps with training and
@@ -13,12 +14,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
 from offbeat.data.mixture import Mixture, WeightedSource
-from offbeat.data.prompts import Problem, Renderer
+from offbeat.data.prompts import BadPrompt, Problem, Renderer
+from offbeat.errors import RunStopped
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Cursor, DrawCursor, NewGroup, Purpose, Surviving, derive_seed
 from offbeat.rules.event_model import EventModelConfig, Survivor
@@ -44,6 +47,19 @@ class EvalPlan:
         return self.every > 0 and (step % self.every == 0 or step == num_steps)
 
 
+MAX_LEFT_OUT = 1000
+"""Prompts in a row that may be left out before the run stops, because its source seems to have no others."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A prompt that was passed over because it cannot be used."""
+
+    source: str
+    source_ordinal: int
+    why: str
+
+
 class Issuer:
     """Draws problems and turns each into a group (one prompt, several answers), for training and for evaluation."""
 
@@ -57,39 +73,48 @@ class Issuer:
         num_siblings: int = 1,
         sampling: Sampling,
         eval_plan: EvalPlan,
+        skips_long: bool = False,
     ):
+        self.skips_long = skips_long
         self.mixture, self.renderer, self.eval_plan = mixture, renderer, eval_plan
         self.seed, self.group_size, self.num_siblings, self.sampling = seed, group_size, num_siblings, sampling
 
-    def try_out(self) -> None:
-        """Renders one problem of every source and all evaluation problems, so that errors show before training."""
-        for source in self.mixture.members.values():
-            self.renderer.tokens(source, source.problem(0), 0)
-        if self.eval_plan.every:
-            self.held_out(version=0)
-
-    def draw(self, cursor: Cursor, count: int, version: int | None) -> list[NewGroup]:
-        """Returns the next `count` training groups after `cursor`. Each prompt gives `num_siblings` groups in a row,
-        each with its own seed. Only `version` may generate their answers; None: any version may."""
-        drawn, last, groups = dict(cursor.drawn), cursor.last, []
+    def draw(self, cursor: Cursor, count: int, version: int | None) -> tuple[list[NewGroup], list[LeftOut]]:
+        """Returns the next `count` training groups after `cursor`, and the prompts that were left out before them. Each
+        prompt gives `num_siblings` groups in a row, each with its own seed. Only `version` may generate their answers;
+        None: any version may."""
+        drawn, last = dict(cursor.drawn), cursor.last
+        groups, left_out = list[NewGroup](), list[LeftOut]()
         for ordinal in range(cursor.next_ordinal, cursor.next_ordinal + count):
-            last = self._next(drawn, last)
+            last, passed_over = self._next(drawn, last), 0
+            while True:
+                source = self.mixture.members[last.source]
+                try:
+                    group = self._group(
+                        source,
+                        source.problem(last.source_ordinal),
+                        last.source_ordinal,
+                        sibling=last.sibling,
+                        ordinal=ordinal,
+                        seed=derive_seed(self.seed, ordinal),
+                        size=self.group_size,
+                        sampling=self.sampling,
+                        require_version=version,
+                    )
+                    break
+                except BadPrompt as error:
+                    left_out.append(LeftOut(last.source, last.source_ordinal, error.what))
+                    passed_over += 1
+                    if passed_over == MAX_LEFT_OUT:
+                        raise RunStopped(
+                            f"{passed_over} prompts in a row cannot be used; the last: {error.what}"
+                        ) from error
+                    # The same source goes on, so that the ledger's cursor, which knows only groups, ends up behind the
+                    # prompts passed over.
+                    last = DrawCursor(last.source, last.source_ordinal + 1, 0)
             drawn[last.source] = last.source_ordinal + 1
-            source = self.mixture.members[last.source]
-            groups.append(
-                self._group(
-                    source,
-                    source.problem(last.source_ordinal),
-                    last.source_ordinal,
-                    sibling=last.sibling,
-                    ordinal=ordinal,
-                    seed=derive_seed(self.seed, ordinal),
-                    size=self.group_size,
-                    sampling=self.sampling,
-                    require_version=version,
-                )
-            )
-        return groups
+            groups.append(group)
+        return groups, left_out
 
     def _next(self, drawn: Mapping[str, int], last: DrawCursor | None) -> DrawCursor:
         if last is not None and last.sibling + 1 < self.num_siblings:
@@ -98,21 +123,24 @@ class Issuer:
         return DrawCursor(source.name, source_ordinal, 0)
 
     def held_out(self, version: int) -> list[NewGroup]:
-        """Returns the groups of one evaluation of `version`; always the same problems and seeds, for comparison."""
-        return [
-            self._group(
-                source,
-                problem,
-                ordinal,
-                purpose=Purpose.EVAL,
-                ordinal=ordinal,
-                seed=derive_seed(self.seed, "eval", ordinal),
-                size=self.eval_plan.num_samples,
-                sampling=self.eval_plan.sampling,
-                require_version=version,
-            )
-            for ordinal, (source, problem) in enumerate(self.mixture.held_out(self.eval_plan.num_prompts))
-        ]
+        """Returns the groups of one evaluation of `version`; always the same problems and seeds, for comparison.
+        With `skips_long`, prompts that are too long are left out."""
+        groups = []
+        for ordinal, (source, problem) in enumerate(self.mixture.held_out(self.eval_plan.num_prompts)):
+            with suppress(*[BadPrompt] * self.skips_long):
+                group = self._group(
+                    source,
+                    problem,
+                    ordinal,
+                    purpose=Purpose.EVAL,
+                    ordinal=ordinal,
+                    seed=derive_seed(self.seed, "eval", ordinal),
+                    size=self.eval_plan.num_samples,
+                    sampling=self.eval_plan.sampling,
+                    require_version=version,
+                )
+                groups.append(group)
+        return groups
 
     def _group(self, source: WeightedSource, problem: Problem, source_ordinal: int, **fields: Any) -> NewGroup:
         return NewGroup(
@@ -134,7 +162,8 @@ class Drawing:
     """Adds groups to the ledger: for training, as many as `pace` asks for; for evaluation, when a version is published.
 
     Guarantees: one draw runs at a time, from the ledger's own cursor, so that no prompt is skipped or drawn twice. The
-    evaluation of a step is opened once. `call` runs a function on the ledger's thread.
+    evaluation of a step is opened once. `call` runs a function on the ledger's thread; `report` gets an event for each
+    prompt that is left out.
     """
 
     def __init__(
@@ -143,10 +172,11 @@ class Drawing:
         issuer: Issuer,
         call: Callable[..., Awaitable[Any]],
         pace: AdmissionTarget,
+        report: Callable[[Mapping[str, Any]], None] = lambda row: None,
         *,
         requires_version: bool,
     ):
-        self.ledger, self.issuer, self._call, self._pace = ledger, issuer, call, pace
+        self.ledger, self.issuer, self._call, self._pace, self._report = ledger, issuer, call, pace, report
         self._requires_version = requires_version
         self._drawing, self._may_draw = asyncio.Lock(), True
 
@@ -167,8 +197,10 @@ class Drawing:
                     version = await self._call(self.ledger.latest_version)
                     cursor = await self._call(self.ledger.cursor)
                     required = version.number if self._requires_version else None
-                    groups = await asyncio.to_thread(self.issuer.draw, cursor, count, required)
+                    groups, left_out = await asyncio.to_thread(self.issuer.draw, cursor, count, required)
                     await self._call(self.ledger.admit, groups)
+                    for prompt in left_out:
+                        self._report({"event": "prompt_left_out", **asdict(prompt)})
             except BaseException:
                 self._may_draw = True
                 raise

@@ -22,7 +22,7 @@ from offbeat.coordinator.maintenance import LedgerMaintenance, MaintenanceSettin
 from offbeat.coordinator.relays import RelayAssignment
 from offbeat.coordinator.reward_queue import RewardQueue
 from offbeat.coordinator.writer import Writer
-from offbeat.errors import DeadlineError, RunOver, RunStopped
+from offbeat.errors import DeadlineError, RunOver, RunStopped, UserError
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Arrival, Batch, ComparedSegment, EvalRound, Outcome, Reconciled, Submission
@@ -256,7 +256,9 @@ class Coordinator:
             self._report_choice,
         )
         target = AdmissionTarget(self._groups_per_step, settings.num_steps)
-        self._drawing = Drawing(ledger, issuer, self._share, target, requires_version=self._in_order)
+        self._drawing = Drawing(
+            ledger, issuer, self._share, target, lambda row: self.on_report(row), requires_version=self._in_order
+        )
         self.rounds = CurrentRound(ledger, self._writer.read, failure)
 
         self.presence, self.relays, self.fitness = Presence(), RelayAssignment(), Fitness()
@@ -341,7 +343,11 @@ class Coordinator:
                     return LeaseResponse(ttl_s=ttl_s, idle=f"set aside for another {aside_s:.0f} s: {why}")
                 continue
             self.presence.hear(worker, capacity)
-            await self._drawing.draw(self._provisioning.factor())
+            try:
+                await self._drawing.draw(self._provisioning.factor())
+            except (UserError, RunStopped) as error:  # a source is at fault, which no other worker could mend
+                self._background.fail(error)
+                raise
             number = await self.rounds.current()
             tasks = await asyncio.shield(self._hand_out(worker, capacity, have_version, number))
             if tasks:

@@ -32,8 +32,8 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 class Rows(Protocol):
     """Rows of a file or dataset, by index. `scan` must be called first and reads and checks all rows; then `row`
-    fetches any of them. Rows are not kept as Python objects, so a few million are fine. A row that cannot be read
-    raises `UserError`."""
+    fetches any of them, and `scan` may be called again. Rows are not kept as Python objects, so a few million are fine.
+    A row that cannot be read raises `UserError`."""
 
     @property
     def path(self) -> Path | str:
@@ -72,14 +72,17 @@ class JsonLines:
         self._starts, self._lines = array("q"), array("q")
 
     def scan(self, columns: Sequence[str]) -> Iterator[Row]:
-        start = 0
+        is_first, start = not self._starts, 0
+        self._file.seek(0)
         for line, text in enumerate(self._file, 1):
             if text.strip().removeprefix(BYTE_ORDER_MARK):
-                self._starts.append(start)
-                self._lines.append(line)
+                if is_first:
+                    self._starts.append(start)
+                    self._lines.append(line)
                 yield self._parse(text, line)
             start += len(text)
-        self._starts.append(start)
+        if is_first:
+            self._starts.append(start)
 
     def row(self, index: int) -> Row:
         start, end = self._starts[index], self._starts[index + 1]
@@ -194,6 +197,7 @@ class FileSource:
         if not len(hashes):
             raise UserError(f"task.path = {str(rows.path)!r}: it has no row; every row is a prompt to train on")
         is_held_out = _choose_held_out(hashes, held_out)
+        self._num_held_out = int(is_held_out.sum())
         self._train = np.flatnonzero(~is_held_out)
         # Held-out rows are sorted by hash, so that the first ones are a fair sample; equal prompts count once.
         _, first = np.unique(hashes, return_index=True)
@@ -209,6 +213,14 @@ class FileSource:
     def held_out(self, count: int) -> list[Problem]:
         return [self._problem(int(index)) for index in self._held_out[:count]]
 
+    def __len__(self) -> int:
+        return len(self._train) + self._num_held_out
+
+    def every_prompt(self) -> Iterator[Problem]:
+        """Yields all rows in order, held-out ones too, each as a problem of a prompt and its place alone."""
+        for index, row in enumerate(self.rows.scan(self._needed)):
+            yield Problem(self._prompt_of(row, index), place=self.rows.where(index))
+
     def _make_order(self, epoch: int) -> np.ndarray:
         size = len(self._train)
         return permutation(size, f"{self.seed}:{epoch}") if self.shuffle else np.arange(size)
@@ -221,7 +233,7 @@ class FileSource:
         is_told = self._answer == DEFAULT_ANSWER and (answer is None or isinstance(answer, str))
         left_out = (self._column, self._answer) if is_told else (self._column,)
         info = {key: plain(value) for key, value in row.items() if key not in left_out}
-        return Problem(prompt, answer=answer_text(answer), info=info)
+        return Problem(prompt, answer=answer_text(answer), info=info, place=self.rows.where(index))
 
     def _prompt_of(self, row: Row, index: int) -> str | list[Mapping[str, Any]]:
         """Checks that a row has the needed columns, and returns its prompt."""

@@ -4,14 +4,15 @@ A source is a pure function of its seed and an ordinal, so the ledger's count of
 restart no problem is skipped or repeated.
 
 A text prompt goes through the chat template if its source's `chat` is True, or if `chat` is None and the model has a
-template; chat messages always do. Plain text gets the tokenizer's leading special tokens, but no trailing end token. A
-prompt that is too long is refused, with its source, ordinal and length; it is never cut.
+template; chat messages always do. Plain text gets the tokenizer's leading special tokens, but no trailing end token.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -36,9 +37,18 @@ class Rendered(Protocol):
     def system(self) -> str | None: ...
 
 
+class BadPrompt(UserError):
+    """One prompt cannot be used, because it is too long or empty, or because the chat template refuses it. Others of
+    its source may be fine. `what` is the message without its remedy."""
+
+    def __init__(self, what: str, remedy: str = ""):
+        super().__init__(f"{what}; {remedy}" if remedy else what)
+        self.what = what
+
+
 class Renderer:
     """Turns prompts into token ids with a transformers tokenizer. `template_hash` identifies the chat template; None:
-    no template."""
+    no template. With `cuts`, only the end of the text of a prompt that is too long is used."""
 
     def __init__(
         self,
@@ -47,46 +57,104 @@ class Renderer:
         max_prompt_tokens: int,
         max_new_tokens: int = 0,
         window_tokens: int | None = None,
+        cuts: bool = False,
     ):
-        self.tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
+        self.tokenizer, self.max_prompt_tokens, self.cuts = tokenizer, max_prompt_tokens, cuts
         self.max_new_tokens, self.window_tokens = max_new_tokens, window_tokens
         self.template = _template_of(tokenizer)
         self.template_hash = blake3(self.template.encode()).hexdigest() if self.template else None
 
     def tokens(self, source: Rendered, problem: Problem, ordinal: int) -> np.ndarray:
-        """Returns the problem's prompt as int32 token ids; `ordinal` is only used in error messages."""
-        place = f"{source.name}, problem {ordinal}"
-        if isinstance(problem.prompt, str):
-            chat = self.template is not None if source.chat is None else source.chat
-            messages: Sequence[Mapping[str, Any]] = [{"role": "user", "content": problem.prompt}]
-        else:
-            chat, messages = True, problem.prompt
-        if chat:
-            ids = self._chat(_with_system(messages, source.system), place)
-        elif source.system is not None:
-            raise UserError(
-                f"task.system of {source.name}: it needs task.chat and a chat template; these prompts are plain text"
-            )
-        else:
-            ids = self._raw(str(problem.prompt))
+        """Returns the problem's prompt as int32 token ids; raises `BadPrompt` if this prompt cannot be used. `ordinal`
+        is only used in error messages."""
+        place = problem.place or f"{source.name}, problem {ordinal}"
+        ids = self._ids(source, problem.prompt, place)
+        if self.cuts and len(ids) > self.max_prompt_tokens:
+            ids = self._cut(source, problem.prompt, place) or ids
         self._check_length(len(ids), place)
         return np.asarray(ids, np.int32)
 
-    def _chat(self, messages: Sequence[Mapping[str, Any]], place: str) -> list[int]:
+    def lengths(self, source: Rendered, problems: Sequence[Problem]) -> list[int]:
+        """Returns the number of tokens of each prompt, uncut; much faster than one by one. Raises `BadPrompt` for an
+        empty one."""
+        written = [self._written(source, problem.prompt, problem.place) for problem in problems]
+        found = [0] * len(written)
+        for is_chat in {is_chat for _, is_chat in written}:
+            chosen = [i for i, one in enumerate(written) if one[1] is is_chat]
+            texts = [written[i][0] for i in chosen]
+            rows = self.tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
+            for i, ids in zip(chosen, rows, strict=True):
+                found[i] = len(ids)
+        for i, problem in enumerate(problems):
+            if not 0 < found[i] <= self.max_prompt_tokens:  # may include an end token that `_raw` takes off
+                found[i] = len(self._ids(source, problem.prompt, problem.place))
+            if not found[i]:
+                raise BadPrompt(empty(problem.place))
+        return found
+
+    def ascii_room(self, source: Rendered) -> int:
+        """Returns the number of characters of a text prompt, all ASCII, that is never too long: with most tokenizers, a
+        token covers at least one character. 0 if that is not certain."""
+        if not _covers_ascii(self.tokenizer):
+            return 0
+        mark = "offbeat"
+        text, is_chat = self._written(source, mark, source.name)
+        before, found, after = text.partition(mark)
+        if not found or mark in after:
+            return 0
+        added = 0 if is_chat else self.tokenizer.num_special_tokens_to_add()
+        return max(0, self.max_prompt_tokens - len((before + after).encode()) - added)
+
+    def _ids(self, source: Rendered, prompt: Prompt, place: str) -> list[int]:
+        text, is_chat = self._written(source, prompt, place)
+        # The template writes its own special tokens; adding the tokenizer's would double the first.
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"] if is_chat else self._raw(text)
+
+    def _cut(self, source: Rendered, prompt: Prompt, place: str) -> list[int] | None:
+        """Returns the tokens of a prompt without the beginning of its text, or of its last message that has a text: as
+        many characters less as needed. None if even without that text the prompt is too long."""
+        if isinstance(prompt, str):
+            text = prompt
+        else:
+            last = max((i for i, m in enumerate(prompt) if isinstance(m["content"], str)), default=None)
+            if last is None:
+                return None
+            text = prompt[last]["content"]
+
+        def ids(start: int) -> list[int]:
+            end: Prompt = text[start:]
+            if not isinstance(prompt, str):
+                end = [{**message, "content": end} if i == last else message for i, message in enumerate(prompt)]
+            return self._ids(source, end, place)
+
+        start = bisect_left(range(len(text)), True, key=lambda start: len(ids(start)) <= self.max_prompt_tokens)
+        return ids(start) if start < len(text) else None
+
+    def _written(self, source: Rendered, prompt: Prompt, place: str) -> tuple[str, bool]:
+        """Returns the text to tokenise, and whether a chat template wrote it."""
+        if not isinstance(prompt, str):
+            return self._chat(_with_system(prompt, source.system), place), True
+        if self.template is not None if source.chat is None else source.chat:
+            return self._chat(_with_system([{"role": "user", "content": prompt}], source.system), place), True
+        if source.system is not None:
+            raise UserError(
+                f"task.system of {source.name}: it needs task.chat and a chat template; these prompts are plain text"
+            )
+        return prompt, False
+
+    def _chat(self, messages: Sequence[Mapping[str, Any]], place: str) -> str:
         if self.template is None:
             raise UserError(
                 f"{place}: chat messages need a chat template and the tokenizer has none; set model.chat_template"
             )
         try:
-            text = self.tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=True
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise UserError(
+            raise BadPrompt(
                 f"{place}: the chat template refuses its messages: {' '.join(str(error).split())}"
             ) from error
-        # The template writes its own special tokens; adding the tokenizer's would double the first.
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _raw(self, text: str) -> list[int]:
         ids, bare = self.tokenizer(text)["input_ids"], self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -96,17 +164,43 @@ class Renderer:
 
     def _check_length(self, length: int, place: str) -> None:
         if length == 0:
-            raise UserError(f"{place}: its prompt is empty; a prompt needs at least one token")
+            raise BadPrompt(empty(place))
         if length > self.max_prompt_tokens:
-            raise UserError(
-                f"{place}: its prompt has {length} tokens, over rollout.max_prompt_tokens = {self.max_prompt_tokens}; "
-                f"raise that to {length} or more, or leave the problem out"
-            )
+            raise BadPrompt(too_long(place, length, self.max_prompt_tokens), f"raise it, or set {SKIP_OR_CUT}")
         if self.window_tokens is not None and length + self.max_new_tokens > self.window_tokens:
-            raise UserError(
+            raise BadPrompt(
                 f"{place}: its prompt has {length} tokens, which with rollout.max_new_tokens = {self.max_new_tokens} "
-                f"is over the model's window of {self.window_tokens}; lower max_new_tokens or leave the problem out"
+                f"is over the model's window of {self.window_tokens}",
+                "lower max_new_tokens or leave the problem out",
             )
+
+
+def empty(place: str) -> str:
+    return f"{place}: its prompt is empty; a prompt needs at least one token"
+
+
+SKIP_OR_CUT = 'rollout.long_prompts = "skip" or "cut"'
+
+
+def too_long(place: str, length: int, limit: int) -> str:
+    return f"{place}: its prompt has {length} tokens, over rollout.max_prompt_tokens = {limit}"
+
+
+KIND, ADDS_SPACE = re.compile(r'"type":"(\w+)"'), re.compile(r'"add_prefix_space":true')
+KEEPS_ASCII = {"Sequence", "NFC", "NFD", "NFKC", "NFKD"}
+"""Kinds of text normalisation that leave ASCII as it is."""
+
+
+def _covers_ascii(tokenizer: Any) -> bool:
+    """Whether each token of an ASCII text is known to cover at least one character of it: nothing rewrites the text or
+    puts spaces in before it is divided."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return False
+    normalizer = "null" if backend.normalizer is None else backend.normalizer.__getstate__().decode()
+    splitter = "" if backend.pre_tokenizer is None else backend.pre_tokenizer.__getstate__().decode()
+    kinds = set(KIND.findall(normalizer))
+    return kinds <= KEEPS_ASCII and "Metaspace" not in splitter and not ADDS_SPACE.search(splitter)
 
 
 def _with_system(messages: Sequence[Mapping[str, Any]], system: str | None) -> Sequence[Mapping[str, Any]]:
@@ -122,14 +216,20 @@ def _template_of(tokenizer: Any) -> str | None:
     return template.get("default") if isinstance(template, Mapping) else template
 
 
+Prompt = str | Sequence[Mapping[str, Any]]
+"""A prompt as text or as chat messages."""
+
+
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, as text or as chat messages, with the expected answer, if any, and further data for its reward."""
+    """A prompt with the expected answer, if any, and further data for its reward."""
 
-    prompt: str | Sequence[Mapping[str, Any]]
+    prompt: Prompt
     answer: str | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
     """JSON-like facts about the problem, for the reward."""
+    place: str = field(default="", compare=False)
+    """Where the problem is, such as file and line, for error messages."""
 
 
 class PromptSource(Protocol):

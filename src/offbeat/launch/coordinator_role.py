@@ -28,14 +28,14 @@ from offbeat.launch.coordinator_runtime import (
     CoordinatorRuntime,
     await_last_evaluation,
     open_coordinator,
-    prepare,
     report_evaluations,
 )
 from offbeat.launch.given import received
 from offbeat.launch.join_line import join_lines
 from offbeat.launch.joining import READY
+from offbeat.launch.preflight import checking
 from offbeat.launch.run_folder import RunFolder
-from offbeat.launch.stopping import Stopping, interruptible
+from offbeat.launch.stopping import Stopping
 from offbeat.observability.console import held_out
 from offbeat.observability.loading import loading
 from offbeat.observability.metric_files import read_metrics
@@ -58,14 +58,14 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
     async with AsyncExitStack() as stack:
         given = received()
-        mixture = wiring.make_mixture(config, given.reward, given.functions, folder.path)
-        pool = await wiring.open_pool(config, mixture, folder.logs / "rewards.log")
-        stack.push_async_callback(pool.close)
         what = f"run {folder.path}: {config.model.path}"
-        with loading(what, is_quiet=config.log.console == "quiet") as stage, interruptible():
-            stage("reading the tokenizer and the tasks")
-            prepared = prepare(config, mixture)
-        runtime = await stack.enter_async_context(open_coordinator(folder, mixture, pool, prepared))
+        with loading(what, is_quiet=config.log.console == "quiet") as stage:
+            stage("checking tasks and rewards")
+            checked = await stack.enter_async_context(checking(config, given, folder.path))
+        checked.announce(folder)
+        runtime = await stack.enter_async_context(
+            open_coordinator(folder, checked.mixture, checked.pool, checked.prepared)
+        )
         stopping = Stopping(runtime.reporter.stopping)
         stack.enter_context(stopping.listening())
         await runtime.coordinator.start(keep_leases=True)

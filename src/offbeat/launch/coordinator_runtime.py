@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from offbeat.config.schema import Config
 from offbeat.coordinator.admission import Issuer
 from offbeat.coordinator.coordinator import Activity, Coordinator
 from offbeat.coordinator.maintenance import WeightGarbageCollector
+from offbeat.data.lengths import PromptLengths, measure_prompts, refuse_long
 from offbeat.data.mixture import Mixture
 from offbeat.errors import UserError
 from offbeat.launch import wiring
@@ -25,7 +26,7 @@ from offbeat.ledger.ledger import Ledger
 from offbeat.observability.console import Console, open_console
 from offbeat.observability.metrics import Reporter
 from offbeat.observability.sinks import Sink, open_sinks
-from offbeat.rewards.pool import RewardInput, RewardPool
+from offbeat.rewards.pool import RewardPool
 from offbeat.weights.version import WeightFolder
 
 
@@ -35,13 +36,18 @@ class Prepared:
 
     tokens: wiring.TokenLimits
     issuer: Issuer
+    lengths: list[PromptLengths]
 
 
 def prepare(config: Config, mixture: Mixture) -> Prepared:
     tokens = wiring.load_tokens(config)
     issuer = wiring.make_issuer(config, mixture, tokens)
-    issuer.try_out()
-    return Prepared(tokens, issuer)
+    plan, rollout = issuer.eval_plan, config.rollout
+    lengths = measure_prompts(mixture, issuer.renderer, plan.num_prompts if plan.every else 0)
+    refuse_long(lengths, rollout.long_prompts, rollout.max_prompt_tokens)
+    if plan.every and not issuer.held_out(version=0):
+        issuer.eval_plan = replace(plan, every=0)
+    return Prepared(tokens, issuer, lengths)
 
 
 @dataclass(frozen=True)
@@ -85,23 +91,11 @@ async def open_coordinator(
         coordinator.only_worker = only_worker
         coordinator.on_report = reporter.report if only_worker else partial(_report_and_trace, reporter)
         coordinator.record_spans(folder.trace.record)
-        await _report_trials(reporter, mixture, pool)
         if config.eval.every and not issuer.eval_plan.every:
             console.note("no evaluation: no task has a held-out split")
         showing = asyncio.create_task(_show_activity(coordinator, reporter))
         stack.push_async_callback(_end, showing)
         yield CoordinatorRuntime(ledger, coordinator, reporter, console)
-
-
-async def _report_trials(reporter: Reporter, mixture: Mixture, pool: RewardPool) -> None:
-    """Reports rewards whose trial gave the right answer 0, unless an empty answer gets less: then 0 may be the best."""
-    for reward, source in {member.reward: member for member in mixture.members.values()}.items():
-        problem = source.problem(0)
-        if not problem.answer or pool.trial_values.get(reward) != 0:
-            continue
-        (empty,) = await pool.score(reward, [RewardInput("", problem.answer, problem.prompt, problem.info)])
-        if empty.value is None or empty.value >= 0:
-            reporter.advise(reporter.adviser.trial(source.name, problem.answer, 0.0))
 
 
 TRAINER_STAGES = ("publish", "train", "wait", "checkpoint")

@@ -1,6 +1,6 @@
 """A whole run in one process: the coordinator, one worker and the trainer, which use only the client interface.
 
-A wrong task or reward is reported before the model is loaded. A run ends with its last step, or by Ctrl-C, SIGTERM or
+A wrong task or reward is reported before torch is imported. A run ends with its last step, or by Ctrl-C, SIGTERM or
 `run.max_hours`, always with a checkpoint. It may also end with an error; then it can be resumed from the ledger and the
 last checkpoint.
 """
@@ -24,11 +24,11 @@ from offbeat.launch.coordinator_runtime import (
     CoordinatorRuntime,
     await_last_evaluation,
     open_coordinator,
-    prepare,
     report_evaluations,
 )
 from offbeat.launch.engine_parts import check_engine, make_engine
 from offbeat.launch.given import Given
+from offbeat.launch.preflight import checking
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.observability.loading import loading
@@ -77,12 +77,12 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
     """Trains until the run ends and returns the run's summary; see `train` for the parameters."""
     config = folder.config
     async with AsyncExitStack() as stack:
-        mixture = wiring.make_mixture(config, given.reward, given.functions, folder.path)
-        pool = await wiring.open_pool(config, mixture, folder.logs / "rewards.log")
-        stack.push_async_callback(pool.close)
-        start_s = time.monotonic()
-        what = f"run {folder.path}: {config.model.path}"
-        with loading(what, is_quiet=config.log.console == "quiet") as stage, interruptible():
+        start_s, is_quiet = time.monotonic(), config.log.console == "quiet"
+        with loading(f"run {folder.path}: {config.model.path}", is_quiet=is_quiet) as stage:
+            stage("checking tasks and rewards")
+            checked = await stack.enter_async_context(checking(config, given, folder.path))
+        checked.announce(folder)
+        with loading(is_quiet=is_quiet) as stage, interruptible():
             stage("importing torch")
             import torch
 
@@ -93,15 +93,14 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
 
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             model_parts.prepare_torch(config)
-            stage("reading the tokenizer and the tasks")
-            prepared = prepare(config, mixture)
             stage("reading the model")
+            settings = model_parts.trainer_settings(config)  # first, because it finds the user's own loss
             policy, reference = model_parts.make_policy(config)
             adapter = model_parts.make_adapter(config, policy)
             engine = make_engine(config, WORKER)
         stack.push_async_callback(engine.close)
         runtime = await stack.enter_async_context(
-            open_coordinator(folder, mixture, pool, prepared, given.sinks, only_worker=WORKER)
+            open_coordinator(folder, checked.mixture, checked.pool, checked.prepared, given.sinks, only_worker=WORKER)
         )
         coordinator, reporter = runtime.coordinator, runtime.reporter
         client = InProcessTrainer(coordinator)
@@ -116,7 +115,7 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
             policy,
             Publisher(folder.weights, adapter=adapter),
             Checkpoints(folder.checkpoints, config.checkpoint.keep, adapter),
-            replace(model_parts.trainer_settings(config), num_witnesses=0),  # the only worker is trusted
+            replace(settings, num_witnesses=0),  # the only worker is trusted
             reference=reference,
             span=folder.trace.span,
             event=reporter.event,

@@ -121,6 +121,7 @@ class RunFolder:
 
     def __init__(self, path: Path, config: Config, lock: FolderLock):
         self.path, self.config, self._lock = path, config, lock
+        self._is_new = False
         with ExitStack() as stack:
             stack.enter_context(readable_by(config.run.access))  # for all files made during the run
             self._metrics = Appender(path / METRICS)
@@ -150,6 +151,11 @@ class RunFolder:
         refuse_used(path)
         with _owned(path) as lock:
             refuse_used(path)  # again, under the lock
+            for file in (
+                *path.glob(f"{LEDGER}*"),
+                path / SUMMARY,
+            ):  # of a run that never began, with other keys perhaps
+                file.unlink(missing_ok=True)
             config = _renamed(config, path.resolve().name)
             if rows is not None:
                 config = _with_rows_in(config, rows, path / rows.name)
@@ -158,6 +164,7 @@ class RunFolder:
             if rows is not None:
                 _copy_rows(rows, path / rows.name, config.run.access)
             folder = cls(path, config, lock)
+            folder._is_new = True
             folder.event("start", pid=os.getpid())
         return folder
 
@@ -247,7 +254,12 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Closes the folder. If a new run was refused or interrupted before it began, removes it, so that its name is
+        free and no remains lie about."""
+        is_refused = self._is_new and isinstance(error, (UserError, KeyboardInterrupt))
         try:
+            if is_refused:
+                discard_unbegun(self.path)  # before the lock is released, or another run might begin in between
             self.close()
         except OffbeatError:
             if error is None:  # otherwise the error that ended the run matters more
@@ -298,14 +310,38 @@ def _replace(path: Path, content: Any, then: str = "then --resume the run") -> N
 def refuse_used(path: Path) -> None:
     """Raises if a folder holds a run that has begun, or other files.
 
-    The folder of a run that failed before it began, for example because of a missing reward function, may be reused.
+    The folder of a run that was killed before it began may be reused.
     """
     if (path / CONFIG).is_file():
-        begun = (path / LEDGER, path / METRICS, path / SUMMARY)
-        if any(file.is_file() and file.stat().st_size for file in begun):
+        if has_begun(path):
             raise UserError(f"{path}: this run exists; continue it with --resume {path}, or choose another run.name")
     elif path.is_dir() and any(entry.name != LOCK for entry in path.iterdir()):
         raise UserError(f"{path}: exists already and holds no run; choose another run.name or run.dir")
+
+
+def has_begun(path: Path) -> bool:
+    """Returns whether a run's folder holds anything of value: a published version or a group in the ledger, a row of
+    metrics, or a checkpoint. A ledger that cannot be read counts as valuable."""
+    if any(path.glob("checkpoints/*")) or ((path / METRICS).is_file() and (path / METRICS).stat().st_size):
+        return True
+    if not (path / LEDGER).is_file() or not (path / LEDGER).stat().st_size:
+        return False
+    from offbeat.ledger.errors import NoLedger
+    from offbeat.ledger.ledger import Ledger
+
+    try:
+        with Ledger(path / LEDGER, read_only=True) as ledger:
+            return ledger.latest_version() is not None or ledger.cursor().last is not None
+    except NoLedger:
+        return False
+    except (OffbeatError, OSError):
+        return True
+
+
+def discard_unbegun(path: Path) -> None:
+    """Removes the folder of a run that never began; leaves every other folder alone."""
+    if all((path / name).is_file() for name in (CONFIG, EVENTS, LOCK)) and not has_begun(path):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def stored_config(path: Path) -> dict[str, Any]:

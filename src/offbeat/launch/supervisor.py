@@ -24,11 +24,11 @@ from typing import Any
 from offbeat.client.credentials import TOKEN_VARIABLE
 from offbeat.config.schema import SERVED, Config
 from offbeat.config.secrets import SECRETS
-from offbeat.errors import OffbeatError, RunStopped
+from offbeat.errors import OffbeatError, RunStopped, UserError
 from offbeat.launch import parent_watch
 from offbeat.launch.given import Given, handed_over
 from offbeat.launch.joining import READY, new_token
-from offbeat.launch.run_folder import LEDGER, METRICS, SUMMARY, RunFolder
+from offbeat.launch.run_folder import LEDGER, METRICS, SUMMARY, RunFolder, has_begun
 from offbeat.launch.stopping import Stopping
 from offbeat.observability.sinks import send
 from offbeat.rules.restarts import Restarts, RestartVerdict
@@ -39,6 +39,8 @@ END_WITHIN_S = 90.0
 END_FINISHED_WITHIN_S = 10.0
 """Seconds that child processes get to end once the run is over and saved."""
 LOG = "supervisor.jsonl"
+USER_ERROR = 2
+"""Exit status of a command that a mistake of its user has ended."""
 FOLLOW_EVERY_S = 0.2
 
 
@@ -200,7 +202,11 @@ class Supervisor:
             if verdict is RestartVerdict.DONE or not child.keeps_going:
                 return
             if verdict is RestartVerdict.GIVE_UP:
-                raise RunStopped(f"{child.name}: ended with status {status} and is not restarted: {_last_line(child)}")
+                why = _last_line(child)
+                if status == USER_ERROR and not has_begun(self.run):  # its folder is removed, with the log
+                    raise UserError(f"{child.name}: {why.removeprefix('offbeat: ')}")
+                log = f" (see {child.log})" if child.log else ""
+                raise RunStopped(f"{child.name}: ended with status {status} and is not restarted: {why}{log}")
             await asyncio.sleep(pause_s)
             if not child.keeps_going:
                 return
@@ -313,4 +319,4 @@ def _last_line(child: Child) -> str:
     if child.log is None or not child.log.is_file():
         return "see above"
     lines = child.log.read_text(errors="replace").strip().splitlines()
-    return f"{lines[-1] if lines else 'no output'} (see {child.log})"
+    return lines[-1] if lines else "no output"

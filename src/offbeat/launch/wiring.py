@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -17,15 +17,22 @@ from offbeat.coordinator.coordinator import Coordinator, CoordinatorSettings
 from offbeat.coordinator.maintenance import MaintenanceSettings, WeightGarbageCollector
 from offbeat.coordinator.reward_queue import RewardQueue, Scorer
 from offbeat.data.mixture import Functions, Mixture, RewardSpec, build_mixture
-from offbeat.data.prompts import Renderer
+from offbeat.data.prompts import Problem, Renderer
 from offbeat.errors import UserError
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import LedgerTerms
-from offbeat.model.loading import context_window, load_tokenizer, resolve, stop_token_ids, switching_lengths
+from offbeat.model.loading import (
+    context_window,
+    is_hub_name,
+    load_tokenizer,
+    resolve,
+    stop_token_ids,
+    switching_lengths,
+)
 from offbeat.net import is_this_machine
 from offbeat.rewards.pool import MIN_COUNT, FailureWatch, RewardInput, RewardPool, Shaping
 from offbeat.rules.event_model import EventModelConfig
-from offbeat.trajectory import Sampling
+from offbeat.trajectory import Sampling, total
 from offbeat.weights.piece_store import PieceStore, open_store
 
 
@@ -41,25 +48,56 @@ def make_mixture(
 
 def make_shaping(config: Config) -> Shaping:
     reward = config.reward
-    return Shaping(reward.weights, config.rollout.max_new_tokens, reward.overlong_tokens, reward.overlong_penalty)
+    return Shaping(reward.weights, config.rollout.max_new_tokens, reward.overlong_tokens)
 
 
 async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
     """Opens the pool of processes that compute rewards, and tries each reward on one problem. With reward.processes =
     0, nothing is tried here: judges on other machines compute the rewards."""
     pool = RewardPool(config.reward.processes, config.reward.timeout_s, mixture.rewards, log)
-    if not config.reward.processes:
-        return pool
-    trials = {}
-    for member in mixture.members.values():
-        problem = member.problem(0)
-        trials[member.reward] = RewardInput(problem.answer or "", problem.answer, problem.prompt, problem.info)
     try:
-        make_shaping(config).check_names(await pool.check(trials))
+        await try_rewards(config, mixture, pool)
     except BaseException:
         await pool.close()
         raise
     return pool
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial of a reward on a problem of a source, with the right answer as the response."""
+
+    source: str
+    reward: str
+    problem: Problem
+    value: float
+    """The reward with its weights."""
+    empty: float | None = None
+    """What an empty response earns, if the right answer earned 0; None: not tried, or it failed."""
+
+
+async def try_rewards(config: Config, mixture: Mixture, pool: RewardPool) -> list[Trial]:
+    """Tries each reward on the first problem of its source; returns nothing with reward.processes = 0."""
+    if not config.reward.processes:
+        return []
+    problems = {member.reward: (member.name, member.problem(0)) for member in mixture.members.values()}
+    found = await pool.check({name: _response(problem, problem.answer) for name, (_, problem) in problems.items()})
+    shaping = make_shaping(config)
+    shaping.check_names(pool.parts | {part.name for result in found.values() for part in result.rewards})
+    trials = []
+    for name, result in found.items():
+        source, problem = problems[name]
+        trial = Trial(source, name, problem, total(shaping.weighted(result.rewards)))
+        if problem.answer and trial.value == 0:
+            (empty,) = await pool.score(name, [_response(problem, None)])
+            if empty.error is None:
+                trial = replace(trial, empty=total(shaping.weighted(empty.rewards)))
+        trials.append(trial)
+    return trials
+
+
+def _response(problem: Problem, text: str | None) -> RewardInput:
+    return RewardInput(text or "", problem.answer, problem.prompt, problem.info)
 
 
 def need_processes(config: Config, why: str) -> None:
@@ -87,7 +125,7 @@ def load_tokens(config: Config) -> TokenLimits:
     from transformers import AutoConfig
 
     path = config.model.path
-    folder = resolve(path)
+    folder = resolve(path, need_weights=not is_hub_name(path))  # those of the hub are downloaded last
     tokenizer = load_tokenizer(config.model.tokenizer or path, config.model.chat_template)
     try:
         model = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -126,12 +164,14 @@ def make_issuer(config: Config, mixture: Mixture, tokens: TokenLimits) -> Issuer
             max_prompt_tokens=rollout.max_prompt_tokens,
             max_new_tokens=rollout.max_new_tokens,
             window_tokens=tokens.window_tokens,
+            cuts=rollout.long_prompts == "cut",
         ),
         seed=config.run.seed,
         group_size=config.batch.members,
         num_siblings=config.batch.siblings,
         sampling=sampling,
         eval_plan=plan,
+        skips_long=rollout.long_prompts == "skip",
     )
 
 
@@ -145,8 +185,9 @@ def make_coordinator(
 ) -> Coordinator:
     samples_per_step = config.batch.groups_per_step * config.batch.group_size
     watch = FailureWatch(config.reward.max_failure_share, window=max(samples_per_step, MIN_COUNT))
-    untried = () if pool.num_processes else config.reward.weights
-    scorer = Scorer(tokens.decode, watch, pool.log_path, make_shaping(config), untried)
+    shaping = make_shaping(config)
+    untried = () if pool.num_processes else shaping.given_names
+    scorer = Scorer(tokens.decode, watch, pool.log_path, shaping, untried)
     return Coordinator(
         ledger,
         issuer,

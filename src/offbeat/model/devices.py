@@ -50,7 +50,9 @@ def pick_device(name: str = "auto") -> torch.device:
     kind, index = match.group(1), int(match.group(2) or 0)
     exact = f"cuda:{index}" if kind == "cuda" else kind
     if exact not in found or (kind != "cuda" and index > 0):
-        raise UserError(f"model.device = {name!r}: this machine has only {', '.join(found)}")
+        raise UserError(
+            f"model.device = {name!r}: this machine has only {', '.join(found)}; set it to one of them, or to auto"
+        )
     return torch.device(exact)
 
 

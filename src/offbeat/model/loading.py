@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import OffbeatError, UserError
 from offbeat.files import fsync_file, replace_folder
+from offbeat.spelling import nearest
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 HUB_TIMEOUT_S = 10.0
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 WINDOW_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
+KINDS = f"the folder of a Hugging Face model, its name on the hub such as Qwen/Qwen2.5-0.5B-Instruct, or {TINY!r}"
 NO_WINDOW_TOKENS = 1 << 20
 """Context window of architectures that have no limit, such as state-space models."""
 _loading = threading.Lock()
@@ -46,10 +48,15 @@ def resolve(path: str | Path, *, need_weights: bool = True) -> Path:
     if str(path) == TINY:
         return TINY_FOLDER
     folder = Path(path).expanduser()
-    if not folder.exists() and HUB_ID.fullmatch(str(path)):
+    if is_hub_name(path):
         folder = _from_hub(str(path), need_weights)
     if not folder.exists():
-        raise UserError(f"model.path = {str(path)!r}: no such folder; give a Hugging Face model folder or {TINY!r}")
+        beside = [file.parent.name for file in folder.parent.glob("*/config.json")]
+        near = nearest(folder.name, beside)
+        raise UserError(
+            f"model.path = {str(path)!r}: no such folder; "
+            + (f"did you mean {str(Path(path).with_name(near))!r}?" if near else f"give {KINDS}")
+        )
     if not folder.is_dir():
         raise UserError(f"model.path = {str(path)!r} is a file; give the folder that holds config.json and the weights")
     if need_weights and not (folder / "config.json").is_file():
@@ -59,6 +66,11 @@ def resolve(path: str | Path, *, need_weights: bool = True) -> Path:
             f"model.path = {str(path)!r} has no *.safetensors; save the model with save_pretrained() of transformers"
         )
     return folder
+
+
+def is_hub_name(path: str | Path) -> bool:
+    """Returns whether a model path is a name on the Hugging Face hub: no folder here, and of the form owner/name."""
+    return HUB_ID.fullmatch(str(path)) is not None and not Path(path).expanduser().exists()
 
 
 def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -238,17 +250,55 @@ def _tied_names(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
 def _from_hub(hub_id: str, need_weights: bool) -> Path:
     """Returns the model's folder in the local Hugging Face cache, downloading it first if it is not there."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
+    cached = cached_folder(hub_id)
+    if cached is not None and (not need_weights or _has_weights(cached)):
+        return cached
     patterns = HUB_PATTERNS if need_weights else [p for p in HUB_PATTERNS if p != "*.safetensors"]
     try:
-        cached = Path(snapshot_download(hub_id, allow_patterns=patterns, local_files_only=True))
-        if not need_weights or _has_weights(cached):
-            return cached
-    except LocalEntryNotFoundError:
-        pass  # not downloaded yet
-    with _one_line(f"model.path = {hub_id!r}: no such folder, and it cannot be downloaded from the Hugging Face hub"):
         return Path(snapshot_download(hub_id, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S))
+    except Exception as error:  # the hub's client raises errors of many kinds
+        raise _hub_error(hub_id, error) from error
+
+
+def cached_folder(hub_id: str) -> Path | None:
+    """Returns the folder of a model of the hub in the local cache; None if it was never downloaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def hub_parameters(hub_id: str) -> int | None:
+    """Returns the number of parameters of a model on the hub, without downloading it; None if the hub does not know it.
+    Raises `UserError` if there is no such model or the hub cannot be reached."""
+    from huggingface_hub import HfApi
+
+    try:
+        stored = HfApi().model_info(hub_id, timeout=HUB_TIMEOUT_S, expand=["safetensors"]).safetensors
+    except Exception as error:  # as above
+        raise _hub_error(hub_id, error) from error
+    return None if stored is None else stored.total
+
+
+def _hub_error(hub_id: str, error: Exception) -> UserError:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    what = f"model.path = {hub_id!r}: no such folder, and"
+    if isinstance(error, GatedRepoError):
+        page = f"https://huggingface.co/{hub_id}"
+        return UserError(f"{what} the Hugging Face hub wants its terms accepted; do that at {page} and set HF_TOKEN")
+    if isinstance(error, RepositoryNotFoundError):
+        return UserError(
+            f"{what} the Hugging Face hub has no such model, or it is private; check the name, or set HF_TOKEN"
+        )
+    return UserError(
+        f"{what} the Hugging Face hub cannot be reached to download it; check the network, run hf download {hub_id} "
+        "where there is one, or give a local folder"
+    )
 
 
 def _has_weights(folder: Path) -> bool:

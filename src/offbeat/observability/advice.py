@@ -42,6 +42,22 @@ class Advice(NamedTuple):
     text: str
 
 
+def right_answer_earns(
+    task: str, answer: str | None, place: str | None, value: float, empty: float | None
+) -> Advice | None:
+    """Judges the trial of a reward on the right `answer` of a problem of `task`, found at `place`. It earned `value`;
+    an empty response earned `empty`, None if that is unknown. Where that is below 0, 0 may be the best."""
+    if not answer or value != 0 or (empty is not None and empty < 0):
+        return None
+    shown = answer if len(answer) <= 40 else f"{answer[:40]}..."
+    text = (
+        f"the right answer {shown!r} of a problem of task {task}{f' ({place})' if place else ''} earned 0 in a trial: "
+        "check task.reward (an answer comes as text, so compare text or convert both), unless the reward wants more "
+        "than the bare answer"
+    )
+    return Advice(f"trial {task}", text)
+
+
 @dataclass(frozen=True)
 class Keys:
     """Values of configuration keys that advice names."""
@@ -61,17 +77,6 @@ class Adviser:
         self._first_entropies: list[float] = []
         self._num_steps = self._num_answers = 0
         self._best, self._worst = -math.inf, math.inf
-
-    def trial(self, task: str, answer: str, reward: float) -> list[Advice]:
-        """Judges the trial of a reward function on the right `answer` of a problem of `task`, before step 1."""
-        if reward != 0:
-            return []
-        shown = answer if len(answer) <= 40 else f"{answer[:40]}..."
-        text = (
-            f"the right answer {shown!r} of a problem of task {task} earned 0 in a trial: check task.reward (an answer "
-            "comes as text, so compare text or convert both), unless the reward wants more than the bare answer"
-        )
-        return self._new([Advice(f"trial {task}", text)])
 
     def step(self, row: Row) -> list[Advice]:
         """Judges the row of the next step; figures that it lacks, like those of an older Offbeat, are not judged."""

@@ -17,9 +17,9 @@ LOG_AFTER_S, LOG_EVERY_S = 2.0, 15.0
 
 
 @contextmanager
-def loading(what: str, *, is_quiet: bool = False, file: TextIO | None = None) -> Iterator[Stage]:
-    """Prints `what` is loaded; within the block, call the given function with the name of each stage as it begins. A
-    thread prints, so that also imports, which hold the caller for seconds, show a sign of life."""
+def loading(what: str | None = None, *, is_quiet: bool = False, file: TextIO | None = None) -> Iterator[Stage]:
+    """Prints that `what` is loaded, unless it is None. Within the block, call the given function with the name of each
+    stage as it begins. A thread prints, so that imports, too, which take seconds, show a sign of life."""
     if is_quiet:
         yield lambda name: None
         return
@@ -32,14 +32,15 @@ def loading(what: str, *, is_quiet: bool = False, file: TextIO | None = None) ->
 
 
 class _Signs(threading.Thread):
-    def __init__(self, file: TextIO, what: str):
+    def __init__(self, file: TextIO, what: str | None):
         super().__init__(name="offbeat-loading", daemon=True)
         self._file, self._is_terminal = file, file.isatty()
         self._over, self._lock = threading.Event(), threading.Lock()
         self._start_s = time.monotonic()
         self._stage, self._width = "", 0
         self._due_s = self._start_s + LOG_AFTER_S
-        print(f"{what}; loading", file=file, flush=True)
+        if what is not None:
+            print(f"{what}; loading", file=file, flush=True)
 
     def stage(self, name: str) -> None:
         with self._lock:

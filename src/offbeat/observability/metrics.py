@@ -84,6 +84,7 @@ class Reporter:
         self._last_s = time.monotonic()
         self._num_failed, self._is_first = 0, True
         self._shown: set[str] = set()
+        self._has_told_left_out = False
         self._seen_worker_s = self._last_s
         config = folder.config
         keys = Keys(config.rollout.max_new_tokens, config.batch.group_size, config.schedule.bound)
@@ -99,6 +100,10 @@ class Reporter:
             self._shown.add(kind)
             shown = {name: ", ".join(value) if isinstance(value, list) else value for name, value in fields.items()}
             self.console.alarm(ALARMS[kind].format(**shown))
+        elif kind == "prompt_left_out" and self.folder.config.rollout.long_prompts == "error":
+            if not self._has_told_left_out:
+                self.console.alarm(f"{fields['why']}; it is left out, as are others like it: see events.jsonl")
+            self._has_told_left_out = True
         elif kind == "resume":
             self.console.note(f"resumed at step {fields['step']} as version {fields['version']}")
 

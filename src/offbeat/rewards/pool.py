@@ -115,26 +115,33 @@ class RewardPool:
         self._slots: list[asyncio.Task[None]] = []
         self._news = asyncio.Event()
         self._is_closed = False
-        self.trial_values: dict[str, float] = {}
-        """What each reward gave for the trial of `check`."""
 
-    async def check(self, trials: Mapping[str, RewardInput] | None = None) -> set[str]:
+    async def check(self, trials: Mapping[str, RewardInput] | None = None) -> dict[str, RewardResult]:
         """Loads every reward and tries it on one sample, to find errors before training. The sample is the entry of
-        `trials` under the reward's name, or else `TRIAL`. Returns the names of all reward parts."""
+        `trials` under the reward's name, or else `TRIAL`. Returns the result of each reward's trial."""
         try:
             self._ready.append(await self._start())
         except UserError:
             raise
         except OffbeatError as error:
             raise UserError(f"{error}; see {self.log_path}") from error
-        parts = {part for parts in self._sums.values() for part in parts}  # some may not apply to the trial's sample
+        results: dict[str, RewardResult] = {}
         for name in self._names:
             (result,) = await self.score(name, [(trials or {}).get(name, TRIAL)])
             if result.error is not None:
                 raise UserError(f"reward {name}: its trial on one sample failed: {result.error}; see {self.log_path}")
-            self.trial_values[name] = result.value or 0.0
-            parts |= {reward.name for reward in result.rewards}
-        return parts
+            results[name] = result
+        return results
+
+    @property
+    def parts(self) -> set[str]:
+        """Names of the parts of rewards that are sums of several; a part may not apply to the sample of a trial."""
+        return {part for parts in self._sums.values() for part in parts}
+
+    def move_log(self, path: Path) -> None:
+        """Continues the log in another file, which gets the log's content so far."""
+        self._log.move(path)
+        self.log_path = path
 
     async def score(self, name: str, batch: Sequence[RewardInput]) -> list[RewardResult]:
         """Judges a batch with the reward `name`; returns the results in order. Raises only if the pool is closed or
@@ -381,7 +388,6 @@ class Shaping:
     max_new_tokens: int = 0
     overlong_tokens: int = 0
     """Tokens before `max_new_tokens` at which answers begin to lose reward; 0: never."""
-    overlong_penalty: float = 1.0
 
     def weighted(self, rewards: Sequence[Reward]) -> tuple[Reward, ...]:
         """Returns the rewards with their weights set."""
@@ -391,19 +397,23 @@ class Shaping:
 
     def for_training(self, rewards: Sequence[Reward], num_tokens: int) -> tuple[Reward, ...]:
         """Returns the rewards with their weights set, and the length penalty, if there is one, as one more part."""
-        if not self.overlong_tokens:
-            return self.weighted(rewards)
-        lost = penalty(num_tokens, self.max_new_tokens, self.overlong_tokens, self.overlong_penalty)
-        return *self.weighted(rewards), Reward(lost, OVERLONG)
+        if self.overlong_tokens:
+            rewards = [*rewards, Reward(penalty(num_tokens, self.max_new_tokens, self.overlong_tokens), OVERLONG)]
+        return self.weighted(rewards)
+
+    @property
+    def given_names(self) -> set[str]:
+        """Names of the weighted parts that rewards must give: all but that of the length penalty."""
+        return self.weights.keys() - ({OVERLONG} if self.overlong_tokens else set())
 
     def check_names(self, names: Collection[str]) -> None:
         """Raises `UserError` for weights of parts that no reward gives, and for a part named like the length penalty.
         `names` are the parts that rewards gave in a trial."""
-        for name, weight in self.weights.items():
+        for name in sorted(self.given_names):
             if name not in names:
                 raise UserError(
-                    f"reward.weights.{name} = {weight:g}: no reward gave a part of that name when it was tried; "
-                    f"{suggest(name, sorted(names))}"
+                    f"reward.weights.{name} = {self.weights[name]:g}: no reward gave a part of that name when it was "
+                    f"tried; {suggest(name, sorted(names))}"
                 )
         if self.overlong_tokens and OVERLONG in names:
             raise UserError(
@@ -412,8 +422,8 @@ class Shaping:
             )
 
 
-def penalty(num_tokens: int, max_new_tokens: int, overlong_tokens: int, most: float) -> float:
+def penalty(num_tokens: int, max_new_tokens: int, overlong_tokens: int) -> float:
     """Returns the reward for an answer's length: 0 up to `max_new_tokens - overlong_tokens`, then falling linearly to
-    -`most` at `max_new_tokens`."""
+    -1 at `max_new_tokens`."""
     too_long = min(num_tokens - (max_new_tokens - overlong_tokens), overlong_tokens)
-    return -most * (too_long / overlong_tokens) if too_long > 0 else 0.0
+    return -(too_long / overlong_tokens) if too_long > 0 else 0.0

@@ -56,6 +56,19 @@ class RewardLog:
         """Adds text from the pool itself."""
         self._keep(text.encode())
 
+    def move(self, path: Path) -> None:
+        """Moves the log to the end of another file, in which it goes on."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            self._file.close()
+            try:
+                self._file = path.open("ab", buffering=0)
+            except OSError as error:
+                raise cannot_write(path, error) from error
+            self._file.write(self.path.read_bytes())
+            self.path.unlink()
+            self.path = path
+
     def close(self) -> None:
         self._is_closing = True
         os.write(self._write, LAST_BYTE)  # the pipe may never end: a process that a reward left behind may hold it

@@ -59,6 +59,9 @@ class Address:
                 "and serve.key, or serve.behind_proxy if a proxy ends TLS, or listen on 127.0.0.1; within a private "
                 'network, serve.certificate = "plain" does without'
             )
+        for key, file in (("certificate", self.certificate), ("key", self.key)):
+            if file is not None and not file.is_file():
+                raise UserError(f"serve.{key} = {str(file)!r}: no such file; give a PEM file")
         if self.certificate is not None and self.key is not None:
             try:
                 ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.certificate, self.key)
@@ -156,7 +159,7 @@ def _bind(address: Address) -> socket.socket:
         )[0]
         return socket.create_server(name[:2], family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = str(getattr(error, "strerror", None) or error).split(" (while")[0]
         raise UserError(
             f"serve.host = {address.host!r}, serve.port = {address.port}: cannot listen there: {reason}; choose "
             "another address, or port 0 for any free port"

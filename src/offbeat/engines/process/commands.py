@@ -28,7 +28,7 @@ PROBE = """\
 import importlib.util, json, sys
 has = importlib.util.find_spec(sys.argv[1]) is not None
 gpus = 0
-if has:
+if has and sys.argv[2] == "gpus":
     import torch
     gpus = torch.cuda.device_count()
 print(json.dumps({"has": has, "gpus": gpus}))
@@ -48,14 +48,17 @@ class EngineMachine:
     num_gpus: int
 
 
-async def probe_interpreter(config: Config, environment: Mapping[str, str]) -> EngineMachine:
-    """Runs the engine's interpreter to count its GPUs; raises a `UserError` if the engine's package is missing."""
+async def probe_interpreter(
+    config: Config, environment: Mapping[str, str], *, counts_gpus: bool = True
+) -> EngineMachine:
+    """Runs the engine's interpreter to count its GPUs; raises a `UserError` if the engine's package is missing. Without
+    `counts_gpus`, only looks for the package, which does not import torch."""
     engine, python = config.rollout.engine, sys.executable
     if config.engine.python:
         python = str(Path(config.engine.python).expanduser())
     try:
         process = await asyncio.create_subprocess_exec(
-            *(python, "-c", PROBE, engine),
+            *(python, "-c", PROBE, engine, "gpus" if counts_gpus else ""),
             env=dict(environment),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

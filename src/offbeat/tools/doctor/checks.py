@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import re
@@ -32,10 +31,10 @@ from offbeat.config import Config, resolved
 from offbeat.config.schema import SERVED, FileTask
 from offbeat.config.summary import size
 from offbeat.errors import OffbeatError, UserError
-from offbeat.model.loading import HUB_ID, WINDOW_KEYS, resolve
+from offbeat.launch.preflight import num_parameters
+from offbeat.model.loading import WINDOW_KEYS, cached_folder, is_hub_name, resolve
 from offbeat.tools.doctor.probes import machine_memory
 from offbeat.tools.doctor.report import DoctorReport, Finding, Level, judged
-from offbeat.weights.safetensor_file import file_layout
 
 OLDEST = {"vllm": (0, 26), "sglang": (0, 5)}
 """Oldest versions against which Offbeat's calls were checked."""
@@ -90,6 +89,8 @@ async def examine(
         disk = group.create_task(probe("disk", *given, remedy="--run.dir FOLDER on a local disk that you may write to"))
         engines = group.create_task(check_engines(config, url, within_s))
         server = group.create_task(probe("server", *given)) if url else None
+        sound = model.level is Level.FINE and not mistakes
+        run = group.create_task(probe("run", *given)) if sound else None
     findings = [
         *check_machine(),
         *torch.result(),
@@ -101,6 +102,7 @@ async def examine(
         *check_ports(config),
         model,
         *(Finding("config", mistake, Level.STOPS) for mistake in mistakes),
+        *(run.result() if run else []),
     ]
     return DoctorReport(f"{name} with {engine_url}" if engine_url else name, command, findings)
 
@@ -290,16 +292,16 @@ def _listen(host: str, port: int) -> str:
 
 
 def check_model(path: str) -> tuple[Finding, int]:
-    """Checks a model by the headers of its files, without downloads; also returns its number of parameters, 0 if
-    unknown."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    """Checks a model by the headers of its files, or asks the hub for one that is not downloaded yet; also returns its
+    number of parameters, 0 if unknown."""
     try:
-        folder = resolve(path)
+        parameters = num_parameters(path) or 0
+        folder = cached_folder(path) if is_hub_name(path) else resolve(path)
+        if folder is None or not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+            text = f"{path}: on the hub, {parameters:,} parameters, not downloaded yet"
+            return Finding("model", text, Level.WARNS, f"hf download {path}"), parameters
         config = json.loads((folder / "config.json").read_text())
-        parameters = sum(map(_num_elements, sorted(folder.glob("*.safetensors"))))
     except UserError as error:
-        if HUB_ID.fullmatch(path):
-            return Finding("model", f"{path}: not downloaded yet", Level.WARNS, f"hf download {path}"), 0
         return Finding("model", str(error), Level.STOPS), 0
     except (OSError, ValueError) as error:
         return Finding("model", f"{path}: {error}; copy it again", Level.STOPS), 0
@@ -307,8 +309,3 @@ def check_model(path: str) -> tuple[Finding, int]:
     text = config.get("text_config") or config
     window = next((f", {text[key]:,} tokens of context" for key in WINDOW_KEYS if isinstance(text.get(key), int)), "")
     return Finding("model", f"{path}: {architecture}, {parameters:,} parameters{window}"), parameters
-
-
-def _num_elements(file: Path) -> int:
-    with file.open("rb") as opened:
-        return sum(math.prod(tensor.shape) for tensor in file_layout(opened).values())

@@ -25,6 +25,7 @@ from offbeat.config import Config, from_dict
 from offbeat.config.schema import SERVED
 from offbeat.config.summary import BYTES_PER_PARAMETER, disk_bytes, size
 from offbeat.errors import OffbeatError, UserError
+from offbeat.extras import hidden
 from offbeat.tools.doctor.report import Finding, Level, judged
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 DRIVERS = {"CUDA": Path("/proc/driver/nvidia/version"), "ROCm": Path("/dev/kfd")}
 CGROUP = Path("/sys/fs/cgroup")
 SIDE = 64
-STATE_BYTES = 16
-"""Bytes per parameter for master weight, two moments and gradient, in float32."""
+FLOAT_BYTES = 4
+"""Bytes per parameter of master weights, of each of the two moments, and of gradients, all in float32."""
 SLOW_FSYNC_S = 0.05
 """Flush time above which a disk counts as slow: every submission waits for a flush."""
 START = (
@@ -100,25 +101,33 @@ def check_memory(
     config: Config, parameters: int, device: str, free: int, total: int, *, starts_server: bool
 ) -> Finding:
     """Checks that the device has the memory that training needs, besides what an engine's server on it would take."""
-    needed = training_bytes(config, parameters, on_gpu=device != "cpu")
+    parts = training_bytes(config, parameters, on_gpu=device != "cpu")
+    needed = sum(parts.values())
     left = int(total * (1 - config.engine.memory_share))
-    text = f"at least {size(needed)} on {device}, besides activations and KV"
+    kinds = ", ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in parts.items())
+    text = f"at least {size(needed)} on {device} ({kinds}), besides activations and KV"
     if starts_server and device.startswith("cuda") and needed > left:
         remedy = f"--engine.memory-share {max(0.1, 1 - 1.5 * needed / total):.2f}, or a device of its own"
         return Finding("training", f"{text}; the engine leaves {size(left)}", Level.WARNS, remedy)
-    level = Level.STOPS if needed > total and device != "cpu" else Level.WARNS
-    text += f"; {size(free)} is free" if needed > free else ""
-    return judged("training", text, bad=needed > free, remedy="a smaller model, or a larger device", level=level)
+    if needed > total:
+        text += f"; it has {size(total)}"
+    elif needed > free:
+        text += f"; {size(free)} is free"
+    remedy = "a smaller model, a larger device" + ("" if config.model.lora_rank else ", or --model.lora-rank 16")
+    level = Level.STOPS if needed > total else Level.WARNS
+    return judged("training", text, bad=needed > free, remedy=remedy, level=level)
 
 
-def training_bytes(config: Config, num_parameters: int, *, on_gpu: bool) -> int:
-    """Returns the minimum memory of trainer and embedded engine on one device, besides activations and KV cache."""
+def training_bytes(config: Config, num_parameters: int, *, on_gpu: bool) -> dict[str, int]:
+    """Returns the minimum memory of trainer and embedded engine on one device by kind, besides activations and KV."""
     dtype = "bfloat16" if config.model.dtype == "auto" and on_gpu else config.model.dtype
-    weights, has_engine = BYTES_PER_PARAMETER[dtype], config.rollout.engine == "embedded"
+    weights, has_engine = BYTES_PER_PARAMETER[dtype] * num_parameters, config.rollout.engine == "embedded"
+    engine = {"engine": weights} if has_engine else {}
     if config.model.lora_rank:  # frozen, and also the reference; adapters are too small to count
-        return num_parameters * weights * (1 + has_engine)
-    num_copies = (weights < 4) + has_engine + (config.loss.kl_coef > 0)
-    return num_parameters * (STATE_BYTES + num_copies * weights)
+        return {"weights": weights, **engine}
+    state = {"weights": FLOAT_BYTES * num_parameters + weights * (dtype == "bfloat16")}
+    state |= {"optimizer": 2 * FLOAT_BYTES * num_parameters, "gradients": FLOAT_BYTES * num_parameters}
+    return state | engine | ({"reference": weights} if config.loss.kl_coef > 0 else {})
 
 
 def machine_memory() -> tuple[int, int]:
@@ -134,6 +143,27 @@ def machine_memory() -> tuple[int, int]:
 
 def _read_text(file: Path) -> str:
     return file.read_text().strip() if file.is_file() else ""
+
+
+def check_run(config: Config, url: str, parameters: int) -> Iterator[Finding]:
+    """Makes the checks of `offbeat train --dry-run`: rows, prompt lengths, tokenizer, and a trial of each reward."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    with hidden("torch"):
+        from offbeat.launch.preflight import checking
+
+        async def checked() -> tuple[list[str], list[str]]:
+            async with checking(config) as found:
+                return found.lines()[1:], [advice.text for advice in found.advice()]
+
+        try:
+            lines, warnings = asyncio.run(checked())
+        except UserError as error:
+            yield Finding("config", str(error), Level.STOPS)
+            return
+    for line in lines:
+        name, text = line.split(maxsplit=1)
+        yield Finding(name, text)
+    yield from (Finding("reward", warning, Level.WARNS) for warning in warnings)
 
 
 def check_disk(config: Config, url: str, parameters: int) -> Iterator[Finding]:
@@ -242,7 +272,7 @@ def compare_server(config: Config, url: str, facts: Facts) -> Iterator[Finding]:
         yield Finding("engine", text, Level.STOPS, f"--rollout.engine {kind}")
 
 
-PROBES = {"torch": check_torch, "disk": check_disk, "server": check_server}
+PROBES = {"torch": check_torch, "run": check_run, "disk": check_disk, "server": check_server}
 
 if __name__ == "__main__":
     try:

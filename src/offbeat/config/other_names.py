@@ -1,0 +1,142 @@
+"""Names of settings in TRL and verl, with the keys that do the same here; for answers to unknown keys, and for docs.
+
+A value is a key of the configuration, perhaps with a remark in brackets. A value without a key, which begins with "no
+key", says why there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+TRL = {
+    "model": "model.path",
+    "model_name_or_path": "model.path",
+    "args": "no key: its entries are sections here",
+    "output_dir": "run.dir (with run.name)",
+    "run_name": "run.name",
+    "seed": "run.seed",
+    "max_steps": "run.steps",
+    "num_train_epochs": "run.steps (in steps, not epochs)",
+    "train_dataset": "task.path",
+    "dataset_name": 'task.path (with task.source = "dataset")',
+    "eval_dataset": "task.held_out (a share of the same rows)",
+    "reward_funcs": "task.reward",
+    "reward_weights": "reward.weights (by the names of a reward's parts)",
+    "num_generations": "batch.group_size",
+    "per_device_train_batch_size": "batch.groups_per_step (in prompts, not answers)",
+    "generation_batch_size": "batch.groups_per_step (in prompts, not answers)",
+    "gradient_accumulation_steps": "batch.tokens_per_microbatch (micro-batches are cut by tokens)",
+    "steps_per_generation": "batch.updates_per_step",
+    "num_iterations": "batch.updates_per_step (each answer is trained on once)",
+    "max_prompt_length": "rollout.max_prompt_tokens",
+    "max_completion_length": "rollout.max_new_tokens",
+    "temperature": "rollout.temperature",
+    "top_p": "eval.top_p (training samples from the whole distribution)",
+    "top_k": "no key: training samples from the whole distribution",
+    "min_p": "no key: training samples from the whole distribution",
+    "use_vllm": 'rollout.engine = "vllm" (with rollout.workers = 1)',
+    "vllm_mode": 'rollout.engine = "vllm" (with rollout.workers = 1)',
+    "vllm_server_base_url": "engine.url",
+    "vllm_server_host": "engine.url",
+    "vllm_gpu_memory_utilization": "engine.memory_share",
+    "vllm_tensor_parallel_size": "engine.tensor_parallel",
+    "vllm_importance_sampling_correction": "loss.correction",
+    "learning_rate": "optimizer.lr",
+    "lr_scheduler_type": "optimizer.schedule",
+    "warmup_steps": "optimizer.warmup_steps",
+    "warmup_ratio": "optimizer.warmup_steps (in steps)",
+    "weight_decay": "optimizer.weight_decay",
+    "adam_beta1": "no key: it is 0.9",
+    "adam_beta2": "optimizer.beta2",
+    "max_grad_norm": "optimizer.max_grad_norm",
+    "beta": "loss.kl_coef",
+    "epsilon": "loss.clip_low (and loss.clip_high)",
+    "epsilon_high": "loss.clip_high",
+    "delta": "loss.dual_clip",
+    "loss_type": "loss.name",
+    "scale_rewards": 'loss.advantage ("group" divides by the standard deviation, "mean" does not)',
+    "importance_sampling_level": 'loss.name = "gspo"',
+    "mask_truncated_completions": "no key: see reward.overlong_tokens",
+    "bf16": 'model.dtype = "bfloat16"',
+    "fp16": "model.dtype (bfloat16 or float32)",
+    "gradient_checkpointing": "model.gradient_checkpointing",
+    "use_peft": "model.lora_rank",
+    "peft_config": "model.lora_rank (with model.lora_alpha and model.lora_targets)",
+    "lora_r": "model.lora_rank",
+    "lora_alpha": "model.lora_alpha",
+    "lora_target_modules": "model.lora_targets",
+    "logging_steps": "no key: every step is logged",
+    "log_completions": "no key: every answer is kept, see offbeat show",
+    "report_to": "log.sinks",
+    "eval_steps": "eval.every",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "resume_from_checkpoint": "no key: use --resume",
+    "deepspeed": "no key: one device trains",
+    "fsdp": "no key: one device trains",
+}
+VERL = {
+    "data.train_files": "task.path",
+    "data.val_files": "task.held_out (a share of the same rows)",
+    "data.prompt_key": "task.messages (or task.prompt for plain text)",
+    "data.train_batch_size": "batch.groups_per_step",
+    "data.max_prompt_length": "rollout.max_prompt_tokens",
+    "data.max_response_length": "rollout.max_new_tokens",
+    "data.filter_overlong_prompts": 'rollout.long_prompts = "skip"',
+    "data.truncation": "rollout.long_prompts",
+    "data.shuffle": "task.shuffle",
+    "model.enable_gradient_checkpointing": "model.gradient_checkpointing",
+    "actor.optim.lr": "optimizer.lr",
+    "optim.lr": "optimizer.lr",
+    "actor.ppo_mini_batch_size": "batch.updates_per_step (updates, not prompts per update)",
+    "ppo_micro_batch_size_per_gpu": "batch.tokens_per_microbatch",
+    "ppo_max_token_len_per_gpu": "batch.tokens_per_microbatch",
+    "ppo_epochs": "no key: each answer is trained on once",
+    "use_kl_loss": "loss.kl_coef",
+    "kl_loss_coef": "loss.kl_coef",
+    "kl_loss_type": "loss.kl",
+    "clip_ratio": "loss.clip_low (and loss.clip_high)",
+    "clip_ratio_low": "loss.clip_low",
+    "clip_ratio_high": "loss.clip_high",
+    "clip_ratio_c": "loss.dual_clip",
+    "loss_agg_mode": "loss.aggregate",
+    "entropy_coeff": "no key: there is no entropy bonus",
+    "rollout.n": "batch.group_size",
+    "rollout.name": "rollout.engine",
+    "rollout.tensor_model_parallel_size": "engine.tensor_parallel",
+    "rollout.gpu_memory_utilization": "engine.memory_share",
+    "algorithm.adv_estimator": "loss.name",
+    "adv_estimator": "loss.name",
+    "norm_adv_by_std_in_grpo": 'loss.advantage ("group" divides by the standard deviation, "mean" does not)',
+    "custom_reward_function.path": "task.reward",
+    "reward_model.reward_manager": "task.reward",
+    "trainer.total_training_steps": "run.steps",
+    "trainer.total_epochs": "run.steps (in steps, not epochs)",
+    "trainer.save_freq": "checkpoint.every",
+    "trainer.test_freq": "eval.every",
+    "trainer.logger": "log.sinks",
+    "trainer.project_name": "log.project",
+    "trainer.experiment_name": "run.name",
+    "trainer.default_local_dir": "run.dir",
+    "trainer.n_gpus_per_node": "no key: one device trains",
+}
+LIBRARIES = {"TRL": TRL, "verl": VERL}
+
+
+def known_elsewhere(place: Sequence[str | int], value: object = None, before: str = "") -> str | None:
+    """Returns the sentence about a key of TRL or verl, such as "TRL's beta is loss.kl_coef here"; None if neither has
+    it. `value` is the key's value, in which the first known key is looked for if it is a table. `before` is put in
+    front of our key, such as the dashes of a command line."""
+    if isinstance(value, Mapping):
+        inner = (known_elsewhere((*place, name), entry, before) for name, entry in value.items())
+        return next((text for text in inner if text), None)
+    names = [str(name).replace("-", "_") for name in place]
+    for library, table in LIBRARIES.items():
+        for start in range(len(names)):  # the longest end of the name that a table has
+            name = ".".join(names[start:])
+            if ours := table.get(name):
+                key, bracket, remark = ours.partition(" (")
+                if key.startswith("no key"):
+                    return f"{library}'s {name} has {ours}"
+                return f"{library}'s {name} is {before}{key} here{bracket}{remark}"
+    return None

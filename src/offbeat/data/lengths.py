@@ -1,0 +1,126 @@
+"""Lengths of prompts, measured before a run starts: all rows of files and datasets, a sample of other sources.
+
+The first `MEASURED` rows are tokenised in any case; of the others only those whose number of characters does not prove
+that they fit, so that a file of a million short rows takes seconds. A prompt that is too long and is not found here, as
+from a source that makes prompts to order, is left out when it is drawn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from offbeat.data.files import FileSource
+from offbeat.data.mixture import Mixture, WeightedSource
+from offbeat.data.prompts import SKIP_OR_CUT, Problem, Renderer, too_long
+from offbeat.errors import UserError
+
+MEASURED = 20_000
+"""Rows that are always tokenised, so that the longest prompt of a usual file is known."""
+PIECE = 1000
+"""Prompts that are tokenised together, on all cores."""
+SAMPLE, SAMPLE_S = 64, 3.0
+"""Problems, and seconds to make them, for the sample of a source that makes them to order."""
+
+
+@dataclass(frozen=True)
+class PromptLengths:
+    """Lengths of the prompts of one source."""
+
+    source: str
+    num_prompts: int
+    is_sample: bool
+    longest: int
+    """Tokens of the longest prompt that was tokenised."""
+    num_measured: int
+    num_long: int = 0
+    first_long: str = ""
+    """Where the first prompt is that is too long."""
+    first_tokens: int = 0
+
+    def line(self, policy: str) -> str:
+        """Describes the prompts and what happens to those that are too long."""
+        count = f"a sample of {self.num_prompts:,} prompts" if self.is_sample else f"{self.num_prompts:,} rows"
+        text = f"{self.source}: {count}, longest {self.longest:,} tokens"
+        if self.num_measured < self.num_prompts:
+            text += f" of {self.num_measured:,} measured, the others are shorter than the limit"
+        if self.num_long:
+            what = "left out" if policy == "skip" else "cut"
+            number = "1 is" if self.num_long == 1 else f"{self.num_long:,} are"
+            text += f"; {number} over rollout.max_prompt_tokens and {what}, the first at {self.first_long}"
+        return text
+
+
+def measure_prompts(mixture: Mixture, renderer: Renderer, held_out: int) -> list[PromptLengths]:
+    """Measures the prompts of every source, among them `held_out` problems of the evaluation. Raises `UserError` for a
+    row that no setting of `rollout.long_prompts` could help, such as one that the chat template refuses."""
+    return [_measure(member, _problems(member, mixture, held_out), renderer) for member in mixture.members.values()]
+
+
+def refuse_long(found: list[PromptLengths], policy: Literal["error", "skip", "cut"], limit: int) -> None:
+    """Raises `UserError` if prompts are too long and `policy` is "error", or if it leaves a file without a prompt."""
+    for one in found:
+        if not one.num_long or policy == "cut":
+            continue
+        row = "prompts of a sample" if one.is_sample else "rows"
+        verb = "is" if one.num_long == 1 else "are"
+        count = f"{one.num_long:,} of {one.num_prompts:,} {row} {verb} too long"
+        if policy == "error":
+            raise UserError(
+                f"{too_long(one.first_long, one.first_tokens, limit)}; {count}; raise it to {one.longest} or more, or "
+                f"set {SKIP_OR_CUT}"
+            )
+        if one.num_long == one.num_prompts and not one.is_sample:
+            raise UserError(
+                f'{too_long(one.first_long, one.first_tokens, limit)}; with rollout.long_prompts = "skip" no row is '
+                "left; raise the limit"
+            )
+
+
+def _problems(member: WeightedSource, mixture: Mixture, held_out: int) -> Iterator[Problem]:
+    if isinstance(member.source, FileSource):
+        yield from member.source.every_prompt()
+        return
+    deadline_s = time.monotonic() + SAMPLE_S
+    for ordinal in range(SAMPLE):
+        yield _placed(member.source.problem(ordinal), f"{member.name}, problem {ordinal}")
+        if time.monotonic() > deadline_s:
+            break
+    own = [problem for source, problem in mixture.held_out(held_out) if source is member] if held_out else []
+    for number, problem in enumerate(own):
+        yield _placed(problem, f"{member.name}, held-out problem {number}")
+
+
+def _placed(problem: Problem, place: str) -> Problem:
+    return Problem(problem.prompt, place=problem.place or place)
+
+
+def _measure(member: WeightedSource, problems: Iterator[Problem], renderer: Renderer) -> PromptLengths:
+    found = PromptLengths(member.name, 0, not isinstance(member.source, FileSource), 0, 0)
+    room, num_prompts, piece = renderer.ascii_room(member), 0, list[Problem]()
+    for num_prompts, problem in enumerate(problems, 1):
+        if num_prompts <= MEASURED or not _is_short(problem, room):
+            piece.append(problem)
+        if len(piece) == PIECE:
+            found, piece = _with(found, piece, member, renderer), []
+    return replace(_with(found, piece, member, renderer), num_prompts=num_prompts)
+
+
+def _is_short(problem: Problem, room: int) -> bool:
+    return isinstance(problem.prompt, str) and len(problem.prompt) <= room and problem.prompt.isascii()
+
+
+def _with(found: PromptLengths, piece: list[Problem], member: WeightedSource, renderer: Renderer) -> PromptLengths:
+    """Returns what was found so far with the prompts of `piece` added."""
+    lengths = renderer.lengths(member, piece)
+    long = [(problem.place, n) for problem, n in zip(piece, lengths, strict=True) if n > renderer.max_prompt_tokens]
+    if long and not found.num_long:
+        found = replace(found, first_long=long[0][0], first_tokens=long[0][1])
+    return replace(
+        found,
+        longest=max([found.longest, *lengths]),
+        num_measured=found.num_measured + len(piece),
+        num_long=found.num_long + len(long),
+    )

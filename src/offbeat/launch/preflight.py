@@ -1,0 +1,175 @@
+"""Checks a run before anything heavy is loaded: the same for `offbeat train`, `offbeat serve` and `--dry-run`.
+
+`checking` builds what a coordinator needs, and tries it: sources with all their rows, reward processes, tokenizer,
+template and prompt lengths. `check_roles` checks what trainer and workers need on this machine: device and engine.
+Weights are neither downloaded nor loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from offbeat.config.explain import show
+from offbeat.config.schema import SERVED, Config
+from offbeat.data.mixture import Mixture
+from offbeat.errors import UserError
+from offbeat.launch import wiring
+from offbeat.launch.coordinator_runtime import Prepared, prepare
+from offbeat.launch.given import Given
+from offbeat.launch.run_folder import RunFolder
+from offbeat.launch.stopping import interruptible
+from offbeat.model.loading import cached_folder, hub_parameters, is_hub_name, resolve
+from offbeat.observability.advice import Advice, right_answer_earns
+from offbeat.observability.metric_files import read_events
+from offbeat.rewards.pool import RewardPool
+from offbeat.weights.safetensor_file import file_layout
+
+PICK_DEVICE = """
+import sys
+from offbeat.errors import UserError
+from offbeat.model.devices import pick_device
+try:
+    pick_device(sys.argv[1])
+except UserError as error:
+    print(error)
+"""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The parts of a coordinator after their checks."""
+
+    config: Config
+    mixture: Mixture
+    pool: RewardPool
+    prepared: Prepared
+    trials: list[wiring.Trial]
+    num_parameters: int | None
+
+    def lines(self) -> list[str]:
+        """Describes what was checked."""
+        model, tokens, policy = self.config.model.path, self.prepared.tokens, self.config.rollout.long_prompts
+        template = "a" if self.prepared.issuer.renderer.template else "no"
+        count = "" if self.num_parameters is None else f"{self.num_parameters:,} parameters, "
+        sizes = f"{count}window {tokens.window_tokens:,} tokens, vocabulary {tokens.vocab_size:,}"
+        found = [f"model        {model}: {sizes}, {template} chat template"]
+        found += [f"prompts      {lengths.line(policy)}" for lengths in self.prepared.lengths]
+        found += [f"reward       {_trial_line(trial)}" for trial in self.trials]
+        if not self.trials:
+            found.append("reward       not tried: judges that join compute it (reward.processes = 0)")
+        return found
+
+    def advice(self) -> list[Advice]:
+        found = (right_answer_earns(t.source, t.problem.answer, t.problem.place, t.value, t.empty) for t in self.trials)
+        return [advice for advice in found if advice is not None]
+
+    def announce(self, folder: RunFolder) -> None:
+        """Prints advice and how many prompts are left out or cut, and records both as events of the run; advice that
+        the run has had before is not repeated. From now on the rewards' log is in the run's folder."""
+        self.pool.move_log(folder.logs / "rewards.log")
+        said = {event["about"] for event in read_events(folder.events_file) if event["event"] == "advice"}
+        fresh = [advice for advice in self.advice() if advice.about not in said]
+        print_advice(fresh)
+        for advice in fresh:
+            folder.event("advice", about=advice.about, text=advice.text)
+        policy, is_quiet = self.config.rollout.long_prompts, self.config.log.console == "quiet"
+        for lengths in self.prepared.lengths:
+            if lengths.num_long:
+                folder.event(
+                    "long_prompts",
+                    source=lengths.source,
+                    policy=policy,
+                    num_long=lengths.num_long,
+                    num_prompts=lengths.num_prompts,
+                    is_sample=lengths.is_sample,
+                    first=lengths.first_long,
+                )
+                if not is_quiet:
+                    print(lengths.line(policy), flush=True)
+
+
+@asynccontextmanager
+async def checking(config: Config, given: Given | None = None, home: Path | None = None) -> AsyncIterator[Checked]:
+    """Builds and checks a coordinator's parts; within the block, its reward processes run. Raises `UserError` for the
+    first thing that is wrong. What rewards print meanwhile goes to a temporary file, which is kept if a trial fails.
+
+    `given` is what a Python program adds to the configuration; `home` is the run's folder, if there is one.
+    """
+    given = given or Given()
+    mixture = wiring.make_mixture(config, given.reward, given.functions, home)
+    descriptor, name = tempfile.mkstemp(prefix="offbeat-rewards-", suffix=".log")
+    os.close(descriptor)
+    pool = RewardPool(config.reward.processes, config.reward.timeout_s, mixture.rewards, Path(name))
+    try:
+        trials = await wiring.try_rewards(config, mixture, pool)
+        with interruptible():
+            num = None if is_hub_name(config.model.path) else num_parameters(config.model.path)
+            prepared = prepare(config, mixture)
+        yield Checked(config, mixture, pool, prepared, trials, num)
+    except BaseException as error:
+        await pool.close()
+        if name not in str(error):
+            Path(name).unlink(missing_ok=True)
+        raise
+    await pool.close()
+    Path(name).unlink(missing_ok=True)  # unless the log was moved
+
+
+async def check_roles(config: Config) -> list[str]:
+    """Checks what trainer and workers need on this machine; returns lines that describe it. Raises `UserError`."""
+    rollout, device = config.rollout, config.model.device
+    found = [f"device       {device}"]
+    if device not in ("auto", "cpu"):  # torch knows, and is too slow to import here
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", PICK_DEVICE, device),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        out, _ = await process.communicate()
+        if refusal := out.decode().strip():
+            raise UserError(refusal)
+    if rollout.engine in SERVED and rollout.workers and config.engine.url is None:
+        from offbeat.engines.process.commands import environment, probe_interpreter
+
+        machine = await probe_interpreter(config, environment(config, os.environ), counts_gpus=False)
+        found.append(f"engine       {rollout.engine}, in {machine.python}")
+    return found
+
+
+def print_advice(found: Iterable[Advice]) -> None:
+    for advice in found:
+        print(f"warning: {advice.text}", file=sys.stderr, flush=True)
+
+
+def num_parameters(path: str) -> int | None:
+    """Returns a model's number of parameters from the headers of its files or, if it is not on this machine, from the
+    hub; None if the hub does not know it. Raises `UserError` for a file that is cut short or damaged."""
+    folder = cached_folder(path) if is_hub_name(path) else resolve(path)
+    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
+    if not files:
+        return hub_parameters(path)
+    return sum(_num_elements(file) for file in files)
+
+
+def _num_elements(file: Path) -> int:
+    try:
+        with file.open("rb") as opened:
+            return sum(math.prod(tensor.shape) for tensor in file_layout(opened).values())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = " ".join(str(error).split())
+        raise UserError(f"model.path: {file} is damaged ({why}); copy it again") from error
+
+
+def _trial_line(trial: wiring.Trial) -> str:
+    answer = trial.problem.answer
+    what = "an empty answer" if answer is None else f"the right answer, {show(answer)},"
+    return f"{trial.reward}: {what} earns {trial.value:g}"
